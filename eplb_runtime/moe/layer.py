@@ -270,6 +270,11 @@ class HostDispatchedLayer:
         """int64 ``[E]``: the logical expert in each slot, now; changed in place by a commit."""
         return self._table.logical_of_slots(self.index)
 
+    @property
+    def changes(self) -> int:
+        """How often the layer's placement has changed."""
+        return int(self._table.changes_L[self.index])
+
     @torch.compiler.disable
     def __call__(
         self, hidden_TD: Tensor, chosen_TE: Tensor, weights_TE: Tensor, real_T: Tensor | None
@@ -299,7 +304,7 @@ class HostDispatchedLayer:
         Raises:
             RuntimeError: the graph has read another placement than the active one.
         """
-        changes = int(self._table.changes_L[self.index])
+        changes = self.changes
         if self._followed != changes:  # one wait for the device after a commit, none in other forwards
             if not torch.equal(order_P, self.logical_of_slots):
                 raise RuntimeError(

@@ -139,7 +139,7 @@ def test_experts_of_stages_move_and_no_bit_changes() -> None:
 def test_a_live_job_and_its_command_line_have_the_same_settings(pairs: list[dict[str, Any]]) -> None:
     for of_rank in pairs:
         assert of_rank["job"]["live"] == of_rank["job"]["written"] != of_rank["job"]["other"]
-        assert "fp8=e4m3" in of_rank["job"]["said"]
+        assert "fp8_recipe=delayed" in of_rank["job"]["said"]
 
 
 def test_defaults_are_megatrons(pairs: list[dict[str, Any]]) -> None:

@@ -32,6 +32,7 @@ from ..settings import emulated_settings, problems
 from .graphs import check_not_captured
 from .layer import install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of
+from .quantized import why_not_followed
 from .settings import EMULATED, EXACT_IN_ONE_SUM, RULES, MegatronJobSettings, live_settings
 from .weights import weights
 
@@ -178,6 +179,8 @@ def _problems(model: nn.Module, optimizers: Sequence[Any]) -> list[str]:
     if settings is None:
         return []
     found = problems(settings, RULES)
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MegatronLayer)]
+    found += [why for name, module in layers if (why := why_not_followed(name, module))][:1]
     if not found and dist.get_rank() == 0:
         for one in emulated_settings(settings, EMULATED):
             logger.warning("%s was tested with a stand-in (%s), and not on a GPU yet", one.setting, one.tested)

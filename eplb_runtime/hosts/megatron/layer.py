@@ -17,6 +17,7 @@ from ...load.expert_clock import ExpertClock
 from ...moe.layer import HostDispatchedLayer
 from ..attaching.expert_spans import ExpertCall, call_begins, call_ends
 from .graphs import GraphedChoices, GraphedColumns, goes_on_after_graph, is_captured
+from .quantized import WeightCaches
 from .settings import EXACT_BY_ITSELF, can_reorder, sums_in_order
 from .sharded_state import save_by_logical_expert
 
@@ -36,7 +37,7 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
         _LogicalOrder() if module.config.moe_router_topk > EXACT_BY_ITSELF and can_reorder(module.config) else None
     )
     own_route, own_preprocess, own_postprocess = module.route, module.preprocess, module.postprocess
-    graphed = GraphedColumns(columns)
+    graphed, caches = GraphedColumns(columns), WeightCaches(module.experts, columns)
     num_experts = module.config.num_moe_experts
     padding: list[Tensor | None] = [None]
 
@@ -48,6 +49,7 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
         if goes_on_after_graph(module):
             rows, permuted = own_preprocess(hidden_states, probs, routing_map)
             graphed.begin(rows)
+            caches.follow()
             return rows, permuted
         if routing_map.dtype is not torch.bool or routing_map.shape[-1] != num_experts or probs.ndim != 2:
             raise RuntimeError(
@@ -59,6 +61,7 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
         if is_captured(module):
             return own_preprocess(hidden_states, *reversed(graphed.capture(routing_map, probs, real_T)))
         chosen, weights = columns(hidden_states, routing_map, probs, real_T)
+        caches.follow()
         rows, permuted = own_preprocess(hidden_states, weights, chosen)
         if in_order is not None:
             rows = in_order.rows(hidden_states, routing_map, chosen, columns.logical_of_slots)

@@ -16,6 +16,8 @@ WHOLE_LAYER = "full"
 """Megatron's word for a CUDA graph of all that a layer does."""
 WITHOUT_EXPERTS = frozenset(("attn", "mamba", "mlp", "moe_router", "moe_preprocess"))
 """Parts of a model that Megatron captures as CUDA graphs and that hold no expert; ``mlp`` is that of dense layers."""
+SCALED_NOW = ("tensorwise", "blockwise", "mxfp8")
+"""FP8 recipes whose scales come from the numbers of each expert by itself; nothing is kept between steps."""
 DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """Settings of a precision-aware optimizer; what it keeps as float16 has one scale for each tensor, and fp8 is uint8."""
 EXACT_IN_ONE_SUM = 2
@@ -57,6 +59,10 @@ class MegatronJobSettings:
     bf16: bool | Unresolved = False
     fp16: bool | Unresolved = False
     fp8: str | Unresolved | None = None
+    fp8_recipe: str | Unresolved = "delayed"
+    fp8_param: bool | Unresolved = False
+    fp8_param_gather: bool | Unresolved = False
+    moe_router_padding_for_quantization: bool | Unresolved = False
     fp4: str | Unresolved | None = None
     optimizer: str | Unresolved = "adam"
     optimizer_cpu_offload: bool | Unresolved = False
@@ -85,6 +91,11 @@ def settings_of(options: Mapping[str, Any]) -> MegatronJobSettings:
         implementation = "transformer_engine" if options.get("external_cuda_graph") else "local"
         options = {**options, "cuda_graph_impl": implementation}
     options = {**options, "cuda_graph_modules": _graph_modules(options)}
+    recipe = options.get("fp8_recipe")
+    if recipe is not None and not isinstance(recipe, Unresolved):
+        options["fp8_recipe"] = str(getattr(recipe, "value", recipe))
+    if options.get("moe_router_padding_for_fp8"):  # its name before
+        options["moe_router_padding_for_quantization"] = options["moe_router_padding_for_fp8"]
     options |= {name: _dtype(options[name]) for name in DTYPES if options.get(name) is not None}
     given, assumed = given_or_default(MegatronJobSettings, options)
     settings = MegatronJobSettings(**given, assumed=assumed)
@@ -175,6 +186,7 @@ def can_reorder(config: Any) -> bool:
         config.moe_token_dispatcher_type == "alltoall"
         and not config.moe_permute_fusion
         and not config.moe_latent_size
+        and not config.moe_router_padding_for_quantization
         and not graphs_preprocessing(config)
     )
 
@@ -259,7 +271,18 @@ RULES = (
         "CUDA graphs are not supported yet",
         "set optimizer_cuda_graph=False",
     ),
-    Rule("fp8", lambda job: job.fp8 is not None, "FP8 is not supported yet", "leave fp8 out"),
+    Rule(
+        "fp8_recipe",
+        lambda job: job.fp8 is not None and job.fp8_recipe not in SCALED_NOW,
+        "its scales come from the largest numbers of earlier steps, taken over ranks that hold other experts",
+        f"set fp8_recipe to {', '.join(SCALED_NOW)}",
+    ),
+    Rule(
+        "fp8_param_gather",
+        lambda job: job.fp8 is not None and (job.fp8_param_gather or job.fp8_param),
+        "weights that are FP8 themselves cannot be moved yet",
+        "set fp8_param_gather=False",
+    ),
     Rule("fp4", lambda job: job.fp4 is not None, "FP4 is not supported yet", "leave fp4 out"),
     Rule(
         "moe_pad_expert_input_to_capacity",
@@ -338,6 +361,11 @@ EMULATED = (
         "cuda_graph_modules",
         lambda job: job.cuda_graph_impl != "none",
         "captured operators that are run again on the captured memory, for CUDA graphs",
+    ),
+    Emulated(
+        "fp8",
+        lambda job: job.fp8 is not None,
+        "grouped layers in torch that quantize and cache weights as TransformerEngine's do",
     ),
     Emulated(
         "use_precision_aware_optimizer",

@@ -20,6 +20,7 @@ FLAGS = {
     "num_experts": "num_moe_experts",
     "fp8_format": "fp8",
     "fp4_format": "fp4",
+    "moe_router_padding_for_fp8": "moe_router_padding_for_quantization",
     "use_custom_fsdp": "use_megatron_fsdp",
     "enable_cuda_graph": "enable_cuda_graph",
     "external_cuda_graph": "external_cuda_graph",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...hosts.megatron.settings import SCALED_NOW
 from ...hosts.settings import Unresolved
 from .base import Recipe, RecipeError, value_of
 from .command_lines import BY_FLAGS, SLIME, VERL
@@ -43,6 +44,10 @@ MEGATRON_AS_WRITTEN = (
     "main_params_dtype",
     "exp_avg_dtype",
     "exp_avg_sq_dtype",
+    "fp8_recipe",
+    "fp8_param_gather",
+    "moe_router_padding_for_quantization",
+    "moe_router_padding_for_fp8",
 )
 """Options that have no field; `source_lines` has them where the recipe sets them."""
 TORCHTITAN = {
@@ -97,6 +102,8 @@ def _recipe(path: Path, number: int, entry: Any) -> Recipe:
             options |= {"cuda_graph_impl": implementation, "cuda_graph_modules": modules or None}
         if entry.get("params_dtype") in ("bf16", "fp16"):
             options[entry["params_dtype"]] = True
+        if entry.get("fp8") in SCALED_NOW:  # the field has the recipe or the format
+            options.setdefault("fp8_recipe", entry["fp8"])
         if entry.get("nvfp4"):
             options["fp4"] = "nvfp4"
     elif host == "torchtitan":

@@ -117,18 +117,18 @@ python train.py --num-experts 8 --expert-model-parallel-size 8 --moe-router-topk
 @pytest.mark.parametrize(
     ("lines", "found"),
     [
-        ("M=qwen3; if [[ $M == qwen* ]]; then ARGS=(--fp8-format hybrid); else ARGS=(); fi", ["--fp8-format"]),
-        ("M=llama; if [[ $M == qwen* ]]; then ARGS=(--fp8-format hybrid); else ARGS=(); fi", []),
-        ("M=qwen3; if [[ $M != 'qwen*' ]]; then ARGS=(--fp8-format hybrid); else ARGS=(); fi", ["--fp8-format"]),
-        ("M=qwen3; if [[ $M = q?en[0-9] ]]; then ARGS=(--fp8-format hybrid); else ARGS=(); fi", ["--fp8-format"]),
-        ("ARGS=(); fast() { ARGS=(--fp8-format hybrid); }", []),
-        ("ARGS=(); fast() { ARGS=(--fp8-format hybrid); }; fast", ["--fp8-format"]),
-        ("ARGS=(); function fast {\n  if true; then { ARGS=(--fp8-format hybrid); }; fi\n}\n", []),
-        ("ARGS=(); add () {\n  ARGS+=(--fp8-format $1)\n}\nadd hybrid", ["--fp8-format"]),
-        ("ARGS=(); add() { more $1; }; more() { ARGS+=(--fp8-format $1); }; add e4m3", ["--fp8-format"]),
+        ("M=qwen3; if [[ $M == qwen* ]]; then ARGS=(--fp4-format hybrid); else ARGS=(); fi", ["--fp4-format"]),
+        ("M=llama; if [[ $M == qwen* ]]; then ARGS=(--fp4-format hybrid); else ARGS=(); fi", []),
+        ("M=qwen3; if [[ $M != 'qwen*' ]]; then ARGS=(--fp4-format hybrid); else ARGS=(); fi", ["--fp4-format"]),
+        ("M=qwen3; if [[ $M = q?en[0-9] ]]; then ARGS=(--fp4-format hybrid); else ARGS=(); fi", ["--fp4-format"]),
+        ("ARGS=(); fast() { ARGS=(--fp4-format hybrid); }", []),
+        ("ARGS=(); fast() { ARGS=(--fp4-format hybrid); }; fast", ["--fp4-format"]),
+        ("ARGS=(); function fast {\n  if true; then { ARGS=(--fp4-format hybrid); }; fi\n}\n", []),
+        ("ARGS=(); add () {\n  ARGS+=(--fp4-format $1)\n}\nadd hybrid", ["--fp4-format"]),
+        ("ARGS=(); add() { more $1; }; more() { ARGS+=(--fp4-format $1); }; add e4m3", ["--fp4-format"]),
         ("ARGS=(); again() { again; }; again", []),
-        ("ARGS=(--fp8-format hybrid); unset ARGS", []),
-        ("P=hybrid; unset P; ARGS=(${P:+--fp4-format} ${P:---fp8-format e4m3})", ["--fp8-format"]),
+        ("ARGS=(--fp4-format hybrid); unset ARGS", []),
+        ("P=hybrid; unset P; ARGS=(${P:+--use-megatron-fsdp} ${P:---fp4-format e4m3})", ["--fp4-format"]),
     ],
 )
 def test_patterns_functions_and_unset_are_followed(tmp_path: Path, lines: str, found: list[str]) -> None:
@@ -183,8 +183,8 @@ def test_fields_that_are_null_or_missing_are_unknown(tmp_path: Path) -> None:
 
 
 def test_flags_that_stand_in_lines_of_a_text_are_read(tmp_path: Path) -> None:
-    found = judged(tmp_path, "--num-experts 8\n--expert-model-parallel-size=8\n--fp8-format e4m3\n", "flags.txt")
-    assert refused(found) == ["--fp8-format"] and found["ep"] == 8
+    found = judged(tmp_path, "--num-experts 8\n--expert-model-parallel-size=8\n--fp4-format e4m3\n", "flags.txt")
+    assert refused(found) == ["--fp4-format"] and found["ep"] == 8
 
 
 def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path: Path) -> None:
@@ -206,7 +206,9 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
         ({"cuda_graph": "local:attn"}, "cuda_graph_impl"),
         ({"cuda_graph": "transformer_engine"}, "cuda_graph_modules"),
         ({"cuda_graph": "transformer_engine:attn,moe"}, "cuda_graph_modules"),
-        ({"fp8": "mxfp8"}, "fp8"),
+        ({"fp8": "e4m3"}, "fp8_recipe"),
+        ({"fp8": "delayed"}, "fp8_recipe"),
+        ({"fp8": "mxfp8", "source_lines": {"mixed_precision.fp8_param_gather": True}}, "fp8_param_gather"),
         ({"nvfp4": True}, "fp4"),
         ({"source_lines": {"model.moe_pad_expert_input_to_capacity": True}}, "moe_pad_expert_input_to_capacity"),
         ({"source_lines": {"num-distributed-optimizer-instances": "2"}}, "num_distributed_optimizer_instances"),
@@ -361,6 +363,23 @@ def test_a_precision_aware_optimizer_on_the_device_attaches(tmp_path: Path, dtyp
     assert [one["setting"] for one in found["stand_in"]] == ["use_precision_aware_optimizer"]
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
+def test_fp8_with_scales_of_now_attaches(tmp_path: Path, recipe: str) -> None:
+    found = judged_fields(tmp_path, MEGATRON, fp8=recipe)
+    assert found["attaches"] is True and [one["setting"] for one in found["stand_in"]] == ["fp8"]
+    flags = f"--fp8-format hybrid --fp8-recipe {recipe}"
+    assert judged(tmp_path, SCRIPT.replace("${ARGS[@]}", flags))["attaches"] is True
+    assert refused(judged(tmp_path, SCRIPT.replace("${ARGS[@]}", f"{flags} --fp8-param-gather"))) == [
+        "--fp8-param-gather"
+    ]
+
+
+def test_rows_that_pad_experts_are_added_in_the_order_of_slots(tmp_path: Path) -> None:
+    padded = {"source_lines": {"model.moe_router_padding_for_fp8": True}, "fp8": "mxfp8", "dispatcher": "alltoall"}
+    assert judged_fields(tmp_path, MEGATRON, top_k=8, **padded)["exact"] == "rounding"
+    assert judged_fields(tmp_path, MEGATRON, top_k=2, **padded)["exact"] == "bit"
+
+
 def test_flags_offload_all_where_they_say_no_fraction(tmp_path: Path) -> None:
     script = SCRIPT.replace("python", "torchrun --nnodes 1 --nproc-per-node 8")
     flags = "--optimizer-cpu-offload --use-distributed-optimizer --bf16"
@@ -494,13 +513,13 @@ def test_recipes_that_people_run(shared_data: Path) -> None:
         row["source"]: (row["recipes"], row["attach"], row["refused"], row["unknown"]) for row in totals(answers)
     }
     assert counted == {
-        "Megatron-Bridge": (85, 42, 43, 0),
+        "Megatron-Bridge": (85, 44, 41, 0),
         "Megatron-LM": (2, 1, 1, 0),
         "prime-rl": (7, 0, 7, 0),
         "slime": (12, 12, 0, 0),
         "torchtitan": (8, 0, 8, 0),
         "verl": (16, 15, 1, 0),
-        "all": (130, 70, 60, 0),
+        "all": (130, 72, 58, 0),
     }
     undecided = {name for one in answers if one.attaches is None for name in one.judgement.undecided}
     assert undecided == set()
