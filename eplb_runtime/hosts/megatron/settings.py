@@ -16,6 +16,13 @@ WHOLE_LAYER = "full"
 """Megatron's word for a CUDA graph of all that a layer does."""
 WITHOUT_EXPERTS = frozenset(("attn", "mamba", "mlp", "moe_router", "moe_preprocess"))
 """Parts of a model that Megatron captures as CUDA graphs and that hold no expert; ``mlp`` is that of dense layers."""
+NO_EXPERTS_LAYERS = frozenset(
+    (
+        *("linear_qkv", "linear_proj", "linear_q", "linear_k", "linear_v", "linear_q_proj", "linear_q_down_proj"),
+        *("linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "in_proj", "out_proj"),
+    )
+)
+"""Linear layers of Megatron's attention and Mamba, by the names that adapters are given to."""
 SCALED_NOW = ("tensorwise", "blockwise", "mxfp8")
 """FP8 recipes whose scales come from the numbers of each expert by itself; nothing is kept between steps."""
 DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -34,6 +41,7 @@ class MegatronJobSettings:
         cuda_graph_modules: names with commas between them, or "full"; ``cuda_graph_scope`` before 0.19.
         phase_offload: the job frees weights or optimizer state between phases; verl does, Megatron has no such setting.
         lora: adapters are trained; likewise.
+        lora_target_modules: names of the layers that have them, with commas; Megatron-Bridge's default.
         assumed: fields that have their default, which nobody has given.
     """
 
@@ -77,6 +85,7 @@ class MegatronJobSettings:
     use_megatron_fsdp: bool | Unresolved = False
     phase_offload: bool | Unresolved = False
     lora: bool | Unresolved = False
+    lora_target_modules: str | Unresolved = "linear_qkv,linear_proj,linear_fc1,linear_fc2"
     assumed: tuple[str, ...] = field(default=(), compare=False)
 
 
@@ -96,6 +105,9 @@ def settings_of(options: Mapping[str, Any]) -> MegatronJobSettings:
         options["fp8_recipe"] = str(getattr(recipe, "value", recipe))
     if options.get("moe_router_padding_for_fp8"):  # its name before
         options["moe_router_padding_for_quantization"] = options["moe_router_padding_for_fp8"]
+    targets = options.get("lora_target_modules")
+    if targets is not None and not isinstance(targets, Unresolved):
+        options["lora_target_modules"] = _names(targets)
     options |= {name: _dtype(options[name]) for name in DTYPES if options.get(name) is not None}
     given, assumed = given_or_default(MegatronJobSettings, options)
     settings = MegatronJobSettings(**given, assumed=assumed)
@@ -342,9 +354,9 @@ RULES = (
     ),
     Rule(
         "lora",
-        lambda job: job.lora,
-        "adapters of experts are not one tensor for each expert",
-        "train the experts themselves",
+        lambda job: job.lora and not NO_EXPERTS_LAYERS.issuperset(job.lora_target_modules.split(",")),
+        "one adapter is shared by all experts of a rank: an expert would have another one on another rank",
+        f"give adapters to layers without experts alone ({', '.join(sorted(NO_EXPERTS_LAYERS))})",
     ),
     Rule(
         "replica_slots",

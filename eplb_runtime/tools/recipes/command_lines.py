@@ -119,7 +119,7 @@ def _of_megatron(path: Path, words: Sequence[str]) -> Recipe:
     if "num_moe_experts" not in options:
         defaults["num_moe_experts"] = Unresolved("not in the file")
     if missing:
-        derived = {"expert_data_parallel_size", "phase_offload", "lora"}
+        derived = {"expert_data_parallel_size", "phase_offload", "lora", "lora_target_modules"}
         defaults = {name: Unresolved(f"may be in {missing[0]}") for name in FIELDS - derived} | defaults
     elif "optimizer_cpu_offload" in options:
         defaults |= BY_FLAGS
@@ -160,6 +160,8 @@ def _of_verl(path: Path, overrides: Mapping[str, str], script: Script) -> Recipe
         if key.endswith((".lora_rank", ".lora.rank")) and not key.startswith(OF_OTHER_MODELS):
             rank = value_of(text)
             options["lora"], written["lora"] = rank if isinstance(rank, Unresolved) else bool(rank), key
+        if key.endswith((".target_modules", ".lora.target_modules")) and not key.startswith(OF_OTHER_MODELS):
+            options["lora_target_modules"] = value_of(text)
     flags, _ = _flags(_split(chain(*script.commands)))
     nodes = overrides.get("trainer.nnodes"), overrides.get("trainer.n_gpus_per_node")
     sizes = [value_of(text) if text is not None else None for text in nodes]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,7 @@ def _recipe(path: Path, number: int, entry: Any) -> Recipe:
             options[entry["params_dtype"]] = True
         if entry.get("fp8") in SCALED_NOW:  # the field has the recipe or the format
             options.setdefault("fp8_recipe", entry["fp8"])
+        options["lora_target_modules"] = _adapted(entry.get("notes") or ())
         if entry.get("nvfp4"):
             options["fp4"] = "nvfp4"
     elif host == "torchtitan":
@@ -116,6 +118,16 @@ def _recipe(path: Path, number: int, entry: Any) -> Recipe:
         }
     written = {name: field for field, name in (MEGATRON if host == "megatron" else TORCHTITAN).items()}
     return Recipe(name, source, host, options, dict(BY_PROJECT.get(source, {})), written)
+
+
+def _adapted(notes: Iterable[Any]) -> Any:
+    """The layers that adapters are given to, of a note ``lora.NAME {options}``; None: it does not say."""
+    for note in notes:
+        kind, _, options = str(note).partition(" ")
+        if kind.startswith("lora.") and options.startswith("{"):
+            with suppress(json.JSONDecodeError):
+                return json.loads(options).get("target_modules")
+    return None
 
 
 def _named(entry: Mapping[str, Any], names: Mapping[str, str], as_written: tuple[str, ...]) -> dict[str, Any]:

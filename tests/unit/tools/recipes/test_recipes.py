@@ -234,6 +234,8 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
         ),
         ({"fsdp": True}, "fsdp"),
         ({"lora": True}, "lora"),
+        ({"lora": True, "notes": ['lora.LoRA {"target_modules": ["linear_qkv", "linear_fc1"]}']}, "lora"),
+        ({"lora": True, "notes": ['lora.LoRA {"target_modules": ["*.layers.0.*"]}']}, "lora"),
     ],
 )
 def test_each_rule_of_megatron_refuses_its_setting_and_no_other(
@@ -380,6 +382,15 @@ def test_rows_that_pad_experts_are_added_in_the_order_of_slots(tmp_path: Path) -
     assert judged_fields(tmp_path, MEGATRON, top_k=2, **padded)["exact"] == "bit"
 
 
+def test_adapters_of_attention_leave_experts_as_they_are_and_attach(tmp_path: Path) -> None:
+    notes = ["provider defaults", 'lora.LoRA {"dim": 8, "target_modules": ["linear_qkv", "linear_proj"]}']
+    assert judged_fields(tmp_path, MEGATRON, lora=True, notes=notes)["attaches"] is True
+    assert refused(judged_fields(tmp_path, MEGATRON, lora=True, notes=["lora.LoRA {}"])) == ["lora"]
+    for targets, attaches in (("[linear_qkv,linear_proj]", True), ('["linear_qkv","linear_fc2"]', False)):
+        overrides = f" actor_rollout_ref.model.lora.rank=8 'actor_rollout_ref.model.lora.target_modules={targets}'\n"
+        assert judged(tmp_path, VERL.rstrip().rstrip("\\") + overrides)["attaches"] is attaches
+
+
 def test_flags_offload_all_where_they_say_no_fraction(tmp_path: Path) -> None:
     script = SCRIPT.replace("python", "torchrun --nnodes 1 --nproc-per-node 8")
     flags = "--optimizer-cpu-offload --use-distributed-optimizer --bf16"
@@ -473,7 +484,7 @@ def test_the_command_prints_the_keys_for_one_and_a_total_for_several(
     assert total == {"source": "all", "recipes": 2, "attach": 1, "refused": 1, "unknown": 0}
     assert main(["doctor", "--recipe", files[1]]) == 0
     shown = capsys.readouterr().out
-    assert "1 setting is refused" in shown and "adapters of experts" in shown and "checked at attach" in shown
+    assert "1 setting is refused" in shown and "one adapter" in shown and "checked at attach" in shown
 
 
 def test_the_defaults_are_megatrons_own() -> None:
@@ -493,7 +504,7 @@ def test_the_defaults_are_megatrons_own() -> None:
             for one in fields(kind)
         }
     ours = {one.name: one.default for one in fields(MegatronJobSettings) if one.default is not MISSING}
-    own = {"assumed", "phase_offload", "lora", "expert_tensor_parallel_size"}
+    own = {"assumed", "phase_offload", "lora", "lora_target_modules", "expert_tensor_parallel_size"}
     newer = set(ours) - set(theirs) - own
     assert newer <= {
         "moe_expert_rank_capacity_factor",
@@ -513,13 +524,13 @@ def test_recipes_that_people_run(shared_data: Path) -> None:
         row["source"]: (row["recipes"], row["attach"], row["refused"], row["unknown"]) for row in totals(answers)
     }
     assert counted == {
-        "Megatron-Bridge": (85, 44, 41, 0),
+        "Megatron-Bridge": (85, 47, 38, 0),
         "Megatron-LM": (2, 1, 1, 0),
         "prime-rl": (7, 0, 7, 0),
         "slime": (12, 12, 0, 0),
         "torchtitan": (8, 0, 8, 0),
         "verl": (16, 15, 1, 0),
-        "all": (130, 72, 58, 0),
+        "all": (130, 75, 55, 0),
     }
     undecided = {name for one in answers if one.attaches is None for name in one.judgement.undecided}
     assert undecided == set()
