@@ -152,6 +152,9 @@ def _show_answer(found: RecipeAnswer) -> None:
     if found.assumed:
         rows = [{"setting": name, "value": str(value)} for name, value in found.assumed.items()]
         print_table(f"assumed: defaults of {found.version}, or of {found.recipe.source}", rows)
+    if found.emulated:
+        rows = [{"setting": one.setting, "tested with": one.tested} for one in found.emulated]
+        print_table("tested with a stand-in, and not on a GPU yet", rows)
     if found.checked_at_attach:
         print_lines("checked at attach:", *(f"  {what}" for what in found.checked_at_attach))
 

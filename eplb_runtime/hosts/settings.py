@@ -7,6 +7,7 @@ of the live job. Its list of rules is applied to both: by `attach`, and by ``epl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
@@ -49,6 +50,21 @@ class Rule:
     why: str
     instead: str
     replicas_only: bool = False
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """One class of settings that is balanced, and was tested with a stand-in for what it runs on.
+
+    Args:
+        setting: name of a field of the settings.
+        applies: true where the settings are of the class.
+        tested: what stood in for what.
+    """
+
+    setting: str
+    applies: Callable[[Any], bool]
+    tested: str
 
 
 @dataclass(frozen=True)
@@ -103,6 +119,7 @@ class HostRules:
         rules: what is refused.
         exact: how equal training with and without moves is; raises `UnresolvedError`.
         checked_at_attach: what only a live job shows.
+        emulated: what of that which attaches was tested with a stand-in.
     """
 
     version: str
@@ -110,6 +127,7 @@ class HostRules:
     rules: Sequence[Rule]
     exact: Callable[[Any], Exact]
     checked_at_attach: Sequence[str]
+    emulated: Sequence[Emulated] = ()
 
 
 class Resolved:
@@ -140,6 +158,15 @@ def judge(settings: Any, rules: Sequence[Rule]) -> JobVerdict:
         found = Refusal(rule.setting, getattr(settings, rule.setting, ""), rule.why, rule.instead)
         (without_replicas if rule.replicas_only else refused).append(found)
     return JobVerdict(tuple(refused), tuple(without_replicas), tuple(undecided))
+
+
+def emulated_settings(settings: Any, emulated: Sequence[Emulated]) -> tuple[Emulated, ...]:
+    """Those that apply, as far as settings are known."""
+    found = []
+    for one in emulated:
+        with suppress(UnresolvedError):
+            found += [one] if one.applies(Resolved(settings)) else []
+    return tuple(found)
 
 
 def problems(settings: Any, rules: Sequence[Rule]) -> list[str]:

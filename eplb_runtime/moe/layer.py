@@ -260,6 +260,7 @@ class HostDispatchedLayer:
         self._table = table
         self._forward_tag = forward_tag
         self.expert_clock = expert_clock
+        self._followed = -1  # changes of the placement that a CUDA graph has been seen to follow
         self.counts_in_evaluation = True
         self.calls = self.uncounted = 0
         self.before: Callable[[int], None] = lambda index: None
@@ -268,6 +269,11 @@ class HostDispatchedLayer:
     def logical_of_slots(self) -> Tensor:
         """int64 ``[E]``: the logical expert in each slot, now; changed in place by a commit."""
         return self._table.logical_of_slots(self.index)
+
+    @property
+    def changes(self) -> int:
+        """How often the layer's placement has changed."""
+        return int(self._table.changes_L[self.index])
 
     @torch.compiler.disable
     def __call__(
@@ -281,6 +287,35 @@ class HostDispatchedLayer:
             weights_TE: of the router.
             real_T: bool, False for padding; None: every token counts.
         """
+        epoch = self._begin(hidden_TD, lambda: self._counter.count_chosen(self.index, chosen_TE, real_T))
+        with phase("route", "F", self.index, epoch):
+            order = self.logical_of_slots
+            return chosen_TE.index_select(1, order), weights_TE.index_select(1, order)
+
+    @torch.compiler.disable
+    def begin_after_graph(self, hidden_ND: Tensor, counts_E: Tensor, order_P: Tensor) -> None:
+        """Begin a forward whose columns a CUDA graph has put in the order of slots.
+
+        Args:
+            hidden_ND: what will travel.
+            counts_E: int64, the tokens of each logical expert.
+            order_P: int64, the logical expert in each slot, as the graph has read it from `logical_of_slots`.
+
+        Raises:
+            RuntimeError: the graph has read another placement than the active one.
+        """
+        changes = self.changes
+        if self._followed != changes:  # one wait for the device after a commit, none in other forwards
+            if not torch.equal(order_P, self.logical_of_slots):
+                raise RuntimeError(
+                    f"a CUDA graph of MoE layer {self.index} does not follow the placement: its tokens would go to "
+                    "other experts than the router chose; capture graphs after attach, or train without them"
+                )
+            self._followed = changes
+        self._begin(hidden_ND, lambda: self._counter.counts[self.index].add_(counts_E))
+
+    def _begin(self, hidden: Tensor, count: Callable[[], object]) -> int:
+        """Begin a forward, and count its load unless it repeats one; returns the epoch."""
         epoch = self._table.epoch
         self._forward_tag.enter(self.index, self._counter.closed_steps, self._module.training, epoch)
         if not in_recompute():
@@ -288,11 +323,9 @@ class HostDispatchedLayer:
             self.calls += torch.is_grad_enabled()
             if self._module.training or self.counts_in_evaluation:
                 with phase("count", "F", self.index, epoch):
-                    self._counter.count_chosen(self.index, chosen_TE, real_T)
-            elif chosen_TE.shape[0]:
+                    count()
+            elif hidden.shape[0]:
                 self.uncounted += torch.is_grad_enabled()
             vectors = 4 if self._module.training else 2  # in dispatch and in combine, and back again in training
-            self._counter.token_bytes = vectors * hidden_TD.shape[-1] * hidden_TD.element_size()
-        with phase("route", "F", self.index, epoch):
-            order = self.logical_of_slots
-            return chosen_TE.index_select(1, order), weights_TE.index_select(1, order)
+            self._counter.token_bytes = vectors * hidden.shape[-1] * hidden.element_size()
+        return epoch

@@ -177,7 +177,8 @@ def forget_columns(balancer: eplb.Balancer) -> None:
     """Tokens go where experts once stood."""
     for layer in balancer._runtime.layers:
         assert isinstance(layer, HostDispatchedLayer)
-        layer._table = type("", (), {"logical_of_slots": lambda *_: torch.arange(example().EXPERTS), "epoch": 0})()
+        stale = {"logical_of_slots": lambda *_: torch.arange(example().EXPERTS), "epoch": 0, "changes_L": [0] * 9}
+        layer._table = type("", (), stale)()
 
 
 def everything(rank: int, folder: str) -> dict[str, Any]:

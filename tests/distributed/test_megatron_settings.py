@@ -72,5 +72,5 @@ def test_control_another_optimizer_shows(jobs: list[dict[str, Any]]) -> None:
 
 def test_attach_names_all_refused_settings_at_once(jobs: list[dict[str, Any]]) -> None:
     for job in jobs:
-        for part in ("cuda_graph_impl=local", "fp8=e4m3", "leave fp8 out"):
+        for part in ("cuda_graph_impl=local", "fp8_recipe=delayed", "set fp8_recipe to tensorwise"):
             assert part in job["said"]

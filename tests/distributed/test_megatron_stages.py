@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def prepare() -> None:
 
 
 class Job:
-    """What Megatron's ``get_model`` and its training loop make of a case."""
+    """What Megatron's ``get_model`` and its training loop make of a case; ``stepped``: more of its OptimizerConfig."""
 
     def __init__(
         self,
@@ -75,6 +75,7 @@ class Job:
         align: bool = False,
         clip_grad: float = 0.1,
         share: bool = False,
+        stepped: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         from megatron.core import parallel_state
@@ -130,6 +131,7 @@ class Job:
             params_dtype=dtype,
             use_distributed_optimizer=distributed,
             overlap_param_gather=overlap_param_gather,
+            **(stepped or {}),
         )
         self.optimizer = get_megatron_optimizer(optimizer_config, self.models)
 

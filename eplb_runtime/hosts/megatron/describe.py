@@ -28,10 +28,12 @@ from ..attaching.description import (
     WatchedModel,
     mark_spread,
 )
-from ..settings import problems
+from ..settings import emulated_settings, problems
+from .graphs import check_not_captured
 from .layer import install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of
-from .settings import EXACT_IN_ONE_SUM, RULES, MegatronJobSettings, live_settings
+from .quantized import why_not_followed
+from .settings import EMULATED, EXACT_IN_ONE_SUM, RULES, MegatronJobSettings, live_settings
 from .weights import weights
 
 logger = logging.getLogger("eplb_runtime")
@@ -49,6 +51,7 @@ def describe(model: nn.Module) -> HostModel:
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseMoELayer)]
     for name, module in found:
         _check_layer(name, module)
+        check_not_captured(model, module)
     _warn_of_order([(name, module) for name, module in found if not keeps_every_bit(module)])
     if found:
         _warn_of_sums()
@@ -173,7 +176,15 @@ def settings_of_job(model: nn.Module, optimizers: Sequence[Any]) -> MegatronJobS
 
 def _problems(model: nn.Module, optimizers: Sequence[Any]) -> list[str]:
     settings = settings_of_job(model, optimizers)
-    return [] if settings is None else problems(settings, RULES)
+    if settings is None:
+        return []
+    found = problems(settings, RULES)
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MegatronLayer)]
+    found += [why for name, module in layers if (why := why_not_followed(name, module))][:1]
+    if not found and dist.get_rank() == 0:
+        for one in emulated_settings(settings, EMULATED):
+            logger.warning("%s was tested with a stand-in (%s), and not on a GPU yet", one.setting, one.tested)
+    return found
 
 
 def _refuses(layers: Sequence[MoELayer], wrapped: bool, config: BalancerConfig) -> str:

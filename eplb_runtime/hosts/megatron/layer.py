@@ -16,6 +16,8 @@ from torch import Tensor
 from ...load.expert_clock import ExpertClock
 from ...moe.layer import HostDispatchedLayer
 from ..attaching.expert_spans import ExpertCall, call_begins, call_ends
+from .graphs import GraphedChoices, GraphedColumns, goes_on_after_graph, is_captured
+from .quantized import WeightCaches
 from .settings import EXACT_BY_ITSELF, can_reorder, sums_in_order
 from .sharded_state import save_by_logical_expert
 
@@ -35,6 +37,7 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
         _LogicalOrder() if module.config.moe_router_topk > EXACT_BY_ITSELF and can_reorder(module.config) else None
     )
     own_route, own_preprocess, own_postprocess = module.route, module.preprocess, module.postprocess
+    graphed, caches = GraphedColumns(columns), WeightCaches(module.experts, columns)
     num_experts = module.config.num_moe_experts
     padding: list[Tensor | None] = [None]
 
@@ -43,6 +46,11 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
         return own_route(hidden_states, padding_mask)
 
     def preprocess(hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
+        if goes_on_after_graph(module):
+            rows, permuted = own_preprocess(hidden_states, probs, routing_map)
+            graphed.begin(rows)
+            caches.follow()
+            return rows, permuted
         if routing_map.dtype is not torch.bool or routing_map.shape[-1] != num_experts or probs.ndim != 2:
             raise RuntimeError(
                 f"the router gives a map {list(routing_map.shape)} of {routing_map.dtype} and weights "
@@ -50,7 +58,10 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
             )
         mask, padding[0] = padding[0], None
         real_T = None if mask is None else ~mask.reshape(-1)
+        if is_captured(module):
+            return own_preprocess(hidden_states, *reversed(graphed.capture(routing_map, probs, real_T)))
         chosen, weights = columns(hidden_states, routing_map, probs, real_T)
+        caches.follow()
         rows, permuted = own_preprocess(hidden_states, weights, chosen)
         if in_order is not None:
             rows = in_order.rows(hidden_states, routing_map, chosen, columns.logical_of_slots)
@@ -75,7 +86,12 @@ def mark_work(module: Any, clock: ExpertClock) -> Callable[[], None]:
 
     def preprocess(hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Any:
         running.clear()
-        if clock.on and module.training:
+        if clock.on and module.training and goes_on_after_graph(module):
+            rows, permuted = own_preprocess(hidden_states, probs, routing_map)
+            rows, call = call_begins(clock, rows)
+            running.append((call, rows))
+            return rows, permuted
+        if clock.on and module.training and not is_captured(module):
             hidden_states, call = call_begins(clock, hidden_states)
             running.append((call, hidden_states))
         return own_preprocess(hidden_states, probs, routing_map)
@@ -93,11 +109,17 @@ def mark_work(module: Any, clock: ExpertClock) -> Callable[[], None]:
 
 def watch(module: Any, see: Callable[[Tensor, int, int], None]) -> Callable[[], None]:
     """Show a layer's choices, bool ``[T, E]`` without padding, and change nothing; returns how to end it."""
-    own_route = module.route
+    own_route, graphed = module.route, GraphedChoices()
 
     def route(hidden_states: Tensor, padding_mask: Tensor | None = None) -> Any:
         probs, chosen = own_route(hidden_states, padding_mask)
+        if goes_on_after_graph(module):
+            see(graphed.choices(), hidden_states.shape[-1], module.config.moe_router_topk)
+            return probs, chosen
         chosen_TE = chosen if padding_mask is None else chosen & ~padding_mask.reshape(-1, 1)
+        if is_captured(module):
+            graphed.capture(chosen_TE)
+            return probs, chosen
         see(chosen_TE, hidden_states.shape[-1], module.config.moe_router_topk)
         return probs, chosen
 

@@ -29,6 +29,7 @@ from ..attaching.description import AnyOptimizer, AttachError, MoELayer
 from .divided import is_divided, ranges_of, ranks_of, stepped_by_all
 from .offloaded import OffloadedState, is_mixed, is_offloaded, offloaded_state, stepping_inside
 from .plain_state import refuse_places, say_experts
+from .precision_aware import check_layout, is_precision_aware, raw_state
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -94,6 +95,9 @@ class StepByMegatron:
             mine = {name: parameter for name, parameter in self._experts.items() if id(parameter) in held}
             if mine:
                 _check_leaf(leaf, mine)
+            here = [parameter for parameter in mine.values() if _is_here(leaf, parameter)]
+            if here and is_precision_aware(leaf):
+                check_layout(leaf.optimizer, _given(leaf, here[0]))
             self._leaf_of.update({id(parameter): leaf for parameter in mine.values()})
         if any(is_mixed(leaf.optimizer) for leaf in _leaves(optimizer)) and dist.get_rank() == 0:
             logger.warning(
@@ -113,6 +117,8 @@ class StepByMegatron:
     def inside(self) -> list[torch.optim.Optimizer]:
         found: list[torch.optim.Optimizer] = []
         for leaf in self._leaves_of_experts():
+            if is_precision_aware(leaf):  # one scale a tensor, which is one expert here and would be several on trial
+                continue
             found += stepping_inside(leaf.optimizer) if is_offloaded(leaf.optimizer) else [leaf.optimizer]
         return found
 
@@ -127,7 +133,11 @@ class StepByMegatron:
             return {}
         if is_offloaded(leaf.optimizer):
             return _offloaded(leaf, parameter).state
-        if isinstance(leaf, DistributedOptimizer):
+        if is_precision_aware(leaf):
+            given = _given(leaf, parameter)
+            kept = raw_state(leaf.optimizer, given)
+            kept.setdefault("param", given)
+        elif isinstance(leaf, DistributedOptimizer):
             kept = dict(leaf._get_main_param_and_optimizer_states(parameter))
         else:
             main = _given(leaf, parameter)

@@ -6,12 +6,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..settings import Exact, HostRules, Rule, Unresolved, copies_of_experts, given_or_default
+from ..settings import Emulated, Exact, HostRules, Rule, Unresolved, copies_of_experts, given_or_default
 
 VERSION = "Megatron-Core 0.16.1 to 0.19.2"
 """Versions whose defaults these are; settings that an older one lacks are off there."""
 EXACT_BY_ITSELF = 2
 """Experts a token: the sum of two does not depend on their order."""
+WHOLE_LAYER = "full"
+"""Megatron's word for a CUDA graph of all that a layer does."""
+WITHOUT_EXPERTS = frozenset(("attn", "mamba", "mlp", "moe_router", "moe_preprocess"))
+"""Parts of a model that Megatron captures as CUDA graphs and that hold no expert; ``mlp`` is that of dense layers."""
+NO_EXPERTS_LAYERS = frozenset(
+    (
+        *("linear_qkv", "linear_proj", "linear_q", "linear_k", "linear_v", "linear_q_proj", "linear_q_down_proj"),
+        *("linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "in_proj", "out_proj"),
+    )
+)
+"""Linear layers of Megatron's attention and Mamba, by the names that adapters are given to."""
+SCALED_NOW = ("tensorwise", "blockwise", "mxfp8")
+"""FP8 recipes whose scales come from the numbers of each expert by itself; nothing is kept between steps."""
+DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+"""Settings of a precision-aware optimizer; what it keeps as float16 has one scale for each tensor, and fp8 is uint8."""
 EXACT_IN_ONE_SUM = 2
 """Ranks that hold the same experts: the sum of two gradients does not depend on their order."""
 
@@ -23,8 +38,10 @@ class MegatronJobSettings:
     Args:
         expert_tensor_parallel_size: ranks that share an expert; Megatron's default is the tensor-parallel size.
         expert_data_parallel_size: ranks that hold the same experts (EDP), of the world's size.
+        cuda_graph_modules: names with commas between them, or "full"; ``cuda_graph_scope`` before 0.19.
         phase_offload: the job frees weights or optimizer state between phases; verl does, Megatron has no such setting.
         lora: adapters are trained; likewise.
+        lora_target_modules: names of the layers that have them, with commas; Megatron-Bridge's default.
         assumed: fields that have their default, which nobody has given.
     """
 
@@ -46,20 +63,29 @@ class MegatronJobSettings:
     optimizer_cuda_graph: bool | Unresolved = False
     overlap_moe_expert_parallel_comm: bool | Unresolved = False
     cuda_graph_impl: str | Unresolved = "none"
+    cuda_graph_modules: str | Unresolved = WHOLE_LAYER
     bf16: bool | Unresolved = False
     fp16: bool | Unresolved = False
     fp8: str | Unresolved | None = None
+    fp8_recipe: str | Unresolved = "delayed"
+    fp8_param: bool | Unresolved = False
+    fp8_param_gather: bool | Unresolved = False
+    moe_router_padding_for_quantization: bool | Unresolved = False
     fp4: str | Unresolved | None = None
     optimizer: str | Unresolved = "adam"
     optimizer_cpu_offload: bool | Unresolved = False
     optimizer_offload_fraction: float | Unresolved = 0.0
     use_precision_aware_optimizer: bool | Unresolved = False
+    main_params_dtype: str | Unresolved = "float32"
+    exp_avg_dtype: str | Unresolved = "float32"
+    exp_avg_sq_dtype: str | Unresolved = "float32"
     use_distributed_optimizer: bool | Unresolved = False
     num_distributed_optimizer_instances: int | Unresolved = 1
     overlap_param_gather_with_optimizer_step: bool | Unresolved = False
     use_megatron_fsdp: bool | Unresolved = False
     phase_offload: bool | Unresolved = False
     lora: bool | Unresolved = False
+    lora_target_modules: str | Unresolved = "linear_qkv,linear_proj,linear_fc1,linear_fc2"
     assumed: tuple[str, ...] = field(default=(), compare=False)
 
 
@@ -71,7 +97,18 @@ def settings_of(options: Mapping[str, Any]) -> MegatronJobSettings:
     """
     by_old_names = options.get("enable_cuda_graph") or options.get("external_cuda_graph")
     if by_old_names and options.get("cuda_graph_impl", "none") == "none":
-        options = {**options, "cuda_graph_impl": "local"}
+        implementation = "transformer_engine" if options.get("external_cuda_graph") else "local"
+        options = {**options, "cuda_graph_impl": implementation}
+    options = {**options, "cuda_graph_modules": _graph_modules(options)}
+    recipe = options.get("fp8_recipe")
+    if recipe is not None and not isinstance(recipe, Unresolved):
+        options["fp8_recipe"] = str(getattr(recipe, "value", recipe))
+    if options.get("moe_router_padding_for_fp8"):  # its name before
+        options["moe_router_padding_for_quantization"] = options["moe_router_padding_for_fp8"]
+    targets = options.get("lora_target_modules")
+    if targets is not None and not isinstance(targets, Unresolved):
+        options["lora_target_modules"] = _names(targets)
+    options |= {name: _dtype(options[name]) for name in DTYPES if options.get(name) is not None}
     given, assumed = given_or_default(MegatronJobSettings, options)
     settings = MegatronJobSettings(**given, assumed=assumed)
     ranks = options.get("world_size")
@@ -81,6 +118,39 @@ def settings_of(options: Mapping[str, Any]) -> MegatronJobSettings:
         known = tuple(name for name in assumed if name != "expert_data_parallel_size")
         settings = replace(settings, expert_data_parallel_size=_expert_data_ranks(settings, ranks), assumed=known)
     return settings
+
+
+def _graph_modules(options: Mapping[str, Any]) -> str | Unresolved | None:
+    """Of either name, and in any of the forms that Megatron takes; None: not given."""
+    given = options.get("cuda_graph_modules")
+    if given is None or _names(given) == WHOLE_LAYER:
+        given = options.get("cuda_graph_scope", given)
+    return given if given is None or isinstance(given, Unresolved) else _names(given)
+
+
+def _names(modules: Any) -> str:
+    """Of a text with commas, or of texts or enumerators in a list; an empty list is a whole layer."""
+    if isinstance(modules, Unresolved):
+        return str(modules)
+    each = modules.strip("[]").split(",") if isinstance(modules, str) else modules
+    each = each if isinstance(each, list | tuple) else [each]
+    return ",".join(sorted(str(getattr(one, "name", one)).strip(" '\"") for one in each)) or WHOLE_LAYER
+
+
+def _dtype(given: Any) -> str | Unresolved:
+    """A dtype's name in torch, of the dtype, of that name or of Megatron's flag."""
+    if isinstance(given, Unresolved):
+        return given
+    name = str(given).removeprefix("torch.")
+    return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}.get(name, name)
+
+
+def graphs_preprocessing(config: Any) -> bool:
+    """Return whether a CUDA graph holds the preprocessing ahead of the experts: ``config`` has Megatron's names."""
+    if getattr(config, "cuda_graph_impl", "none") != "transformer_engine":
+        return False
+    given = {name: getattr(config, name, None) for name in ("cuda_graph_modules", "cuda_graph_scope")}
+    return "moe_preprocess" in str(_graph_modules(given)).split(",")
 
 
 def live_settings(
@@ -125,7 +195,11 @@ def _expert_data_ranks(settings: MegatronJobSettings, ranks: Any) -> int | Unres
 def can_reorder(config: Any) -> bool:
     """Return whether rows travel in logical order and come back so: ``config`` has Megatron's names."""
     return (
-        config.moe_token_dispatcher_type == "alltoall" and not config.moe_permute_fusion and not config.moe_latent_size
+        config.moe_token_dispatcher_type == "alltoall"
+        and not config.moe_permute_fusion
+        and not config.moe_latent_size
+        and not config.moe_router_padding_for_quantization
+        and not graphs_preprocessing(config)
     )
 
 
@@ -140,6 +214,33 @@ def _exact(settings: Any) -> Exact:
     if settings.optimizer_cpu_offload and 0 < settings.optimizer_offload_fraction < 1:
         return "rounding"  # an expert is stepped on the device in one slot, in host memory in another
     return "bit" if settings.expert_data_parallel_size <= EXACT_IN_ONE_SUM else "rounding"
+
+
+def _is_aware_on_device(job: Any) -> bool:
+    return bool(job.use_precision_aware_optimizer and not job.optimizer_cpu_offload)
+
+
+def _fp8_moments(dtype: str) -> Rule:
+    return Rule(
+        dtype,
+        lambda job: _is_aware_on_device(job) and getattr(job, dtype) == "uint8",
+        "moments in FP8 are objects of TransformerEngine's, which cannot be moved yet",
+        f"set {dtype} to bf16, fp16 or fp32",
+    )
+
+
+def _scale_of_a_range(dtype: str) -> Rule:
+    return Rule(
+        dtype,
+        lambda job: (
+            _is_aware_on_device(job)
+            and getattr(job, dtype) == "float16"
+            and job.use_distributed_optimizer
+            and job.expert_data_parallel_size > 1
+        ),
+        "float16 has one scale for what a rank keeps of an expert, and other ranks would keep other parts of it",
+        f"set {dtype} to bf16 or fp32, or optimizer_cpu_offload=True",
+    )
 
 
 RULES = (
@@ -163,9 +264,18 @@ RULES = (
     ),
     Rule(
         "cuda_graph_impl",
-        lambda job: job.cuda_graph_impl != "none",
-        "CUDA graphs are not supported yet",
-        "set cuda_graph_impl='none'",
+        lambda job: job.cuda_graph_impl not in ("none", "transformer_engine"),
+        "its CUDA graphs may hold experts, which move, or the end of their layer",
+        "set cuda_graph_impl='transformer_engine', with cuda_graph_modules of parts without experts",
+    ),
+    Rule(
+        "cuda_graph_modules",
+        lambda job: (
+            job.cuda_graph_impl == "transformer_engine"
+            and not WITHOUT_EXPERTS.issuperset(job.cuda_graph_modules.split(","))
+        ),
+        "a CUDA graph of whole MoE layers holds experts, which move",
+        f"name parts without experts ({', '.join(sorted(WITHOUT_EXPERTS))})",
     ),
     Rule(
         "optimizer_cuda_graph",
@@ -173,7 +283,18 @@ RULES = (
         "CUDA graphs are not supported yet",
         "set optimizer_cuda_graph=False",
     ),
-    Rule("fp8", lambda job: job.fp8 is not None, "FP8 is not supported yet", "leave fp8 out"),
+    Rule(
+        "fp8_recipe",
+        lambda job: job.fp8 is not None and job.fp8_recipe not in SCALED_NOW,
+        "its scales come from the largest numbers of earlier steps, taken over ranks that hold other experts",
+        f"set fp8_recipe to {', '.join(SCALED_NOW)}",
+    ),
+    Rule(
+        "fp8_param_gather",
+        lambda job: job.fp8 is not None and (job.fp8_param_gather or job.fp8_param),
+        "weights that are FP8 themselves cannot be moved yet",
+        "set fp8_param_gather=False",
+    ),
     Rule("fp4", lambda job: job.fp4 is not None, "FP4 is not supported yet", "leave fp4 out"),
     Rule(
         "moe_pad_expert_input_to_capacity",
@@ -211,12 +332,8 @@ RULES = (
         "Megatron itself cannot step bf16 or fp16 so without the distributed optimizer",
         "set use_distributed_optimizer=True, or optimizer_cpu_offload=False",
     ),
-    Rule(
-        "use_precision_aware_optimizer",
-        lambda job: job.use_precision_aware_optimizer and not job.optimizer_cpu_offload,
-        "TransformerEngine's optimizer keeps masters and moments in dtypes of its own, which cannot be moved yet",
-        "set use_precision_aware_optimizer=False, or optimizer_cpu_offload=True",
-    ),
+    *map(_fp8_moments, DTYPES[1:]),
+    *map(_scale_of_a_range, DTYPES),
     Rule(
         "num_distributed_optimizer_instances",
         lambda job: job.num_distributed_optimizer_instances > 1,
@@ -237,9 +354,9 @@ RULES = (
     ),
     Rule(
         "lora",
-        lambda job: job.lora,
-        "adapters of experts are not one tensor for each expert",
-        "train the experts themselves",
+        lambda job: job.lora and not NO_EXPERTS_LAYERS.issuperset(job.lora_target_modules.split(",")),
+        "one adapter is shared by all experts of a rank: an expert would have another one on another rank",
+        f"give adapters to layers without experts alone ({', '.join(sorted(NO_EXPERTS_LAYERS))})",
     ),
     Rule(
         "replica_slots",
@@ -250,6 +367,25 @@ RULES = (
     ),
 )
 """What Megatron jobs are refused for; one entry for each class of settings."""
+
+EMULATED = (
+    Emulated(
+        "cuda_graph_modules",
+        lambda job: job.cuda_graph_impl != "none",
+        "captured operators that are run again on the captured memory, for CUDA graphs",
+    ),
+    Emulated(
+        "fp8",
+        lambda job: job.fp8 is not None,
+        "grouped layers in torch that quantize and cache weights as TransformerEngine's do",
+    ),
+    Emulated(
+        "use_precision_aware_optimizer",
+        lambda job: _is_aware_on_device(job),
+        "an optimizer in torch with the state and accessors of TransformerEngine's FusedAdam",
+    ),
+)
+"""What attaches, and was run on a CPU with something else in the place of what a GPU or TransformerEngine has."""
 
 HOST = HostRules(
     VERSION,
@@ -264,4 +400,5 @@ HOST = HostRules(
         "all MoE layers have one expert-parallel group, with experts in order",
         "virtual pipeline stages say which they are (models made with vp_stage=)",
     ),
+    EMULATED,
 )

@@ -8,7 +8,17 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ...hosts.megatron import settings as megatron
-from ...hosts.settings import Exact, JobVerdict, Refusal, Resolved, Unresolved, UnresolvedError, judge
+from ...hosts.settings import (
+    Emulated,
+    Exact,
+    JobVerdict,
+    Refusal,
+    Resolved,
+    Unresolved,
+    UnresolvedError,
+    emulated_settings,
+    judge,
+)
 from ...hosts.torchtitan import settings as torchtitan
 from .base import Recipe, RecipeError
 
@@ -28,6 +38,7 @@ class RecipeAnswer:
         unknown: settings whose value the recipe does not show, and where it comes from.
         checked_at_attach: what only the live job shows.
         ep, edp: ranks that share a layer's experts, and ranks that hold the same; None: not known.
+        emulated: what of a job that attaches was tested with a stand-in.
     """
 
     recipe: Recipe
@@ -39,6 +50,7 @@ class RecipeAnswer:
     checked_at_attach: Sequence[str]
     ep: int | None
     edp: int | None
+    emulated: Sequence[Emulated] = ()
 
     @property
     def attaches(self) -> bool | None:
@@ -60,6 +72,7 @@ class RecipeAnswer:
             "unknown": [{"setting": name, "value": text} for name, text in self.unknown.items()],
             "ep": self.ep,
             "edp": self.edp,
+            "stand_in": [{"setting": one.setting, "tested": one.tested} for one in self.emulated],
         }
 
 
@@ -94,6 +107,7 @@ def answer(recipe: Recipe) -> RecipeAnswer:
         host.checked_at_attach,
         _known(ep),
         _known(values["expert_data_parallel_size"]),
+        () if judgement.refused else emulated_settings(settings, host.emulated),
     )
 
 

@@ -20,9 +20,11 @@ FLAGS = {
     "num_experts": "num_moe_experts",
     "fp8_format": "fp8",
     "fp4_format": "fp4",
+    "moe_router_padding_for_fp8": "moe_router_padding_for_quantization",
     "use_custom_fsdp": "use_megatron_fsdp",
     "enable_cuda_graph": "enable_cuda_graph",
     "external_cuda_graph": "external_cuda_graph",
+    "cuda_graph_scope": "cuda_graph_modules",
 }
 """Megatron's flags with ``_`` for ``-``, and the fields of its configs that they set."""
 NODES = ("actor_num_nodes", "nnodes")
@@ -103,7 +105,8 @@ def _of_megatron(path: Path, words: Sequence[str]) -> Recipe:
     written: dict[str, str] = {}
     for flag, name in FLAGS.items():
         if flag in flags:
-            options[name] = value_of(flags[flag][0]) if flags[flag] else True
+            words = [",".join(flags[flag])] if name == "cuda_graph_modules" else flags[flag]
+            options[name] = value_of(words[0]) if words else True
             written[name] = f"--{flag.replace('_', '-')}"
     if not (_has_experts(options) or any(flag.startswith("moe_") for flag in flags)):
         elsewhere = f", and {missing[0]} is not in the file" if missing else ""
@@ -116,7 +119,7 @@ def _of_megatron(path: Path, words: Sequence[str]) -> Recipe:
     if "num_moe_experts" not in options:
         defaults["num_moe_experts"] = Unresolved("not in the file")
     if missing:
-        derived = {"expert_data_parallel_size", "phase_offload", "lora"}
+        derived = {"expert_data_parallel_size", "phase_offload", "lora", "lora_target_modules"}
         defaults = {name: Unresolved(f"may be in {missing[0]}") for name in FIELDS - derived} | defaults
     elif "optimizer_cpu_offload" in options:
         defaults |= BY_FLAGS
@@ -157,6 +160,8 @@ def _of_verl(path: Path, overrides: Mapping[str, str], script: Script) -> Recipe
         if key.endswith((".lora_rank", ".lora.rank")) and not key.startswith(OF_OTHER_MODELS):
             rank = value_of(text)
             options["lora"], written["lora"] = rank if isinstance(rank, Unresolved) else bool(rank), key
+        if key.endswith((".target_modules", ".lora.target_modules")) and not key.startswith(OF_OTHER_MODELS):
+            options["lora_target_modules"] = value_of(text)
     flags, _ = _flags(_split(chain(*script.commands)))
     nodes = overrides.get("trainer.nnodes"), overrides.get("trainer.n_gpus_per_node")
     sizes = [value_of(text) if text is not None else None for text in nodes]

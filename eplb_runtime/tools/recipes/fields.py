@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ...hosts.megatron.settings import SCALED_NOW
 from ...hosts.settings import Unresolved
 from .base import Recipe, RecipeError, value_of
 from .command_lines import BY_FLAGS, SLIME, VERL
@@ -40,6 +42,13 @@ MEGATRON_AS_WRITTEN = (
     "moe_pad_expert_input_to_capacity",
     "num_distributed_optimizer_instances",
     "overlap_param_gather_with_optimizer_step",
+    "main_params_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "fp8_recipe",
+    "fp8_param_gather",
+    "moe_router_padding_for_quantization",
+    "moe_router_padding_for_fp8",
 )
 """Options that have no field; `source_lines` has them where the recipe sets them."""
 TORCHTITAN = {
@@ -90,9 +99,13 @@ def _recipe(path: Path, number: int, entry: Any) -> Recipe:
     if host == "megatron":
         options = _named(entry, MEGATRON, MEGATRON_AS_WRITTEN)
         if entry.get("cuda_graph"):
-            options["cuda_graph_impl"] = str(entry["cuda_graph"])
+            implementation, _, modules = str(entry["cuda_graph"]).partition(":")
+            options |= {"cuda_graph_impl": implementation, "cuda_graph_modules": modules or None}
         if entry.get("params_dtype") in ("bf16", "fp16"):
             options[entry["params_dtype"]] = True
+        if entry.get("fp8") in SCALED_NOW:  # the field has the recipe or the format
+            options.setdefault("fp8_recipe", entry["fp8"])
+        options["lora_target_modules"] = _adapted(entry.get("notes") or ())
         if entry.get("nvfp4"):
             options["fp4"] = "nvfp4"
     elif host == "torchtitan":
@@ -105,6 +118,16 @@ def _recipe(path: Path, number: int, entry: Any) -> Recipe:
         }
     written = {name: field for field, name in (MEGATRON if host == "megatron" else TORCHTITAN).items()}
     return Recipe(name, source, host, options, dict(BY_PROJECT.get(source, {})), written)
+
+
+def _adapted(notes: Iterable[Any]) -> Any:
+    """The layers that adapters are given to, of a note ``lora.NAME {options}``; None: it does not say."""
+    for note in notes:
+        kind, _, options = str(note).partition(" ")
+        if kind.startswith("lora.") and options.startswith("{"):
+            with suppress(json.JSONDecodeError):
+                return json.loads(options).get("target_modules")
+    return None
 
 
 def _named(entry: Mapping[str, Any], names: Mapping[str, str], as_written: tuple[str, ...]) -> dict[str, Any]:

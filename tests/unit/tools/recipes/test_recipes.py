@@ -117,18 +117,18 @@ python train.py --num-experts 8 --expert-model-parallel-size 8 --moe-router-topk
 @pytest.mark.parametrize(
     ("lines", "found"),
     [
-        ("M=qwen3; if [[ $M == qwen* ]]; then ARGS=(--fp8-format hybrid); else ARGS=(); fi", ["--fp8-format"]),
-        ("M=llama; if [[ $M == qwen* ]]; then ARGS=(--fp8-format hybrid); else ARGS=(); fi", []),
-        ("M=qwen3; if [[ $M != 'qwen*' ]]; then ARGS=(--fp8-format hybrid); else ARGS=(); fi", ["--fp8-format"]),
-        ("M=qwen3; if [[ $M = q?en[0-9] ]]; then ARGS=(--fp8-format hybrid); else ARGS=(); fi", ["--fp8-format"]),
-        ("ARGS=(); fast() { ARGS=(--fp8-format hybrid); }", []),
-        ("ARGS=(); fast() { ARGS=(--fp8-format hybrid); }; fast", ["--fp8-format"]),
-        ("ARGS=(); function fast {\n  if true; then { ARGS=(--fp8-format hybrid); }; fi\n}\n", []),
-        ("ARGS=(); add () {\n  ARGS+=(--fp8-format $1)\n}\nadd hybrid", ["--fp8-format"]),
-        ("ARGS=(); add() { more $1; }; more() { ARGS+=(--fp8-format $1); }; add e4m3", ["--fp8-format"]),
+        ("M=qwen3; if [[ $M == qwen* ]]; then ARGS=(--fp4-format hybrid); else ARGS=(); fi", ["--fp4-format"]),
+        ("M=llama; if [[ $M == qwen* ]]; then ARGS=(--fp4-format hybrid); else ARGS=(); fi", []),
+        ("M=qwen3; if [[ $M != 'qwen*' ]]; then ARGS=(--fp4-format hybrid); else ARGS=(); fi", ["--fp4-format"]),
+        ("M=qwen3; if [[ $M = q?en[0-9] ]]; then ARGS=(--fp4-format hybrid); else ARGS=(); fi", ["--fp4-format"]),
+        ("ARGS=(); fast() { ARGS=(--fp4-format hybrid); }", []),
+        ("ARGS=(); fast() { ARGS=(--fp4-format hybrid); }; fast", ["--fp4-format"]),
+        ("ARGS=(); function fast {\n  if true; then { ARGS=(--fp4-format hybrid); }; fi\n}\n", []),
+        ("ARGS=(); add () {\n  ARGS+=(--fp4-format $1)\n}\nadd hybrid", ["--fp4-format"]),
+        ("ARGS=(); add() { more $1; }; more() { ARGS+=(--fp4-format $1); }; add e4m3", ["--fp4-format"]),
         ("ARGS=(); again() { again; }; again", []),
-        ("ARGS=(--fp8-format hybrid); unset ARGS", []),
-        ("P=hybrid; unset P; ARGS=(${P:+--fp4-format} ${P:---fp8-format e4m3})", ["--fp8-format"]),
+        ("ARGS=(--fp4-format hybrid); unset ARGS", []),
+        ("P=hybrid; unset P; ARGS=(${P:+--use-megatron-fsdp} ${P:---fp4-format e4m3})", ["--fp4-format"]),
     ],
 )
 def test_patterns_functions_and_unset_are_followed(tmp_path: Path, lines: str, found: list[str]) -> None:
@@ -183,13 +183,13 @@ def test_fields_that_are_null_or_missing_are_unknown(tmp_path: Path) -> None:
 
 
 def test_flags_that_stand_in_lines_of_a_text_are_read(tmp_path: Path) -> None:
-    found = judged(tmp_path, "--num-experts 8\n--expert-model-parallel-size=8\n--fp8-format e4m3\n", "flags.txt")
-    assert refused(found) == ["--fp8-format"] and found["ep"] == 8
+    found = judged(tmp_path, "--num-experts 8\n--expert-model-parallel-size=8\n--fp4-format e4m3\n", "flags.txt")
+    assert refused(found) == ["--fp4-format"] and found["ep"] == 8
 
 
 def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path: Path) -> None:
     found = judged(tmp_path, VERL)
-    assert [name.rpartition(".")[2] for name in refused(found)] == ["use_precision_aware_optimizer"]
+    assert refused(found) == [] and [one["setting"] for one in found["stand_in"]] == ["use_precision_aware_optimizer"]
     assert (found["ep"], found["edp"]) == (8, 1)
     assert {"setting": "tensor_model_parallel_size", "value": 1, "of": "Megatron-Core 0.16.1 to 0.19.2"} in found[
         "assumed"
@@ -203,7 +203,12 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
         ({"etp": 2, "gpus": 16}, "etp"),
         ({"overlap_moe_comm": True}, "overlap_moe_comm"),
         ({"cuda_graph": "full_iteration"}, "cuda_graph_impl"),
-        ({"fp8": "mxfp8"}, "fp8"),
+        ({"cuda_graph": "local:attn"}, "cuda_graph_impl"),
+        ({"cuda_graph": "transformer_engine"}, "cuda_graph_modules"),
+        ({"cuda_graph": "transformer_engine:attn,moe"}, "cuda_graph_modules"),
+        ({"fp8": "e4m3"}, "fp8_recipe"),
+        ({"fp8": "delayed"}, "fp8_recipe"),
+        ({"fp8": "mxfp8", "source_lines": {"mixed_precision.fp8_param_gather": True}}, "fp8_param_gather"),
         ({"nvfp4": True}, "fp4"),
         ({"source_lines": {"model.moe_pad_expert_input_to_capacity": True}}, "moe_pad_expert_input_to_capacity"),
         ({"source_lines": {"num-distributed-optimizer-instances": "2"}}, "num_distributed_optimizer_instances"),
@@ -214,9 +219,23 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
         ({"optimizer": "muon"}, "optimizer"),
         ({"ep": 1, "pp": 2}, "ep"),
         ({"optimizer_cpu_offload": True, "params_dtype": "bf16"}, "optimizer_cpu_offload"),
-        ({"precision_aware_optimizer": True}, "precision_aware_optimizer"),
+        (
+            {"precision_aware_optimizer": True, "source_lines": {"optimizer.exp_avg_sq_dtype": "fp8"}},
+            "exp_avg_sq_dtype",
+        ),
+        (
+            {
+                "precision_aware_optimizer": True,
+                "distributed_optimizer": True,
+                "gpus": 16,
+                "source_lines": {"optimizer.main_params_dtype": "torch.float16"},
+            },
+            "main_params_dtype",
+        ),
         ({"fsdp": True}, "fsdp"),
         ({"lora": True}, "lora"),
+        ({"lora": True, "notes": ['lora.LoRA {"target_modules": ["linear_qkv", "linear_fc1"]}']}, "lora"),
+        ({"lora": True, "notes": ['lora.LoRA {"target_modules": ["*.layers.0.*"]}']}, "lora"),
     ],
 )
 def test_each_rule_of_megatron_refuses_its_setting_and_no_other(
@@ -280,6 +299,96 @@ def test_a_precision_aware_optimizer_in_host_memory_is_megatrons_own_and_attache
     both = {"optimizer_cpu_offload": True, "precision_aware_optimizer": True, "distributed_optimizer": True}
     assert judged_fields(tmp_path, MEGATRON, **both)["attaches"] is True
     assert judged_fields(tmp_path, MEGATRON, **both, params_dtype="bf16")["attaches"] is True
+
+
+@pytest.mark.parametrize("modules", ["attn", "attn,mamba,moe_router,moe_preprocess", "moe_router", "mlp"])
+def test_graphs_of_parts_without_experts_attach(tmp_path: Path, modules: str) -> None:
+    assert judged_fields(tmp_path, MEGATRON, cuda_graph=f"transformer_engine:{modules}")["attaches"] is True
+    found = judged_fields(tmp_path, MEGATRON, cuda_graph=f"transformer_engine:{modules}")
+    assert [one["setting"] for one in found["stand_in"]] == ["cuda_graph_modules"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "refuses"),
+    [
+        ("--cuda-graph-impl transformer_engine --cuda-graph-scope attn moe_router", []),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-modules attn,moe_router", []),
+        ("--cuda-graph-impl transformer_engine", ["cuda_graph_modules"]),
+        ("--external-cuda-graph --cuda-graph-scope attn", []),
+        ("--external-cuda-graph", ["cuda_graph_modules"]),
+        ("--enable-cuda-graph --cuda-graph-scope attn", ["cuda_graph_impl"]),
+        ("--cuda-graph-impl local --cuda-graph-scope full_iteration", ["cuda_graph_impl"]),
+        ("--cuda-graph-impl full_iteration", ["--cuda-graph-impl"]),
+        ("--cuda-graph-scope moe", []),
+    ],
+)
+def test_flags_of_graphs_name_their_parts(tmp_path: Path, flags: str, refuses: list[str]) -> None:
+    found = judged(tmp_path, SCRIPT.replace("${ARGS[@]}", flags))
+    assert [name.strip("-").replace("-", "_") for name in refused(found)] == [
+        name.strip("-").replace("-", "_") for name in refuses
+    ]
+
+
+def test_graphs_that_hold_the_permutation_add_in_the_order_of_slots(tmp_path: Path) -> None:
+    of_eight = {"top_k": 8, "dispatcher": "alltoall"}
+    router, permutation = ("transformer_engine:moe_router", "transformer_engine:moe_router,moe_preprocess")
+    assert judged_fields(tmp_path, MEGATRON, **of_eight, cuda_graph=router)["exact"] == "bit"
+    assert judged_fields(tmp_path, MEGATRON, **of_eight, cuda_graph=permutation)["exact"] == "rounding"
+
+
+def test_a_live_configs_graphs_are_read_in_any_form() -> None:
+    from enum import Enum
+
+    from eplb_runtime.hosts.megatron.settings import graphs_preprocessing, settings_of
+
+    class Scope(Enum):
+        attn = 1
+        moe_router = 2
+        moe_preprocess = 3
+
+    assert settings_of({"cuda_graph_scope": [Scope.moe_router, Scope.attn]}).cuda_graph_modules == "attn,moe_router"
+    for whole in ({}, {"cuda_graph_scope": []}, {"cuda_graph_modules": []}, {"cuda_graph_scope": "full"}):
+        assert settings_of(whole).cuda_graph_modules == "full"
+    for name in ("cuda_graph_modules", "cuda_graph_scope"):
+        live = SimpleNamespace(cuda_graph_impl="transformer_engine", **{name: list(Scope)})
+        assert graphs_preprocessing(live)
+        live.cuda_graph_impl = "none"
+        assert not graphs_preprocessing(live)
+
+
+@pytest.mark.parametrize("dtypes", [{}, {"main_params_dtype": "torch.float16", "exp_avg_dtype": "torch.bfloat16"}])
+def test_a_precision_aware_optimizer_on_the_device_attaches(tmp_path: Path, dtypes: dict[str, str]) -> None:
+    lines = {f"optimizer.{name}": dtype for name, dtype in dtypes.items()}
+    aware = {"precision_aware_optimizer": True, "distributed_optimizer": True, "source_lines": lines}
+    found = judged_fields(tmp_path, MEGATRON, **aware)
+    assert found["attaches"] is True
+    assert [one["setting"] for one in found["stand_in"]] == ["use_precision_aware_optimizer"]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
+def test_fp8_with_scales_of_now_attaches(tmp_path: Path, recipe: str) -> None:
+    found = judged_fields(tmp_path, MEGATRON, fp8=recipe)
+    assert found["attaches"] is True and [one["setting"] for one in found["stand_in"]] == ["fp8"]
+    flags = f"--fp8-format hybrid --fp8-recipe {recipe}"
+    assert judged(tmp_path, SCRIPT.replace("${ARGS[@]}", flags))["attaches"] is True
+    assert refused(judged(tmp_path, SCRIPT.replace("${ARGS[@]}", f"{flags} --fp8-param-gather"))) == [
+        "--fp8-param-gather"
+    ]
+
+
+def test_rows_that_pad_experts_are_added_in_the_order_of_slots(tmp_path: Path) -> None:
+    padded = {"source_lines": {"model.moe_router_padding_for_fp8": True}, "fp8": "mxfp8", "dispatcher": "alltoall"}
+    assert judged_fields(tmp_path, MEGATRON, top_k=8, **padded)["exact"] == "rounding"
+    assert judged_fields(tmp_path, MEGATRON, top_k=2, **padded)["exact"] == "bit"
+
+
+def test_adapters_of_attention_leave_experts_as_they_are_and_attach(tmp_path: Path) -> None:
+    notes = ["provider defaults", 'lora.LoRA {"dim": 8, "target_modules": ["linear_qkv", "linear_proj"]}']
+    assert judged_fields(tmp_path, MEGATRON, lora=True, notes=notes)["attaches"] is True
+    assert refused(judged_fields(tmp_path, MEGATRON, lora=True, notes=["lora.LoRA {}"])) == ["lora"]
+    for targets, attaches in (("[linear_qkv,linear_proj]", True), ('["linear_qkv","linear_fc2"]', False)):
+        overrides = f" actor_rollout_ref.model.lora.rank=8 'actor_rollout_ref.model.lora.target_modules={targets}'\n"
+        assert judged(tmp_path, VERL.rstrip().rstrip("\\") + overrides)["attaches"] is attaches
 
 
 def test_flags_offload_all_where_they_say_no_fraction(tmp_path: Path) -> None:
@@ -368,14 +477,14 @@ def test_the_command_prints_the_keys_for_one_and_a_total_for_several(
     (tmp_path / "two.json").write_text(json.dumps({**MEGATRON, "lora": True}))
     files = [str(tmp_path / name) for name in ("one.json", "two.json")]
     assert main(["doctor", "--json", "--recipe", files[0]]) == 0
-    keys = ["attaches", "homes", "replicas", "exact", "refused", "assumed", "unknown", "ep", "edp"]
+    keys = ["attaches", "homes", "replicas", "exact", "refused", "assumed", "unknown", "ep", "edp", "stand_in"]
     assert list(json.loads(capsys.readouterr().out)) == keys
     assert main(["doctor", "--json", "--recipe", *files]) == 0
     total = json.loads(capsys.readouterr().out)["total"][-1]
     assert total == {"source": "all", "recipes": 2, "attach": 1, "refused": 1, "unknown": 0}
     assert main(["doctor", "--recipe", files[1]]) == 0
     shown = capsys.readouterr().out
-    assert "1 setting is refused" in shown and "adapters of experts" in shown and "checked at attach" in shown
+    assert "1 setting is refused" in shown and "one adapter" in shown and "checked at attach" in shown
 
 
 def test_the_defaults_are_megatrons_own() -> None:
@@ -388,11 +497,14 @@ def test_the_defaults_are_megatrons_own() -> None:
 
     from eplb_runtime.hosts.megatron.settings import MegatronJobSettings
 
-    theirs: dict[str, Any] = {}
+    theirs: dict[str, Any] = {"cuda_graph_modules": "full"}  # cuda_graph_scope before 0.19
     for kind in (DistributedDataParallelConfig, OptimizerConfig, TransformerConfig):
-        theirs |= {one.name: one.default for one in fields(kind)}
+        theirs |= {
+            one.name: str(one.default).removeprefix("torch.") if "dtype" in one.name else one.default
+            for one in fields(kind)
+        }
     ours = {one.name: one.default for one in fields(MegatronJobSettings) if one.default is not MISSING}
-    own = {"assumed", "phase_offload", "lora", "expert_tensor_parallel_size"}
+    own = {"assumed", "phase_offload", "lora", "lora_target_modules", "expert_tensor_parallel_size"}
     newer = set(ours) - set(theirs) - own
     assert newer <= {
         "moe_expert_rank_capacity_factor",
@@ -412,13 +524,13 @@ def test_recipes_that_people_run(shared_data: Path) -> None:
         row["source"]: (row["recipes"], row["attach"], row["refused"], row["unknown"]) for row in totals(answers)
     }
     assert counted == {
-        "Megatron-Bridge": (85, 31, 54, 0),
+        "Megatron-Bridge": (85, 47, 38, 0),
         "Megatron-LM": (2, 1, 1, 0),
         "prime-rl": (7, 0, 7, 0),
         "slime": (12, 12, 0, 0),
         "torchtitan": (8, 0, 8, 0),
         "verl": (16, 15, 1, 0),
-        "all": (130, 59, 71, 0),
+        "all": (130, 75, 55, 0),
     }
     undecided = {name for one in answers if one.attaches is None for name in one.judgement.undecided}
     assert undecided == set()
