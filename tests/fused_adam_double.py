@@ -42,6 +42,7 @@ class FusedAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         *,
         adam_w_mode: bool = True,
+        capturable: bool = False,
         master_weights: bool = False,
         master_weight_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,
@@ -50,7 +51,7 @@ class FusedAdam(torch.optim.Optimizer):
         store_param_remainders: bool = False,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        assert adam_w_mode
+        assert adam_w_mode and not capturable
         self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
         self.name_to_dtype_map = dict(zip(KEYS, (exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype), strict=True))
         self.store_param_remainders = store_param_remainders and master_weights and master_weight_dtype == torch.float32

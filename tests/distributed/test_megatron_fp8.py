@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -88,7 +89,7 @@ class QuantizedLinear(GroupedLinear):
 class Padding(torch.nn.Module):
     """Rows of each expert to a multiple of 32, by zeros."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, **_: Any) -> None:
         super().__init__()
 
     def forward(self, rows: Tensor, counts: list[int]) -> tuple[Tensor, list[int]]:
@@ -122,7 +123,11 @@ def prepare() -> None:
         spec = own(*args, **kwargs)
         linears = MLPSubmodules(linear_fc1=QuantizedLinear, linear_fc2=QuantizedLinear)
         for layer in spec.layer_specs:
-            layer.submodules.mlp.submodules.experts = ModuleSpec(module=experts.TEGroupedMLP, submodules=linears)
+            mlp = layer.submodules.mlp
+            if isinstance(mlp, partial):  # since 0.18 makers of modules are partial functions
+                mlp.keywords["submodules"].experts = partial(experts.TEGroupedMLP, submodules=linears)
+            else:
+                mlp.submodules.experts = ModuleSpec(module=experts.TEGroupedMLP, submodules=linears)
         return spec
 
     specs.get_gpt_decoder_block_spec = grouped
