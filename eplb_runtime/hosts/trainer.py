@@ -53,11 +53,11 @@ _NOT_HERE = {
 }
 
 
-_TrainerToCome: Any = object
+_TrainerBase: Any = object
 """What the mixin stands in front of has a Trainer's attributes; which ones depends on the class."""
 
 
-class BalancedTrainerMixin(_TrainerToCome):
+class BalancedTrainerMixin(_TrainerBase):
     """Put it in front of a Trainer: ``class BalancedSFTTrainer(BalancedTrainerMixin, SFTTrainer): pass``.
 
     Args:
@@ -236,17 +236,17 @@ class BalancedTrainerMixin(_TrainerToCome):
         if checkpoint is None:
             return
         folder, view = Path(checkpoint), LogicalView(self.model)
-        meeting = JointAccess.of(view)
-        if meeting.folder_has(folder / STATE / INDEX):
+        joint = JointAccess.of(view)
+        if joint.folder_has(folder / STATE / INDEX):
             load(folder / STATE, self.model, self._bare_optimizer)
         else:
             if self._exports:
                 load_pretrained(self.model, folder)
-            if meeting.folder_has(folder / OPTIMIZER_NAME):
+            if joint.folder_has(folder / OPTIMIZER_NAME):
                 self._load_plain_optimizer(folder)
-            if meeting.folder_has(folder / f"{STATE}.json"):
+            if joint.folder_has(folder / f"{STATE}.json"):
                 restore_placement(view, json.loads((folder / f"{STATE}.json").read_text()), True)
-        if meeting.folder_has(folder / SCHEDULER_NAME):
+        if joint.folder_has(folder / SCHEDULER_NAME):
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
     def _load_plain_optimizer(self, folder: Path) -> None:

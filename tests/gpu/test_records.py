@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from device import DEVICE
 from records import pack
 
+from eplb_runtime.moe.experts.element_wise import check_element_wise
+from eplb_runtime.moe.experts.optimizer_state import OptimizerStateError
 from eplb_runtime.moe.experts.record import RecordFormat
 from eplb_runtime.moe.experts.registry import ExpertTensor
 from eplb_runtime.utils.checksums import as_bytes, checksum
@@ -76,3 +80,26 @@ def test_the_checksum_of_a_row_does_not_depend_on_where_it_stands(offset: int) -
     room = torch.zeros(6000, dtype=torch.uint8, device=DEVICE)
     room[offset : offset + 5000] = row
     assert checksum([room[offset : offset + 5000]]) == checksum([row])
+
+
+class OnAGpuAlone(torch.optim.Optimizer):
+    """As TransformerEngine's and Apex's: its kernels know no tensors on a CPU, and no float64."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if not parameter.is_cuda or parameter.dtype == torch.float64:
+                    raise RuntimeError("tensors on a GPU are wanted, float32 at most")
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
+def test_an_optimizer_is_tried_on_the_device_of_its_parameters() -> None:
+    before = torch.cuda.get_rng_state()
+    check_element_wise(OnAGpuAlone([torch.nn.Parameter(torch.ones(4, 3, 5, device=DEVICE))]))
+    assert torch.equal(before, torch.cuda.get_rng_state())
+    with pytest.raises(OptimizerStateError, match="OnAGpuAlone cannot update tensors of experts"):
+        check_element_wise(OnAGpuAlone([torch.nn.Parameter(torch.ones(4, 3, 5))]))

@@ -50,14 +50,14 @@ def local_experts(
     # FSDP averages over EDP; the rest of the division is done before. A host that divides rows reduces by itself.
     of_slices = 1.0 if job.divided_rows else job.gradient_divisor / len(job.edp_ranks)
     divisor = of_slices if sliced else divisors.in_layers
-    if replicas is None and layer.standing is not None:
-        return LocalExperts(compute, layer.standing, divisor=1.0 if sliced else divisor)
+    if replicas is None and layer.live_weights is not None:
+        return LocalExperts(compute, layer.live_weights, divisor=1.0 if sliced else divisor)
     if replicas is None:
         return LocalExperts(compute, partial(_live_parameters, layer), None if sliced else leaves, divisor)
     assert bank is not None
     if bank.is_sliced:
-        standing = layer.standing or partial(_live_parameters, layer)
-        return ShardedReplicas(compute, index, bank, replicas, homes=standing, divisor=divisor, whole=whole)
+        live_weights = layer.live_weights or partial(_live_parameters, layer)
+        return ShardedReplicas(compute, index, bank, replicas, homes=live_weights, divisor=divisor, whole=whole)
     return (PooledReplicas if replicas.shared else PersistentReplicas)(compute, index, bank, replicas, divisor)
 
 

@@ -37,7 +37,7 @@ class MoELayer:
         compute: runs rows through local slots with the module's own code; None: the host carries and computes tokens
             itself (`moe.layer.HostDispatchedLayer`).
         install: puts the expert-parallel way in the place of the module's own forward.
-        standing: the weights that the module computes with now, ``[E/R, ...]`` each and plain, where its parameters are
+        live_weights: the weights that the module computes with now, ``[E/R, ...]`` each and plain, where its parameters are
             not that themselves; gradients reach the parameters through them as the host wants them. None: the
             parameters.
         slots: where the experts of this rank are tensors of their own: names of the tensors of each home slot, in
@@ -54,7 +54,7 @@ class MoELayer:
     parameters: tuple[str, ...]
     compute: Compute | None
     install: Callable[[Any], None]
-    standing: Callable[[], Sequence[Tensor]] | None = None
+    live_weights: Callable[[], Sequence[Tensor]] | None = None
     slots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     alignment: int = 1
     by_expert: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
@@ -137,7 +137,7 @@ class HostModel:
         watch_batches: hooks into the model what ``real_tokens`` needs.
         remake_buffers: fills the non-persistent buffers of one module, as the framework does when it makes a model.
         save_together: puts collective ways of saving in the place of the framework's own, which would write one rank's
-            experts; given ``come(what)``, which returns when all ranks have come to the same.
+            experts; given ``barrier(what)``, which returns when all ranks have come to the same.
         folders: reads and writes the framework's own checkpoint folders; None: it has none.
         saves_itself: the framework saves and loads the attached model in logical order by its own means, called so;
             empty: `checkpoint` does it.
@@ -160,7 +160,7 @@ class HostModel:
     real_tokens: Callable[[int], Tensor | None]
     watch_batches: Callable[[], Removable]
     remake_buffers: Callable[[nn.Module], None]
-    save_together: Callable[[Callable[[str], None]], None] = lambda come: None
+    save_together: Callable[[Callable[[str], None]], None] = lambda barrier: None
     folders: PretrainedFolders | None = None
     saves_itself: str = ""
     ranks: Ranks | None = None

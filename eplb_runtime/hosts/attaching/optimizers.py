@@ -60,7 +60,7 @@ class Optimizers:
         self._hooks: dict[int, list[RemovableHandle]] = {}
         self._held: list[int] = []
         self._done: dict[int, bool] = {}
-        self._turns: dict[int, int] = {}
+        self._step_count: dict[int, int] = {}
         self._last: dict[int, int] = {}
         self._strangers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._stepping = False
@@ -128,7 +128,7 @@ class Optimizers:
         for handle in self._hooks.pop(number):
             handle.remove()
         self._balancer._no_longer_trained_by(self._known[number], self._outside(number))
-        self._turns.pop(number, None)
+        self._step_count.pop(number, None)
 
     def add(self, optimizers: Sequence[AnyOptimizer]) -> None:
         """Hook optimizers that were checked; first the balancer learns what they hold besides the model."""
@@ -277,9 +277,9 @@ class Optimizers:
     def around_step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Inside, an optimizer steps, or is passed over by who decides that for all ranks (a scaler at an overflow)."""
         number = next((number for number, known in enumerate(self._known) if known is optimizer), -1)
-        before = self._turns.get(number, 0)
+        before = self._step_count.get(number, 0)
         yield
-        if number >= 0 and self._turns.get(number, 0) == before and not self._balancer._closed:
+        if number >= 0 and self._step_count.get(number, 0) == before and not self._balancer._closed:
             self._balancer._guard.passed_over(optimizer)
             self._end_of_step(number, stepped=False)
 
@@ -295,7 +295,7 @@ class Optimizers:
 
     def _end_of_step(self, number: int, *, stepped: bool) -> None:
         """A training step ends when each optimizer has had its turn; if all were passed over, it was none."""
-        self._turns[number] = self._turns.get(number, 0) + 1
+        self._step_count[number] = self._step_count.get(number, 0) + 1
         if number in self._done:
             others = sorted(set(range(len(self._known))) - set(self._done))
             raise RuntimeError(

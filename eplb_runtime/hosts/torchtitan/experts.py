@@ -121,7 +121,7 @@ def _live_parameters(experts: nn.Module, names: Sequence[str]) -> Callable[[], S
     """While the block computes, FSDP keeps DTensors on the mesh ``ep`` in the module: the experts of this EP rank."""
 
     def now() -> Sequence[Tensor]:
-        standing = [getattr(experts, name) for name in names]
-        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in standing]
+        live_weights = [getattr(experts, name) for name in names]
+        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in live_weights]
 
     return now

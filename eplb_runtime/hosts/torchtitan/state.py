@@ -35,7 +35,7 @@ class LogicalOrder:
 
     def __init__(self, balancer: Balancer) -> None:
         self._balancer = balancer
-        self.come: Callable[[str], None] = balancer._runtime.barrier
+        self.barrier: Callable[[str], None] = balancer._runtime.barrier
         self.weights_changed = balancer.weights_changed
         everyone, seconds = list(balancer._runtime.job.ranks), balancer.config.timeout_seconds
         self.wait_for_all: Callable[[str], None] = lambda what: wait_for_ranks(everyone, what, seconds, patient=True)
@@ -136,7 +136,7 @@ class BalancedOptimizers(OptimizersContainer):
 
     def _in_order(self, state: dict[str, Any], convert: Callable[[int, Tensor, str], DTensor]) -> dict[str, Any]:
         assert self.order is not None
-        self.order.come("the state of the optimizers")
+        self.order.barrier("the state of the optimizers")
         changed = dict(state)
         for name, layer in self._experts(self.order):
             # One number for all experts (Adam's step) stays as it is.

@@ -238,12 +238,12 @@ def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module, is_cut: bo
 # -- what PEFT may do with them ----------------------------------------------------------------------------------------
 
 
-def follow(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]], come: Callable[[str], None]) -> None:
+def follow(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]], barrier: Callable[[str], None]) -> None:
     """Let PEFT merge, save and load adapters of experts that are spread; refuse what would be wrong without a word.
 
     Args:
         model: attached; what PEFT knows by name is found in it when it is called.
-        come: returns when all ranks have come to the same.
+        barrier: returns when all ranks have come to the same.
     """
     for layer, adapted in layers:
         for one in adapted.low_rank:
@@ -254,7 +254,7 @@ def follow(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]], 
         if hasattr(type(module), "_unload_and_optionally_merge"):
             object.__setattr__(module, "_unload_and_optionally_merge", _refuse_unload)
             _renew_copies_after(model, module, "merge_adapter", "unmerge_adapter")
-    _save_together(model, layers, come)
+    _save_together(model, layers, barrier)
 
 
 def unmerge_disabled(adapted: AdaptedExperts) -> None:
@@ -335,7 +335,7 @@ def _load_by_expert(model: nn.Module, layer: MoELayer, adapted: AdaptedExperts, 
 
 
 def _save_together(
-    model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]], come: Callable[[str], None]
+    model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]], barrier: Callable[[str], None]
 ) -> None:
     found = peft_model(model)
     assert found is not None
@@ -355,31 +355,31 @@ def _save_together(
         if options.pop("state_dict", None) is not None:
             raise AttachError("save_pretrained of an attached model takes no state_dict: adapters are gathered here")
         options.pop("is_main_process", None)
-        come("save_pretrained of an attached model")
+        barrier("save_pretrained of an attached model")
         view = LogicalView(model)
-        meeting = JointAccess.of(view)
+        joint = JointAccess.of(view)
         state = _detached_state(saver.state_dict)
         for name, back in of_peft.items():
-            stack = _on_first_rank(view, name, meeting)
+            stack = _on_first_rank(view, name, joint)
             if stack is not None:
                 state[name.removeprefix(prefix)] = back(stack)
         write = partial(own, save_directory, *arguments, is_main_process=True, state_dict=state, **options)
-        meeting.trying(write, first_only=True)
-        meeting.agree(f"{save_directory} was not written")
+        joint.trying(write, first_only=True)
+        joint.agree(f"{save_directory} was not written")
 
     object.__setattr__(saver, "save_pretrained", save_pretrained)
 
 
-def _on_first_rank(view: LogicalView, name: str, meeting: JointAccess) -> Tensor | None:
+def _on_first_rank(view: LogicalView, name: str, joint: JointAccess) -> Tensor | None:
     """``[E, ...]`` in logical order on the first rank's CPU; others keep nothing, and get None. Collective."""
     balancer, layer, rows = view.balancer, view.layer_of(name), view.parameters[name]
     assert balancer is not None and layer is not None
     homes_RH, step = balancer.placement.homes_LRH[layer], rows_per_call(rows)
-    stack = torch.empty((view.num_experts, *rows.shape[1:]), dtype=rows.dtype) if meeting.is_first else None
+    stack = torch.empty((view.num_experts, *rows.shape[1:]), dtype=rows.dtype) if joint.is_first else None
     for source, homes_H in enumerate(homes_RH):
         for first in range(0, len(homes_H), step):
             last = min(first + step, len(homes_H))
-            brought = balancer._bring_rows(rows, first, last, source, meeting.ranks[0])
+            brought = balancer._bring_rows(rows, first, last, source, joint.ranks[0])
             if stack is not None and brought is not None:
                 stack[torch.from_numpy(homes_H[first:last].astype("int64"))] = brought.cpu()
     return stack

@@ -56,9 +56,9 @@ def describe(model: nn.Module) -> HostModel:
     return HostModel(
         layers,
         padding.real_tokens,
-        lambda: padding.watch(model, padding.told),
+        lambda: padding.watch(model, padding.outside_graphs),
         getattr(model, "_init_weights", lambda module: None),
-        lambda come: _save_together(model, with_adapters, come),
+        lambda barrier: _save_together(model, with_adapters, barrier),
         _Folders(),
         adapters=frozenset(f"{layer.name}.{name}" for layer, one in with_adapters for name in one.parameters),
         weights=_weights,
@@ -155,14 +155,14 @@ def _describe_layer(name: str, outer: nn.Module, adapted: AdaptedExperts | None)
 
 
 def _save_together(
-    model: nn.Module, adapted: Sequence[tuple[MoELayer, AdaptedExperts]], come: Callable[[str], None]
+    model: nn.Module, adapted: Sequence[tuple[MoELayer, AdaptedExperts]], barrier: Callable[[str], None]
 ) -> None:
     """``save_pretrained`` of an attached model writes all of it, from all ranks."""
     for inner in model.modules():
         if inner is not model and isinstance(inner, PreTrainedModel):
             object.__setattr__(inner, "save_pretrained", _refuse_part)
     if adapted:
-        follow(model, adapted, come)
+        follow(model, adapted, barrier)
         return
     if not isinstance(model, PreTrainedModel):
         # PEFT's folders hold adapters, which are whole on every rank.
@@ -179,7 +179,7 @@ def _save_together(
             with read_without_warning(model):
                 own(save_directory, is_main_process=is_main_process, **options)  # type: ignore[operator]
             return
-        come("save_pretrained of an attached model")
+        barrier("save_pretrained of an attached model")
         export_pretrained(model, save_directory, **options)
 
     object.__setattr__(model, "save_pretrained", save_pretrained)
@@ -233,7 +233,7 @@ class _Padding:
 
     def __init__(self) -> None:
         self._mask = _Mask()
-        self.told = OutsideGraphs(self.see)
+        self.outside_graphs = OutsideGraphs(self.see)
         """As ``see``, for who asks outside of graphs of torch.compile."""
 
     def see(self, mask: Tensor | None) -> None:

@@ -83,21 +83,21 @@ def write(view: LogicalView, folder: Path, **options: Any) -> None:
     convert = converter(view.model) if options.pop("save_original_format", True) else lambda state: state  # type: ignore[arg-type]
     plan = _plan(view, entries, pieces_of(view, entries, convert), shard_size, f".{variant}" if variant else "")
     files = _OwnFiles(plan, folder)
-    meeting = JointAccess.of(view)
+    joint = JointAccess.of(view)
     failed = f"{folder} was not exported"
     try:
-        meeting.trying(files.open)
+        joint.trying(files.open)
         for step in plan.steps:
-            _write(view, entries, convert, step, files, meeting)
-        meeting.trying(files.finish)
-        meeting.agree(failed)
+            _write(view, entries, convert, step, files, joint)
+        joint.trying(files.finish)
+        joint.agree(failed)
         # The files get their names only when all of them are whole; in between there is no index, so nothing loads.
-        meeting.trying(lambda: _renew_folder(view, folder, variant, options), first_only=True)
-        meeting.agree(failed)
-        meeting.trying(files.publish)
-        meeting.agree(failed)
-        meeting.trying(lambda: _write_index(view, plan, folder, variant), first_only=True)
-        meeting.agree(failed)
+        joint.trying(lambda: _renew_folder(view, folder, variant, options), first_only=True)
+        joint.agree(failed)
+        joint.trying(files.publish)
+        joint.agree(failed)
+        joint.trying(lambda: _write_index(view, plan, folder, variant), first_only=True)
+        joint.agree(failed)
     finally:
         files.discard()
 
@@ -242,7 +242,7 @@ def _write(
     convert: Convert,
     step: _Rows | _Whole,
     files: _OwnFiles,
-    meeting: JointAccess,
+    joint: JointAccess,
 ) -> None:
     """One step of the plan; collective where experts or slices travel."""
     assert view.balancer is not None
@@ -250,12 +250,12 @@ def _write(
     if isinstance(step, _Whole):
         values = {name: _whole(view, entries[name]) for name in piece.names}
         if dist.get_rank() == step.destination:
-            meeting.trying(lambda: files.write_whole(piece, values, convert))
+            joint.trying(lambda: files.write_whole(piece, values, convert))
         return
     (name,) = piece.names
     rows = view.balancer._bring_rows(entries[name].tensor, step.first, step.last, step.source, step.destination)
     if rows is not None:
-        meeting.trying(lambda: files.write_experts(piece, rows, _experts(view, entries, step), convert))
+        joint.trying(lambda: files.write_experts(piece, rows, _experts(view, entries, step), convert))
 
 
 def _whole(view: LogicalView, entry: Entry) -> Tensor:

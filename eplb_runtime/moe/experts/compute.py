@@ -144,7 +144,7 @@ class LocalExperts:
             rows_MD: ``[M, D]``, ordered by local slot.
             counts_S: how many rows each local slot has.
             weights_M: router weights of the rows, if gradients will come unweighted; they get theirs here then.
-            standing: what takes the gradients in the place of ``leaves``, in their memory; None: they themselves.
+            grad_inputs: what takes the gradients in the place of ``leaves``, in their memory; None: they themselves.
 
         Returns:
             ``[M, D]``, unweighted.

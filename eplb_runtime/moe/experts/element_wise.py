@@ -7,7 +7,7 @@ moment, a line search over all parameters) would make training depend on which e
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ def check_element_wise(optimizer: torch.optim.Optimizer, experts: Collection[int
         if experts is not None and not any(id(parameter) in experts for parameter in group["params"]):
             continue
         if not any(_equal(options, other) for other in checked):
-            _check_group(optimizer, options)
+            _check_group(optimizer, options, _device_of_trial(optimizer, group["params"], experts))
             checked.append(options)
 
 
@@ -71,14 +71,24 @@ class _CannotTryError(Exception):
     """No whole twin can be made."""
 
 
-def _check_group(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> None:
+def _device_of_trial(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], experts: Collection[int] | None
+) -> torch.device:
+    """That of the parameters, since another library's kernels may know no other; the CPU for torch's own optimizers."""
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return _CPU
+    devices = [one.device for one in parameters if experts is None or id(one) in experts]
+    return devices[0] if devices and devices[0].type != "meta" else _CPU
+
+
+def _check_group(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], device: torch.device) -> None:
     kind = type(optimizer).__name__
     try:
-        with unnoticed([]):
+        with unnoticed([device.index or 0] if device.type == "cuda" else []):
             try:
-                trial = _tried(optimizer, options, torch.float64)
+                trial = _tried(optimizer, options, torch.float64, device)
             except Exception:
-                trial = _tried(optimizer, options, torch.float32)
+                trial = _tried(optimizer, options, torch.float32, device)
     except _CannotTryError as error:
         logger.warning(
             "%s cannot be tried on small tensors (%s): make sure that it updates each expert by itself, or placement "
@@ -103,14 +113,16 @@ def _check_group(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -
             raise OptimizerStateError(one.said)
 
 
-def _tried(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], dtype: torch.dtype) -> _Trial:
+def _tried(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+) -> _Trial:
     if needs_more_than_a_closure(optimizer):
         raise _CannotTryError("its step asks for more than a closure")
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(_EXPERTS, *_SHAPE, generator=generator).to(dtype)
-    gradients = torch.randn(_STEPS, _EXPERTS, *_SHAPE, generator=generator).to(dtype)
+    start = torch.randn(_EXPERTS, *_SHAPE, generator=generator).to(device, dtype)
+    gradients = torch.randn(_STEPS, _EXPERTS, *_SHAPE, generator=generator).to(device, dtype)
     # Experts differ in size, so that whatever is taken over all of them shows.
-    gradients *= torch.logspace(-2, 2, _EXPERTS).view(1, -1, 1, 1)
+    gradients *= torch.logspace(-2, 2, _EXPERTS, device=device).view(1, -1, 1, 1)
     together, apart = start.clone(), list(start.clone().split(1))
     repeated = start.clone()
     made: list[Made] = []
@@ -143,7 +155,7 @@ def _any_differs(one: Tensor, other: Tensor, before: Tensor, rounding: tuple[flo
     tensors = (one, other, before)
     return any(
         differ(rows[0], rows[1], rows[2], rounding)
-        for rows in zip(*(tensor.detach().double().numpy() for tensor in tensors), strict=True)
+        for rows in zip(*(tensor.detach().double().cpu().numpy() for tensor in tensors), strict=True)
     )
 
 
@@ -152,8 +164,8 @@ def _is_like(kept: Any, tensor: Tensor) -> bool:
 
 
 def _twin(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], tensor: Tensor) -> Made:
-    """An optimizer of the same class and options for another tensor; on the CPU, where fused kernels may be missing."""
-    made = made_anew(optimizer, [(options, [tensor.requires_grad_()])], _CPU)
+    """An optimizer of the same class and options for another tensor, without options of how to compute on a device."""
+    made = made_anew(optimizer, [(options, [tensor.requires_grad_()])], tensor.device)
     twin = made.optimizer
     if callable(train := getattr(twin, "train", None)):
         train()  # it may have been left in evaluation

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from eplb_runtime.moe.experts import element_wise
 from eplb_runtime.moe.experts.element_wise import check_element_wise
 from eplb_runtime.moe.experts.lone_step import LoneSteps, is_due
 from eplb_runtime.moe.experts.made_anew import Arguments, copied, is_plain, made_anew, unnoticed
@@ -126,6 +129,27 @@ def test_an_optimizer_is_tried_with_the_options_of_the_groups_that_hold_experts(
         with pytest.raises(OptimizerStateError, match="MixesIn mixes the experts"):
             check_element_wise(mixing, {id(one)})
     check_element_wise(torch.optim.Adafactor([dense]), {id(one)})
+
+
+def test_another_librarys_optimizer_is_tried_where_its_parameters_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels may know no tensors on a CPU, as TransformerEngine's and Apex's; torch's own know them."""
+    tried: list[torch.device] = []
+
+    def note(optimizer: Any, options: Any, dtype: torch.dtype, device: torch.device) -> Any:
+        tried.append(device)
+        return own(optimizer, options, dtype, torch.device("cpu"))
+
+    own = element_wise._tried
+    monkeypatch.setattr(element_wise, "_tried", note)
+    monkeypatch.setattr(element_wise, "unnoticed", lambda devices: nullcontext(tried.append(devices)))
+    dense, one = nn.Parameter(torch.randn(4, 3)), experts()
+    there = torch.device("cuda", 1)
+    for kind in (InTraining, torch.optim.AdamW):
+        optimizer = kind([dense, one])
+        on_gpu = SimpleNamespace(device=there)
+        optimizer.param_groups[0]["params"] = [dense, on_gpu]
+        check_element_wise(optimizer, {id(on_gpu)})
+    assert tried == [[1], there, [], torch.device("cpu")]
 
 
 def test_an_optimizer_that_draws_random_numbers_is_warned_of_and_not_called_mixing(
