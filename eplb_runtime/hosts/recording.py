@@ -93,7 +93,10 @@ def record(
         if interval < 1:
             raise AttachError(f"interval={interval}: give at least 1")
         if not isinstance(optimizer, torch.optim.Optimizer | None):
-            raise AttachError(f"a {type(optimizer).__name__} is no torch.optim.Optimizer: leave it out and call step()")
+            raise AttachError(
+                f"a {type(optimizer).__name__} is no torch.optim.Optimizer: leave it out, and call "
+                "step() of what record gives after each step (with eplb.record(...) as recording: recording.step())"
+            )
         found = _watched(whole, layers)
         sizes = {layer.num_experts for layer in found.layers}
         if len(sizes) != 1:

@@ -254,6 +254,16 @@ def refusals() -> dict[str, str]:
     ours.loss_of(model, 0).backward()
     expect("rebalance", balancer.rebalance, RuntimeError)
     balancer.close()
+    for what, trained in (("wrapped later", True), ("adopted", False)):
+        bare = ours.model_of(bf16=False)
+        settings = config_from_settings({**vars(config(True)), "dense_gradients": "allreduce" if trained else "host"})
+        balancer = eplb.attach(bare, torch.optim.AdamW(bare.parameters()) if trained else None, config=settings)
+        model, optimizer = ours.wrapped(bare)
+        if trained:
+            expect(what, lambda model=model: ours.loss_of(model, 0), RuntimeError)
+        else:
+            expect(what, lambda balancer=balancer, optimizer=optimizer: balancer.adopt(optimizer), AttachError)
+        balancer.close()
     return said
 
 
@@ -430,4 +440,6 @@ def test_what_megatron_cannot_follow_is_refused(results: list[dict[str, Any]]) -
     )
     assert "attach the DistributedDataParallel" in said["inside"] and "call step()" in said["recorded"]
     assert "optimizer" in said["clip"] and "carries tokens itself" in said["two at once"]
+    assert "was made after attach, and would scale gradients of experts once more" in said["wrapped later"]
+    assert "is no torch.optim.Optimizer" in said["adopted"] and "call attach after" in said["adopted"]
     assert "its own checkpoints" in said["logical_state_dict"] and "optimizer's step" in said["rebalance"]

@@ -48,7 +48,7 @@ NOT_USED = """
 """
 """Words that name nothing: each has a term of the field."""
 STILL_USED = "AT_ONCE PARTS _at_once _parts at_once beside kept model_parts parts standing told"
-"""Names that have such a word all the same: public (`Balancer.at_once`), torchtitan's (``model_parts``) or plain English.
+"""Names that have such a word all the same: public (`Balancer.at_once`), torchtitan's (``model_parts``), plain English.
 The list only gets shorter."""
 LAZY = {"eplb_runtime/__init__.py"}
 """Files that may name anything: the public names."""

@@ -37,8 +37,8 @@ class MoELayer:
         compute: runs rows through local slots with the module's own code; None: the host carries and computes tokens
             itself (`moe.layer.HostDispatchedLayer`).
         install: puts the expert-parallel way in the place of the module's own forward.
-        live_weights: the weights that the module computes with now, ``[E/R, ...]`` each and plain, where its parameters are
-            not that themselves; gradients reach the parameters through them as the host wants them. None: the
+        live_weights: the weights that the module computes with now, ``[E/R, ...]`` each and plain, where its parameters
+            are not that themselves; gradients reach the parameters through them as the host wants them. None: the
             parameters.
         slots: where the experts of this rank are tensors of their own: names of the tensors of each home slot, in
             order, by what they are to an expert; ``parameters`` has all of them. Such a model is made with its experts

@@ -68,6 +68,11 @@ class Optimizers:
 
     def adopt(self, optimizer: torch.optim.Optimizer, instead_of: torch.optim.Optimizer | None = None) -> None:
         """`Balancer.adopt`."""
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise AttachError(
+                f"a {type(optimizer).__name__} is no torch.optim.Optimizer, and only those are taken over: call attach "
+                "after it was made, with the model as it is trained (Megatron: wrapped in DistributedDataParallel)"
+            )
         if any(optimizer is known for known in self._known):
             raise AttachError("the balancer has this optimizer already: adopt each once")
         refuse_shared(optimizer)

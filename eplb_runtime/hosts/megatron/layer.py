@@ -39,9 +39,16 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
     own_route, own_preprocess, own_postprocess = module.route, module.preprocess, module.postprocess
     graphed, caches = GraphedColumns(columns), WeightCaches(module.experts, columns)
     num_experts = module.config.num_moe_experts
+    weight = next(module.experts.parameters())
+    was_wrapped = hasattr(weight, "main_grad")
     padding: list[Tensor | None] = [None]
 
     def route(hidden_states: Tensor, padding_mask: Tensor | None = None) -> Any:
+        if hasattr(weight, "main_grad") != was_wrapped and module.training:
+            raise RuntimeError(
+                "Megatron's DistributedDataParallel was made after attach, and would scale gradients of experts once "
+                "more: attach the wrapped model, with the optimizer that get_megatron_optimizer makes of it"
+            )
         padding[0] = padding_mask  # the router's: True is padding
         return own_route(hidden_states, padding_mask)
 

@@ -39,6 +39,8 @@ class MegatronJobSettings:
         expert_tensor_parallel_size: ranks that share an expert; Megatron's default is the tensor-parallel size.
         expert_data_parallel_size: ranks that hold the same experts (EDP), of the world's size.
         cuda_graph_modules: names with commas between them, or "full"; ``cuda_graph_scope`` before 0.19.
+        saves_by_place: distributed checkpoints keep the distributed optimizer's state by its place in buffers, as
+            Megatron-LM's flags have it by default; only a command line says so.
         phase_offload: the job frees weights or optimizer state between phases; verl does, Megatron has no such setting.
         lora: adapters are trained; likewise.
         lora_target_modules: names of the layers that have them, with commas; Megatron-Bridge's default.
@@ -83,6 +85,7 @@ class MegatronJobSettings:
     num_distributed_optimizer_instances: int | Unresolved = 1
     overlap_param_gather_with_optimizer_step: bool | Unresolved = False
     use_megatron_fsdp: bool | Unresolved = False
+    saves_by_place: bool | Unresolved = field(default=False, compare=False)
     phase_offload: bool | Unresolved = False
     lora: bool | Unresolved = False
     lora_target_modules: str | Unresolved = "linear_qkv,linear_proj,linear_fc1,linear_fc2"
@@ -345,6 +348,12 @@ RULES = (
         lambda job: job.overlap_param_gather_with_optimizer_step,
         "an optimizer for each model chunk is not supported",
         "set overlap_param_gather_with_optimizer_step=False",
+    ),
+    Rule(
+        "saves_by_place",
+        lambda job: job.saves_by_place and job.use_distributed_optimizer,
+        "--save keeps the optimizer's state by its place in buffers, which does not say of which expert it is",
+        "give --dist-ckpt-optim-fully-reshardable, too (or --no-save-optim)",
     ),
     Rule(
         "use_megatron_fsdp",

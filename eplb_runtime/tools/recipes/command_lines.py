@@ -28,6 +28,8 @@ FLAGS = {
 }
 """Megatron's flags with ``_`` for ``-``, and the fields of its configs that they set."""
 NODES = ("actor_num_nodes", "nnodes")
+NOT_BY_PLACE = ("dist_ckpt_optim_fully_reshardable", "no_save_optim")
+"""Flags with one of which a save does not keep the optimizer's state by its place in buffers."""
 RANKS_OF_A_NODE = ("actor_num_gpus_per_node", "nproc_per_node")
 OPTIONS_ELSEWHERE = ("yaml_cfg",)
 """Megatron's flags that name a file with options."""
@@ -112,14 +114,20 @@ def _of_megatron(path: Path, words: Sequence[str]) -> Recipe:
         elsewhere = f", and {missing[0]} is not in the file" if missing else ""
         raise RecipeError(f"{path}: no setting of experts in it (--num-experts){elsewhere}")
     is_slime = any(flag in flags for flag in ("actor_num_nodes", "actor_num_gpus_per_node"))
-    options["world_size"] = product(_first(flags, NODES), _first(flags, RANKS_OF_A_NODE))
+    nodes = _first(flags, NODES)
+    if nodes is None and "nproc_per_node" in flags:
+        nodes = 1  # torchrun's default
+    options["world_size"] = product(nodes, _first(flags, RANKS_OF_A_NODE))
+    if not is_slime and "save" in flags and not any(flag in flags for flag in NOT_BY_PLACE):
+        options["saves_by_place"] = value_of(flags.get("ckpt_format", ["torch_dist"])[0]) == "torch_dist"
+        written["saves_by_place"] = "--save"
     if is_slime and options.get("moe_token_dispatcher_type") == "allgather":
         options["moe_token_dispatcher_type"] = "alltoall"
     defaults: dict[str, Any] = dict(SLIME) if is_slime else {}
     if "num_moe_experts" not in options:
         defaults["num_moe_experts"] = Unresolved("not in the file")
     if missing:
-        derived = {"expert_data_parallel_size", "phase_offload", "lora", "lora_target_modules"}
+        derived = {"expert_data_parallel_size", "saves_by_place", "phase_offload", "lora", "lora_target_modules"}
         defaults = {name: Unresolved(f"may be in {missing[0]}") for name in FIELDS - derived} | defaults
     elif "optimizer_cpu_offload" in options:
         defaults |= BY_FLAGS

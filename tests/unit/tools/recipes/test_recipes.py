@@ -391,6 +391,17 @@ def test_adapters_of_attention_leave_experts_as_they_are_and_attach(tmp_path: Pa
         assert judged(tmp_path, VERL.rstrip().rstrip("\\") + overrides)["attaches"] is attaches
 
 
+def test_saves_by_place_are_refused_before_the_first_one(tmp_path: Path) -> None:
+    torchrun = SCRIPT.replace("python", "torchrun --nproc-per-node 8")  # on one node, by torchrun's default
+    saving = "--use-distributed-optimizer --bf16 --save checkpoints"
+    found = judged(tmp_path, torchrun.replace("${ARGS[@]}", saving))
+    assert refused(found) == ["--save"] and "--dist-ckpt-optim-fully-reshardable" in found["refused"][0]["instead"]
+    assert (found["ep"], found["edp"]) == (8, 1)
+    for more in ("--dist-ckpt-optim-fully-reshardable", "--no-save-optim", "--ckpt-format torch"):
+        assert judged(tmp_path, torchrun.replace("${ARGS[@]}", f"{saving} {more}"))["attaches"] is True
+    assert judged(tmp_path, torchrun.replace("${ARGS[@]}", "--bf16 --save checkpoints"))["attaches"] is True
+
+
 def test_flags_offload_all_where_they_say_no_fraction(tmp_path: Path) -> None:
     script = SCRIPT.replace("python", "torchrun --nnodes 1 --nproc-per-node 8")
     flags = "--optimizer-cpu-offload --use-distributed-optimizer --bf16"
@@ -504,7 +515,7 @@ def test_the_defaults_are_megatrons_own() -> None:
             for one in fields(kind)
         }
     ours = {one.name: one.default for one in fields(MegatronJobSettings) if one.default is not MISSING}
-    own = {"assumed", "phase_offload", "lora", "lora_target_modules", "expert_tensor_parallel_size"}
+    own = {"assumed", "phase_offload", "saves_by_place", "lora", "lora_target_modules", "expert_tensor_parallel_size"}
     newer = set(ours) - set(theirs) - own
     assert newer <= {
         "moe_expert_rank_capacity_factor",
