@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -30,6 +31,7 @@ from ..planner.evaluate import predicted_imbalance
 from ..planner.planning import plan
 from ..planner.policies import LAYOUTS
 from ..planner.search.explore import POURED_FROM
+from ..planner.search.staying import left_out, pack_staying
 from ..topology import Topology
 from ..utils.checksums_numba import warm_up as compile_copies
 from ..utils.jit import _MARK as COMPILED_MARK
@@ -72,7 +74,16 @@ def compile_planner(policy: str = "incremental") -> None:
     plan(load, Topology(4, 2), slots_per_rank=3, policy=policy, current=current if in_home else None)
     if policy == "incremental":
         plan(np.ones((1, POURED_FROM)), Topology(POURED_FROM), slots_per_rank=2)
+        home_E, choice_NE = np.zeros(8, dtype=np.int32), np.zeros((1, 8), dtype=np.int64)
+        _compile(pack_staying, load[0], home_E, 4, 0.0, home_E)
+        _compile(left_out, load, load[0], choice_NE, home_E, 4, np.zeros(1))
     split_for_rank(np.ones((4, 8), dtype=np.int64), SplitTables.of(current), 0, 0, ranks_per_node=2)
+
+
+def _compile(function: Any, *arguments: Any) -> None:
+    """Compile for arguments like these, without a call."""
+    if compiles():
+        function.compile(tuple(numba.typeof(argument) for argument in arguments))
 
 
 def compile_apart(

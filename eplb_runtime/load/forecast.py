@@ -7,10 +7,13 @@ once. `scenarios` says how what comes may stray from the forecast.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from ..utils.jit import jit
+from .drift import has_just_changed, wandering
 from .least_loaded import least_loaded, set_value, tournament
 
 MEMORIES = (1.0, 0.7, 0.5, 0.25, 0.1, 0.0)
@@ -108,25 +111,42 @@ def forecast(load: Load, method: str = "auto", horizon: int = 1, ranks: int = 8)
     return result
 
 
-def foretell(load: Load, method: str = "auto", ranks: int = 8) -> tuple[Load, Load, Load]:
+class Foretold(NamedTuple):
+    """The load to come.
+
+    Args:
+        expected: float64 ``[L, E]``, the forecast.
+        scenarios: float64 ``[W, L, E]``, loads that may come, as `scenarios` has them.
+        mixes: float64 ``[V, L, E]``, mixes of these.
+        wanders_L: bool, layers whose load surely wanders from window to window (`drift.wandering`).
+    """
+
+    expected: Load
+    scenarios: Load
+    mixes: Load
+    wanders_L: NDArray[np.bool_]
+
+
+def foretell(load: Load, method: str = "auto", ranks: int = 8) -> Foretold:
     """`forecast` and `scenarios`, where a layer may have had windows without any tokens: they say nothing of where
     tokens go, and are left out, of that layer alone.
+
+    With ``"auto"`` a layer whose newest window alone is of another load is foretold by that window, and one whose load
+    surely wanders by the weights that its own past calls for.
 
     Args:
         load: float64 ``[T, L, E]``, oldest first.
         method, ranks: as for `forecast`.
 
     Returns:
-        float64 ``[L, E]``, ``[W, L, E]`` and ``[V, L, E]``; a layer that has fewer windows than others has scenarios
-        more than once.
+        the load to come; a layer that has fewer windows than others has scenarios more than once.
 
     Raises:
         ValueError: the method is unknown.
     """
     empty_TL: NDArray[np.bool_] = load.max(axis=2) == 0
     if not empty_TL.any():
-        expected = forecast(load, method, ranks=ranks)
-        return expected, *scenarios(load, expected)
+        return _foretold(load, method, ranks)
     left_L = (~empty_TL).sum(axis=0)
     found = []
     for left in np.unique(left_L):
@@ -134,17 +154,34 @@ def foretell(load: Load, method: str = "auto", ranks: int = 8) -> tuple[Load, Lo
         # Windows with tokens, in their order; of layers without any, one empty one.
         newest = np.sort(np.argsort(empty_TL[:, layers], axis=0, kind="stable")[: max(int(left), 1)], axis=0)
         here = np.ascontiguousarray(np.take_along_axis(load[:, layers], newest[:, :, None], axis=0))
-        expected = forecast(here, method, ranks=ranks)
-        found.append((layers, expected, *scenarios(here, expected)))
-    result = np.empty(load.shape[1:])
-    may_come = np.empty((max(len(one[2]) for one in found), *load.shape[1:]))
-    mixes = np.empty((max(len(one[3]) for one in found), *load.shape[1:]))
-    for layers, expected, seen, mixed in found:
-        result[layers] = expected
-        may_come[:, layers] = seen[np.arange(len(may_come)) % len(seen)]
-        again = mixed if len(mixed) else seen
+        found.append((layers, _foretold(here, method, ranks)))
+    result, wanders_L = np.empty(load.shape[1:]), np.zeros(load.shape[1], dtype=bool)
+    may_come = np.empty((max(len(one.scenarios) for _, one in found), *load.shape[1:]))
+    mixes = np.empty((max(len(one.mixes) for _, one in found), *load.shape[1:]))
+    for layers, one in found:
+        result[layers], wanders_L[layers] = one.expected, one.wanders_L
+        may_come[:, layers] = one.scenarios[np.arange(len(may_come)) % len(one.scenarios)]
+        again = one.mixes if len(one.mixes) else one.scenarios
         mixes[:, layers] = again[np.arange(len(mixes)) % len(again)]
-    return result, may_come, mixes
+    return Foretold(result, may_come, mixes, wanders_L)
+
+
+def _foretold(load: Load, method: str, ranks: int) -> Foretold:
+    """`foretell` where every window has tokens in every layer."""
+    expected, wanders_L = forecast(load, method, ranks=ranks), np.zeros(load.shape[1], dtype=bool)
+    if method != "auto" or len(load) < 4:
+        return Foretold(expected, *scenarios(load, expected), wanders_L)
+    share, restless_L = _share(load), is_restless(load)
+    changed_L = has_just_changed(share) & ~restless_L
+    begin_L = np.where(restless_L | changed_L, 0, last_change(load))
+    expected, widening_L = np.array(expected), np.full(load.shape[1], np.nan)
+    expected[changed_L] = load[-1, changed_L]
+    for layer in np.flatnonzero(~restless_L & ~changed_L).tolist():
+        found = wandering(share[begin_L[layer] :, layer])
+        if found is not None:
+            expected[layer] = found.share_E * expected[layer].sum()
+            wanders_L[layer], widening_L[layer] = True, found.widening
+    return Foretold(expected, *scenarios(load, expected, changed_L, widening_L), wanders_L)
 
 
 def _best_of_past(load: Load, method: str, horizon: int, ranks: int) -> Load:
@@ -300,7 +337,12 @@ SPREAD = 1.2
 MIXES = 8
 
 
-def scenarios(load: Load, expected: Load) -> tuple[Load, Load]:
+def scenarios(
+    load: Load,
+    expected: Load,
+    changed_L: NDArray[np.bool_] | None = None,
+    widening_L: NDArray[np.float64] | None = None,
+) -> tuple[Load, Load]:
     """Loads that may come: the forecast, off by as much as each of the newest windows was off their mean.
 
     A mean of W windows has taken part of their noise with it, and errs by itself: both together make the errors to come
@@ -309,6 +351,10 @@ def scenarios(load: Load, expected: Load) -> tuple[Load, Load]:
     Args:
         load: float64 ``[T, L, E]``, oldest first.
         expected: float64 ``[L, E]``, the forecast.
+        changed_L: bool, layers of which the newest window alone is of the load to come: the others are off the mean
+            without it. None: no layer is.
+        widening_L: float64, how many times those seen the errors to come are in layers where that is known; NaN: as
+            above. None: known nowhere.
 
     Returns:
         float64 ``[W, L, E]``, one for each of at most `MOST_SCENARIOS` windows; and ``[V, L, E]``, mixes of them, in
@@ -320,6 +366,13 @@ def scenarios(load: Load, expected: Load) -> tuple[Load, Load]:
     if count < 2:
         return expected[None], expected[None][:0]
     stray = (seen - seen.mean(axis=0)) * SPREAD * np.sqrt((count + 1) / (count - 1))
+    if changed_L is not None and changed_L.any():
+        before = seen[:-1, changed_L]
+        stray[-1, changed_L] = 0.0
+        stray[:-1, changed_L] = (before - before.mean(axis=0)) * SPREAD * np.sqrt(2.0 * count / (count - 2))
+    if widening_L is not None:
+        known = np.isfinite(widening_L)
+        stray[:, known] = (seen[:, known] - seen[:, known].mean(axis=0)) * SPREAD * widening_L[known, None]
     choice = np.random.default_rng(count).integers(0, count, (MIXES, *seen.shape[1:]))
     mixed = np.take_along_axis(stray, choice, axis=0)
     scale = expected.sum(axis=-1, keepdims=True)

@@ -111,7 +111,7 @@ def _request(
     settled: Settled,
 ) -> PlanRequest:
     """What policies are asked: with the load to come."""
-    expected, scenarios, mixes = _expected_load(windows, settled, topology.num_ranks)
+    come = _expected_load(windows, settled, topology.num_ranks)
     cost = settled.cost
     priced = cost is not None and settled.gate == "payoff"
     share_LNE = None
@@ -119,9 +119,9 @@ def _request(
         share_LNE = checked_sources(settled.sources, windows.shape[1], windows.shape[2], topology)
     return PlanRequest(
         load=windows,
-        forecast=expected,
-        scenarios=scenarios,
-        mixes=mixes,
+        forecast=come.expected,
+        scenarios=come.scenarios,
+        mixes=come.mixes,
         topology=topology,
         slots_per_rank=slots_per_rank,
         current=current,
@@ -135,14 +135,13 @@ def _request(
         crossing_price=cost.crossing_price if cost and topology.num_nodes > 1 else 0.0,
         source_share_LNE=share_LNE,
         declared=settled.declared is not None,
+        trust=cost.trust if cost else 1.0,
+        wanders_L=come.wanders_L,
     )
 
 
-def _expected_load(
-    windows: NDArray[np.float64], settled: Settled, ranks: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """float64 ``[L, E]``, the mean of what is declared, or else foretold; ``[W, L, E]``, loads that may come; and
-    ``[V, L, E]``, mixes of these."""
+def _expected_load(windows: NDArray[np.float64], settled: Settled, ranks: int) -> forecasts.Foretold:
+    """The load that is declared, or else foretold."""
     if settled.declared is not None:
         known = checked_load(settled.declared, "declared load")
         if known.shape[1:] != windows.shape[1:]:
@@ -150,7 +149,7 @@ def _expected_load(
                 f"declared load has shape {known.shape[1:]}, the measured one {windows.shape[1:]}: give both alike"
             )
         known = coarsen(known)
-        return known.mean(axis=0), known, known[:0]
+        return forecasts.Foretold(known.mean(axis=0), known, known[:0], np.zeros(known.shape[1], dtype=bool))
     try:
         return forecasts.foretell(windows, settled.forecast, ranks)
     except ValueError as error:

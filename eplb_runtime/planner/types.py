@@ -47,6 +47,8 @@ class PlanRequest:
         crossing_price: imbalance that it is worth if no token is computed on another node than its own instead of all.
         source_share_LNE: float64 ``[L, N, E]``, the share of each expert's tokens that comes from each node; None: all
             nodes send alike.
+        trust: share of a plan's gain that came true of earlier ones, in [0, 1].
+        wanders_L: bool, layers whose load surely wanders from window to window: a plan ages there. None: no layer does.
         declared: all scenarios will come (micro-batches of one step): how they differ is no doubt about any of them.
     """
 
@@ -68,6 +70,8 @@ class PlanRequest:
     crossing_price: float = 0.0
     source_share_LNE: NDArray[np.float64] | None = None
     declared: bool = False
+    trust: float = 1.0
+    wanders_L: NDArray[np.bool_] | None = None
 
     @property
     def num_layers(self) -> int:

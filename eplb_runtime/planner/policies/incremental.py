@@ -23,6 +23,7 @@ from ..search.prices import Question
 from ..search.starts import strides
 from ..search.threads import in_threads
 from ..types import PlanRequest
+from .by_seconds import by_seconds
 from .gains import choose, gain_and_noise, where_it_pays
 
 LEAST_GAIN = 0.005
@@ -40,6 +41,11 @@ SPARE_COPIES = 4
 many as there are ranks."""
 MOST_SHARES = 2**18
 """Or with fewer than ranks: shares of copies over all scenarios that a search has room for."""
+WINDOWS_OF_SECONDS = 5
+"""Fewer do not tell a load that wanders from one that is noisy."""
+CHEAP = 0.02
+"""Imbalance that the seconds of moving a whole layer are worth at most: where weights are dearer, the search for single
+moves does better over time."""
 
 LayersQuestion = tuple[NDArray[np.int64], NDArray[np.int64], Question]
 """Loads and ballast of all scenarios, and what is asked."""
@@ -75,6 +81,8 @@ class Trajectory:
 def incremental(request: PlanRequest) -> Placement:
     """Search in the home layout, under ``max_moves``, ``max_bytes`` and the price of a move."""
     start = request.start
+    if answers(request):
+        return by_seconds(request, _Search(request, start, FIRST).refined)
     first_L = _uses_no_copies(start)
     found = _search(request, start, FIRST)
     if request.current is None:
@@ -85,6 +93,30 @@ def incremental(request: PlanRequest) -> Placement:
         anew = _search(request, start, 0.0)
         placement = _where_all_may_move(request, (placement, found), (_reached(request, start, anew), anew), first_L)
     return placement
+
+
+def answers(request: PlanRequest) -> bool:
+    """Return whether this is a question of homes and seconds alone, as `by_seconds` answers."""
+    return (
+        request.seconds_per_imbalance is not None
+        and request.current is not None
+        and request.start.replica_slots == 0
+        and request.start.homes_per_rank > 1
+        and request.max_moves is None
+        and request.max_bytes is None
+        and request.speed_R is None
+        and not request.declared
+        and len(request.load) >= WINDOWS_OF_SECONDS
+        and (request.crossing_price == 0.0 or request.source_share_LNE is None)
+        and bool(_seconds_of_all(request) * HYSTERESIS * request.trust <= CHEAP * request.seconds_per_imbalance)
+    )
+
+
+def _seconds_of_all(request: PlanRequest) -> float:
+    """Seconds in which a rank receives as many homes as it has, between nodes where there are several."""
+    topology = request.topology
+    bandwidth = topology.inter_node_bandwidth if topology.num_nodes > 1 else topology.intra_node_bandwidth
+    return request.start.homes_per_rank * request.home_bytes / bandwidth
 
 
 def _search(request: PlanRequest, start: Placement, first: float) -> list[Trajectory]:
@@ -135,7 +167,7 @@ class _Search:
         self._seconds = request.home_bytes / links, request.replica_bytes / links
         of_all_L = PRICE_OF_ALL * np.minimum(_stray(request) / STRAY, 1.0)
         of_all_L[_uses_no_copies(start)] *= first
-        free_of_price = request.current is None or request.declared
+        free_of_price = request.current is None or request.declared or answers(request)
         self._price_L = np.zeros_like(of_all_L) if free_of_price else of_all_L / request.num_slots
         self._seconds_price = _seconds_price(request)
         alike = request.speed_R is None and not request.crossing_price
@@ -166,6 +198,18 @@ class _Search:
             moved = np.concatenate([np.zeros((1, 2), dtype=np.int64), moved])
             seconds = np.concatenate([[0.0], seconds])
         return Trajectory(value, moved, seconds, found, begin, limits)
+
+    def refined(self, layer: int, home_E: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Where a search from these home ranks gets, by steps that pay for their seconds."""
+        question, limits = self._question(layer), self._limits(layer)
+        begin = Starts(home_E[None], self._replica_LRK[layer, None])
+        found = search_layer(*question, self._seconds_price, limits, begin)
+        reached = slice(found.steps + 1)
+        worth = found.track.value_N[reached] + self._seconds_price * found.track.seconds_N[reached]
+        steps = int(np.argmax(worth <= worth.min() + LEAST_GAIN / 10))
+        if steps == found.steps:
+            return found.home_E
+        return search_layer(*question, self._seconds_price, limits._replace(max_steps=steps), begin).home_E
 
     def _price(self, layer: int, found: Found) -> float:
         """Imbalance where a search ended, and what going there costs."""
