@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import eplb_runtime as eplb
 from eplb_runtime.hosts import AttachError
 from eplb_runtime.hosts.attaching import attach as attaching
-from eplb_runtime.hosts.attaching.checks import meet
+from eplb_runtime.hosts.attaching.checks import wait_for_ranks
 from eplb_runtime.hosts.attaching.undo import Before
 
 EXPERTS = 8
@@ -197,7 +197,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 def left_alone(rank: int) -> str:
     """Of a call of three ranks, to which one does not come. Rank 1 would wait for longer, when rank 0 gives up."""
     with pytest.raises(RuntimeError) as refused:
-        meet([0, 1, 2], "attach", 30 if rank else 0.5)
+        wait_for_ranks([0, 1, 2], "attach", 30 if rank else 0.5)
     return str(refused.value)
 
 
@@ -207,13 +207,13 @@ def meets_late(rank: int) -> list[str]:
     said = []
     if rank == 0:
         with pytest.raises(RuntimeError) as refused:
-            meet([0, 1], "attach", 0.5)
+            wait_for_ranks([0, 1], "attach", 0.5)
         said.append(str(refused.value))
         store.set("gave up", "")
     else:
         store.wait(["gave up"])
-    meet([0, 1], "attach", 30)
-    meet([0, 1], "attach", 30)
+    wait_for_ranks([0, 1], "attach", 30)
+    wait_for_ranks([0, 1], "attach", 30)
     return said
 
 
@@ -235,7 +235,7 @@ def comes_late(rank: int) -> list[str]:
     logging.getLogger("eplb_runtime").addHandler(Hears())
     if rank == 1:
         store.wait(["said"])
-    meet([0, 1], "attach", 0.5 if rank == 0 else 30, patient=True)
+    wait_for_ranks([0, 1], "attach", 0.5 if rank == 0 else 30, patient=True)
     return heard
 
 

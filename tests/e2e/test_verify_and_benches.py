@@ -182,7 +182,7 @@ def test_traces_of_bench_train_name_the_phases_of_every_layer_and_compare(traine
 
 def test_bench_train_moves_experts_where_load_is_skewed_and_has_the_documented_keys(trained: tuple[dict, Path]) -> None:
     result = trained[0]
-    assert list(result) == ["ranks", "train", "ideal_step_ms", "static_imbalance", "overhead", "brief"]
+    assert list(result) == ["ranks", "train", "ideal_step_ms", "static_imbalance", "overhead", "assess", "brief"]
     static, *_, even = result["train"]
     assert [row["variant"] for row in result["train"]] == ["static", "homes", "replicas", "even"]
     for row in result["train"]:
@@ -196,6 +196,10 @@ def test_bench_train_moves_experts_where_load_is_skewed_and_has_the_documented_k
         and 0 <= even["share_of_even_gain"] <= 1  # a block of it may be slower than one beside it on a busy machine
         and result["static_imbalance"] > 1.2
     )
+    for row, measured in zip(result["assess"], result["train"][1:3], strict=True):
+        assert (row["variant"], row["step_ms"]) == (measured["variant"], measured["step_ms"])
+        assert 0 < row["expert_share"] <= 1 and 1 <= row["imbalance"] < result["static_imbalance"]
+        assert row["difference"] == pytest.approx(row["predicted_step_ms"] / row["step_ms"] - 1)
     brief = result["brief"]
     assert list(brief) == ["ranks", "train", "speed_up"] and brief["speed_up"] > 0
     assert [row["variant"] for row in brief["train"]] == ["static", "homes"]

@@ -28,11 +28,23 @@ MODULES = (
 
 @pytest.mark.skipif(util.find_spec("triton") is None, reason="no triton: pip install triton")
 def test_kernels_give_what_their_references_give() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, INTERPRETED)]
+    """Both files at once: they are the longest of the tests of one process."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout and "failed" not in done.stdout
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    running = [
+        subprocess.Popen(
+            [*command, str(file)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for file in INTERPRETED
+    ]
+    try:
+        for process in running:
+            said, _ = process.communicate(timeout=280)
+            assert process.returncode == 0, said[-8000:]
+            assert " passed" in said and "failed" not in said
+    finally:
+        for process in running:
+            process.kill()
 
 
 @pytest.mark.skipif(util.find_spec("triton") is None, reason="no triton: pip install triton")
