@@ -42,6 +42,7 @@ class Phases:
         self._memory = memory
         self._events = events
         self._since = 0.0
+        self._state: frozenset[tuple[int, str]] | None = None
         self.is_suspended = False
 
     def refuse(self, what: str) -> None:
@@ -66,6 +67,7 @@ class Phases:
             return 0
         if self._rebalancer.drain():
             moved()
+        self._state = self._names_of_state()
         self.is_suspended, self._since = True, time.perf_counter()
         nbytes = self._rebalancer.free_memory()
         if replicas is not None:
@@ -81,10 +83,14 @@ class Phases:
         """`Balancer.resume`. Returns whether replicas are to be refreshed, which all ranks do."""
         problem, replicas = "", self._runtime.maps.replicas
         if self.is_suspended:
-            problem = self._memory.why_freed() or self._take_replicas()
-        if said := self._agreed("resume()", problem):
-            if self.is_suspended and replicas is not None and not self._memory.why_freed():
-                replicas.free()
+            problem = self._memory.why_freed() or self._why_state_lacks() or self._take_replicas()
+        try:
+            said = self._agreed("resume()", problem)
+        except RuntimeError:
+            self._free_replicas()  # still suspended: the job may free weights again, and homes lie before replicas
+            raise
+        if said:
+            self._free_replicas()
             raise RuntimeError(f"resume(): {said}")
         if not self.is_suspended:
             return False
@@ -92,7 +98,11 @@ class Phases:
             self._rebalancer.take_memory()
         except Exception as error:
             problem = f"no memory to stage experts: {one_line(error)}"
-        said = self._agreed(STAGING, problem)
+        try:
+            said = self._agreed(STAGING, problem)
+        except RuntimeError:
+            self._free_replicas()
+            raise
         self.is_suspended, seconds = False, time.perf_counter() - self._since
         self._rebalancer.exclude(seconds)
         self._runtime.watch.at(f"its own code, resumed, after {self._runtime.counter.closed_steps} steps")
@@ -108,6 +118,7 @@ class Phases:
         """Take the memory of replicas again if the balancer ends while it is suspended: homes lie before it."""
         if self.is_suspended and not self._memory.why_freed() and (problem := self._take_replicas()):
             logger.warning("closed while suspended: %s", problem)
+        self.is_suspended = False
 
     def _take_replicas(self) -> str:
         """Take memory of replicas again; returns why not."""
@@ -117,6 +128,34 @@ class Phases:
                 replicas.take(self._rebalancer.placement())
             except Exception as error:
                 return f"no memory for replicas: {one_line(error)}"
+        return ""
+
+    def _free_replicas(self) -> None:
+        replicas = self._runtime.maps.replicas
+        if self.is_suspended and replicas is not None and not self._memory.why_freed():
+            replicas.free()
+
+    def _names_of_state(self) -> frozenset[tuple[int, str]] | None:
+        """Layers and names of the optimizer's state of experts that is there; None: it cannot be read now."""
+        registry = self._runtime.registry
+        try:
+            return frozenset(
+                (layer, tensor.name)
+                for layer in registry.layers
+                for tensor in registry.of_home(layer)
+                if tensor.kind == "optimizer_state"
+            )
+        except Exception as error:
+            logger.debug("the optimizer's state cannot be read: %s", one_line(error))
+            return None
+
+    def _why_state_lacks(self) -> str:
+        """Name optimizer state that was there before and is not now: put back later, it would be that of other experts
+        once these have moved."""
+        before, now = self._state, self._names_of_state()
+        if before is not None and now is not None and (missing := min(before - now, default=None)):
+            layer, name = missing
+            return f"{name} of MoE layer {layer} is not in the optimizer's state any more: load it before resume()"
         return ""
 
     def _agreed(self, what: str, problem: str) -> str:

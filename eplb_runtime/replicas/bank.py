@@ -189,7 +189,13 @@ class ReplicaBank:
             RuntimeError: there is no memory, or homes are on another device; `free` or `take` may follow.
         """
         for parameter, slots in zip(self.parameters, self.slots, strict=False):
-            if not _shares_storage(parameter, slots):
+            if _shares_storage(parameter, slots):
+                needed = slots.numel() * slots.element_size()
+                if slots.untyped_storage().nbytes() < needed:
+                    raise RuntimeError(
+                        "weights of experts were loaded into memory that replicas lie in, and cut it short"
+                    )
+            else:
                 if parameter.device != slots.device:
                     raise RuntimeError(f"weights of experts are on {parameter.device}: bring them to {slots.device}")
                 _take(slots)

@@ -266,7 +266,32 @@ def closed() -> dict[str, Any]:
         balancer.suspend()
         found["forward"] = said_by(lambda: model(input_ids=tokens))
         balancer.close()
-        return {**found, "same": torch.equal(before, model(input_ids=tokens).logits)}
+        found["same"] = torch.equal(before, model(input_ids=tokens).logits)
+    return {**found, "trains": said_by(lambda: step(model, optimizer, 1))}
+
+
+def late() -> dict[str, Any]:
+    """Weights are freed and loaded again after a rank has come too late to resume(); then state is left out once."""
+    model, optimizer, balancer = attached("replicas", timeout_seconds=3.0)
+    step(model, optimizer, 0)
+    tokens, phases = torch.arange(16).reshape(1, 16), Phases(model, optimizer, "resize")
+    with torch.no_grad():
+        before = model(input_ids=tokens).logits
+    balancer.suspend()
+    found = {"resume": said_by(balancer.resume) if os.environ["RANK"] == "0" else ""}
+    torch.distributed.barrier()
+    phases.free()
+    found["held"] = held_bytes(phases.own())
+    phases.load()
+    state = {parameter: optimizer.state.pop(parameter) for parameter in list(optimizer.state)}
+    found["without state"] = said_by(balancer.resume)
+    optimizer.state.update(state)
+    found["with state"] = said_by(balancer.resume)
+    with torch.no_grad():
+        found["same"] = torch.equal(before, model(input_ids=tokens).logits)
+    step(model, optimizer, 1)
+    balancer.close()
+    return found
 
 
 def runs(rank: int) -> dict[Any, Any]:
@@ -279,7 +304,7 @@ def runs(rank: int) -> dict[Any, Any]:
 
 def calls(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {"cycles": cycles("overlapped replicas"), "suspended": while_suspended()}
-    return {**found, "alone": alone(), "closed": closed(), "without memory": without_memory()}
+    return {**found, "alone": alone(), "closed": closed(), "late": late(), "without memory": without_memory()}
 
 
 @pytest.fixture(scope="module")
@@ -350,6 +375,21 @@ def test_a_rank_without_weights_keeps_all_suspended_until_they_are_loaded(result
 def test_homes_are_where_they_were_after_a_close_while_suspended(results: list[dict[str, Any]]) -> None:
     for found in results:
         assert "balancer.resume()" in found["closed"]["forward"] and found["closed"]["same"]
+        assert found["closed"]["trains"] == ""
+
+
+def test_a_resume_that_a_rank_missed_leaves_all_of_it_suspended(results: list[dict[str, Any]]) -> None:
+    assert "rank 1 did not come to resume() within 3 s" in results[0]["late"]["resume"]
+    for found in results:
+        assert found["late"]["held"] < 64 << 10
+        assert found["late"]["with state"] == "" and found["late"]["same"]
+
+
+def test_state_that_is_not_loaded_yet_is_named(results: list[dict[str, Any]]) -> None:
+    """Put back after homes have moved it would be that of other experts."""
+    for found in results:
+        said = found["late"]["without state"]
+        assert "is not in the optimizer's state any more: load it before resume()" in said and "\n" not in said
 
 
 def test_weights_that_replicas_lie_behind_are_freed_after_the_suspension_alone(results: list[dict[str, Any]]) -> None:

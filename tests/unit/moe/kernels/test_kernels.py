@@ -27,24 +27,13 @@ MODULES = (
 
 
 @pytest.mark.skipif(util.find_spec("triton") is None, reason="no triton: pip install triton")
-def test_kernels_give_what_their_references_give() -> None:
-    """Both files at once: they are the longest of the tests of one process."""
+@pytest.mark.parametrize("file", INTERPRETED, ids=lambda file: file.stem)
+def test_kernels_give_what_their_references_give(file: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    running = [
-        subprocess.Popen(
-            [*command, str(file)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for file in INTERPRETED
-    ]
-    try:
-        for process in running:
-            said, _ = process.communicate(timeout=280)
-            assert process.returncode == 0, said[-8000:]
-            assert " passed" in said and "failed" not in said
-    finally:
-        for process in running:
-            process.kill()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "failed" not in done.stdout
 
 
 @pytest.mark.skipif(util.find_spec("triton") is None, reason="no triton: pip install triton")
