@@ -84,11 +84,7 @@ class Phases:
         problem, replicas = "", self._runtime.maps.replicas
         if self.is_suspended:
             problem = self._memory.why_freed() or self._why_state_lacks() or self._take_replicas()
-        try:
-            said = self._agreed("resume()", problem)
-        except RuntimeError:
-            self._free_replicas()  # still suspended: the job may free weights again, and homes lie before replicas
-            raise
+        said = self._agreed_to_resume("resume()", problem)
         if said:
             self._free_replicas()
             raise RuntimeError(f"resume(): {said}")
@@ -98,11 +94,7 @@ class Phases:
             self._rebalancer.take_memory()
         except Exception as error:
             problem = f"no memory to stage experts: {one_line(error)}"
-        try:
-            said = self._agreed(STAGING, problem)
-        except RuntimeError:
-            self._free_replicas()
-            raise
+        said = self._agreed_to_resume(STAGING, problem)
         self.is_suspended, seconds = False, time.perf_counter() - self._since
         self._rebalancer.exclude(seconds)
         self._runtime.watch.at(f"its own code, resumed, after {self._runtime.counter.closed_steps} steps")
@@ -129,6 +121,15 @@ class Phases:
             except Exception as error:
                 return f"no memory for replicas: {one_line(error)}"
         return ""
+
+    def _agreed_to_resume(self, what: str, problem: str) -> str:
+        """`_agreed`; if a rank does not come, all of it stays suspended: the job may free weights again, and homes lie
+        before replicas."""
+        try:
+            return self._agreed(what, problem)
+        except RuntimeError:
+            self._free_replicas()
+            raise
 
     def _free_replicas(self) -> None:
         replicas = self._runtime.maps.replicas

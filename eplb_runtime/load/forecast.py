@@ -111,8 +111,8 @@ def forecast(load: Load, method: str = "auto", horizon: int = 1, ranks: int = 8)
     return result
 
 
-class Foretold(NamedTuple):
-    """The load to come.
+class ExpectedLoad(NamedTuple):
+    """The load to come of each layer.
 
     Args:
         expected: float64 ``[L, E]``, the forecast.
@@ -127,7 +127,7 @@ class Foretold(NamedTuple):
     wanders_L: NDArray[np.bool_]
 
 
-def foretell(load: Load, method: str = "auto", ranks: int = 8) -> Foretold:
+def foretell(load: Load, method: str = "auto", ranks: int = 8) -> ExpectedLoad:
     """`forecast` and `scenarios`, where a layer may have had windows without any tokens: they say nothing of where
     tokens go, and are left out, of that layer alone.
 
@@ -146,7 +146,7 @@ def foretell(load: Load, method: str = "auto", ranks: int = 8) -> Foretold:
     """
     empty_TL: NDArray[np.bool_] = load.max(axis=2) == 0
     if not empty_TL.any():
-        return _foretold(load, method, ranks)
+        return _of_full_windows(load, method, ranks)
     left_L = (~empty_TL).sum(axis=0)
     found = []
     for left in np.unique(left_L):
@@ -154,7 +154,7 @@ def foretell(load: Load, method: str = "auto", ranks: int = 8) -> Foretold:
         # Windows with tokens, in their order; of layers without any, one empty one.
         newest = np.sort(np.argsort(empty_TL[:, layers], axis=0, kind="stable")[: max(int(left), 1)], axis=0)
         here = np.ascontiguousarray(np.take_along_axis(load[:, layers], newest[:, :, None], axis=0))
-        found.append((layers, _foretold(here, method, ranks)))
+        found.append((layers, _of_full_windows(here, method, ranks)))
     result, wanders_L = np.empty(load.shape[1:]), np.zeros(load.shape[1], dtype=bool)
     may_come = np.empty((max(len(one.scenarios) for _, one in found), *load.shape[1:]))
     mixes = np.empty((max(len(one.mixes) for _, one in found), *load.shape[1:]))
@@ -163,14 +163,14 @@ def foretell(load: Load, method: str = "auto", ranks: int = 8) -> Foretold:
         may_come[:, layers] = one.scenarios[np.arange(len(may_come)) % len(one.scenarios)]
         again = one.mixes if len(one.mixes) else one.scenarios
         mixes[:, layers] = again[np.arange(len(mixes)) % len(again)]
-    return Foretold(result, may_come, mixes, wanders_L)
+    return ExpectedLoad(result, may_come, mixes, wanders_L)
 
 
-def _foretold(load: Load, method: str, ranks: int) -> Foretold:
+def _of_full_windows(load: Load, method: str, ranks: int) -> ExpectedLoad:
     """`foretell` where every window has tokens in every layer."""
     expected, wanders_L = forecast(load, method, ranks=ranks), np.zeros(load.shape[1], dtype=bool)
     if method != "auto" or len(load) < 4:
-        return Foretold(expected, *scenarios(load, expected), wanders_L)
+        return ExpectedLoad(expected, *scenarios(load, expected), wanders_L)
     share, restless_L = _share(load), is_restless(load)
     changed_L = has_just_changed(share) & ~restless_L
     begin_L = np.where(restless_L | changed_L, 0, last_change(load))
@@ -181,7 +181,7 @@ def _foretold(load: Load, method: str, ranks: int) -> Foretold:
         if found is not None:
             expected[layer] = found.share_E * expected[layer].sum()
             wanders_L[layer], widening_L[layer] = True, found.widening
-    return Foretold(expected, *scenarios(load, expected, changed_L, widening_L), wanders_L)
+    return ExpectedLoad(expected, *scenarios(load, expected, changed_L, widening_L), wanders_L)
 
 
 def _best_of_past(load: Load, method: str, horizon: int, ranks: int) -> Load:

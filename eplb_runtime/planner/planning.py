@@ -111,7 +111,7 @@ def _request(
     settled: Settled,
 ) -> PlanRequest:
     """What policies are asked: with the load to come."""
-    come = _expected_load(windows, settled, topology.num_ranks)
+    expected = _expected_load(windows, settled, topology.num_ranks)
     cost = settled.cost
     priced = cost is not None and settled.gate == "payoff"
     share_LNE = None
@@ -119,9 +119,9 @@ def _request(
         share_LNE = checked_sources(settled.sources, windows.shape[1], windows.shape[2], topology)
     return PlanRequest(
         load=windows,
-        forecast=come.expected,
-        scenarios=come.scenarios,
-        mixes=come.mixes,
+        forecast=expected.expected,
+        scenarios=expected.scenarios,
+        mixes=expected.mixes,
         topology=topology,
         slots_per_rank=slots_per_rank,
         current=current,
@@ -136,11 +136,11 @@ def _request(
         source_share_LNE=share_LNE,
         declared=settled.declared is not None,
         trust=cost.trust if cost else 1.0,
-        wanders_L=come.wanders_L,
+        wanders_L=expected.wanders_L,
     )
 
 
-def _expected_load(windows: NDArray[np.float64], settled: Settled, ranks: int) -> forecasts.Foretold:
+def _expected_load(windows: NDArray[np.float64], settled: Settled, ranks: int) -> forecasts.ExpectedLoad:
     """The load that is declared, or else foretold."""
     if settled.declared is not None:
         known = checked_load(settled.declared, "declared load")
@@ -149,7 +149,7 @@ def _expected_load(windows: NDArray[np.float64], settled: Settled, ranks: int) -
                 f"declared load has shape {known.shape[1:]}, the measured one {windows.shape[1:]}: give both alike"
             )
         known = coarsen(known)
-        return forecasts.Foretold(known.mean(axis=0), known, known[:0], np.zeros(known.shape[1], dtype=bool))
+        return forecasts.ExpectedLoad(known.mean(axis=0), known, known[:0], np.zeros(known.shape[1], dtype=bool))
     try:
         return forecasts.foretell(windows, settled.forecast, ranks)
     except ValueError as error:

@@ -35,7 +35,7 @@ logger = logging.getLogger("eplb_runtime")
 
 @dataclass(frozen=True)
 class Finding:
-    """Whether a transport can be used by a process like this one, and why not, or what for."""
+    """A transport, whether a process like this one can use it, and why not, or what for."""
 
     name: str
     usable: bool
@@ -76,7 +76,7 @@ def why_not(name: str, device: torch.device) -> str:
 
 
 def probe(device: torch.device) -> tuple[Finding, ...]:
-    """What each transport finds in this process, by name; connects nothing.
+    """Return what each transport finds in this process, by name; connects nothing.
 
     Args:
         device: the model's.

@@ -1,4 +1,4 @@
-"""What the engine asks of what carries bytes: it posts messages and returns a `Pending` to poll, wait for or abort."""
+"""The contract of transports: they post messages and return a `Pending` to poll, wait for or abort."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Pending(ABC):
         """
 
     def has(self, index: int) -> bool:
-        """Whether this one of the messages received is here and may be read; transports that cannot tell wait for all.
+        """Return whether this one of the messages received is here; transports that cannot tell wait for all.
 
         Raises:
             TransportError: as `poll`.

@@ -1,5 +1,5 @@
-"""What TransformerEngine's FusedAdam keeps for an expert (``use_precision_aware_optimizer``): tensors in dtypes of
-their own, some with a scale.
+"""State that TransformerEngine's FusedAdam keeps for an expert (``use_precision_aware_optimizer``): tensors in dtypes
+of their own, some with a scale.
 
 Its accessors give copies in float32, which would round once more when they are written back, so raw tensors move, and
 their scales with them. Written after TransformerEngine's source: `check_layout` tries at attach whether it holds.

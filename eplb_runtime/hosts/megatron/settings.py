@@ -132,7 +132,7 @@ def _graph_modules(options: Mapping[str, Any]) -> str | Unresolved | None:
 
 
 def _names(modules: Any) -> str:
-    """Of a text with commas, or of texts or enumerators in a list; an empty list is a whole layer."""
+    """Return names out of a text with commas, or of texts or enumerators in a list; an empty list is a whole layer."""
     if isinstance(modules, Unresolved):
         return str(modules)
     each = modules.strip("[]").split(",") if isinstance(modules, str) else modules
@@ -394,7 +394,7 @@ EMULATED = (
         "an optimizer in torch with the state and accessors of TransformerEngine's FusedAdam",
     ),
 )
-"""What attaches, and was run on a CPU with something else in the place of what a GPU or TransformerEngine has."""
+"""Settings that attach, run on a CPU with something else in the place of what a GPU or TransformerEngine has."""
 
 HOST = HostRules(
     VERSION,

@@ -74,7 +74,7 @@ class _CannotTryError(Exception):
 def _device_of_trial(
     optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], experts: Collection[int] | None
 ) -> torch.device:
-    """That of the parameters, since another library's kernels may know no other; the CPU for torch's own optimizers."""
+    """Return the parameters' device, since another library's kernels may know no other; the CPU for torch's own."""
     if type(optimizer).__module__.startswith("torch.optim"):
         return _CPU
     devices = [one.device for one in parameters if experts is None or id(one) in experts]
