@@ -13,6 +13,7 @@ import pytest
 from eplb_runtime.cli import main
 from eplb_runtime.hosts.settings import Unresolved
 from eplb_runtime.tools.recipes import RecipeError, answer, read_recipes, totals
+from eplb_runtime.tools.recipes.command_lines import misspelt
 
 SLIME = """#!/bin/bash
 # --num-distributed-optimizer-instances 9
@@ -168,6 +169,36 @@ def test_a_size_that_is_none_is_one_line(tmp_path: Path, size: str) -> None:
         judged(tmp_path, SCRIPT.replace("size 8", f"size {size}"))
     with pytest.raises(RecipeError, match="gpus is 0, and must be"):
         judged_fields(tmp_path, MEGATRON, gpus=0)
+
+
+def test_experts_that_no_rank_could_have_its_part_of_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="num_experts 8 is no multiple of ep 3"):
+        judged_fields(tmp_path, MEGATRON, ep=3)
+    with pytest.raises(RecipeError, match="num_experts 8 is no multiple of ep 5"):
+        judged_fields(tmp_path, TORCHTITAN, ep=5)
+
+
+@pytest.mark.parametrize("flag", ["--expert-model-parallel-siz", "--expert-model-paralel-size"])
+def test_a_misspelt_flag_leaves_its_setting_unknown(tmp_path: Path, flag: str) -> None:
+    found = judged(tmp_path, SCRIPT.replace("--expert-model-parallel-size", flag))
+    assert found["attaches"] is None and found["ep"] is None
+    assert {"setting": "expert_model_parallel_size", "value": f"of {flag}, misspelt?"} in found["unknown"]
+    size = "actor_rollout_ref.actor.megatron.expert_model_parallel_size=8"
+    found = judged(tmp_path, VERL.replace("-m verl", f"{size} -m verl").replace("permute_fusion", "permute_fuson"))
+    assert found["exact"] is None and any("moe_permute_fuson" in one["value"] for one in found["unknown"])
+
+
+def test_no_setting_of_megatrons_own_is_taken_for_a_misspelt_one() -> None:
+    pytest.importorskip("megatron.core")
+    from dataclasses import fields
+
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    kinds = (DistributedDataParallelConfig, OptimizerConfig, TransformerConfig)
+    theirs = {one.name: one.name for kind in kinds for one in fields(kind)}
+    assert len(theirs) > 100 and misspelt(theirs) == {}
 
 
 def test_a_size_may_begin_with_a_zero(tmp_path: Path) -> None:
