@@ -56,7 +56,7 @@ _ARGUMENTS = re.compile(r"\[[@*]\]|ARG|OPT|FLAG|CONFIG|EXTRA|PARAM")
 _FEWEST = 3
 """Known options of a command that starts a training."""
 _ALIKE = 0.92
-"""From this likeness (difflib's ratio) an option is taken for a known one, misspelt; Megatron's own are further apart."""
+"""From this likeness (difflib's ratio) an option is taken for a known one, misspelt; Megatron's are further apart."""
 
 
 def read_command_lines(path: Path) -> Recipe:
