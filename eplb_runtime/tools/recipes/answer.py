@@ -127,10 +127,10 @@ def _check_sizes(recipe: Recipe, defaults: Any, given: Mapping[str, Any]) -> Non
 
 def _check_divides(recipe: Recipe, values: Mapping[str, Any], ep: Any) -> None:
     """Each rank of a layer's EP group has equally many experts."""
-    name = next((name for name in EXPERTS if name in values), None)
-    experts = _known(values[name]) if name else None
+    of_experts, of_ranks = (next(name for name in names if name in values) for names in (EXPERTS, EXPERT_RANKS))
+    experts = _known(values[of_experts])
     if experts and _known(ep) and experts % ep:
-        written = [recipe.written.get(one, one) for one in (name, next(one for one in EXPERT_RANKS if one in values))]
+        written = [recipe.written.get(name, name) for name in (of_experts, of_ranks)]
         raise RecipeError(f"{recipe.name}: {written[0]} {experts} is no multiple of {written[1]} {ep}")
 
 
