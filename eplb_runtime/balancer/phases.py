@@ -65,7 +65,7 @@ class Phases:
             raise RuntimeError(f"suspend(): {said}")
         if self.is_suspended:
             return 0
-        if self._rebalancer.drain():
+        if self._rebalancer.finish():
             moved()
         self._state = self._names_of_state()
         self.is_suspended, self._since = True, time.perf_counter()

@@ -105,15 +105,20 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> flo
 
 
 def trained(
-    kind: str, by: str, spoil: Callable[[eplb.Balancer], None] = lambda balancer: None, **options: Any
+    kind: str, by: str, spoil: Callable[[eplb.Balancer], None] = lambda balancer: None, each: int = 0, **options: Any
 ) -> dict[str, Any]:
-    """Losses, state, moves, and bytes that are held while all is freed; ``by`` empty: without phases."""
+    """Losses, state, moves, and bytes that are held while all is freed; ``by`` empty: without phases.
+
+    Args:
+        each: steps between phases; 0: one, and three with overlap, as many as a migration takes.
+    """
+    each = each or (3 if "overlapped" in kind else 1)
     model, optimizer, balancer = attached(kind, **options)
     spoil(balancer)
     losses, freed = [], []
     for number in range(LONGER if "overlapped" in kind else STEPS):
         losses.append(step(model, optimizer, number))
-        if by and ("overlapped" not in kind or number % 3 == 2):  # a migration beside training takes three steps
+        if by and number % each == each - 1:
             phases = Phases(model, optimizer, by)
             freed.append(balancer.suspend())
             phases.free()
@@ -298,6 +303,8 @@ def runs(rank: int) -> dict[Any, Any]:
     found: dict[Any, Any] = {kind: trained(kind, "", policy="static") for kind in ("between steps", "overlapped")}
     for kind, by in [*WAYS, ("replicas", ""), ("shared replicas", "")]:
         found[kind, by] = trained(kind, by)
+    for kind in ("overlapped", "overlapped replicas"):
+        found[kind, "each step"] = trained(kind, "data", each=1)
     found["state stays"] = trained("between steps", "resize", spoil=forget_state)
     return found
 
@@ -328,6 +335,17 @@ def test_phases_between_all_steps_change_no_bit(trainings: list[dict[Any, Any]],
         phases, wanted = found[kind, by], found[(kind, "") if "replicas" in kind else kind]
         assert phases["losses"] == wanted["losses"] and differing(phases, wanted) == []
         assert phases["moved"] > 0 and min(phases["freed"]) > SMALL
+
+
+@pytest.mark.parametrize("kind", ["overlapped", "overlapped replicas"])
+def test_a_migration_beside_training_is_brought_to_its_end_by_a_suspension(
+    trainings: list[dict[Any, Any]], kind: str
+) -> None:
+    for found in trainings:
+        phases, wanted = found[kind, "each step"], found["overlapped"]
+        assert phases["moved"] > 0
+        if kind == "overlapped":  # replicas sum gradients in another order, wherever they are
+            assert phases["losses"] == wanted["losses"] and differing(phases, wanted) == []
 
 
 def test_control_state_that_stays_behind_shows(trainings: list[dict[Any, Any]]) -> None:
