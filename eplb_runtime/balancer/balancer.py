@@ -978,6 +978,7 @@ class Balancer:
     def resume(self) -> None:
         """End a rollout, before the next training step or `rebalance`: take the freed memory again. Collective, after
         weights, gradients and optimizer state are loaded, wherever they are now. Without `suspend` it does nothing.
+        After a `close` while weights were freed it gives the layers of experts their memory back, each rank for itself.
 
         A rank without memory to stage experts ends no training: a warning on all ranks names it, and no rank
         rebalances until a later one finds the memory.
@@ -986,6 +987,8 @@ class Balancer:
             RuntimeError: a rank did not come within the timeout; or, on all ranks, weights of one have no memory yet,
                 or its replicas get none: the balancer stays suspended, and `resume` may be called again.
         """
+        if self._closed and self._phases.resume_after_end():
+            return
         self._refuse_if_closed("resume()")
         if self._phases.resume():
             self._refresh_replicas()

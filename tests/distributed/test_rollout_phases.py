@@ -275,6 +275,25 @@ def closed() -> dict[str, Any]:
     return {**found, "trains": said_by(lambda: step(model, optimizer, 1))}
 
 
+def closed_while_freed() -> dict[str, Any]:
+    """A close while weights have no memory, and what it takes to compute and train after it."""
+    model, optimizer, balancer = attached("replicas")
+    step(model, optimizer, 0)
+    tokens, phases = torch.arange(16).reshape(1, 16), Phases(model, optimizer, "data")
+    with torch.no_grad():
+        before = model(input_ids=tokens).logits
+        balancer.suspend()
+        phases.free()
+        balancer.close()
+        found = {"too early": said_by(balancer.resume)}
+        phases.load()
+        found["forward"] = said_by(lambda: model(input_ids=tokens))
+        balancer.resume()
+        found["same"] = torch.equal(before, model(input_ids=tokens).logits)
+    found["again"] = said_by(balancer.resume)
+    return {**found, "trains": said_by(lambda: step(model, optimizer, 1))}
+
+
 def late() -> dict[str, Any]:
     """Weights are freed and loaded again after a rank has come too late to resume(); then state is left out once."""
     model, optimizer, balancer = attached("replicas", timeout_seconds=3.0)
@@ -311,6 +330,7 @@ def runs(rank: int) -> dict[Any, Any]:
 
 def calls(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {"cycles": cycles("overlapped replicas"), "suspended": while_suspended()}
+    found["closed while freed"] = closed_while_freed()
     return {**found, "alone": alone(), "closed": closed(), "late": late(), "without memory": without_memory()}
 
 
@@ -394,6 +414,14 @@ def test_homes_are_where_they_were_after_a_close_while_suspended(results: list[d
     for found in results:
         assert "balancer.resume()" in found["closed"]["forward"] and found["closed"]["same"]
         assert found["closed"]["trains"] == ""
+
+
+def test_a_model_closed_while_its_weights_are_freed_computes_after_resume(results: list[dict[str, Any]]) -> None:
+    for found in results:
+        closed = found["closed while freed"]
+        assert "memory is freed" in closed["too early"] and "balancer.resume() first" in closed["forward"]
+        assert closed["same"] and closed["trains"] == ""
+        assert "resume() after close()" in closed["again"]
 
 
 def test_a_resume_that_a_rank_missed_leaves_all_of_it_suspended(results: list[dict[str, Any]]) -> None:
