@@ -2,7 +2,7 @@
 
 Such a walk is made right here: in the place of an expert's parameter it gets the weights of the expert that was there
 at launch, from the rank that has it now. One function for each framework puts that where the framework reads
-parameters. Nothing moves, and a rank holds the weights of one layer's experts beside its model.
+parameters. Nothing moves. A rank holds the weights of one layer's experts beside its model, for a moment three times.
 """
 
 from __future__ import annotations
