@@ -1,6 +1,6 @@
-"""A Megatron actor in bfloat16 whose weights, gradients and optimizer state are freed and loaded between steps by verl's
-own functions, with state in host memory (HybridDeviceOptimizer) and without: 2 ranks, EP 2, every home moved after each
-step, the balancer suspended meanwhile. Jobs are those of `test_megatron_offload`.
+"""A Megatron actor in bfloat16 whose weights, gradients and optimizer state are freed and loaded between steps by
+verl's own functions, with a half of the state in host memory (HybridDeviceOptimizer): 2 ranks, EP 2, every home moved
+after each step, the balancer suspended meanwhile. Jobs are those of `test_megatron_offload`.
 
 On a CPU ``to("cpu")`` moves nothing, so verl's functions leave state where it is; weights and gradients they do free.
 """
