@@ -46,7 +46,7 @@ class Run:
                 eplb.BalancerConfig(policy=policy, interval=1, gate="always", migration=eplb.MigrationConfig(lag=0)),
             )
         options.get("mistake", lambda config: None)(config)
-        _clear_sharding_prop_cache()  # it holds meshes of the run before, and torchtitan's default backend compares by `is`
+        _clear_sharding_prop_cache()  # it has meshes of the run before, and spmd_types asks for the same one
         self.trainer = config.build()
         self.logged: list[tuple[float, ...]] = []
         self.trainer.metrics_processor.log = lambda step, *numbers, **_: self.logged.append(numbers)
