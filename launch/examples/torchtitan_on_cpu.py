@@ -98,7 +98,7 @@ def _all_to_all(output: list[torch.Tensor], given: list[torch.Tensor], group: An
 
 dist.all_to_all = _all_to_all
 
-BACKEND = "spmd_types" if torch.__version__ >= (2, 14) else "partial_dtensor"
+BACKEND = "spmd_types" if torch.__version__ >= "2.14" else "partial_dtensor"
 """torchtitan's default where torch can run it."""
 
 

@@ -31,7 +31,7 @@ RECOMPUTED = {
     "tp 2, ep 2 x efsdp 2, deepseek_v3": "FullAC",
 }
 """Trainings with one of torchtitan's ways to compute activations again."""
-NOT_TRIED = "full_dtensor" if torch.__version__ >= (2, 14) else "spmd_types"
+NOT_TRIED = "full_dtensor" if torch.__version__ >= "2.14" else "spmd_types"
 ALIGNED = "ep 4, qwen3"
 """Whose experts want rows of a multiple of 16, as torchtitan's quantised ones do."""
 

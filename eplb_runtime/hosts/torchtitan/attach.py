@@ -83,7 +83,7 @@ def _parallelize(
         older = next(name for name, needed in BACKENDS.items() if torch.__version__ >= needed)
         raise AttachError(
             f"parallelism.spmd_backend='{backend}' does not run with torch {torch.__version__}: install torch "
-            f"{'.'.join(map(str, BACKENDS[backend]))} or newer, or set parallelism.spmd_backend='{older}'"
+            f"{BACKENDS[backend]} or newer, or set parallelism.spmd_backend='{older}'"
         )
     return own(model, parallel_dims=parallel_dims, **options)
 

@@ -10,7 +10,7 @@ from typing import Any
 from ..settings import Exact, HostRules, Rule, Unresolved, copies_of_experts, given_or_default
 
 VERSION = "torchtitan 0.3.0"
-BACKENDS = {"spmd_types": (2, 14), "partial_dtensor": (2, 11)}
+BACKENDS = {"spmd_types": "2.14", "partial_dtensor": "2.11"}
 """``spmd_backend`` -> the torch that it needs."""
 EXACT_IN_ONE_SUM = 2
 """Ranks whose gradients FSDP adds up: the sum of two does not depend on their order."""
