@@ -43,6 +43,8 @@ logger = logging.getLogger("eplb_runtime")
 MOST_SECONDS = 600.0
 """Timeout of the other process; after it this one compiles for itself."""
 _NO_POLICY = "no policy"
+UNDER_A_BUDGET = "incremental under a budget"
+"""The policy of a job with `max_moves` or `max_pause_seconds`: its search is a quarter of a minute of compiling."""
 LOOK_SECONDS = 0.25
 """Period in which both processes look whether the other has ended."""
 
@@ -51,7 +53,7 @@ def compile_here(policy: str) -> None:
     """Compile in this process, or read compiled code from disk.
 
     Args:
-        policy: of a rank that plans; empty: this rank does not.
+        policy: of a rank that plans, or `UNDER_A_BUDGET`; empty: this rank does not.
     """
     compile_schedules()
     compile_copies()
@@ -69,11 +71,15 @@ def compile_planner(policy: str = "incremental") -> None:
         PlanError: no such policy.
     """
     load = np.arange(1.0, 17.0).reshape(2, 8)
+    budget = None
+    if policy == UNDER_A_BUDGET:
+        policy, budget = "incremental", 2
     in_home = "home" in LAYOUTS.get(policy, ())
     current = Placement.initial(2, 8, 4, 1)
     plan(load, Topology(4, 2), slots_per_rank=3, policy=policy, current=current if in_home else None)
     if policy == "incremental":
-        plan(load, Topology(4, 2), slots_per_rank=3, current=current, max_moves=2)
+        if budget:
+            plan(load, Topology(4, 2), slots_per_rank=3, current=current, max_moves=budget)
         plan(np.ones((1, POURED_FROM)), Topology(POURED_FROM), slots_per_rank=2)
         home_E, choice_NE = np.zeros(8, dtype=np.int32), np.zeros((1, 8), dtype=np.int64)
         _compile(pack_staying, load[0], home_E, 4, 0.0, home_E)

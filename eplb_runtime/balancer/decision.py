@@ -37,7 +37,7 @@ from ..planner.track_record import JUDGED, TrackRecord
 from ..utils.jit import compiling_ahead, without_waiting
 from ..utils.spans import phase
 from ..utils.worker import Worker
-from .compile_ahead import compile_apart, compile_here, compiles, is_compiled
+from .compile_ahead import UNDER_A_BUDGET, compile_apart, compile_here, compiles, is_compiled
 from .guard import Guard, SampleComparison
 from .guard_samples import Sample
 from .runtime import Runtime
@@ -222,8 +222,12 @@ class DecisionMaker:
 
     @property
     def _policy_here(self) -> str:
-        """Policy that this rank plans with; empty: it does not plan."""
-        return self._config.policy if self._is_planner else ""
+        """Policy that this rank plans with, as `compile_here` takes it; empty: it does not plan."""
+        if not self._is_planner:
+            return ""
+        migration, policy = self._config.migration, self._config.policy
+        budgeted = migration.max_moves is not None or migration.max_pause_seconds is not None
+        return UNDER_A_BUDGET if budgeted and policy == "incremental" else policy
 
     def compile(self) -> None:
         """Compile the code of decisions and migrations on this rank; until then NumPy plans, and only homes move."""

@@ -9,8 +9,8 @@ from typing import Any
 from .arguments import add_command
 from .printing import note, print_json, spinner
 
-POLICIES = ("incremental", "")
-"""Of rank 0, and of the other ranks, which plan nothing."""
+POLICIES = ("incremental", "incremental under a budget", "")
+"""Of rank 0, with `max_moves` or `max_pause_seconds` too, and of the other ranks, which plan nothing."""
 
 
 def add(commands: Any) -> None:

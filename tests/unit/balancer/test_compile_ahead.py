@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ import pytest
 from eplb_runtime.balancer import compile_ahead, rebalancer
 from eplb_runtime.balancer.decision import DecisionMaker
 from eplb_runtime.balancer.rebalancer import Rebalancer
+from eplb_runtime.config import BalancerConfig, MigrationConfig
 from eplb_runtime.utils.jit import cache_folder
 from eplb_runtime.utils.worker import Worker
 
@@ -66,11 +66,20 @@ def test_code_of_a_rank_that_plans_nothing_is_part_of_each_policys(compiled: lis
     assert compiled == ["static"]
 
 
-def decisions(policy: str, is_planner: bool = True) -> Any:
+def decisions(policy: str, is_planner: bool = True, **budget: Any) -> Any:
     """What knows on a rank which code it needs."""
     maker: Any = object.__new__(DecisionMaker)
-    maker._config, maker._is_planner = SimpleNamespace(policy=policy), is_planner
+    maker._config = BalancerConfig(policy=policy, migration=MigrationConfig(**budget))
+    maker._is_planner = is_planner
     return maker
+
+
+def test_a_search_under_a_budget_is_compiled_where_there_is_one() -> None:
+    assert decisions("incremental")._policy_here == "incremental"
+    for budget in ({"max_moves": 4}, {"max_pause_seconds": 0.1}):
+        assert decisions("incremental", **budget)._policy_here == compile_ahead.UNDER_A_BUDGET
+        assert decisions("static", **budget)._policy_here == "static"
+    assert decisions("incremental", is_planner=False, max_moves=4)._policy_here == ""
 
 
 @pytest.mark.parametrize("policy, announced", [("static", False), ("incremental", True)])

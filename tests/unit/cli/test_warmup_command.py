@@ -37,9 +37,12 @@ def test_it_compiles_for_rank_0_and_for_the_others(
         "compiling policy incremental: 0 functions on the disk before",
         "compiling policy incremental: 0 functions so far, N s",
         "compiled policy incremental: 7 functions, N s",
-        "compiling for ranks that plan nothing: 7 functions on the disk before",
-        "compiling for ranks that plan nothing: 7 functions so far, N s",
-        "compiled for ranks that plan nothing: 14 functions, N s",
+        "compiling policy incremental under a budget: 7 functions on the disk before",
+        "compiling policy incremental under a budget: 7 functions so far, N s",
+        "compiled policy incremental under a budget: 14 functions, N s",
+        "compiling for ranks that plan nothing: 14 functions on the disk before",
+        "compiling for ranks that plan nothing: 14 functions so far, N s",
+        "compiled for ranks that plan nothing: 21 functions, N s",
     ]
     assert compiled == set(warmup.POLICIES)
     assert main(["warmup", "--json"]) == 0
