@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 CASES: dict[str, dict[str, Any]] = {
     "tensorwise": {"moe_router_topk": 3},
     "blockwise": {},
-    "mxfp8": {"moe_router_padding_for_quantization": True},
+    "mxfp8": {"moe_router_padding_for_quantization": True, "moe_router_topk": 3},
 }
 BLOCK = {"blockwise": 128, "mxfp8": 32}
 LARGEST = torch.finfo(torch.float8_e4m3fn).max

@@ -37,8 +37,8 @@ MEGATRON = {
 }
 """A recipe's fields, and Megatron's names for them."""
 MEGATRON_AS_WRITTEN = (
+    "optimizer",  # the field has Muon's name alone
     "moe_permute_fusion",
-    "moe_latent_size",
     "moe_pad_expert_input_to_capacity",
     "num_distributed_optimizer_instances",
     "overlap_param_gather_with_optimizer_step",

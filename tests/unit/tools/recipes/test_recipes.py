@@ -216,7 +216,7 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
             {"source_lines": {"optimizer.overlap_param_gather_with_optimizer_step": True}},
             "overlap_param_gather_with_optimizer_step",
         ),
-        ({"optimizer": "muon"}, "optimizer"),
+        ({"optimizer": "lion"}, "optimizer"),
         ({"ep": 1, "pp": 2}, "ep"),
         ({"optimizer_cpu_offload": True, "params_dtype": "bf16"}, "optimizer_cpu_offload"),
         (
@@ -376,10 +376,13 @@ def test_fp8_with_scales_of_now_attaches(tmp_path: Path, recipe: str) -> None:
     ]
 
 
-def test_rows_that_pad_experts_are_added_in_the_order_of_slots(tmp_path: Path) -> None:
-    padded = {"source_lines": {"model.moe_router_padding_for_fp8": True}, "fp8": "mxfp8", "dispatcher": "alltoall"}
-    assert judged_fields(tmp_path, MEGATRON, top_k=8, **padded)["exact"] == "rounding"
-    assert judged_fields(tmp_path, MEGATRON, top_k=2, **padded)["exact"] == "bit"
+@pytest.mark.parametrize("setting", ["moe_router_padding_for_fp8", "moe_permute_fusion", "moe_latent_size"])
+def test_rows_are_added_in_the_order_of_slots_by_some_dispatchers_alone(tmp_path: Path, setting: str) -> None:
+    fields = {"source_lines": {f"model.{setting}": True}, "fp8": "mxfp8"}
+    for dispatcher, exact in (("alltoall", "bit"), ("flex", "rounding"), ("allgather", "rounding")):
+        assert judged_fields(tmp_path, MEGATRON, top_k=8, dispatcher=dispatcher, **fields)["exact"] == exact
+        found = judged_fields(tmp_path, MEGATRON, top_k=2, dispatcher=dispatcher, **fields)
+        assert found["exact"] == "bit" and "moe_permute_fusion" not in str(found["stand_in"])
 
 
 def test_adapters_of_attention_leave_experts_as_they_are_and_attach(tmp_path: Path) -> None:
