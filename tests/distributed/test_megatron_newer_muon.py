@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from test_megatron_newer import NEWER, VERSION, on_newer
 from test_megatron_parallelisms import LAYERS, SmallJob
-from test_megatron_stages import EXPERTS, STEPS, attached, differing, forget_state, whole
+from test_megatron_stages import EXPERTS, STEPS, Job, attached, differing, forget_state, whole
 from torch import Tensor
 
 import eplb_runtime as eplb
@@ -100,10 +100,10 @@ class MuonJob(SmallJob):
         super().__init__(distributed=False, moe_router_topk=3, **options)
 
 
-def trained(case: str, move: bool, spoil: Callable[[eplb.Balancer], None] = lambda _: None) -> dict[str, Any]:
+def trained(case: str, move: bool, spoil: Callable[[Job, eplb.Balancer], None] = lambda *_: None) -> dict[str, Any]:
     job = MuonJob(**CASES[case])
     balancer = attached(job, move)
-    spoil(balancer)
+    spoil(job, balancer)
     result = {
         "seen": job.train(range(STEPS)),
         "tensors": job.tensors(balancer.placement),
@@ -113,6 +113,15 @@ def trained(case: str, move: bool, spoil: Callable[[eplb.Balancer], None] = lamb
     }
     balancer.close()
     return result
+
+
+def leave_state(job: Job, balancer: eplb.Balancer) -> None:
+    forget_state(balancer)
+
+
+def clip_by_the_order_of_slots(job: Job, balancer: eplb.Balancer) -> None:
+    """Megatron's own norm."""
+    del job.optimizer.get_grad_norm
 
 
 def said(**options: Any) -> str:
@@ -129,13 +138,28 @@ def on_two_ranks(rank: int, folder: str) -> dict[str, Any]:
         results[case] = {
             "static": trained(case, move=False),
             "moving": trained(case, move=True),
-            "control": trained(case, move=True, spoil=forget_state),
+            "control": trained(case, move=True, spoil=leave_state),
         }
+    results["norm"] = trained("dist_muon", move=True, spoil=clip_by_the_order_of_slots)
     for case in ("muon", "dist_muon"):
         make = partial(MuonJob, **CASES[case])
         results[f"{case}, checkpoint"] = stages.saved_and_read_back(Path(folder) / case, make)
     results["said"] = said(stepped={"optimizer": "adaptive_muon"})
     return results
+
+
+def on_four_ranks(rank: int) -> dict[str, Any]:
+    """Two ranks hold the same experts."""
+    parallelisms.prepare()
+    gathers_of_any_sizes()
+    return {
+        "muon": {
+            "static": trained("muon", move=False),
+            "moving": trained("muon", move=True),
+            "control": trained("muon", move=True, spoil=leave_state),
+        },
+        "said": said(**CASES["dist_muon"]),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +172,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_experts_move_and_no_bit_changes(results: list[dict[str, Any]], case: str) -> None:
+    assert_moved_without_a_change(results, case)
+
+
+def assert_moved_without_a_change(results: list[dict[str, Any]], case: str) -> None:
     static = whole([of_rank[case]["static"] for of_rank in results])
     for of_rank in results:
         assert of_rank[case]["moving"]["seen"] == of_rank[case]["static"]["seen"]
@@ -176,3 +204,14 @@ def test_megatron_alone_reads_what_it_saved_after_moves(results: list[dict[str, 
 def test_other_muons_are_refused(results: list[dict[str, Any]]) -> None:
     for of_rank in results:
         assert "optimizer=TensorParallelAdaptiveMuon" in of_rank["said"]
+
+
+def test_control_a_norm_in_the_order_of_slots_shows(results: list[dict[str, Any]]) -> None:
+    assert results[0]["norm"]["seen"] != results[0]["dist_muon"]["static"]["seen"]
+
+
+def test_with_ranks_that_hold_the_same_experts_plain_muon_is_exact_and_layer_wise_is_refused() -> None:
+    results = run_ranks(4, with_muon, str(NEWER), on_four_ranks)
+    assert_moved_without_a_change(results, "muon")
+    for of_rank in results:
+        assert "optimizer=dist_muon" in of_rank["said"] and "use_layer_wise" in of_rank["said"]
