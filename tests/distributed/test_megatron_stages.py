@@ -116,6 +116,7 @@ class Job:
             overlap_grad_reduce=overlap_grad_reduce,
             overlap_param_gather=overlap_param_gather,
             bucket_size=4096 if overlap_grad_reduce else None,
+            delay_wgrad_compute=bool(options.get("delay_wgrad_compute")),
         )
         self.models = [self._chunk(number, chunks, ddp, share) for number in range(chunks)]
         if overlap_grad_reduce:
@@ -328,14 +329,14 @@ def trained(case: str, move: bool, spoil: Callable[[eplb.Balancer], None] = lamb
 def refused() -> dict[str, str]:
     """Lines of what does not attach, by what it is."""
     said = {}
-    for what in ("vp_stage", "overlap_moe_expert_parallel_comm"):
+    for what in ("vp_stage", "fp4"):
         job = Job(**INTERLEAVED)
         if what == "vp_stage":
             for model in job.models:
                 for part in model.modules():
                     vars(part).pop("vp_stage", None)
         else:
-            job.config.overlap_moe_expert_parallel_comm = True
+            job.config.fp4 = "nvfp4"
         with pytest.raises(AttachError) as error:
             attached(job, move=False)
         said[what] = str(error.value)
@@ -468,4 +469,4 @@ def test_megatron_alone_reads_what_it_saved_after_moves(results: list[dict[str, 
 def test_what_megatron_cannot_follow_is_refused_on_all_stages(results: list[dict[str, Any]]) -> None:
     for of_rank in results:
         assert "virtual stages" in of_rank["refused"]["vp_stage"]
-        assert "not supported yet" in of_rank["refused"]["overlap_moe_expert_parallel_comm"]
+        assert "not supported yet" in of_rank["refused"]["fp4"]

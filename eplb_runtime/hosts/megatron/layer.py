@@ -87,7 +87,9 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
 
 def mark_work(module: Any, clock: ExpertClock) -> Callable[[], None]:
     """Let a clock measure a layer from the permutation before its dispatch to that after its combine; returns how to
-    end it."""
+    end it. Nothing is measured where another micro-batch goes backward in between."""
+    if module.config.overlap_moe_expert_parallel_comm:
+        return lambda: None
     own_preprocess, own_postprocess = module.preprocess, module.postprocess
     running: list[tuple[ExpertCall | None, Tensor]] = []
 

@@ -263,12 +263,6 @@ RULES = (
         "spread the experts over ranks, or train without the balancer",
     ),
     Rule(
-        "overlap_moe_expert_parallel_comm",
-        lambda job: job.overlap_moe_expert_parallel_comm,
-        "two micro-batches in a layer at once are not supported yet",
-        "set overlap_moe_expert_parallel_comm=False",
-    ),
-    Rule(
         "cuda_graph_impl",
         lambda job: job.cuda_graph_impl not in ("none", "transformer_engine"),
         "its CUDA graphs may hold experts, which move, or the end of their layer",
