@@ -1,4 +1,4 @@
-"""TransformerEngine's fused permutations of a token's rows, in torch, as its source has them: rows by expert and then by
+"""TransformerEngine's fused permutations of rows, in torch, as its source has them: rows by expert and then by
 token, sums in float32 from the last expert to the first, whole chunks in another order."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Megatron-Core's Muon, plain and layer-wise, with every home moved after each step: its own model, schedule,
 DistributedDataParallel and optimizers, 2 ranks that hold half of the experts each (EDP 2: 4 ranks).
 
-Megatron takes Newton-Schulz from emerging-optimizers, whose releases that there are go with Megatron-Core 0.18 and up. Both
-are for Python 3.12 and up, and their Python is run from folders here: `test_megatron_newer` has Megatron's.
+Megatron takes Newton-Schulz from emerging-optimizers, which goes with its newer versions. Both are for Python 3.12 and up,
+and their Python is run from folders here: `test_megatron_newer` has Megatron's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ pytestmark = [
         reason=f"no Megatron-Core {VERSION} in {NEWER}: newer_megatron of launch/environment.sh fetches it",
     ),
     pytest.mark.skipif(
-        not (FOLDER.is_dir() or importlib.util.find_spec("emerging_optimizers")) or not importlib.util.find_spec("triton"),
+        not (FOLDER.is_dir() or importlib.util.find_spec("emerging_optimizers"))
+        or not importlib.util.find_spec("triton"),
         reason=f"no emerging-optimizers, also not in {FOLDER} (pip install --no-deps --python-version 3.12 "
         f"--ignore-requires-python --only-binary=:all: --target {FOLDER} emerging-optimizers=={MUON}), or no triton",
     ),
@@ -67,7 +68,9 @@ def importable() -> None:
     if not hasattr(typing, "override"):
         typing.override = lambda method: method  # type: ignore[attr-defined]
     if importlib.util.find_spec("absl") is None:
-        said = types.SimpleNamespace(**dict.fromkeys(("debug", "info", "warning", "log_first_n"), lambda *_, **__: None))
+        said = types.SimpleNamespace(
+            **dict.fromkeys(("debug", "info", "warning", "log_first_n"), lambda *_, **__: None)
+        )
         said.INFO = 0
         absl = types.ModuleType("absl")
         absl.logging = said  # type: ignore[attr-defined]
@@ -80,7 +83,7 @@ def with_muon(rank: int, folder: str, function: Callable[..., Any], *args: Any) 
 
 
 def gathers_of_any_sizes() -> None:
-    """Let torch gather tensors of several sizes over gloo, as NCCL does: Megatron's layer-wise optimizer asks for it."""
+    """Let torch gather tensors of several sizes over gloo, as NCCL does and Megatron's layer-wise optimizer asks."""
     own = dist.all_gather
 
     def all_gather(of_all: list[Tensor], mine: Tensor, group: Any = None, async_op: bool = False) -> Any:

@@ -1,5 +1,5 @@
-"""Megatron-Core's ``moe_permute_fusion``, and what else was added up in the order of slots before: latent experts and
-padded routing, with every home moved after each step; three experts a token, 2 ranks that hold half of the experts each.
+"""Megatron-Core's ``moe_permute_fusion`` and latent experts, with every home moved after each step: three experts a
+token, 2 ranks that hold half of the experts each.
 
 TransformerEngine's fused permutations have a stand-in, `fused_permutation_double`, and so has its linear layer.
 """

@@ -1,5 +1,5 @@
-"""Torch's Muon on the experts of a Megatron-Core model, which are matrices of their own, with every home moved after each
-step; AdamW steps what is no matrix. 2 ranks that hold half of the experts each.
+"""Torch's Muon on the experts of a Megatron-Core model, which are matrices of their own, with every home moved after
+each step; AdamW steps what is no matrix. 2 ranks that hold half of the experts each.
 """
 
 from __future__ import annotations

@@ -194,7 +194,9 @@ class StepByMegatron:
 
             joined.put(optimizer, "get_grad_norm", norm)
         elif isinstance(optimizer, LayerWiseDistributedOptimizer):
-            joined.put(optimizer, "get_grad_norm", partial(self._norm_of_all, optimizer.get_grad_norm, square_of_experts))
+            joined.put(
+                optimizer, "get_grad_norm", partial(self._norm_of_all, optimizer.get_grad_norm, square_of_experts)
+            )
         for leaf in self._leaves_of_experts():
             if isinstance(leaf, DistributedOptimizer):
                 refuse_places(optimizer, leaf, has_moved, joined.put_for_state)

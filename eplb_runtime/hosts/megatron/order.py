@@ -109,7 +109,7 @@ def why_not_permuted(module: Any) -> str:
     same = torch.equal(moved, moved_fused) and torch.equal(weights, weights_fused.reshape_as(weights))
     if not same or not torch.allclose(total.float(), total_fused.float(), rtol=5e-2):
         return (
-            "moe_permute_fusion=True: it permutes in another order than Megatron's own code, by expert and then by token; "
+            "moe_permute_fusion=True: it permutes in another order than Megatron's own code, which is by expert; "
             "set moe_permute_fusion=False"
         )
     return ""

@@ -25,6 +25,7 @@ NO_EXPERTS_LAYERS = frozenset(
 """Linear layers of Megatron's attention and Mamba, by the names that adapters are given to."""
 SCALED_NOW = ("tensorwise", "blockwise", "mxfp8")
 """FP8 recipes whose scales come from the numbers of each expert by itself; nothing is kept between steps."""
+FLEX_BACKENDS = ("deepep", "hybridep")
 DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """Settings of a precision-aware optimizer; what it keeps as float16 has one scale for each tensor, and fp8 is uint8."""
 LAYER_WISE = "dist_muon"
@@ -59,6 +60,7 @@ class MegatronJobSettings:
     expert_tensor_parallel_size: int | Unresolved = 1
     expert_data_parallel_size: int | Unresolved = field(default_factory=lambda: Unresolved("ranks of the job"))
     moe_token_dispatcher_type: str | Unresolved = "allgather"
+    moe_flex_dispatcher_backend: str | Unresolved = "deepep"
     moe_permute_fusion: bool | Unresolved = False
     moe_pad_expert_input_to_capacity: bool | Unresolved = False
     moe_expert_rank_capacity_factor: float | Unresolved | None = None
@@ -263,6 +265,12 @@ RULES = (
         "spread the experts over ranks, or train without the balancer",
     ),
     Rule(
+        "moe_flex_dispatcher_backend",
+        lambda job: job.moe_token_dispatcher_type == "flex" and job.moe_flex_dispatcher_backend not in FLEX_BACKENDS,
+        "nothing has been run with it",
+        f"set moe_flex_dispatcher_backend to {' or '.join(FLEX_BACKENDS)}",
+    ),
+    Rule(
         "cuda_graph_impl",
         lambda job: job.cuda_graph_impl not in ("none", "transformer_engine"),
         "its CUDA graphs may hold experts, which move, or the end of their layer",
@@ -387,6 +395,16 @@ RULES = (
 """What Megatron jobs are refused for; one entry for each class of settings."""
 
 EMULATED = (
+    Emulated(
+        "moe_token_dispatcher_type",
+        lambda job: job.moe_token_dispatcher_type == "flex",
+        "exchanges of torch.distributed that do what DeepEP's and HybridEP's do",
+    ),
+    Emulated(
+        "overlap_moe_expert_parallel_comm",
+        lambda job: job.overlap_moe_expert_parallel_comm,
+        "streams and events of CUDA where everything is done when it returns",
+    ),
     Emulated(
         "moe_permute_fusion",
         lambda job: job.moe_permute_fusion and reorders(job),

@@ -24,6 +24,7 @@ MEGATRON = {
     "edp_at_reference": "expert_data_parallel_size",
     "gpus": "world_size",
     "dispatcher": "moe_token_dispatcher_type",
+    "flex_backend": "moe_flex_dispatcher_backend",
     "overlap_moe_comm": "overlap_moe_expert_parallel_comm",
     "fp8": "fp8",
     "optimizer": "optimizer",

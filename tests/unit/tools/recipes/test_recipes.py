@@ -201,7 +201,7 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
     ("fields", "setting"),
     [
         ({"etp": 2, "gpus": 16}, "etp"),
-        ({"overlap_moe_comm": True}, "overlap_moe_comm"),
+        ({"dispatcher": "flex", "flex_backend": "ncclep"}, "flex_backend"),
         ({"cuda_graph": "full_iteration"}, "cuda_graph_impl"),
         ({"cuda_graph": "local:attn"}, "cuda_graph_impl"),
         ({"cuda_graph": "transformer_engine"}, "cuda_graph_modules"),
@@ -217,6 +217,8 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
             "overlap_param_gather_with_optimizer_step",
         ),
         ({"optimizer": "lion"}, "optimizer"),
+        ({"optimizer": "muon", "distributed_optimizer": True}, "distributed_optimizer"),
+        ({"optimizer": "muon", "source_lines": {"optimizer.optimizer": "dist_muon"}, "gpus": 16}, "optimizer"),
         ({"ep": 1, "pp": 2}, "ep"),
         ({"optimizer_cpu_offload": True, "params_dtype": "bf16"}, "optimizer_cpu_offload"),
         (
@@ -264,6 +266,30 @@ def test_each_rule_of_torchtitan_refuses_its_setting_and_no_other(
 ) -> None:
     assert judged_fields(tmp_path, TORCHTITAN, compile="loss")["replicas"] is True
     assert refused(judged_fields(tmp_path, TORCHTITAN, **fields)) == [setting]
+
+
+@pytest.mark.parametrize(
+    ("fields", "exact", "stand_in"),
+    [
+        ({"optimizer": "muon", "gpus": 16}, "bit", []),
+        ({"optimizer": "muon", "source_lines": {"optimizer.optimizer": "dist_muon"}}, "bit", []),
+        ({"overlap_moe_comm": True}, "bit", ["overlap_moe_expert_parallel_comm"]),
+        (
+            {"overlap_moe_comm": True, "cuda_graph": "transformer_engine:moe_router"},
+            "bit",
+            ["overlap_moe_expert_parallel_comm", "cuda_graph_modules"],
+        ),
+        ({"dispatcher": "flex", "flex_backend": "hybridep"}, "rounding", ["moe_token_dispatcher_type"]),
+        ({"dispatcher": "flex", "flex_backend": "deepep", "top_k": 2}, "bit", ["moe_token_dispatcher_type"]),
+        ({"source_lines": {"model.moe_permute_fusion": True}}, "bit", ["moe_permute_fusion"]),
+    ],
+)
+def test_classes_of_megatrons_settings_that_attach(
+    tmp_path: Path, fields: Mapping[str, Any], exact: str, stand_in: list[str]
+) -> None:
+    found = judged_fields(tmp_path, MEGATRON, **{"top_k": 8, "dispatcher": "alltoall", "gpus": 8, **fields})
+    assert found["attaches"] is True and found["exact"] == exact
+    assert [one["setting"] for one in found["stand_in"]] == stand_in
 
 
 def test_sizes_that_do_not_fit_the_ranks_leave_open_how_equal_training_is(tmp_path: Path) -> None:
@@ -538,13 +564,13 @@ def test_recipes_that_people_run(shared_data: Path) -> None:
         row["source"]: (row["recipes"], row["attach"], row["refused"], row["unknown"]) for row in totals(answers)
     }
     assert counted == {
-        "Megatron-Bridge": (85, 47, 38, 0),
+        "Megatron-Bridge": (85, 52, 33, 0),
         "Megatron-LM": (2, 1, 1, 0),
         "prime-rl": (7, 0, 7, 0),
         "slime": (12, 12, 0, 0),
         "torchtitan": (8, 0, 8, 0),
         "verl": (16, 15, 1, 0),
-        "all": (130, 75, 55, 0),
+        "all": (130, 80, 50, 0),
     }
     undecided = {name for one in answers if one.attaches is None for name in one.judgement.undecided}
     assert undecided == set()
