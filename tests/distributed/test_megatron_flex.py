@@ -1,5 +1,5 @@
-"""Megatron-Core's flex dispatcher with its DeepEP and HybridEP backends, with every home moved after each step: two experts
-a token, also in the combined schedule of ``overlap_moe_expert_parallel_comm``; with three, equal to rounding.
+"""Megatron-Core's flex dispatcher with its DeepEP and HybridEP backends, with every home moved after each step: two
+experts a token, also in the combined schedule of ``overlap_moe_expert_parallel_comm``; with three, equal to rounding.
 
 DeepEP itself has a stand-in, `flex_dispatch_double`.
 """

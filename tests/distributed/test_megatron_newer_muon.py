@@ -1,8 +1,8 @@
 """Megatron-Core's Muon, plain and layer-wise, with every home moved after each step: its own model, schedule,
 DistributedDataParallel and optimizers, 2 ranks that hold half of the experts each (EDP 2: 4 ranks).
 
-Megatron takes Newton-Schulz from emerging-optimizers, which goes with its newer versions. Both are for Python 3.12 and up,
-and their Python is run from folders here: `test_megatron_newer` has Megatron's.
+Megatron takes Newton-Schulz from emerging-optimizers, which goes with its newer versions. Both are for Python 3.12 and
+up, and their Python is run from folders here: `test_megatron_newer` has Megatron's.
 """
 
 from __future__ import annotations

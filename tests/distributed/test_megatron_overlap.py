@@ -1,5 +1,5 @@
-"""Megatron-Core's ``overlap_moe_expert_parallel_comm``: its own combined schedule, in which one micro-batch goes forward
-while another goes backward, with every home moved after each step.
+"""Megatron-Core's ``overlap_moe_expert_parallel_comm``: its own combined schedule, in which one micro-batch goes
+forward while another goes backward, with every home moved after each step.
 
 On a CPU: streams and events of CUDA are answered so that all is done when it returns, in the order in which Megatron's
 schedule asks for it. Grouped layers that leave their weights' gradients for later (``delay_wgrad_compute``) are
