@@ -5,12 +5,7 @@ Nothing of it runs in threads, which would not survive a fork.
 
 from __future__ import annotations
 
-import gc
-
 from eplb_runtime.balancer.compile_ahead import compile_here
 
 for policy in ("incremental", "static"):
     compile_here(policy)
-
-gc.collect()
-gc.freeze()

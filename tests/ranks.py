@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import cache, partial
 from multiprocessing import forkserver
@@ -34,7 +34,6 @@ PRELOAD = [
     "eplb_runtime.tools.verification",
     "moe_models",
     "ranks",
-    "compiled",
 ]
 """What ranks would import otherwise, each for itself: seconds of every test."""
 PRELOAD_OF = {
@@ -43,6 +42,8 @@ PRELOAD_OF = {
     "test_compiled_model": ["torch._inductor.compile_fx"],
 }
 """What ranks import besides, by the name of the test's module: the longest that it begins with."""
+COMPILING = ("test_before_compiled",)
+"""Modules whose ranks begin without compiled code."""
 FINISH_SECONDS = 240
 COMPILED_SECONDS = 20.0
 """Ranks wait so long for compiled code, that no test races with a compiler; less than the balancer's own timeout."""
@@ -55,6 +56,7 @@ def run_ranks(
     expect_exit: tuple[int, ...] = (),
     backend: str = "gloo",
     start_method: str = "forkserver",
+    **environment: str,
 ) -> list[Any]:
     """``[function(rank, *args) for every rank]``, run at once with a process group between them.
 
@@ -63,13 +65,14 @@ def run_ranks(
         backend: of the process group.
         start_method: ``"spawn"`` for ranks that use a GPU: a driver that somebody has touched before does not survive
             a fork.
+        environment: variables that must be there before anything is imported.
 
     Raises:
         AssertionError: a rank raised, died or did not finish; the message holds its traceback.
     """
     compile_once()
     context = multiprocessing.get_context(start_method)
-    server = server_for(_module_of(function)) if start_method == "forkserver" else None
+    server = server_for(_module_of(function), environment) if start_method == "forkserver" else None
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with TemporaryDirectory() as folder:
         processes = [
@@ -104,20 +107,22 @@ def run_ranks(
     return results
 
 
-def server_for(module: str) -> forkserver.ForkServer:
+def server_for(module: str, environment: Mapping[str, str]) -> forkserver.ForkServer:
     """What ranks are forked from whose function is of this module."""
     begins = max((name for name in PRELOAD_OF if module.startswith(name)), key=len, default=None)
-    return _server((*PRELOAD_OF.get(begins or "", ()), *PRELOAD))
+    last = ("frozen",) if module in COMPILING else ("compiled", "frozen")
+    return _server((*PRELOAD_OF.get(begins or "", ()), *PRELOAD, *last), tuple(environment.items()))
 
 
 @cache
-def _server(preload: tuple[str, ...]) -> forkserver.ForkServer:
+def _server(preload: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> forkserver.ForkServer:
     """One that has imported these. It finds modules by the environment alone, and passes over what it does not find."""
     server = forkserver.ForkServer()
     server.set_forkserver_preload(list(preload))
     folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     # A pool of compilers is processes and a thread, which would not survive a fork.
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(folders), TORCHINDUCTOR_COMPILE_THREADS="1"):
+    alone = {"PYTHONPATH": os.pathsep.join(folders), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    with patch.dict(os.environ, {**alone, **dict(environment)}):
         server.ensure_running()
     return server
 

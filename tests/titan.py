@@ -13,6 +13,7 @@ import torch
 from examples import FOLDER, load_example
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import eplb_runtime as eplb
 from eplb_runtime.planner.shuffle import plan_shuffle
@@ -45,6 +46,7 @@ class Run:
                 eplb.BalancerConfig(policy=policy, interval=1, gate="always", migration=eplb.MigrationConfig(lag=0)),
             )
         options.get("mistake", lambda config: None)(config)
+        _clear_sharding_prop_cache()  # it has meshes of the run before, and spmd_types asks for the same one
         self.trainer = config.build()
         self.logged: list[tuple[float, ...]] = []
         self.trainer.metrics_processor.log = lambda step, *numbers, **_: self.logged.append(numbers)

@@ -263,7 +263,7 @@ class Balancer:
     def rebalance(self) -> bool:
         """Decide now, on the load since the last decision, and migrate if it pays; besides the periodic decisions.
 
-        Collective over the job, between steps; it waits for the plan.
+        Collective over the job, between steps; it waits for the plan, or for what is left of it after `plan_ahead`.
 
         Returns:
             Whether experts moved.
@@ -287,6 +287,36 @@ class Balancer:
             self._after_move()
             self._refresh_replicas()
         return moved
+
+    @torch.compiler.disable
+    def plan_ahead(self) -> None:
+        """Begin the decision that the next `rebalance()` acts on, from what was declared and counted so far, and return
+        at once: it is made on a thread while the job goes on (a rollout, loading weights, the training step before),
+        and `rebalance()` waits for what is left of it alone. Collective over the job, between steps, with
+        ``interval=None``; also while suspended, when nothing moves.
+
+        Call it after `declare`; what is counted later is for the decision after.
+
+        Raises:
+            RuntimeError: decisions are periodic; one was begun already; ``policy="static"``, after ``close``, inside
+                `logical_order`, or while the ranks connect anew after a failure; or a rank did not come.
+        """
+        self._refuse_if_closed("plan_ahead()")
+        self._refuse_inside_schedule("plan_ahead()")
+        self._refuse_in_logical_order("plan_ahead()")
+        if self.config.interval is not None or self.config.policy == "static":
+            why = "policy='static' never moves experts"
+            if self.config.policy != "static":
+                why = f"with interval={self.config.interval} decisions are made beside training: set interval=None"
+            raise RuntimeError(f"plan_ahead() has no effect: {why}")
+        if self._rebalancer.has_planned_ahead:
+            raise RuntimeError("plan_ahead() was called before: rebalance() acts on that decision first")
+        self._rebalancer.refuse_if_broken()
+        self._end_stream("plan_ahead()")
+        self._runtime.barrier("plan_ahead()")  # as in rebalance()
+        if not self._training:
+            self._runtime.counter.advance()
+        self._rebalancer.plan_ahead(self._phases.is_suspended)
 
     @torch.compiler.disable
     def declare(self, load: ArrayLike | Tensor) -> None:
@@ -313,11 +343,14 @@ class Balancer:
 
         Raises:
             DeclaredLoadError: another shape, values that are no load, or ids that are no experts of a token.
-            RuntimeError: the policy is ``"static"`` or the balancer is closed: nothing would ever be planned.
+            RuntimeError: the policy is ``"static"`` or the balancer is closed: nothing would ever be planned. Or
+                `plan_ahead` has begun the next decision already.
         """
         if self._closed or self.config.policy == "static":
             why = "the balancer is closed" if self._closed else "policy='static' never moves experts"
             raise RuntimeError(f"declare() has no effect: {why}")
+        if self._rebalancer.has_planned_ahead:
+            raise RuntimeError("declare() after plan_ahead(), whose decision rebalance() acts on: call it before")
         self._rebalancer.declared = checked_declaration(load, self.placement.num_layers, self.placement.num_experts)
 
     @contextmanager
@@ -916,11 +949,12 @@ class Balancer:
     @torch.compiler.disable
     def suspend(self) -> int:
         """Begin a rollout: free what the balancer keeps beside the model, since the job frees weights, gradients or
-        optimizer state as well, or loads an engine. Collective, between steps; what is in flight is drained first.
+        optimizer state as well, or loads an engine. Collective, between steps; a migration in flight is brought to its
+        end first (with ``overlap``, between steps).
 
         From here to `resume` nothing is decided or moved: `rebalance()`, `load_state_dict()`, `logical_order()`, a
-        forward in training and ``optimizer.step()`` raise, each with a line. `declare`, evaluation without replica
-        slots, and exports while weights have memory, are right.
+        forward in training and ``optimizer.step()`` raise, each with a line. `declare`, `plan_ahead`, evaluation
+        without replica slots, and exports while weights have memory, are right.
 
         Memory to stage experts is freed, and that of replicas and their gradients. What stays are maps, counters and
         connections. Expert parameters that have replicas behind them are in memory of their own until `resume`, so it
@@ -944,6 +978,7 @@ class Balancer:
     def resume(self) -> None:
         """End a rollout, before the next training step or `rebalance`: take the freed memory again. Collective, after
         weights, gradients and optimizer state are loaded, wherever they are now. Without `suspend` it does nothing.
+        After a `close` while weights were freed it gives the layers of experts their memory back, each rank for itself.
 
         A rank without memory to stage experts ends no training: a warning on all ranks names it, and no rank
         rebalances until a later one finds the memory.
@@ -952,6 +987,8 @@ class Balancer:
             RuntimeError: a rank did not come within the timeout; or, on all ranks, weights of one have no memory yet,
                 or its replicas get none: the balancer stays suspended, and `resume` may be called again.
         """
+        if self._closed and self._phases.resume_after_end():
+            return
         self._refuse_if_closed("resume()")
         if self._phases.resume():
             self._refresh_replicas()

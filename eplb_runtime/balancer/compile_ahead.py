@@ -73,6 +73,7 @@ def compile_planner(policy: str = "incremental") -> None:
     current = Placement.initial(2, 8, 4, 1)
     plan(load, Topology(4, 2), slots_per_rank=3, policy=policy, current=current if in_home else None)
     if policy == "incremental":
+        plan(load, Topology(4, 2), slots_per_rank=3, current=current, max_moves=2)
         plan(np.ones((1, POURED_FROM)), Topology(POURED_FROM), slots_per_rank=2)
         home_E, choice_NE = np.zeros(8, dtype=np.int32), np.zeros((1, 8), dtype=np.int64)
         _compile(pack_staying, load[0], home_E, 4, 0.0, home_E)

@@ -492,6 +492,8 @@ class DecisionMaker:
         # What is declared is the next load alone: no later one says whether the plan was good.
         if measurement.declared is None:
             self._track_record.note(made)
+        if not measurement.step_seconds:  # no step is timed yet, as at the first decision of a resumed job
+            made = replace(made, seconds_saved=np.nan)
         return _as_message(made, measurement.placement, self._predictions(cost))
 
     def _predictions(self, cost: CostModel) -> dict[str, Any]:

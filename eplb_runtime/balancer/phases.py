@@ -44,6 +44,7 @@ class Phases:
         self._since = 0.0
         self._state: frozenset[tuple[int, str]] | None = None
         self.is_suspended = False
+        self._is_without_replicas = False
 
     def refuse(self, what: str) -> None:
         """Raise RuntimeError while the balancer is suspended."""
@@ -65,7 +66,7 @@ class Phases:
             raise RuntimeError(f"suspend(): {said}")
         if self.is_suspended:
             return 0
-        if self._rebalancer.drain():
+        if self._rebalancer.finish():
             moved()
         self._state = self._names_of_state()
         self.is_suspended, self._since = True, time.perf_counter()
@@ -108,9 +109,29 @@ class Phases:
 
     def end(self) -> None:
         """Take the memory of replicas again if the balancer ends while it is suspended: homes lie before it."""
-        if self.is_suspended and not self._memory.why_freed() and (problem := self._take_replicas()):
-            logger.warning("closed while suspended: %s", problem)
+        if self.is_suspended and self._runtime.maps.replicas is not None:
+            problem = self._memory.why_freed() or self._take_replicas()
+            self._is_without_replicas = bool(problem)
+            if problem:
+                logger.warning(
+                    "closed while suspended, and the layers of experts have no memory to compute in: %s; load the "
+                    "weights and call balancer.resume() before the next forward",
+                    problem,
+                )
         self.is_suspended = False
+
+    def resume_after_end(self) -> bool:
+        """Take the memory that `end` could not take. Returns whether there was any to take.
+
+        Raises:
+            RuntimeError: it cannot be taken yet.
+        """
+        if self._is_without_replicas:
+            if problem := self._memory.why_freed() or self._take_replicas():
+                raise RuntimeError(f"resume(): {problem}")
+            self._is_without_replicas = False
+            return True
+        return False
 
     def _take_replicas(self) -> str:
         """Take memory of replicas again; returns why not."""

@@ -1,13 +1,15 @@
 """Takes one job from a measured load to a new placement: a worker decides, and all ranks migrate at a step's boundary.
 
 One decision at a time: at step ``n * interval`` the measured load goes to a worker thread (`decision.py`), and ``lag``
-steps later every rank acts on the decision. Without an interval that happens in `Rebalancer.now` alone. A failure drops
-the rebalance, with an event and a warning, and training goes on with the old placement.
+steps later every rank acts on the decision. Without an interval that happens in `Rebalancer.now` alone, on a decision
+that `Rebalancer.plan_ahead` may have begun. A failure drops the rebalance, with an event and a warning, and training
+goes on with the old placement.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -58,6 +60,8 @@ logger = logging.getLogger("eplb_runtime")
 
 COMPILED_SOON_SECONDS = 2.0
 """Attach waits this long for compiled code: reading it from disk takes less, compiling it takes a minute."""
+AHEAD = sys.maxsize
+"""Step of a decision that was begun ahead: no boundary acts on it, `Rebalancer.now` alone."""
 A_LITTLE_SECONDS = 1.0
 """Extra wait after a timeout for work that may be almost done."""
 
@@ -116,6 +120,7 @@ class Rebalancer:
         self._asks_again = False
         self._restores = 0
         self._attempts = 0
+        self._known_home_bytes = 0
         self._rank_state = RankState()
         self._pending: _Pending | None = None
         self._said: Future[object] | None = None
@@ -296,6 +301,24 @@ class Rebalancer:
             self._migrate(target)
         return self._placement is not before
 
+    def plan_ahead(self, suspended: bool) -> None:
+        """Begin the decision that `now` acts on, and do not wait for it. On every rank, between steps.
+
+        Args:
+            suspended: weights and state may have no memory: no sample is compared, and experts have the bytes that they
+                had.
+
+        Raises:
+            RuntimeError: the ranks have lost each other.
+        """
+        self._refuse_alone("plan_ahead()")
+        self._pending = replace(self._decide(0, suspended), due_step=AHEAD)
+
+    @property
+    def has_planned_ahead(self) -> bool:
+        """Return whether a decision was begun that `now` has not acted on yet."""
+        return self._pending is not None and self._pending.due_step == AHEAD
+
     def forward_begins(self) -> None:
         """Begin a step's clock with its first forward in training where rollouts lie between steps."""
         if self._config.interval is None and self._clock.begin():
@@ -304,6 +327,7 @@ class Rebalancer:
     def free_memory(self) -> int:
         """Free memory for experts in flight; none are. A decision in flight is made first. Returns the bytes."""
         self.wait_for_decision()
+        self._known_home_bytes = max(self._known_home_bytes, self._home_bytes())
         return self._engine.free_memory()
 
     def take_memory(self) -> None:
@@ -454,8 +478,10 @@ class Rebalancer:
 
     # -- deciding --------------------------------------------------------------------------------------------------
 
-    def _decide(self, lag: int) -> _Pending:
+    def _decide(self, lag: int, suspended: bool = False) -> _Pending:
         steps = self._counter.open_steps
+        home_bytes = self._known_home_bytes if suspended else self._home_bytes()
+        self._known_home_bytes = home_bytes
         measurement = Measurement(
             buckets=HostCopy(self._counter.take()),
             steps=steps,
@@ -463,10 +489,10 @@ class Rebalancer:
             earlier=tuple(self._earlier),
             step_seconds=self._clock.step_seconds,
             stall_seconds=self._clock.stall_seconds,
-            home_bytes=self._home_bytes(),
+            home_bytes=home_bytes,
             token_bytes=self._counter.token_bytes,
             sampled_steps=self._expert_clock.take(),
-            sample=self._guard.sample(),
+            sample=None if suspended else self._guard.sample(),
             computed=self._guard.computed(),
             declared=self.declared,
             keys_of_earlier=self._groups.store.passing,
@@ -640,6 +666,21 @@ class Rebalancer:
         before = self._placement
         if self._migration.in_flight:
             self._take_over(self._migration.drain())
+        return self._placement is not before
+
+    def finish(self) -> bool:
+        """Commit what is in flight, between steps: a migration beside steps goes no further without them. On every
+        rank. Returns whether the placement has changed since the last boundary."""
+        before, target, was_in_flight = self._placement, self._target, self._migration.in_flight
+        self.drain()
+        if not was_in_flight or self.quiesced or self._reconnection.under_way:
+            return self._placement is not before
+        if not np.array_equal(self._placement.physical_to_logical, target.physical_to_logical):
+            stays = self._why_homes_stay(target, False)
+            if stays.commit:
+                self._migrate(target)
+            else:
+                self._drop("prepared", _held(stays.cause), stays.connections_broken)
         return self._placement is not before
 
     def _drop(

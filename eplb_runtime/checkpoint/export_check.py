@@ -169,8 +169,8 @@ class ExportCheck:
             if differing and (wrong == _BY_LOCAL_INDEX).all():
                 parts.append(
                     "each has the weights of the expert that is now where it was at launch, as a walk by local index "
-                    "(ep_rank * E/R + i) exports them: take balancer.named_logical_tensors(), or walk inside "
-                    "balancer.logical_order()"
+                    "(ep_rank * E/R + i) exports them: take balancer.named_logical_tensors(), walk inside "
+                    "balancer.logical_order(), or let the walk be followed (eplb_runtime.hosts.walks)"
                 )
             raise ExportError(f"verify_export: {'; '.join(parts)}")
         if missing:

@@ -88,13 +88,27 @@ def _summed_by_gloo(model: torch.nn.Module) -> None:
 _fsdp.disable_fsdp_gradient_division = _summed_by_gloo
 
 
+def _all_to_all(output: list[torch.Tensor], given: list[torch.Tensor], group: Any = None) -> None:
+    """`torch.distributed.all_to_all` of tensors of unequal lengths, which gloo takes as parts of one alone."""
+    received = torch.empty((sum(map(len, output)), *given[0].shape[1:]), dtype=given[0].dtype)
+    dist.all_to_all_single(received, torch.cat(given), [*map(len, output)], [*map(len, given)], group=group)
+    for part, came in zip(output, received.split([*map(len, output)]), strict=True):
+        part.copy_(came)
+
+
+dist.all_to_all = _all_to_all
+
+BACKEND = "spmd_types" if torch.__version__ >= "2.14" else "partial_dtensor"
+"""torchtitan's default where torch can run it."""
+
+
 def on_cpu(config: Any) -> None:
     """What a config has to say on a CPU; changed in place."""
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
     for layer in config.model_spec.model.layers:  # FlexAttention is for GPUs
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    config.parallelism.spmd_backend = "partial_dtensor"  # spmd_types, the default, wants a newer torch than 2.13
+    config.parallelism.spmd_backend = BACKEND
     config.optimizer.implementation = "for-loop"  # fused ones are for GPUs
     config.training.disable_cuda_graphs = True
     config.activation_checkpoint = None

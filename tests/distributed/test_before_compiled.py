@@ -75,7 +75,7 @@ def held_back_and_not(rank: int, held: tuple[int, ...]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("held", [(1,), (0, 1, 2)], ids=["one rank", "all ranks"])
 def test_experts_move_before_anything_is_compiled(held: tuple[int, ...]) -> None:
-    results = run_ranks(RANKS, held_back_and_not, held, start_method="spawn")  # forked ones have all of it
+    results = run_ranks(RANKS, held_back_and_not, held)
     for rank, result in enumerate(results):
         assert result["same"] and result["tensors"] > 10
         for replica_slots in (0, 1):

@@ -145,17 +145,15 @@ def _with_copies() -> eplb.Placement:
     return eplb.Placement(slots, WORK.experts, 2, start.home)
 
 
-def test_a_layer_with_kernels_takes_as_few_launches_as_a_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # must be there before torch imports Triton: no rank is forked
-    for operations, launched, plain in run_ranks(2, _with_kernels, 0, start_method="spawn"):
+def test_a_layer_with_kernels_takes_as_few_launches_as_a_plain_one() -> None:
+    for operations, launched, plain in run_ranks(2, _with_kernels, 0, TRITON_INTERPRET="1"):
         assert 40 <= plain.total() <= 52, plain
         assert launched["_sum"] == 2 and launched["_part"] == 6 and launched["_count_and_map"] == 1, launched
         assert operations.total() + launched.total() <= min(TOTAL, plain.total() + 6), operations + launched
 
 
-def test_with_copies_it_counts_once_and_takes_a_few_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    for operations, launched, plain in run_ranks(2, _with_kernels, 1, start_method="spawn"):
+def test_with_copies_it_counts_once_and_takes_a_few_more() -> None:
+    for operations, launched, plain in run_ranks(2, _with_kernels, 1, TRITON_INTERPRET="1"):
         assert launched["_count_block"] == launched["_begin"] == launched["_deal"] == 1, launched
         travelling = sum(operations[name] for name in ("c10d.send", "c10d.recv_"))
         assert travelling == 4, "gradients of a copy each way, two parameters"

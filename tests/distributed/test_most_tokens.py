@@ -316,10 +316,9 @@ def test_an_attached_model_has_the_bits_of_deepep_without(trained: list, job: st
 
 @pytest.mark.skipif(util.find_spec("triton") is None, reason="no triton: pip install triton")
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_with_copies_the_device_splits(monkeypatch: pytest.MonkeyPatch, checkpointing: bool) -> None:
+def test_with_copies_the_device_splits(checkpointing: bool) -> None:
     """The bits of a split on the host, which waits."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # must be there before torch imports Triton: no rank is forked
-    for different, split, waits in run_ranks(2, with_copies, checkpointing, start_method="spawn"):
+    for different, split, waits in run_ranks(2, with_copies, checkpointing, TRITON_INTERPRET="1"):
         assert different == []
         assert split > 0
         assert "the host would wait" in waits

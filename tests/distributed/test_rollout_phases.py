@@ -105,15 +105,20 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> flo
 
 
 def trained(
-    kind: str, by: str, spoil: Callable[[eplb.Balancer], None] = lambda balancer: None, **options: Any
+    kind: str, by: str, spoil: Callable[[eplb.Balancer], None] = lambda balancer: None, each: int = 0, **options: Any
 ) -> dict[str, Any]:
-    """Losses, state, moves, and bytes that are held while all is freed; ``by`` empty: without phases."""
+    """Losses, state, moves, and bytes that are held while all is freed; ``by`` empty: without phases.
+
+    Args:
+        each: steps between phases; 0: one, and three with overlap, as many as a migration takes.
+    """
+    each = each or (3 if "overlapped" in kind else 1)
     model, optimizer, balancer = attached(kind, **options)
     spoil(balancer)
     losses, freed = [], []
     for number in range(LONGER if "overlapped" in kind else STEPS):
         losses.append(step(model, optimizer, number))
-        if by and ("overlapped" not in kind or number % 3 == 2):  # a migration beside training takes three steps
+        if by and number % each == each - 1:
             phases = Phases(model, optimizer, by)
             freed.append(balancer.suspend())
             phases.free()
@@ -270,6 +275,25 @@ def closed() -> dict[str, Any]:
     return {**found, "trains": said_by(lambda: step(model, optimizer, 1))}
 
 
+def closed_while_freed() -> dict[str, Any]:
+    """A close while weights have no memory, and what it takes to compute and train after it."""
+    model, optimizer, balancer = attached("replicas")
+    step(model, optimizer, 0)
+    tokens, phases = torch.arange(16).reshape(1, 16), Phases(model, optimizer, "data")
+    with torch.no_grad():
+        before = model(input_ids=tokens).logits
+        balancer.suspend()
+        phases.free()
+        balancer.close()
+        found = {"too early": said_by(balancer.resume)}
+        phases.load()
+        found["forward"] = said_by(lambda: model(input_ids=tokens))
+        balancer.resume()
+        found["same"] = torch.equal(before, model(input_ids=tokens).logits)
+    found["again"] = said_by(balancer.resume)
+    return {**found, "trains": said_by(lambda: step(model, optimizer, 1))}
+
+
 def late() -> dict[str, Any]:
     """Weights are freed and loaded again after a rank has come too late to resume(); then state is left out once."""
     model, optimizer, balancer = attached("replicas", timeout_seconds=3.0)
@@ -298,12 +322,15 @@ def runs(rank: int) -> dict[Any, Any]:
     found: dict[Any, Any] = {kind: trained(kind, "", policy="static") for kind in ("between steps", "overlapped")}
     for kind, by in [*WAYS, ("replicas", ""), ("shared replicas", "")]:
         found[kind, by] = trained(kind, by)
+    for kind in ("overlapped", "overlapped replicas"):
+        found[kind, "each step"] = trained(kind, "data", each=1)
     found["state stays"] = trained("between steps", "resize", spoil=forget_state)
     return found
 
 
 def calls(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {"cycles": cycles("overlapped replicas"), "suspended": while_suspended()}
+    found["closed while freed"] = closed_while_freed()
     return {**found, "alone": alone(), "closed": closed(), "late": late(), "without memory": without_memory()}
 
 
@@ -328,6 +355,17 @@ def test_phases_between_all_steps_change_no_bit(trainings: list[dict[Any, Any]],
         phases, wanted = found[kind, by], found[(kind, "") if "replicas" in kind else kind]
         assert phases["losses"] == wanted["losses"] and differing(phases, wanted) == []
         assert phases["moved"] > 0 and min(phases["freed"]) > SMALL
+
+
+@pytest.mark.parametrize("kind", ["overlapped", "overlapped replicas"])
+def test_a_migration_beside_training_is_brought_to_its_end_by_a_suspension(
+    trainings: list[dict[Any, Any]], kind: str
+) -> None:
+    for found in trainings:
+        phases, wanted = found[kind, "each step"], found["overlapped"]
+        assert phases["moved"] > 0
+        if kind == "overlapped":  # replicas sum gradients in another order, wherever they are
+            assert phases["losses"] == wanted["losses"] and differing(phases, wanted) == []
 
 
 def test_control_state_that_stays_behind_shows(trainings: list[dict[Any, Any]]) -> None:
@@ -376,6 +414,14 @@ def test_homes_are_where_they_were_after_a_close_while_suspended(results: list[d
     for found in results:
         assert "balancer.resume()" in found["closed"]["forward"] and found["closed"]["same"]
         assert found["closed"]["trains"] == ""
+
+
+def test_a_model_closed_while_its_weights_are_freed_computes_after_resume(results: list[dict[str, Any]]) -> None:
+    for found in results:
+        closed = found["closed while freed"]
+        assert "memory is freed" in closed["too early"] and "balancer.resume() first" in closed["forward"]
+        assert closed["same"] and closed["trains"] == ""
+        assert "resume() after close()" in closed["again"]
 
 
 def test_a_resume_that_a_rank_missed_leaves_all_of_it_suspended(results: list[dict[str, Any]]) -> None:

@@ -31,6 +31,7 @@ RECOMPUTED = {
     "tp 2, ep 2 x efsdp 2, deepseek_v3": "FullAC",
 }
 """Trainings with one of torchtitan's ways to compute activations again."""
+NOT_TRIED = "full_dtensor" if torch.__version__ >= "2.14" else "spmd_types"
 ALIGNED = "ep 4, qwen3"
 """Whose experts want rows of a multiple of 16, as torchtitan's quantised ones do."""
 
@@ -186,9 +187,9 @@ MISTAKES: dict[str, tuple[str, Callable[[Any], None]]] = {
         "expert_parallel_degree=1: every rank has all experts",
         lambda config: setattr(config.parallelism, "expert_parallel_degree", 1),
     ),
-    "torchtitan's default backend": (
-        "set parallelism.spmd_backend='partial_dtensor'",
-        lambda config: setattr(config.parallelism, "spmd_backend", "spmd_types"),
+    "a backend that was not tried": (
+        "set parallelism.spmd_backend=",
+        lambda config: setattr(config.parallelism, "spmd_backend", NOT_TRIED),
     ),
     "compiled blocks": ("leave 'model' out of compile.components", lambda config: compiled(config)),
     "another dispatcher": ("moe_comm_backend", lambda config: set_dispatcher(config)),

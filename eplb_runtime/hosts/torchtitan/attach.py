@@ -27,7 +27,7 @@ from ..attaching.description import AttachError, HostModel, Spread, Stage, mark_
 from ..settings import judge
 from .experts import balanced_experts, describe, routed_experts
 from .pipeline import accompany, build_pipeline, numbers_of
-from .settings import RULES, SPMD_RULES, TorchtitanJobSettings, settings_of
+from .settings import BACKENDS, RULES, SPMD_RULES, TorchtitanJobSettings, settings_of
 from .state import BalancedOptimizers, LogicalOrder, balanced_optimizers, keep_order, synchronize_state
 
 logger = logging.getLogger("eplb_runtime")
@@ -75,9 +75,16 @@ def _parallelize(
 ) -> nn.Module:
     """Raises AttachError where torchtitan would fail itself, long before `_attach`: its default `spmd_backend` does not
     run with torch 2.13."""
-    judged = judge(TorchtitanJobSettings(spmd_backend=parallel_dims.spmd_backend), SPMD_RULES)
+    backend = parallel_dims.spmd_backend
+    judged = judge(TorchtitanJobSettings(spmd_backend=backend), SPMD_RULES)
     if judged.refused:
         raise AttachError(str(judged.refused[0]))
+    if torch.__version__ < BACKENDS[backend]:
+        older = next(name for name, needed in BACKENDS.items() if torch.__version__ >= needed)
+        raise AttachError(
+            f"parallelism.spmd_backend='{backend}' does not run with torch {torch.__version__}: install torch "
+            f"{BACKENDS[backend]} or newer, or set parallelism.spmd_backend='{older}'"
+        )
     return own(model, parallel_dims=parallel_dims, **options)
 
 

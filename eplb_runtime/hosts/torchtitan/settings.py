@@ -10,6 +10,8 @@ from typing import Any
 from ..settings import Exact, HostRules, Rule, Unresolved, copies_of_experts, given_or_default
 
 VERSION = "torchtitan 0.3.0"
+BACKENDS = {"spmd_types": "2.14", "partial_dtensor": "2.11"}
+"""``spmd_backend`` -> the torch that it needs."""
 EXACT_IN_ONE_SUM = 2
 """Ranks whose gradients FSDP adds up: the sum of two does not depend on their order."""
 
@@ -67,9 +69,9 @@ def _exact(settings: Any) -> Exact:
 SPMD_RULES = (
     Rule(
         "spmd_backend",
-        lambda job: job.spmd_backend != "partial_dtensor",
-        "tried with 'partial_dtensor' alone, which is the one that runs with torch 2.13",
-        "set parallelism.spmd_backend='partial_dtensor'",
+        lambda job: job.spmd_backend not in BACKENDS,
+        f"tried with {' and '.join(BACKENDS)} alone",
+        "set parallelism.spmd_backend='spmd_types', torchtitan's default",
     ),
 )
 """Applied before torchtitan parallelizes a model, too."""
@@ -130,6 +132,7 @@ HOST = HostRules(
     RULES,
     _exact,
     (
+        "spmd_backend='spmd_types', torchtitan's default, has torch 2.14 or newer",
         "the overrides, pipelining_fn and post_optimizer_build_fn that balance() sets are in the config",
         "each rank holds whole experts, equally many",
         "with replica slots: the ranks that hold the same experts divide dimension 1 of their tensors",

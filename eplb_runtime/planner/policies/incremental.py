@@ -19,6 +19,7 @@ from ..search.align import align, placed_anew
 from ..search.budget import share_out
 from ..search.descent import GOOD_ENOUGH
 from ..search.explore import LITTLE, POURED_FROM, Found, Limits, Starts, make_starts, pour_anew, search_layer
+from ..search.few_moves import MOST_MOVES, Frontier, search_few_moves
 from ..search.prices import Question
 from ..search.starts import strides
 from ..search.threads import in_threads
@@ -63,6 +64,9 @@ class Trajectory:
         begin: where it began anew; that is the first step then. None: where the layer stood.
         limits: of the search.
         taken: steps that are worth going and within the budgets.
+        few: what a search under the budget reaches; where it is given, steps are no longer a path: each is a placement
+            by itself.
+        origin: int64 ``[N + 1]``, which of ``few``; -1 - n: what ``found`` has reached after n steps.
     """
 
     imbalance: NDArray[np.float64]
@@ -72,6 +76,8 @@ class Trajectory:
     begin: Starts | None
     limits: Limits
     taken: int = 0
+    few: Frontier | None = None
+    origin: NDArray[np.int64] | None = None
 
     @property
     def steps(self) -> int:
@@ -129,7 +135,8 @@ def _search(request: PlanRequest, start: Placement, first: float) -> list[Trajec
     trajectories = in_threads(search.layer, request.num_layers)
     farthest = [search.worth_going(layer, one) for layer, one in enumerate(trajectories)]
     steps = _within_budget(trajectories, farthest, request)
-    for layer in np.flatnonzero((steps > 0) & (steps < [one.steps for one in trajectories])).tolist():
+    in_part = [one.few is not None or step < one.steps for one, step in zip(trajectories, steps, strict=True)]
+    for layer in np.flatnonzero((steps > 0) & in_part).tolist():
         trajectories[layer] = search.cut(layer, trajectories[layer], int(steps[layer]))
     return [replace(one, taken=int(step)) for one, step in zip(trajectories, steps, strict=True)]
 
@@ -178,6 +185,7 @@ class _Search:
         free = self._seconds_price == 0.0 and request.crossing_price == 0.0
         self._may_pour = one and free and topology.num_ranks >= POURED_FROM
         self._stride_K = strides(topology.num_ranks, start.replica_slots)
+        self._most_moves = _few_moves(request)
 
     def layer(self, layer: int) -> Trajectory:
         question = self._question(layer)
@@ -197,7 +205,28 @@ class _Search:
             value = np.concatenate([[np.inf], value])
             moved = np.concatenate([np.zeros((1, 2), dtype=np.int64), moved])
             seconds = np.concatenate([[0.0], seconds])
-        return Trajectory(value, moved, seconds, found, begin, limits)
+        one = Trajectory(value, moved, seconds, found, begin, limits)
+        return one if self._most_moves == 0 else self._with_few_moves(question, one)
+
+    def _with_few_moves(self, question: LayersQuestion, one: Trajectory) -> Trajectory:
+        """The same with what a search under the budget reaches; what costs more without being better is left out."""
+        load_WE, ballast_WR = question[0][: self._led_by], question[1][: self._led_by]
+        few = search_few_moves(load_WE, ballast_WR, question[2], one.limits.max_copies, self._most_moves)
+        better = np.flatnonzero(np.isfinite(few.value_N))[1:]
+        value = np.concatenate([one.imbalance, few.value_N[better]])
+        moved = np.concatenate([one.moved, few.moved_N2[better]])
+        seconds = np.concatenate([one.seconds, few.seconds_N[better]])
+        origin = np.concatenate([-1 - np.arange(len(one.imbalance)), better])
+        cost = np.stack([moved.sum(axis=1), moved @ [self._request.home_bytes, self._request.replica_bytes], value])
+        order = np.lexsort(cost[::-1])
+        order = order[order != 0]
+        left = [0]
+        for point in order.tolist():
+            if not (cost[:, left] <= cost[:, [point]]).all(axis=0).any():
+                left.append(point)
+        return replace(
+            one, imbalance=value[left], moved=moved[left], seconds=seconds[left], few=few, origin=origin[left]
+        )
 
     def refined(self, layer: int, home_E: NDArray[np.int32]) -> NDArray[np.int32]:
         """Where a search from these home ranks gets, by steps that pay for their seconds."""
@@ -232,11 +261,19 @@ class _Search:
 
     def cut(self, layer: int, one: Trajectory, steps: int) -> Trajectory:
         """The same after so many steps only."""
+        if one.few is not None and one.origin is not None:
+            place = int(one.origin[steps])
+            if place >= 0:
+                found = Found(one.few.home_NE[place], one.few.replica_NRK[place], one.found.track, 0, 0)
+                return replace(one, found=found)
+            steps = -1 - place
+            if steps == one.found.steps:
+                return one
         question = self._question(layer)
         begin = Starts(self._home_LE[layer, None], self._replica_LRK[layer, None])
         limits = one.limits._replace(max_steps=steps - (one.begin is not None))
         found = search_layer(*question, self._seconds_price, limits, one.begin or begin)
-        return Trajectory(one.imbalance, one.moved, one.seconds, found, one.begin, one.limits)
+        return replace(one, found=found)
 
     def worth_going(self, layer: int, one: Trajectory) -> int:
         """Steps to where the best is reached, or nearly: the fewest within a tenth of ``LEAST_GAIN`` of the best."""
@@ -298,6 +335,15 @@ def _most_copies(found: Found) -> int:
     """Of any expert, home included."""
     replicas = found.replica_RK[found.replica_RK != EMPTY]
     return 1 + int(np.bincount(replicas).max()) if replicas.size else 1
+
+
+def _few_moves(request: PlanRequest) -> int:
+    """Moves of a layer up to which a search under the budget is worth while; 0 where there is no budget."""
+    sizes = [size for size in (request.home_bytes, request.replica_bytes) if size]
+    most = [] if request.max_moves is None else [request.max_moves]
+    if request.max_bytes is not None and sizes:
+        most.append(request.max_bytes // min(sizes))
+    return int(min([*most, MOST_MOVES])) if most else 0
 
 
 def _stray(request: PlanRequest) -> NDArray[np.float64]:

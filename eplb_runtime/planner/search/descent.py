@@ -68,17 +68,17 @@ def descend(
     copy_state(layer, spare)
     stuck, step = 0, 0
     while step + 1 < track.value_N.size and stuck < STUCK_RANKS and value > enough:
-        _excess(layer, excess_R)
+        excess_of_ranks(layer, excess_R)
         busiest = -1
         for rank in range(ranks):
             if not stuck_R[rank] and (busiest < 0 or excess_R[rank] > excess_R[busiest]):
                 busiest = rank
         if busiest < 0 or excess_R[busiest] <= 0.0:
             break
-        _read_tokens(layer, tokens_EW, load_RW)
+        read_tokens(layer, tokens_EW, load_RW)
         best.gain_M[:] = 0.0
-        _find_swaps(layer, busiest, tokens_EW, load_RW, question.ranks_per_node, best)
-        _find_replicas(layer, busiest, load_RW, question.ranks_per_node, best)
+        find_swaps(layer, busiest, tokens_EW, load_RW, question.ranks_per_node, best)
+        find_replicas(layer, busiest, load_RW, question.ranks_per_node, best)
         reached = goal - LEAST_FALL
         found = False
         for index in range(TRIED):
@@ -90,7 +90,7 @@ def descend(
             if tried < reached:
                 tried_crossing = crossing_cost(layer, question)
                 tried += tried_crossing + price_of_moves(layer, question)
-                if tried < reached and _is_sure(peak_W, tried_W):
+                if tried < reached and is_sure(peak_W, tried_W):
                     reached, value, crossing, found = tried, tried_value, tried_crossing, True
                     kept_W[:] = tried_W
                     copy_state(layer, other)
@@ -111,7 +111,7 @@ def descend(
 
 
 @jit(error_model="numpy")
-def _is_sure(before_W: NDArray[np.float64], after_W: NDArray[np.float64]) -> bool:
+def is_sure(before_W: NDArray[np.float64], after_W: NDArray[np.float64]) -> bool:
     """Whether the busiest ranks gain in more than the odd scenario: by so many standard errors of the mean gain."""
     scenarios = before_W.size
     if scenarios == 1:
@@ -127,7 +127,7 @@ def _is_sure(before_W: NDArray[np.float64], after_W: NDArray[np.float64]) -> boo
 
 
 @jit(error_model="numpy")
-def _excess(layer: LayerLoads, excess_R: NDArray[np.float64]) -> None:
+def excess_of_ranks(layer: LayerLoads, excess_R: NDArray[np.float64]) -> None:
     """How far each rank is above the mean, squared, summed over the scenarios."""
     scenarios, ranks = layer.load_WR.shape
     excess_R[:] = 0.0
@@ -145,7 +145,7 @@ def _excess(layer: LayerLoads, excess_R: NDArray[np.float64]) -> None:
 
 
 @jit(error_model="numpy")
-def _read_tokens(layer: LayerLoads, tokens_EW: NDArray[np.float64], load_RW: NDArray[np.float64]) -> None:
+def read_tokens(layer: LayerLoads, tokens_EW: NDArray[np.float64], load_RW: NDArray[np.float64]) -> None:
     """Tokens of each expert at its home, and of each rank, scenarios innermost."""
     scenarios, experts = layer.load_WE.shape
     for expert in range(experts):
@@ -160,7 +160,7 @@ def _read_tokens(layer: LayerLoads, tokens_EW: NDArray[np.float64], load_RW: NDA
 
 
 @jit(error_model="numpy")
-def _find_swaps(
+def find_swaps(
     layer: LayerLoads,
     busiest: int,
     tokens_EW: NDArray[np.float64],
@@ -198,7 +198,7 @@ def _find_swaps(
 
 
 @jit(error_model="numpy")
-def _find_replicas(
+def find_replicas(
     layer: LayerLoads, busiest: int, load_RW: NDArray[np.float64], ranks_per_node: int, best: Best
 ) -> None:
     """Experts of the busiest rank into replica slots elsewhere, in place of what stands there."""
@@ -217,7 +217,7 @@ def _find_replicas(
             for scenario in range(scenarios):
                 gap = load_RW[busiest, scenario] - load_RW[rank, scenario] + freed_W[scenario]
                 most += (0.5 * gap * gap if gap > 0.0 else 0.0) - loss_W[scenario]
-            if most <= 0.0 or most * bonus * ROUNDED < best.gain_M[-1]:
+            if most * bonus * ROUNDED < best.gain_M[-1]:
                 continue
             for index in range(expert_X.size):
                 expert = expert_X[index]

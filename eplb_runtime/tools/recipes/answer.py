@@ -25,6 +25,8 @@ from .base import Recipe, RecipeError
 HOSTS = {"megatron": megatron.HOST, "torchtitan": torchtitan.HOST}
 EXPERT_RANKS = ("expert_model_parallel_size", "expert_parallel_degree")
 """Names of EP in the frameworks."""
+EXPERTS = ("num_moe_experts", "num_experts")
+"""Their names for the experts of a layer."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def answer(recipe: Recipe) -> RecipeAnswer:
     """Judge a recipe by the rules of its framework.
 
     Raises:
-        RecipeError: a size is no whole number of at least 1.
+        RecipeError: a size is no whole number of at least 1, or EP does not divide the experts.
     """
     host = HOSTS.get(recipe.host)
     if host is None:
@@ -95,6 +97,7 @@ def answer(recipe: Recipe) -> RecipeAnswer:
     except UnresolvedError:
         exact = None
     ep = next(values[name] for name in EXPERT_RANKS if name in values)
+    _check_divides(recipe, values, ep)
     of_project = [name for name in recipe.defaults if name not in given]
     assumed = [name for name in values if name in settings.assumed or name in of_project]
     return RecipeAnswer(
@@ -120,6 +123,15 @@ def _check_sizes(recipe: Recipe, defaults: Any, given: Mapping[str, Any]) -> Non
         if not isinstance(value, Unresolved) and not (isinstance(value, int) and value >= least):
             written = recipe.written.get(name, name)
             raise RecipeError(f"{recipe.name}: {written} is {value!r}, and must be a whole number of at least {least}")
+
+
+def _check_divides(recipe: Recipe, values: Mapping[str, Any], ep: Any) -> None:
+    """Each rank of a layer's EP group has equally many experts."""
+    of_experts, of_ranks = (next(name for name in names if name in values) for names in (EXPERTS, EXPERT_RANKS))
+    experts = _known(values[of_experts])
+    if experts and _known(ep) and experts % ep:
+        written = [recipe.written.get(name, name) for name in (of_experts, of_ranks)]
+        raise RecipeError(f"{recipe.name}: {written[0]} {experts} is no multiple of {written[1]} {ep}")
 
 
 def _as_written(refusal: Refusal, recipe: Recipe) -> Refusal:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
 _ARGUMENTS = re.compile(r"\[[@*]\]|ARG|OPT|FLAG|CONFIG|EXTRA|PARAM")
 _FEWEST = 3
 """Known options of a command that starts a training."""
+_ALIKE = 0.92
+"""From this likeness (difflib's ratio) an option is taken for a known one, misspelt; Megatron's are further apart."""
 
 
 def read_command_lines(path: Path) -> Recipe:
@@ -110,6 +113,7 @@ def _of_megatron(path: Path, words: Sequence[str]) -> Recipe:
             words = [",".join(flags[flag])] if name == "cuda_graph_modules" else flags[flag]
             options[name] = value_of(words[0]) if words else True
             written[name] = f"--{flag.replace('_', '-')}"
+    options = misspelt({flag: f"--{flag.replace('_', '-')}" for flag in flags}) | options
     if not (_has_experts(options) or any(flag.startswith("moe_") for flag in flags)):
         elsewhere = f", and {missing[0]} is not in the file" if missing else ""
         raise RecipeError(f"{path}: no setting of experts in it (--num-experts){elsewhere}")
@@ -138,6 +142,13 @@ def _first(flags: Mapping[str, Sequence[str]], names: Iterable[str]) -> Any:
     return next((value_of(flags[name][0]) for name in names if flags.get(name)), None)
 
 
+def misspelt(names: Mapping[str, str]) -> dict[str, Unresolved]:
+    """Settings that names look like without being them; the texts are the names as written."""
+    unknown = [name for name in names if name not in FLAGS and not name.startswith("no_")]
+    near = {name: get_close_matches(name, FLAGS, 1, _ALIKE) for name in unknown}
+    return {FLAGS[known[0]]: Unresolved(f"of {names[name]}, misspelt?") for name, known in near.items() if known}
+
+
 def _has_experts(options: Mapping[str, Any]) -> bool:
     """Whether options are of a model with experts, as far as they say."""
     sizes = (options.get("num_moe_experts"), options.get("expert_model_parallel_size"))
@@ -158,6 +169,8 @@ def _of_verl(path: Path, overrides: Mapping[str, str], script: Script) -> Recipe
         name = VERL_INNER.sub("", key.removeprefix(root))
         if name in FLAGS or name in PHASES:
             options[name], written[name] = value_of(text), key
+        else:
+            options = misspelt({name: key}) | options
     if not (_has_experts(options) or any(".moe_" in key for key in overrides)):
         raise RecipeError(f"{path}: no setting of experts in it (expert_model_parallel_size)")
     phases = {name: options.pop(name) for name in PHASES if name in options}

@@ -13,6 +13,7 @@ import pytest
 from eplb_runtime.cli import main
 from eplb_runtime.hosts.settings import Unresolved
 from eplb_runtime.tools.recipes import RecipeError, answer, read_recipes, totals
+from eplb_runtime.tools.recipes.command_lines import misspelt
 
 SLIME = """#!/bin/bash
 # --num-distributed-optimizer-instances 9
@@ -170,6 +171,36 @@ def test_a_size_that_is_none_is_one_line(tmp_path: Path, size: str) -> None:
         judged_fields(tmp_path, MEGATRON, gpus=0)
 
 
+def test_experts_that_no_rank_could_have_its_part_of_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="num_experts 8 is no multiple of ep 3"):
+        judged_fields(tmp_path, MEGATRON, ep=3)
+    with pytest.raises(RecipeError, match="num_experts 8 is no multiple of ep 5"):
+        judged_fields(tmp_path, TORCHTITAN, ep=5)
+
+
+@pytest.mark.parametrize("flag", ["--expert-model-parallel-siz", "--expert-model-paralel-size"])
+def test_a_misspelt_flag_leaves_its_setting_unknown(tmp_path: Path, flag: str) -> None:
+    found = judged(tmp_path, SCRIPT.replace("--expert-model-parallel-size", flag))
+    assert found["attaches"] is None and found["ep"] is None
+    assert {"setting": "expert_model_parallel_size", "value": f"of {flag}, misspelt?"} in found["unknown"]
+    size = "actor_rollout_ref.actor.megatron.expert_model_parallel_size=8"
+    found = judged(tmp_path, VERL.replace("-m verl", f"{size} -m verl").replace("permute_fusion", "permute_fuson"))
+    assert found["exact"] is None and any("moe_permute_fuson" in one["value"] for one in found["unknown"])
+
+
+def test_no_setting_of_megatrons_own_is_taken_for_a_misspelt_one() -> None:
+    pytest.importorskip("megatron.core")
+    from dataclasses import fields
+
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    kinds = (DistributedDataParallelConfig, OptimizerConfig, TransformerConfig)
+    theirs = {one.name: one.name for kind in kinds for one in fields(kind)}
+    assert len(theirs) > 100 and misspelt(theirs) == {}
+
+
 def test_a_size_may_begin_with_a_zero(tmp_path: Path) -> None:
     assert judged(tmp_path, SCRIPT.replace("size 8", "size 08"))["ep"] == 8
 
@@ -254,7 +285,7 @@ def test_each_rule_of_megatron_refuses_its_setting_and_no_other(
     [
         ({"cp": 2}, "cp"),
         ({"ep": 1}, "ep"),
-        ({"source_lines": {}}, "spmd_backend"),
+        ({"source_lines": {"parallelism.spmd_backend": "full_dtensor"}}, "spmd_backend"),
         ({"compile": "model"}, "compiled"),
         ({"dispatcher": "flex", "flex_backend": "hybridep"}, "moe_comm_backend"),
         ({"optimizer": "muon"}, "optimizers"),
@@ -477,7 +508,7 @@ def test_a_config_function_of_torchtitan_is_called(tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(__import__("sys").modules, "our_made", made)
     monkeypatch.syspath_prepend(tmp_path)
     found = answer(read_recipes("our_configs.small")[0]).to_dict()
-    assert refused(found) == ["spmd_backend", "compiled"] and found["ep"] == 4
+    assert refused(found) == ["compiled"] and found["ep"] == 4
     assert read_recipes("our_configs:small")[0].options["moe_comm_backend"] == "standard"
     with pytest.raises(RecipeError, match="no routed experts"):
         read_recipes("our_configs.dense")
@@ -568,9 +599,9 @@ def test_recipes_that_people_run(shared_data: Path) -> None:
         "Megatron-LM": (2, 1, 1, 0),
         "prime-rl": (7, 0, 7, 0),
         "slime": (12, 12, 0, 0),
-        "torchtitan": (8, 0, 8, 0),
+        "torchtitan": (8, 4, 4, 0),
         "verl": (16, 15, 1, 0),
-        "all": (130, 80, 50, 0),
+        "all": (130, 84, 46, 0),
     }
     undecided = {name for one in answers if one.attaches is None for name in one.judgement.undecided}
     assert undecided == set()
