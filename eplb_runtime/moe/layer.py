@@ -293,6 +293,15 @@ class HostDispatchedLayer:
             return chosen_TE.index_select(1, order), weights_TE.index_select(1, order)
 
     @torch.compiler.disable
+    def begin(self, hidden_TD: Tensor, chosen_TE: Tensor, real_T: Tensor | None) -> None:
+        """Begin a forward for a host that itself carries rows of logical experts to where `logical_of_slots` has them.
+
+        Args:
+            hidden_TD, chosen_TE, real_T: as of a call.
+        """
+        self._begin(hidden_TD, lambda: self._counter.count_chosen(self.index, chosen_TE, real_T))
+
+    @torch.compiler.disable
     def begin_after_graph(self, hidden_ND: Tensor, counts_E: Tensor, order_P: Tensor) -> None:
         """Begin a forward whose columns a CUDA graph has put in the order of slots.
 

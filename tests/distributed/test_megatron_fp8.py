@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 CASES: dict[str, dict[str, Any]] = {
     "tensorwise": {"moe_router_topk": 3},
     "blockwise": {},
-    "mxfp8": {"moe_router_padding_for_quantization": True},
+    "mxfp8": {"moe_router_padding_for_quantization": True, "moe_router_topk": 3},
 }
 BLOCK = {"blockwise": 128, "mxfp8": 32}
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -107,7 +107,8 @@ class Unpadding(Padding):
         return torch.cat([part[:count] for part, count in zip(rows.split(sizes), counts, strict=True)])
 
 
-def prepare() -> None:
+def prepare(linear: type[GroupedLinear] = QuantizedLinear) -> None:
+    """Let Megatron make experts of ``linear``, in its own `TEGroupedMLP`."""
     parallelisms.prepare()
     import megatron.core.models.gpt.gpt_layer_specs as specs
     import megatron.core.transformer.moe.experts as experts
@@ -121,7 +122,7 @@ def prepare() -> None:
 
     def grouped(*args: Any, **kwargs: Any) -> Any:
         spec = own(*args, **kwargs)
-        linears = MLPSubmodules(linear_fc1=QuantizedLinear, linear_fc2=QuantizedLinear)
+        linears = MLPSubmodules(linear_fc1=linear, linear_fc2=linear)
         for layer in spec.layer_specs:
             mlp = layer.submodules.mlp
             if isinstance(mlp, partial):  # since 0.18 makers of modules are partial functions

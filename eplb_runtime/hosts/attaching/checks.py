@@ -300,6 +300,7 @@ def _check_slices(layer: MoELayer, name: str, parameter: DTensor, groups: Proces
 def _check_optimizers(optimizers: Sequence[AnyOptimizer], layers: Sequence[MoELayer]) -> None:
     experts = {f"{layer.name}.{name}": layer.parameter(name) for layer in layers for name in layer.parameters}
     held_here = {id(parameter) for parameter in experts.values()}
+    each = any(layer.slots for layer in layers)
     stepping: list[tuple[torch.optim.Optimizer, set[int] | None]] = []
     for one in optimizers:
         # Those inside a framework's own may step masters instead.
@@ -307,7 +308,7 @@ def _check_optimizers(optimizers: Sequence[AnyOptimizer], layers: Sequence[MoELa
     for optimizer, of_experts in stepping:
         refuse_shared(optimizer)
         try:
-            check_element_wise(optimizer, of_experts)
+            check_element_wise(optimizer, of_experts, each=each)
         except OptimizerStateError as error:
             raise AttachError(str(error)) from None
         if seen := next(unmoved(optimizer, experts), None):

@@ -101,7 +101,7 @@ class Optimizers:
                     "is to be trained, or freeze this first (requires_grad_(False))"
                 )
         try:
-            check_element_wise(optimizer, self._experts)
+            check_element_wise(optimizer, self._experts, each=self._balancer._runtime.registry.has_slots)
         except OptimizerStateError as error:
             raise AttachError(str(error)) from None
         if instead_of is not None:

@@ -32,8 +32,9 @@ from ..settings import emulated_settings, problems
 from .graphs import check_not_captured
 from .layer import install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of
+from .order import why_not_permuted
 from .quantized import why_not_followed
-from .settings import EMULATED, EXACT_IN_ONE_SUM, RULES, MegatronJobSettings, live_settings
+from .settings import EMULATED, EXACT_IN_ONE_SUM, RULES, MegatronJobSettings, live_settings, reorders
 from .weights import weights
 
 logger = logging.getLogger("eplb_runtime")
@@ -181,6 +182,7 @@ def _problems(model: nn.Module, optimizers: Sequence[Any]) -> list[str]:
     found = problems(settings, RULES)
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MegatronLayer)]
     found += [why for name, module in layers if (why := why_not_followed(name, module))][:1]
+    found += [why for _, module in layers[:1] if reorders(module.config) and (why := why_not_permuted(module))]
     if not found and dist.get_rank() == 0:
         for one in emulated_settings(settings, EMULATED):
             logger.warning("%s was tested with a stand-in (%s), and not on a GPU yet", one.setting, one.tested)

@@ -7,7 +7,6 @@ Everything after believes that slot p is expert p. Its distributed checkpoints a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +16,9 @@ from ...load.expert_clock import ExpertClock
 from ...moe.layer import HostDispatchedLayer
 from ..attaching.expert_spans import ExpertCall, call_begins, call_ends
 from .graphs import GraphedChoices, GraphedColumns, goes_on_after_graph, is_captured
+from .order import RowsInLogicalOrder
 from .quantized import WeightCaches
-from .settings import EXACT_BY_ITSELF, can_reorder, sums_in_order
+from .settings import reorders, sums_in_order
 from .sharded_state import save_by_logical_expert
 
 
@@ -33,9 +33,7 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
     Args:
         module: Megatron's `MoELayer`.
     """
-    in_order = (
-        _LogicalOrder() if module.config.moe_router_topk > EXACT_BY_ITSELF and can_reorder(module.config) else None
-    )
+    in_order = RowsInLogicalOrder(module.token_dispatcher, columns) if reorders(module.config) else None
     own_route, own_preprocess, own_postprocess = module.route, module.preprocess, module.postprocess
     graphed, caches = GraphedColumns(columns), WeightCaches(module.experts, columns)
     num_experts = module.config.num_moe_experts
@@ -67,16 +65,18 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
         real_T = None if mask is None else ~mask.reshape(-1)
         if is_captured(module):
             return own_preprocess(hidden_states, *reversed(graphed.capture(routing_map, probs, real_T)))
+        if in_order is not None:
+            columns.begin(hidden_states, routing_map, real_T)
+            caches.follow()
+            return in_order.to_slots(*own_preprocess(hidden_states, probs, routing_map))
         chosen, weights = columns(hidden_states, routing_map, probs, real_T)
         caches.follow()
         rows, permuted = own_preprocess(hidden_states, weights, chosen)
-        if in_order is not None:
-            rows = in_order.rows(hidden_states, routing_map, chosen, columns.logical_of_slots)
         return rows, permuted
 
     def postprocess(output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
         if in_order is not None:
-            output = in_order.back(output, module.token_dispatcher)
+            output = in_order.from_slots(output)
         result: Tensor = own_postprocess(output, shared_expert_output)
         return result
 
@@ -87,7 +87,9 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
 
 def mark_work(module: Any, clock: ExpertClock) -> Callable[[], None]:
     """Let a clock measure a layer from the permutation before its dispatch to that after its combine; returns how to
-    end it."""
+    end it. Nothing is measured where another micro-batch goes backward in between."""
+    if module.config.overlap_moe_expert_parallel_comm:
+        return lambda: None
     own_preprocess, own_postprocess = module.preprocess, module.postprocess
     running: list[tuple[ExpertCall | None, Tensor]] = []
 
@@ -132,38 +134,3 @@ def watch(module: Any, see: Callable[[Tensor, int, int], None]) -> Callable[[], 
 
     module.route = route
     return lambda: delattr(module, "route")
-
-
-@dataclass
-class _LogicalOrder:
-    """Between the order of slots, in which rows travel, and that of logical experts, in which a token's are added.
-
-    Megatron's permutation would add them, and in the backward pass their gradients, in the order of slots.
-    """
-
-    tokens_N: Tensor | None = None
-    back_N: Tensor | None = None
-
-    def rows(self, hidden: Tensor, logical_TE: Tensor, slots_TP: Tensor, logical_of_slots: Tensor) -> Tensor:
-        """What travels, ``[N, D]``: the rows that Megatron has made, by way of the logical order.
-
-        Args:
-            hidden: ``[..., D]``, the tokens.
-            logical_TE, slots_TP: bool, by logical expert and by slot.
-        """
-        chosen_ET = logical_TE.T.contiguous()
-        tokens = torch.arange(chosen_ET.shape[1], device=chosen_ET.device)
-        self.tokens_N = tokens.expand_as(chosen_ET).masked_select(chosen_ET)
-        position_ET = chosen_ET.flatten().cumsum(0).sub_(1).view_as(chosen_ET)
-        there_N = position_ET.index_select(0, logical_of_slots).masked_select(slots_TP.T)
-        self.back_N = torch.empty_like(there_N)
-        self.back_N[there_N] = torch.arange(len(there_N), device=there_N.device)
-        return hidden.reshape(-1, hidden.shape[-1]).index_select(0, self.tokens_N).index_select(0, there_N)
-
-    def back(self, output_ND: Tensor, dispatcher: Any) -> Tensor:
-        """What has come back, in logical order; the dispatcher is told whose rows these are."""
-        assert self.back_N is not None
-        dispatcher.reversed_local_input_permutation_mapping = self.tokens_N
-        output_ND = output_ND.index_select(0, self.back_N)
-        self.tokens_N = self.back_N = None
-        return output_ND

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
     Float16OptimizerWithFloat16Params,
@@ -69,8 +70,12 @@ def options_of(optimizer: Any) -> dict[str, Any]:
         return {}
     leaves = list(_leaves(optimizer))
     options = dict(vars(leaves[0].config)) if leaves else {}
-    if any("muon" in type(leaf.optimizer).__name__.lower() for leaf in leaves):
-        options["optimizer"] = "muon"  # Megatron writes 'adam' into the config while it makes one
+    for leaf in leaves:
+        kind = type(leaf.optimizer).__name__
+        if "muon" in kind.lower():  # 0.16.1 writes 'adam' into the config while it makes one
+            options["optimizer"] = "muon" if kind == "TensorParallelMuon" else kind
+    if any(isinstance(one, LayerWiseDistributedOptimizer) for one in _chains(optimizer)):
+        options["use_layer_wise_distributed_optimizer"] = True
     return options
 
 
@@ -188,12 +193,30 @@ class StepByMegatron:
                 return math.sqrt(square + sum(float(one) ** 2 for one in norms if one))
 
             joined.put(optimizer, "get_grad_norm", norm)
+        elif isinstance(optimizer, LayerWiseDistributedOptimizer):
+            joined.put(
+                optimizer, "get_grad_norm", partial(self._norm_of_all, optimizer.get_grad_norm, square_of_experts)
+            )
         for leaf in self._leaves_of_experts():
             if isinstance(leaf, DistributedOptimizer):
                 refuse_places(optimizer, leaf, has_moved, joined.put_for_state)
             else:
                 say_experts(leaf, partial(self._experts_in, leaf, experts_here), joined.put_for_state)
         return joined
+
+    def _norm_of_all(self, own_norm: Callable[[], float], square_of_experts: Square) -> float:
+        """The gradient norm, with Megatron's own of all that is no expert; one optimizer steps both."""
+        leaves = self._leaves_of_experts()
+        mains = {id(_given(leaf, p)) for leaf in leaves for p in self._experts.values() if self._leaf_of[id(p)] is leaf}
+        for leaf in leaves:
+            others = [parameter for parameter in leaf.get_parameters() if id(parameter) not in mains]
+            leaf.get_parameters = lambda others=others: others
+        try:
+            rest = own_norm()
+        finally:
+            for leaf in leaves:
+                del leaf.get_parameters
+        return math.sqrt(float(square_of_experts(self._gradient_of)) + float(rest) ** 2)
 
     def _gradient_of(self, parameter: Tensor) -> Tensor | None:
         leaf = self._leaf_of.get(id(parameter))
@@ -241,6 +264,13 @@ class Joined:
         for thing, name in [*self._put, *([] if self._has_moved() else self._put_for_state)]:
             vars(thing).pop(name, None)
         self._put.clear()
+
+
+def _chains(optimizer: Any) -> Iterator[ChainedOptimizer]:
+    if isinstance(optimizer, ChainedOptimizer):
+        yield optimizer
+        for one in optimizer.chained_optimizers:
+            yield from _chains(one)
 
 
 def _leaves(optimizer: Any) -> Iterator[Any]:

@@ -25,8 +25,12 @@ NO_EXPERTS_LAYERS = frozenset(
 """Linear layers of Megatron's attention and Mamba, by the names that adapters are given to."""
 SCALED_NOW = ("tensorwise", "blockwise", "mxfp8")
 """FP8 recipes whose scales come from the numbers of each expert by itself; nothing is kept between steps."""
+FLEX_BACKENDS = ("deepep", "hybridep")
 DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """Settings of a precision-aware optimizer; what it keeps as float16 has one scale for each tensor, and fp8 is uint8."""
+LAYER_WISE = "dist_muon"
+"""Muon with whole tensors assigned to ranks (``use_layer_wise_distributed_optimizer``, by its old name)."""
+MUON = ("muon", LAYER_WISE)
 EXACT_IN_ONE_SUM = 2
 """Ranks that hold the same experts: the sum of two gradients does not depend on their order."""
 
@@ -56,8 +60,8 @@ class MegatronJobSettings:
     expert_tensor_parallel_size: int | Unresolved = 1
     expert_data_parallel_size: int | Unresolved = field(default_factory=lambda: Unresolved("ranks of the job"))
     moe_token_dispatcher_type: str | Unresolved = "allgather"
+    moe_flex_dispatcher_backend: str | Unresolved = "deepep"
     moe_permute_fusion: bool | Unresolved = False
-    moe_latent_size: int | Unresolved | None = None
     moe_pad_expert_input_to_capacity: bool | Unresolved = False
     moe_expert_rank_capacity_factor: float | Unresolved | None = None
     moe_single_grouped_weight: bool | Unresolved = False
@@ -111,6 +115,8 @@ def settings_of(options: Mapping[str, Any]) -> MegatronJobSettings:
     targets = options.get("lora_target_modules")
     if targets is not None and not isinstance(targets, Unresolved):
         options["lora_target_modules"] = _names(targets)
+    if options.get("optimizer") == "muon" and options.get("use_layer_wise_distributed_optimizer"):
+        options["optimizer"] = LAYER_WISE
     options |= {name: _dtype(options[name]) for name in DTYPES if options.get(name) is not None}
     given, assumed = given_or_default(MegatronJobSettings, options)
     settings = MegatronJobSettings(**given, assumed=assumed)
@@ -195,20 +201,19 @@ def _expert_data_ranks(settings: MegatronJobSettings, ranks: Any) -> int | Unres
     )
 
 
-def can_reorder(config: Any) -> bool:
-    """Return whether rows travel in logical order and come back so: ``config`` has Megatron's names."""
-    return (
-        config.moe_token_dispatcher_type == "alltoall"
-        and not config.moe_permute_fusion
-        and not config.moe_latent_size
-        and not config.moe_router_padding_for_quantization
-        and not graphs_preprocessing(config)
-    )
+def _can_reorder(config: Any) -> bool:
+    return config.moe_token_dispatcher_type == "alltoall" and not graphs_preprocessing(config)
+
+
+def reorders(config: Any) -> bool:
+    """Return whether rows are permuted and added in logical order, and travel in that of slots: ``config`` has
+    Megatron's names."""
+    return config.moe_router_topk > EXACT_BY_ITSELF and _can_reorder(config)
 
 
 def sums_in_order(config: Any) -> bool:
     """Return whether a token's results are added in an order that no placement changes."""
-    return config.moe_router_topk <= EXACT_BY_ITSELF or can_reorder(config)
+    return config.moe_router_topk <= EXACT_BY_ITSELF or _can_reorder(config)
 
 
 def _exact(settings: Any) -> Exact:
@@ -260,10 +265,10 @@ RULES = (
         "spread the experts over ranks, or train without the balancer",
     ),
     Rule(
-        "overlap_moe_expert_parallel_comm",
-        lambda job: job.overlap_moe_expert_parallel_comm,
-        "two micro-batches in a layer at once are not supported yet",
-        "set overlap_moe_expert_parallel_comm=False",
+        "moe_flex_dispatcher_backend",
+        lambda job: job.moe_token_dispatcher_type == "flex" and job.moe_flex_dispatcher_backend not in FLEX_BACKENDS,
+        "nothing has been run with it",
+        f"set moe_flex_dispatcher_backend to {' or '.join(FLEX_BACKENDS)}",
     ),
     Rule(
         "cuda_graph_impl",
@@ -325,9 +330,21 @@ RULES = (
     ),
     Rule(
         "optimizer",
-        lambda job: job.optimizer not in ("adam", "sgd"),
+        lambda job: job.optimizer not in ("adam", "sgd", *MUON),
         "its state of an expert cannot be moved yet",
-        "set optimizer='adam' or 'sgd'",
+        "set optimizer='adam', 'sgd' or 'muon'",
+    ),
+    Rule(
+        "optimizer",
+        lambda job: job.optimizer == LAYER_WISE and job.expert_data_parallel_size > 1,
+        "what steps an expert is one of the ranks that hold it, which depends on where it is",
+        "set optimizer='muon', without use_layer_wise_distributed_optimizer",
+    ),
+    Rule(
+        "use_distributed_optimizer",
+        lambda job: job.use_distributed_optimizer and job.optimizer in MUON,
+        "Muon on Megatron's shards of buffers has not been run",
+        "set use_distributed_optimizer=False",
     ),
     Rule(
         "optimizer_cpu_offload",
@@ -378,6 +395,21 @@ RULES = (
 """What Megatron jobs are refused for; one entry for each class of settings."""
 
 EMULATED = (
+    Emulated(
+        "moe_token_dispatcher_type",
+        lambda job: job.moe_token_dispatcher_type == "flex",
+        "exchanges of torch.distributed that do what DeepEP's and HybridEP's do",
+    ),
+    Emulated(
+        "overlap_moe_expert_parallel_comm",
+        lambda job: job.overlap_moe_expert_parallel_comm,
+        "streams and events of CUDA where everything is done when it returns",
+    ),
+    Emulated(
+        "moe_permute_fusion",
+        lambda job: job.moe_permute_fusion and reorders(job),
+        "permutations in torch that do what TransformerEngine's fused ones do",
+    ),
     Emulated(
         "cuda_graph_modules",
         lambda job: job.cuda_graph_impl != "none",

@@ -26,14 +26,17 @@ _EXPERTS, _SHAPE, _STEPS = 3, (4, 6), 3
 _CPU = torch.device("cpu")
 
 
-def check_element_wise(optimizer: torch.optim.Optimizer, experts: Collection[int] | None = None) -> None:
-    """Refuse an optimizer that mixes the experts of a tensor.
+def check_element_wise(
+    optimizer: torch.optim.Optimizer, experts: Collection[int] | None = None, *, each: bool = False
+) -> None:
+    """Refuse an optimizer that mixes experts.
 
-    A twin with the options of a param group that has experts steps a tensor of three experts, three others step one
-    each; both must give the same. An optimizer whose twin cannot be made is let pass with a warning.
+    A twin with the options of a param group that has experts steps three experts, three others step one each; both must
+    give the same. An optimizer whose twin cannot be made is let pass with a warning.
 
     Args:
         experts: ids of the parameters that are experts; None: any may be.
+        each: whether each expert is a parameter ``[a, b]`` of its own; else all of a rank are in one, ``[E/R, ...]``.
 
     Raises:
         OptimizerStateError: it mixes experts, or cannot step tensors of experts at all, or what it keeps for them could
@@ -45,7 +48,9 @@ def check_element_wise(optimizer: torch.optim.Optimizer, experts: Collection[int
         if experts is not None and not any(id(parameter) in experts for parameter in group["params"]):
             continue
         if not any(_equal(options, other) for other in checked):
-            _check_group(optimizer, options, _device_of_trial(optimizer, group["params"], experts))
+            mine = [one for one in group["params"] if experts is None or id(one) in experts]
+            flat = not each and bool(mine) and all(one.ndim == 2 for one in mine)
+            _check_group(optimizer, options, _device_of_trial(optimizer, mine), _Shapes(each, flat))
             checked.append(options)
 
 
@@ -55,11 +60,24 @@ def _equal(options: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
+class _Shapes:
+    """How experts are given to an optimizer.
+
+    Args:
+        each: one tensor for each; else one for all.
+        flat: experts are vectors, as biases are.
+    """
+
+    each: bool
+    flat: bool
+
+
+@dataclass(frozen=True)
 class _Trial:
     """One twin for three experts, and one for each of them, after some steps.
 
     Args:
-        tensor: that the first has stepped.
+        tensor: that the first has stepped, or the first of them.
     """
 
     twin: torch.optim.Optimizer
@@ -71,24 +89,24 @@ class _CannotTryError(Exception):
     """No whole twin can be made."""
 
 
-def _device_of_trial(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], experts: Collection[int] | None
-) -> torch.device:
+def _device_of_trial(optimizer: torch.optim.Optimizer, experts: Sequence[Tensor]) -> torch.device:
     """Return the parameters' device, since another library's kernels may know no other; the CPU for torch's own."""
     if type(optimizer).__module__.startswith("torch.optim"):
         return _CPU
-    devices = [one.device for one in parameters if experts is None or id(one) in experts]
+    devices = [one.device for one in experts]
     return devices[0] if devices and devices[0].type != "meta" else _CPU
 
 
-def _check_group(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], device: torch.device) -> None:
+def _check_group(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], device: torch.device, shapes: _Shapes
+) -> None:
     kind = type(optimizer).__name__
     try:
         with unnoticed([device.index or 0] if device.type == "cuda" else []):
             try:
-                trial = _tried(optimizer, options, torch.float64, device)
+                trial = _tried(optimizer, options, torch.float64, device, shapes)
             except Exception:
-                trial = _tried(optimizer, options, torch.float32, device)
+                trial = _tried(optimizer, options, torch.float32, device, shapes)
     except _CannotTryError as error:
         logger.warning(
             "%s cannot be tried on small tensors (%s): make sure that it updates each expert by itself, or placement "
@@ -104,50 +122,66 @@ def _check_group(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], d
         ) from None
     if trial.mixes:
         raise OptimizerStateError(
-            f"{kind} mixes the experts of a tensor in its update, so placement would change the result; use an "
-            "element-wise optimizer (SGD, Adam, AdamW, ...)"
+            f"{kind} mixes the experts of {'a rank' if shapes.each else 'a tensor'} in its update, so placement would "
+            "change the result; use an element-wise optimizer (SGD, Adam, AdamW, ...)"
         )
-    expert_state(trial.twin, trial.tensor)  # what it keeps can move with experts
+    if not shapes.each:
+        expert_state(trial.twin, trial.tensor)  # what it keeps can move with experts
     for one in unmoved(trial.twin, {"a tensor of experts": trial.tensor}):
         if not one.may_be_registered:
             raise OptimizerStateError(one.said)
 
 
 def _tried(
-    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+    optimizer: torch.optim.Optimizer,
+    options: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    shapes: _Shapes,
 ) -> _Trial:
     if needs_more_than_a_closure(optimizer):
         raise _CannotTryError("its step asks for more than a closure")
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(_EXPERTS, *_SHAPE, generator=generator).to(device, dtype)
-    gradients = torch.randn(_STEPS, _EXPERTS, *_SHAPE, generator=generator).to(device, dtype)
+    shape = _SHAPE[1:] if shapes.flat else _SHAPE
+    start = torch.randn(_EXPERTS, *shape, generator=generator).to(device, dtype)
+    gradients = torch.randn(_STEPS, _EXPERTS, *shape, generator=generator).to(device, dtype)
     # Experts differ in size, so that whatever is taken over all of them shows.
-    gradients *= torch.logspace(-2, 2, _EXPERTS, device=device).view(1, -1, 1, 1)
-    together, apart = start.clone(), list(start.clone().split(1))
-    repeated = start.clone()
+    gradients *= torch.logspace(-2, 2, _EXPERTS, device=device).view(1, -1, *[1] * len(shape))
+
+    def cut(tensor: Tensor) -> list[Tensor]:
+        return [one.clone() for one in tensor] if shapes.each else list(tensor.clone().split(1))
+
+    def given(tensor: Tensor) -> list[Tensor]:
+        return cut(tensor) if shapes.each else [tensor.clone()]
+
+    together, repeated, apart = given(start), given(start), cut(start)
     made: list[Made] = []
     try:
-        made += [_twin(optimizer, options, tensor) for tensor in (together, repeated, *apart)]
+        made += [_twin(optimizer, options, tensors) for tensors in (together, repeated, *([one] for one in apart))]
         twin, again, *singles = [one.optimizer for one in made]
         for step in gradients:
-            _step(twin, together, step)
-            _step(again, repeated, step)
-            for single, tensor, gradient in zip(singles, apart, step.split(1), strict=True):
-                _step(single, tensor, gradient)
+            _step(twin, together, given(step))
+            _step(again, repeated, given(step))
+            for single, tensor, gradient in zip(singles, apart, cut(step), strict=True):
+                _step(single, [tensor], [gradient])
     except Exception as error:
         why = one_line(error) if not made else made[0].why_not_whole
         if why:
             raise _CannotTryError(why) from None
         raise
-    results = [(together, torch.cat(apart), start)]
-    for key, kept in twin.state.get(together, {}).items():
+    joined = torch.stack if shapes.each else torch.cat
+    results = [(joined(together), joined(apart), start)]
+    for key, kept in twin.state.get(together[0], {}).items():
+        of_all = [twin.state.get(tensor, {}).get(key) for tensor in together]
         of_each = [one.state.get(tensor, {}).get(key) for one, tensor in zip(singles, apart, strict=True)]
-        if _is_like(kept, together) and all(_is_like(one, tensor) for one, tensor in zip(of_each, apart, strict=True)):
-            results.append((kept, torch.cat(of_each), torch.zeros_like(kept)))
+        pairs = zip([*of_all, *of_each], [*together, *apart], strict=True)
+        if all(_is_like(one, tensor) for one, tensor in pairs):
+            kept = joined(of_all)
+            results.append((kept, joined(of_each), torch.zeros_like(kept)))
     rounding = rounding_of(dtype)
-    if _any_differs(together, repeated, start, rounding):
+    if _any_differs(joined(together), joined(repeated), start, rounding):
         raise _CannotTryError("its step gives something else when it is repeated: it draws random numbers")
-    return _Trial(twin, together, any(_any_differs(*result, rounding) for result in results))
+    return _Trial(twin, together[0], any(_any_differs(*result, rounding) for result in results))
 
 
 def _any_differs(one: Tensor, other: Tensor, before: Tensor, rounding: tuple[float, float]) -> bool:
@@ -163,9 +197,9 @@ def _is_like(kept: Any, tensor: Tensor) -> bool:
     return isinstance(kept, Tensor) and kept.shape == tensor.shape and kept.is_floating_point()
 
 
-def _twin(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], tensor: Tensor) -> Made:
-    """An optimizer of the same class and options for another tensor, without options of how to compute on a device."""
-    made = made_anew(optimizer, [(options, [tensor.requires_grad_()])], tensor.device)
+def _twin(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], tensors: Sequence[Tensor]) -> Made:
+    """An optimizer of the same class and options for other tensors, without options of how to compute on a device."""
+    made = made_anew(optimizer, [(options, [one.requires_grad_() for one in tensors])], tensors[0].device)
     twin = made.optimizer
     if callable(train := getattr(twin, "train", None)):
         train()  # it may have been left in evaluation
@@ -175,10 +209,17 @@ def _twin(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], tensor: 
     return made
 
 
-def _step(twin: torch.optim.Optimizer, tensor: Tensor, gradient: Tensor) -> None:
+def _step(twin: torch.optim.Optimizer, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     def closure() -> float:
-        tensor.grad = gradient.clone()
-        return float((tensor.detach() * gradient).sum())
+        total = 0.0
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            tensor.grad = gradient.clone()
+            total += float((tensor.detach() * gradient).sum())
+        return total
 
     closure()
-    step_of(twin)(closure)
+    step = step_of(twin)
+    try:
+        step(closure)
+    except (TypeError, ValueError):  # some refuse a closure, or what they are given
+        step()

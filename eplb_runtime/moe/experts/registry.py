@@ -158,6 +158,11 @@ class ExpertTensors:
         """The layers of which this rank holds experts; with pipelines, those of its stages."""
         return [layer for layer, entries in enumerate(self._layers) if entries]
 
+    @property
+    def has_slots(self) -> bool:
+        """Whether experts are tensors of their own here, not rows of one."""
+        return any(isinstance(entry.tensor, tuple) for entries in self._layers for entry in entries)
+
     def add(self, layer: int, name: str, tensor: Tensor | tuple[Tensor, ...], kind: Kind = "parameter") -> None:
         """Register a tensor ``[E/R, ...]`` of a layer, or one tensor for each of its E/R home slots.
 

@@ -24,6 +24,7 @@ MEGATRON = {
     "edp_at_reference": "expert_data_parallel_size",
     "gpus": "world_size",
     "dispatcher": "moe_token_dispatcher_type",
+    "flex_backend": "moe_flex_dispatcher_backend",
     "overlap_moe_comm": "overlap_moe_expert_parallel_comm",
     "fp8": "fp8",
     "optimizer": "optimizer",
@@ -37,8 +38,8 @@ MEGATRON = {
 }
 """A recipe's fields, and Megatron's names for them."""
 MEGATRON_AS_WRITTEN = (
+    "optimizer",  # the field has Muon's name alone
     "moe_permute_fusion",
-    "moe_latent_size",
     "moe_pad_expert_input_to_capacity",
     "num_distributed_optimizer_instances",
     "overlap_param_gather_with_optimizer_step",

@@ -121,7 +121,12 @@ def test_a_routers_map_of_another_kind_is_refused() -> None:
     from eplb_runtime.hosts.megatron.layer import install
     from eplb_runtime.load.expert_clock import ExpertClock
 
-    config = SimpleNamespace(moe_router_topk=2, num_moe_experts=4, moe_token_dispatcher_type="alltoall")
+    config = SimpleNamespace(
+        overlap_moe_expert_parallel_comm=False,
+        moe_router_topk=2,
+        num_moe_experts=4,
+        moe_token_dispatcher_type="alltoall",
+    )
     experts = SimpleNamespace(sharded_state_dict=None, parameters=lambda: iter([torch.zeros(1)]))
     own = {name: lambda *_: None for name in ("route", "preprocess", "postprocess")}
     layer = SimpleNamespace(config=config, experts=experts, local_expert_indices=[0, 1], **own)

@@ -135,9 +135,9 @@ def test_another_librarys_optimizer_is_tried_where_its_parameters_are(monkeypatc
     """Its kernels may know no tensors on a CPU, as TransformerEngine's and Apex's; torch's own know them."""
     tried: list[torch.device] = []
 
-    def note(optimizer: Any, options: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    def note(optimizer: Any, options: Any, dtype: torch.dtype, device: torch.device, *rest: Any) -> Any:
         tried.append(device)
-        return own(optimizer, options, dtype, torch.device("cpu"))
+        return own(optimizer, options, dtype, torch.device("cpu"), *rest)
 
     own = element_wise._tried
     monkeypatch.setattr(element_wise, "_tried", note)
@@ -146,7 +146,7 @@ def test_another_librarys_optimizer_is_tried_where_its_parameters_are(monkeypatc
     there = torch.device("cuda", 1)
     for kind in (InTraining, torch.optim.AdamW):
         optimizer = kind([dense, one])
-        on_gpu = SimpleNamespace(device=there)
+        on_gpu = SimpleNamespace(ndim=3, device=there)
         optimizer.param_groups[0]["params"] = [dense, on_gpu]
         check_element_wise(optimizer, {id(on_gpu)})
     assert tried == [[1], there, [], torch.device("cpu")]

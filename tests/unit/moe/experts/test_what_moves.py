@@ -81,6 +81,17 @@ class PerTensorTrust(torch.optim.SGD):
                 parameter.sub_(group["lr"] * parameter.norm() / parameter.grad.norm() * parameter.grad)
 
 
+class OneNorm(torch.optim.SGD):
+    """The step is scaled by a norm over all tensors."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+        for parameter in parameters:
+            parameter.sub_(self.param_groups[0]["lr"] / norm * parameter.grad)
+
+
 def test_an_optimizer_is_judged_by_what_it_does_and_not_by_its_name() -> None:
     import transformers
 
@@ -100,8 +111,26 @@ def test_options_of_an_element_wise_optimizer_change_nothing(options: dict, capl
 
 
 def test_an_optimizer_that_cannot_be_tried_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    check_element_wise(torch.optim.Muon([nn.Parameter(torch.randn(4, 3))]))
+    muon = torch.optim.Muon([nn.Parameter(torch.randn(4, 3))])
+    muon.param_groups[0]["params"] = [nn.Parameter(torch.randn(4, 3, 5))]
+    check_element_wise(muon)
     assert ["Muon cannot be tried" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_experts_that_are_matrices_of_their_own_are_tried_so(caplog: pytest.LogCaptureFixture) -> None:
+    parameters = [nn.Parameter(torch.randn(4, 3)) for _ in range(2)]
+    for optimizer in (torch.optim.Muon(parameters), torch.optim.AdamW(parameters), PerTensorTrust(parameters, lr=0.1)):
+        check_element_wise(optimizer, each=True)
+    assert not caplog.records
+    with pytest.raises(OptimizerStateError, match="mixes the experts of a rank"):
+        check_element_wise(OneNorm(parameters, lr=0.1), each=True)
+
+
+def test_biases_of_experts_in_one_matrix_are_tried_as_such() -> None:
+    stacked = [nn.Parameter(torch.randn(4, 3))]
+    check_element_wise(torch.optim.AdamW(stacked))
+    with pytest.raises(OptimizerStateError, match="Muon mixes the experts of a tensor"):
+        check_element_wise(torch.optim.Muon(stacked))
 
 
 def test_state_of_another_shape_is_refused() -> None:

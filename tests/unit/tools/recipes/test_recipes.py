@@ -232,7 +232,7 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
     ("fields", "setting"),
     [
         ({"etp": 2, "gpus": 16}, "etp"),
-        ({"overlap_moe_comm": True}, "overlap_moe_comm"),
+        ({"dispatcher": "flex", "flex_backend": "ncclep"}, "flex_backend"),
         ({"cuda_graph": "full_iteration"}, "cuda_graph_impl"),
         ({"cuda_graph": "local:attn"}, "cuda_graph_impl"),
         ({"cuda_graph": "transformer_engine"}, "cuda_graph_modules"),
@@ -247,7 +247,9 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
             {"source_lines": {"optimizer.overlap_param_gather_with_optimizer_step": True}},
             "overlap_param_gather_with_optimizer_step",
         ),
-        ({"optimizer": "muon"}, "optimizer"),
+        ({"optimizer": "lion"}, "optimizer"),
+        ({"optimizer": "muon", "distributed_optimizer": True}, "distributed_optimizer"),
+        ({"optimizer": "muon", "source_lines": {"optimizer.optimizer": "dist_muon"}, "gpus": 16}, "optimizer"),
         ({"ep": 1, "pp": 2}, "ep"),
         ({"optimizer_cpu_offload": True, "params_dtype": "bf16"}, "optimizer_cpu_offload"),
         (
@@ -295,6 +297,30 @@ def test_each_rule_of_torchtitan_refuses_its_setting_and_no_other(
 ) -> None:
     assert judged_fields(tmp_path, TORCHTITAN, compile="loss")["replicas"] is True
     assert refused(judged_fields(tmp_path, TORCHTITAN, **fields)) == [setting]
+
+
+@pytest.mark.parametrize(
+    ("fields", "exact", "stand_in"),
+    [
+        ({"optimizer": "muon", "gpus": 16}, "bit", []),
+        ({"optimizer": "muon", "source_lines": {"optimizer.optimizer": "dist_muon"}}, "bit", []),
+        ({"overlap_moe_comm": True}, "bit", ["overlap_moe_expert_parallel_comm"]),
+        (
+            {"overlap_moe_comm": True, "cuda_graph": "transformer_engine:moe_router"},
+            "bit",
+            ["overlap_moe_expert_parallel_comm", "cuda_graph_modules"],
+        ),
+        ({"dispatcher": "flex", "flex_backend": "hybridep"}, "rounding", ["moe_token_dispatcher_type"]),
+        ({"dispatcher": "flex", "flex_backend": "deepep", "top_k": 2}, "bit", ["moe_token_dispatcher_type"]),
+        ({"source_lines": {"model.moe_permute_fusion": True}}, "bit", ["moe_permute_fusion"]),
+    ],
+)
+def test_classes_of_megatrons_settings_that_attach(
+    tmp_path: Path, fields: Mapping[str, Any], exact: str, stand_in: list[str]
+) -> None:
+    found = judged_fields(tmp_path, MEGATRON, **{"top_k": 8, "dispatcher": "alltoall", "gpus": 8, **fields})
+    assert found["attaches"] is True and found["exact"] == exact
+    assert [one["setting"] for one in found["stand_in"]] == stand_in
 
 
 def test_sizes_that_do_not_fit_the_ranks_leave_open_how_equal_training_is(tmp_path: Path) -> None:
@@ -407,10 +433,13 @@ def test_fp8_with_scales_of_now_attaches(tmp_path: Path, recipe: str) -> None:
     ]
 
 
-def test_rows_that_pad_experts_are_added_in_the_order_of_slots(tmp_path: Path) -> None:
-    padded = {"source_lines": {"model.moe_router_padding_for_fp8": True}, "fp8": "mxfp8", "dispatcher": "alltoall"}
-    assert judged_fields(tmp_path, MEGATRON, top_k=8, **padded)["exact"] == "rounding"
-    assert judged_fields(tmp_path, MEGATRON, top_k=2, **padded)["exact"] == "bit"
+@pytest.mark.parametrize("setting", ["moe_router_padding_for_fp8", "moe_permute_fusion", "moe_latent_size"])
+def test_rows_are_added_in_the_order_of_slots_by_some_dispatchers_alone(tmp_path: Path, setting: str) -> None:
+    fields = {"source_lines": {f"model.{setting}": True}, "fp8": "mxfp8"}
+    for dispatcher, exact in (("alltoall", "bit"), ("flex", "rounding"), ("allgather", "rounding")):
+        assert judged_fields(tmp_path, MEGATRON, top_k=8, dispatcher=dispatcher, **fields)["exact"] == exact
+        found = judged_fields(tmp_path, MEGATRON, top_k=2, dispatcher=dispatcher, **fields)
+        assert found["exact"] == "bit" and "moe_permute_fusion" not in str(found["stand_in"])
 
 
 def test_adapters_of_attention_leave_experts_as_they_are_and_attach(tmp_path: Path) -> None:
@@ -566,13 +595,13 @@ def test_recipes_that_people_run(shared_data: Path) -> None:
         row["source"]: (row["recipes"], row["attach"], row["refused"], row["unknown"]) for row in totals(answers)
     }
     assert counted == {
-        "Megatron-Bridge": (85, 47, 38, 0),
+        "Megatron-Bridge": (85, 52, 33, 0),
         "Megatron-LM": (2, 1, 1, 0),
         "prime-rl": (7, 0, 7, 0),
         "slime": (12, 12, 0, 0),
         "torchtitan": (8, 4, 4, 0),
         "verl": (16, 15, 1, 0),
-        "all": (130, 79, 51, 0),
+        "all": (130, 84, 46, 0),
     }
     undecided = {name for one in answers if one.attaches is None for name in one.judgement.undecided}
     assert undecided == set()

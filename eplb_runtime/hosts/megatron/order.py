@@ -1,0 +1,115 @@
+"""Rows of Megatron's all-to-all dispatcher: in logical order where a token's results are added up, in the order of
+slots where they travel.
+
+Megatron permutes, and later adds, in the order of the columns that it is given. So it gets them by logical expert, with
+``moe_permute_fusion`` or without, and whole chunks, one for each expert, change places between that and its all-to-all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_utils import permute, unpermute
+from torch import Tensor
+
+from ...moe.layer import HostDispatchedLayer
+
+_TRIED = 8
+"""Tokens, and experts, that are permuted at attach."""
+
+
+class RowsInLogicalOrder:
+    """The way of one layer's rows between the order of logical experts and that of slots.
+
+    Args:
+        dispatcher: Megatron's `MoEAlltoAllTokenDispatcher`; from now on it takes columns by logical expert.
+        columns: where experts are.
+    """
+
+    def __init__(self, dispatcher: Any, columns: HostDispatchedLayer) -> None:
+        self._columns = columns
+        self._counts_E: Tensor | None = None
+        self._places: tuple[Tensor, Tensor] | None = None
+        own_preprocess = dispatcher.preprocess
+
+        def preprocess(logical_TE: Tensor) -> Any:
+            """How many rows go where; padded already, if they are padded."""
+            self._counts_E = logical_TE.sum(dim=0)
+            return own_preprocess(logical_TE.index_select(1, columns.logical_of_slots))
+
+        dispatcher.preprocess = preprocess
+
+    def to_slots(self, rows_ND: Tensor, weights_N: Tensor) -> tuple[Tensor, Tensor]:
+        """What Megatron has permuted by logical expert -> what travels."""
+        assert self._counts_E is not None
+        there_N, back_N = _places(self._counts_E, self._columns.logical_of_slots, len(rows_ND))
+        self._counts_E, self._places = None, (there_N, back_N)
+        return _Moved.apply(rows_ND, there_N, back_N), _Moved.apply(weights_N, there_N, back_N)
+
+    def from_slots(self, rows_ND: Tensor) -> Tensor:
+        """What has come back -> what Megatron adds up by logical expert."""
+        assert self._places is not None
+        there_N, back_N = self._places
+        self._places = None
+        moved: Tensor = _Moved.apply(rows_ND, back_N, there_N)
+        return moved
+
+
+def _places(counts_E: Tensor, logical_of_slots: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Where each row in the order of slots is in logical order, and the other way round; int64 ``[N]`` each.
+
+    Nothing waits for the device.
+    """
+    counts_P = counts_E.index_select(0, logical_of_slots)
+    first_E, first_P = counts_E.cumsum(0) - counts_E, counts_P.cumsum(0) - counts_P
+    shift_P = first_E.index_select(0, logical_of_slots) - first_P
+    numbers_N = torch.arange(rows, device=counts_E.device)
+    there_N = numbers_N + shift_P.repeat_interleave(counts_P, output_size=rows)
+    return there_N, torch.empty_like(there_N).scatter_(0, there_N, numbers_N)
+
+
+class _Moved(torch.autograd.Function):
+    """Rows in another order. Each is read once, so their gradients are moved back, and none is added to another."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, there_N: Tensor, back_N: Tensor) -> Tensor:
+        ctx.save_for_backward(back_N)
+        return rows.index_select(0, there_N)
+
+    @staticmethod
+    @torch.compiler.disable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (back_N,) = ctx.saved_tensors
+        return gradient.index_select(0, back_N), None, None
+
+
+def why_not_permuted(module: Any) -> str:
+    """Empty, or why chunks of rows could not change places: the fused permutation is tried on a few.
+
+    Args:
+        module: Megatron's `MoELayer`, whose rows travel in another order than they are added in.
+    """
+    if not module.config.moe_permute_fusion:
+        return ""
+    weight = next(module.experts.parameters())
+    generator = torch.Generator().manual_seed(0)
+    rows, probs = (torch.rand(_TRIED, _TRIED, generator=generator) for _ in range(2))
+    chosen = (torch.rand(_TRIED, _TRIED, generator=generator) < 0.5).to(weight.device)
+    rows, probs = rows.to(weight.device, weight.dtype), (probs + 1).to(weight.device) * chosen
+    results = []
+    try:
+        for fused in (False, True):
+            moved, weights, places, *_ = permute(rows, chosen, probs, num_out_tokens=int(chosen.sum()), fused=fused)
+            total = unpermute(moved, places, restore_shape=rows.shape, routing_map=chosen, fused=fused)
+            results.append((moved, weights, total))
+    except (ValueError, TypeError, AssertionError, RuntimeError) as error:
+        return f"moe_permute_fusion=True: its permutation cannot be run ({error}); set moe_permute_fusion=False"
+    (moved, weights, total), (moved_fused, weights_fused, total_fused) = results
+    same = torch.equal(moved, moved_fused) and torch.equal(weights, weights_fused.reshape_as(weights))
+    if not same or not torch.allclose(total.float(), total_fused.float(), rtol=5e-2):
+        return (
+            "moe_permute_fusion=True: it permutes in another order than Megatron's own code, which is by expert; "
+            "set moe_permute_fusion=False"
+        )
+    return ""

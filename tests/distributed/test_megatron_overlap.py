@@ -1,0 +1,234 @@
+"""Megatron-Core's ``overlap_moe_expert_parallel_comm``: its own combined schedule, in which one micro-batch goes
+forward while another goes backward, with every home moved after each step.
+
+On a CPU: streams and events of CUDA are answered so that all is done when it returns, in the order in which Megatron's
+schedule asks for it. Grouped layers that leave their weights' gradients for later (``delay_wgrad_compute``) are
+TransformerEngine's, and have a stand-in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import cuda_graph_double
+import pytest
+import test_megatron_parallelisms as parallelisms
+import test_megatron_stages as stages
+import torch
+from ranks import run_ranks
+from test_megatron import GroupedLinear
+from test_megatron_fp8 import QuantizedJob, prepare
+from test_megatron_graphs import capture
+from test_megatron_parallelisms import SmallJob
+from test_megatron_stages import EXPERTS, LENGTH, STEPS, Job, attached, differing, forget_state, whole
+from torch import Tensor
+
+import eplb_runtime as eplb
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
+)
+OVERLAP = {"overlap_moe_expert_parallel_comm": True, "moe_router_topk": 3}
+CASES: dict[str, dict[str, Any]] = {
+    "gathers and reductions beside": {**OVERLAP, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    "optimizer of float16, shared experts": {
+        **OVERLAP,
+        "distributed": False,
+        "moe_shared_expert_intermediate_size": 32,
+    },
+}
+ALONE = {"overlap_moe_expert_parallel_comm": False}
+DELAYED = {**OVERLAP, "delay_wgrad_compute": True, "overlap_grad_reduce": True}
+GRAPHED = {
+    "overlap_moe_expert_parallel_comm": True,
+    "cuda_graph_impl": "transformer_engine",
+    "cuda_graph_scope": ["attn", "moe_router", "moe_preprocess"],
+}
+INTERLEAVED = {**stages.INTERLEAVED, **OVERLAP, "num_layers": 4}
+
+
+class Later(torch.autograd.Function):
+    """Rows of each expert by its weights, whose gradients are left for later."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, counts: list[int], linear: DelayedLinear) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.counts, ctx.linear = counts, linear
+        pairs = zip(rows.split(counts), linear.parameters(), strict=True)
+        return torch.cat([torch.nn.functional.linear(mine, weight) for mine, weight in pairs])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (rows,) = ctx.saved_tensors
+        ctx.linear.left.append((rows, gradient.clone(), ctx.counts))
+        pairs = zip(gradient.split(ctx.counts), ctx.linear.parameters(), strict=True)
+        return torch.cat([mine @ weight for mine, weight in pairs]), None, None
+
+
+class DelayedLinear(GroupedLinear):
+    """As TransformerEngine's with ``delay_wgrad_compute``: `backward_dw` gives its weights their gradients, in the
+    order of the backward passes, and calls what Megatron's DistributedDataParallel has registered for that."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.left: list[tuple[Tensor, Tensor, list[int]]] = []
+        self.hooks: list[Callable[[], None]] = []
+        for weight in self.parameters():
+            weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        self.hooks.append(hook)
+
+    def forward(self, rows: Tensor, counts: list[int]) -> tuple[Tensor, None]:
+        return Later.apply(rows, counts, self), None
+
+    def backward_dw(self) -> None:
+        rows, gradient, counts = self.left.pop(0)
+        for weight, mine, given in zip(self.parameters(), rows.split(counts), gradient.split(counts), strict=True):
+            weight.grad = given.T @ mine
+        for hook in self.hooks:
+            hook()
+
+
+class Event:
+    """A CUDA event where everything is done when it returns."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    wait = synchronize = record
+
+
+def answer_streams() -> None:
+    """What the combined schedule asks of CUDA besides."""
+
+    @contextlib.contextmanager
+    def span(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    torch.cuda.Event = Event
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None
+    torch.cuda.nvtx.range = span
+    torch.Tensor.record_stream = lambda *_: None
+
+
+def forward_step(batches: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Callable[[Tensor], Any]]:
+    """As of the stages; asked for a plan, what Megatron's schedule runs piece by piece."""
+    ids = next(batches)
+    positions = torch.arange(LENGTH).expand_as(ids)
+    causal = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(input_ids=ids, position_ids=positions, attention_mask=causal, labels=ids)
+
+    def loss_of(output: Tensor) -> tuple[Tensor, Tensor]:
+        loss = output.float().mean()
+        return loss, loss.detach()
+
+    return output, loss_of
+
+
+class OverlapJob(SmallJob):
+    def train(self, steps: range) -> list[tuple[Any, ...]]:
+        stages.forward_step = forward_step  # type: ignore[assignment]
+        return Job.train(self, steps)
+
+
+class GraphedJob(OverlapJob):
+    """Megatron captures after some steps."""
+
+    def train(self, steps: range) -> list[tuple[Any, ...]]:
+        seen = super().train(steps[:1])
+        capture(self)
+        return seen + super().train(steps[1:])
+
+
+class DelayedJob(OverlapJob, QuantizedJob):
+    """Its experts are `DelayedLinear`."""
+
+
+def interleaved() -> Job:
+    stages.forward_step = forward_step  # type: ignore[assignment]
+    return Job(**INTERLEAVED)
+
+
+def trained(make: Callable[[], Job], move: bool, spoil: Callable[[eplb.Balancer], None] = lambda _: None) -> Any:
+    job = make()
+    balancer = attached(job, move)
+    spoil(balancer)
+    result = {
+        "seen": job.train(range(STEPS)),
+        "tensors": job.tensors(balancer.placement),
+        "moved": sum(event.moved_experts for event in balancer.events if hasattr(event, "moved_experts")),
+        "placement": balancer.placement.physical_to_logical.tolist(),
+    }
+    balancer.close()
+    return result
+
+
+def three(make: Callable[[], Job], control: bool = True) -> dict[str, Any]:
+    """Trainings without moves, with moves, and, where asked for, with state that stays behind."""
+    results = {"static": trained(make, move=False), "moving": trained(make, move=True)}
+    return {**results, "control": trained(make, move=True, spoil=forget_state)} if control else results
+
+
+def on_two_ranks(rank: int) -> dict[str, Any]:
+    parallelisms.prepare()
+    answer_streams()
+    results: dict[str, Any] = {case: three(partial(OverlapJob, **options)) for case, options in CASES.items()}
+    results["one after another"] = OverlapJob(**{**CASES["gathers and reductions beside"], **ALONE}).train(range(STEPS))
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    RowParallelLinear.backward_dw = lambda _: None  # type: ignore[attr-defined]  # as ColumnParallelLinear's
+    cuda_graph_double.install()
+    results["graphs"] = three(partial(GraphedJob, **GRAPHED))
+    prepare(DelayedLinear)
+    results["delayed"] = three(partial(DelayedJob, **DELAYED))
+    return results
+
+
+def on_four_ranks(rank: int) -> dict[str, Any]:
+    stages.prepare()
+    answer_streams()
+    return {"interleaved": three(interleaved)}
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return run_ranks(2, on_two_ranks)
+
+
+@pytest.mark.parametrize("case", [*CASES, "graphs", "delayed"])
+def test_experts_move_and_no_bit_changes(results: list[dict[str, Any]], case: str) -> None:
+    assert_moved_without_a_change(results, case)
+
+
+def test_the_first_step_is_that_of_one_micro_batch_after_another(results: list[dict[str, Any]]) -> None:
+    for of_rank in results:
+        seen = of_rank["gathers and reductions beside"]["moving"]["seen"]
+        assert seen[0] == pytest.approx(of_rank["one after another"][0], rel=1e-5)
+
+
+def test_experts_of_interleaved_stages_move_and_no_bit_changes() -> None:
+    assert_moved_without_a_change(run_ranks(4, on_four_ranks), "interleaved")
+
+
+def assert_moved_without_a_change(results: list[dict[str, Any]], case: str) -> None:
+    static = whole([of_rank[case]["static"] for of_rank in results])
+    for of_rank in results:
+        assert of_rank[case]["moving"]["seen"] == of_rank[case]["static"]["seen"]
+        assert all(row != sorted(row) for row in of_rank[case]["moving"]["placement"])
+    moved = results[0][case]["moving"]["moved"]
+    assert results[0][case]["static"]["moved"] == 0 < moved
+    experts = [key for key in static if key[0] != "dense"]
+    print(f"{case}: {len(experts)} expert tensors, {len(static)} in all, {moved} moves")
+    assert {key[1] for key in experts} == set(range(EXPERTS))
+    assert differing(static, whole([of_rank[case]["moving"] for of_rank in results])) == []
+    if "control" in results[0][case]:
+        assert differing(static, whole([of_rank[case]["control"] for of_rank in results])) != [], "state that stays"

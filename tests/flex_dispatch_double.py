@@ -1,0 +1,119 @@
+"""DeepEP and HybridEP as Megatron-Core's flex dispatcher calls them, over torch.distributed: a token travels once to
+each rank that has any of its experts, and what ranks give back for it is added in float32, in the order of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Handle:
+    """Which tokens travel where.
+
+    Args:
+        sent_TR: bool, of this rank's tokens.
+        received: rows of each rank.
+    """
+
+    group: Any
+    sent_TR: Tensor
+    received: list[int]
+
+    @property
+    def sent(self) -> list[int]:
+        counts: list[int] = self.sent_TR.sum(dim=0).tolist()
+        return counts
+
+    def there(self, tokens: Tensor) -> Tensor:
+        """By source rank, then by token."""
+        rows = torch.cat([tokens[mine] for mine in self.sent_TR.T])
+        result = rows.new_empty(sum(self.received), *rows.shape[1:])
+        dist.all_to_all_single(result, rows, self.received, self.sent, group=self.group)
+        return result
+
+    def back(self, rows: Tensor) -> Tensor:
+        returned = rows.new_empty(sum(self.sent), *rows.shape[1:])
+        dist.all_to_all_single(returned, rows.contiguous(), self.sent, self.received, group=self.group)
+        total = torch.zeros(len(self.sent_TR), *rows.shape[1:])
+        for mine, part in zip(self.sent_TR.T, returned.split(self.sent), strict=True):
+            total[mine] += part.float()
+        return total.to(rows.dtype)
+
+
+class There(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, handle: Handle) -> Tensor:
+        ctx.handle = handle
+        return handle.there(tokens)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.handle.back(gradient), None
+
+
+class Back(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, handle: Handle) -> Tensor:
+        ctx.handle = handle
+        return handle.back(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.handle.there(gradient), None
+
+
+def _handle(group: Any, sent_TR: Tensor) -> Handle:
+    sent = sent_TR.sum(dim=0)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return Handle(group, sent_TR, received.tolist())
+
+
+def fused_dispatch(
+    tokens: Tensor, indices_TK: Tensor, probs_TK: Tensor, num_experts: int, group: Any, **_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Handle]:
+    count, rank = num_experts // group.size(), group.rank()
+    ranks = torch.arange(group.size())
+    handle = _handle(group, ((indices_TK // count)[..., None] == ranks).any(dim=1))
+    indices = handle.there(indices_TK) - rank * count
+    mine = (indices >= 0) & (indices < count)
+    probs = torch.where(mine, There.apply(probs_TK, handle), 0)
+    counts = torch.stack([(indices == number).sum() for number in range(count)])
+    return There.apply(tokens, handle), torch.where(mine, indices, -1), probs, counts, handle
+
+
+def fused_combine(rows: Tensor, group: Any, handle: Handle, **_: Any) -> tuple[Tensor, None]:
+    return Back.apply(rows, handle), None
+
+
+def hybrid_ep_dispatch(
+    x: Tensor, routing_map: Tensor, probs: Tensor, group: Any, num_local_experts: int, **_: Any
+) -> tuple[Tensor, Tensor, None, Tensor, tuple[Handle, Tensor, int]]:
+    handle = _handle(group, routing_map.unflatten(1, (-1, num_local_experts)).any(dim=-1))
+    first = group.rank() * num_local_experts
+    mine = slice(first, first + num_local_experts)
+    chosen = handle.there(routing_map.to(torch.uint8))[:, mine].bool()
+    rows, weights = There.apply(x, handle), There.apply(probs, handle)[:, mine]
+    expert, token = chosen.T.nonzero(as_tuple=True)
+    return rows[token], weights[token, expert], None, chosen.sum(dim=0), (handle, token, len(rows))
+
+
+def hybrid_ep_combine(x: Tensor, handle: tuple[Handle, Tensor, int], **_: Any) -> Tensor:
+    of_ranks, token, count = handle
+    rows = torch.zeros(count, x.shape[-1]).index_add(0, token, x.float()).to(x.dtype)
+    combined: Tensor = Back.apply(rows, of_ranks)
+    return combined
+
+
+def use() -> None:
+    """Let Megatron find these in the place of DeepEP's."""
+    import megatron.core.transformer.moe.token_dispatcher as dispatchers
+
+    dispatchers.fused_dispatch, dispatchers.fused_combine = fused_dispatch, fused_combine
+    dispatchers.set_deepep_num_sms = lambda number: None
+    dispatchers.hybrid_ep_dispatch, dispatchers.hybrid_ep_combine = hybrid_ep_dispatch, hybrid_ep_combine
