@@ -61,13 +61,13 @@ install_project() { # extra
     compiling=$!
 }
 
-# Megatron-Core's newest supported version, for Python 3.12 and up: its Python runs from a folder under 3.11, too.
-newer_megatron() { # version
-    local folder=.venv/megatron-core-$1
+# A package for Python 3.12 and up, whose Python runs from a folder under 3.11, too.
+of_newer_python() { # package version
+    local folder=.venv/$1-$2
     [ -d "$folder" ] && return 0
     rm -rf "$folder.partial"
     .venv/bin/python -m pip install --quiet --retries 1 --no-deps --python-version 3.12 --ignore-requires-python \
-        --only-binary=:all: --target "$folder.partial" "megatron-core==$1" && mv "$folder.partial" "$folder"
+        --only-binary=:all: --target "$folder.partial" "$1==$2" && mv "$folder.partial" "$folder"
 }
 
 planner_compiled() {

@@ -10,7 +10,8 @@ set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 install_project dev
 if [ $# = 0 ]; then
-    newer_megatron 0.19.2 || say "without Megatron-Core 0.19.2 its tests are skipped"
+    of_newer_python megatron-core 0.19.2 || say "without Megatron-Core 0.19.2 its tests are skipped"
+    of_newer_python emerging-optimizers 0.3.0 || say "without emerging-optimizers 0.3.0 tests of Megatron's Muon are skipped"
     command -v ip >/dev/null || debian_package iproute2 "hosts of network namespaces for the multi-node tests" ||
         say "without iproute2 the multi-node tests are skipped"
     command -v chromium >/dev/null || debian_package chromium "a browser for the tests of the live page" ||

@@ -25,7 +25,7 @@ VERSION = "0.19.2"
 NEWER = Path(sys.prefix) / f"megatron-core-{VERSION}"
 pytestmark = pytest.mark.skipif(
     not NEWER.is_dir(),
-    reason=f"no Megatron-Core {VERSION} in {NEWER}: newer_megatron of launch/environment.sh fetches it",
+    reason=f"no Megatron-Core {VERSION} in {NEWER}: launch/test.sh fetches it",
 )
 WAYS = ("distributed optimizer, all-gather", "grouped experts")
 STAGES = "interleaved"

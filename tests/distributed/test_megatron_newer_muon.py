@@ -34,13 +34,12 @@ FOLDER = Path(sys.prefix) / f"emerging-optimizers-{MUON}"
 pytestmark = [
     pytest.mark.skipif(
         not NEWER.is_dir(),
-        reason=f"no Megatron-Core {VERSION} in {NEWER}: newer_megatron of launch/environment.sh fetches it",
+        reason=f"no Megatron-Core {VERSION} in {NEWER}: launch/test.sh fetches it",
     ),
     pytest.mark.skipif(
         not (FOLDER.is_dir() or importlib.util.find_spec("emerging_optimizers"))
         or not importlib.util.find_spec("triton"),
-        reason=f"no emerging-optimizers, also not in {FOLDER} (pip install --no-deps --python-version 3.12 "
-        f"--ignore-requires-python --only-binary=:all: --target {FOLDER} emerging-optimizers=={MUON}), or no triton",
+        reason=f"no emerging-optimizers {MUON} in {FOLDER}: launch/test.sh fetches it; or no triton",
     ),
 ]
 OF_DEEPSEEK = {
