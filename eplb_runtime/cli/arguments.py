@@ -15,7 +15,7 @@ BAD_INPUT = 2
 
 LOAD = (
     "tokens per expert: .npz or .safetensors with `load`, .json, a run's folder, a serving engine's dump, Megatron's "
-    "router trace, or the word `sample`"
+    "router trace, slime's rollouts, or the word `sample`"
 )
 POLICY = "static, deepseek, free, hierarchical, swaps or incremental"
 

@@ -39,6 +39,7 @@ def add(commands: Any) -> None:
   eplb-runtime assess runs/first --ranks 64 --ranks-per-node 8
   eplb-runtime assess sample --ranks 8 --step-seconds 2.5 --moe-share 0.5
   eplb-runtime assess router_traces/ --ranks 8          # of Megatron's --moe-routing-trace-path
+  eplb-runtime assess rollouts/ --ranks 8               # of slime's --save-debug-rollout-data rollouts/{rollout_id}.pt
 """,
     )
     command.add_argument("record", metavar="RUN|TRACE", help="a recorded series of windows; " + LOAD)

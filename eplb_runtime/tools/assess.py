@@ -23,6 +23,7 @@ from ..planner.evaluate import predicted_imbalance
 from ..topology import DEFAULT_INTER_NODE_BANDWIDTH, DEFAULT_INTRA_NODE_BANDWIDTH, Topology
 from ..utils.files import FileError
 from .formats.megatron import trace_files
+from .formats.slime import rollout_files
 from .simulate import Asked, PolicyRun, Series, StepModel, num_replans, simulate, start_placement
 
 FloatArray = NDArray[np.float64]
@@ -223,8 +224,8 @@ class Assessment:
 
 
 def recorded(path: Path, load: FloatArray) -> Recorded:
-    """A load that was read from ``path``, with what its folder says of the job: the folder of a run, of ``eplb.record``
-    or of Megatron's router trace. Anything else says nothing.
+    """A load that was read from ``path``, with what its folder says of the job: the folder of a run, of
+    ``eplb.record``, of Megatron's router trace or of slime's rollouts. Anything else says nothing.
 
     Raises:
         FileError: a file of the folder is broken.
@@ -233,6 +234,8 @@ def recorded(path: Path, load: FloatArray) -> Recorded:
     if path.is_dir() and (files := trace_files(path)):
         return Recorded(load, 1, RecordedJob(ranks=len(files), takes_no_replicas=1))
     if path.is_file() and path in trace_files(path.parent):
+        return Recorded(load, 1, RecordedJob(takes_no_replicas=1))
+    if path.is_dir() and rollout_files(path):  # which Megatron trains on
         return Recorded(load, 1, RecordedJob(takes_no_replicas=1))
     if not path.is_dir() or not holds_series(path):
         return Recorded(load)

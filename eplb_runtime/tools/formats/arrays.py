@@ -33,15 +33,19 @@ def numbers(values: Any, name: str) -> LoadArray:
     return _plain_array(values, name, "iuf", "hold numbers").astype(np.float64)
 
 
-def expert_ids(values: Any, name: str) -> NDArray[np.int64]:
-    """``values`` as int64 ``[layers, slots]`` of whatever ids; whether there are such experts is not looked at.
+def expert_ids(values: Any, name: str, shape: tuple[str, ...] = ("layers", "slots")) -> NDArray[np.int64]:
+    """``values`` as int64 of whatever ids; whether there are such experts is not looked at.
+
+    Args:
+        shape: names of the dimensions.
 
     Raises:
         FormatError: ragged, no integers, too many, or of another shape.
     """
-    array = _plain_array(values, name, "iu", "be [layers, slots] of expert ids")
-    if array.ndim != 2:
-        raise FormatError(f"{name} must be [layers, slots] of expert ids")
+    wanted = f"be [{', '.join(shape)}] of expert ids"
+    array = _plain_array(values, name, "iu", wanted)
+    if array.ndim != len(shape):
+        raise FormatError(f"{name} must {wanted}")
     if array.size and array.max() > np.iinfo(np.int64).max:
         raise FormatError(f"{name} holds {array.max()}, which is no id")
     return array.astype(np.int64)

@@ -1,5 +1,5 @@
 """The engines whose files are known here, in the order they are asked: Hygon before SGLang, whose key it uses, and
-Megatron, too, whose trace folders may hold other ``.pt`` files."""
+Megatron and slime, too: folders of the one may hold other ``.pt`` files, those of the other hold nothing else."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from .hygon import Hygon
 from .megatron import Megatron
 from .own import Own
 from .sglang import SGLang
+from .slime import Slime
 from .tensorrt_llm import TensorRTLLM
 from .vllm import VLLM
 from .vllm_ascend import VLLMAscend
 
 OWN = Own()
-ENGINES: tuple[Engine, ...] = (OWN, Hygon(), Megatron(), SGLang(), VLLM(), VLLMAscend(), TensorRTLLM())
+ENGINES: tuple[Engine, ...] = (OWN, Hygon(), Megatron(), Slime(), SGLang(), VLLM(), VLLMAscend(), TensorRTLLM())

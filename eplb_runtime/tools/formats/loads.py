@@ -34,6 +34,8 @@ def read_load(path: str | Path, dense_layers: int = 0) -> LoadArray:
     * a directory of TensorRT-LLM expert statistics, see :func:`tensorrt_llm.expert_statistics`;
     * a directory that Megatron-LM's ``--moe-routing-trace-path`` has filled, or one rank's ``.jsonl`` of it, see
       :func:`megatron.traced_load`;
+    * a ``.pt`` file that slime's ``--save-debug-rollout-data`` has written, or a directory of them, one window a
+      rollout, see :func:`slime.replayed_load`;
     * the word ``sample``, where nothing has this name: a series that comes along, to try things out. It was drawn, not
       measured: 60 windows of 4 layers of 64 experts, 16,384 choices a layer, over three domains of 20 windows.
 
