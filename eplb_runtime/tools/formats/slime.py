@@ -25,7 +25,7 @@ class Slime(Engine):
     name = "slime"
     numbers_dense_layers = True
     has_dense_rows = True
-    load_names: ClassVar = {"pt": "samples", "directory": "0.pt, 1.pt, ... of --save-debug-rollout-data"}
+    load_names: ClassVar = {"pt": "samples"}
 
     def load(self, content: Content) -> LoadArray | None:
         """A file that ``--save-debug-rollout-data`` has written, or a folder of them; see `replayed_load`."""

@@ -150,7 +150,7 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
         "code in a .pt": (folder / "code.pt", "not a torch file of tensors and plain values"),
         "another .pt": (
             folder / "other.pt",
-            'no "samples" or "logical_count" (or "records" with "last_physical_to_logical_map") in it, only \'weights\'',
+            'no "samples" or "logical_count" (or "records" with "last_physical_to_logical_map") in it, only',
         ),
         "nothing recorded": (folder / "nothing.pt", "the recorder had recorded nothing"),
         "a broken record": (folder / "record.pt", 'a record without "forward_pass_id" or "global_physical_count"'),
@@ -158,7 +158,7 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
         "other slots": (folder / "slots.pt", "a record counts [1, 2] [layers, slots], the map has [1, 1]"),
         "empty folder": (
             folder / "empty",
-            "it has no router_trace_rank*.jsonl or 0.pt, 1.pt, ... of --save-debug-rollout-data or *.pt or rank*.safetensors",
+            "it has no router_trace_rank*.jsonl or *.pt or rank*.safetensors",
         ),
     }
 
