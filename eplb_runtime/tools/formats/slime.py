@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,6 @@ class Slime(Engine):
     name = "slime"
     numbers_dense_layers = True
     has_dense_rows = True
-    load_names: ClassVar = {"pt": "samples"}
 
     def load(self, content: Content) -> LoadArray | None:
         """A file that ``--save-debug-rollout-data`` has written, or a folder of them; see `replayed_load`."""

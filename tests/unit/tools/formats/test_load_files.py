@@ -150,16 +150,13 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
         "code in a .pt": (folder / "code.pt", "not a torch file of tensors and plain values"),
         "another .pt": (
             folder / "other.pt",
-            'no "samples" or "logical_count" (or "records" with "last_physical_to_logical_map") in it, only',
+            'no "logical_count" (or "records" with "last_physical_to_logical_map") in it, only \'weights\'',
         ),
         "nothing recorded": (folder / "nothing.pt", "the recorder had recorded nothing"),
         "a broken record": (folder / "record.pt", 'a record without "forward_pass_id" or "global_physical_count"'),
         "no such expert": (folder / "ids.pt", "must be [layers, slots] of expert ids"),
         "other slots": (folder / "slots.pt", "a record counts [1, 2] [layers, slots], the map has [1, 1]"),
-        "empty folder": (
-            folder / "empty",
-            "it has no router_trace_rank*.jsonl or *.pt or rank*.safetensors",
-        ),
+        "empty folder": (folder / "empty", "it has no router_trace_rank*.jsonl or *.pt or rank*.safetensors"),
     }
 
 
