@@ -52,7 +52,7 @@ def numbers_of(model_parts: Sequence[nn.Module]) -> tuple[int, ...]:
     if not all(id(part) in number_of for part in model_parts):
         raise AttachError(
             f"the stages of torch {torch.__version__} learn shapes in a way that eplb_runtime does not know, and would "
-            "count tokens that are none: use torch 2.13"
+            "count tokens that are none: use torch 2.13 or 2.14"
         )
     return tuple(number_of[id(part)] for part in model_parts)
 
