@@ -8,7 +8,7 @@ import textwrap
 
 from eplb_runtime.balancer.balancer import Balancer
 
-MOST_NAMES = 27
+MOST_NAMES = 28
 
 
 def public_names(kind: type) -> set[str]:
