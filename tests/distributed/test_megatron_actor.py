@@ -28,13 +28,14 @@ LENGTH, HEADS, GROUPS, WIDTH = PROMPT + NEW, 4, 2, 8
 STATE = dict[str, Tensor]
 
 
-def job_of() -> Any:
-    """Megatron's own modules in the form of a Mixtral, in float32."""
+def job_of(**options: Any) -> Any:
+    """Megatron's own modules in the form of a Mixtral, in float32 unless the options say otherwise."""
     import test_megatron_stages as stages
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
     RouterReplay.clear_global_router_replay_instances()
@@ -59,15 +60,18 @@ def job_of() -> Any:
                 generator = torch.Generator().manual_seed(stages.hash_of(name) + place)
                 if "norm" not in name:
                     parameter.data.normal_(std=0.3, generator=generator)
-            return DistributedDataParallel(self.config, ddp, model)
+            return DistributedDataParallel(
+                self.config, ddp, Float16Module(self.config, model) if self.config.bf16 else model
+            )
 
     return Actor(
-        bf16=False,
+        bf16=options.pop("bf16", False),
         normalization="RMSNorm",
         layernorm_epsilon=1e-5,
         num_query_groups=GROUPS,
         apply_rope_fusion=False,
         moe_enable_routing_replay=True,
+        **options,
     )
 
 
@@ -183,22 +187,30 @@ def train_on(job: Any, samples: dict[str, Tensor], layers: list[int]) -> tuple[l
 
 
 def digests(exported: STATE) -> dict[str, str]:
-    return {name: hashlib.blake2b(tensor.numpy().tobytes()).hexdigest() for name, tensor in exported.items()}
+    as_bytes = {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in exported.items()}
+    return {name: hashlib.blake2b(content).hexdigest() for name, content in as_bytes.items()}
 
 
-def loop(policy: str, wrong: bool = False) -> dict[str, Any]:
+def loop(
+    policy: str, wrong: bool = False, phases_of: Any = None, prepare: Callable[[Any], None] = id, **options: Any
+) -> dict[str, Any]:
     """Rounds of export, rollout and training.
 
     Args:
         wrong: the engine gets experts 0 and 1 of a layer in each other's place.
+        phases_of: what frees and loads a model and its optimizer; those of `test_megatron_phases` otherwise.
+        prepare: called with the balancer.
+        options: as of `test_megatron_stages.Job`.
     """
     from megatron.core import parallel_state
     from test_megatron_phases import Phases
 
-    job, engine = job_of(), rollout_model()
+    phases_of = phases_of or Phases
+    job, engine = job_of(**options), rollout_model()
     config = eplb.BalancerConfig(interval=None, gate="always", policy=policy)
     balancer = eplb.attach(job.models, job.optimizer, config=config)
     balancer._wait_until_compiled()
+    prepare(balancer)
     (model,) = job.models
     found: dict[str, Any] = {"seen": [], "exports": [], "tokens": [], "freed": []}
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -209,7 +221,7 @@ def loop(policy: str, wrong: bool = False) -> dict[str, Any]:
             first, second = (f"decoder.layers.1.mlp.experts.local_experts.{one}.linear_fc1.weight" for one in (0, 1))
             exported[first], exported[second] = exported[second], exported[first]
         load_exported(engine, exported)
-        phases = Phases(model, job.optimizer)
+        phases = phases_of(model, job.optimizer)
         found["freed"].append(balancer.suspend())
         phases.free()
         samples = roll_out(engine, 10 * number + parallel_state.get_data_parallel_rank())
