@@ -35,7 +35,7 @@ function showProgress(progress) {
   const facts = [["step", count(progress.step)], ["step time", seconds(progress.step_seconds)]];
   if (current) {
     const age = Math.max(0, progress.step - current.placed_at);
-    facts.push(["placement", `epoch ${current.epoch}, ${count(age)} steps old`]);
+    facts.push(["placement", `epoch ${current.epoch}, ${count(age)} ${age === 1 ? "step" : "steps"} old`]);
     showStanding(...standing(progress));
   }
   const fact = ([name, text]) => element("div", name === "placement" ? { title: EPOCH } : {}, element("dt", {}, name), element("dd", { "data-key": name }, text));
