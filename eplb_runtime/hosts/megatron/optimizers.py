@@ -185,7 +185,12 @@ class StepByMegatron:
         joined = Joined(has_moved)
         joined.put(optimizer, "step", stepped)
         others = [leaf for leaf in leaves if not _is_for_experts(leaf)]
-        if self._are_apart(others) and isinstance(optimizer, ChainedOptimizer):
+        layer_wise = [one for one in _chains(optimizer) if isinstance(one, LayerWiseDistributedOptimizer)]
+        for one in layer_wise:  # it steps experts and others together: also on a stage where experts are none
+            joined.put(one, "get_grad_norm", partial(self._norm_of_all, one.get_grad_norm, square_of_experts))
+            if one is not optimizer:  # Megatron-LM chains it with a distributed optimizer of what is no matrix
+                joined.put(optimizer, "get_grad_norm", partial(_norm_of_chain, optimizer))
+        if not layer_wise and self._are_apart(others) and isinstance(optimizer, ChainedOptimizer):
 
             def norm() -> float:
                 norms = [leaf.get_grad_norm() for leaf in others]
@@ -193,10 +198,6 @@ class StepByMegatron:
                 return math.sqrt(square + sum(float(one) ** 2 for one in norms if one))
 
             joined.put(optimizer, "get_grad_norm", norm)
-        elif isinstance(optimizer, LayerWiseDistributedOptimizer):
-            joined.put(
-                optimizer, "get_grad_norm", partial(self._norm_of_all, optimizer.get_grad_norm, square_of_experts)
-            )
         for leaf in self._leaves_of_experts():
             if isinstance(leaf, DistributedOptimizer):
                 refuse_places(optimizer, leaf, has_moved, joined.put_for_state)
@@ -264,6 +265,11 @@ class Joined:
         for thing, name in [*self._put, *([] if self._has_moved() else self._put_for_state)]:
             vars(thing).pop(name, None)
         self._put.clear()
+
+
+def _norm_of_chain(chain: Any) -> float:
+    """The norm of optimizers that have each a norm of their own."""
+    return math.sqrt(sum(float(one.get_grad_norm() or 0.0) ** 2 for one in chain.chained_optimizers))
 
 
 def _chains(optimizer: Any) -> Iterator[ChainedOptimizer]:
