@@ -69,9 +69,10 @@ def options_of(optimizer: Any) -> dict[str, Any]:
     if not isinstance(optimizer, MegatronOptimizer):
         return {}
     leaves = list(_leaves(optimizer))
-    options = dict(vars(leaves[0].config)) if leaves else {}
+    config = getattr(leaves[0], "config", None) if leaves else None  # layer-wise float32 has torch's own in its chain
+    options = dict(vars(config)) if config is not None else {}
     for leaf in leaves:
-        kind = type(leaf.optimizer).__name__
+        kind = type(getattr(leaf, "optimizer", leaf)).__name__
         if "muon" in kind.lower():  # 0.16.1 writes 'adam' into the config while it makes one
             options["optimizer"] = "muon" if kind == "TensorParallelMuon" else kind
     if any(isinstance(one, LayerWiseDistributedOptimizer) for one in _chains(optimizer)):
@@ -301,6 +302,11 @@ def _held(leaf: Any) -> set[int]:
         return {id(parameter) for group in groups for parameter in group}
     if isinstance(leaf, FP32Optimizer):
         return {id(parameter) for group in leaf.optimizer.param_groups for parameter in group["params"]}
+    if isinstance(leaf, torch.optim.Optimizer):
+        raise AttachError(
+            f"the layer-wise optimizer has a {type(leaf).__name__} of torch's in its chain, which Megatron cannot step: "
+            "it takes bf16 alone; set bf16=True, or optimizer='muon' without use_layer_wise_distributed_optimizer"
+        )
     raise AttachError(
         f"Megatron's {type(leaf).__name__} is not supported: what it keeps for an expert cannot be reached; use "
         "optimizer='adam' or 'sgd', distributed or not"
