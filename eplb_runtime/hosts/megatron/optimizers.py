@@ -304,7 +304,7 @@ def _held(leaf: Any) -> set[int]:
         return {id(parameter) for group in leaf.optimizer.param_groups for parameter in group["params"]}
     if isinstance(leaf, torch.optim.Optimizer):
         raise AttachError(
-            f"the layer-wise optimizer has a {type(leaf).__name__} of torch's in its chain, which Megatron cannot step: "
+            f"the layer-wise optimizer has torch's {type(leaf).__name__} in its chain, which Megatron cannot step: "
             "it takes bf16 alone; set bf16=True, or optimizer='muon' without use_layer_wise_distributed_optimizer"
         )
     raise AttachError(
