@@ -33,6 +33,7 @@ PARALLELISM = "tensor and sequence parallelism"
 NOT_OF_MEGATRON = {
     "expert_data_parallel_size",
     "saves_by_place",
+    "moe_use_legacy_grouped_gemm",  # 0.16.1 has it
     "phase_offload",
     "lora",
     "lora_target_modules",

@@ -57,6 +57,10 @@ CASES: dict[str, dict[str, Any]] = {
         "overlap_grad_reduce": True,
         "overlap_param_gather": True,
     },
+    "layer-wise, laid out as Megatron-LM does": {
+        "stepped": {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True},
+        "laid_out": True,
+    },
 }
 
 
@@ -98,8 +102,48 @@ def gathers_of_any_sizes() -> None:
 
 
 class MuonJob(SmallJob):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(distributed=False, moe_router_topk=3, **options)
+    """A job with Muon.
+
+    Args:
+        laid_out: as Megatron-LM's `wrap_model_chunks_with_ddp` does it by default: matrices are whole in the shards of
+            buffers, and a distributed optimizer steps what is no matrix.
+    """
+
+    def __init__(self, laid_out: bool = False, **options: Any) -> None:
+        import megatron.core.distributed as distributed
+
+        own = distributed.DistributedDataParallel
+        if laid_out:
+            distributed.DistributedDataParallel = with_a_layout
+        try:
+            super().__init__(distributed=False, moe_router_topk=3, **options)
+        finally:
+            distributed.DistributedDataParallel = own
+
+    def tensors(self, placement: eplb.Placement | None) -> dict[Any, Tensor]:
+        own = self.optimizer
+        self.optimizer = types.SimpleNamespace(chained_optimizers=leaves_of(own))
+        try:
+            return super().tensors(placement)
+        finally:
+            self.optimizer = own
+
+
+def with_a_layout(config: Any, ddp: Any, module: Any, **options: Any) -> Any:
+    from megatron.core.distributed import distributed_data_parallel
+    from megatron.core.optimizer import layer_wise_optimizer as layer_wise
+
+    ddp.use_distributed_optimizer = True
+    layer_wise.tag_params_for_buffer_routing([module])
+    layout = layer_wise.LayerWiseDistributedOptimizer.compute_full_param_layout(
+        list(module.parameters()), ddp.bucket_size, dist.get_world_size(), ddp, expert_data_parallel_world_size=1
+    )
+    return distributed_data_parallel.DistributedDataParallel(config, ddp, module, full_param_layout=layout, **options)
+
+
+def leaves_of(optimizer: Any) -> list[Any]:
+    inside = getattr(optimizer, "chained_optimizers", None)
+    return [optimizer] if inside is None else [leaf for one in inside for leaf in leaves_of(one)]
 
 
 def trained(case: str, move: bool, spoil: Callable[[Job, eplb.Balancer], None] = lambda *_: None) -> dict[str, Any]:
@@ -111,7 +155,7 @@ def trained(case: str, move: bool, spoil: Callable[[Job, eplb.Balancer], None] =
         "tensors": job.tensors(balancer.placement),
         "moved": sum(event.moved_experts for event in balancer.events if hasattr(event, "moved_experts")),
         "placement": balancer.placement.physical_to_logical.tolist(),
-        "kinds": sorted({type(leaf.optimizer).__name__ for leaf in job.optimizer.chained_optimizers}),
+        "kinds": sorted({type(leaf.optimizer).__name__ for leaf in leaves_of(job.optimizer)}),
     }
     balancer.close()
     return result
@@ -147,6 +191,7 @@ def on_two_ranks(rank: int, folder: str) -> dict[str, Any]:
         make = partial(MuonJob, **CASES[case])
         results[f"{case}, checkpoint"] = stages.saved_and_read_back(Path(folder) / case, make)
     results["said"] = said(stepped={"optimizer": "adaptive_muon"})
+    results["said of float32"] = said(stepped={"optimizer": "dist_muon"}, bf16=False)
     return results
 
 
@@ -206,6 +251,11 @@ def test_megatron_alone_reads_what_it_saved_after_moves(results: list[dict[str, 
 def test_other_muons_are_refused(results: list[dict[str, Any]]) -> None:
     for of_rank in results:
         assert "optimizer=TensorParallelAdaptiveMuon" in of_rank["said"]
+
+
+def test_layer_wise_float32_which_megatron_cannot_step_is_refused(results: list[dict[str, Any]]) -> None:
+    for of_rank in results:
+        assert "which Megatron cannot step" in of_rank["said of float32"]
 
 
 def test_control_a_norm_in_the_order_of_slots_shows(results: list[dict[str, Any]]) -> None:

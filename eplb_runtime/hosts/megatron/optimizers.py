@@ -69,9 +69,10 @@ def options_of(optimizer: Any) -> dict[str, Any]:
     if not isinstance(optimizer, MegatronOptimizer):
         return {}
     leaves = list(_leaves(optimizer))
-    options = dict(vars(leaves[0].config)) if leaves else {}
+    config = getattr(leaves[0], "config", None) if leaves else None  # layer-wise float32 has torch's own in its chain
+    options = dict(vars(config)) if config is not None else {}
     for leaf in leaves:
-        kind = type(leaf.optimizer).__name__
+        kind = type(getattr(leaf, "optimizer", leaf)).__name__
         if "muon" in kind.lower():  # 0.16.1 writes 'adam' into the config while it makes one
             options["optimizer"] = "muon" if kind == "TensorParallelMuon" else kind
     if any(isinstance(one, LayerWiseDistributedOptimizer) for one in _chains(optimizer)):
@@ -185,7 +186,12 @@ class StepByMegatron:
         joined = Joined(has_moved)
         joined.put(optimizer, "step", stepped)
         others = [leaf for leaf in leaves if not _is_for_experts(leaf)]
-        if self._are_apart(others) and isinstance(optimizer, ChainedOptimizer):
+        layer_wise = [one for one in _chains(optimizer) if isinstance(one, LayerWiseDistributedOptimizer)]
+        for one in layer_wise:  # it steps experts and others together: also on a stage where experts are none
+            joined.put(one, "get_grad_norm", partial(self._norm_of_all, one.get_grad_norm, square_of_experts))
+            if one is not optimizer:  # Megatron-LM chains it with a distributed optimizer of what is no matrix
+                joined.put(optimizer, "get_grad_norm", partial(_norm_of_chain, optimizer))
+        if not layer_wise and self._are_apart(others) and isinstance(optimizer, ChainedOptimizer):
 
             def norm() -> float:
                 norms = [leaf.get_grad_norm() for leaf in others]
@@ -193,10 +199,6 @@ class StepByMegatron:
                 return math.sqrt(square + sum(float(one) ** 2 for one in norms if one))
 
             joined.put(optimizer, "get_grad_norm", norm)
-        elif isinstance(optimizer, LayerWiseDistributedOptimizer):
-            joined.put(
-                optimizer, "get_grad_norm", partial(self._norm_of_all, optimizer.get_grad_norm, square_of_experts)
-            )
         for leaf in self._leaves_of_experts():
             if isinstance(leaf, DistributedOptimizer):
                 refuse_places(optimizer, leaf, has_moved, joined.put_for_state)
@@ -266,6 +268,11 @@ class Joined:
         self._put.clear()
 
 
+def _norm_of_chain(chain: Any) -> float:
+    """The norm of optimizers that have each a norm of their own."""
+    return math.sqrt(sum(float(one.get_grad_norm() or 0.0) ** 2 for one in chain.chained_optimizers))
+
+
 def _chains(optimizer: Any) -> Iterator[ChainedOptimizer]:
     if isinstance(optimizer, ChainedOptimizer):
         yield optimizer
@@ -295,6 +302,11 @@ def _held(leaf: Any) -> set[int]:
         return {id(parameter) for group in groups for parameter in group}
     if isinstance(leaf, FP32Optimizer):
         return {id(parameter) for group in leaf.optimizer.param_groups for parameter in group["params"]}
+    if isinstance(leaf, torch.optim.Optimizer):
+        raise AttachError(
+            f"the layer-wise optimizer has torch's {type(leaf).__name__} in its chain, which Megatron cannot step: "
+            "it takes bf16 alone; set bf16=True, or optimizer='muon' without use_layer_wise_distributed_optimizer"
+        )
     raise AttachError(
         f"Megatron's {type(leaf).__name__} is not supported: what it keeps for an expert cannot be reached; use "
         "optimizer='adam' or 'sgd', distributed or not"

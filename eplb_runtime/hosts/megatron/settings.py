@@ -43,8 +43,8 @@ class MegatronJobSettings:
         expert_tensor_parallel_size: ranks that share an expert; Megatron's default is the tensor-parallel size.
         expert_data_parallel_size: ranks that hold the same experts (EDP), of the world's size.
         cuda_graph_modules: names with commas between them, or "full"; ``cuda_graph_scope`` before 0.19.
-        saves_by_place: distributed checkpoints keep the distributed optimizer's state by its place in buffers, as
-            Megatron-LM's flags have it by default; only a command line says so.
+        saves_by_place: checkpoints keep the distributed optimizer's state by its place in buffers, as Megatron-LM's
+            flags have it by default; only a command line says so.
         phase_offload: the job frees weights or optimizer state between phases; verl does, Megatron has no such setting.
         lora: adapters are trained; likewise.
         lora_target_modules: names of the layers that have them, with commas; Megatron-Bridge's default.
@@ -58,6 +58,8 @@ class MegatronJobSettings:
     context_parallel_size: int | Unresolved = 1
     expert_model_parallel_size: int | Unresolved = 1
     expert_tensor_parallel_size: int | Unresolved = 1
+    tensor_parallel_num_weight_shards: int | Unresolved | None = None
+    expert_tensor_parallel_num_weight_shards: int | Unresolved | None = None
     expert_data_parallel_size: int | Unresolved = field(default_factory=lambda: Unresolved("ranks of the job"))
     moe_token_dispatcher_type: str | Unresolved = "allgather"
     moe_flex_dispatcher_backend: str | Unresolved = "deepep"
@@ -65,7 +67,9 @@ class MegatronJobSettings:
     moe_pad_expert_input_to_capacity: bool | Unresolved = False
     moe_expert_rank_capacity_factor: float | Unresolved | None = None
     moe_single_grouped_weight: bool | Unresolved = False
+    moe_use_legacy_grouped_gemm: bool | Unresolved = False
     overlap_dispatch_backward_with_experts_wgrad: bool | Unresolved = False
+    mtp_detach_heads: bool | Unresolved = False
     optimizer_cuda_graph: bool | Unresolved = False
     overlap_moe_expert_parallel_comm: bool | Unresolved = False
     cuda_graph_impl: str | Unresolved = "none"
@@ -251,6 +255,15 @@ def _scale_of_a_range(dtype: str) -> Rule:
     )
 
 
+def _weight_shards(setting: str, of_tensors: str) -> Rule:
+    return Rule(
+        setting,
+        lambda job: getattr(job, setting) is not None and getattr(job, setting) > getattr(job, of_tensors),
+        "weights that are cut over ranks and gathered to compute have not been run",
+        f"leave {setting} out",
+    )
+
+
 RULES = (
     Rule(
         "expert_tensor_parallel_size",
@@ -258,6 +271,8 @@ RULES = (
         "an expert that is cut over tensor-parallel ranks is not supported",
         "set expert_tensor_parallel_size=1",
     ),
+    _weight_shards("tensor_parallel_num_weight_shards", "tensor_model_parallel_size"),
+    _weight_shards("expert_tensor_parallel_num_weight_shards", "expert_tensor_parallel_size"),
     Rule(
         "expert_model_parallel_size",
         lambda job: job.expert_model_parallel_size == 1 and job.pipeline_model_parallel_size > 1,
@@ -323,10 +338,22 @@ RULES = (
         "set moe_single_grouped_weight=False",
     ),
     Rule(
+        "moe_use_legacy_grouped_gemm",
+        lambda job: job.moe_use_legacy_grouped_gemm,
+        "its experts are one tensor of each kind for all experts of a rank",
+        "set moe_use_legacy_grouped_gemm=False",
+    ),
+    Rule(
         "overlap_dispatch_backward_with_experts_wgrad",
         lambda job: job.overlap_dispatch_backward_with_experts_wgrad,
         "gradients of experts that are computed beside the dispatch have not been run",
         "set overlap_dispatch_backward_with_experts_wgrad=False",
+    ),
+    Rule(
+        "mtp_detach_heads",
+        lambda job: job.mtp_detach_heads,
+        "experts of MTP layers are clipped by a norm of their own, which would depend on where they are",
+        "leave mtp_detach_heads out",
     ),
     Rule(
         "optimizer",
@@ -338,7 +365,7 @@ RULES = (
         "optimizer",
         lambda job: job.optimizer == LAYER_WISE and job.expert_data_parallel_size > 1,
         "what steps an expert is one of the ranks that hold it, which depends on where it is",
-        "set optimizer='muon', without use_layer_wise_distributed_optimizer",
+        "set optimizer='muon', without use_layer_wise_distributed_optimizer (without --use-distributed-optimizer)",
     ),
     Rule(
         "use_distributed_optimizer",
@@ -370,7 +397,7 @@ RULES = (
         "saves_by_place",
         lambda job: job.saves_by_place and job.use_distributed_optimizer,
         "--save keeps the optimizer's state by its place in buffers, which does not say of which expert it is",
-        "give --dist-ckpt-optim-fully-reshardable, too (or --no-save-optim)",
+        "give --dist-ckpt-optim-fully-reshardable, and no --ckpt-format torch (or --no-save-optim)",
     ),
     Rule(
         "use_megatron_fsdp",

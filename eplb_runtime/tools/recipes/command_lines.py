@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ...hosts.megatron.settings import MegatronJobSettings
+from ...hosts.megatron.settings import LAYER_WISE, MUON, MegatronJobSettings
 from ...hosts.settings import Unresolved
 from .base import MARK, Recipe, RecipeError, product, value_of
 from .shell import Script
@@ -29,8 +29,12 @@ FLAGS = {
 }
 """Megatron's flags with ``_`` for ``-``, and the fields of its configs that they set."""
 NODES = ("actor_num_nodes", "nnodes")
-NOT_BY_PLACE = ("dist_ckpt_optim_fully_reshardable", "no_save_optim")
-"""Flags with one of which a save does not keep the optimizer's state by its place in buffers."""
+DISTRIBUTED = "torch_dist"
+NOT_BY_PLACE = {
+    DISTRIBUTED: ("dist_ckpt_optim_fully_reshardable", "no_save_optim"),
+    "torch": ("no_save_optim",),
+}
+"""Flags with one of which a save in a format does not keep the optimizer's state by its place in buffers."""
 RANKS_OF_A_NODE = ("actor_num_gpus_per_node", "nproc_per_node")
 OPTIONS_ELSEWHERE = ("yaml_cfg",)
 """Megatron's flags that name a file with options."""
@@ -122,8 +126,10 @@ def _of_megatron(path: Path, words: Sequence[str]) -> Recipe:
     if nodes is None and "nproc_per_node" in flags:
         nodes = 1  # torchrun's default
     options["world_size"] = product(nodes, _first(flags, RANKS_OF_A_NODE))
-    if not is_slime and "save" in flags and not any(flag in flags for flag in NOT_BY_PLACE):
-        options["saves_by_place"] = value_of(flags.get("ckpt_format", ["torch_dist"])[0]) == "torch_dist"
+    way = next(iter(flags.get("ckpt_format", ())), DISTRIBUTED)
+    not_by_place = NOT_BY_PLACE.get(way, ())
+    if not is_slime and "save" in flags and not any(flag in flags for flag in not_by_place):
+        options["saves_by_place"] = way in NOT_BY_PLACE
         written["saves_by_place"] = "--save"
     if is_slime and options.get("moe_token_dispatcher_type") == "allgather":
         options["moe_token_dispatcher_type"] = "alltoall"
@@ -135,6 +141,9 @@ def _of_megatron(path: Path, words: Sequence[str]) -> Recipe:
         defaults = {name: Unresolved(f"may be in {missing[0]}") for name in FIELDS - derived} | defaults
     elif "optimizer_cpu_offload" in options:
         defaults |= BY_FLAGS
+    if options.get("optimizer") in MUON and {**defaults, **options}.get("use_distributed_optimizer") is True:
+        # Megatron-LM's arguments take it for the layer-wise one, and nothing else is distributed then.
+        options |= {"optimizer": LAYER_WISE, "use_distributed_optimizer": False}
     return Recipe(path.stem, "slime" if is_slime else "Megatron-LM", "megatron", options, defaults, written)
 
 

@@ -41,6 +41,10 @@ MEGATRON_AS_WRITTEN = (
     "optimizer",  # the field has Muon's name alone
     "moe_permute_fusion",
     "moe_pad_expert_input_to_capacity",
+    "mtp_detach_heads",
+    "moe_use_legacy_grouped_gemm",
+    "tensor_parallel_num_weight_shards",
+    "expert_tensor_parallel_num_weight_shards",
     "num_distributed_optimizer_instances",
     "overlap_param_gather_with_optimizer_step",
     "main_params_dtype",

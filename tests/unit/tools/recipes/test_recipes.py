@@ -247,6 +247,12 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
             {"source_lines": {"optimizer.overlap_param_gather_with_optimizer_step": True}},
             "overlap_param_gather_with_optimizer_step",
         ),
+        ({"source_lines": {"model.mtp_detach_heads": True}}, "mtp_detach_heads"),
+        ({"source_lines": {"model.moe_use_legacy_grouped_gemm": True}}, "moe_use_legacy_grouped_gemm"),
+        (
+            {"source_lines": {"model.expert_tensor_parallel_num_weight_shards": 2}},
+            "expert_tensor_parallel_num_weight_shards",
+        ),
         ({"optimizer": "lion"}, "optimizer"),
         ({"optimizer": "muon", "distributed_optimizer": True}, "distributed_optimizer"),
         ({"optimizer": "muon", "source_lines": {"optimizer.optimizer": "dist_muon"}, "gpus": 16}, "optimizer"),
@@ -457,9 +463,22 @@ def test_saves_by_place_are_refused_before_the_first_one(tmp_path: Path) -> None
     found = judged(tmp_path, torchrun.replace("${ARGS[@]}", saving))
     assert refused(found) == ["--save"] and "--dist-ckpt-optim-fully-reshardable" in found["refused"][0]["instead"]
     assert (found["ep"], found["edp"]) == (8, 1)
-    for more in ("--dist-ckpt-optim-fully-reshardable", "--no-save-optim", "--ckpt-format torch"):
+    for more in ("--dist-ckpt-optim-fully-reshardable", "--no-save-optim", "--ckpt-format torch --no-save-optim"):
         assert judged(tmp_path, torchrun.replace("${ARGS[@]}", f"{saving} {more}"))["attaches"] is True
+    for more in ("--ckpt-format torch", "--ckpt-format=torch --dist-ckpt-optim-fully-reshardable"):  # one file a rank
+        assert refused(judged(tmp_path, torchrun.replace("${ARGS[@]}", f"{saving} {more}"))) == ["--save"]
     assert judged(tmp_path, torchrun.replace("${ARGS[@]}", "--bf16 --save checkpoints"))["attaches"] is True
+
+
+def test_megatrons_arguments_take_muon_and_the_distributed_optimizer_for_the_layer_wise_one(tmp_path: Path) -> None:
+    flags = "--optimizer muon --use-distributed-optimizer --bf16 --save checkpoints"
+    one, two = (
+        SCRIPT.replace("python", f"torchrun --nnodes {nodes} --nproc-per-node 8").replace("${ARGS[@]}", flags)
+        for nodes in (1, 2)
+    )
+    assert judged(tmp_path, one)["attaches"] is True
+    found = judged(tmp_path, two)
+    assert refused(found) == ["--optimizer"] and "without --use-distributed-optimizer" in found["refused"][0]["instead"]
 
 
 def test_flags_offload_all_where_they_say_no_fraction(tmp_path: Path) -> None:
@@ -582,6 +601,9 @@ def test_the_defaults_are_megatrons_own() -> None:
         "moe_single_grouped_weight",
         "overlap_dispatch_backward_with_experts_wgrad",
         "optimizer_cuda_graph",
+        "mtp_detach_heads",
+        "tensor_parallel_num_weight_shards",
+        "expert_tensor_parallel_num_weight_shards",
     }
     assert not any(ours[name] for name in newer), "what an older version lacks is off there"
     assert own - set(theirs) == own - {"expert_tensor_parallel_size"}
