@@ -214,6 +214,7 @@ class Rebalancer:
         self._expert_clock.end_step()
         before = self._placement
         decides = self._count_step()
+        self._registry.note_state(self.step)
         if self._migration.in_flight:
             self._advance()
         if self._reconnection.under_way:
