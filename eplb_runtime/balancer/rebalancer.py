@@ -68,11 +68,13 @@ A_LITTLE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class _Pending:
-    """A decision in flight, and the step at whose end every rank acts on it; ``key`` names its record."""
+    """A decision in flight, and the step at whose end every rank acts on it; ``key`` names its record, ``declared`` is
+    the load that this rank declared for it."""
 
     due_step: int
     key: str
     decision: Future[Decision]
+    declared: NDArray[np.float64] | None
 
 
 class Rebalancer:
@@ -214,6 +216,7 @@ class Rebalancer:
         self._expert_clock.end_step()
         before = self._placement
         decides = self._count_step()
+        self._registry.note_state(self.step)
         if self._migration.in_flight:
             self._advance()
         if self._reconnection.under_way:
@@ -443,10 +446,12 @@ class Rebalancer:
 
     def forget_pending(self) -> None:
         """Drop the decision and the migration in flight. The worker has left the control group when this returns, or
-        never will."""
+        never will. What was declared for a decision that was begun ahead is for the next one."""
         self.drain()
         if self._pending is not None:
             wait([self._pending.decision], self._config.timeout_seconds + A_LITTLE_SECONDS)
+            if self.has_planned_ahead:
+                self.declared = self._pending.declared
             self._pending = None
 
     def close(self) -> None:
@@ -500,10 +505,10 @@ class Rebalancer:
         if measurement.sampled_steps:
             self._next_sampled = self.step + REST_STEPS
         self._earlier.clear()
-        self.declared = None
+        declared, self.declared = self.declared, None
         key = self._new_key("decision")
         decide = partial(self.decisions.decide, measurement, key, self._groups.control, self._agreement)
-        return _Pending(self.step + lag, key, self._worker.submit(decide))
+        return _Pending(self.step + lag, key, self._worker.submit(decide), declared)
 
     def _home_bytes(self) -> int:
         """Bytes of the largest home expert; 0: an optimizer has state that cannot move, so experts stay where they

@@ -147,19 +147,20 @@ class LogicalView:
     def num_experts(self) -> int:
         return self.balancer.placement.num_experts if self.balancer is not None else 0
 
-    def refuse_freed(self, what: str, *, patient: bool = False) -> None:
+    def refuse_freed(self, what: str, *, patient: bool = False, merged_too: bool = True) -> None:
         """Refuse state whose memory is freed, as jobs do between phases, or of a base with adapters merged into it, on
         all ranks before any of them waits for another. Collective when attached.
 
         Args:
             what: the call, by name.
             patient: wait as long as the host's process groups do: before a load ranks may come at very different times.
+            merged_too: False: adapters alone are meant, which are what they are while they are merged.
 
         Raises:
             CheckpointError: some of it is freed or merged, here or on another rank.
             RuntimeError: a rank did not come within the timeout.
         """
-        freed = self._freed() or why_merged(self.model)
+        freed = self._freed() or (why_merged(self.model) if merged_too else "")
         freed = f"{what}: {freed}" if freed else ""
         if self.balancer is not None:
             if not patient:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..balancer.balancer import Balancer
 from ..checkpoint.logical_tensors import ExportError
 from ..distributed.consensus import first_problem
+from ..migration.overlapped import sampled
 from ..moe.experts.gathering import rearranged
 from ..moe.experts.matching import MARK
 from ..moe.experts.slices import is_sliced
@@ -77,9 +78,9 @@ class _Walk:
         """
         for key, tensor in walked:
             here = self._at_launch(name_of(key), tensor)
-            version = None if here is tensor or here.is_inference() else here._version
+            before = () if here is tensor else _as_handed_out(here)
             yield key, here
-            if version is not None and here._version != version:
+            if before and not _is_same(before, _as_handed_out(here)):
                 raise RuntimeError(
                     f"{name_of(key)} was written to, and it is a copy of an expert that is elsewhere now: load weights "
                     "(another model's, a backup) inside balancer.logical_order()"
@@ -132,6 +133,15 @@ class _Walk:
             rows = rearranged(rows, *self._experts_of_rows(layer), self._balancer._runtime.groups)
         for row, expert in enumerate(rows):
             self._arrived[kind, row] = expert
+
+
+def _as_handed_out(copy: Tensor) -> tuple[int, int, Tensor]:
+    """What shows that a copy was written to, also through ``.data``, or was put elsewhere."""
+    return 0 if copy.is_inference() else copy._version, copy.data_ptr(), sampled(copy)
+
+
+def _is_same(before: tuple[int, int, Tensor], now: tuple[int, int, Tensor]) -> bool:
+    return before[:2] == now[:2] and torch.equal(before[2], now[2])
 
 
 def _like(parameter: Tensor, values: Tensor) -> Tensor:

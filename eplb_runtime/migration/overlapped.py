@@ -320,7 +320,7 @@ class Overlapped:
     def _written(self) -> str:
         """Name of the first tensor in flight that was written since it was sent; empty: none."""
         for name, tensor, version, sample in self._as_sent:
-            if tensor._version != version or (sample is not None and not torch.equal(_sample(tensor), sample)):
+            if tensor._version != version or (sample is not None and not torch.equal(sampled(tensor), sample)):
                 return name
         return ""
 
@@ -390,7 +390,7 @@ class Overlapped:
             self._flights.append(InFlightRound(round_, ballot, here, patience, problem))
         flights = self._flights
         self._as_sent = [
-            (of_home.name, tensor, tensor._version, _sample(tensor) if self._device.type == "cpu" else None)
+            (of_home.name, tensor, tensor._version, sampled(tensor) if self._device.type == "cpu" else None)
             for flight in flights
             if flight.here
             for of_home in self._registry.of_home(flight.layer)
@@ -602,7 +602,7 @@ class Overlapped:
             self._pause += time.perf_counter() - began
 
 
-def _sample(tensor: Tensor) -> Tensor:
+def sampled(tensor: Tensor) -> Tensor:
     """Some elements of a tensor as bytes: they show a write through ``.data``, which leaves no version."""
     flat = (tensor if tensor.is_contiguous() else tensor[:1]).detach().reshape(-1)
     return flat[:: max(1, flat.numel() // _SAMPLE_ELEMENTS)].clone().view(torch.uint8)

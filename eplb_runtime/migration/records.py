@@ -45,8 +45,8 @@ def formats_of(registry: ExpertTensors, layers: Sequence[int]) -> tuple[dict[int
         held = set(registry.layers)
         tensors = {layer: registry.of_home(layer) for layer in layers if layer in held}
         for layer, of_layer in tensors.items():
-            if freed := registry.why_freed(layer):
-                raise RegistryError(f"layer {layer}: {freed}")
+            if problem := registry.why_freed(layer) or registry.why_state_misses(layer, of_layer):
+                raise RegistryError(f"layer {layer}: {problem}")
             for tensor in of_layer:  # a commit may not fail
                 written = chain(tensor.memory, *tensor.copies)
                 problem = next(filter(None, map(why_not_written, written)), "")

@@ -267,6 +267,12 @@ def used(rank: int, folder: Path) -> dict[str, Any]:
     with model.disable_adapter():
         found["merged and disabled"] = loss(model), found["disabled"][1]
     found["unmerged"] = farthest(eplb.logical_state_dict(model), logical)
+    kept = [(parameter, parameter.data) for parameter in model.parameters()]
+    for parameter, _ in kept if rank else ():
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
+    found["saved while freed"] = said(lambda: model.save_pretrained(folder / "freed"))
+    for parameter, data in kept:
+        parameter.data = data
     # Adapters in PEFT's layout go to the experts that are here, wherever these have moved to.
     model, balancer = models["moved"]
     with torch.no_grad():
@@ -311,6 +317,8 @@ def test_peft_merges_saves_loads_and_disables_them(tmp_path: Path) -> None:
         for line in found["while merged"]:
             assert "adapters are merged into base_model.model" in line and "unmerge_adapter() first" in line, line
             assert "\n" not in line
+        assert found["saved while freed"].startswith("save_pretrained of an attached model: ")
+        assert "freed" in found["saved while freed"] and "\n" not in found["saved while freed"]
         merging, unloading, another, exported = found["refused"]
         assert merging == unloading and "merge_adapter() merges where they are" in merging
         assert "'second'" in another and "comes after attach" in another

@@ -103,6 +103,10 @@ def beside_a_step(rank: int) -> dict[str, Any]:
     loop.train(1)
     balancer.declare(loop.replayed(1))
     balancer.plan_ahead()
+    balancer.load_state_dict(balancer.state_dict())
+    declared = balancer._rebalancer.declared
+    found["declared still"] = declared is not None and len(declared) == len(loop.replayed(1))
+    balancer.plan_ahead()
     balancer.close()  # with a decision in flight
     found["closed"] = said_by(balancer.plan_ahead)
     found["state"] = eplb.logical_state_dict(loop.model)
@@ -162,6 +166,7 @@ def test_rebalance_alone_acts_on_it(results: list[dict[str, Any]]) -> None:
         assert beside["again"] == "plan_ahead() was called before: rebalance() acts on that decision first"
         assert "declare() after plan_ahead()" in beside["declare"] and "inside logical_order()" in beside["inside"]
         assert "plan_ahead() after close()" in beside["closed"]
+        assert beside["declared still"], "after load_state_dict(), which dropped the decision for it"
         assert len(beside["state"]) > LAYERS
 
 

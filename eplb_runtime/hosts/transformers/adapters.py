@@ -238,12 +238,11 @@ def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module, is_cut: bo
 # -- what PEFT may do with them ----------------------------------------------------------------------------------------
 
 
-def follow(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]], barrier: Callable[[str], None]) -> None:
+def follow(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]]) -> None:
     """Let PEFT merge, save and load adapters of experts that are spread; refuse what would be wrong without a word.
 
     Args:
         model: attached; what PEFT knows by name is found in it when it is called.
-        barrier: returns when all ranks have come to the same.
     """
     for layer, adapted in layers:
         for one in adapted.low_rank:
@@ -254,7 +253,7 @@ def follow(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]], 
         if hasattr(type(module), "_unload_and_optionally_merge"):
             object.__setattr__(module, "_unload_and_optionally_merge", _refuse_unload)
             _renew_copies_after(model, module, "merge_adapter", "unmerge_adapter")
-    _save_together(model, layers, barrier)
+    _save_together(model, layers)
 
 
 def unmerge_disabled(adapted: AdaptedExperts) -> None:
@@ -334,9 +333,7 @@ def _load_by_expert(model: nn.Module, layer: MoELayer, adapted: AdaptedExperts, 
         linear._register_load_state_dict_pre_hook(loading)
 
 
-def _save_together(
-    model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]], barrier: Callable[[str], None]
-) -> None:
+def _save_together(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]]) -> None:
     found = peft_model(model)
     assert found is not None
     prefix, saver = found
@@ -355,8 +352,8 @@ def _save_together(
         if options.pop("state_dict", None) is not None:
             raise AttachError("save_pretrained of an attached model takes no state_dict: adapters are gathered here")
         options.pop("is_main_process", None)
-        barrier("save_pretrained of an attached model")
         view = LogicalView(model)
+        view.refuse_freed("save_pretrained of an attached model", merged_too=False)
         joint = JointAccess.of(view)
         state = _detached_state(saver.state_dict)
         for name, back in of_peft.items():

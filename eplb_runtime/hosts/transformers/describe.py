@@ -162,7 +162,7 @@ def _save_together(
         if inner is not model and isinstance(inner, PreTrainedModel):
             object.__setattr__(inner, "save_pretrained", _refuse_part)
     if adapted:
-        follow(model, adapted, barrier)
+        follow(model, adapted)
         return
     if not isinstance(model, PreTrainedModel):
         # PEFT's folders hold adapters, which are whole on every rank.

@@ -124,6 +124,10 @@ class _Registered:
         return self.tensor if isinstance(self.tensor, tuple) else (self.tensor,)
 
 
+def _names_of_state(tensors: Sequence[ExpertTensor]) -> frozenset[str]:
+    return frozenset(tensor.name for tensor in tensors if tensor.kind == "optimizer_state")
+
+
 class ExpertTensors:
     """The registry of one model on one rank.
 
@@ -147,6 +151,8 @@ class ExpertTensors:
         self._optimizers = list(optimizers)
         self._move_gradients = move_gradients
         self._left_behind: dict[Tensor, tuple[str, weakref.ref[Tensor]]] = {}
+        self._state_of_layers: dict[int, frozenset[str]] = {}
+        self._misses_state = False
 
     @property
     def num_layers(self) -> int:
@@ -194,6 +200,25 @@ class ExpertTensors:
     def no_longer_stepped_by(self, optimizer: torch.optim.Optimizer | StateOwner) -> None:
         """Nothing that this optimizer keeps is theirs any more."""
         self._optimizers[:] = [other for other in self._optimizers if other is not optimizer]
+        self._state_of_layers.clear()
+
+    def note_state(self, step: int) -> None:
+        """Note which state the optimizers have, at the end of a step, for `why_state_misses`. It is read after few
+        steps: state that is there once is there for good, but for what a step has shown to be gone."""
+        if not self._misses_state and step & (step - 1):
+            return
+        self._misses_state = False
+        try:
+            self._state_of_layers = {layer: _names_of_state(self.of_home(layer)) for layer in self.layers}
+        except (OptimizerStateError, RegistryError):  # experts cannot move, which is said elsewhere
+            self._state_of_layers = {}
+
+    def why_state_misses(self, layer: int, tensors: Sequence[ExpertTensor]) -> str:
+        """Name optimizer state that was there after a step and is not among what is about to move with experts: once
+        put back, it would be that of other experts. Empty: all is there."""
+        missing = min(self._state_of_layers.get(layer, frozenset()) - _names_of_state(tensors), default="")
+        self._misses_state = self._misses_state or bool(missing)
+        return missing and f"{missing} is not in the optimizer's state any more: load it before experts move"
 
     def leave_gradients(self, layer: int) -> None:
         """A layer's experts have moved. Gradients that did not move along are of those that were there before: they may
