@@ -295,8 +295,8 @@ class Rebalancer:
         if self.quiesced:
             raise RuntimeError("rebalance() cannot work inside quiesce()")
         self._refuse_alone("rebalance()")
-        self.drain()
         before = self._placement
+        self.drain()
         if self._pending is None:
             self._pending = self._decide(0)
         target = self._agree_on_target(self._pending, patient=False)
