@@ -287,7 +287,10 @@ def used(rank: int, folder: Path) -> dict[str, Any]:
         said(model.unload),
         said(lambda: model.add_adapter("second", model.peft_config["default"])),
         said(lambda: eplb.checkpoint.export_pretrained(model, folder / "exported")),
+        said(lambda: model.delete_adapter("default")),
+        said(lambda: model.load_adapter(folder / "moved", "default", low_cpu_mem_usage=True)),
     ]
+    found["after refusals"] = loss(model), adapted
     for _, balancer in models.values():
         balancer.close()
     return found
@@ -319,7 +322,9 @@ def test_peft_merges_saves_loads_and_disables_them(tmp_path: Path) -> None:
             assert "\n" not in line
         assert found["saved while freed"].startswith("save_pretrained of an attached model: ")
         assert "freed" in found["saved while freed"] and "\n" not in found["saved while freed"]
-        merging, unloading, another, exported = found["refused"]
+        merging, unloading, another, exported, deleting, loading = found["refused"]
+        assert "'default' is on the experts of" in deleting and "low_cpu_mem_usage=True" in loading
+        assert found["after refusals"][0] == pytest.approx(found["after refusals"][1], **close)
         assert merging == unloading and "merge_adapter() merges where they are" in merging
         assert "'second'" in another and "comes after attach" in another
         assert "its own save_pretrained" in exported

@@ -252,6 +252,8 @@ def follow(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]]) 
     for module in model.modules():
         if hasattr(type(module), "_unload_and_optionally_merge"):
             object.__setattr__(module, "_unload_and_optionally_merge", _refuse_unload)
+            delete: Any = module.delete_adapter
+            object.__setattr__(module, "delete_adapter", partial(_refuse_deleted, layers, delete))
             _renew_copies_after(model, module, "merge_adapter", "unmerge_adapter")
     _save_together(model, layers)
 
@@ -280,6 +282,18 @@ def _refuse_another(name: str, adapter: str, *_: Any, **__: Any) -> None:
     raise AttachError(
         f"adapter {adapter!r} on the experts of {name} comes after attach: have the one adapter before it"
     )
+
+
+def _refuse_deleted(
+    layers: Sequence[tuple[MoELayer, AdaptedExperts]], own: Callable[..., None], adapter_name: str
+) -> None:
+    for layer, adapted in layers:
+        if any(one.adapter == adapter_name for one in adapted.low_rank):
+            raise AttachError(
+                f"adapter {adapter_name!r} is on the experts of {layer.name}, which compute with it: switch it off "
+                "(disable_adapter()), or delete it in a model that was not attached"
+            )
+    own(adapter_name)
 
 
 def _refuse_unload(*_: Any, **__: Any) -> None:
@@ -338,6 +352,7 @@ def _save_together(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExp
     assert found is not None
     prefix, saver = found
     _renew_copies_after(model, saver, "load_adapter")
+    load: Any = saver.load_adapter
     own: Any = saver.save_pretrained
     of_peft = {
         f"{layer.name}.{name}": back
@@ -364,7 +379,16 @@ def _save_together(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExp
         joint.trying(write, first_only=True)
         joint.agree(f"{save_directory} was not written")
 
+    def load_adapter(*arguments: Any, **options: Any) -> Any:
+        """As the library's, into the parameters that are there."""
+        if options.get("low_cpu_mem_usage"):
+            raise AttachError(
+                "load_adapter(low_cpu_mem_usage=True) makes other parameters than those that are attached: leave it out"
+            )
+        return load(*arguments, **options)
+
     object.__setattr__(saver, "save_pretrained", save_pretrained)
+    object.__setattr__(saver, "load_adapter", load_adapter)
 
 
 def _on_first_rank(view: LogicalView, name: str, joint: JointAccess) -> Tensor | None:
