@@ -13,7 +13,8 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-from device import NCCL, device_of, use  # noqa: E402
+import torch  # noqa: E402
+from device import NCCL, device_of  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 
 REPEATS = 5
@@ -21,7 +22,7 @@ REPEATS = 5
 
 def measured(rank: int, name: str) -> dict[str, Any]:
     device = device_of(rank)
-    use(device)
+    torch.cuda.set_device(device)
     return import_module(f"eplb_runtime.tools.bench.{name}").run(device, REPEATS)
 
 
