@@ -6,13 +6,16 @@ modules once, so a test costs a second and not ten.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import cache, partial
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -44,7 +47,11 @@ PRELOAD_OF = {
 """What ranks import besides, by the name of the test's module: the longest that it begins with."""
 COMPILING = ("test_before_compiled",)
 """Modules whose ranks begin without compiled code."""
-FINISH_SECONDS = 240
+FINISH_SECONDS = float(os.environ.get("EPLB_TEST_FINISH_SECONDS", "240"))
+FINISH_AFTER_FAILURE_SECONDS = 60.0
+"""Where one rank has failed, the others may wait for it without end: they still have so long to say what they saw."""
+STACKS_BEFORE_SECONDS = 5.0
+"""Ranks that are about to be ended print where each of their threads stands so long before."""
 COMPILED_SECONDS = 20.0
 """Ranks wait so long for compiled code, that no test races with a compiler; less than the balancer's own timeout."""
 
@@ -78,7 +85,7 @@ def run_ranks(
         processes = [
             context.Process(
                 target=_rank_main,
-                args=(rank, world_size, store.port, folder, backend, function, args),
+                args=(rank, world_size, store.port, folder, backend, function, args, FINISH_SECONDS),
                 daemon=True,
             )
             for rank in range(world_size)
@@ -86,11 +93,11 @@ def run_ranks(
         with patch.object(forkserver, "connect_to_new_process", server and server.connect_to_new_process):
             for process in processes:
                 process.start()
-        for process in processes:
-            process.join(FINISH_SECONDS)
-        stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        for process in processes:
-            process.kill()
+        try:
+            stuck = join(processes, Path(folder), expect_exit)
+        finally:  # also where the test's own time is over: they would go on using what the next test needs
+            for process in processes:
+                process.kill()
         results, errors = [], []
         for rank in range(world_size):
             path = Path(folder) / f"{rank}.pt"
@@ -105,6 +112,29 @@ def run_ranks(
                 errors.append(f"rank {rank}:\n{error}")
         assert not errors, "\n".join(errors)
     return results
+
+
+def join(processes: Sequence[BaseProcess], folder: Path, expect_exit: Collection[int] = ()) -> list[int]:
+    """Wait for ranks to end; those that have not.
+
+    Args:
+        folder: of what they leave.
+        expect_exit: ranks that end without leaving anything, and have not failed.
+    """
+    end, failed = time.monotonic() + FINISH_SECONDS, False
+    while True:
+        stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        ended = {*range(len(processes))} - {*stuck, *expect_exit}
+        if not failed and any(not (folder / f"{rank}.pt").exists() or _failed(folder, rank) for rank in ended):
+            failed, end = True, min(end, time.monotonic() + FINISH_AFTER_FAILURE_SECONDS)
+        left = end - time.monotonic()
+        if not stuck or left <= 0:
+            return stuck
+        connection.wait([processes[rank].sentinel for rank in stuck], left)
+
+
+def _failed(folder: Path, rank: int) -> bool:
+    return (folder / f"{rank}.failed").exists()
 
 
 def server_for(module: str, environment: Mapping[str, str]) -> forkserver.ForkServer:
@@ -141,8 +171,16 @@ def compile_once() -> None:
 
 
 def _rank_main(
-    rank: int, world_size: int, port: int, folder: str, backend: str, function: Callable[..., Any], args: Any
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: str,
+    backend: str,
+    function: Callable[..., Any],
+    args: Any,
+    seconds: float,
 ) -> None:
+    faulthandler.dump_traceback_later(max(1.0, seconds - STACKS_BEFORE_SECONDS), file=2)
     torch.set_num_threads(1)
     rebalancer.COMPILED_SOON_SECONDS = COMPILED_SECONDS
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
@@ -152,6 +190,8 @@ def _rank_main(
         outcome = (None, function(rank, *args))
     except BaseException:
         outcome = (traceback.format_exc(), None)
+    if outcome[0] is not None:
+        (Path(folder) / f"{rank}.failed").touch()
     partial = Path(folder) / f"{rank}.partial"
     torch.save(outcome, partial)
     partial.rename(Path(folder) / f"{rank}.pt")

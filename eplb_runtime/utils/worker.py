@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from .graph_capture import ignore_captures_of_others
+
 T = TypeVar("T")
 
 _Task = tuple["Future[object]", Callable[[], object]]
@@ -88,6 +90,7 @@ class Worker:
 
 def _work_off(tasks: queue.SimpleQueue[_Task | None], begin: Callable[[], None]) -> None:
     """The thread knows the tasks alone, so that it does not keep who gives them alive."""
+    ignore_captures_of_others()
     begin()
     while (task := tasks.get()) is not None:
         future, work = task

@@ -6,7 +6,9 @@ ranks would share one GPU, and whether kernels of two graphs that wait for each 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -17,6 +19,7 @@ from ranks import run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.tools.bench.train import MoEStack, Workload, choices
+from eplb_runtime.utils.worker import Worker
 
 pytest.importorskip("transformers", reason="no transformers: pip install transformers")
 pytestmark = pytest.mark.gpu
@@ -112,6 +115,51 @@ def test_a_graph_of_an_attached_forward_follows_commits() -> None:
 def test_control_a_graph_over_a_copied_map_does_not() -> None:
     (found,) = run_ranks(1, partial(follow, copied_map=True), backend=NCCL, start_method="spawn")
     assert [same for same, _ in found] == [True, False, False]
+
+
+def capture_beside(rank: int, ours: bool) -> str:
+    """Why a capture failed beside a thread that asks for events; empty: it did not.
+
+    Args:
+        ours: control: one of any other kind.
+    """
+    use(DEVICE)
+    event, captured_all, asked = torch.cuda.Event(), threading.Event(), threading.Event()
+    event.record()
+    one = torch.ones(8, device=DEVICE)
+
+    def ask() -> None:
+        torch.cuda.set_device(DEVICE)
+        while not captured_all.is_set():
+            with suppress(RuntimeError):
+                event.query()
+            asked.set()
+
+    thread = threading.Thread(target=ask)
+    worker = Worker("a test's")
+    running = worker.submit(ask) if ours else thread.start()
+    problem = ""
+    try:
+        for _ in range(20):
+            asked.clear()
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                one.add(1)
+                asked.wait()
+                one.add(1)
+    except RuntimeError as error:
+        problem = str(error)
+    captured_all.set()
+    if running is not None:
+        running.result()
+    return problem
+
+
+def test_threads_of_the_balancer_do_not_end_a_capture() -> None:
+    assert run_ranks(1, capture_beside, True, backend=NCCL, start_method="spawn") == [""]
+
+
+def test_control_another_thread_that_asks_for_events_ends_it() -> None:
+    assert run_ranks(1, capture_beside, False, backend=NCCL, start_method="spawn") != [""]
 
 
 def wait_for_nothing(rank: int) -> None:

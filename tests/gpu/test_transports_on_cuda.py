@@ -10,29 +10,28 @@ from ranks import run_ranks
 from transport_contract import CASES, RANKS, Case, run_cases, soon
 
 from eplb_runtime.distributed.bandwidth import measure
-from eplb_runtime.distributed.transports import TRANSPORTS, cuda_memory, nvshmem_heap
+from eplb_runtime.distributed.transports import TRANSPORTS
+from eplb_runtime.distributed.transports.automatic import why_not
 from eplb_runtime.topology import Topology
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
-def transport_name(request: pytest.FixtureRequest) -> str:
-    package = {"nvshmem": nvshmem_heap, "cuda_ipc": cuda_memory}.get(request.param)
-    if package is not None and package.why_not(DEVICE):
-        pytest.skip(package.why_not(DEVICE))
-    if request.param == "deepep":
-        pytest.skip(f"it does not carry between {RANKS} ranks: test_deepep_on_cuda.py")
-    return str(request.param)
+ON_ONE_GPU = [("torch", "nccl"), ("cuda_ipc", "gloo"), ("nvshmem", "gloo"), ("torch", "gloo")]
+"""Enough where the ranks share a GPU, and most of what is there would be starting them."""
+WAYS = [(name, backend) for name in TRANSPORTS if name != "deepep" for backend in ("gloo", "nccl")]
+"""DeepEP does not carry between three ranks: test_deepep_on_cuda.py."""
 
 
-@pytest.fixture(scope="module", params=["gloo", "nccl"])
-def said(request: pytest.FixtureRequest, transport_name: str) -> list[dict]:
-    job = (transport_name, request.param, device_of, CASES)
+@pytest.fixture(scope="module", params=WAYS if torch.cuda.device_count() >= RANKS else ON_ONE_GPU, ids="-".join)
+def said(request: pytest.FixtureRequest) -> list[dict]:
+    name, backend = request.param
+    if why := why_not(name, DEVICE):
+        pytest.skip(why)
     try:
-        return run_ranks(RANKS, run_cases, *job, backend=NCCL, start_method="spawn")
+        return run_ranks(RANKS, run_cases, name, backend, device_of, CASES, backend=NCCL, start_method="spawn")
     except AssertionError as error:
-        if torch.cuda.device_count() < RANKS and ("NCCL" in str(error) or "nccl" in str(error)):
+        if torch.cuda.device_count() < RANKS and "Duplicate GPU" in str(error):
             pytest.skip(f"NCCL does not take {RANKS} ranks on {torch.cuda.device_count()} GPUs")
         raise
 

@@ -203,6 +203,8 @@ class CudaIpc(WithinNode[_Posted, _IpcTraffic]):
             self._spare = [other for other in self._spare if other is not spare]
             return spare
         memory = self._memory.empty(max(nbytes, LEAST_PACKED_BYTES))
+        # Who gives up may free it while the stream has yet to write it. Exported memory takes no record any more.
+        self._stream.will_use(memory)
         return memory, Export.of(memory, self._memory)
 
     def free_spare(self) -> None:

@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, Generic, TypeVar
 
+from ...utils.graph_capture import ignore_captures_of_others
 from .base import Message, Pending, Transport, TransportError
 
 
@@ -109,8 +110,12 @@ class ProgressTransport(Transport, Generic[Posted]):
     def _run(self) -> None:
         """Start the thread, unless it runs. The lock is held."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, daemon=True, name="eplb_runtime transport")
+            self._thread = threading.Thread(target=self._on_thread, daemon=True, name="eplb_runtime transport")
             self._thread.start()
+
+    def _on_thread(self) -> None:
+        ignore_captures_of_others()
+        self._work()
 
     def _require_in_use(self, why_not: str) -> None:
         """Raise `TransportError` where nothing is carried any more; ``why_not``: empty: it is."""

@@ -31,6 +31,11 @@ class SideStream:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
+    def will_use(self, memory: torch.Tensor) -> None:
+        """Memory of another stream that is freed is nobody's before this one is through with it."""
+        if self._stream is not None:
+            memory.record_stream(self._stream)
+
     def end(self) -> Callable[[], None]:
         """Makes the stream that is current then wait for all so far; the host waits for nothing."""
         if self._stream is None:
