@@ -60,7 +60,7 @@ def test_a_move_waits_for_the_decision_on_the_worker_and_leaves_it_for_later(bar
         said.append("decided")
 
     decision: Future[Any] = bare._worker.submit(decide)
-    bare._pending = pending = _Pending(1, "key", decision)
+    bare._pending = pending = _Pending(1, "key", decision, None)
     bare._migrate = lambda target: said.append("migrated")
     bare._refuse_alone = lambda what: goes_on.set() if what != "a migration" else None  # as late as can be
     bare.move_to(INITIAL)
