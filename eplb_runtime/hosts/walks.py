@@ -136,7 +136,7 @@ class _Walk:
 
 
 def _as_handed_out(copy: Tensor) -> tuple[int, int, Tensor]:
-    """What shows that a copy was written to, also through ``.data``, or was put elsewhere."""
+    """Return what shows that a copy was written to, also through ``.data``, or was put elsewhere."""
     return 0 if copy.is_inference() else copy._version, copy.data_ptr(), sampled(copy)
 
 

@@ -71,8 +71,7 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
             return in_order.to_slots(*own_preprocess(hidden_states, probs, routing_map))
         chosen, weights = columns(hidden_states, routing_map, probs, real_T)
         caches.follow()
-        rows, permuted = own_preprocess(hidden_states, weights, chosen)
-        return rows, permuted
+        return own_preprocess(hidden_states, weights, chosen)
 
     def postprocess(output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
         if in_order is not None:

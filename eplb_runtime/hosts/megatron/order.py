@@ -41,14 +41,14 @@ class RowsInLogicalOrder:
         dispatcher.preprocess = preprocess
 
     def to_slots(self, rows_ND: Tensor, weights_N: Tensor) -> tuple[Tensor, Tensor]:
-        """What Megatron has permuted by logical expert -> what travels."""
+        """Return what travels of what Megatron has permuted by logical expert."""
         assert self._counts_E is not None
         there_N, back_N = _places(self._counts_E, self._columns.logical_of_slots, len(rows_ND))
         self._counts_E, self._places = None, (there_N, back_N)
         return _Moved.apply(rows_ND, there_N, back_N), _Moved.apply(weights_N, there_N, back_N)
 
     def from_slots(self, rows_ND: Tensor) -> Tensor:
-        """What has come back -> what Megatron adds up by logical expert."""
+        """Return what Megatron adds up by logical expert of what has come back."""
         assert self._places is not None
         there_N, back_N = self._places
         self._places = None

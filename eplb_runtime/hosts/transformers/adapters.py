@@ -380,7 +380,7 @@ def _save_together(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExp
         joint.agree(f"{save_directory} was not written")
 
     def load_adapter(*arguments: Any, **options: Any) -> Any:
-        """As the library's, into the parameters that are there."""
+        """Load as the library does, into the parameters that are there."""
         if options.get("low_cpu_mem_usage"):
             raise AttachError(
                 "load_adapter(low_cpu_mem_usage=True) makes other parameters than those that are attached: leave it out"

@@ -166,7 +166,7 @@ class ExpertTensors:
 
     @property
     def has_slots(self) -> bool:
-        """Whether experts are tensors of their own here, not rows of one."""
+        """Return whether experts are tensors of their own here, not rows of one."""
         return any(isinstance(entry.tensor, tuple) for entries in self._layers for entry in entries)
 
     def add(self, layer: int, name: str, tensor: Tensor | tuple[Tensor, ...], kind: Kind = "parameter") -> None:

@@ -20,6 +20,8 @@ MOST_NUMBERS = 2**28
 """So many numbers are taken from one array: 18,000 windows of 58 layers x 256 experts, 2 GiB as float64."""
 MOST_LISTED = 2**26
 """So many from nested lists, which take some ten times the memory."""
+MOST_EXPERTS = 1 << 16
+"""Of a layer: larger ids are no experts."""
 MOST_LEVELS = 8
 """Lists in lists in lists ...: an array of ours has three."""
 

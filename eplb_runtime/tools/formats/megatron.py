@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...utils.files import FileError, require_readable
-from .arrays import LoadArray, expert_ids, require_few
+from .arrays import MOST_EXPERTS, LoadArray, expert_ids, require_few
 from .base import Engine
 from .content import Content
 from .errors import FormatError, first_line
@@ -23,7 +23,6 @@ STAGE = "pre_dispatch"
 MOST_BYTES = 64 << 30
 """Of one rank's file, which is read line by line."""
 _LONGEST_LINE = 256 << 20
-_MOST_EXPERTS = 1 << 16
 
 _Layer = tuple[bool, int, int]
 """Of a multi-token prediction block or not, that block's index, and the layer's number in its block."""
@@ -106,11 +105,11 @@ def _read(line: bytes) -> tuple[tuple[int, _Layer] | None, NDArray[np.int64], in
     rows = record["top_indices"]
     ids = expert_ids(rows, "top_indices").reshape(-1) if rows else none
     ids = ids[ids >= 0]  # a token that is dropped, or padding
-    if ids.size and ids.max() >= _MOST_EXPERTS:
+    if ids.size and ids.max() >= MOST_EXPERTS:
         raise ValueError(f"expert {ids.max()}")
     shape = record.get("logit_shape")
     of_logits = int(shape[-1]) if isinstance(shape, list) and shape else 0
-    if not 0 <= of_logits <= _MOST_EXPERTS:
+    if not 0 <= of_logits <= MOST_EXPERTS:
         raise ValueError(f"logits of {of_logits} experts")
     return (int(record["step"]), layer), ids, of_logits
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...utils.files import FileError
-from .arrays import LoadArray, expert_ids, require_few
+from .arrays import MOST_EXPERTS, LoadArray, expert_ids, require_few
 from .base import Engine
 from .content import Content
 from .errors import FormatError
@@ -18,7 +19,6 @@ from .readers import pt
 
 FIELDS = ("rollout_id", "samples")
 ROUTING = "rollout_routed_experts"
-_MOST_EXPERTS = 1 << 16
 
 
 class Slime(Engine):
@@ -31,9 +31,10 @@ class Slime(Engine):
         if content.kind == "pt":
             return replayed_load([content.value]) if content.holds(*FIELDS) else None
         files = rollout_files(content.path) if content.kind == "directory" else []
-        if not files or not all(name in _read(files[0]) for name in FIELDS):
+        first = _read(files[0]) if files else {}
+        if not all(name in first for name in FIELDS):
             return None
-        return replayed_load(map(_read, files))
+        return replayed_load(chain([first], map(_read, files[1:])))
 
 
 def rollout_files(directory: Path) -> list[Path]:
@@ -92,7 +93,7 @@ def _counted(ids_TLK: NDArray[np.int64], where: str) -> NDArray[np.int64]:
     """``[L, E]``, E one more than the largest id."""
     layers = ids_TLK.shape[1]
     largest = int(ids_TLK.max(initial=0))
-    if not 0 <= ids_TLK.min(initial=0) <= largest < _MOST_EXPERTS:
+    if not 0 <= ids_TLK.min(initial=0) <= largest < MOST_EXPERTS:
         raise FormatError(f"{where}: experts {ids_TLK.min(initial=0)} to {largest} in {ROUTING}")
     counts = np.stack([np.bincount(ids_TLK[:, layer].reshape(-1), minlength=largest + 1) for layer in range(layers)])
     if ids_TLK.shape[2] > 1:
