@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, Generic, TypeVar
 
-from ...utils.graph_capture import ignore_captures_of_others
+from ...utils.worker import ignore_captures_of_others
 from .base import Message, Pending, Transport, TransportError
 
 

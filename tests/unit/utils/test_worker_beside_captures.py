@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eplb_runtime.distributed.transports.progress import PendingMessages, ProgressTransport
-from eplb_runtime.utils import graph_capture
+from eplb_runtime.utils import worker
 from eplb_runtime.utils.worker import Worker
 
 
@@ -24,7 +24,7 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
         return 0
 
     driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
-    monkeypatch.setattr(graph_capture, "_driver", lambda: driver)
+    monkeypatch.setattr(worker, "_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     return found
 
@@ -69,5 +69,5 @@ def test_a_thread_that_carries_experts_has_none_either(modes: dict[int, int]) ->
 
 def test_without_a_gpu_nothing_is_asked_of_a_driver(modes: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    graph_capture.ignore_captures_of_others()
+    worker.ignore_captures_of_others()
     assert modes == {}
