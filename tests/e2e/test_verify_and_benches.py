@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
+from scripts import run_script
 
 from eplb_runtime.cli import main
 from eplb_runtime.observe.traces import analyse, compare, traces_in
@@ -18,13 +19,13 @@ from eplb_runtime.tools.bench import train as bench_train
 from eplb_runtime.tools.bench.train import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
+COMMAND = "eplb_runtime.cli"
 SKEWED = ("skewed", "skewed, balanced")
 
 
-def shell(*arguments: str | Path, ranks: int = 0) -> subprocess.CompletedProcess[str]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+def shell(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *torchrun, "-m", "eplb_runtime.cli", *map(str, arguments)],
+        [sys.executable, "-m", "eplb_runtime.cli", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=240,
@@ -33,7 +34,7 @@ def shell(*arguments: str | Path, ranks: int = 0) -> subprocess.CompletedProcess
 
 
 def test_verify_under_torchrun_prints_one_report_and_ends_with_0() -> None:
-    done = shell("verify", "--steps", "8", "--replica-slots", "1", "--json", ranks=2)
+    done = run_script(COMMAND, "verify", "--steps", "8", "--replica-slots", "1", "--json", ranks=2)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     report = json.loads(done.stdout)
     assert list(report)[:2] == ["passed", "verdict"]
@@ -41,18 +42,20 @@ def test_verify_under_torchrun_prints_one_report_and_ends_with_0() -> None:
     assert report["replicas"]["passed"] is True
 
 
-def test_verify_alone_says_what_it_cannot_show_and_reads_a_config(tmp_path: Path) -> None:
+def test_verify_alone_says_what_it_cannot_show_and_reads_a_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from eplb_runtime.hosts.transformers.models import small_config
 
     small_config("qwen3_moe", 8).save_pretrained(tmp_path)
-    done = shell("verify", "--steps", "4", "--model-config", tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("bit-identical") and "one rank" in done.stdout
+    assert main(["verify", "--steps", "4", "--model-config", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("bit-identical") and "one rank" in said
 
 
-def test_verify_that_proves_nothing_ends_with_1() -> None:
-    done = shell("verify", "--steps", "1")
-    assert done.returncode == 1 and "NOTHING PROVED" in done.stdout
+def test_verify_that_proves_nothing_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--steps", "1"]) == 1
+    assert "NOTHING PROVED" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -228,8 +231,13 @@ def test_a_soak_breaks_rebalances_for_a_while_and_changes_no_bit() -> None:
 
 
 def test_a_soak_under_torchrun_kills_nobody() -> None:
-    done = shell("bench", "soak", "--minutes", "0.1", "--settings", "plain", "--json", ranks=2)
+    done = run_script(COMMAND, "bench", "soak", "--minutes", "0.1", "--settings", "plain", "--json", ranks=2)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     result = json.loads(done.stdout)
     assert (result["passed"], result["ranks"], result["kills"], result["lives"]) == (True, 2, 0, 1)
-    assert shell("bench", "soak", "--settings", "overlapping").returncode == 2
+
+
+def test_a_soak_of_settings_that_do_not_exist_is_refused() -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "soak", "--settings", "overlapping"])
+    assert stop.value.code == 2
