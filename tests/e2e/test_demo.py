@@ -1,14 +1,13 @@
-"""The training job of ``launch/`` through torchrun writes what it promises."""
+"""The training job of ``launch/`` writes what it promises."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
+
+from scripts import run_script
 
 from eplb_runtime.observe.traces import analyse, traces_in
 
@@ -18,14 +17,7 @@ STEPS = 24
 
 def run_demo(out: Path, options: dict[str, object]) -> dict:
     arguments = map(str, chain.from_iterable({**options, "--out": out}.items()))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, str(ROOT / "launch/train_moe.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
+    done = run_script(ROOT / "launch/train_moe.py", *arguments, ranks=2)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "bit-identical: yes" in done.stdout
     assert "seconds saved:" in done.stdout

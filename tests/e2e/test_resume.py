@@ -11,28 +11,35 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "launch/examples/resume.py"
 pytestmark = pytest.mark.slow
 
 
-def train(folder: Path, ranks: int, *arguments: str, restarts: int = 0) -> dict[str, Any]:
-    """What the last life of a job wrote."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    job = ["--max-restarts", str(restarts), str(ROOT / "launch/examples/resume.py"), "--folder", str(folder)]
-    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*torchrun, *job, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
+def train(folder: Path, ranks: int) -> dict[str, Any]:
+    """What a job wrote that nothing happened to."""
+    done = run_script(SCRIPT, "--folder", folder, ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((folder / f"losses.{restarts}.json").read_text())
+    return json.loads((folder / "losses.0.json").read_text())
+
+
+def train_killed(folder: Path, at: str) -> dict[str, Any]:
+    """What the second life of a job wrote, which torchrun began."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    job = ["--max-restarts", "1", str(SCRIPT), "--folder", str(folder), "--die-at", at]
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*torchrun, *job], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "losses.1.json").read_text())
 
 
 def test_a_job_that_was_killed_ends_as_one_that_was_not(tmp_path: Path) -> None:
     undisturbed, killed, other = (tmp_path / name for name in ("undisturbed", "killed", "other"))
     whole = train(undisturbed, 2)
     assert whole["resumed_from"] == 0 and whole["migrations"] > 0
-    resumed = train(killed, 2, "--die-at", "12", restarts=1)
+    resumed = train_killed(killed, "12")
     assert resumed["resumed_from"] == 10
     assert resumed["losses"] == {step: whole["losses"][step] for step in map(str, range(11, 17))}, "not bit-identical"
 
