@@ -126,10 +126,12 @@ def _head(view: View, now: float) -> RenderableType:
     ]
     totals = view["totals"]
     moved = sum(totals["moved_bytes"].values()) / 2**20
+    placed = totals.get("placed_replicas")  # a page of an earlier version has none
+    replicas = f"{counted(placed, 'replica')} placed, " if placed else ""
     lines.append(
         Text(
             f"{counted(totals['rebalances'], 'rebalance')} in {counted(totals['decisions'], 'decision')}, "
-            f"{counted(sum(totals['moved_experts'].values()), 'expert')}, {moved:,.1f} MiB, "
+            f"{counted(sum(totals['moved_experts'].values()), 'expert')}, {moved:,.1f} MiB, {replicas}"
             f"{_seconds(totals['pause_seconds'])} pause, {_seconds(totals['saved_seconds'])} saved"
         )
     )
