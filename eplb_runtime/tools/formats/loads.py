@@ -119,7 +119,7 @@ def checked_load(values: ArrayLike, dense_layers: int) -> LoadArray:
     if len(bad):
         window, layer, expert = bad[0]
         raise FormatError(
-            f"window {window}, layer {layer + dense_layers}, expert {expert}: {load[window, layer, expert]:g} is no "
+            f"window {window}, layer {layer + dense_layers}, expert {expert}: {load[window, layer, expert]} is no "
             "token count; counts are from 0 to 2**53"
         )
     return np.ascontiguousarray(load)
