@@ -26,6 +26,8 @@ BAR = 24
 """Characters of a rank's bar; the busiest fills it."""
 LEAST_SPAN = 0.1
 """Of imbalance, that the height of a curve stands for."""
+LEAST_SECONDS = 1e-6
+"""Shorter times are rounding."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -242,7 +244,9 @@ def _matrix(packed: Any) -> NDArray[Any]:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:,.1f} s"
+    if abs(seconds) < LEAST_SECONDS:
+        return "0 s"
+    return f"{seconds * 1e3:.3g} ms" if abs(seconds) < 1 else f"{seconds:,.1f} s"
 
 
 def _ago(seconds: float) -> str:
