@@ -2,6 +2,11 @@
 # Sourced by demo.sh and test.sh: makes .venv at the project's root and installs what is missing. Safe to run twice.
 #   PYTHON=python3.12   takes that interpreter for a new venv
 
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then # run by itself, with --help or without
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exit 0
+fi
+
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root" || exit
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # several ranks share the cores

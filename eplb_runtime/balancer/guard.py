@@ -94,7 +94,9 @@ class Guard:
         self._device = device
         self._steps = 0
         self._sample_number = 0
-        self._uncounted_before = 0
+        self._forwards_before = (0, 0)
+        self._late_problem = ""
+        self._uncounted_was_reported = False
         self._calls_at_decision = 0
         self._reported: set[str] = set()
         self._sampled_before_forward = False
@@ -206,8 +208,10 @@ class Guard:
         if self.is_new:
             problem = self._uncounted() or self._not_stepped()
             self._raise_or_warn(self._compare_job(self._take_sample("weights", problem=problem), "the end of a step"))
-        else:
+        elif self._mode != "off":
             self.clocked_steps += 1
+            with self.clocked():
+                self._late_problem = self._late_problem or self._uncounted()
         self._steps += 1
         self._sampled_before_forward = False
         self._passed_over.clear()
@@ -225,8 +229,9 @@ class Guard:
         """Take the sample that a decision compares while training goes on; None: the guard is off."""
         if self._mode == "off" or not self._watched.optimizers:
             return None
+        problem, self._late_problem = self._late_problem, ""
         with self.clocked():
-            return self._take_sample("weights", decides=True)
+            return self._take_sample("weights", problem=problem, decides=True)
 
     def computed(self) -> bool:
         """Return whether MoE layers ran since the last call."""
@@ -350,15 +355,19 @@ class Guard:
         return ""
 
     def _uncounted(self) -> str:
-        """Check that tokens count. A rank may have no token in a step, or padding alone; not counting because of the
-        model's mode is a mistake."""
-        before, self._uncounted_before = self._uncounted_before, self._watched.uncounted()
-        if self._uncounted_before > before and not self._watched.counts():
-            return (
-                "the MoE layers ran, but no token was counted: the model is in evaluation mode (call model.train(), as "
-                "from_pretrained leaves it there)"
-            )
-        return ""
+        """Check that a step's tokens count, once. A rank may have no token in a step, or padding alone, and evaluate
+        between steps; forwards for gradients in evaluation mode alone are a mistake."""
+        calls_before, uncounted_before = self._forwards_before
+        self._forwards_before = calls, uncounted = self._watched.calls(), self._watched.uncounted()
+        if uncounted == uncounted_before or uncounted - uncounted_before != calls - calls_before:
+            return ""
+        if self._uncounted_was_reported:
+            return ""
+        self._uncounted_was_reported = True
+        return (
+            f"the MoE layers ran in step {self._number() + 1}, but no token was counted: the model is in evaluation "
+            "mode (call model.train() before a training step, as from_pretrained and evaluations leave it there)"
+        )
 
     def _stepped(self) -> list[tuple[str, Tensor]]:
         """Some parameters with gradients that an optimizer is about to write."""

@@ -35,8 +35,7 @@ class Watched:
         experts: home rows ``[E/R, ...]`` by name.
         optimizers: step the parameters; none: inference. More may be adopted later.
         average_dense: whether the balancer averages the dense gradients itself.
-        counts: number of tokens that this rank counted in the running step.
-        calls: number of forwards of MoE layers so far.
+        calls: number of forwards of MoE layers so far that gradients can follow.
         uncounted: number of those whose tokens did not count, because the model was in evaluation mode.
         freed: names a weight that has no memory now; empty: all have.
     """
@@ -45,7 +44,6 @@ class Watched:
     experts: Mapping[str, Tensor]
     optimizers: Sequence[Stepper]
     average_dense: bool
-    counts: Callable[[], int]
     calls: Callable[[], int]
     uncounted: Callable[[], int]
     freed: Callable[[], str]

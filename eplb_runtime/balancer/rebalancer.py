@@ -128,6 +128,7 @@ class Rebalancer:
         self._said: Future[object] | None = None
         self._committed_layers: set[int] = set()
         self._pause_seconds = 0.0
+        self._reported = self._placement
         self._earlier: list[tuple[int, Placement]] = []
         self._agreement = self._new_agreement()
         self._engine = self._new_engine(transport)
@@ -621,9 +622,9 @@ class Rebalancer:
         self._pause_seconds += progress.pause_seconds
         if progress.stall_seconds is not None:
             self._clock.stalled(progress.stall_seconds)
-        before = self._placement
         self._follow(progress.placement)
         if progress.committed_layers:
+            before, self._reported = self._reported, self._placement
             self._committed_layers.update(progress.committed_layers)
             pause, self._pause_seconds = self._pause_seconds, 0.0
             self._events.emit(progress.committed(self.step, pause, before))

@@ -104,13 +104,12 @@ class Runtime:
         Args:
             freed: names a weight that has no memory now.
         """
-        counter, layers = self.counter, self.layers
+        layers = self.layers
         return Watched(
             dense=dense,
             experts={name: self.parameters[name] for name in self.layer_of_parameter},
             optimizers=optimizers,
             average_dense=self.averages_dense,
-            counts=lambda: int(counter.counts.sum()),
             calls=lambda: sum(layer.calls for layer in layers),
             uncounted=lambda: sum(layer.uncounted for layer in layers),
             freed=freed,

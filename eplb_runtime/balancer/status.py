@@ -20,6 +20,8 @@ def balancer_table(
     measured = events.of_type(LoadMeasured)
     committed = [event for event in events if isinstance(event, RebalanceCommitted)]
     moved = sum(event.moved_experts for event in committed)
+    placed = sum(event.placed_replicas for event in committed)
+    replicas = f"{counted(placed, 'replica')} placed, " if placed else ""
     pause = sum(event.pause_seconds for event in committed)
     copies = int((placement.copy_count - 1).sum())
     rows = [
@@ -30,7 +32,7 @@ def balancer_table(
         ("steps", str(step)),
         ("placement", f"epoch {placement.epoch}, {copies} copies stand"),
         ("measured last", brief(measured[-1]) if measured else "nothing yet"),
-        ("rebalances", f"{len(committed)}, {counted(moved, 'expert')} moved, {pause:.3g} s pause"),
+        ("rebalances", f"{len(committed)}, {counted(moved, 'expert')} moved, {replicas}{pause:.3g} s pause"),
         ("dropped", str(len(events.of_type(RebalanceAborted)))),
     ]
     return text_table(("balancer", ""), rows)

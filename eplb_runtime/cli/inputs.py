@@ -68,6 +68,8 @@ def read_windows(path: str, arguments: argparse.Namespace, layers: int | None = 
     Args:
         layers: MoE layers, where they are known: a file that has no more of them has no dense layers to leave out.
     """
+    import numpy as np
+
     from ..tools.formats.loads import layers_without_tokens, read_load
 
     dense = arguments.dense_layers or 0
@@ -77,8 +79,14 @@ def read_windows(path: str, arguments: argparse.Namespace, layers: int | None = 
     chosen: NDArray[np.float64] = load[arguments.windows]
     if not len(chosen):
         raise InputError(f"{path}: --windows leaves none of its {len(load)} windows")
-    empty = layers_without_tokens(chosen)
-    if empty:
-        counted = f"--dense-layers {dense + empty}"
-        note(f"{path}: the first {empty} layers carry no tokens; {counted} leaves them out")
+    leading = layers_without_tokens(chosen)
+    if leading == chosen.shape[1]:
+        return chosen
+    if leading:
+        counted = f"--dense-layers {dense + leading}"
+        note(f"{path}: the first {leading} layers carry no tokens; {counted} leaves them out")
+    others = [dense + leading + layer for layer in np.flatnonzero(~chosen[:, leading:].any(axis=(0, 2))).tolist()]
+    if others:
+        few = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
+        note(f"{path}: no tokens in layer {few}, counted from 0; they count as balanced")
     return chosen

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .arguments import LOAD, POLICY, InputError, add_cluster, add_command, adder, positive, ranks_of, speeds
 from .inputs import read_windows, require_output, require_policies, topology_of
-from .printing import print_json
+from .printing import noting_compilation, print_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,7 +75,8 @@ def _run(arguments: argparse.Namespace) -> None:
         available=available,
         cost=None if parameters is None else CostModel(home_bytes=12 * parameters, replica_bytes=2 * parameters),
     )
-    make()  # loads compiled code, so that the seconds of the plan are those of planning
+    with noting_compilation():
+        make()  # loads compiled code, so that the seconds of the plan are those of planning
     planned = make()
     if arguments.output is not None:
         planned.placement.save(arguments.output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,31 @@ _SPARE = 6
 def note(message: str) -> None:
     """A line on stderr that is no refusal."""
     print(f"{PROGRAM}: note: {message}", file=sys.stderr)
+
+
+@contextmanager
+def noting_compilation(poll_seconds: float = 1.0) -> Iterator[None]:
+    """Say once on stderr that code is compiled, if what is done inside compiles any: it takes a minute and more."""
+    from ..utils.jit import cache_folder
+
+    def functions() -> int:
+        return sum(1 for _ in cache_folder().rglob("*.nbi"))
+
+    before, over = functions(), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(poll_seconds):
+            if functions() > before:
+                note("the planner is compiled first, once on this machine: a minute, more where others use it")
+                return
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watching.join()
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:

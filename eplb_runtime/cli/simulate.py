@@ -17,7 +17,7 @@ from .arguments import (
     positive_float,
 )
 from .inputs import read_windows, require_extra, require_output, require_policies, topology_of
-from .printing import print_json, print_table, progress
+from .printing import noting_compilation, print_json, print_table, progress
 
 if TYPE_CHECKING:
     from ..tools.simulate import PolicyRun
@@ -86,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> None:
     topology = topology_of(arguments)
     load = merge_windows(read_windows(arguments.trace, arguments), arguments.merge)
     total = len(policies) * num_replans(len(load), arguments.every)
-    with progress("plans", total) as advance:
+    with noting_compilation(), progress("plans", total) as advance:
         runs = simulate(
             Series(load, arguments.every, arguments.history, arguments.steps_per_window),
             topology,

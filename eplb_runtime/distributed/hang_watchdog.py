@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ..utils.errors import one_line
+from ..utils.errors import JobError, brief_tracebacks, one_line
 from .consensus import all_gather_into
 from .store import JobStore, StoreError
 
@@ -63,10 +63,12 @@ class Watch:
         self.rank = dist.get_rank()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
+        self._undo: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         """From here on, waits are looked at."""
         if len(self._ranks) > 1:
+            self._undo = brief_tracebacks()
             self._thread = threading.Thread(target=self._run, name="eplb_runtime watch", daemon=True)
             self._thread.start()
 
@@ -84,7 +86,7 @@ class Watch:
         within a wait is a part of it.
 
         Raises:
-            RuntimeError: the wait failed: the process group's own timeout, or a rank that has ended.
+            LostRankError: the wait failed: the process group's own timeout, or a rank that has ended.
         """
         thread = threading.get_ident()
         if thread in self._waits:
@@ -97,15 +99,17 @@ class Watch:
         except RuntimeError as error:
             if not isinstance(error, dist.DistError) and "gloo" not in str(error):
                 raise
-            raise RuntimeError(
+            ended = "" if self.said or not _has_ended(error) else _ENDED
+            raise LostRankError(
                 f"rank {self.rank} waited in vain for other ranks in {self._shown()} ({one_line(error)}): "
-                f"{self.said or _MEND}"
+                f"{ended}{self.said or _MEND}"
             ) from error
         finally:
             del self._waits[thread]
 
     def close(self) -> None:
         """Nobody looks any more."""
+        self._undo()
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -193,7 +197,21 @@ def _without_seconds(answer: str) -> str:
     return answer
 
 
-class OutOfStepError(RuntimeError):
+_ENDED = "a rank has ended, and its own output says why; if it ended as it should: "
+
+
+def _has_ended(error: BaseException) -> bool:
+    """Return whether a connection of gloo says that the process at its other end is gone."""
+    return any(
+        words in str(error) for words in ("Connection reset by peer", "Connection closed by peer", "Broken pipe")
+    )
+
+
+class LostRankError(JobError):
+    """Other ranks did not come to an exchange: the process group's own timeout is over, or a rank has ended."""
+
+
+class OutOfStepError(JobError):
     """Ranks exchanged counts in forwards that do not belong together."""
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ..load.series import RecordedJob, holds_series, read_job, read_series
 from ..placement import Placement
 from ..planner.evaluate import predicted_imbalance
+from ..utils.files import FileError
 from .event_log import holds_events
 
 FEW_RANKS = (8, 4, 2)
@@ -25,7 +26,7 @@ class RecordedLoad:
     Args:
         ranks: EP size that it is of: the job's, or one of ``FEW_RANKS``; 1: nothing divides the experts.
         is_own: whether the job has so many ranks.
-        steps: training steps that were recorded.
+        steps: training steps in which tokens were recorded.
         imbalance_TL: float64 ``[T, L]``, max / mean rank load of each window.
         rank_load_LR: float64 ``[L, R]``, tokens of each rank over all windows.
         job: what the record says.
@@ -66,11 +67,18 @@ def recorded_load(folder: Path) -> RecordedLoad:
     """What the folder of ``eplb.record`` says of imbalance.
 
     Raises:
-        FileError: a file is broken, or nothing has been recorded yet.
+        FileError: a file is broken, or no token has been recorded yet.
         OSError: it cannot be read.
     """
-    load, steps = read_series(folder)
-    job = read_job(folder)
+    try:
+        load, steps = read_series(folder)
+        job = read_job(folder)
+    except FileError as error:
+        raise FileError(f"{folder}: {error}") from None
+    has_tokens_T = load.any(axis=(1, 2))  # others are of steps in evaluation mode
+    if not has_tokens_T.any():
+        raise FileError(f"{folder}: no token has been recorded yet")
+    load, num_steps = load[has_tokens_T], int(np.array(steps)[has_tokens_T].sum())
     layers, experts = load.shape[1:]
     own = job.ep_size if job.ep_size > 1 else job.ranks
     is_own = own > 1 and experts % own == 0
@@ -79,7 +87,7 @@ def recorded_load(folder: Path) -> RecordedLoad:
     return RecordedLoad(
         ranks=ranks,
         is_own=is_own,
-        steps=sum(steps),
+        steps=num_steps,
         imbalance_TL=predicted_imbalance(load.astype(np.float64), placement),
         rank_load_LR=load.sum(axis=0).reshape(layers, ranks, -1).sum(axis=2).astype(np.float64),
         job=job,

@@ -76,6 +76,7 @@ class RunState:
         curve: ``{"step", "steps", "mean", "worst", "start_mean", "start_worst", "step_seconds"}``, oldest first.
         decided, moved_experts, moved_bytes, phase_seconds, aborts: totals by decision and reason, link, phase, and
             phase and cause.
+        placed_replicas: replica slots that a rebalance gave another expert, in all.
         traffic_RR: int64 ``[R, R]``, bytes of experts from rank to rank.
         saved_seconds: as the gate's model has it, on the measured imbalance beside that of experts that never moved.
         promised_seconds: what the plans that were carried out were to save, each beside the placement before it, in
@@ -110,6 +111,7 @@ class RunState:
         self.phase_seconds: defaultdict[str, float] = defaultdict(float)
         self.aborts: Counter[tuple[str, str]] = Counter()
         self.traffic_RR: NDArray[np.int64] = np.zeros((0, 0), dtype=np.int64)
+        self.placed_replicas = 0
         self.rebalances = self.findings = self.pauses = self.measured_steps = self.rollouts = 0
         self.rollout_seconds = 0.0
         self.pause_seconds = self.saved_seconds = self.promised_seconds = 0.0
@@ -252,6 +254,7 @@ class RunState:
             self.phase_seconds[name] += seconds
         self.pause_seconds += pause
         self.rebalances += 1
+        self.placed_replicas += int(record.get("placed_replicas", 0))  # logs of earlier versions have none
         self.placement_before, self.placement, self.placed_at = self.placement, placement, int(record["step"])
         self.epoch = int(record["epoch"])
         row = self._row_of(record)

@@ -29,7 +29,8 @@ def summary_of(state: RunState, progress: Progress | None = None) -> dict[str, A
         ``steps``, ``decisions``, ``rebalances``, ``dropped``, ``imbalance{start, measured, last}`` (means over layers
         and measured steps; ``last``: of the newest measurement; None: nothing was measured), ``balance`` (of the newest
         measurement, by the field's names: ``max_vio/mean``, ``balancedness/mean`` ...), ``moved_experts``,
-        ``moved_bytes`` (between ranks, in one EP group), ``pause_seconds``, ``saved_seconds{predicted, measured}``,
+        ``moved_bytes`` (between ranks, in one EP group), ``placed_replicas`` (replica slots that were given another
+        expert), ``pause_seconds``, ``saved_seconds{predicted, measured}``,
         ``predictions{judged_plans, judged_decisions, predicted_seconds, true_seconds}`` (None: no plan was judged),
         ``expert_work{share, source}`` (of a step; the source is "measured", "given" or "assumed"), ``guard_findings``,
         ``pauses``, ``rollouts{count, seconds}`` (in which the balancer was suspended).
@@ -51,6 +52,7 @@ def summary_of(state: RunState, progress: Progress | None = None) -> dict[str, A
             "balance": balance_of(state),
             "moved_experts": sum(state.moved_experts[link] for link in away),
             "moved_bytes": sum(state.moved_bytes[link] for link in away),
+            "placed_replicas": state.placed_replicas,
             "pause_seconds": state.pause_seconds,
             "saved_seconds": {"predicted": state.promised_seconds, "measured": state.saved_seconds},
             "predictions": state.predictions,
@@ -94,9 +96,11 @@ def summary_text(summary: dict[str, Any]) -> str:
             f"imbalance (max / mean rank load, mean over layers): {imbalance['start']:.3f} as experts stood at the "
             f"start, {imbalance['measured']:.3f} as they stood, {imbalance['last']:.3f} last"
         )
+    placed = summary["placed_replicas"]
+    replicas = f"{counted(placed, 'replica')} placed, " if placed else ""
     lines.append(
         f"{counted(summary['moved_experts'], 'expert')} moved between ranks, "
-        f"{summary['moved_bytes'] / MIB:.1f} MiB, training stood still for {summary['pause_seconds']:.3g} s"
+        f"{summary['moved_bytes'] / MIB:.1f} MiB, {replicas}training stood still for {summary['pause_seconds']:.3g} s"
     )
     lines.append(
         f"seconds saved: {saved['measured']:.3g} estimated from the measured imbalance; {saved['predicted']:.3g} "

@@ -26,6 +26,8 @@ BAR = 24
 """Characters of a rank's bar; the busiest fills it."""
 LEAST_SPAN = 0.1
 """Of imbalance, that the height of a curve stands for."""
+LEAST_SECONDS = 1e-6
+"""Shorter times are rounding."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -126,10 +128,12 @@ def _head(view: View, now: float) -> RenderableType:
     ]
     totals = view["totals"]
     moved = sum(totals["moved_bytes"].values()) / 2**20
+    placed = totals.get("placed_replicas")  # a page of an earlier version has none
+    replicas = f"{counted(placed, 'replica')} placed, " if placed else ""
     lines.append(
         Text(
             f"{counted(totals['rebalances'], 'rebalance')} in {counted(totals['decisions'], 'decision')}, "
-            f"{counted(sum(totals['moved_experts'].values()), 'expert')}, {moved:,.1f} MiB, "
+            f"{counted(sum(totals['moved_experts'].values()), 'expert')}, {moved:,.1f} MiB, {replicas}"
             f"{_seconds(totals['pause_seconds'])} pause, {_seconds(totals['saved_seconds'])} saved"
         )
     )
@@ -240,7 +244,9 @@ def _matrix(packed: Any) -> NDArray[Any]:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:,.1f} s"
+    if abs(seconds) < LEAST_SECONDS:
+        return "0 s"
+    return f"{seconds * 1e3:.3g} ms" if abs(seconds) < 1 else f"{seconds:,.1f} s"
 
 
 def _ago(seconds: float) -> str:

@@ -77,6 +77,7 @@ def totals_of(state: RunState) -> dict[str, Any]:
         "rebalances": state.rebalances,
         "moved_experts": {link: state.moved_experts[link] for link in LINKS},
         "moved_bytes": {link: state.moved_bytes[link] for link in LINKS},
+        "placed_replicas": state.placed_replicas,
         "pause_seconds": state.pause_seconds,
         "phase_seconds": dict(sorted(state.phase_seconds.items())),
         "aborts": [{"phase": p, "cause": c, "count": n} for (p, c), n in sorted(state.aborts.items())],

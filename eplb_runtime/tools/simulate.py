@@ -253,6 +253,8 @@ def simulate(
         PlanError: the series is too short, or a policy cannot plan this load; the message names the policy.
     """
     load, every, asked, model = series.load, series.every, asked or Asked(), step_model or StepModel()
+    if len(load) == 1:
+        raise PlanError("a series of one window has none that comes next to judge a plan by: give a longer series")
     if not 0 < every < len(load):
         raise PlanError(
             f"a series of {len(load)} windows cannot be replanned every {every}: give --every between 1 and "

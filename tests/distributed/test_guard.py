@@ -100,6 +100,23 @@ class InEvaluationMode(Job):
         self.model.eval()
 
 
+class EvaluatesBetweenSteps(Job):
+    """Evaluates without `torch.no_grad()` between steps, and is in training mode again in each of them."""
+
+    def before_step(self, step: int) -> None:
+        if step > 3:
+            self.model.eval()
+            self.model(input_ids=batch_of(self.rank, step))
+            self.model.train()
+
+
+class TrainsOnceInEvaluationMode(Job):
+    """Forgets `model.train()` after a late evaluation, for one step."""
+
+    def after_step(self, step: int) -> None:
+        self.model.train(step != 4)
+
+
 class WithPaddingAlone(Job):
     """One rank has nothing but padding, as at the end of data that does not divide evenly."""
 
@@ -413,6 +430,8 @@ CASES: dict[str, Callable[[int], dict]] = {
     "idle ranks": lambda rank: FirstLayerWithoutTokens(rank).run(),
     "evaluation mode": lambda rank: InEvaluationMode(rank).run(),
     "evaluation mode, warned of": lambda rank: InEvaluationMode(rank, guard="warn").run(8),
+    "evaluation between steps": lambda rank: EvaluatesBetweenSteps(rank).run(10),
+    "evaluation mode in one late step": lambda rank: TrainsOnceInEvaluationMode(rank).run(14),
     "nobody averages": lambda rank: Job(rank, dense_gradients="host").run(),
     "DDP around a wrapper": lambda rank: InWrapper(rank).run(),
     "clipped by each rank": lambda rank: ClippedByEachRank(rank).run(),
@@ -559,6 +578,21 @@ def test_without_tokens_there_is_no_imbalance(results: list[dict[str, dict]]) ->
         assert warned["imbalance"] == [] and len(warned["losses"]) == 8
         assert any("no token was counted" in line for line in warned["warnings"])
         assert any("no token was counted in the last 4 steps" in finding for _, finding in warned["findings"])
+
+
+def test_one_late_step_in_evaluation_mode_is_warned_of(results: list[dict[str, dict]]) -> None:
+    for result in results:
+        late = result["evaluation mode in one late step"]
+        assert late["error"] == "" and len(late["losses"]) == 14
+        ((step, finding),) = late["findings"]
+        assert step == 9 and finding.startswith("rank 0: the MoE layers ran in step 6, but no token was counted")
+        assert finding in late["warnings"]
+
+
+def test_evaluations_between_steps_are_no_mistake(results: list[dict[str, dict]]) -> None:
+    for result in results:
+        between = result["evaluation between steps"]
+        assert between["error"] == "" and between["findings"] == [] and len(between["losses"]) == 10
 
 
 def test_a_later_mistake_is_warned_of_at_the_next_decision(results: list[dict[str, dict]]) -> None:

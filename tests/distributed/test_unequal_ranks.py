@@ -272,7 +272,7 @@ def test_a_wait_is_said_after_the_timeout_and_ends_with_the_groups_own() -> None
         "rank 0 has waited for more than 1 s in the forward of MoE layer 0 in training after 4 steps"
     )
     assert "rank 1: waits in optimizer.step() after 4 steps" in warning
-    assert error.startswith("RuntimeError: rank 0 waited in vain for other ranks in the forward") and warning in error
+    assert error.startswith("LostRankError: rank 0 waited in vain for other ranks in the forward") and warning in error
     error, (warning,) = second["forward_more_in_training"]
     assert "rank 0: waits in the forward of MoE layer 0 in training after 4 steps" in warning and warning in error
     error, (warning,) = first["forward_more_before_backward"]

@@ -204,14 +204,23 @@ def test_kubeflow_takes_the_manifest() -> None:
     assert read.to_dict()["spec"] == job["spec"], "nothing of it is unknown there"
 
 
-@pytest.mark.parametrize("script", ["launch/demo.sh", "launch/test.sh", "launch/multi_node.sh"])
-def test_help_is_printed_and_nothing_installed(script: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("launch/demo.sh", "bash launch/demo.sh"),
+        ("launch/test.sh", "bash launch/test.sh"),
+        ("launch/multi_node.sh", "bash launch/multi_node.sh"),
+        ("launch/slurm.sbatch", "sbatch launch/slurm.sbatch"),
+        ("launch/environment.sh", "Sourced by demo.sh and test.sh"),
+    ],
+)
+def test_help_is_printed_and_nothing_installed(script: str, said: str, tmp_path: Path) -> None:
     """In a copy of the launchers alone, where an installation would leave a .venv or fail."""
     launchers = tmp_path / "launch"
     launchers.mkdir()
-    for file in ROOT.glob("launch/*.sh"):
+    for file in [*ROOT.glob("launch/*.sh"), ROOT / "launch/slurm.sbatch"]:
         (launchers / file.name).write_text(file.read_text())
     done = run(str(tmp_path / script), ["--help"], PATH=os.environ["PATH"])
     assert done.returncode == 0 and done.stderr == ""
-    assert f"bash {script}" in done.stdout and "set -e" not in done.stdout
+    assert said in done.stdout and "set -e" not in done.stdout
     assert [entry.name for entry in tmp_path.iterdir()] == ["launch"]

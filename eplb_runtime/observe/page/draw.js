@@ -30,9 +30,10 @@ const count = (value) => (known(value) ? whole.format(value) : "–");
 function seconds(value) {
   if (!known(value)) return "–";
   const size = Math.abs(value);
+  if (size < 1e-6) return "0 s"; // rounding
   if (size >= 7200) return `${(value / 3600).toFixed(1)} h`;
   if (size >= 120) return `${(value / 60).toFixed(1)} min`;
-  if (size >= 1 || value === 0) return `${value.toFixed(size >= 10 || value === 0 ? 0 : 2)} s`;
+  if (size >= 1) return `${value.toFixed(size >= 10 ? 0 : 2)} s`;
   return size >= 0.001 ? `${(value * 1e3).toFixed(1)} ms` : `${(value * 1e6).toFixed(0)} µs`;
 }
 

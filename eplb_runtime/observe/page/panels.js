@@ -37,12 +37,13 @@ function showTiles(view) {
   const now = measured && mean(measured.imbalance.values), start = measured && mean(measured.start.values);
   const worst = measured && Math.max(...measured.imbalance.values);
   const moved = away(totals.moved_experts), pause = totals.pause_seconds, saved = totals.saved_seconds;
+  const placed = totals.placed_replicas;
   const tiles = [
     ["imbalance now", "imbalance", now, fixed(now), "max / mean rank load"],
     ["without rebalancing", "imbalance-start", start, fixed(start), "experts where they started"],
     ["worst layer", "imbalance-worst", worst, fixed(worst), measured ? `layer ${worstLayers(view)[0]}` : "–"],
     ["rebalances", "rebalances", totals.rebalances, count(totals.rebalances), `of ${count(totals.decisions)} decisions`],
-    ["experts moved", "moved", moved, count(moved), `${bytes(away(totals.moved_bytes))} between ranks`],
+    ["experts moved", "moved", moved, count(moved), `${bytes(away(totals.moved_bytes))} between ranks${placed ? `, ${count(placed)} replicas placed` : ""}`],
     ["training stood still", "pause", pause, seconds(pause), "for rebalances, in all"],
     ["saved, estimated", "saved", saved, seconds(saved), `${seconds(saved - pause)} after pauses`],
   ];

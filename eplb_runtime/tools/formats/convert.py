@@ -86,6 +86,9 @@ def convert(
             placement, homes = _as_placement(held, num_ranks, skipped, layout)
     numbered_from_0 = dense_layers is None and target.numbers_dense_layers and not engine.numbers_dense_layers
     if found is None:
+        ignored = {"--ranks": num_ranks, "--layout": layout, "--model": model}
+        if unused := [option for option, value in ignored.items() if value is not None]:
+            raise ConvertError(f"{source}: it holds a load, which has no ranks, homes or models: leave {unused[0]} out")
         with _about(destination, reading=False):
             _require_ending(destination, target, target.load_endings, "load")
             target.save_load(destination, load, dense)

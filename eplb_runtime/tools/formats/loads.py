@@ -19,6 +19,8 @@ from .engines import ENGINES, OWN
 from .errors import FormatError, LoadFileError
 
 SAMPLE = "sample"
+MOST_TOKENS = 2.0**53
+"""Whole numbers stay below it: larger ones have lost digits, and their sums lose more."""
 
 
 def read_load(path: str | Path, dense_layers: int = 0) -> LoadArray:
@@ -113,12 +115,12 @@ def checked_load(values: ArrayLike, dense_layers: int) -> LoadArray:
     if not 0 <= dense_layers < load.shape[1]:
         raise FormatError(f"{dense_layers} dense layers of {load.shape[1]}: none would be left")
     load = load[:, dense_layers:]
-    bad = np.argwhere(~np.isfinite(load) | (load < 0))
+    bad = np.argwhere(~((load >= 0) & (load < MOST_TOKENS)))
     if len(bad):
         window, layer, expert = bad[0]
         raise FormatError(
             f"window {window}, layer {layer + dense_layers}, expert {expert}: {load[window, layer, expert]} is no "
-            "token count; counts are finite and not negative"
+            "token count; counts are from 0 to 2**53"
         )
     return np.ascontiguousarray(load)
 

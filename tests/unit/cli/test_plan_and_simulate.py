@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 
 from eplb_runtime import planner
 from eplb_runtime.cli import main
+from eplb_runtime.cli.printing import noting_compilation
 from eplb_runtime.tools.formats.loads import write_load
+from eplb_runtime.utils import jit
 
 CLUSTER = ["--ranks", "4", "--ranks-per-node", "2", "--slots-per-rank", "3"]
 
@@ -32,6 +35,45 @@ def test_a_plan_from_nothing_is_an_initial_placement_and_moves_nothing(
     assert main(["plan", load, *CLUSTER, "--windows", "0:2", "--current", placement]) == 0
     shown = capsys.readouterr().out
     assert "initial placement" not in shown and "  moves " in shown
+
+
+def test_layers_without_tokens_are_pointed_out_wherever_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loads = np.ones((2, 5, 8))
+    loads[:, [0, 3]] = 0
+    write_load(tmp_path / "load.npz", loads)
+    assert main(["plan", str(tmp_path / "load.npz"), *CLUSTER]) == 0
+    said = capsys.readouterr().err
+    assert "--dense-layers 1 leaves them out" in said and "no tokens in layer 3, counted from 0" in said
+    write_load(tmp_path / "load.npz", np.zeros((2, 5, 8)))
+    assert main(["plan", str(tmp_path / "load.npz"), *CLUSTER]) == 0
+    assert "leaves them out" not in capsys.readouterr().err, "nothing would be left"
+
+
+def test_one_window_cannot_be_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_load(tmp_path / "load.npz", np.ones((1, 2, 8)))
+    assert main(["simulate", str(tmp_path / "load.npz"), *CLUSTER, "--every", "1"]) == 2
+    assert "a series of one window has none that comes next" in capsys.readouterr().err
+
+
+def test_a_command_that_compiles_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(jit, "cache_folder", lambda: tmp_path)
+    with noting_compilation(0.001):
+        assert not said_within(0.05, capsys)
+        (tmp_path / "function.nbi").touch()
+        assert "the planner is compiled first, once on this machine" in said_within(10.0, capsys)
+    with noting_compilation(0.001):
+        assert not said_within(0.05, capsys)
+
+
+def said_within(seconds: float, capsys: pytest.CaptureFixture[str]) -> str:
+    said, last = "", time.monotonic() + seconds
+    while not said and time.monotonic() < last:
+        said = capsys.readouterr().err
+    return said
 
 
 def test_a_plan_says_that_its_imbalance_is_of_the_load_given(load: str, capsys: pytest.CaptureFixture[str]) -> None:

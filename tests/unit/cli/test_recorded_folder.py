@@ -53,6 +53,27 @@ def test_the_report_draws_the_recorded_imbalance(tmp_path: Path, capsys: pytest.
     assert policy["imbalance"] == pytest.approx([16 / 7] * 6) and policy["moved_bytes"] == 0
 
 
+def test_windows_without_tokens_are_no_balanced_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As steps in evaluation mode leave them."""
+    written(tmp_path, 4)
+    writer = SeriesWriter(tmp_path, 2, 8, RecordedJob(ranks=4))
+    writer.append(np.zeros((6, 2, 8), dtype=np.int64), 5)
+    writer.close()
+    assert main(["top", str(tmp_path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["imbalance"]["mean"] == pytest.approx(16 / 7) and shown["steps"] == 30 and shown["windows"] == 6
+
+
+def test_what_has_no_tokens_yet_is_said_of_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = SeriesWriter(tmp_path, 2, 8, RecordedJob(ranks=4))
+    for _ in range(2):
+        for command in (["top", str(tmp_path)], ["report", str(tmp_path), "-o", str(tmp_path / "report.html")]):
+            assert main(command) == 2
+            assert f"{tmp_path}: no " in capsys.readouterr().err
+        writer.append(np.zeros((6, 2, 8), dtype=np.int64), 5)
+    writer.close()
+
+
 def test_a_folder_without_any_load_is_refused_as_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", str(tmp_path)]) == 2
     assert "no folder of a run" in capsys.readouterr().err

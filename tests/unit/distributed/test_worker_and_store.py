@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from eplb_runtime.distributed import consensus
-from eplb_runtime.distributed.hang_watchdog import Watch
+from eplb_runtime.distributed.hang_watchdog import LostRankError, Watch
 from eplb_runtime.distributed.store import JobStore, StoreError, name_of_job
 from eplb_runtime.utils.worker import Worker
 
@@ -183,3 +183,12 @@ def test_a_wait_within_a_wait_is_a_part_of_it_and_said_once(monkeypatch: pytest.
             raise RuntimeError("gloo: timed out")
     assert str(vain.value).count("waited in vain") == 1
     assert watch._longest() is None
+
+
+def test_a_rank_that_has_ended_is_told_from_one_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = watch_on(JobStore(dist.HashStore(), "job", 10.0), monkeypatch)
+    with pytest.raises(LostRankError, match="a rank has ended, and its own output says why; if it"), watch.waiting():
+        raise RuntimeError("[/src/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer. This is")
+    with pytest.raises(LostRankError) as slow, watch.waiting():
+        raise RuntimeError("[/src/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 10ms")
+    assert "has ended" not in str(slow.value) and "every rank must run equally many forwards" in str(slow.value)

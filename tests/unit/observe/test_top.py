@@ -57,6 +57,15 @@ def shown(view: dict[str, Any], width: int = 80, after: float = 61.0) -> str:
     return console.export_text()
 
 
+def test_seconds_that_are_rounding_alone_are_none() -> None:
+    for seconds, said in ((-4.87e-8, " 0 s saved"), (0.0, " 0 s saved"), (-0.0021, "-2.1 ms saved"), (-3.0, "-3.0 s")):
+        assert said in shown(VIEW | {"totals": VIEW["totals"] | {"saved_seconds": seconds}}).replace("\n", " ")
+
+
+def test_replicas_that_were_placed_are_shown() -> None:
+    assert "6 replicas placed" in shown(VIEW | {"totals": VIEW["totals"] | {"placed_replicas": 6}}).replace("\n", " ")
+
+
 def test_a_run_is_shown_in_eighty_columns(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", str(run), "--once"]) == 0
     said, told = capsys.readouterr().out, VIEW

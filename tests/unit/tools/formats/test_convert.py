@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,6 +144,14 @@ def test_a_load_goes_to_sglang_and_back(tmp_path: Path, ending: str) -> None:
     back = convert(tmp_path / f"dump{ending}", tmp_path / "back.safetensors", dense_layers=DENSE)
     assert back.source_format == "sglang"
     assert np.array_equal(read_load(tmp_path / "back.safetensors"), load)
+
+
+@pytest.mark.parametrize("setting", [{"num_ranks": 2}, {"layout": "free"}, {"model": "other"}])
+def test_what_a_load_has_not_is_refused_and_not_ignored(tmp_path: Path, setting: dict[str, Any]) -> None:
+    write_load(tmp_path / "load.json", [[1, 2]])
+    with pytest.raises(ConvertError, match="it holds a load, which has no ranks, homes or models: leave --"):
+        convert(tmp_path / "load.json", tmp_path / "out.json", **setting)
+    assert not (tmp_path / "out.json").exists()
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------

@@ -168,6 +168,15 @@ def test_bad_files_are_refused_in_one_line_that_names_the_file(tmp_path: Path) -
         assert str(path) in message and says in message and "\n" not in message, f"{name}: {message}"
 
 
+@pytest.mark.parametrize("count", [2.0**53, 1e19, 1e300])
+def test_counts_beyond_whole_numbers_of_a_float_are_refused(count: float, tmp_path: Path) -> None:
+    np.savez(tmp_path / "load.npz", load=np.array([[1.0, count]]))
+    with pytest.raises(LoadFileError, match=r"layer 0, expert 1: .* is no token count; counts are from 0 to 2\*\*53"):
+        read_load(tmp_path / "load.npz")
+    np.savez(tmp_path / "load.npz", load=np.array([[1.0, 2.0**53 - 1]]))
+    assert read_load(tmp_path / "load.npz").max() == 2.0**53 - 1
+
+
 def test_leaving_out_every_layer_is_refused(tmp_path: Path) -> None:
     write_load(tmp_path / "load.npz", LOAD)
     with pytest.raises(LoadFileError, match="3 dense layers of 3: none would be left"):
