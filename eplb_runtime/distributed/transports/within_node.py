@@ -125,12 +125,21 @@ class WithinNode(ProgressTransport[Posted], Generic[Posted, Way]):
         os.eventfd_write(self._wake, 1)
         if thread is not None:
             thread.join()
-        for neighbour in self._neighbours.values():
-            neighbour.close()
         with self._closing_memory():
             self._traffic.clear()
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        for neighbour in self._neighbours.values():
+            neighbour.close()
         self._inbox.close()
         os.close(self._wake)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            if not self._closed:  # of a model that was let go of: no thread runs, and no lock is taken here
+                self._closed = True
+                self._close_descriptors()
 
     def give_up(self, pending: PendingMessages, reason: str) -> None:
         with self._state:
