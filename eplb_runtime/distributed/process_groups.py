@@ -448,8 +448,8 @@ _dropped: list[ProcessGroups] = []
 
 
 def give_back_dropped() -> None:
-    """Give back the groups of models that are gone. Where all ranks have come, and no device works on anything that they
-    launched before: to end a communicator is each rank's own act, and one that is in use elsewhere would fail there."""
+    """Give back the groups of models that are gone. Where all ranks have come, and no device works on what they launched
+    before: to end a communicator is each rank's own act, and one that is in use elsewhere would fail there."""
     while _dropped:
         _dropped.pop(0)._end_dropped()
 

@@ -195,9 +195,6 @@ class WithinNode(ProgressTransport[Posted], Generic[Posted, Way]):
     def _keep(self, pending: Posted) -> None:
         """It is over and was right: take back what serves again."""
 
-    def _begin_thread(self) -> None:
-        """First thing on the thread, without the lock."""
-
     def _closing_memory(self) -> contextlib.AbstractContextManager[object]:
         """Inside, memory of neighbours is closed."""
         return contextlib.nullcontext()
@@ -218,7 +215,6 @@ class WithinNode(ProgressTransport[Posted], Generic[Posted, Way]):
     def _work(self) -> None:
         """Until nothing is pending."""
         try:
-            self._begin_thread()
             with torch.no_grad():
                 while self._step():
                     pass
