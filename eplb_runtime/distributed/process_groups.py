@@ -164,7 +164,7 @@ class ProcessGroups:
         _give_time(self.migration, self.backend, self._of_migration(seconds))
 
     @property
-    def beside_training(self) -> bool:
+    def connects_in_background(self) -> bool:
         """Whether `connect` and a transport's start may run on a thread of ours while training goes on.
 
         A device's kernels wait for their peers on the device, and NVSHMEM's memory for its peers with the interpreter
@@ -173,7 +173,7 @@ class ProcessGroups:
         """
         return self.backend == "gloo" and self._device.type == "cpu"
 
-    def meet(self, attempt: int, key: str, seconds: float) -> dist.ProcessGroup:
+    def connect_control(self, attempt: int, key: str, seconds: float) -> dist.ProcessGroup:
         """Control anew, beside the one that stands. On any thread; all ranks of the job call it.
 
         Args:
@@ -193,10 +193,10 @@ class ProcessGroups:
         return control
 
     def connect(self, control: dist.ProcessGroup, attempt: int, key: str, seconds: float) -> Connections:
-        """Migration anew, beside the one that stands; all ranks of the job call it, where `beside_training` says.
+        """Migration anew, beside the one that stands; all ranks of the job call it, where `connects_in_background` says.
 
         Args:
-            control: of `meet`; stays where this fails.
+            control: of `connect_control`; stays where this fails.
             attempt, key, seconds: as there.
 
         Raises:
@@ -448,8 +448,8 @@ _dropped: list[ProcessGroups] = []
 
 
 def give_back_dropped() -> None:
-    """Give back the groups of models that are gone. Where all ranks have come, and no device works on what they launched
-    before: to end a communicator is each rank's own act, and one that is in use elsewhere would fail there."""
+    """Give back the groups of models that are gone. Where all ranks have come, and no device works on what these have
+    launched: to end a communicator is each rank's own act, and one that is in use elsewhere would fail there."""
     while _dropped:
         _dropped.pop(0)._end_dropped()
 

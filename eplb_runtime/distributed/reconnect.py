@@ -5,7 +5,7 @@ A rank that has lost the others waits in the launcher's store until all are ther
 connect, compare what they stand on, and propose a step from which the new connections hold. Whether they do is one
 record in the store; a rank that comes to that step before the record is made writes "no" into it.
 
-All of it runs beside training, on a thread; but for what a device waits in (`ProcessGroups.beside_training`): then
+All of it runs beside training, on a thread; but for what a device waits in (`ProcessGroups.connects_in_background`): then
 ranks propose a step before they have more than control, training makes the rest when it comes to that step, and the
 record that it holds is made there.
 """
@@ -217,8 +217,8 @@ class Reconnection:
         hold = False
         try:
             self._probe(Phase.MET, self._attempt)
-            making.control = self._groups.meet(making.attempt, making.key, seconds)
-            if self._groups.beside_training:
+            making.control = self._groups.connect_control(making.attempt, making.key, seconds)
+            if self._groups.connects_in_background:
                 self._make(making)
             proposal = self._propose(making, making.control)
             # Training may not learn that they hold, if the store is silent just then; the others will miss it.

@@ -68,8 +68,8 @@ def jobs(rank: int) -> dict[str, Any]:
         said["trained"] = train(job, 2)
     said["late rounds"] = job.background.late_rounds
     said["control"] = posted_by_the_other_thread(rank)
-    said["connected anew"] = connected_anew(rank, beside_training=False)
-    said["control of it"] = connected_anew(rank, beside_training=True)
+    said["connected anew"] = connected_anew(rank, connects_in_background=False)
+    said["control of it"] = connected_anew(rank, connects_in_background=True)
     fixed = Job(rank, overlap=False, interval=None)
     for _ in said["trained"][0]:
         fixed.step()
@@ -101,17 +101,17 @@ def posted_by_the_other_thread(rank: int) -> tuple[list[float], list[Launch]]:
         recorded_group.before_message.clear()
 
 
-def connected_anew(rank: int, beside_training: bool) -> list[Launch]:
+def connected_anew(rank: int, connects_in_background: bool) -> list[Launch]:
     """What is launched from the moment where connections are lost until experts move over new ones.
 
     Args:
-        beside_training: as before: a thread makes all of them.
+        connects_in_background: as before: a thread makes all of them.
     """
     job = Job(rank, overlap=False)
     job.balancer._plan_with(plan_shuffle)
     job.until(RebalanceCommitted)
     recorded_group.launches.clear()
-    with patch.object(ProcessGroups, "beside_training", beside_training):
+    with patch.object(ProcessGroups, "connects_in_background", connects_in_background):
         job.balancer._rebalancer._pause("a test wants it")
         job.until(BalancingResumed, most=400)
     job.until(RebalanceCommitted)

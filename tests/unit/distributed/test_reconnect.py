@@ -51,13 +51,13 @@ class Groups:
         self.job = SimpleNamespace(ranks=(0,), rank=0)
         self.timeout_seconds = self.setup_seconds = 5.0
         self.current = Connections("first", "first")  # type: ignore[arg-type]
-        self.beside_training = True
+        self.connects_in_background = True
         self.attempts: list[int] = []
         self.made_on: list[str] = []
         self.hung_up: list[Any] = []
         self.given_back: list[Any] = []
 
-    def meet(self, attempt: int, key: str, seconds: float) -> Any:
+    def connect_control(self, attempt: int, key: str, seconds: float) -> Any:
         return f"attempt {attempt}"
 
     def connect(self, control: Any, attempt: int, key: str, seconds: float) -> Connections:
@@ -225,7 +225,7 @@ def test_what_waits_on_a_device_is_made_by_the_thread_that_trains_and_the_rest_b
     made, groups, state = job
     made.begin()
     train_until_connected(made, groups, state)
-    groups.beside_training = False
+    groups.connects_in_background = False
     made.begin()
     link = train_until_connected(made, groups, state)
     assert groups.made_on == ["eplb_runtime connect", threading.current_thread().name]
@@ -241,7 +241,7 @@ def test_a_rank_that_cannot_make_it_at_that_step_lets_no_rank_take_it_over(
 ) -> None:
     """The first try fails where training makes the transport, the second holds."""
     made, groups, state = job
-    groups.beside_training = False
+    groups.connects_in_background = False
     transports: list[FakeTransport] = []
 
     def make_transport(*_: Any) -> FakeTransport:
@@ -270,7 +270,7 @@ def test_without_groups_left_where_training_makes_them_it_is_said_once_too(
     job: tuple[Reconnection, Groups, RankState], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made, groups, state = job
-    groups.beside_training = False
+    groups.connects_in_background = False
 
     def connect(*_: Any) -> Connections:
         groups.attempts.append(0)
@@ -292,7 +292,7 @@ def test_training_that_is_interrupted_while_it_makes_them_leaves_no_thread_that_
     job: tuple[Reconnection, Groups, RankState], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, groups, state = job
-    groups.beside_training = False
+    groups.connects_in_background = False
 
     def interrupted(*_: Any) -> Connections:
         raise KeyboardInterrupt
