@@ -193,7 +193,7 @@ class ProcessGroups:
         return control
 
     def connect(self, control: dist.ProcessGroup, attempt: int, key: str, seconds: float) -> Connections:
-        """Migration anew, beside the one that stands; all ranks of the job call it, where `connects_in_background` says.
+        """Migration anew, beside the one that stands; all ranks of the job call it (where: `connects_in_background`).
 
         Args:
             control: of `connect_control`; stays where this fails.

@@ -5,9 +5,9 @@ A rank that has lost the others waits in the launcher's store until all are ther
 connect, compare what they stand on, and propose a step from which the new connections hold. Whether they do is one
 record in the store; a rank that comes to that step before the record is made writes "no" into it.
 
-All of it runs beside training, on a thread; but for what a device waits in (`ProcessGroups.connects_in_background`): then
-ranks propose a step before they have more than control, training makes the rest when it comes to that step, and the
-record that it holds is made there.
+All of it runs beside training, on a thread; but for what a device waits in, which
+`ProcessGroups.connects_in_background` tells: then ranks propose a step before they have more than control, training
+makes the rest when it comes to that step, and the record that it holds is made there.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from eplb_runtime.migration.overlapped import Overlapped
 
 
 def test_every_migration_works_on_one_stream_after_what_was_queued(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch hands out 32 in turn: with one for each migration a later one is the model's own, and others wait for it."""
+    """torch hands out 32 in turn: with one for each migration a later one would be the model's own."""
     made: list[Any] = []
     taken: list[Any] = []
 
