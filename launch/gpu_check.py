@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -31,6 +33,10 @@ CALL_SECONDS = 570.0
 LEAST_SECONDS = 10.0
 """A stage that would have less is left to the next call."""
 FAILED_LINES, BENCH_LINES = 40, 40
+LONGEST_LINE, MOST_READ_BYTES = 500, 4 << 20
+"""Of what a stage says; all of it is in ``output.txt``."""
+STAGE_VARIABLE = "EPLB_GPU_CHECK_STAGE"
+"""In the environment of all processes of a stage, by which they are found when it is over."""
 LONGEST_RANKS_SECONDS, LEFT_AFTER_RANKS = 120.0, 20.0
 """Ranks of a test that hang are ended after so long, or so long before the limit of their stage: then it is known where
 they stand."""
@@ -215,6 +221,7 @@ def run(stage: Stage, seconds: float, output: Path) -> tuple[str, list[str]]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     of_ranks = max(1.0, min(LONGEST_RANKS_SECONDS, seconds - LEFT_AFTER_RANKS))
     given = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "EPLB_TEST_FINISH_SECONDS": f"{of_ranks:g}"}
+    mark = given[STAGE_VARIABLE] = secrets.token_hex(8)
     given["COLUMNS"] = "240"  # room for a test's name and why it has failed
     with output.open("ab") as file:
         file.write(f"\n==== {stage.name}\n".encode())
@@ -234,11 +241,15 @@ def run(stage: Stage, seconds: float, output: Path) -> tuple[str, list[str]]:
             process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             ended = False
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    said = output.read_bytes()[begin:].decode(errors="replace")
-    lines = [line for line in said.splitlines() if line.strip()]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            end_processes_of(mark)
+            process.wait()
+    with output.open("rb") as file:
+        file.seek(max(begin, output.stat().st_size - MOST_READ_BYTES))
+        said = file.read().decode(errors="replace")
+    lines = [line[:LONGEST_LINE] for line in said.splitlines() if line.strip()]
     if not ended:
         return "cut" if seconds >= stage.seconds else UNFINISHED, lines[-FAILED_LINES:]
     if process.returncode:
@@ -251,6 +262,28 @@ def run(stage: Stage, seconds: float, output: Path) -> tuple[str, list[str]]:
         skipped = [line for line in lines if line.startswith("SKIPPED ")]
         return "passed", [*skipped, *summary[-1:]]
     return "passed", lines[-stage.lines :]
+
+
+def end_processes_of(mark: str) -> None:
+    """End what a stage has left: launchers give ranks sessions of their own, and what hangs there would hold the GPU's
+    memory while the next stage is measured."""
+    sign = f"{STAGE_VARIABLE}={mark}".encode()
+    for _ in range(3):  # one may have started another meanwhile
+        found = [path for path in Path("/proc").glob("[0-9]*/environ") if sign in _bytes_of(path).split(b"\0")]
+        if not found:
+            return
+        for path in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(int(path.parent.name), signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _bytes_of(path: Path) -> bytes:
+    """Nothing, where it is another user's or gone."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def have_run(result: Path) -> set[str]:
@@ -319,10 +352,18 @@ def main() -> int:
         parser.error("which call: 1, 2 or 3")
     given.out.mkdir(parents=True, exist_ok=True)
     stages = [stage for stage in STAGES if given.call in (None, stage.call)]
-    if given.dry_run:
-        wrong = dry_run(stages, given.out / "dry_run.md")
-    else:
-        wrong = run_call(stages, given.out / "result.md", given.seconds)
+    with (given.out / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            parser.error(f"another call writes to {given.out} now: wait for its end, or give another --out")
+        try:
+            if given.dry_run:
+                wrong = dry_run(stages, given.out / "dry_run.md")
+            else:
+                wrong = run_call(stages, given.out / "result.md", given.seconds)
+        except OSError as error:
+            parser.error(f"what was found cannot be written to {given.out}: {error}; give another --out")
     if wrong:
         print(f"not all passed: {', '.join(word for word in STATUSES if word in wrong)}")
     return min((STATUSES[word] for word in wrong), default=0)

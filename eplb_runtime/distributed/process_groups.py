@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -106,6 +106,8 @@ class ProcessGroups:
         self._background: dist.ProcessGroup | None = None
         self._nccl: NcclGroups | None = None
         self._second_channel: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+        self._is_balancing = True
+        self._end_watch: Callable[[], None] = lambda: None
         self._whole_world = len(self._members) == dist.get_world_size()
         world = dist.distributed_c10d._get_default_group().get_group_store()
         # Ranks meet in it when they connect, perhaps on a thread of ours: nobody else may have to wait for that.
@@ -161,34 +163,50 @@ class ProcessGroups:
         _give_time(self.control, "gloo", seconds)
         _give_time(self.migration, self.backend, self._of_migration(seconds))
 
-    def connect(self, attempt: int, key: str, seconds: float) -> Connections:
-        """Control and migration anew, beside those that stand. On any thread; all ranks of the job call it.
+    @property
+    def connects_in_background(self) -> bool:
+        """Whether `connect` and a transport's start may run on a thread of ours while training goes on.
+
+        A device's kernels wait for their peers on the device, and NVSHMEM's memory for its peers with the interpreter
+        locked. Beside training, in no order that all ranks share, each rank may so keep the next from what it waits
+        for. These run where training stands, at the same step on every rank.
+        """
+        return self.backend == "gloo" and self._device.type == "cpu"
+
+    def connect_control(self, attempt: int, key: str, seconds: float) -> dist.ProcessGroup:
+        """Control anew, beside the one that stands. On any thread; all ranks of the job call it.
 
         Args:
             attempt: a number that was never used before, the same on all ranks.
             key: in ``store``: as soon as a word stands there, the attempt is given up.
-            seconds: for each of the two.
+            seconds: for it.
 
         Raises:
-            TooFewDescriptors: for them.
-            NoGroupsLeft: over NCCL, after several times.
+            TooFewDescriptors: for this group and what `connect` makes.
             RuntimeError: a rank did not come in time, or has given up.
         """
         job = self.job
         self._refuse_without_descriptors([len(job.ranks), *[len(job.migration_ranks)] * (self.backend == "gloo")])
-        made: list[dist.ProcessGroup] = []
         place = WatchedStore(self._launcher_store, f"{self._name}/{key}")
-        limit = timedelta(seconds=seconds)
-        try:
-            made.append(self._new([job.ranks], "gloo", f"control {attempt}", limit, place))
-            made.append(self._new_migration(made[0], limit, attempt, place))
-        except BaseException:
-            self._retire(*made)
-            raise
-        usual = timedelta(seconds=self.timeout_seconds)
-        _give_time(made[0], "gloo", usual)
-        _give_time(made[1], self.backend, self._of_migration(usual))
-        return Connections(*made)
+        control = self._new([job.ranks], "gloo", f"control {attempt}", timedelta(seconds=seconds), place)
+        _give_time(control, "gloo", timedelta(seconds=self.timeout_seconds))
+        return control
+
+    def connect(self, control: dist.ProcessGroup, attempt: int, key: str, seconds: float) -> Connections:
+        """Migration anew, beside the one that stands; all ranks of the job call it (where: `connects_in_background`).
+
+        Args:
+            control: of `connect_control`; stays where this fails.
+            attempt, key, seconds: as there.
+
+        Raises:
+            NoGroupsLeft: over NCCL, after several times.
+            RuntimeError: a rank did not come in time, or has given up.
+        """
+        place = WatchedStore(self._launcher_store, f"{self._name}/{key}")
+        migration = self._new_migration(control, timedelta(seconds=seconds), attempt, place)
+        _give_time(migration, self.backend, self._of_migration(timedelta(seconds=self.timeout_seconds)))
+        return Connections(control, migration)
 
     def take_over(self, connections: Connections) -> Connections:
         """Let these stand from now on; those that stood are returned, for `give_back`."""
@@ -206,9 +224,9 @@ class ProcessGroups:
         """The connections that rebalancing uses now."""
         return Connections(self.control, self.migration)
 
-    def give_back(self, connections: Connections) -> None:
+    def give_back(self, *groups: dist.ProcessGroup) -> None:
         """What stands no more."""
-        self._retire(connections.control, connections.migration)
+        self._retire(*groups)
 
     def background(self) -> dist.ProcessGroup:
         """A gloo group over all ranks, for work in a thread beside training; made at the first call, collectively."""
@@ -234,14 +252,20 @@ class ProcessGroups:
         sets = [ranks[first : first + each] for ranks in self.job.row_sets for first in range(0, len(ranks), each)]
         return self._new(sets, "gloo", "node")
 
-    def go_with(self, models: Sequence[nn.Module]) -> None:
-        """Give back all of them when the last of these models is gone: a closed model still computes with some."""
+    def go_with(self, models: Sequence[nn.Module], end_watch: Callable[[], None]) -> None:
+        """Note when the last of these models is gone, for `give_back_dropped`: a closed model still computes with some
+        groups. Nothing ends where the collector runs, which is on any thread and in the middle of anything.
+
+        Args:
+            end_watch: ends what else a balancer that nobody has closed leaves. It holds on to no model.
+        """
         here = [True for _ in models]
+        self._end_watch = end_watch
 
         def gone() -> None:
             here.pop()
             if not here:
-                self._retire(*self._made)
+                _dropped.append(self)
 
         for model in models:
             weakref.finalize(model, gone).atexit = False
@@ -254,12 +278,23 @@ class ProcessGroups:
         self._drop_spare()
         del self.control, self.migration
         self.store.close()
+        self._is_balancing = False
 
     def close(self) -> None:
         """Give back all of them."""
         self._retire(*self._made)
         self._drop_spare()
         self.store.close()
+        self._is_balancing = False
+
+    def _end_dropped(self) -> None:
+        if self._is_balancing:
+            logger.warning(
+                "a balanced model was let go of without balancer.close(): its groups, threads and communicators stayed "
+                "until now; call close() on all ranks before you drop a model"
+            )
+            self._end_watch()
+        self.close()
 
     # -- making and giving back ----------------------------------------------------------------------------------------
 
@@ -406,6 +441,17 @@ class ProcessGroups:
             except Exception as error:
                 # After a failure some are broken already; that is not worth an error any more.
                 logger.debug("a process group could not be destroyed: %s", error)
+
+
+_dropped: list[ProcessGroups] = []
+"""Those whose models are gone."""
+
+
+def give_back_dropped() -> None:
+    """Give back the groups of models that are gone. Where all ranks have come, and no device works on what these have
+    launched: to end a communicator is each rank's own act, and one that is in use elsewhere would fail there."""
+    while _dropped:
+        _dropped.pop(0)._end_dropped()
 
 
 def _give_time(group: dist.ProcessGroup, backend: str, timeout: timedelta) -> None:

@@ -1,9 +1,13 @@
-"""New connections after a failure broke the old ones: made beside training, taken over by all ranks at the same step or
-by none, tried until it works, or until no groups are left to try with.
+"""New connections after a failure broke the old ones: taken over by all ranks at the same step or by none, tried until
+it works, or until no groups are left to try with.
 
 A rank that has lost the others waits in the launcher's store until all are there, however long that takes. Then they
 connect, compare what they stand on, and propose a step from which the new connections hold. Whether they do is one
 record in the store; a rank that comes to that step before the record is made writes "no" into it.
+
+All of it runs beside training, on a thread; but for what a device waits in, which
+`ProcessGroups.connects_in_background` tells: then ranks propose a step before they have more than control, training
+makes the rest when it comes to that step, and the record that it holds is made there.
 """
 
 from __future__ import annotations
@@ -11,10 +15,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
 from ..utils.errors import one_line
 from ..utils.worker import Worker
@@ -45,14 +50,36 @@ class Link:
     transport: Transport
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Proposal:
-    """Connections that hold from the end of a step on, if the record says so; training knows it first."""
+    """Connections that hold from the end of a step on, if the record says so; training knows it first.
+
+    Args:
+        key: of that record, or of the one that training makes them at this step.
+        holds: whether they do; or why training could not make them.
+    """
 
     step: int
     key: str
-    link: Link
+    making: _Making
     holds: Future[bool] = field(default_factory=Future)
+
+
+@dataclass
+class _Making:
+    """The connections of one attempt, as far as they are made.
+
+    Args:
+        key: of the record whether they hold.
+        seconds: for each part.
+    """
+
+    attempt: int
+    key: str
+    seconds: float
+    control: dist.ProcessGroup | None = None
+    connections: Connections | None = None
+    link: Link | None = None
 
 
 @dataclass
@@ -121,21 +148,31 @@ class Reconnection:
 
     def at_boundary(self) -> Link | None:
         """Training has come to the end of a step, which ``state`` says: what holds from here on, on all ranks,
-        or None. Waits for the store's answer at most, and only where a proposal falls due."""
+        or None. Waits only where a proposal falls due: for the store's answer, and where connections are not made
+        beside training for all ranks to make them, within their deadline."""
         with self._lock:
             proposal = self._proposal
             if proposal is None or self._state.steps < proposal.step:
                 return None
             self._proposal = None
-        self._probe(Phase.RESUMED, proposal.step)
-        holds = self._word(proposal.key, "no") == "yes"
-        self._under_way = not holds
-        proposal.holds.set_result(holds)
-        return proposal.link if holds else None
+        holds, problem = False, None
+        try:
+            self._probe(Phase.RESUMED, proposal.step)
+            agreed = self._word(proposal.key, "no") == "yes"
+            if agreed and proposal.making.link is None:
+                agreed, problem = self._make_here(proposal.making)
+            holds = agreed
+        finally:
+            self._under_way = not holds
+            if problem is None:
+                proposal.holds.set_result(holds)
+            else:
+                proposal.holds.set_exception(problem)
+        return proposal.making.link if holds else None
 
     def dispose(self, connections: Connections) -> None:
         """Give back connections that stand no more, on our thread: that may take a moment."""
-        self._worker.submit(lambda: self._groups.give_back(connections))
+        self._worker.submit(lambda: self._groups.give_back(connections.control, connections.migration))
 
     def close(self, seconds: float) -> None:
         """Try no more."""
@@ -174,30 +211,56 @@ class Reconnection:
         if self._closing.is_set():
             return True
         self._used = self._attempt
-        key = f"connections/{self._attempt}/hold"
-        connections: Connections | None = None
-        link: Link | None = None
+        # On a busy machine no try would be through in a short timeout: each has more time than the one before.
+        seconds = min(self._groups.setup_seconds, self._groups.timeout_seconds * self.tries)
+        making = _Making(self._attempt, f"connections/{self._attempt}/hold", seconds)
         hold = False
         try:
             self._probe(Phase.MET, self._attempt)
-            # On a busy machine no try would be through in a short timeout: each has more time than the one before.
-            seconds = min(self._groups.setup_seconds, self._groups.timeout_seconds * self.tries)
-            connections = self._groups.connect(self._attempt, key, seconds)
-            link = Link(connections, self._make_transport(connections, seconds))
-            self._probe(Phase.CONNECTED, self._attempt)
-            proposal = self._propose(key, link)
+            making.control = self._groups.connect_control(making.attempt, making.key, seconds)
+            if self._groups.connects_in_background:
+                self._make(making)
+            proposal = self._propose(making, making.control)
             # Training may not learn that they hold, if the store is silent just then; the others will miss it.
             hold = proposal is not None and proposal.holds.result()
         except Exception as error:
-            self._word(key, f"{_LACKING}: {error}" if isinstance(error, TooFewDescriptors) else "no")
+            self._word(making.key, f"{_LACKING}: {error}" if isinstance(error, TooFewDescriptors) else "no")
             raise
         finally:
             if not hold:
-                if link is not None:
-                    link.transport.close()
-                if connections is not None:
-                    self._groups.give_back(connections)
+                self._give_up(making)
         return hold or bool(self.differing)
+
+    def _make(self, making: _Making) -> None:
+        """All but control."""
+        assert making.control is not None
+        making.connections = self._groups.connect(making.control, making.attempt, making.key, making.seconds)
+        making.link = Link(making.connections, self._make_transport(making.connections, making.seconds))
+        self._probe(Phase.CONNECTED, making.attempt)
+
+    def _make_here(self, making: _Making) -> tuple[bool, Exception | None]:
+        """On the thread that trains, at the same step on every rank: all but control, and the record whether it holds.
+        That, and why this rank could not make it."""
+        assert making.control is not None
+        problem: Exception | None = None
+        try:
+            self._make(making)
+        except Exception as error:
+            problem = error
+        try:
+            agreement = Agreement(making.control, self._groups.store)
+            made = not bool(agreement.highest(torch.tensor([int(problem is not None)]), making.seconds))
+        except RuntimeError:
+            made = False  # unless the others have recorded that it holds: they have heard from this rank then
+        return self._word(making.key, "yes" if made else "no") == "yes" and problem is None, problem
+
+    def _give_up(self, making: _Making) -> None:
+        if making.link is not None:
+            making.link.transport.close()
+        if making.connections is not None:
+            self._groups.give_back(making.connections.migration)
+        if making.control is not None:
+            self._groups.give_back(making.control)
 
     def _wait_for_all(self) -> None:
         """Until all ranks of the job have come to the same attempt."""
@@ -220,9 +283,11 @@ class Reconnection:
             # Whoever comes last goes on at once, and waits for the others a timeout long.
             pause = min(1.5 * pause, self._groups.timeout_seconds / 8)
 
-    def _propose(self, key: str, link: Link) -> _Proposal | None:
-        """Compare, and agree on a step from which these connections hold; None: they do not."""
-        agreement = Agreement(link.connections.control, self._groups.store)
+    def _propose(self, making: _Making, control: dist.ProcessGroup) -> _Proposal | None:
+        """Compare, and agree on a step from which these connections hold, or at which training makes them; None: they
+        do not."""
+        key = making.key if making.link is not None else f"connections/{making.attempt}/step"
+        agreement = Agreement(control, self._groups.store)
         lead = 1 + int(LEAD_SECONDS * self.tries / max(self._state.step_seconds, 1e-3))
         own = torch.tensor([self._state.steps + lead])
         highest = agreement.highest(torch.cat([own, two_sided(self._state.digest)]))
@@ -230,7 +295,7 @@ class Reconnection:
             who = agreement.who_differs(self._state.digest, "placement").cause
             self.differing = f"{who}: they parted in a failure that could not be agreed on; go back to a checkpoint"
             return None
-        proposal = _Proposal(int(highest[0]), key, link)
+        proposal = _Proposal(int(highest[0]), key, making)
         self._probe(Phase.PROPOSED, proposal.step)
         with self._lock:
             late = self._state.steps >= proposal.step or self._closing.is_set()
@@ -246,7 +311,8 @@ class Reconnection:
             untouched = late or self._proposal is proposal
             self._proposal = None
         if not untouched:
-            wait([proposal.holds], self._groups.timeout_seconds)  # training looks at this very proposal
+            return proposal  # training looks at it just now, and may see more than this thread
+        self._word(making.key, "no")
         return None
 
     def _word(self, key: str, word: str) -> str:

@@ -4,7 +4,10 @@ fails, without waiting for Python's garbage collector."""
 from __future__ import annotations
 
 import gc
+import inspect
+import logging
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +117,52 @@ def test_close_leaves_no_more_than_a_closed_model_computes_with() -> None:
 def test_control_without_a_collection_at_attach_models_that_are_gone_keep_theirs() -> None:
     for result in run_ranks(2, rounds, False):
         assert result["after"][2] > result["after"][1] > result["after"][0]
+
+
+class Lines(logging.Handler):
+    """Warnings, as they are said."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def dropped_rounds(rank: int, closes: bool) -> dict[str, Any]:
+    """Each trains and lets go of its model. Which are gone, where groups were ended, what is said, and what is held."""
+    lines, ended, gone, after = Lines(), list[str](), list[bool](), list[tuple[int, int]]()
+    logging.getLogger("eplb_runtime").addHandler(lines)
+    retire = ProcessGroups._retire
+
+    def noted(groups: ProcessGroups, *of: Any) -> None:
+        ended.append(inspect.stack()[1].function)
+        retire(groups, *of)
+
+    ProcessGroups._retire = noted  # type: ignore[method-assign]
+    for _ in range(6):
+        model, optimizer, balancer = attach()
+        train(rank, model, optimizer)
+        if closes:
+            balancer.close()
+        reference = weakref.ref(model)
+        del model, optimizer, balancer
+        ended.clear()
+        gc.collect()
+        gone.append(reference() is None and not ended)
+        attach()[2].close()  # to end what was let go of, and itself
+        after.append(held())
+    return {"gone": gone, "said": lines.said, "after": after}
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_model_that_is_let_go_of_is_gone_and_what_it_held_ends_at_the_next_attach(closes: bool) -> None:
+    """The collector runs on any thread and in the middle of anything: no group ends there."""
+    for result in run_ranks(2, dropped_rounds, closes):
+        assert result["gone"] == [True] * 6
+        assert no_more(result["after"][2:]), result["after"]
+        assert len([line for line in result["said"] if "without balancer.close()" in line]) == (0 if closes else 6)
 
 
 def spread(rank: int) -> tuple[list[str], list[tuple[int, int]]]:

@@ -10,14 +10,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import recorded_group
 from beside import RANKS, Job
 from ranks import run_ranks
 from recorded_group import Launch
 
+from eplb_runtime.distributed.process_groups import ProcessGroups
 from eplb_runtime.distributed.transports.torch_p2p import TorchPointToPoint
-from eplb_runtime.events import RebalanceCommitted
+from eplb_runtime.events import BalancingResumed, RebalanceCommitted
+from eplb_runtime.planner.shuffle import plan_shuffle
 
 STAGING_BYTES = 40_000
 """So that a migration takes several rounds."""
@@ -65,6 +68,8 @@ def jobs(rank: int) -> dict[str, Any]:
         said["trained"] = train(job, 2)
     said["late rounds"] = job.background.late_rounds
     said["control"] = posted_by_the_other_thread(rank)
+    said["connected anew"] = connected_anew(rank, connects_in_background=False)
+    said["control of it"] = connected_anew(rank, connects_in_background=True)
     fixed = Job(rank, overlap=False, interval=None)
     for _ in said["trained"][0]:
         fixed.step()
@@ -96,6 +101,25 @@ def posted_by_the_other_thread(rank: int) -> tuple[list[float], list[Launch]]:
         recorded_group.before_message.clear()
 
 
+def connected_anew(rank: int, connects_in_background: bool) -> list[Launch]:
+    """What is launched from the moment where connections are lost until experts move over new ones.
+
+    Args:
+        connects_in_background: as before: a thread makes all of them.
+    """
+    job = Job(rank, overlap=False)
+    job.balancer._plan_with(plan_shuffle)
+    job.until(RebalanceCommitted)
+    recorded_group.launches.clear()
+    with patch.object(ProcessGroups, "connects_in_background", connects_in_background):
+        job.balancer._rebalancer._pause("a test wants it")
+        job.until(BalancingResumed, most=400)
+    job.until(RebalanceCommitted)
+    launched = list(recorded_group.launches)
+    job.balancer.close()
+    return launched
+
+
 def collectives(launched: Sequence[Launch]) -> list[tuple[str, str]]:
     return [(one.group, one.kind) for one in launched if one.peer < 0]
 
@@ -109,6 +133,10 @@ def messages(launched: Sequence[Launch]) -> dict[tuple[str, int], list[int]]:
         else:
             found[one.kind, one.peer].append(before)
     return dict(found)
+
+
+def of_migration(launched: Sequence[Launch]) -> list[Launch]:
+    return [one for one in launched if one.group == "eplb_runtime migration"]
 
 
 def in_one_order(of_ranks: Sequence[Sequence[Launch]]) -> bool:
@@ -130,6 +158,13 @@ def test_experts_and_collectives_are_launched_in_one_order_on_all_ranks() -> Non
     # Whatever moved when, the losses are those of experts that stay.
     assert all(result["trained"][0] == result["fixed"] for result in results)
     assert all(result["waited"] == 1 and result["late rounds"] > 0 for result in results)
+    # So are those that make new connections, of groups that were not there before.
+    anew = [result["connected anew"] for result in results]
+    assert all({"allreduce", "send", "recv"} <= {one.kind for one in of_migration(launched)} for launched in anew)
+    assert in_one_order(anew)
+    assert {one.thread for launched in anew for one in launched} == {"MainThread"}
+    control = [result["control of it"] for result in results]
+    assert {one.thread for launched in control for one in of_migration(launched)} >= {"eplb_runtime connect"}
     # Control: the record notices what another thread does.
     control = [result["control"][1] for result in results]
     assert not in_one_order(control)

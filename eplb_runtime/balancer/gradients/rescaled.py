@@ -11,7 +11,7 @@ compares factors over ranks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -162,7 +162,8 @@ class GradientSampler:
         self._begin()
         watched: tuple[WatchedTensor | None, ...] = self._watched if average_dense else self._watched[DENSE:]
         arriving = [one.parameter for one in watched if one is not None and not is_sliced(one.parameter)]
-        self._handles = [p.register_post_accumulate_grad_hook(self._accumulated) for p in arriving]
+        accumulated = _weak(self._accumulated)
+        self._handles = [p.register_post_accumulate_grad_hook(accumulated) for p in arriving]
 
     def end(self) -> None:
         """Stop sampling."""
@@ -300,3 +301,16 @@ class GradientSampler:
             pieces.append(here.as_strided((one.elements,), (here.numel() // one.elements,)))
         if into:
             torch._foreach_copy_(into, pieces)
+
+
+def _weak(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """The same as a hook that keeps nothing alive. Python's collector does not see what such hooks of tensors hold on
+    to: a model that was let go of without ``close`` would stay, with its groups and its memory."""
+    reference = weakref.WeakMethod(method)
+
+    @torch.compiler.disable
+    def hook(parameter: Tensor) -> None:
+        if (called := reference()) is not None:
+            called(parameter)
+
+    return hook

@@ -219,10 +219,6 @@ class CudaIpc(WithinNode[_Posted, _IpcTraffic]):
 
     # -- on the thread -------------------------------------------------------------------------------------------------
 
-    def _begin_thread(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-
     def _hear(self, note: Notification, traffic: _IpcTraffic) -> None:
         if note.kind == Kind.FREED:
             with self._closing_memory():

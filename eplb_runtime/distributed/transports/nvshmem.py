@@ -92,6 +92,7 @@ class Nvshmem(ProgressTransport[PendingMessages]):
         self._stream, self._reading = SideStream(device), SideStream(device)
         self._window: Window | None = None
         self._notes_RKN = torch.zeros(0)
+        self._are_here: Callable[[], bool] | None = None
         self._under_way: deque[tuple[Callable[[], bool], PendingMessages]] = deque()
         self._closed = False
 
@@ -142,8 +143,6 @@ class Nvshmem(ProgressTransport[PendingMessages]):
     # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
         while True:
             with self._state:
                 try:
@@ -182,9 +181,16 @@ class Nvshmem(ProgressTransport[PendingMessages]):
         return went_on
 
     def _read_notes(self, window: Window) -> None:
-        with self._reading():
-            self._notes_RKN.copy_(window.notes_RKN, non_blocking=True)
-        wait_until(self._reading.mark(), time.monotonic() + LEFT_SECONDS, "reading notes")
+        """Take what notes are here, and ask for the next. Nothing waits: where all streams share one queue
+        (`CUDA_DEVICE_MAX_CONNECTIONS=1`), even this copy comes after kernels that training has queued, and training may
+        wait for the lock."""
+        if self._are_here is None:
+            with self._reading():
+                self._notes_RKN.copy_(window.notes_RKN, non_blocking=True)
+            self._are_here = self._reading.mark()
+        if not self._are_here():
+            return
+        self._are_here = None
         notes = self._notes_RKN.tolist()
         for peer, traffic in self._peers.items():
             if traffic.leaving and not traffic.problem:

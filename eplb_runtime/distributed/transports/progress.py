@@ -11,6 +11,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, Generic, TypeVar
 
+import torch
+
 from ...utils.worker import ignore_captures_of_others
 from .base import Message, Pending, Transport, TransportError
 
@@ -114,6 +116,8 @@ class ProgressTransport(Transport, Generic[Posted]):
             self._thread.start()
 
     def _on_thread(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a new thread is on the first GPU, and would begin to use it
         ignore_captures_of_others()
         self._work()
 

@@ -125,12 +125,21 @@ class WithinNode(ProgressTransport[Posted], Generic[Posted, Way]):
         os.eventfd_write(self._wake, 1)
         if thread is not None:
             thread.join()
-        for neighbour in self._neighbours.values():
-            neighbour.close()
         with self._closing_memory():
             self._traffic.clear()
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        for neighbour in self._neighbours.values():
+            neighbour.close()
         self._inbox.close()
         os.close(self._wake)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            if not self._closed:  # of a model that was let go of: no thread runs, and no lock is taken here
+                self._closed = True
+                self._close_descriptors()
 
     def give_up(self, pending: PendingMessages, reason: str) -> None:
         with self._state:
@@ -186,9 +195,6 @@ class WithinNode(ProgressTransport[Posted], Generic[Posted, Way]):
     def _keep(self, pending: Posted) -> None:
         """It is over and was right: take back what serves again."""
 
-    def _begin_thread(self) -> None:
-        """First thing on the thread, without the lock."""
-
     def _closing_memory(self) -> contextlib.AbstractContextManager[object]:
         """Inside, memory of neighbours is closed."""
         return contextlib.nullcontext()
@@ -209,7 +215,6 @@ class WithinNode(ProgressTransport[Posted], Generic[Posted, Way]):
     def _work(self) -> None:
         """Until nothing is pending."""
         try:
-            self._begin_thread()
             with torch.no_grad():
                 while self._step():
                     pass

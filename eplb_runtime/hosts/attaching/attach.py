@@ -33,7 +33,7 @@ from ...checkpoint.weights import weights_of
 from ...config import BalancerConfig, launcher_environment
 from ...distributed.bandwidth import measure
 from ...distributed.hang_watchdog import BackwardCheck, ForwardTag, Watch
-from ...distributed.process_groups import ProcessGroups, host_timeout
+from ...distributed.process_groups import ProcessGroups, give_back_dropped, host_timeout
 from ...distributed.ranks import Job, Ranks
 from ...distributed.transports.base import Transport
 from ...load.counter import LoadCounter
@@ -91,12 +91,15 @@ def attach_stages(
         container: steps the optimizers, all in one step of its own; None: each steps by itself.
     """
     gc.collect()  # models that are gone, and attaches that failed, leave connections in cycles of references
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # nothing uses those groups any more, here and then on any rank
     try:
         groups = ProcessGroups(ranks, [len(stage.host.layers) for stage in stages], device, config.timeout_seconds)
     except Exception as error:
         raise AttachError(one_line(error, with_type=True)) from error
     transport: Transport | None = None
     try:
+        give_back_dropped()
         seconds = groups.setup_seconds
         transport = new_transport(config, groups.migration, groups.backend, device, seconds)
         transport.warm_up(time.monotonic() + seconds)
@@ -277,7 +280,7 @@ class _Attaching:
         else:
             self.hooked.add_container(self.container, _of_torch(self.optimizers))
         _forget_graphs()
-        self.groups.go_with([stage.model for stage in self.stages])
+        self.groups.go_with([stage.model for stage in self.stages], self.balancer._runtime.watch.close)
 
     def record(self) -> None:
         """Rank 0 writes down and shows what is measured, as far as that is wished."""

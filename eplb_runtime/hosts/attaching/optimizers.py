@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 import torch
 from torch import Tensor
@@ -64,7 +64,13 @@ class Optimizers:
         self._last: dict[int, int] = {}
         self._strangers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._stepping = False
-        balancer._end_with(register_optimizer_step_pre_hook(self._refuse_strangers))
+        ask = WeakMethod(self._refuse_strangers)  # torch's table lives as long as the process; a model need not
+
+        def before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (refuse := ask()) is not None:
+                refuse(optimizer)
+
+        balancer._end_with(register_optimizer_step_pre_hook(before_any_step))
 
     def adopt(self, optimizer: torch.optim.Optimizer, instead_of: torch.optim.Optimizer | None = None) -> None:
         """`Balancer.adopt`."""

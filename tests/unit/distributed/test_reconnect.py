@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -50,26 +51,35 @@ class Groups:
         self.job = SimpleNamespace(ranks=(0,), rank=0)
         self.timeout_seconds = self.setup_seconds = 5.0
         self.current = Connections("first", "first")  # type: ignore[arg-type]
+        self.connects_in_background = True
         self.attempts: list[int] = []
+        self.made_on: list[str] = []
         self.hung_up: list[Any] = []
         self.given_back: list[Any] = []
 
-    def connect(self, attempt: int, key: str, seconds: float) -> Connections:
+    def connect_control(self, attempt: int, key: str, seconds: float) -> Any:
+        return f"attempt {attempt}"
+
+    def connect(self, control: Any, attempt: int, key: str, seconds: float) -> Connections:
+        assert control == f"attempt {attempt}"
         self.attempts.append(attempt)
-        return Connections(f"attempt {attempt}", f"attempt {attempt}")  # type: ignore[arg-type]
+        self.made_on.append(threading.current_thread().name)
+        return Connections(control, f"migration {attempt}")  # type: ignore[arg-type]
 
     def hang_up(self, connections: Connections) -> None:
         self.hung_up.append(connections.control)
 
-    def give_back(self, connections: Connections) -> None:
-        self.given_back.append(connections.control)
+    def give_back(self, *groups: Any) -> None:
+        self.given_back.extend(groups)
 
 
 class Agreeing:
+    """The ranks, as far as there are any."""
+
     def __init__(self, *_: Any) -> None:
         pass
 
-    def highest(self, mine: torch.Tensor) -> torch.Tensor:
+    def highest(self, mine: torch.Tensor, seconds: float | None = None) -> torch.Tensor:
         return mine
 
 
@@ -160,7 +170,7 @@ def test_a_transport_whose_connections_never_held_is_closed_and_the_one_that_hol
     made._make_transport, made._probe = make_transport, at  # type: ignore[assignment]
     made.begin()
     link = train_until_connected(made, groups, state)
-    assert groups.given_back == ["attempt 1"]
+    assert groups.given_back == ["migration 1", "attempt 1"]
     assert [one.closed for one in made_so_far] == [True, False]
     assert link.transport is made_so_far[1]  # type: ignore[comparison-overlap]
 
@@ -184,7 +194,7 @@ def test_without_groups_left_it_is_said_once_and_nothing_is_tried_again(
     made, groups, _state = job
     left = RuntimeError("made to fail"), NoGroupsLeft("no more are ready: experts stay where they are")
 
-    def connect(attempt: int, key: str, seconds: float) -> Connections:
+    def connect(control: Any, attempt: int, key: str, seconds: float) -> Connections:
         groups.attempts.append(attempt)
         raise left[len(groups.attempts) - 1]
 
@@ -207,3 +217,90 @@ def test_a_rank_that_waits_for_others_who_have_no_groups_left_ends_too(
         made._worker.submit(lambda: None).result(30)
     assert [record.getMessage() for record in caplog.records] == ["no more are ready: experts stay where they are"]
     assert groups.attempts == []
+
+
+def test_what_waits_on_a_device_is_made_by_the_thread_that_trains_and_the_rest_beside_it(
+    job: tuple[Reconnection, Groups, RankState],
+) -> None:
+    made, groups, state = job
+    made.begin()
+    train_until_connected(made, groups, state)
+    groups.connects_in_background = False
+    made.begin()
+    link = train_until_connected(made, groups, state)
+    assert groups.made_on == ["eplb_runtime connect", threading.current_thread().name]
+    assert link.connections.control == "attempt 2"  # type: ignore[comparison-overlap]
+    made.close(5.0)
+    assert groups.store.words["connections/2/step"] == groups.store.words["connections/2/hold"] == "yes"
+    assert groups.given_back == []
+
+
+@pytest.mark.parametrize("whose", ["this rank's", "another's"])
+def test_a_rank_that_cannot_make_it_at_that_step_lets_no_rank_take_it_over(
+    job: tuple[Reconnection, Groups, RankState], monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    """The first try fails where training makes the transport, the second holds."""
+    made, groups, state = job
+    groups.connects_in_background = False
+    transports: list[FakeTransport] = []
+
+    def make_transport(*_: Any) -> FakeTransport:
+        if whose == "this rank's" and len(groups.attempts) == 1:
+            raise MemoryError("made to fail")
+        transports.append(FakeTransport())
+        return transports[-1]
+
+    def highest(agreeing: Agreeing, mine: torch.Tensor, seconds: float | None = None) -> torch.Tensor:
+        of_making = len(mine) == 1 and threading.current_thread() is threading.main_thread()
+        fails = of_making and whose == "another's" and len(groups.attempts) == 1
+        return torch.ones_like(mine) if fails else mine
+
+    made._make_transport = make_transport  # type: ignore[assignment]
+    monkeypatch.setattr(Agreeing, "highest", highest)
+    made.begin()
+    link = train_until_connected(made, groups, state)
+    made.close(5.0)
+    assert groups.store.words["connections/1/step"] == "yes" and groups.store.words["connections/1/hold"] == "no"
+    assert groups.given_back == ["migration 1", "attempt 1"]
+    assert link.transport is transports[-1]  # type: ignore[comparison-overlap]
+    assert [one.closed for one in transports] == ([False] if whose == "this rank's" else [True, False])
+
+
+def test_without_groups_left_where_training_makes_them_it_is_said_once_too(
+    job: tuple[Reconnection, Groups, RankState], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, groups, state = job
+    groups.connects_in_background = False
+
+    def connect(*_: Any) -> Connections:
+        groups.attempts.append(0)
+        raise NoGroupsLeft("no more are ready: experts stay where they are")
+
+    monkeypatch.setattr(groups, "connect", connect)
+    made.begin()
+    with caplog.at_level(logging.ERROR, "eplb_runtime"):
+        said = made._worker.submit(lambda: None)  # the same thread, after it
+        while not said.done():
+            time.sleep(0)
+            state.steps += 1
+            assert made.at_boundary() is None
+    assert [record.getMessage() for record in caplog.records] == ["no more are ready: experts stay where they are"]
+    assert len(groups.attempts) == 1 and made.under_way
+
+
+def test_training_that_is_interrupted_while_it_makes_them_leaves_no_thread_that_waits(
+    job: tuple[Reconnection, Groups, RankState], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, groups, state = job
+    groups.connects_in_background = False
+
+    def interrupted(*_: Any) -> Connections:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(groups, "connect", interrupted)
+    made.begin()
+    with pytest.raises(KeyboardInterrupt):
+        train_until_connected(made, groups, state)
+    made._closing.set()
+    made._worker.submit(lambda: None).result(30)
+    assert "attempt 1" in groups.given_back

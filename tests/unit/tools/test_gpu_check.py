@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import os
 import signal
 import subprocess
@@ -120,6 +121,54 @@ def test_a_stage_ends_with_its_first_process(check: ModuleType, tmp_path: Path) 
     how, lines = check.run(stage(check, "leaves one", code), 30.0, tmp_path / "output.txt")
     os.kill(int(lines[-1]), signal.SIGKILL)
     assert how == "passed"
+
+
+@pytest.mark.parametrize("seconds", [3.0, 60.0])
+def test_a_stage_ends_with_ranks_that_a_launcher_has_given_sessions_of_their_own(
+    check: ModuleType, tmp_path: Path, seconds: float
+) -> None:
+    """Where it is cut, and where it ends by itself."""
+    number = tmp_path / "number"
+    rank = f"import os, time; open({str(number)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    hangs = "time.sleep(600)" if seconds < 10 else ""
+    code = (
+        "import os, subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {rank!r}], start_new_session=True)\n"
+        f"while not os.path.exists({str(number)!r}) or not open({str(number)!r}).read(): time.sleep(.01)\n{hangs}"
+    )
+    how, _ = check.run(stage(check, "launches", code, seconds), seconds, tmp_path / "output.txt")
+    assert how == ("cut" if hangs else "passed")
+    left = Path(f"/proc/{number.read_text()}/stat")
+    assert not left.exists() or left.read_text().split(") ")[1][0] in "ZX"
+
+
+def test_a_stage_that_says_megabytes_leaves_a_short_line_in_the_result(check: ModuleType, tmp_path: Path) -> None:
+    result = tmp_path / "result.md"
+    code = "print('x' * 30_000_000); print('the reason'); raise SystemExit(1)"
+    assert check.run_call([stage(check, "chatters", code)], result) == {"failed"}
+    assert "the reason" in result.read_text() and result.stat().st_size < 2000
+    assert (tmp_path / "output.txt").stat().st_size > 30_000_000
+
+
+def test_a_second_call_at_once_is_refused_in_a_line(check: ModuleType, tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "1", "--seconds", "0", "--out", str(tmp_path)]
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        second = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert second.returncode == 2 and "another call writes to" in second.stderr.splitlines()[-1]
+    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 4
+
+
+def test_a_full_disk_is_said_in_a_line(
+    check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "output.txt").symlink_to("/dev/full")
+    monkeypatch.setattr(check, "STAGES", (stage(check, "says something", "print('x')"),))
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "1", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        check.main()
+    assert ended.value.code == 2
+    assert "cannot be written" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_what_was_said_before_a_cut_is_there(check: ModuleType, tmp_path: Path) -> None:

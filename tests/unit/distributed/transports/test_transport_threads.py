@@ -1,0 +1,83 @@
+"""Threads of transports on a GPU: which one they work on, and what they do not wait for."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from nvshmem_double import Double
+
+from eplb_runtime.distributed.transports import cuda_ipc, nixl, nvshmem
+from eplb_runtime.distributed.transports.base import Message, Pending
+from eplb_runtime.distributed.transports.nvshmem_heap import Window
+from eplb_runtime.distributed.transports.progress import ProgressTransport
+
+SECOND_GPU = torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize("kind", [cuda_ipc.CudaIpc, nixl.Nixl, nvshmem.Nvshmem])
+def test_a_thread_works_on_the_models_gpu_from_its_first_call_on(
+    kind: type[ProgressTransport[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread begins on the first GPU: each rank's would take memory there, and NIXL would copy there."""
+    calls: list[tuple[str, Any]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("device", device)))
+    transport = kind.__new__(kind)
+    transport._state, transport._thread, transport.device = threading.Condition(), None, SECOND_GPU
+    transport._work = lambda: calls.append(("works", threading.current_thread().name))  # type: ignore[method-assign]
+    transport._run()
+    assert transport._thread is not None
+    transport._thread.join(30)
+    transport._closed = True  # nothing of it was made
+    assert calls == [("device", SECOND_GPU), ("works", "eplb_runtime transport")]
+
+
+class QueuedStream:
+    """Comes after kernels of training until it is let go."""
+
+    pointer = 0
+
+    def __init__(self) -> None:
+        self.done = False
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[int]:
+        yield 0
+
+    def after_current(self) -> None:
+        pass
+
+    def mark(self) -> Callable[[], bool]:
+        return lambda: self.done
+
+
+def test_notes_behind_kernels_of_training_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one queue for all streams they come when those are done, in seconds. Training is not kept waiting for the
+    lock meanwhile, and nothing is given up."""
+    monkeypatch.setattr(nvshmem, "LEFT_SECONDS", 0.0)
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    double = Double(tmp_path)
+    double.init(None, SimpleNamespace(_data=torch.tensor([77]).numpy()), 0, 2, "uid")
+    transport = nvshmem.Nvshmem(group, "gloo", torch.device("cpu"), 60.0, double.library())
+    window = Window(double.tensor((Window.nbytes(2, 64, 3),), torch.uint8), double.library(), 0, 2, 64, 3)
+    transport._window, transport._notes_RKN = window, torch.empty_like(window.notes_RKN)
+    transport._reading = reading = QueuedStream()  # type: ignore[assignment]
+    transport._run = lambda: None  # type: ignore[method-assign]
+    pending: Pending = transport.post([], [Message(1, torch.zeros(8, dtype=torch.uint8))])
+    for _ in range(3):
+        transport._go_on()
+    assert not pending.poll()
+    window.inbox_RHB[1, 0, :8] = 5
+    window.notes_RKN[1, nvshmem.ARRIVED] = torch.tensor([1, ~1])
+    reading.done = True
+    while transport._go_on():
+        pass
+    transport._go_on()
+    assert pending.poll()
+    transport._window = None
