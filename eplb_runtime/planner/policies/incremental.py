@@ -37,11 +37,11 @@ FIRST = 0.1
 """Of that price, where no replica slot is in use yet: a first plan lasts."""
 ALL_MAY_MOVE = 0.02
 """And this is what moving every slot must gain then over the best plan that goes by that price."""
-SPARE_COPIES = 4
-"""Copies an expert may have beyond those its load needs. Where one has so many, the layer is searched again with as
-many as there are ranks."""
 MOST_SHARES = 2**18
-"""Or with fewer than ranks: shares of copies over all scenarios that a search has room for."""
+"""Shares of copies over all scenarios that a search has room for; an expert may have as many copies as there are ranks,
+or fewer where there is no room."""
+SPARE_COPIES = 4
+"""Copies an expert may have beyond those its load needs, however little room there is."""
 WINDOWS_OF_SECONDS = 5
 """Fewer do not tell a load that wanders from one that is noisy."""
 CHEAP = 0.02
@@ -191,12 +191,6 @@ class _Search:
         question = self._question(layer)
         limits = self._limits(layer)
         found, starts = self._explored(layer, question, limits)
-        wide = self._most_copies(layer)
-        if wide > limits.max_copies and _most_copies(found) == limits.max_copies:
-            more = limits._replace(max_copies=wide)
-            other, other_starts = self._explored(layer, question, more)
-            if self._price(layer, other) < self._price(layer, found):
-                found, starts, limits = other, other_starts, more
         track, reached = found.track, found.steps + 1
         value, moved, seconds = track.value_N[:reached], track.moved_N2[:reached], track.seconds_N[:reached]
         begin = None
@@ -239,12 +233,6 @@ class _Search:
         if steps == found.steps:
             return found.home_E
         return search_layer(*question, self._seconds_price, limits._replace(max_steps=steps), begin).home_E
-
-    def _price(self, layer: int, found: Found) -> float:
-        """Imbalance where a search ended, and what going there costs."""
-        track, end = found.track, found.steps
-        seconds = self._seconds_price * track.seconds_N[end]
-        return float(track.value_N[end] + seconds + track.moved_N2[end] @ self._prices(layer))
 
     def _explored(self, layer: int, question: LayersQuestion, limits: Limits) -> tuple[Found, Starts]:
         """The layer's search and where it could begin; none, where pouring alone comes near to the bound."""
@@ -320,21 +308,10 @@ class _Search:
         needed = -(-load_WE.max(axis=1) * ranks // np.maximum(load_WE.sum(axis=1), 1)).max()
         most = max(int(needed) + SPARE_COPIES, int(self._most_L[layer]))
         slots = self._replica_LRK.shape[2]
-        max_copies = min(ranks, most, 1 + ranks * slots)
+        room = MOST_SHARES // (len(load_WE) * max(min(ranks * slots, load_WE.shape[1]), 1))
+        max_copies = min(ranks, max(most, room), 1 + ranks * slots)
         max_steps = 2 * load_WE.shape[1] + 2 * ranks * slots
         return Limits(max_copies, max_steps, self._led_by, float(self._lowest_L[layer]), self._stride_K)
-
-    def _most_copies(self, layer: int) -> int:
-        """Of an expert, home included, where the load does not limit them."""
-        (ranks, slots), (scenarios, experts) = self._replica_LRK.shape[1:], self._load_LWE[layer].shape
-        room = MOST_SHARES // (scenarios * max(min(ranks * slots, experts), 1))
-        return int(min(ranks, room, 1 + ranks * slots))
-
-
-def _most_copies(found: Found) -> int:
-    """Of any expert, home included."""
-    replicas = found.replica_RK[found.replica_RK != EMPTY]
-    return 1 + int(np.bincount(replicas).max()) if replicas.size else 1
 
 
 def _few_moves(request: PlanRequest) -> int:
