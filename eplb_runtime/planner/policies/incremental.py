@@ -95,10 +95,23 @@ def incremental(request: PlanRequest) -> Placement:
         ends = [one.found for one in found]
         return placed_anew(np.array([end.home_E for end in ends]), np.array([end.replica_RK for end in ends]))
     placement = _reached(request, start, found)
-    if first_L.any() and request.max_moves is None and request.max_bytes is None:
-        anew = _search(request, start, 0.0)
-        placement = _where_all_may_move(request, (placement, found), (_reached(request, start, anew), anew), first_L)
+    if request.max_moves is not None or request.max_bytes is not None:
+        return placement
+    again_L = first_L & _may_gain(request, found)
+    if again_L.any():
+        layers, anew = np.flatnonzero(again_L), list(found)
+        for layer, one in zip(layers.tolist(), _search(request, start, 0.0, layers), strict=True):
+            anew[layer] = one
+        placement = _where_all_may_move(request, (placement, found), (_reached(request, start, anew), anew), again_L)
     return placement
+
+
+def _may_gain(request: PlanRequest, found: list[Trajectory]) -> NDArray[np.bool_]:
+    """bool ``[L]``: layers that a price kept from moving, and that are not as good as they can be."""
+    end_L = np.array([one.imbalance[one.taken] for one in found])
+    lowest_L = np.array([one.limits.lowest for one in found])
+    priced_L = np.full(len(found), False) if request.declared else _stray(request) > 0
+    return np.asarray(priced_L & (end_L > lowest_L * (1.0 + GOOD_ENOUGH) + LITTLE))
 
 
 def answers(request: PlanRequest) -> bool:
@@ -125,19 +138,23 @@ def _seconds_of_all(request: PlanRequest) -> float:
     return request.start.homes_per_rank * request.home_bytes / bandwidth
 
 
-def _search(request: PlanRequest, start: Placement, first: float) -> list[Trajectory]:
+def _search(
+    request: PlanRequest, start: Placement, first: float, layers: NDArray[np.int64] | None = None
+) -> list[Trajectory]:
     """How far each layer goes, and where that ends.
 
     Args:
         first: share of the price of moves, where no copies are in use yet.
+        layers: those that are searched; None: all.
     """
     search = _Search(request, start, first)
-    trajectories = in_threads(search.layer, request.num_layers)
-    farthest = [search.worth_going(layer, one) for layer, one in enumerate(trajectories)]
+    number = list(range(request.num_layers)) if layers is None else layers.tolist()
+    trajectories = in_threads(lambda index: search.layer(number[index]), len(number))
+    farthest = [search.worth_going(layer, one) for layer, one in zip(number, trajectories, strict=True)]
     steps = _within_budget(trajectories, farthest, request)
     in_part = [one.few is not None or step < one.steps for one, step in zip(trajectories, steps, strict=True)]
-    for layer in np.flatnonzero((steps > 0) & in_part).tolist():
-        trajectories[layer] = search.cut(layer, trajectories[layer], int(steps[layer]))
+    for index in np.flatnonzero((steps > 0) & in_part).tolist():
+        trajectories[index] = search.cut(number[index], trajectories[index], int(steps[index]))
     return [replace(one, taken=int(step)) for one, step in zip(trajectories, steps, strict=True)]
 
 

@@ -16,8 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...placement import Placement
+from ...planner.cost import CostModel
 from ...planner.planning import plan
 from ...planner.policies.deepseek import balance as balance_deepseek
+from ...planner.terms import Terms
 from ...topology import Topology
 from .next_windows import judge
 from .workloads import (
@@ -39,6 +41,10 @@ SEEDS = (11, 12, 13)
 LAYERS = 2
 PAST, JUDGED = 8, 12
 """Windows planned on, and windows judged after them."""
+TRAINING = CostModel(home_bytes=226_000_000, step_seconds=4.0)
+"""Qwen3-235B's expert with its optimizer state, and a step of training; over links of 50 GB/s, for 500 steps."""
+LINK_BANDWIDTH = 50e9
+"""Bytes a second."""
 Draw = Callable[[int, int, int, int], FloatArray]
 """(windows, layers, experts, seed) -> float64 ``[T, L, E]``."""
 
@@ -50,6 +56,7 @@ class Family:
     Args:
         replicas: replica slots of a rank.
         drifts: planned anew before each window, not once.
+        priced: ours has to pay its seconds (`TRAINING`, gate ``"payoff"``), as in a job.
         past: windows planned on.
         layers: of each series.
     """
@@ -60,6 +67,7 @@ class Family:
     ranks: int
     replicas: int
     drifts: bool = False
+    priced: bool = False
     past: int = PAST
     layers: int = LAYERS
 
@@ -85,9 +93,10 @@ def _burst(windows: int, layers: int, experts: int, seed: int) -> FloatArray:
 
 
 FAMILIES = (
+    Family("steady, spread .8, seconds known", _skewed(0.8, 0.2), 256, 64, 0, priced=True),
+    Family("steady, spread .3, seconds known", _skewed(0.3, 0.2), 256, 64, 0, priced=True),
+    Family("steady, spread .8, seconds known, 32 windows", _skewed(0.8, 0.2), 256, 32, 0, priced=True, past=32),
     Family("steady, spread .8", _skewed(0.8, 0.2), 256, 64, 0),
-    Family("steady, spread .3", _skewed(0.3, 0.2), 256, 64, 0),
-    Family("steady, spread .8, 32 windows", _skewed(0.8, 0.2), 256, 32, 0, past=32),
     Family("steady, spread .8", _skewed(0.8, 0.2), 256, 64, 1),
     Family("one window known", _skewed(0.8, 0.2), 256, 256, 1, past=1, layers=1),
     Family("one window known", _skewed(0.8, 0.2), 1024, 1024, 1, past=1, layers=1),
@@ -155,7 +164,10 @@ def _series(family: Family, seed: int) -> dict[str, float]:
     """One series of a family."""
     load = family.draw(family.past + JUDGED, family.layers, family.experts, seed)
     slots = family.experts // family.ranks + family.replicas
-    topology = Topology(family.ranks, min(8, family.ranks))
+    topology = Topology(
+        family.ranks, min(8, family.ranks), intra_node_bandwidth=LINK_BANDWIDTH, inter_node_bandwidth=LINK_BANDWIDTH
+    )
+    terms = Terms(cost=TRAINING, gate="payoff") if family.priced else Terms()
     initial = Placement.initial(family.layers, family.experts, family.ranks, family.replicas)
     in_order = np.broadcast_to(np.arange(family.ranks * slots) % family.experts, (family.layers, family.ranks * slots))
     ours, theirs = initial, Placement(in_order, family.experts, family.ranks)
@@ -164,7 +176,7 @@ def _series(family: Family, seed: int) -> dict[str, float]:
     ends = range(family.past, len(load)) if family.drifts else [family.past]
     for end in ends:
         past = load[end - family.past : end]
-        made = plan(past, topology, slots_per_rank=slots, current=ours)
+        made = plan(past, topology, slots_per_rank=slots, current=ours, **terms)
         known = past[-1] if family.drifts else past.mean(axis=0)
         planned = balance_deepseek(known, family.ranks * slots, 1, 1, family.ranks)[0]
         renewed = Placement(planned, family.experts, family.ranks)
