@@ -22,18 +22,19 @@ Row = Mapping[str, Any]
 PLANS, NEXT, SUITE, BATCHES = "Plans", "Next windows", "Suite", "Copies for a batch"
 """Titles, as they stand above the tables."""
 CITED_PLANS = {
-    (58, 256, 32, 288, 8): ("342 / 25 / 35", "", ".8584, 236 ms"),
-    (58, 256, 32, 288, 1): ("813 / 47 / 35", "1.96", ".9993, 326 ms"),
-    (58, 256, 144, 288, 1): ("1,892 / 121 / 35", "1.96", ".8657, 276 ms"),
+    (58, 256, 32, 288, 8): ("342 / 25 / 35", "", ".8584 beside .8538, 236 ms"),
+    (58, 256, 32, 288, 1): ("813 / 47 / 35", "1.96", ".9993 beside .9933, 326 ms"),
+    (58, 256, 144, 288, 1): ("1,892 / 121 / 35", "1.96", ".8657 beside .8657, 276 ms"),
     (58, 256, 64, 256, 1): ("1,553 / 59 / 54", "", ""),
     (58, 256, 64, 320, 1): ("2,210 / 102 / 46", "", ""),
-    (24, 32, 8, 32, 1): ("15 / 1 / 3", ".05", ".9920, 33 ms"),
-    (24, 32, 8, 40, 1): ("19 / 2 / 2", ".06", ".9983, 39 ms"),
-    (96, 1024, 1024, 2048, 1): ("> 150 s / 9,800 / 550", "37", ".9759, 7,938 ms"),
+    (24, 32, 8, 32, 1): ("15 / 1 / 3", ".05", ".9920 beside .9737, 33 ms"),
+    (24, 32, 8, 40, 1): ("19 / 2 / 2", ".06", ".9983 beside .9735, 39 ms"),
+    (96, 1024, 1024, 2048, 1): ("> 150 s / 9,800 / 550", "37", ".9759 beside .9759, 7,938 ms"),
 }
 """(layers, experts, ranks, slots, groups) -> milliseconds of DeepSeek's EPLB, SGLang's and vLLM's planner, which make
-one plan; those of TensorRT-LLM's C++; balancedness and milliseconds of the best public planner (gem5). Measured with
-their own code on the measured loads of DeepSeek-V3 and gpt-oss-20b, one thread of a 2-core machine."""
+one plan; those of TensorRT-LLM's C++; balancedness of the best public planner (gem5) beside DeepSeek's on the same
+load, and its milliseconds. Measured with their own code on loads of DeepSeek-V3 and gpt-oss-20b, one thread of a 2-core
+machine."""
 CITED_MINDSPEED = {
     ("normal(1, .3)", 32, 320): "1.214, 77 %",
     ("normal(1, .3)", 32, 384): "1.214, 64 %",

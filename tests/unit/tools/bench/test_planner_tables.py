@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import eplb_runtime
+from eplb_runtime.planner import CostModel
 from eplb_runtime.tools.bench import families, next_windows, per_batch, planner, tables, workloads
 from eplb_runtime.tools.bench.families import FAMILIES, Family
 from eplb_runtime.tools.bench.per_batch import EXPONENTS, Sweep
@@ -109,11 +110,14 @@ def test_loads_of_the_suite_differ_in_what_they_are_for() -> None:
     near = workloads.near_uniform(8, 16, 896, 1).reshape(8, 16, 16, 56).sum(axis=3)
     assert np.median(near.max(axis=2) / near.mean(axis=2)) == pytest.approx(1.069, abs=0.015), "K3's, as reported"
     tokens = workloads.hash_layers(2, 1, 256, 1)[0, 0]
-    assert 4 < tokens.max() / tokens.mean() < 16
+    assert 3 < tokens.max() / tokens.mean() < 8
 
 
-def test_copies_for_a_batch_leave_homes_where_they_are() -> None:
-    row = per_batch.run(Sweep(ranks=8, experts=16, layers=1, judged=2, seeds=(1,)), exponents=(1.0,))
-    steady, jittering = row
-    assert steady["per_batch"] < 1.1 < steady["no_copies"]
-    assert jittering["persistent"] > steady["persistent"], "what comes differs from what was planned on"
+def test_copies_for_a_batch_leave_homes_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = Sweep(ranks=8, experts=32, replicas=1, layers=1, judged=1, seeds=(1,))
+    monkeypatch.setattr(per_batch, "JITTERS", (0.3,))
+    (row,) = per_batch.run(sweep, exponents=(1.0,))
+    assert row["per_batch"] < 1.2 < row["no_copies"]
+    monkeypatch.setattr(per_batch, "HOMES_STAY", CostModel(home_bytes=1, step_seconds=1.0))
+    with pytest.raises(RuntimeError, match="a home moved"):
+        per_batch.run(sweep, exponents=(1.0,))
