@@ -31,6 +31,7 @@ from ..planner.evaluate import predicted_imbalance
 from ..planner.planning import plan
 from ..planner.policies import LAYOUTS
 from ..planner.search.explore import POURED_FROM
+from ..planner.search.starts import pack_near
 from ..planner.search.staying import left_out, pack_staying
 from ..topology import Topology
 from ..utils.checksums_numba import warm_up as compile_copies
@@ -80,7 +81,8 @@ def compile_planner(policy: str = "incremental") -> None:
     if policy == "incremental":
         if budget:
             plan(load, Topology(4, 2), slots_per_rank=3, current=current, max_moves=budget)
-        plan(np.ones((1, POURED_FROM)), Topology(POURED_FROM), slots_per_rank=2)
+        plan(np.arange(1.0, POURED_FROM + 1)[None], Topology(POURED_FROM), slots_per_rank=2)
+        _compile(pack_near, load[0], np.zeros((8, 2)), 2, np.zeros(8, dtype=np.int32))
         home_E, choice_NE = np.zeros(8, dtype=np.int32), np.zeros((1, 8), dtype=np.int64)
         _compile(pack_staying, load[0], home_E, 4, 0.0, home_E)
         _compile(left_out, load, load[0], choice_NE, home_E, 4, np.zeros(1))

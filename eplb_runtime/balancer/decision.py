@@ -469,7 +469,7 @@ class DecisionMaker:
             return _failed(f"the planner took longer than {seconds:g} s")
 
     def _make_plan(self, load: NDArray[Any], measurement: Measurement, compiling: bool) -> bytes:
-        cost, policy = self._cost(measurement), self._config.policy
+        cost, policy, trust = self._cost(measurement), self._config.policy, self._track_record.trust
         how: dict[str, Any] = {"policy": policy, "sources": self._sources}
         if compiling:
             cost = replace(cost, crossing_seconds=0.0)
@@ -486,11 +486,12 @@ class DecisionMaker:
             gate=self._config.gate,
             declared=measurement.declared,
             rank_speed=self._config.rank_speed,
+            trust=trust,
             **how,
         )
         notes = ["homes only: the planner is still being compiled"] if compiling else []
-        if cost.trust < SAID_BELOW and self._config.gate == "payoff":
-            notes.append(f"counting {cost.trust:.0%} of predicted gains: as much came true lately")
+        if trust < SAID_BELOW and self._config.gate == "payoff":
+            notes.append(f"counting {trust:.0%} of predicted gains: as much came true lately")
         if notes:
             made = replace(made, reason=f"{made.reason} ({'; '.join(notes)})")
         # What is declared is the next load alone: no later one says whether the plan was good.
@@ -522,7 +523,6 @@ class DecisionMaker:
             horizon_steps=self._horizon,
             stall_seconds=measurement.stall_seconds,
             crossing_seconds=self._crossing_seconds(measurement.token_bytes, measurement.step_seconds),
-            trust=self._track_record.trust,
         )
 
     def _crossing_seconds(self, token_bytes: int, step_seconds: float) -> float:

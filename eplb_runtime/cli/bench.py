@@ -10,7 +10,7 @@ from typing import Any
 
 from .arguments import LOAD, InputError, add_command, adder, names, not_negative, positive, positive_float
 from .inputs import require_extra
-from .printing import note, print_json, print_table, spinner
+from .printing import note, print_json, print_lines, print_table, spinner
 
 ON_RANKS = ("dispatch", "migrate", "beside", "train")
 ON_GPUS = ("dispatch", "migrate")
@@ -51,9 +51,15 @@ def _add_planner(benches: Any) -> None:
   eplb-runtime bench planner
   eplb-runtime bench planner load.npz --peers vllm,sglang
   eplb-runtime bench planner --peers ./eplb.py --json
+  eplb-runtime bench planner load.npz --table    # the tables of planner/README.md, and a suite of loads that drift
 """,
     )
     _add_bench(command)
+    command.add_argument(
+        "--table",
+        action="store_true",
+        help="measure all tables of the planner's README and print them in Markdown, beside cited figures",
+    )
     peers = "installed planners, vllm or sglang, or a file with DeepSeek's rebalance_experts"
     adder(command)("--peers", "A,B,...", names, peers, default=[])
 
@@ -281,10 +287,14 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
 
 
 def _planner(arguments: argparse.Namespace) -> None:
-    from ..tools.bench.planner import run
+    from ..tools.bench import planner, tables
 
+    run = tables.run if arguments.table else planner.run
     with spinner() as shown:
         result = run(arguments.loads, arguments.peers, arguments.repeats, on_progress=shown.update)
+    if arguments.table and not arguments.json:
+        print_lines(tables.markdown(result))
+        return
     _print(result, arguments.json)
 
 

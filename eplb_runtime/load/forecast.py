@@ -7,6 +7,7 @@ once. `scenarios` says how what comes may stray from the forecast.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -51,17 +52,23 @@ def coarsen(load: Load) -> Load:
     return np.asarray(kept.reshape(-1, run, *load.shape[1:]).mean(axis=1))
 
 
-def exponential_average(load: Load, newest_weight: float) -> Load:
+def exponential_average(load: Load, newest_weight: float, newest: int | None = None) -> Load:
     """float64 ``[T, L, E]``: for each window the average up to it, each older one ``1 - newest_weight`` lighter.
 
     Weights are normalised, so that the first windows are plain means rather than bound to the first one.
+
+    Args:
+        newest: only of so many of the newest windows; None: of all.
     """
-    averages = np.empty_like(load)
+    left_out = 0 if newest is None else max(len(load) - newest, 0)
+    averages = np.empty((len(load) - left_out, *load.shape[1:]))
     total, weight = np.zeros(load.shape[1:]), 0.0
     for index, window in enumerate(load):
-        total = total * (1.0 - newest_weight) + window
+        total *= 1.0 - newest_weight
+        total += window
         weight = weight * (1.0 - newest_weight) + 1.0
-        averages[index] = total / weight
+        if index >= left_out:
+            np.divide(total, weight, out=averages[index - left_out])
     return averages
 
 
@@ -70,8 +77,10 @@ def trend(load: Load, newest_weight: float) -> Load:
 
     The drift is the lead of a fast average over one of half its newest weight (double exponential smoothing, damped).
     """
-    fast = exponential_average(load, newest_weight)
-    slow = exponential_average(load, newest_weight / 2)
+    return _with_drift(exponential_average(load, newest_weight), exponential_average(load, newest_weight / 2))
+
+
+def _with_drift(fast: Load, slow: Load) -> Load:
     return np.maximum(fast + TREND_DAMPING * (fast - slow), 0.0)
 
 
@@ -191,13 +200,15 @@ def _best_of_past(load: Load, method: str, horizon: int, ranks: int) -> Load:
     """
     if len(load) < 3:
         return np.asarray(load.mean(axis=0))
-    made = [exponential_average(load, LONG_MEMORY)] if method != "trend" else []
+    newest = min(JUDGED_WINDOWS + 1, len(load))
+    average = cache(lambda weight: exponential_average(load, weight, newest))
+    made = [average(LONG_MEMORY)] if method != "trend" else []
     if method in ("auto", "average"):
-        made += [exponential_average(load, weight) for weight in MEMORIES if weight != LONG_MEMORY]
+        made += [average(weight) for weight in MEMORIES if weight != LONG_MEMORY]
     if method in ("auto", "trend"):
-        made += [trend(load, weight) for weight in MEMORIES if 0 < weight < 1]
+        made += [_with_drift(average(weight), average(weight / 2)) for weight in MEMORIES if 0 < weight < 1]
     after, ahead = _what_came(load, horizon)
-    foretold = [np.ascontiguousarray(one[after]) for one in made]
+    foretold = [np.ascontiguousarray(one[after - (len(load) - newest)]) for one in made]
     judged = [_dealt(one, ahead, ranks) + BETWEEN_EQUALS * _error(one, ahead) for one in foretold]
     best, gain_L = np.zeros(load.shape[1], dtype=np.int64), np.zeros(load.shape[1])
     for index, one_TL in enumerate(judged):
@@ -314,8 +325,14 @@ def _dealt(foretold_TLE: Load, came_TLE: Load, ranks: int) -> Load:
             load_E, came_E = foretold_TLE[window, layer], came_TLE[window, layer]
             dealt_R, came_R = np.zeros(ranks), np.zeros(ranks)
             filled_R = np.zeros(ranks, dtype=np.int64)
-            open_ranks = tournament(dealt_R)
-            for expert in np.argsort(-load_E, kind="mergesort"):
+            order_E = np.argsort(-load_E, kind="mergesort")
+            first = 0  # while ranks are empty, each expert goes to the next
+            while first < min(ranks, experts) and load_E[order_E[first]] > 0.0:
+                dealt_R[first], came_R[first] = load_E[order_E[first]], came_E[order_E[first]]
+                filled_R[first] = 1
+                first += 1
+            open_ranks = tournament(np.where(filled_R < room, dealt_R, np.inf))
+            for expert in order_E[first:]:
                 best = least_loaded(open_ranks)
                 dealt_R[best] += load_E[expert]
                 came_R[best] += came_E[expert]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numbers import Integral
+from numbers import Integral, Real
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -112,6 +112,14 @@ def check_gate(settled: Settled, current: Placement | None) -> None:
         raise PlanError(f"gate={gate!r} is unknown; choose one of: {', '.join(GATES)}")
     if gate == "payoff" and (cost is None or current is None or cost.step_seconds <= 0):
         raise PlanError("gate='payoff' needs current= and a cost= with step_seconds: give both, or gate='always'")
+
+
+def check_trust(settled: Settled) -> None:
+    trust = settled.trust
+    if isinstance(trust, bool) or not isinstance(trust, Real) or not 0 <= trust <= 1:
+        raise PlanError(f"trust={trust!r}: give the share of a gain that is believed, from 0 to 1")
+    if trust < 1 and settled.cost is None:
+        raise PlanError(f"trust={trust:g} weighs seconds that are saved: give cost=CostModel(...), or leave trust out")
 
 
 def check_current(current: object) -> None:

@@ -35,8 +35,6 @@ class CostModel:
         crossing_seconds: how much longer a step would take if every token was computed on another node than its own,
             instead of none; with it, plans weigh such tokens against imbalance (`crossing_seconds` estimates it from a
             measured bandwidth).
-        trust: share of a plan's gain that is believed, in [0, 1]: as much as came true of earlier ones
-            (`track_record.TrackRecord`).
 
     Raises:
         ValueError: a number is negative or not finite.
@@ -49,7 +47,6 @@ class CostModel:
     horizon_steps: int = 500
     stall_seconds: float = 0.0
     crossing_seconds: float = 0.0
-    trust: float = 1.0
 
     def __post_init__(self) -> None:
         for name in (
@@ -60,15 +57,14 @@ class CostModel:
             "horizon_steps",
             "stall_seconds",
             "crossing_seconds",
-            "trust",
         ):
             value = getattr(self, name)
             if not (np.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}={value}: give a finite number that is not negative")
 
-    def seconds_per_imbalance(self, num_layers: int) -> float:
-        """Seconds that one unit of one layer's imbalance (max / mean) costs over the horizon, times `trust`."""
-        return self.trust * self.horizon_steps * self.moe_share * self.step_seconds / num_layers
+    def seconds_per_imbalance(self, num_layers: int, trust: float = 1.0) -> float:
+        """Seconds that one unit of one layer's imbalance (max / mean) costs over the horizon, times ``trust``."""
+        return trust * self.horizon_steps * self.moe_share * self.step_seconds / num_layers
 
     @property
     def crossing_price(self) -> float:

@@ -19,6 +19,7 @@ from .checks import (
     check_gate,
     check_shapes,
     check_sizes,
+    check_trust,
     check_whole,
     checked_layout,
     checked_load,
@@ -70,6 +71,8 @@ def plan(
         sources: tokens by where they come from, ``[N, L, E]`` by node or ``[R, L, E]`` by rank; only the proportions in
             which an expert's tokens come from the nodes matter. None: from all alike. They count where crossing nodes
             has a cost (``cost=CostModel(crossing_seconds=...)``), for ``incremental``.
+        trust: share of a plan's gain that is believed, in [0, 1], default 1: as much as came true of earlier ones
+            (`track_record.TrackRecord` measures it). Below 1 it needs ``cost``: it weighs seconds saved.
 
     Returns:
         The plan; a ``"stay"`` plan has no moves and the current placement.
@@ -92,6 +95,7 @@ def plan(
     layout = checked_layout(policy, layout)
     check_current(current)
     check_gate(settled, current)
+    check_trust(settled)
     check_whole(settled, slots_per_rank)
     check_sizes(windows.shape[1:], topology.num_ranks, slots_per_rank, settled.groups, layout, current)
     speed_R = checked_speed(settled, policy, topology.num_ranks)
@@ -131,11 +135,11 @@ def _request(
         max_bytes=settled.max_bytes,
         home_bytes=cost.home_bytes if cost else 0,
         replica_bytes=cost.replica_bytes if cost else 0,
-        seconds_per_imbalance=cost.seconds_per_imbalance(windows.shape[1]) if cost and priced else None,
+        seconds_per_imbalance=cost.seconds_per_imbalance(windows.shape[1], settled.trust) if cost and priced else None,
         crossing_price=cost.crossing_price if cost and topology.num_nodes > 1 else 0.0,
         source_share_LNE=share_LNE,
         declared=settled.declared is not None,
-        trust=cost.trust if cost else 1.0,
+        trust=settled.trust,
         wanders_L=expected.wanders_L,
     )
 
@@ -170,7 +174,8 @@ def _weigh(request: PlanRequest, policy: str, placement: Placement, settled: Set
     worth_after = _worth(request, after, crossing_after)
     saved = spent = float("nan")
     if cost is not None and current is not None and worth_before is not None and cost.step_seconds > 0:
-        saved = float(cost.seconds_per_imbalance(request.num_layers) * (worth_before - worth_after).sum())
+        seconds = cost.seconds_per_imbalance(request.num_layers, settled.trust)
+        saved = float(seconds * (worth_before - worth_after).sum())
         spent = cost.transfer_seconds(moves, topology, request.slots_per_rank) + cost.stall_seconds
     falls = worth_before is None or float(worth_after.mean()) < float(worth_before.mean())
     moving = len(np.unique(moves[:, MOVE_LAYER]))

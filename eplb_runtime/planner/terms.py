@@ -25,6 +25,7 @@ class Terms(TypedDict, total=False):
     rank_speed: ArrayLike | None
     available: ArrayLike | None
     sources: ArrayLike | None
+    trust: float
 
 
 @dataclass(frozen=True)
@@ -41,3 +42,4 @@ class Settled:
     rank_speed: ArrayLike | None = None
     available: ArrayLike | None = None
     sources: ArrayLike | None = None
+    trust: float = 1.0

@@ -11,7 +11,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -297,7 +297,8 @@ def _asking(
                 current=current,
                 policy=policy,
                 layout=current.layout,
-                cost=replace(cost, trust=trust),
+                cost=cost,
+                trust=trust,
                 groups=asked.groups,
                 max_moves=asked.max_moves,
                 gate=asked.gate,

@@ -37,11 +37,11 @@ FIRST = 0.1
 """Of that price, where no replica slot is in use yet: a first plan lasts."""
 ALL_MAY_MOVE = 0.02
 """And this is what moving every slot must gain then over the best plan that goes by that price."""
-SPARE_COPIES = 4
-"""Copies an expert may have beyond those its load needs. Where one has so many, the layer is searched again with as
-many as there are ranks."""
 MOST_SHARES = 2**18
-"""Or with fewer than ranks: shares of copies over all scenarios that a search has room for."""
+"""Shares of copies over all scenarios that a search has room for; an expert may have as many copies as there are ranks,
+or fewer where there is no room."""
+SPARE_COPIES = 4
+"""Copies an expert may have beyond those its load needs, however little room there is."""
 WINDOWS_OF_SECONDS = 5
 """Fewer do not tell a load that wanders from one that is noisy."""
 CHEAP = 0.02
@@ -95,10 +95,23 @@ def incremental(request: PlanRequest) -> Placement:
         ends = [one.found for one in found]
         return placed_anew(np.array([end.home_E for end in ends]), np.array([end.replica_RK for end in ends]))
     placement = _reached(request, start, found)
-    if first_L.any() and request.max_moves is None and request.max_bytes is None:
-        anew = _search(request, start, 0.0)
-        placement = _where_all_may_move(request, (placement, found), (_reached(request, start, anew), anew), first_L)
+    if request.max_moves is not None or request.max_bytes is not None:
+        return placement
+    again_L = first_L & _may_gain(request, found)
+    if again_L.any():
+        layers, anew = np.flatnonzero(again_L), list(found)
+        for layer, one in zip(layers.tolist(), _search(request, start, 0.0, layers), strict=True):
+            anew[layer] = one
+        placement = _where_all_may_move(request, (placement, found), (_reached(request, start, anew), anew), again_L)
     return placement
+
+
+def _may_gain(request: PlanRequest, found: list[Trajectory]) -> NDArray[np.bool_]:
+    """bool ``[L]``: layers that a price kept from moving, and that are not as good as they can be."""
+    end_L = np.array([one.imbalance[one.taken] for one in found])
+    lowest_L = np.array([one.limits.lowest for one in found])
+    priced_L = np.full(len(found), False) if request.declared else _stray(request) > 0
+    return np.asarray(priced_L & (end_L > lowest_L * (1.0 + GOOD_ENOUGH) + LITTLE))
 
 
 def answers(request: PlanRequest) -> bool:
@@ -125,19 +138,23 @@ def _seconds_of_all(request: PlanRequest) -> float:
     return request.start.homes_per_rank * request.home_bytes / bandwidth
 
 
-def _search(request: PlanRequest, start: Placement, first: float) -> list[Trajectory]:
+def _search(
+    request: PlanRequest, start: Placement, first: float, layers: NDArray[np.int64] | None = None
+) -> list[Trajectory]:
     """How far each layer goes, and where that ends.
 
     Args:
         first: share of the price of moves, where no copies are in use yet.
+        layers: those that are searched; None: all.
     """
     search = _Search(request, start, first)
-    trajectories = in_threads(search.layer, request.num_layers)
-    farthest = [search.worth_going(layer, one) for layer, one in enumerate(trajectories)]
+    number = list(range(request.num_layers)) if layers is None else layers.tolist()
+    trajectories = in_threads(lambda index: search.layer(number[index]), len(number))
+    farthest = [search.worth_going(layer, one) for layer, one in zip(number, trajectories, strict=True)]
     steps = _within_budget(trajectories, farthest, request)
     in_part = [one.few is not None or step < one.steps for one, step in zip(trajectories, steps, strict=True)]
-    for layer in np.flatnonzero((steps > 0) & in_part).tolist():
-        trajectories[layer] = search.cut(layer, trajectories[layer], int(steps[layer]))
+    for index in np.flatnonzero((steps > 0) & in_part).tolist():
+        trajectories[index] = search.cut(number[index], trajectories[index], int(steps[index]))
     return [replace(one, taken=int(step)) for one, step in zip(trajectories, steps, strict=True)]
 
 
@@ -191,12 +208,6 @@ class _Search:
         question = self._question(layer)
         limits = self._limits(layer)
         found, starts = self._explored(layer, question, limits)
-        wide = self._most_copies(layer)
-        if wide > limits.max_copies and _most_copies(found) == limits.max_copies:
-            more = limits._replace(max_copies=wide)
-            other, other_starts = self._explored(layer, question, more)
-            if self._price(layer, other) < self._price(layer, found):
-                found, starts, limits = other, other_starts, more
         track, reached = found.track, found.steps + 1
         value, moved, seconds = track.value_N[:reached], track.moved_N2[:reached], track.seconds_N[:reached]
         begin = None
@@ -239,12 +250,6 @@ class _Search:
         if steps == found.steps:
             return found.home_E
         return search_layer(*question, self._seconds_price, limits._replace(max_steps=steps), begin).home_E
-
-    def _price(self, layer: int, found: Found) -> float:
-        """Imbalance where a search ended, and what going there costs."""
-        track, end = found.track, found.steps
-        seconds = self._seconds_price * track.seconds_N[end]
-        return float(track.value_N[end] + seconds + track.moved_N2[end] @ self._prices(layer))
 
     def _explored(self, layer: int, question: LayersQuestion, limits: Limits) -> tuple[Found, Starts]:
         """The layer's search and where it could begin; none, where pouring alone comes near to the bound."""
@@ -320,21 +325,10 @@ class _Search:
         needed = -(-load_WE.max(axis=1) * ranks // np.maximum(load_WE.sum(axis=1), 1)).max()
         most = max(int(needed) + SPARE_COPIES, int(self._most_L[layer]))
         slots = self._replica_LRK.shape[2]
-        max_copies = min(ranks, most, 1 + ranks * slots)
+        room = MOST_SHARES // (len(load_WE) * max(min(ranks * slots, load_WE.shape[1]), 1))
+        max_copies = min(ranks, max(most, room), 1 + ranks * slots)
         max_steps = 2 * load_WE.shape[1] + 2 * ranks * slots
         return Limits(max_copies, max_steps, self._led_by, float(self._lowest_L[layer]), self._stride_K)
-
-    def _most_copies(self, layer: int) -> int:
-        """Of an expert, home included, where the load does not limit them."""
-        (ranks, slots), (scenarios, experts) = self._replica_LRK.shape[1:], self._load_LWE[layer].shape
-        room = MOST_SHARES // (scenarios * max(min(ranks * slots, experts), 1))
-        return int(min(ranks, room, 1 + ranks * slots))
-
-
-def _most_copies(found: Found) -> int:
-    """Of any expert, home included."""
-    replicas = found.replica_RK[found.replica_RK != EMPTY]
-    return 1 + int(np.bincount(replicas).max()) if replicas.size else 1
 
 
 def _few_moves(request: PlanRequest) -> int:

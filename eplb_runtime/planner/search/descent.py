@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...placement import EMPTY
 from ...utils.jit import jit
-from .prices import Question, Track, crossing_cost, judge, price_of_moves, record
+from .prices import NOW, Question, Track, crossing_cost, judge, price_of_moves, record
 from .scenarios import LayerLoads, copy_state, has_copy_on, set_replica, settle, swap_homes
 
 NEAR_BONUS = 1.02
@@ -36,8 +36,12 @@ GOOD_ENOUGH = 2.0**-10
 """A rank this little above the mean needs no relief."""
 
 
+SWAP, REPLICA = 0, 1
+"""Kinds of steps."""
+
+
 class Best(NamedTuple):
-    """The best steps so far, best first: gain, kind (0 swap, 1 replica), and the three numbers that name the step."""
+    """The best steps so far, best first: gain, kind, and the three numbers that name the step."""
 
     gain_M: NDArray[np.float64]
     step_M4: NDArray[np.int64]
@@ -63,16 +67,13 @@ def descend(
     peak_W, tried_W, kept_W = np.empty(scenarios), np.empty(scenarios), np.empty(scenarios)
     value, goal = judge(layer, peak_W)
     crossing = crossing_cost(layer, question)
-    record(layer, question, track, 0, value + crossing)
+    record(layer, question, track, int(NOW), value + crossing)
     goal += crossing + price_of_moves(layer, question)
     copy_state(layer, spare)
     stuck, step = 0, 0
     while step + 1 < track.value_N.size and stuck < STUCK_RANKS and value > enough:
         excess_of_ranks(layer, excess_R)
-        busiest = -1
-        for rank in range(ranks):
-            if not stuck_R[rank] and (busiest < 0 or excess_R[rank] > excess_R[busiest]):
-                busiest = rank
+        busiest = _busiest(excess_R, stuck_R)
         if busiest < 0 or excess_R[busiest] <= 0.0:
             break
         read_tokens(layer, tokens_EW, load_RW)
@@ -108,6 +109,16 @@ def descend(
         step += 1
         record(layer, question, track, step, value + crossing)
     return step
+
+
+@jit(error_model="numpy")
+def _busiest(excess_R: NDArray[np.float64], stuck_R: NDArray[np.bool_]) -> int:
+    """The first rank with most excess of those that are not stuck; -1 where all are."""
+    busiest = -1
+    for rank in range(excess_R.size):
+        if not stuck_R[rank] and (busiest < 0 or excess_R[rank] > excess_R[busiest]):
+            busiest = rank
+    return busiest
 
 
 @jit(error_model="numpy")
@@ -169,6 +180,7 @@ def find_swaps(
     best: Best,
 ) -> None:
     """Homes of the busiest rank against homes of the others; a swap moves two slots, so it counts half."""
+    homes = layer.homes_RH.shape[1]
     ranks, scenarios = load_RW.shape
     for rank in range(ranks):
         if rank == busiest:
@@ -180,8 +192,10 @@ def find_swaps(
             most += 0.25 * gap * gap
         if most * bonus * ROUNDED < best.gain_M[-1]:
             continue
-        for here in layer.homes_RH[busiest]:
-            for there in layer.homes_RH[rank]:
+        for index in range(homes):
+            here = int(layer.homes_RH[busiest, index])
+            for other in range(homes):
+                there = int(layer.homes_RH[rank, other])
                 gain = 0.0
                 for scenario in range(scenarios):
                     shift = tokens_EW[here, scenario] - tokens_EW[there, scenario]
@@ -194,7 +208,7 @@ def find_swaps(
                     continue
                 if layer.row_E[there] >= 0 and has_copy_on(layer, there, busiest):
                     continue
-                keep_best(best, gain, 0, here, there, 0)
+                keep_best(best, gain, int(SWAP), here, there, there)
 
 
 @jit(error_model="numpy")
@@ -220,7 +234,7 @@ def find_replicas(
             if most * bonus * ROUNDED < best.gain_M[-1]:
                 continue
             for index in range(expert_X.size):
-                expert = expert_X[index]
+                expert = int(expert_X[index])
                 if expert == EMPTY:
                     continue
                 gain = 0.0
@@ -232,7 +246,7 @@ def find_replicas(
                     gain -= loss_W[scenario]
                 gain *= bonus
                 if gain > best.gain_M[-1] and not has_copy_on(layer, expert, rank):
-                    keep_best(best, gain, 1, expert, rank, slot)
+                    keep_best(best, gain, int(REPLICA), expert, rank, slot)
 
 
 @jit(error_model="numpy")
@@ -304,7 +318,7 @@ def keep_best(best: Best, gain: float, kind: int, first: int, second: int, third
 
 @jit(error_model="numpy")
 def take(layer: LayerLoads, step_4: NDArray[np.int64]) -> None:
-    if step_4[0] == 0:
+    if step_4[0] == SWAP:
         swap_homes(layer, step_4[1], step_4[2])
     else:
         set_replica(layer, step_4[2], step_4[3], step_4[1])

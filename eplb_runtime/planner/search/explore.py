@@ -2,6 +2,9 @@
 
 Each search leaves a track of what it reached and what that costs; the one whose end is best with its price is handed
 back. Layers are searched by themselves, so they can share the machine's cores.
+
+Each compiled function is compiled again inside of each that calls it: what is called but a few times a layer, and calls
+much, is plain Python. Constants go to compiled functions through ``int()``: numba makes a version for each literal.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from ...utils.jit import jit
 from .descent import GOOD_ENOUGH, LEAST_FALL, descend
 from .nearness import draw_near
 from .pouring import NEAR_AND_LEVEL, pour
-from .prices import Question, Track, crossing_cost, judge, price_of_moves, record
+from .prices import NOW, Question, Track, crossing_cost, judge, price_of_moves, record
 from .scenarios import LayerLoads, copy_state, empty_layer, has_copy_on, place_experts, set_replica, settle
 from .settle import match_ranks
 from .starts import add_chords, pack, pack_near
@@ -98,17 +101,29 @@ def search_layer(
         price_X[index] = _price(every, starts.home_XE[index], starts.replica_XRK[index], question, seconds_price)
     least = np.inf
     enough = limits.lowest * (1.0 + GOOD_ENOUGH)
+    room = limits.max_steps + 2
     for index in np.argsort(price_X, kind="mergesort")[:SEARCHED]:
         if len(load_WE) == 1 and least <= enough + LITTLE:
             break
-        tried = _search_from(layer, spare, other, question, limits, starts, index)
-        price = _price(every, tried.home_E, tried.replica_RK, question, seconds_price) if count > 1 else 0.0
+        track = Track(np.empty(room), np.zeros((room, 2), dtype=np.int64), np.empty(room))
+        place_experts(layer, starts.home_XE[index], starts.replica_XRK[index])
+        steps, filled = 0, 0
+        for _ in range(2):  # descend, try chords in slots left empty, and descend on if some stay
+            rest = Track(track.value_N[filled:-1], track.moved_N2[filled:], track.seconds_N[filled:])
+            steps = filled + descend(layer, spare, other, question, rest, enough)
+            filled = _fill(layer, spare, question, limits.stride_K, track, steps)
+            if filled == steps:
+                break
+            steps = filled
+        if question.crossing_price > 0.0:
+            steps = draw_near(layer, spare, other, question, track, steps)
+        price = _price(every, layer.home_E, layer.replica_RK, question, seconds_price) if count > 1 else 0.0
         if price < least - LEAST_FALL:
-            least, found = price, tried
+            least = price
+            found = Found(layer.home_E.copy(), layer.replica_RK.copy(), track, steps, index)
     return found
 
 
-@jit(error_model="numpy")
 def pour_anew(
     load_WE: NDArray[np.int64], ballast_WR: NDArray[np.int64], question: Question, limits: Limits
 ) -> tuple[Found, Starts]:
@@ -146,33 +161,6 @@ def pour_anew(
 
 
 @jit(error_model="numpy")
-def _search_from(
-    layer: LayerLoads,
-    spare: LayerLoads,
-    other: LayerLoads,
-    question: Question,
-    limits: Limits,
-    starts: Starts,
-    start: int,
-) -> Found:
-    """Descend, try chords in slots left empty, and descend on if some stay."""
-    room = limits.max_steps + 2
-    track = Track(np.empty(room), np.zeros((room, 2), dtype=np.int64), np.empty(room))
-    place_experts(layer, starts.home_XE[start], starts.replica_XRK[start])
-    steps, filled = 0, 0
-    for _ in range(2):
-        rest = Track(track.value_N[filled:-1], track.moved_N2[filled:], track.seconds_N[filled:])
-        steps = filled + descend(layer, spare, other, question, rest, limits.lowest * (1.0 + GOOD_ENOUGH))
-        filled = _fill(layer, spare, question, limits.stride_K, track, steps)
-        if filled == steps:
-            break
-        steps = filled
-    if question.crossing_price > 0.0:
-        steps = draw_near(layer, spare, other, question, track, steps)
-    return Found(layer.home_E.copy(), layer.replica_RK.copy(), track, steps, start)
-
-
-@jit(error_model="numpy")
 def _price(
     every: LayerLoads,
     home_E: NDArray[np.int32],
@@ -184,7 +172,7 @@ def _price(
     track = Track(np.empty(1), np.zeros((1, 2), dtype=np.int64), np.empty(1))
     place_experts(every, home_E, replica_RK)
     reached = judge(every, np.empty(every.load_WR.shape[0]))[1] + crossing_cost(every, question)
-    record(every, question, track, 0, reached)
+    record(every, question, track, int(NOW), reached)
     return float(track.value_N[0] + price_of_moves(every, question) + seconds_price * track.seconds_N[0])
 
 
@@ -222,7 +210,8 @@ def _fill(
 def _heaviest(layer: LayerLoads, source: int, rank: int) -> int:
     """The home of ``source`` with most tokens a copy that does not stand on ``rank`` and may have one copy more."""
     best, best_load = EMPTY, 0.0
-    for expert in layer.homes_RH[source]:
+    for index in range(layer.homes_RH.shape[1]):
+        expert = int(layer.homes_RH[source, index])
         row = layer.row_E[expert]
         copies = layer.count_N[row] if row >= 0 else 1
         if copies >= layer.ranks_NC.shape[1]:
@@ -235,7 +224,6 @@ def _heaviest(layer: LayerLoads, source: int, rank: int) -> int:
     return best
 
 
-@jit(error_model="numpy")
 def make_starts(
     load_WE: NDArray[np.int64],
     ballast_WR: NDArray[np.int64],
@@ -246,10 +234,7 @@ def make_starts(
     """As the layer stands; with ``anew`` also homes kept or dealt anew, with copies of the hottest, chords, or both."""
     ranks, slots = question.start_replica_RK.shape
     experts = question.start_home_E.size
-    load_E, ballast_R = np.zeros(experts), np.zeros(ranks)
-    for scenario in range(load_WE.shape[0]):
-        load_E += load_WE[scenario]
-        ballast_R += ballast_WR[scenario]
+    load_E, ballast_R = load_WE.sum(axis=0).astype(np.float64), ballast_WR.sum(axis=0).astype(np.float64)
     nearest = anew and question.crossing_price > 0.0
     room = NUM_STARTS if anew else 1
     home_XE = np.empty((room, experts), dtype=np.int32)

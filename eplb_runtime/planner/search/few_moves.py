@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ...placement import EMPTY
 from ...utils.jit import jit
 from .descent import SETTLING_SWEEPS, Best, excess_of_ranks, find_replicas, find_swaps, is_sure, read_tokens, take
-from .prices import Question, Track, crossing_cost, judge, record
+from .prices import NOW, Question, Track, crossing_cost, judge, record
 from .scenarios import LayerLoads, copy_state, empty_layer, place_experts, settle
 
 MOST_MOVES = 8
@@ -98,9 +98,9 @@ def search_few_moves(
     place_experts(layer, question.start_home_E, question.start_replica_RK)
     value, goal = judge(layer, start_W)
     crossing = crossing_cost(layer, question)
-    record(layer, question, track, 0, value + crossing)
-    _keep_end(found, layer, track, 0)
-    _keep(beam, layer, 0, goal + crossing)
+    record(layer, question, track, int(NOW), value + crossing)
+    _keep_end(found, layer, track, int(NOW))
+    _keep(beam, layer, int(NOW), goal + crossing)
     for moves in range(most_moves):
         for _ in range(2 * width):
             chosen = -1
@@ -124,7 +124,7 @@ def search_few_moves(
                 if best.gain_M[index] == -np.inf:
                     break
                 take(layer, best.step_M4[index])
-                record(layer, question, track, 0, 0.0)
+                record(layer, question, track, int(NOW), 0.0)
                 moved = track.moved_N2[0, 0] + track.moved_N2[0, 1]
                 if moved >= moves and moved <= most_moves:
                     settle(layer, SETTLING_SWEEPS)

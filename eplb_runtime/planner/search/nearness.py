@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ...placement import EMPTY
 from ...utils.jit import jit
-from .descent import LEAST_FALL, SETTLING_SWEEPS, Best, keep_best, take
+from .descent import LEAST_FALL, REPLICA, SETTLING_SWEEPS, SWAP, Best, keep_best, take
 from .prices import Question, Track, crossing_cost, judge, price_of_moves, record
 from .scenarios import LayerLoads, copy_state, has_copy_on, settle, tokens_at_home
 
@@ -89,10 +89,10 @@ def _find_swaps(
 ) -> None:
     peak, ranks = load_R.max(), load_R.size
     for here in range(share_E.size):
-        rank_here = layer.home_E[here]
+        rank_here = int(layer.home_E[here])
         node_here = rank_here // question.ranks_per_node
         for there in range(here):
-            rank_there = layer.home_E[there]
+            rank_there = int(layer.home_E[there])
             node_there = rank_there // question.ranks_per_node
             if node_here == node_there:
                 continue
@@ -106,7 +106,7 @@ def _find_swaps(
             if gain > best.gain_M[-1] and not (
                 has_copy_on(layer, here, rank_there) or has_copy_on(layer, there, rank_here)
             ):
-                keep_best(best, gain, 0, here, there, 0)
+                keep_best(best, gain, int(SWAP), here, there, there)
 
 
 @jit(error_model="numpy")
@@ -134,4 +134,4 @@ def _find_replicas(layer: LayerLoads, question: Question, share_E: NDArray[np.fl
                     continue
                 gain = (share_E[expert] * question.source_EN[expert, node] - loss) * question.crossing_price
                 if gain > best.gain_M[-1]:
-                    keep_best(best, gain, 1, expert, rank, slot)
+                    keep_best(best, gain, int(REPLICA), expert, rank, slot)

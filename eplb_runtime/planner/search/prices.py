@@ -15,6 +15,10 @@ SPREAD_WEIGHT = 0.1
 """Of the mean squared deviation of rank loads, beside the busiest rank: it leads over plateaus."""
 
 
+NOW = 0
+"""The step of a track before any other."""
+
+
 class Question(NamedTuple):
     """What does not change during a search.
 

@@ -129,7 +129,7 @@ def split_anew(layer: LayerLoads) -> None:
                 share = each if copy else load_E[expert] - each * (copies - 1)
                 share_NC[row, copy] = share
                 load_R[layer.ranks_NC[row, copy]] += share
-        sweep_until_optimal(layer.ranks_NC[:used], layer.count_N[:used], share_NC[:used], load_R, FIRST_SWEEPS)
+        sweep_until_optimal(layer.ranks_NC[:used], layer.count_N[:used], share_NC[:used], load_R, int(FIRST_SWEEPS))
 
 
 @jit(error_model="numpy")

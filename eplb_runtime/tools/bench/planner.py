@@ -6,7 +6,7 @@ Every row of a load and shape comes from one run on one thread, so ratios mean s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,15 +76,34 @@ def run(
     Raises:
         PlanError, LoadFileError: a peer or a file cannot be used.
     """
+    others = {name: find_peer(name) for name in peers}
+    rows = measure(measured_loads(load_files) or generated_loads(), others, repeats, on_progress)
+    return {"planner": rows} | ({} if load_files else {"next_windows": next_windows.run(others, on_progress)})
+
+
+def measured_loads(load_files: Sequence[str | Path]) -> dict[str, FloatArray]:
+    """Loads ``[T, L, E]`` by the names of their files, at most `MAX_WINDOWS` windows of each.
+
+    Raises:
+        LoadFileError: a file cannot be used.
+    """
     from ..formats.loads import read_load
 
-    others = {name: find_peer(name) for name in peers}
-    loads = {Path(path).name: _few_windows(read_load(path)) for path in load_files} or generated_loads()
+    return {Path(path).name: _few_windows(read_load(path)) for path in load_files}
+
+
+def measure(
+    loads: Mapping[str, FloatArray],
+    others: Mapping[str, Peer],
+    repeats: int,
+    on_progress: Callable[[str], None] = lambda what: None,
+) -> list[dict[str, Any]]:
+    """Rows as `run` has them, for loads ``[T, L, E]`` by name."""
     rows: list[dict[str, Any]] = []
     for name, load in loads.items():
         for shape in shapes_for(load.shape[2]):
             rows += _rows(name, load, shape, others, repeats, on_progress)
-    return {"planner": rows} | ({} if load_files else {"next_windows": next_windows.run(others, on_progress)})
+    return rows
 
 
 def generated_loads(seed: int = 0) -> dict[str, FloatArray]:
@@ -132,7 +151,7 @@ def _rows(
     name: str,
     load: FloatArray,
     shape: PlanShape,
-    peers: dict[str, Peer],
+    peers: Mapping[str, Peer],
     repeats: int,
     on_progress: Callable[[str], None],
 ) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ import eplb_runtime.planner.search.explore as explore
 import eplb_runtime.planner.search.few_moves as few_moves
 import eplb_runtime.moe.routing.water_filling as water_filling
 compile_planner(UNDER_A_BUDGET)
-kernels = [descent.descend, explore.pour_anew, few_moves.search_few_moves, water_filling._split_layers]
+kernels = [descent.descend, explore.search_layer, few_moves.search_few_moves, water_filling._split_layers]
 before = [len(kernel.signatures) for kernel in kernels]
 cost = CostModel(home_bytes=10, replica_bytes=1, step_seconds=1.0)
 for replicas in (0, 2):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from typing import Any
 
 import numpy as np
 import pytest
 
 from eplb_runtime.placement import Placement
-from eplb_runtime.planner import CostModel, plan
+from eplb_runtime.planner import CostModel, Plan, PlanError, plan
 from eplb_runtime.planner.evaluate import predicted_imbalance
 from eplb_runtime.planner.track_record import FADING, JUDGED, LEAST_PROMISE, TrackRecord
 from eplb_runtime.topology import Topology
@@ -36,8 +37,10 @@ def train(load: np.ndarray, learns: bool) -> dict[str, float]:
     for number, window in enumerate(load):
         history.append(window)
         record.observe(window.astype(float))
-        cost = CostModel(10**8, 0, 0.2, 0.5, 500, 0.1, trust=record.trust if learns else 1.0)
-        made = plan(np.array(history), TOPOLOGY, slots_per_rank=4, current=current, cost=cost, gate="payoff")
+        cost, trust = CostModel(10**8, 0, 0.2, 0.5, 500, 0.1), record.trust if learns else 1.0
+        made = plan(
+            np.array(history), TOPOLOGY, slots_per_rank=4, current=current, cost=cost, gate="payoff", trust=trust
+        )
         if made.decision == "rebalance":
             assert made.imbalance_before is not None
             record.add(current, made.placement, float((made.imbalance_before - made.imbalance_after).mean()))
@@ -195,3 +198,25 @@ def test_placements_are_let_go_of(turned: tuple[np.ndarray, Placement, Placement
         record.observe(np.zeros_like(load))
     assert len(record._promises) < np.log(0.04) / np.log(FADING)
     assert sum(promise.before is not None for promise in record._promises) <= JUDGED
+
+
+def test_a_plan_saves_as_much_as_is_believed_of_its_gain() -> None:
+    load, current = np.arange(1.0, 17.0)[None], Placement.initial(1, 16, 4)
+    cost = CostModel(10**6, 0, 1.0)
+
+    def ask(**terms: Any) -> Plan:
+        return plan(load, Topology(4), slots_per_rank=4, current=current, gate="payoff", cost=cost, **terms)
+
+    whole, half = ask(), ask(trust=0.5)
+    assert whole.seconds_saved > 0 and half.placement == whole.placement
+    assert half.seconds_saved == pytest.approx(0.5 * whole.seconds_saved)
+    nothing = ask(trust=0.0)
+    assert nothing.decision == "stay" and not len(nothing.moves)
+
+
+@pytest.mark.parametrize(
+    ("trust", "says"), [(1.5, "from 0 to 1"), (-0.1, "from 0 to 1"), (np.nan, "from 0 to 1"), (0.5, "give cost=")]
+)
+def test_a_trust_that_means_nothing_is_refused(trust: float, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        plan(np.ones((1, 4)), Topology(2), slots_per_rank=2, trust=trust)
