@@ -76,6 +76,7 @@ class Job:
         align: bool = False,
         clip_grad: float = 0.1,
         share: bool = False,
+        grad_reduce_in_fp32: bool = False,
         stepped: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -113,6 +114,7 @@ class Job:
         self.config = config = TransformerConfig(**settings)
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=distributed,
+            grad_reduce_in_fp32=grad_reduce_in_fp32,
             overlap_grad_reduce=overlap_grad_reduce,
             overlap_param_gather=overlap_param_gather,
             bucket_size=4096 if overlap_grad_reduce else None,

@@ -48,6 +48,7 @@ python3 -m verl.trainer.main_ppo \\
     trainer.n_gpus_per_node=8 trainer.nnodes=1
 """
 MEGATRON = {"host": "megatron", "project": "x", "num_experts": 8, "ep": 8, "top_k": 2, "gpus": 8}
+BF16 = {"params_dtype": "bf16"}
 TORCHTITAN = {
     "host": "torchtitan",
     "num_experts": 8,
@@ -255,7 +256,12 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
         ),
         ({"optimizer": "lion"}, "optimizer"),
         ({"optimizer": "muon", "distributed_optimizer": True}, "distributed_optimizer"),
-        ({"optimizer": "muon", "source_lines": {"optimizer.optimizer": "dist_muon"}, "gpus": 16}, "optimizer"),
+        (
+            {"optimizer": "muon", "source_lines": {"optimizer.optimizer": "dist_muon"}, "gpus": 16, **BF16},
+            "optimizer",
+        ),
+        ({"optimizer": "muon", "source_lines": {"optimizer.optimizer": "dist_muon"}, "params_dtype": None}, "bf16"),
+        ({"optimizer": "muon", "source_lines": {"optimizer.optimizer": "dist_muon"}, "params_dtype": "fp16"}, "bf16"),
         ({"ep": 1, "pp": 2}, "ep"),
         ({"optimizer_cpu_offload": True, "params_dtype": "bf16"}, "optimizer_cpu_offload"),
         (
@@ -309,7 +315,7 @@ def test_each_rule_of_torchtitan_refuses_its_setting_and_no_other(
     ("fields", "exact", "stand_in"),
     [
         ({"optimizer": "muon", "gpus": 16}, "bit", []),
-        ({"optimizer": "muon", "source_lines": {"optimizer.optimizer": "dist_muon"}}, "bit", []),
+        ({"optimizer": "muon", "source_lines": {"optimizer.optimizer": "dist_muon"}, **BF16}, "bit", []),
         ({"overlap_moe_comm": True}, "bit", ["overlap_moe_expert_parallel_comm"]),
         (
             {"overlap_moe_comm": True, "cuda_graph": "transformer_engine:moe_router"},
@@ -479,6 +485,33 @@ def test_megatrons_arguments_take_muon_and_the_distributed_optimizer_for_the_lay
     assert judged(tmp_path, one)["attaches"] is True
     found = judged(tmp_path, two)
     assert refused(found) == ["--optimizer"] and "without --use-distributed-optimizer" in found["refused"][0]["instead"]
+
+
+def test_layer_wise_muon_steps_bf16_alone(tmp_path: Path) -> None:
+    script = SCRIPT.replace("python", "torchrun --nnodes 1 --nproc-per-node 8")
+    flags = "--optimizer muon --use-distributed-optimizer"
+    assert judged(tmp_path, script.replace("${ARGS[@]}", f"{flags} --bf16"))["attaches"] is True
+    for dtype in ("", "--fp16"):
+        found = judged(tmp_path, script.replace("${ARGS[@]}", f"{flags} {dtype}"))
+        assert refused(found) == ["bf16"] and "set bf16=True" in found["refused"][0]["instead"]
+
+
+def test_slime_and_verl_train_in_bf16_by_default(tmp_path: Path) -> None:
+    overrides = (
+        " +actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True"
+        " actor_rollout_ref.actor.megatron.use_distributed_optimizer=False"
+    )
+    verl = VERL.rstrip() + overrides
+    assert refused(judged(tmp_path, verl)) == [
+        "actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload"
+    ]
+    for dtype, attaches in (("bfloat16", False), ("float16", False), ("float32", True), ("${DTYPE}", None)):
+        found = judged(tmp_path, f"{verl} actor_rollout_ref.actor.megatron.dtype={dtype}")
+        assert found["attaches"] is attaches
+    slime = "python train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --expert-model-parallel-size 8 "
+    slime += "--num-experts 8 --moe-router-topk 2 --optimizer muon"
+    assert judged(tmp_path, slime)["attaches"] is True
+    assert refused(judged(tmp_path, f"{slime} --fp16")) == ["bf16"]
 
 
 def test_flags_offload_all_where_they_say_no_fraction(tmp_path: Path) -> None:
