@@ -11,7 +11,7 @@ from typing import Any
 from ...hosts.megatron.settings import SCALED_NOW
 from ...hosts.settings import Unresolved
 from .base import Recipe, RecipeError, value_of
-from .command_lines import BY_FLAGS, SLIME, VERL
+from .command_lines import BY_FLAGS, FIELDS, SLIME, VERL
 
 MEGATRON = {
     "num_experts": "num_moe_experts",
@@ -37,23 +37,15 @@ MEGATRON = {
     "lora": "lora",
 }
 """A recipe's fields, and Megatron's names for them."""
+NOT_AS_WRITTEN = (
+    *("bf16", "fp16", "fp4", "lora_target_modules", "saves_by_place"),
+    *("cuda_graph_impl", "cuda_graph_modules"),  # may be those of generation alone
+)
+"""Settings that fields and notes say in words of their own."""
 MEGATRON_AS_WRITTEN = (
     "optimizer",  # the field has Muon's name alone
-    "moe_permute_fusion",
-    "moe_pad_expert_input_to_capacity",
-    "mtp_detach_heads",
-    "moe_use_legacy_grouped_gemm",
-    "tensor_parallel_num_weight_shards",
-    "expert_tensor_parallel_num_weight_shards",
-    "num_distributed_optimizer_instances",
-    "overlap_param_gather_with_optimizer_step",
-    "main_params_dtype",
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
-    "fp8_recipe",
-    "fp8_param_gather",
-    "moe_router_padding_for_quantization",
     "moe_router_padding_for_fp8",
+    *sorted(FIELDS - {*MEGATRON.values(), *NOT_AS_WRITTEN}),
 )
 """Options that have no field; `source_lines` has them where the recipe sets them."""
 TORCHTITAN = {
