@@ -13,7 +13,9 @@ import pytest
 from eplb_runtime.cli import main
 from eplb_runtime.hosts.settings import Unresolved
 from eplb_runtime.tools.recipes import RecipeError, answer, read_recipes, totals
-from eplb_runtime.tools.recipes.command_lines import misspelt
+from eplb_runtime.tools.recipes.command_lines import FIELDS, misspelt
+from eplb_runtime.tools.recipes.fields import MEGATRON as MEGATRON_FIELDS
+from eplb_runtime.tools.recipes.fields import MEGATRON_AS_WRITTEN, NOT_AS_WRITTEN
 
 SLIME = """#!/bin/bash
 # --num-distributed-optimizer-instances 9
@@ -250,6 +252,17 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
         ),
         ({"source_lines": {"model.mtp_detach_heads": True}}, "mtp_detach_heads"),
         ({"source_lines": {"model.moe_use_legacy_grouped_gemm": True}}, "moe_use_legacy_grouped_gemm"),
+        ({"source_lines": {"model.moe_expert_rank_capacity_factor": 1.5}}, "moe_expert_rank_capacity_factor"),
+        ({"source_lines": {"model.moe_single_grouped_weight": True}}, "moe_single_grouped_weight"),
+        ({"source_lines": {"optimizer.optimizer_cuda_graph": True}}, "optimizer_cuda_graph"),
+        (
+            {"fp8": "mxfp8", "source_lines": {"mixed_precision.fp8_param": True}},
+            "fp8_param_gather",
+        ),
+        (
+            {"source_lines": {"model.overlap_dispatch_backward_with_experts_wgrad": True}},
+            "overlap_dispatch_backward_with_experts_wgrad",
+        ),
         (
             {"source_lines": {"model.expert_tensor_parallel_num_weight_shards": 2}},
             "expert_tensor_parallel_num_weight_shards",
@@ -644,19 +657,23 @@ def test_the_defaults_are_megatrons_own() -> None:
     assert {name: ours[name] for name in both} == {name: theirs[name] for name in both}
 
 
+def test_each_setting_is_read_from_a_recipe_in_json() -> None:
+    assert not FIELDS - {*MEGATRON_FIELDS.values(), *MEGATRON_AS_WRITTEN, *NOT_AS_WRITTEN}
+
+
 def test_recipes_that_people_run(shared_data: Path) -> None:
     answers = [answer(recipe) for recipe in read_recipes(str(shared_data / "recipes/recipes.json"))]
     counted = {
         row["source"]: (row["recipes"], row["attach"], row["refused"], row["unknown"]) for row in totals(answers)
     }
     assert counted == {
-        "Megatron-Bridge": (85, 52, 33, 0),
+        "Megatron-Bridge": (85, 49, 36, 0),
         "Megatron-LM": (2, 1, 1, 0),
         "prime-rl": (7, 0, 7, 0),
         "slime": (12, 12, 0, 0),
         "torchtitan": (8, 4, 4, 0),
         "verl": (16, 15, 1, 0),
-        "all": (130, 84, 46, 0),
+        "all": (130, 81, 49, 0),
     }
     undecided = {name for one in answers if one.attaches is None for name in one.judgement.undecided}
     assert undecided == set()
