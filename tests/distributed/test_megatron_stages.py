@@ -177,7 +177,7 @@ class Job:
                 place += 2 * parallel_state.get_pipeline_model_parallel_rank()
                 generator = torch.Generator().manual_seed(hash_of(name) + place)
                 parameter.data.normal_(std=0.3, generator=generator)
-        wrapped = Float16Module(config, model) if config.bf16 else model
+        wrapped = Float16Module(config, model) if config.bf16 or config.fp16 else model
         return DistributedDataParallel(config, ddp, wrapped, disable_bucketing=number > 0)
 
     def train(self, steps: range) -> list[tuple[Any, ...]]:
