@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,8 @@ def _recipe(path: Path, number: int, entry: Any) -> Recipe:
             options[entry["params_dtype"]] = True
         if entry.get("fp8") in SCALED_NOW:  # the field has the recipe or the format
             options.setdefault("fp8_recipe", entry["fp8"])
+        if "etp" in (entry.get("defaulted") or ()) and _cannot_fit(entry):
+            options["expert_tensor_parallel_size"] = None  # Megatron would not start so: nobody has chosen it
         options["lora_target_modules"] = _adapted(entry.get("notes") or ())
         if entry.get("nvfp4"):
             options["fp4"] = "nvfp4"
@@ -115,6 +118,12 @@ def _recipe(path: Path, number: int, entry: Any) -> Recipe:
         }
     written = {name: field for field, name in (MEGATRON if host == "megatron" else TORCHTITAN).items()}
     return Recipe(name, source, host, options, dict(BY_PROJECT.get(source, {})), written)
+
+
+def _cannot_fit(entry: Mapping[str, Any]) -> bool:
+    """Whether the ranks that are stated are no multiple of those over which experts are spread."""
+    ranks, *spread = entry.get("gpus"), *(entry.get(size) or 1 for size in ("etp", "ep", "pp"))
+    return isinstance(ranks, int) and all(isinstance(size, int) for size in spread) and ranks % prod(spread) != 0
 
 
 def _adapted(notes: Iterable[Any]) -> Any:

@@ -363,6 +363,10 @@ def test_torchtitans_homes_move_where_replicas_are_refused(tmp_path: Path, degre
 def test_expert_tensor_parallelism_is_that_of_tensors_unless_it_cannot_fit(tmp_path: Path) -> None:
     assert refused(judged_fields(tmp_path, MEGATRON, tp=2, gpus=16)) == ["etp"]
     assert judged_fields(tmp_path, MEGATRON, tp=2, gpus=8)["attaches"] is True
+    for gpus, expected in ((8, []), (16, ["etp"])):
+        by_default = judged_fields(tmp_path, MEGATRON, tp=2, etp=2, gpus=gpus, defaulted=["etp"])
+        assert refused(by_default) == expected
+    assert refused(judged_fields(tmp_path, MEGATRON, tp=2, etp=2, gpus=8)) == ["etp"], "as written"
 
 
 @pytest.mark.parametrize("distributed", [True, False])
@@ -667,13 +671,13 @@ def test_recipes_that_people_run(shared_data: Path) -> None:
         row["source"]: (row["recipes"], row["attach"], row["refused"], row["unknown"]) for row in totals(answers)
     }
     assert counted == {
-        "Megatron-Bridge": (85, 49, 36, 0),
+        "Megatron-Bridge": (85, 53, 32, 0),
         "Megatron-LM": (2, 1, 1, 0),
         "prime-rl": (7, 0, 7, 0),
         "slime": (12, 12, 0, 0),
         "torchtitan": (8, 4, 4, 0),
-        "verl": (16, 15, 1, 0),
-        "all": (130, 81, 49, 0),
+        "verl": (16, 16, 0, 0),
+        "all": (130, 86, 44, 0),
     }
     undecided = {name for one in answers if one.attaches is None for name in one.judgement.undecided}
     assert undecided == set()
