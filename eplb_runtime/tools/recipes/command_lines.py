@@ -23,6 +23,7 @@ FLAGS = {
     "fp4_format": "fp4",
     "moe_router_padding_for_fp8": "moe_router_padding_for_quantization",
     "use_custom_fsdp": "use_megatron_fsdp",
+    "use_torch_fsdp2": "use_megatron_fsdp",
     "enable_cuda_graph": "enable_cuda_graph",
     "external_cuda_graph": "external_cuda_graph",
     "cuda_graph_scope": "cuda_graph_modules",

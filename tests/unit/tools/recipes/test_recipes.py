@@ -504,6 +504,11 @@ def test_megatrons_arguments_take_muon_and_the_distributed_optimizer_for_the_lay
     assert refused(found) == ["--optimizer"] and "without --use-distributed-optimizer" in found["refused"][0]["instead"]
 
 
+@pytest.mark.parametrize("flag", ["--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"])
+def test_experts_that_megatron_shards_are_refused(tmp_path: Path, flag: str) -> None:
+    assert refused(judged(tmp_path, SCRIPT.replace("${ARGS[@]}", f"--bf16 {flag}"))) == [flag]
+
+
 def test_layer_wise_muon_steps_bf16_alone(tmp_path: Path) -> None:
     script = SCRIPT.replace("python", "torchrun --nnodes 1 --nproc-per-node 8")
     flags = "--optimizer muon --use-distributed-optimizer"
