@@ -29,7 +29,7 @@ NAMES = ("torch", "shm", "cuda_ipc", "nixl")
 SHAPES = ((256, 512), (1024, 1024))
 """(hidden, width) of an expert: 3 x hidden x width parameters, three times that with Adam's state."""
 
-KEPT = ("on the device", "in host memory", "divided over two")
+STATE_PLACES = ("on the device", "in host memory", "divided over two")
 """Where float32 masters and Adam's moments of experts in bfloat16 are: as Megatron's optimizers have them, all of an
 expert beside it, in host memory with a second master on the device, or cut evenly over two ranks that hold the same."""
 
@@ -69,8 +69,8 @@ def run(
         ``plain_gb_per_second`` (received by a rank: the engine with its packing, checksums, vote and commit; of it what
         posts, carries and checks; batched isend and irecv of one message an expert), ``ratio`` and ``transfer_ratio``
         (1: as fast as the plain messages), ``wire_ratio`` (bytes sent over those of the experts) and
-        ``pause_ms_per_expert``. ``"state"`` rows, with the first transport and shape, have ``kept`` (out of `KEPT`; the
-        last one only on an even number of ranks, 4 at least), ``transport``, ``experts`` (that move in all),
+        ``pause_ms_per_expert``. ``"state"`` rows, with the first transport and shape, have ``place`` (out of
+        `STATE_PLACES`; the last one only on an even number of ranks, 4 at least), ``transport``, ``experts`` (that move in all),
         ``mib_per_expert`` (sent by all ranks), ``ms_per_expert`` (the pause over the experts of a rank), and
         ``bytes_ratio`` and ``ms_ratio`` over the first row; they take turns.
 
@@ -105,14 +105,16 @@ def _by_state(
 ) -> list[dict[str, Any]]:
     """The same move, with the optimizer's state in other places."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    kinds = KEPT if world >= 4 and world % 2 == 0 else KEPT[:2]
+    kinds = STATE_PLACES if world >= 4 and world % 2 == 0 else STATE_PLACES[:2]
     apart = None
-    if KEPT[2] in kinds:
+    if STATE_PLACES[2] in kinds:
         apart = ProcessGroups(Ranks(ep=tuple(range(rank % 2, world, 2)), divided_state=True), [1], device, 60.0)
     moves = [
-        _Move(_Kept(kind, *shape, homes, apart.job.migration_rank % 2 if apart else 0, device), of_kind, transport)
+        _Move(
+            _ExpertState(kind, *shape, homes, apart.job.migration_rank % 2 if apart else 0, device), of_kind, transport
+        )
         for kind in kinds
-        if (of_kind := apart if kind == KEPT[2] else groups) is not None
+        if (of_kind := apart if kind == STATE_PLACES[2] else groups) is not None
     ]
     try:
         for move in moves:
@@ -122,7 +124,7 @@ def _by_state(
         for repeat in range(-1, repeats):  # the first one warms up
             for number, move in enumerate(moves):
                 dist.barrier(group=groups.control)
-                pause, nbytes[number] = move.on(f"bench/state/{move.kept.kind}/{repeat}")
+                pause, nbytes[number] = move.on(f"bench/state/{move.state.kind}/{repeat}")
                 if repeat >= 0:
                     seconds[repeat, number] = pause
     finally:
@@ -137,15 +139,15 @@ def _by_state(
     for move, pause, sent in zip(moves, pauses, nbytes.tolist(), strict=True):
         experts = homes * move.groups.job.ep_size
         figures = {"mib_per_expert": sent / experts / 2**20, "ms_per_expert": pause / homes * 1e3}
-        rows.append({"kept": move.kept.kind, "transport": transport, "experts": experts, **figures})
+        rows.append({"place": move.state.kind, "transport": transport, "experts": experts, **figures})
     for row in rows:
         row["bytes_ratio"] = row["mib_per_expert"] / rows[0]["mib_per_expert"]
         row["ms_ratio"] = row["ms_per_expert"] / rows[0]["ms_per_expert"]
     return rows
 
 
-class _Kept:
-    """Experts in bfloat16, each a tensor of its own, and their state (`KEPT`); a `StateOwner`.
+class _ExpertState:
+    """Experts in bfloat16, each a tensor of its own, and their state (`STATE_PLACES`); a `StateOwner`.
 
     Args:
         part: this rank's place among those that hold the same experts.
@@ -161,7 +163,7 @@ class _Kept:
             for shape in shapes
         ]
         flat = [weight for of_kind in self.weights for weight in of_kind]
-        place = torch.device("cpu") if kind == KEPT[1] else device
+        place = torch.device("cpu") if kind == STATE_PLACES[1] else device
         half = -(-sum(weight.numel() for weight in flat) // 2)
         self._state: dict[Tensor, dict[str, Tensor]] = {}
         self._copies: dict[Tensor, dict[str, tuple[Tensor, ...]]] = {}
@@ -171,13 +173,13 @@ class _Kept:
             size = weight.numel()
             cut = min(max(half - begin, 0), size)
             begin += size
-            ranges = ((0, cut), (cut, size) if cut < size else (0, 0)) if kind == KEPT[2] else ()
+            ranges = ((0, cut), (cut, size) if cut < size else (0, 0)) if kind == STATE_PLACES[2] else ()
             first, end = ranges[part] if ranges else (0, size)
             own = (end - first,) if ranges else weight.shape
             names = ("exp_avg", "exp_avg_sq", "param") if end > first else ()
             self._state[weight] = {name: torch.ones(own, device=place) for name in names}
             self._ranges[weight] = ranges
-            if kind == KEPT[1]:
+            if kind == STATE_PLACES[1]:
                 self._copies[weight] = {"param": (torch.ones(own, device=device),)}
 
     def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
@@ -193,15 +195,15 @@ class _Kept:
 class _Move:
     """One engine, whose experts go on to the next rank each time."""
 
-    def __init__(self, kept: _Kept, groups: ProcessGroups, transport: str) -> None:
-        self.kept, self.groups = kept, groups
+    def __init__(self, state: _ExpertState, groups: ProcessGroups, transport: str) -> None:
+        self.state, self.groups = state, groups
         self._name = transport
         self._engine: MigrationEngine | None = None
 
     def begin(self, homes: int, device: torch.device, staging_bytes: int) -> None:
         groups, job = self.groups, self.groups.job
-        registry = ExpertTensors(1, homes, [self.kept])
-        for number, weights in enumerate(self.kept.weights):
+        registry = ExpertTensors(1, homes, [self.state])
+        for number, weights in enumerate(self.state.weights):
             registry.add(0, f"weight{number}", weights)
         transport = TRANSPORTS[self._name](groups.migration, groups.backend, device, 60.0)
         self._transport = _Weighed(transport, job.migration_rank)
