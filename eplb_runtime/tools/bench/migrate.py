@@ -70,8 +70,8 @@ def run(
         posts, carries and checks; batched isend and irecv of one message an expert), ``ratio`` and ``transfer_ratio``
         (1: as fast as the plain messages), ``wire_ratio`` (bytes sent over those of the experts) and
         ``pause_ms_per_expert``. ``"state"`` rows, with the first transport and shape, have ``place`` (out of
-        `STATE_PLACES`; the last one only on an even number of ranks, 4 at least), ``transport``, ``experts`` (that move in all),
-        ``mib_per_expert`` (sent by all ranks), ``ms_per_expert`` (the pause over the experts of a rank), and
+        `STATE_PLACES`; the last one only on an even number of ranks, 4 at least), ``transport``, ``experts`` (that move
+        in all), ``mib_per_expert`` (sent by all ranks), ``ms_per_expert`` (the pause over the experts of a rank), and
         ``bytes_ratio`` and ``ms_ratio`` over the first row; they take turns.
 
     Raises:
