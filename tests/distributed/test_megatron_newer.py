@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import test_megatron_stages as stages
 import torch
 from examples import FOLDER, load_example
 from ranks import run_ranks
+from test_megatron_overlap import assert_moved_without_a_change, three
 
 VERSION = "0.19.2"
 NEWER = Path(sys.prefix) / f"megatron-core-{VERSION}"
@@ -29,6 +31,7 @@ pytestmark = pytest.mark.skipif(
 )
 WAYS = ("distributed optimizer, all-gather", "grouped experts")
 STAGES = "interleaved"
+REPEATED = "a layer of MTP that is passed twice"
 PARALLELISM = "tensor and sequence parallelism"
 NOT_OF_MEGATRON = {
     "expert_data_parallel_size",
@@ -65,7 +68,8 @@ def on_two_ranks(rank: int, folder: str) -> dict[str, Any]:
     MoEAuxLossAutoScaler.main_loss_backward_scale = (
         None  # Megatron's schedules set it in another shape than training by hand
     )
-    return {**results, **parallelisms.everything(rank, [PARALLELISM])}
+    results |= parallelisms.everything(rank, [PARALLELISM])
+    return {**results, REPEATED: second_and_third_token()}
 
 
 def on_four_ranks(rank: int) -> dict[str, Any]:
@@ -75,6 +79,12 @@ def on_four_ranks(rank: int) -> dict[str, Any]:
         "moving": stages.trained(STAGES, move=True),
         "control": stages.trained(STAGES, move=True, spoil=stages.forget_state),
     }
+
+
+def second_and_third_token() -> dict[str, Any]:
+    """One layer that predicts both, so that its experts are passed twice in a forward."""
+    job = partial(parallelisms.SmallJob, mtp_num_layers=2, mtp_use_repeated_layer=True, moe_router_topk=3)
+    return three(job)
 
 
 def defaults(rank: int) -> dict[str, tuple[Any, Any]]:
@@ -130,6 +140,10 @@ def test_checkpoints_are_in_logical_order(pairs: list[dict[str, Any]]) -> None:
 def test_experts_move_under_tensor_and_sequence_parallelism(pairs: list[dict[str, Any]]) -> None:
     parallelisms.assert_moved_without_a_change(pairs, PARALLELISM)
     parallelisms.assert_counted(pairs, PARALLELISM)
+
+
+def test_experts_of_a_layer_that_is_passed_twice_move_and_no_bit_changes(pairs: list[dict[str, Any]]) -> None:
+    assert_moved_without_a_change(pairs, REPEATED)
 
 
 def test_experts_of_stages_move_and_no_bit_changes() -> None:

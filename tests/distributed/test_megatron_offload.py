@@ -92,14 +92,14 @@ class FakeDevice:
         return made
 
 
-def prepare() -> None:
+def prepare(**parallel: int) -> None:
     if str(FOLDER) not in sys.path:
         sys.path.insert(0, str(FOLDER))
     load_example("megatron_gpt")
     from megatron.core import parallel_state
     from megatron.core.optimizer import optimizer_config
 
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, **parallel)
     optimizer_config.is_te_min_version = lambda *_: True  # it compares the version of a TransformerEngine that is none
     FakeDevice().install()
 

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import cuda_graph_double
+import fused_permutation_double
 import pytest
 import test_megatron_parallelisms as parallelisms
 import test_megatron_stages as stages
@@ -49,6 +50,7 @@ GRAPHED = {
     "cuda_graph_scope": ["attn", "moe_router", "moe_preprocess"],
 }
 INTERLEAVED = {**stages.INTERLEAVED, **OVERLAP, "num_layers": 4}
+SECOND_TOKEN = {**INTERLEAVED, "mtp_num_layers": 1, "moe_permute_fusion": True, "distributed": False}
 
 
 class Later(torch.autograd.Function):
@@ -153,9 +155,9 @@ class DelayedJob(OverlapJob, QuantizedJob):
     """Its experts are `DelayedLinear`."""
 
 
-def interleaved() -> Job:
+def interleaved(options: dict[str, Any]) -> Job:
     stages.forward_step = forward_step  # type: ignore[assignment]
-    return Job(**INTERLEAVED)
+    return Job(**options)
 
 
 def trained(make: Callable[[], Job], move: bool, spoil: Callable[[eplb.Balancer], None] = lambda _: None) -> Any:
@@ -196,7 +198,14 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
 def on_four_ranks(rank: int) -> dict[str, Any]:
     stages.prepare()
     answer_streams()
-    return {"interleaved": three(interleaved)}
+    import megatron_cpu
+
+    torch.arange = megatron_cpu._on_cpu(torch.arange)
+    fused_permutation_double.use()
+    return {
+        "interleaved": three(partial(interleaved, INTERLEAVED)),
+        "second token": three(partial(interleaved, SECOND_TOKEN), control=False),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +225,9 @@ def test_the_first_step_is_that_of_one_micro_batch_after_another(results: list[d
 
 
 def test_experts_of_interleaved_stages_move_and_no_bit_changes() -> None:
-    assert_moved_without_a_change(run_ranks(4, on_four_ranks), "interleaved")
+    results = run_ranks(4, on_four_ranks)
+    assert_moved_without_a_change(results, "interleaved")
+    assert_moved_without_a_change(results, "second token")
 
 
 def assert_moved_without_a_change(results: list[dict[str, Any]], case: str) -> None:

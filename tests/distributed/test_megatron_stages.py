@@ -76,6 +76,7 @@ class Job:
         align: bool = False,
         clip_grad: float = 0.1,
         share: bool = False,
+        grad_reduce_in_fp32: bool = False,
         stepped: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -113,6 +114,7 @@ class Job:
         self.config = config = TransformerConfig(**settings)
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=distributed,
+            grad_reduce_in_fp32=grad_reduce_in_fp32,
             overlap_grad_reduce=overlap_grad_reduce,
             overlap_param_gather=overlap_param_gather,
             bucket_size=4096 if overlap_grad_reduce else None,
@@ -175,7 +177,7 @@ class Job:
                 place += 2 * parallel_state.get_pipeline_model_parallel_rank()
                 generator = torch.Generator().manual_seed(hash_of(name) + place)
                 parameter.data.normal_(std=0.3, generator=generator)
-        wrapped = Float16Module(config, model) if config.bf16 else model
+        wrapped = Float16Module(config, model) if config.bf16 or config.fp16 else model
         return DistributedDataParallel(config, ddp, wrapped, disable_bucketing=number > 0)
 
     def train(self, steps: range) -> list[tuple[Any, ...]]:

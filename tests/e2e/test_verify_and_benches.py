@@ -148,6 +148,19 @@ def test_bench_migrate_has_the_documented_keys() -> None:
         "pause_ms_per_expert",
     }
     assert row["expert_mib"] == 3 * 3 * 32 * 64 * 4 / 2**20
+    assert [row["place"] for row in result["state"]] == ["on the device", "in host memory"]
+
+
+def test_bench_migrate_has_what_state_in_other_places_costs() -> None:
+    rows = json.loads(json.dumps(run_ranks(4, migrate)[0]))["state"]
+    assert [row["place"] for row in rows] == ["on the device", "in host memory", "divided over two"]
+    figures = {"mib_per_expert", "ms_per_expert", "bytes_ratio", "ms_ratio"}
+    assert all(set(row) == {"place", "transport", "experts", *figures} for row in rows)
+    assert [row["experts"] for row in rows] == [16, 16, 8]
+    weights, state = 2, 3 * 4
+    assert rows[0]["bytes_ratio"] == 1.0 == rows[1]["bytes_ratio"]
+    # Weights go to both ranks that hold an expert; its state goes once, in pieces with sums of their own.
+    assert rows[2]["bytes_ratio"] == pytest.approx((2 * weights + state) / (weights + state), rel=0.05)
 
 
 def train(rank: int, traces: Path) -> dict:

@@ -75,7 +75,7 @@ def options_of(optimizer: Any) -> dict[str, Any]:
         kind = type(getattr(leaf, "optimizer", leaf)).__name__
         if "muon" in kind.lower():  # 0.16.1 writes 'adam' into the config while it makes one
             options["optimizer"] = "muon" if kind == "TensorParallelMuon" else kind
-    if any(isinstance(one, LayerWiseDistributedOptimizer) for one in _chains(optimizer)):
+    if _layer_wise(optimizer):
         options["use_layer_wise_distributed_optimizer"] = True
     return options
 
@@ -114,6 +114,7 @@ class StepByMegatron:
         for name, parameter in self._experts.items():
             if parameter.requires_grad and id(parameter) not in self._leaf_of:
                 raise AttachError(_elsewhere(name, 0, parameter))
+        self._check_norm()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -186,12 +187,12 @@ class StepByMegatron:
         joined = Joined(has_moved)
         joined.put(optimizer, "step", stepped)
         others = [leaf for leaf in leaves if not _is_for_experts(leaf)]
-        layer_wise = [one for one in _chains(optimizer) if isinstance(one, LayerWiseDistributedOptimizer)]
+        layer_wise = _layer_wise(optimizer)
         for one in layer_wise:  # it steps experts and others together: also on a stage where experts are none
             joined.put(one, "get_grad_norm", partial(self._norm_of_all, one.get_grad_norm, square_of_experts))
             if one is not optimizer:  # Megatron-LM chains it with a distributed optimizer of what is no matrix
                 joined.put(optimizer, "get_grad_norm", partial(_norm_of_chain, optimizer))
-        if not layer_wise and self._are_apart(others) and isinstance(optimizer, ChainedOptimizer):
+        if not layer_wise:
 
             def norm() -> float:
                 norms = [leaf.get_grad_norm() for leaf in others]
@@ -241,9 +242,21 @@ class StepByMegatron:
     def _leaves_of_experts(self) -> list[Any]:
         return list({id(leaf): leaf for leaf in self._leaf_of.values()}.values())
 
-    def _are_apart(self, others: Sequence[Any]) -> bool:
-        """Whether these step no expert, as on the ranks of other stages, where experts may be none."""
-        return all(leaf not in others for leaf in self._leaves_of_experts())
+    def _check_norm(self) -> None:
+        """Check that `join` can take experts out of Megatron's own norm, which follows the order of slots.
+
+        Raises:
+            AttachError: one optimizer steps experts together with others, or there is no chain.
+        """
+        if _layer_wise(self._optimizer):
+            return
+        together = [leaf for leaf in self._leaves_of_experts() if not _is_for_experts(leaf)]
+        if together or not isinstance(self._optimizer, ChainedOptimizer):
+            odd = together[0] if together else self._optimizer
+            raise AttachError(
+                f"Megatron's {type(odd).__name__} would clip by a norm that depends on where experts are: it is no "
+                "chain with an optimizer of its own for experts; give attach what get_megatron_optimizer gives"
+            )
 
 
 class Joined:
@@ -278,6 +291,10 @@ def _chains(optimizer: Any) -> Iterator[ChainedOptimizer]:
         yield optimizer
         for one in optimizer.chained_optimizers:
             yield from _chains(one)
+
+
+def _layer_wise(optimizer: Any) -> list[ChainedOptimizer]:
+    return [one for one in _chains(optimizer) if isinstance(one, LayerWiseDistributedOptimizer)]
 
 
 def _leaves(optimizer: Any) -> Iterator[Any]:

@@ -368,6 +368,13 @@ RULES = (
         "set optimizer='muon', without use_layer_wise_distributed_optimizer (without --use-distributed-optimizer)",
     ),
     Rule(
+        "bf16",
+        lambda job: job.optimizer == LAYER_WISE and not job.bf16,
+        "Megatron's layer-wise optimizer itself steps bf16 alone",
+        "set bf16=True, or optimizer='muon' without use_layer_wise_distributed_optimizer (without "
+        "--use-distributed-optimizer)",
+    ),
+    Rule(
         "use_distributed_optimizer",
         lambda job: job.use_distributed_optimizer and job.optimizer in MUON,
         "Muon on Megatron's shards of buffers has not been run",

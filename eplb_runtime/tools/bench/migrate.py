@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from ...distributed.transports.base import Message, Pending, Transport, Wrapping
 from ...distributed.transports.neighbours import node_of_this_rank
 from ...migration.between_steps import BetweenSteps
 from ...migration.engine import MigrationEngine
+from ...moe.experts.optimizer_state import Ranges
 from ...moe.experts.record import RecordFormat
 from ...moe.experts.registry import ExpertTensors
 from ...placement import Placement
@@ -27,6 +28,10 @@ from ...placement import Placement
 NAMES = ("torch", "shm", "cuda_ipc", "nixl")
 SHAPES = ((256, 512), (1024, 1024))
 """(hidden, width) of an expert: 3 x hidden x width parameters, three times that with Adam's state."""
+
+STATE_PLACES = ("on the device", "in host memory", "divided over two")
+"""Where float32 masters and Adam's moments of experts in bfloat16 are: as Megatron's optimizers have them, all of an
+expert beside it, in host memory with a second master on the device, or cut evenly over two ranks that hold the same."""
 
 
 class _Weighed(Wrapping):
@@ -64,7 +69,10 @@ def run(
         ``plain_gb_per_second`` (received by a rank: the engine with its packing, checksums, vote and commit; of it what
         posts, carries and checks; batched isend and irecv of one message an expert), ``ratio`` and ``transfer_ratio``
         (1: as fast as the plain messages), ``wire_ratio`` (bytes sent over those of the experts) and
-        ``pause_ms_per_expert``.
+        ``pause_ms_per_expert``. ``"state"`` rows, with the first transport and shape, have ``place`` (out of
+        `STATE_PLACES`; the last one only on an even number of ranks, 4 at least), ``transport``, ``experts`` (that move
+        in all), ``mib_per_expert`` (sent by all ranks), ``ms_per_expert`` (the pause over the experts of a rank), and
+        ``bytes_ratio`` and ``ms_ratio`` over the first row; they take turns.
 
     Raises:
         ValueError: there is one rank only.
@@ -80,9 +88,146 @@ def run(
             for shape in shapes
             for name in transports
         ]
+        state = _by_state(groups, device, repeats, transports[0], shapes[0], experts_per_rank, staging_bytes)
     finally:
         groups.close()
-    return {"ranks": groups.job.ep_size, "device": device.type, "migrate": rows}
+    return {"ranks": groups.job.ep_size, "device": device.type, "migrate": rows, "state": state}
+
+
+def _by_state(
+    groups: ProcessGroups,
+    device: torch.device,
+    repeats: int,
+    transport: str,
+    shape: tuple[int, int],
+    homes: int,
+    staging_bytes: int,
+) -> list[dict[str, Any]]:
+    """The same move, with the optimizer's state in other places."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    kinds = STATE_PLACES if world >= 4 and world % 2 == 0 else STATE_PLACES[:2]
+    apart = None
+    if STATE_PLACES[2] in kinds:
+        apart = ProcessGroups(Ranks(ep=tuple(range(rank % 2, world, 2)), divided_state=True), [1], device, 60.0)
+    moves = [
+        _Move(
+            _ExpertState(kind, *shape, homes, apart.job.migration_rank % 2 if apart else 0, device), of_kind, transport
+        )
+        for kind in kinds
+        if (of_kind := apart if kind == STATE_PLACES[2] else groups) is not None
+    ]
+    try:
+        for move in moves:
+            move.begin(homes, device, staging_bytes)
+        seconds = torch.zeros(repeats, len(moves), dtype=torch.float64)
+        nbytes = torch.zeros(len(moves), dtype=torch.int64)
+        for repeat in range(-1, repeats):  # the first one warms up
+            for number, move in enumerate(moves):
+                dist.barrier(group=groups.control)
+                pause, nbytes[number] = move.on(f"bench/state/{move.state.kind}/{repeat}")
+                if repeat >= 0:
+                    seconds[repeat, number] = pause
+    finally:
+        for move in moves:
+            move.end()
+        if apart is not None:
+            apart.close()
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=groups.control)
+    dist.all_reduce(nbytes, group=groups.control)
+    pauses = seconds.median(dim=0).values.tolist()
+    rows = []
+    for move, pause, sent in zip(moves, pauses, nbytes.tolist(), strict=True):
+        experts = homes * move.groups.job.ep_size
+        figures = {"mib_per_expert": sent / experts / 2**20, "ms_per_expert": pause / homes * 1e3}
+        rows.append({"place": move.state.kind, "transport": transport, "experts": experts, **figures})
+    for row in rows:
+        row["bytes_ratio"] = row["mib_per_expert"] / rows[0]["mib_per_expert"]
+        row["ms_ratio"] = row["ms_per_expert"] / rows[0]["ms_per_expert"]
+    return rows
+
+
+class _ExpertState:
+    """Experts in bfloat16, each a tensor of its own, and their state (`STATE_PLACES`); a `StateOwner`.
+
+    Args:
+        part: this rank's place among those that hold the same experts.
+    """
+
+    varies_in_device = False
+
+    def __init__(self, kind: str, hidden: int, width: int, homes: int, part: int, device: torch.device) -> None:
+        self.kind = kind
+        shapes = ((2 * width, hidden), (hidden, width))
+        self.weights = [
+            tuple(nn.Parameter(torch.ones(shape, dtype=torch.bfloat16, device=device)) for _ in range(homes))
+            for shape in shapes
+        ]
+        flat = [weight for of_kind in self.weights for weight in of_kind]
+        place = torch.device("cpu") if kind == STATE_PLACES[1] else device
+        half = -(-sum(weight.numel() for weight in flat) // 2)
+        self._state: dict[Tensor, dict[str, Tensor]] = {}
+        self._copies: dict[Tensor, dict[str, tuple[Tensor, ...]]] = {}
+        self._ranges: dict[Tensor, Ranges] = {}
+        begin = 0
+        for weight in flat:
+            size = weight.numel()
+            cut = min(max(half - begin, 0), size)
+            begin += size
+            ranges = ((0, cut), (cut, size) if cut < size else (0, 0)) if kind == STATE_PLACES[2] else ()
+            first, end = ranges[part] if ranges else (0, size)
+            own = (end - first,) if ranges else weight.shape
+            names = ("exp_avg", "exp_avg_sq", "param") if end > first else ()
+            self._state[weight] = {name: torch.ones(own, device=place) for name in names}
+            self._ranges[weight] = ranges
+            if kind == STATE_PLACES[1]:
+                self._copies[weight] = {"param": (torch.ones(own, device=device),)}
+
+    def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
+        return self._state[parameter]
+
+    def copies_of(self, parameter: Tensor) -> Mapping[str, tuple[Tensor, ...]]:
+        return self._copies.get(parameter, {})
+
+    def ranges_of(self, parameter: Tensor) -> Ranges:
+        return self._ranges[parameter]
+
+
+class _Move:
+    """One engine, whose experts go on to the next rank each time."""
+
+    def __init__(self, state: _ExpertState, groups: ProcessGroups, transport: str) -> None:
+        self.state, self.groups = state, groups
+        self._name = transport
+        self._engine: MigrationEngine | None = None
+
+    def begin(self, homes: int, device: torch.device, staging_bytes: int) -> None:
+        groups, job = self.groups, self.groups.job
+        registry = ExpertTensors(1, homes, [self.state])
+        for number, weights in enumerate(self.state.weights):
+            registry.add(0, f"weight{number}", weights)
+        transport = TRANSPORTS[self._name](groups.migration, groups.backend, device, 60.0)
+        self._transport = _Weighed(transport, job.migration_rank)
+        self._transport.warm_up(soon())
+        self._placement = Placement.initial(1, homes * job.ep_size, job.ep_size, 0)
+        rows = self._placement.home_rows(1, job.state_holders)
+        agreement = Agreement(groups.control)
+        rank = job.migration_rank
+        self._engine = MigrationEngine(registry, self._transport, agreement, rows, rank, staging_bytes, 60.0)
+        self._migration = BetweenSteps(self._engine, lambda *_: lambda: None)
+
+    def on(self, key: str) -> tuple[float, int]:
+        """Move all; returns the pause in seconds, and the bytes that this rank has sent."""
+        self._transport.nbytes = 0
+        self._migration.begin(self._placement, _next_rank(self._placement), key)
+        outcome = self._migration.advance()
+        if outcome.failed_phase is not None:
+            raise RuntimeError(f"the migration was dropped: {outcome.cause}")
+        self._placement = outcome.placement
+        return outcome.pause_seconds, self._transport.nbytes
+
+    def end(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
 
 
 def _usable_everywhere(device: torch.device, groups: ProcessGroups) -> list[str]:

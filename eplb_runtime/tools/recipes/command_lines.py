@@ -23,6 +23,7 @@ FLAGS = {
     "fp4_format": "fp4",
     "moe_router_padding_for_fp8": "moe_router_padding_for_quantization",
     "use_custom_fsdp": "use_megatron_fsdp",
+    "use_torch_fsdp2": "use_megatron_fsdp",
     "enable_cuda_graph": "enable_cuda_graph",
     "external_cuda_graph": "external_cuda_graph",
     "cuda_graph_scope": "cuda_graph_modules",
@@ -38,13 +39,14 @@ NOT_BY_PLACE = {
 RANKS_OF_A_NODE = ("actor_num_gpus_per_node", "nproc_per_node")
 OPTIONS_ELSEWHERE = ("yaml_cfg",)
 """Megatron's flags that name a file with options."""
-SLIME = {"use_distributed_optimizer": True, "moe_token_dispatcher_type": "alltoall"}
-"""What slime sets for all of its jobs."""
+SLIME = {"use_distributed_optimizer": True, "moe_token_dispatcher_type": "alltoall", "bf16": True}
+"""What slime sets for all of its jobs; without --fp16 they are of bf16."""
 BY_FLAGS = {"optimizer_offload_fraction": 1.0}
 """Defaults of Megatron's flags where its configs have others."""
 VERL = {
     "use_distributed_optimizer": True,
     "moe_token_dispatcher_type": "alltoall",
+    "bf16": True,
     "num_moe_experts": Unresolved("of the model's own config"),
     "moe_router_topk": Unresolved("of the model's own config"),
     "moe_permute_fusion": Unresolved("set by the model's bridge"),
@@ -134,6 +136,8 @@ def _of_megatron(path: Path, words: Sequence[str]) -> Recipe:
     if is_slime and options.get("moe_token_dispatcher_type") == "allgather":
         options["moe_token_dispatcher_type"] = "alltoall"
     defaults: dict[str, Any] = dict(SLIME) if is_slime else {}
+    if is_slime and "fp16" in options:
+        defaults["bf16"] = options["fp16"] if isinstance(options["fp16"], Unresolved) else not options["fp16"]
     if "num_moe_experts" not in options:
         defaults["num_moe_experts"] = Unresolved("not in the file")
     if missing:
@@ -168,6 +172,16 @@ def _overrides(words: Iterable[str]) -> dict[str, str]:
     return {found[1]: found[2] for word in words if (found := _OVERRIDE.fullmatch(word))}
 
 
+def _of_dtype(text: str | None) -> dict[str, Any]:
+    """Megatron's two settings for the dtype that verl's engines compute in."""
+    if text is None:
+        return {}
+    dtype = value_of(text)
+    if isinstance(dtype, Unresolved):
+        return {"bf16": dtype, "fp16": dtype}
+    return {"bf16": dtype in ("bfloat16", "bf16"), "fp16": dtype in ("float16", "fp16")}
+
+
 def _of_verl(path: Path, overrides: Mapping[str, str], script: Script) -> Recipe:
     options: dict[str, Any] = {}
     written: dict[str, str] = {}
@@ -182,6 +196,7 @@ def _of_verl(path: Path, overrides: Mapping[str, str], script: Script) -> Recipe
             options = misspelt({name: key}) | options
     if not (_has_experts(options) or any(".moe_" in key for key in overrides)):
         raise RecipeError(f"{path}: no setting of experts in it (expert_model_parallel_size)")
+    options |= _of_dtype(next((overrides[f"{root}dtype"] for root in VERL_ROOTS if f"{root}dtype" in overrides), None))
     phases = {name: options.pop(name) for name in PHASES if name in options}
     if phases:
         name = min(phases, key=lambda name: (phases[name] is not True, not isinstance(phases[name], Unresolved)))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from ...hosts.megatron.settings import SCALED_NOW
 from ...hosts.settings import Unresolved
 from .base import Recipe, RecipeError, value_of
-from .command_lines import BY_FLAGS, SLIME, VERL
+from .command_lines import BY_FLAGS, FIELDS, SLIME, VERL
 
 MEGATRON = {
     "num_experts": "num_moe_experts",
@@ -37,23 +38,15 @@ MEGATRON = {
     "lora": "lora",
 }
 """A recipe's fields, and Megatron's names for them."""
+NOT_AS_WRITTEN = (
+    *("bf16", "fp16", "fp4", "lora_target_modules", "saves_by_place"),
+    *("cuda_graph_impl", "cuda_graph_modules"),  # may be those of generation alone
+)
+"""Settings that fields and notes say in words of their own."""
 MEGATRON_AS_WRITTEN = (
     "optimizer",  # the field has Muon's name alone
-    "moe_permute_fusion",
-    "moe_pad_expert_input_to_capacity",
-    "mtp_detach_heads",
-    "moe_use_legacy_grouped_gemm",
-    "tensor_parallel_num_weight_shards",
-    "expert_tensor_parallel_num_weight_shards",
-    "num_distributed_optimizer_instances",
-    "overlap_param_gather_with_optimizer_step",
-    "main_params_dtype",
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
-    "fp8_recipe",
-    "fp8_param_gather",
-    "moe_router_padding_for_quantization",
     "moe_router_padding_for_fp8",
+    *sorted(FIELDS - {*MEGATRON.values(), *NOT_AS_WRITTEN}),
 )
 """Options that have no field; `source_lines` has them where the recipe sets them."""
 TORCHTITAN = {
@@ -110,6 +103,8 @@ def _recipe(path: Path, number: int, entry: Any) -> Recipe:
             options[entry["params_dtype"]] = True
         if entry.get("fp8") in SCALED_NOW:  # the field has the recipe or the format
             options.setdefault("fp8_recipe", entry["fp8"])
+        if "etp" in (entry.get("defaulted") or ()) and _cannot_fit(entry):
+            options["expert_tensor_parallel_size"] = None  # Megatron would not start so: nobody has chosen it
         options["lora_target_modules"] = _adapted(entry.get("notes") or ())
         if entry.get("nvfp4"):
             options["fp4"] = "nvfp4"
@@ -123,6 +118,12 @@ def _recipe(path: Path, number: int, entry: Any) -> Recipe:
         }
     written = {name: field for field, name in (MEGATRON if host == "megatron" else TORCHTITAN).items()}
     return Recipe(name, source, host, options, dict(BY_PROJECT.get(source, {})), written)
+
+
+def _cannot_fit(entry: Mapping[str, Any]) -> bool:
+    """Whether the ranks that are stated are no multiple of those over which experts are spread."""
+    ranks, *spread = entry.get("gpus"), *(entry.get(size) or 1 for size in ("etp", "ep", "pp"))
+    return isinstance(ranks, int) and all(isinstance(size, int) for size in spread) and ranks % prod(spread) != 0
 
 
 def _adapted(notes: Iterable[Any]) -> Any:

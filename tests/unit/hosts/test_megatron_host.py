@@ -189,3 +189,25 @@ def test_tensors_that_tensor_parallelism_cuts_are_refused(monkeypatch: pytest.Mo
     model, layer = a_stage(number=1, first=0)
     with pytest.raises(CheckpointError, match=r"inside balancer.logical_order\(\) by the converter"):
         weights.weights([layer], model, 0)
+
+
+def test_an_optimizer_whose_norm_would_follow_the_order_of_slots_is_refused() -> None:
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
+
+    from eplb_runtime.hosts.megatron.optimizers import StepByMegatron
+
+    def stepped(*parameters: nn.Parameter, is_expert: bool) -> Any:
+        optimizer = FP32Optimizer.__new__(FP32Optimizer)  # made whole, it wants CUDA
+        optimizer.optimizer = torch.optim.Adam([{"params": list(parameters), "is_expert_parallel": is_expert}])
+        optimizer.config = OptimizerConfig()
+        return optimizer
+
+    expert, other = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    apart = [stepped(other, is_expert=False), stepped(expert, is_expert=True)]
+    experts = {"experts.0": ("experts", expert)}
+    assert StepByMegatron(ChainedOptimizer(apart), experts).param_groups == [{"params": [expert]}]
+    with pytest.raises(AttachError, match="FP32Optimizer would clip by a norm that depends on where experts are"):
+        StepByMegatron(ChainedOptimizer([stepped(other, expert, is_expert=False)]), experts)
+    with pytest.raises(AttachError, match="no chain with an optimizer of its own for experts"):
+        StepByMegatron(apart[1], experts)

@@ -13,7 +13,9 @@ import pytest
 from eplb_runtime.cli import main
 from eplb_runtime.hosts.settings import Unresolved
 from eplb_runtime.tools.recipes import RecipeError, answer, read_recipes, totals
-from eplb_runtime.tools.recipes.command_lines import misspelt
+from eplb_runtime.tools.recipes.command_lines import FIELDS, misspelt
+from eplb_runtime.tools.recipes.fields import MEGATRON as MEGATRON_FIELDS
+from eplb_runtime.tools.recipes.fields import MEGATRON_AS_WRITTEN, NOT_AS_WRITTEN
 
 SLIME = """#!/bin/bash
 # --num-distributed-optimizer-instances 9
@@ -48,6 +50,7 @@ python3 -m verl.trainer.main_ppo \\
     trainer.n_gpus_per_node=8 trainer.nnodes=1
 """
 MEGATRON = {"host": "megatron", "project": "x", "num_experts": 8, "ep": 8, "top_k": 2, "gpus": 8}
+BF16 = {"params_dtype": "bf16"}
 TORCHTITAN = {
     "host": "torchtitan",
     "num_experts": 8,
@@ -249,13 +252,29 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
         ),
         ({"source_lines": {"model.mtp_detach_heads": True}}, "mtp_detach_heads"),
         ({"source_lines": {"model.moe_use_legacy_grouped_gemm": True}}, "moe_use_legacy_grouped_gemm"),
+        ({"source_lines": {"model.moe_expert_rank_capacity_factor": 1.5}}, "moe_expert_rank_capacity_factor"),
+        ({"source_lines": {"model.moe_single_grouped_weight": True}}, "moe_single_grouped_weight"),
+        ({"source_lines": {"optimizer.optimizer_cuda_graph": True}}, "optimizer_cuda_graph"),
+        (
+            {"fp8": "mxfp8", "source_lines": {"mixed_precision.fp8_param": True}},
+            "fp8_param_gather",
+        ),
+        (
+            {"source_lines": {"model.overlap_dispatch_backward_with_experts_wgrad": True}},
+            "overlap_dispatch_backward_with_experts_wgrad",
+        ),
         (
             {"source_lines": {"model.expert_tensor_parallel_num_weight_shards": 2}},
             "expert_tensor_parallel_num_weight_shards",
         ),
         ({"optimizer": "lion"}, "optimizer"),
         ({"optimizer": "muon", "distributed_optimizer": True}, "distributed_optimizer"),
-        ({"optimizer": "muon", "source_lines": {"optimizer.optimizer": "dist_muon"}, "gpus": 16}, "optimizer"),
+        (
+            {"optimizer": "muon", "source_lines": {"optimizer.optimizer": "dist_muon"}, "gpus": 16, **BF16},
+            "optimizer",
+        ),
+        ({"optimizer": "muon", "source_lines": {"optimizer.optimizer": "dist_muon"}, "params_dtype": None}, "bf16"),
+        ({"optimizer": "muon", "source_lines": {"optimizer.optimizer": "dist_muon"}, "params_dtype": "fp16"}, "bf16"),
         ({"ep": 1, "pp": 2}, "ep"),
         ({"optimizer_cpu_offload": True, "params_dtype": "bf16"}, "optimizer_cpu_offload"),
         (
@@ -309,7 +328,7 @@ def test_each_rule_of_torchtitan_refuses_its_setting_and_no_other(
     ("fields", "exact", "stand_in"),
     [
         ({"optimizer": "muon", "gpus": 16}, "bit", []),
-        ({"optimizer": "muon", "source_lines": {"optimizer.optimizer": "dist_muon"}}, "bit", []),
+        ({"optimizer": "muon", "source_lines": {"optimizer.optimizer": "dist_muon"}, **BF16}, "bit", []),
         ({"overlap_moe_comm": True}, "bit", ["overlap_moe_expert_parallel_comm"]),
         (
             {"overlap_moe_comm": True, "cuda_graph": "transformer_engine:moe_router"},
@@ -344,6 +363,10 @@ def test_torchtitans_homes_move_where_replicas_are_refused(tmp_path: Path, degre
 def test_expert_tensor_parallelism_is_that_of_tensors_unless_it_cannot_fit(tmp_path: Path) -> None:
     assert refused(judged_fields(tmp_path, MEGATRON, tp=2, gpus=16)) == ["etp"]
     assert judged_fields(tmp_path, MEGATRON, tp=2, gpus=8)["attaches"] is True
+    for gpus, expected in ((8, []), (16, ["etp"])):
+        by_default = judged_fields(tmp_path, MEGATRON, tp=2, etp=2, gpus=gpus, defaulted=["etp"])
+        assert refused(by_default) == expected
+    assert refused(judged_fields(tmp_path, MEGATRON, tp=2, etp=2, gpus=8)) == ["etp"], "as written"
 
 
 @pytest.mark.parametrize("distributed", [True, False])
@@ -481,6 +504,38 @@ def test_megatrons_arguments_take_muon_and_the_distributed_optimizer_for_the_lay
     assert refused(found) == ["--optimizer"] and "without --use-distributed-optimizer" in found["refused"][0]["instead"]
 
 
+@pytest.mark.parametrize("flag", ["--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"])
+def test_experts_that_megatron_shards_are_refused(tmp_path: Path, flag: str) -> None:
+    assert refused(judged(tmp_path, SCRIPT.replace("${ARGS[@]}", f"--bf16 {flag}"))) == [flag]
+
+
+def test_layer_wise_muon_steps_bf16_alone(tmp_path: Path) -> None:
+    script = SCRIPT.replace("python", "torchrun --nnodes 1 --nproc-per-node 8")
+    flags = "--optimizer muon --use-distributed-optimizer"
+    assert judged(tmp_path, script.replace("${ARGS[@]}", f"{flags} --bf16"))["attaches"] is True
+    for dtype in ("", "--fp16"):
+        found = judged(tmp_path, script.replace("${ARGS[@]}", f"{flags} {dtype}"))
+        assert refused(found) == ["bf16"] and "set bf16=True" in found["refused"][0]["instead"]
+
+
+def test_slime_and_verl_train_in_bf16_by_default(tmp_path: Path) -> None:
+    overrides = (
+        " +actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True"
+        " actor_rollout_ref.actor.megatron.use_distributed_optimizer=False"
+    )
+    verl = VERL.rstrip() + overrides
+    assert refused(judged(tmp_path, verl)) == [
+        "actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload"
+    ]
+    for dtype, attaches in (("bfloat16", False), ("float16", False), ("float32", True), ("${DTYPE}", None)):
+        found = judged(tmp_path, f"{verl} actor_rollout_ref.actor.megatron.dtype={dtype}")
+        assert found["attaches"] is attaches
+    slime = "python train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --expert-model-parallel-size 8 "
+    slime += "--num-experts 8 --moe-router-topk 2 --optimizer muon"
+    assert judged(tmp_path, slime)["attaches"] is True
+    assert refused(judged(tmp_path, f"{slime} --fp16")) == ["bf16"]
+
+
 def test_flags_offload_all_where_they_say_no_fraction(tmp_path: Path) -> None:
     script = SCRIPT.replace("python", "torchrun --nnodes 1 --nproc-per-node 8")
     flags = "--optimizer-cpu-offload --use-distributed-optimizer --bf16"
@@ -611,19 +666,23 @@ def test_the_defaults_are_megatrons_own() -> None:
     assert {name: ours[name] for name in both} == {name: theirs[name] for name in both}
 
 
+def test_each_setting_is_read_from_a_recipe_in_json() -> None:
+    assert not FIELDS - {*MEGATRON_FIELDS.values(), *MEGATRON_AS_WRITTEN, *NOT_AS_WRITTEN}
+
+
 def test_recipes_that_people_run(shared_data: Path) -> None:
     answers = [answer(recipe) for recipe in read_recipes(str(shared_data / "recipes/recipes.json"))]
     counted = {
         row["source"]: (row["recipes"], row["attach"], row["refused"], row["unknown"]) for row in totals(answers)
     }
     assert counted == {
-        "Megatron-Bridge": (85, 52, 33, 0),
+        "Megatron-Bridge": (85, 53, 32, 0),
         "Megatron-LM": (2, 1, 1, 0),
         "prime-rl": (7, 0, 7, 0),
         "slime": (12, 12, 0, 0),
         "torchtitan": (8, 4, 4, 0),
-        "verl": (16, 15, 1, 0),
-        "all": (130, 84, 46, 0),
+        "verl": (16, 16, 0, 0),
+        "all": (130, 86, 44, 0),
     }
     undecided = {name for one in answers if one.attaches is None for name in one.judgement.undecided}
     assert undecided == set()

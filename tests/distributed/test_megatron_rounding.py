@@ -1,0 +1,145 @@
+"""Megatron-Core's settings that are exact to rounding, in float64: three experts a token through the flex dispatcher,
+the all-gather dispatcher and CUDA graphs of ``moe_preprocess``, with every home moved after each step, 2 ranks.
+
+What Megatron computes in float32 is computed in float64 here, so that two trainings which differ by rounding alone
+differ by 1e-10 and not by a float32's last bit. DeepEP, HybridEP and CUDA graphs have their stand-ins.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import cuda_graph_double
+import flex_dispatch_double
+import pytest
+import test_megatron_graphs as graphs
+import test_megatron_parallelisms as parallelisms
+import torch
+from ranks import run_ranks
+from test_megatron_overlap import answer_streams
+from test_megatron_parallelisms import LAYERS, SmallJob
+from test_megatron_stages import EXPERTS, STEPS, Job, attached, forget_state, whole
+from torch import Tensor
+
+import eplb_runtime as eplb
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
+)
+WIDE = {
+    "moe_router_topk": 3,
+    "bf16": False,
+    "distributed": False,  # Megatron's takes no float64
+    "params_dtype": torch.float64,
+    "pipeline_dtype": torch.float64,
+    "stepped": {"params_dtype": torch.float64},
+}
+FLEX = {"moe_token_dispatcher_type": "flex", "moe_router_dtype": "fp32"}
+CASES: dict[str, dict[str, Any]] = {
+    "flex, deepep": {**FLEX, "moe_flex_dispatcher_backend": "deepep"},
+    "flex, hybridep": {**FLEX, "moe_flex_dispatcher_backend": "hybridep"},
+    "all-gather": {"moe_token_dispatcher_type": "allgather"},
+    "graphs of the preprocessing": {
+        "cuda_graph_impl": "transformer_engine",
+        "cuda_graph_scope": ["moe_router", "moe_preprocess"],
+    },
+}
+CLOSE = 1e-10
+
+
+class WideTorch:
+    """``torch`` for a module that names narrow types."""
+
+    def __getattr__(self, name: str) -> Any:
+        return torch.float64 if name in ("float", "float32", "bfloat16") else getattr(torch, name)
+
+
+def compute_in_float64() -> None:
+    """In this process, from now on, where Megatron computes in float32 whatever its weights are."""
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.transformer import module
+    from megatron.core.transformer.moe import moe_utils, router, token_dispatcher
+
+    torch.set_default_dtype(torch.float64)
+    torch.Tensor.float = torch.Tensor.double
+    for one in (clip_grads, module, moe_utils, router, token_dispatcher):
+        one.torch = WideTorch()
+    own = torch.Tensor.type
+
+    def named(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        name = own(tensor, *args, **kwargs)
+        return name.replace("Double", "Float") if isinstance(name, str) else name
+
+    torch.Tensor.type = named
+
+
+def trained(case: str, move: bool, spoil: Callable[[eplb.Balancer], None] = lambda _: None) -> dict[str, Any]:
+    job: Job = SmallJob(**WIDE, **CASES[case])
+    balancer = attached(job, move)
+    spoil(balancer)
+    seen = job.train(range(1))
+    if "cuda_graph_impl" in CASES[case]:
+        graphs.capture(job)  # type: ignore[arg-type]
+    result = {
+        "seen": seen + job.train(range(1, STEPS)),
+        "tensors": job.tensors(balancer.placement),
+        "moved": sum(event.moved_experts for event in balancer.events if hasattr(event, "moved_experts")),
+    }
+    balancer.close()
+    return result
+
+
+def everything(rank: int) -> dict[str, Any]:
+    parallelisms.prepare()
+    answer_streams()
+    flex_dispatch_double.use()
+    cuda_graph_double.install()
+    torch._dynamo.config.disable = True  # Megatron compiles its preparation of a dispatch
+    compute_in_float64()
+    return {
+        case: {
+            "static": trained(case, move=False),
+            "moving": trained(case, move=True),
+            "control": trained(case, move=True, spoil=forget_state),
+        }
+        for case in CASES
+    }
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return run_ranks(2, everything)
+
+
+def furthest(results: list[dict[str, Any]], case: str, one: str, other: str) -> float:
+    """The largest difference of two runs, over that of the tensor's largest number."""
+    some, others = (whole([of_rank[case][which] for of_rank in results]) for which in (one, other))
+    assert some.keys() == others.keys()
+    return max(
+        float((some[key].double() - others[key].double()).abs().max() / some[key].double().abs().max().clamp_min(1e-30))
+        for key in some
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_experts_move_and_training_is_equal_to_rounding(results: list[dict[str, Any]], case: str) -> None:
+    experts = [key for key in results[0][case]["moving"]["tensors"] if key[0] != "dense"]
+    tensors = results[0][case]["moving"]["tensors"]
+    assert all(tensors[key].dtype == torch.float64 for key in experts if key[3] != "step")
+    assert len({key[1] for key in experts}) == EXPERTS // 2
+    assert results[0][case]["static"]["moved"] == 0
+    assert results[0][case]["moving"]["moved"] == LAYERS * EXPERTS * STEPS
+    far = furthest(results, case, "static", "moving")
+    print(f"{case}: {far:.1e}")
+    assert 0 < far < CLOSE
+    for of_rank in results:
+        pairs = zip(of_rank[case]["static"]["seen"], of_rank[case]["moving"]["seen"], strict=True)
+        for static, moving in pairs:
+            assert moving == pytest.approx(static, rel=CLOSE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_control_state_that_stays_shows(results: list[dict[str, Any]], case: str) -> None:
+    assert furthest(results, case, "static", "control") > 1e4 * CLOSE
