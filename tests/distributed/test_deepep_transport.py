@@ -181,7 +181,8 @@ CASES: list[Case] = [
 def over_the_double(rank: int) -> dict[str, Any]:
     deepep.CHUNK_BYTES = 20 * ROW_BYTES  # a message of a megabyte goes in several calls
     TRANSPORTS["deepep"] = partial(DeepEP, package=PACKAGE)
-    return {**run_cases(rank, "deepep", "gloo", lambda rank: CPU, CASES), "job": job_over_it(rank)}
+    said = {**run_cases(rank, "deepep", "gloo", lambda rank: CPU, CASES), "job": job_over_it(rank)}
+    return said | {"waits": list(deepep_double.HOST_WAITS)}
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +221,10 @@ def test_a_job_over_it_has_the_bits_of_one_whose_experts_stay(ranks: list[dict[s
     for said in (of_rank["job"] for of_rank in ranks):
         assert said["experts"] > 1 and said["same"]
         assert "rank 1" in said["fails"] and "checksum" in said["flips"]
+
+
+def test_it_never_waits_on_the_host_with_the_interpreter_locked(ranks: list[dict[str, Any]]) -> None:
+    assert all(of_rank["waits"] == [] for of_rank in ranks)
 
 
 def test_migrating_beside_training_over_it_is_refused() -> None:

@@ -68,8 +68,9 @@ def jobs(rank: int) -> dict[str, Any]:
         said["trained"] = train(job, 2)
     said["late rounds"] = job.background.late_rounds
     said["control"] = posted_by_the_other_thread(rank)
-    said["connected anew"] = connected_anew(rank, connects_in_background=False)
-    said["control of it"] = connected_anew(rank, connects_in_background=True)
+    said["connected anew"] = connected_anew(rank)
+    with patch.object(ProcessGroups, "connects_in_background", True):
+        said["control of it"] = connected_anew(rank)
     fixed = Job(rank, overlap=False, interval=None)
     for _ in said["trained"][0]:
         fixed.step()
@@ -101,19 +102,14 @@ def posted_by_the_other_thread(rank: int) -> tuple[list[float], list[Launch]]:
         recorded_group.before_message.clear()
 
 
-def connected_anew(rank: int, connects_in_background: bool) -> list[Launch]:
-    """What is launched from the moment where connections are lost until experts move over new ones.
-
-    Args:
-        connects_in_background: as before: a thread makes all of them.
-    """
+def connected_anew(rank: int) -> list[Launch]:
+    """What is launched from the moment where connections are lost until experts move over new ones."""
     job = Job(rank, overlap=False)
     job.balancer._plan_with(plan_shuffle)
     job.until(RebalanceCommitted)
     recorded_group.launches.clear()
-    with patch.object(ProcessGroups, "connects_in_background", connects_in_background):
-        job.balancer._rebalancer._pause("a test wants it")
-        job.until(BalancingResumed, most=400)
+    job.balancer._rebalancer._pause("a test wants it")
+    job.until(BalancingResumed, most=400)
     job.until(RebalanceCommitted)
     launched = list(recorded_group.launches)
     job.balancer.close()
@@ -163,6 +159,7 @@ def test_experts_and_collectives_are_launched_in_one_order_on_all_ranks() -> Non
     assert all({"allreduce", "send", "recv"} <= {one.kind for one in of_migration(launched)} for launched in anew)
     assert in_one_order(anew)
     assert {one.thread for launched in anew for one in launched} == {"MainThread"}
+    # Control: as before, a thread makes all of them.
     control = [result["control of it"] for result in results]
     assert {one.thread for launched in control for one in of_migration(launched)} >= {"eplb_runtime connect"}
     # Control: the record notices what another thread does.
