@@ -41,10 +41,10 @@ PRELOAD = [
 """What ranks would import otherwise, each for itself: seconds of every test."""
 PRELOAD_OF = {
     "test_megatron": ["torch._inductor.compile_fx", "megatron_ranks"],
-    "test_megatron_newer": [],  # it imports another version
+    "newer_megatron": ["torch._inductor.compile_fx", "newer_megatron_ranks"],
     "test_compiled_model": ["torch._inductor.compile_fx"],
 }
-"""What ranks import besides, by the name of the test's module: the longest that it begins with."""
+"""What ranks import besides, by the name of the module of what they do: the longest that it begins with."""
 COMPILING = ("test_before_compiled",)
 """Modules whose ranks begin without compiled code."""
 FINISH_SECONDS = float(os.environ.get("EPLB_TEST_FINISH_SECONDS", "240"))

@@ -1,13 +1,8 @@
-"""Megatron-Core's newest supported version does what the installed one does in the tests beside this one.
-
-Its wheel is for Python 3.12 and up. ``launch/test.sh`` unpacks it into a folder of the virtual environment, and its
-Python is run from there.
-"""
+"""Megatron-Core's newest supported version does what the installed one does in the tests beside this one."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
@@ -20,15 +15,11 @@ import test_megatron_settings as settings
 import test_megatron_stages as stages
 import torch
 from examples import FOLDER, load_example
+from newer_megatron import NEWER, WHY_NOT, on_newer
 from ranks import run_ranks
 from test_megatron_overlap import assert_moved_without_a_change, three
 
-VERSION = "0.19.2"
-NEWER = Path(sys.prefix) / f"megatron-core-{VERSION}"
-pytestmark = pytest.mark.skipif(
-    not NEWER.is_dir(),
-    reason=f"no Megatron-Core {VERSION} in {NEWER}: launch/test.sh fetches it",
-)
+pytestmark = pytest.mark.skipif(not NEWER.is_dir(), reason=WHY_NOT)
 WAYS = ("distributed optimizer, all-gather", "grouped experts")
 STAGES = "interleaved"
 REPEATED = "a layer of MTP that is passed twice"
@@ -42,14 +33,6 @@ NOT_OF_MEGATRON = {
     "lora_target_modules",
     "assumed",
 }
-
-
-def on_newer(rank: int, folder: str, function: Callable[..., Any], *args: Any) -> Any:
-    sys.path.insert(0, folder)
-    import megatron.core
-
-    assert Path(megatron.core.__file__).is_relative_to(folder) and megatron.core.__version__.startswith(VERSION)
-    return function(rank, *args)
 
 
 def on_two_ranks(rank: int, folder: str) -> dict[str, Any]:
@@ -113,7 +96,7 @@ def defaults(rank: int) -> dict[str, tuple[Any, Any]]:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(2, on_newer, str(NEWER), on_two_ranks, str(tmp_path_factory.mktemp("newer")))
+    return run_ranks(2, on_newer, on_two_ranks, str(tmp_path_factory.mktemp("newer")))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -147,7 +130,7 @@ def test_experts_of_a_layer_that_is_passed_twice_move_and_no_bit_changes(pairs: 
 
 
 def test_experts_of_stages_move_and_no_bit_changes() -> None:
-    results = run_ranks(4, on_newer, str(NEWER), on_four_ranks)
+    results = run_ranks(4, on_newer, on_four_ranks)
     static, moving, control = (
         stages.whole([of_rank[which] for of_rank in results]) for which in ("static", "moving", "control")
     )

@@ -1,16 +1,10 @@
 """Megatron-Core's Muon, plain and layer-wise, with every home moved after each step: its own model, schedule,
-DistributedDataParallel and optimizers, 2 ranks that hold half of the experts each (EDP 2: 4 ranks).
-
-Megatron takes Newton-Schulz from emerging-optimizers, which goes with its newer versions. Both are for Python 3.12 and
-up, and their Python is run from folders here: `test_megatron_newer` has Megatron's.
-"""
+DistributedDataParallel and optimizers, 2 ranks that hold half of the experts each (EDP 2: 4 ranks)."""
 
 from __future__ import annotations
 
 import importlib.util
-import sys
 import types
-import typing
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,8 +14,8 @@ import pytest
 import test_megatron_parallelisms as parallelisms
 import test_megatron_stages as stages
 import torch.distributed as dist
+from newer_megatron import MUON, MUON_VERSION, NEWER, WHY_NOT, on_newer
 from ranks import run_ranks
-from test_megatron_newer import NEWER, VERSION, on_newer
 from test_megatron_parallelisms import LAYERS, SmallJob
 from test_megatron_stages import EXPERTS, STEPS, Job, attached, differing, forget_state, whole
 from torch import Tensor
@@ -29,17 +23,12 @@ from torch import Tensor
 import eplb_runtime as eplb
 from eplb_runtime.hosts import AttachError
 
-MUON = "0.3.0"
-FOLDER = Path(sys.prefix) / f"emerging-optimizers-{MUON}"
 pytestmark = [
+    pytest.mark.skipif(not NEWER.is_dir(), reason=WHY_NOT),
     pytest.mark.skipif(
-        not NEWER.is_dir(),
-        reason=f"no Megatron-Core {VERSION} in {NEWER}: launch/test.sh fetches it",
-    ),
-    pytest.mark.skipif(
-        not (FOLDER.is_dir() or importlib.util.find_spec("emerging_optimizers"))
+        not (MUON.is_dir() or importlib.util.find_spec("emerging_optimizers"))
         or not importlib.util.find_spec("triton"),
-        reason=f"no emerging-optimizers {MUON} in {FOLDER}: launch/test.sh fetches it; or no triton",
+        reason=f"no emerging-optimizers {MUON_VERSION} in {MUON}: launch/test.sh fetches it; or no triton",
     ),
 ]
 OF_DEEPSEEK = {
@@ -62,27 +51,6 @@ CASES: dict[str, dict[str, Any]] = {
         "laid_out": True,
     },
 }
-
-
-def importable() -> None:
-    """Let Python 3.11 import both packages, which need `typing.override`, and Google's logging."""
-    if FOLDER.is_dir():
-        sys.path.append(str(FOLDER))
-    if not hasattr(typing, "override"):
-        typing.override = lambda method: method  # type: ignore[attr-defined]
-    if importlib.util.find_spec("absl") is None:
-        said = types.SimpleNamespace(
-            **dict.fromkeys(("debug", "info", "warning", "log_first_n"), lambda *_, **__: None)
-        )
-        said.INFO = 0
-        absl = types.ModuleType("absl")
-        absl.logging = said  # type: ignore[attr-defined]
-        sys.modules["absl"] = absl
-
-
-def with_muon(rank: int, folder: str, function: Callable[..., Any], *args: Any) -> Any:
-    importable()
-    return on_newer(rank, folder, function, *args)
 
 
 def gathers_of_any_sizes() -> None:
@@ -223,7 +191,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("muon")
     for case in ("muon", "dist_muon"):
         (folder / case).mkdir()
-    return run_ranks(2, with_muon, str(NEWER), on_two_ranks, str(folder))
+    return run_ranks(2, on_newer, on_two_ranks, str(folder))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -272,7 +240,7 @@ def test_control_a_norm_in_the_order_of_slots_shows(results: list[dict[str, Any]
 
 
 def test_with_ranks_that_hold_the_same_experts_plain_muon_is_exact_and_layer_wise_is_refused() -> None:
-    results = run_ranks(4, with_muon, str(NEWER), on_four_ranks)
+    results = run_ranks(4, on_newer, on_four_ranks)
     assert_moved_without_a_change(results, "muon")
     for of_rank in results:
         assert "optimizer=dist_muon" in of_rank["said"] and "use_layer_wise" in of_rank["said"]

@@ -12,8 +12,8 @@ import pytest
 import test_megatron_newer_muon as muon
 import test_megatron_parallelisms as parallelisms
 import test_megatron_stages as stages
+from newer_megatron import on_newer
 from ranks import run_ranks
-from test_megatron_newer import NEWER
 from test_megatron_stages import EXPERTS, STEPS, attached, differing, forget_state, whole
 
 import eplb_runtime as eplb
@@ -127,7 +127,7 @@ def everything(rank: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(4, muon.with_muon, str(NEWER), everything, str(tmp_path_factory.mktemp("muon stages")))
+    return run_ranks(4, on_newer, everything, str(tmp_path_factory.mktemp("muon stages")))
 
 
 @pytest.mark.parametrize("case", [*STAGED, HELD_TWICE])
