@@ -43,6 +43,7 @@ class Carries(ProgressTransport[PendingMessages]):
 
     def __init__(self, modes: dict[int, int]) -> None:
         super().__init__(0, 1.0)
+        self.device = torch.device("cpu")
         self.modes, self.seen, self.ended = modes, None, threading.Event()
 
     def _work(self) -> None:
