@@ -52,7 +52,10 @@ def printed(error: Exception, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_what_other_ranks_did_is_printed_without_calls_inside_of_libraries(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_other_ranks_did_is_printed_without_calls_inside_of_libraries(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch's begins each line with the rank
     before = sys.excepthook
     undo = brief_tracebacks()
     try:
