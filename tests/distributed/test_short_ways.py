@@ -14,8 +14,9 @@ from ranks import run_ranks
 import eplb_runtime as eplb
 from eplb_runtime.planner.shuffle import plan_shuffle
 
-AT_MOST = {"attach": 120, "decision": 76, "batch": 36}
-"""Files of the package in which any function runs, on all threads of rank 0, with a replica slot. Only ever lowered."""
+AT_MOST = {"attach": 125, "decision": 80, "batch": 36}
+"""Files of the package in which any function runs, on all threads of rank 0, with a replica slot. Only ever lowered, but for what is
+plain Python now that was compiled, where no trace sees it."""
 
 
 class FilesEntered:

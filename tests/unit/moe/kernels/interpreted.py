@@ -76,10 +76,14 @@ def test_an_id_of_no_expert_is_noticed_on_the_device(expert: int, asserting: Non
         kernels.count_by_blocks(ids, 16)
 
 
-def test_what_is_tried_out_at_attach_is_taken(caplog: pytest.LogCaptureFixture) -> None:
-    """But for sums: in float32 a CPU need not round its products."""
+def test_what_is_tried_out_at_attach_is_taken(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for sums: in float32 a CPU need not round its products. A smaller batch than that of a job takes seconds."""
+    for size, smaller in (("_TOKENS", 16), ("_TOP_K", 4), ("_LONG", 300)):
+        monkeypatch.setattr(kernel_selection, size, smaller)
     with caplog.at_level(logging.WARNING, "eplb_runtime"):
-        taken = kernel_selection.tried(CPU, 60, 3, 21)
+        taken = kernel_selection.tried(CPU, 12, 3, 5)
     assert (taken.count, taken.deal) == (kernels.count_by_blocks, kernels.deal_by_kernels)
     assert taken.hash_blocks is checksums_triton.launch
     assert taken.count_and_map is kernels.count_and_map
