@@ -158,7 +158,7 @@ def is_echo(error: BaseException) -> bool:
         text = str(chain)
         if isinstance(chain, OthersGaveUp | dist.DistNetworkError | dist.DistStoreError):
             return True
-        if any(sign in text for sign in ("gloo/", "did not come", "not through in time", "does not answer")):
+        if any(sign in text for sign in ("gloo/", "gloo: ", "did not come", "not through in time", "does not answer")):
             return True
         chain = chain.__cause__
     return False

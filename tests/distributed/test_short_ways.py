@@ -15,8 +15,8 @@ import eplb_runtime as eplb
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 AT_MOST = {"attach": 125, "decision": 80, "batch": 36}
-"""Files of the package in which any function runs, on all threads of rank 0, with a replica slot. Only ever lowered, but for what is
-plain Python now that was compiled, where no trace sees it."""
+"""Files of the package in which any function runs, on all threads of rank 0, with a replica slot. Only ever lowered,
+but for what is plain Python now that was compiled, where no trace sees it."""
 
 
 class FilesEntered:
