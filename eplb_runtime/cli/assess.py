@@ -22,7 +22,7 @@ from .arguments import (
     windows,
 )
 from .inputs import read_windows
-from .printing import COLUMNS, note, print_json, print_lines, print_table, progress
+from .printing import COLUMNS, COMPILED_FIRST, note, print_json, print_lines, print_table, progress
 
 if TYPE_CHECKING:
     from ..tools.assess import Assessment, Given, Placing
@@ -93,7 +93,7 @@ def _run(arguments: argparse.Namespace) -> None:
     try:
         plans = count_plans(found, given)
         if plans and not any(cache_folder().rglob("*.nbc")):
-            note("the planner is compiled first, once on this machine: a minute, more where others use it")
+            note(COMPILED_FIRST)
         with progress("plans", plans) if plans else nullcontext(lambda: None) as advance:
             assessment = assess(found, given, advance)
     except ValueError as error:

@@ -27,6 +27,10 @@ def note(message: str) -> None:
     print(f"{PROGRAM}: note: {message}", file=sys.stderr)
 
 
+COMPILED_FIRST = "the planner is compiled first, once on this machine: a minute, more where others use it"
+"""A note before the first plan on a machine."""
+
+
 @contextmanager
 def noting_compilation(poll_seconds: float = 1.0) -> Iterator[None]:
     """Say once on stderr that code is compiled, if what is done inside compiles any: it takes a minute and more."""
@@ -40,7 +44,7 @@ def noting_compilation(poll_seconds: float = 1.0) -> Iterator[None]:
     def watch() -> None:
         while not over.wait(poll_seconds):
             if functions() > before:
-                note("the planner is compiled first, once on this machine: a minute, more where others use it")
+                note(COMPILED_FIRST)
                 return
 
     watching = threading.Thread(target=watch, daemon=True)

@@ -165,7 +165,7 @@ class ProcessGroups:
 
     @property
     def connects_in_background(self) -> bool:
-        """Whether `connect` and a transport's start may run on a thread of ours while training goes on.
+        """True where `connect` and a transport's start may run on a thread of ours while training goes on.
 
         A device's kernels wait for their peers on the device, and NVSHMEM's memory for its peers with the interpreter
         locked. Beside training, in no order that all ranks share, each rank may so keep the next from what it waits

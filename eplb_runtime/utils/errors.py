@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 
 def one_line(error: BaseException, *, with_type: bool = False) -> str:
@@ -34,7 +33,7 @@ class JobError(RuntimeError):
     its end is the line of the script, without the calls inside of libraries (`brief_tracebacks`)."""
 
 
-def brief_tracebacks() -> Any:
+def brief_tracebacks() -> Callable[[], None]:
     """Let this process print errors of the job that end it without the calls inside of libraries; other errors are
     printed as before.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ...distributed.transports.automatic import probe
 from ...distributed.transports.base import Message, Pending, Transport, Wrapping
 from ...distributed.transports.neighbours import node_of_this_rank
 from ...migration.between_steps import BetweenSteps
+from ...migration.driver import MigrationProgress
 from ...migration.engine import MigrationEngine
 from ...moe.experts.optimizer_state import Ranges
 from ...moe.experts.record import RecordFormat
@@ -106,40 +108,37 @@ def _by_state(
     """The same move, with the optimizer's state in other places."""
     world, rank = dist.get_world_size(), dist.get_rank()
     kinds = STATE_PLACES if world >= 4 and world % 2 == 0 else STATE_PLACES[:2]
-    apart = None
-    if STATE_PLACES[2] in kinds:
-        apart = ProcessGroups(Ranks(ep=tuple(range(rank % 2, world, 2)), divided_state=True), [1], device, 60.0)
-    moves = [
-        _Move(
-            _ExpertState(kind, *shape, homes, apart.job.migration_rank % 2 if apart else 0, device), of_kind, transport
-        )
-        for kind in kinds
-        if (of_kind := apart if kind == STATE_PLACES[2] else groups) is not None
-    ]
-    try:
-        for move in moves:
-            move.begin(homes, device, staging_bytes)
+    moves: list[_Move] = []
+    with ExitStack() as ends:
+        for kind in kinds:
+            of_kind, part = groups, 0
+            if kind == STATE_PLACES[2]:
+                of_kind = ProcessGroups(
+                    Ranks(ep=tuple(range(rank % 2, world, 2)), divided_state=True), [1], device, 60.0
+                )
+                ends.callback(of_kind.close)
+                part = of_kind.job.migration_rank % 2
+            registry = _ExpertState(kind, *shape, homes, part, device).registry()
+            carrier = TRANSPORTS[transport](of_kind.migration, of_kind.backend, device, 60.0)
+            moves.append(_Move(registry, homes, of_kind, carrier, staging_bytes))
+            ends.callback(moves[-1].close)
         seconds = torch.zeros(repeats, len(moves), dtype=torch.float64)
         nbytes = torch.zeros(len(moves), dtype=torch.int64)
         for repeat in range(-1, repeats):  # the first one warms up
             for number, move in enumerate(moves):
                 dist.barrier(group=groups.control)
-                pause, nbytes[number] = move.on(f"bench/state/{move.state.kind}/{repeat}")
+                pause = move.on(f"bench/state/{kinds[number]}/{repeat}").pause_seconds
+                nbytes[number] = move.sent_bytes
                 if repeat >= 0:
                     seconds[repeat, number] = pause
-    finally:
-        for move in moves:
-            move.end()
-        if apart is not None:
-            apart.close()
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=groups.control)
     dist.all_reduce(nbytes, group=groups.control)
     pauses = seconds.median(dim=0).values.tolist()
     rows = []
-    for move, pause, sent in zip(moves, pauses, nbytes.tolist(), strict=True):
-        experts = homes * move.groups.job.ep_size
+    for kind, move, pause, sent in zip(kinds, moves, pauses, nbytes.tolist(), strict=True):
+        experts = homes * move.ranks
         figures = {"mib_per_expert": sent / experts / 2**20, "ms_per_expert": pause / homes * 1e3}
-        rows.append({"place": move.state.kind, "transport": transport, "experts": experts, **figures})
+        rows.append({"place": kind, "transport": transport, "experts": experts, **figures})
     for row in rows:
         row["bytes_ratio"] = row["mib_per_expert"] / rows[0]["mib_per_expert"]
         row["ms_ratio"] = row["ms_per_expert"] / rows[0]["ms_per_expert"]
@@ -156,13 +155,12 @@ class _ExpertState:
     varies_in_device = False
 
     def __init__(self, kind: str, hidden: int, width: int, homes: int, part: int, device: torch.device) -> None:
-        self.kind = kind
         shapes = ((2 * width, hidden), (hidden, width))
-        self.weights = [
+        self._weights = [
             tuple(nn.Parameter(torch.ones(shape, dtype=torch.bfloat16, device=device)) for _ in range(homes))
             for shape in shapes
         ]
-        flat = [weight for of_kind in self.weights for weight in of_kind]
+        flat = [weight for of_kind in self._weights for weight in of_kind]
         place = torch.device("cpu") if kind == STATE_PLACES[1] else device
         half = -(-sum(weight.numel() for weight in flat) // 2)
         self._state: dict[Tensor, dict[str, Tensor]] = {}
@@ -182,6 +180,13 @@ class _ExpertState:
             if kind == STATE_PLACES[1]:
                 self._copies[weight] = {"param": (torch.ones(own, device=device),)}
 
+    def registry(self) -> ExpertTensors:
+        """Home rows of one layer, with this state."""
+        registry = ExpertTensors(1, len(self._weights[0]), [self])
+        for number, weights in enumerate(self._weights):
+            registry.add(0, f"weight{number}", weights)
+        return registry
+
     def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
         return self._state[parameter]
 
@@ -195,39 +200,36 @@ class _ExpertState:
 class _Move:
     """One engine, whose experts go on to the next rank each time."""
 
-    def __init__(self, state: _ExpertState, groups: ProcessGroups, transport: str) -> None:
-        self.state, self.groups = state, groups
-        self._name = transport
-        self._engine: MigrationEngine | None = None
-
-    def begin(self, homes: int, device: torch.device, staging_bytes: int) -> None:
-        groups, job = self.groups, self.groups.job
-        registry = ExpertTensors(1, homes, [self.state])
-        for number, weights in enumerate(self.state.weights):
-            registry.add(0, f"weight{number}", weights)
-        transport = TRANSPORTS[self._name](groups.migration, groups.backend, device, 60.0)
+    def __init__(
+        self, registry: ExpertTensors, homes: int, groups: ProcessGroups, transport: Transport, staging_bytes: int
+    ) -> None:
+        job = groups.job
+        self.ranks = job.ep_size
         self._transport = _Weighed(transport, job.migration_rank)
         self._transport.warm_up(soon())
         self._placement = Placement.initial(1, homes * job.ep_size, job.ep_size, 0)
-        rows = self._placement.home_rows(1, job.state_holders)
-        agreement = Agreement(groups.control)
+        rows, agreement = self._placement.home_rows(1, job.state_holders), Agreement(groups.control)
         rank = job.migration_rank
         self._engine = MigrationEngine(registry, self._transport, agreement, rows, rank, staging_bytes, 60.0)
         self._migration = BetweenSteps(self._engine, lambda *_: lambda: None)
 
-    def on(self, key: str) -> tuple[float, int]:
-        """Move all; returns the pause in seconds, and the bytes that this rank has sent."""
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has sent in the last move."""
+        return self._transport.nbytes
+
+    def on(self, key: str) -> MigrationProgress:
+        """Move all."""
         self._transport.nbytes = 0
         self._migration.begin(self._placement, _next_rank(self._placement), key)
         outcome = self._migration.advance()
         if outcome.failed_phase is not None:
             raise RuntimeError(f"the migration was dropped: {outcome.cause}")
         self._placement = outcome.placement
-        return outcome.pause_seconds, self._transport.nbytes
+        return outcome
 
-    def end(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
+    def close(self) -> None:
+        self._engine.close()
 
 
 def _usable_everywhere(device: torch.device, groups: ProcessGroups) -> list[str]:
@@ -252,29 +254,16 @@ def _row(
     homes: int,
     staging_bytes: int,
 ) -> dict[str, Any]:
-    ranks = groups.job.ep_size
     registry = _experts(homes, hidden, width, device)
-    transport = _Weighed(TRANSPORTS[name](groups.migration, groups.backend, device, 60.0), groups.job.ep_rank)
-    transport.warm_up(soon())
-    agreement = Agreement(groups.control)
-    placement = Placement.initial(1, homes * ranks, ranks, 0)
-    rows = placement.home_rows()
-    engine = MigrationEngine(registry, transport, agreement, rows, groups.job.ep_rank, staging_bytes, 60.0)
-    migration = BetweenSteps(engine, lambda *_: lambda: None)
+    carrier = TRANSPORTS[name](groups.migration, groups.backend, device, 60.0)
+    move = _Move(registry, homes, groups, carrier, staging_bytes)
     payload = RecordFormat.of(registry.of_home(0)).payload_bytes
     # Written once: memory that nobody has touched is read from one page of zeros, faster than any other.
     messages = [torch.ones(payload, dtype=torch.uint8, device=device) for _ in range(2 * homes)]
     seconds = torch.zeros(repeats, 3, dtype=torch.float64)
     for repeat in range(-1, repeats):  # the first one warms up
-        target = _next_rank(placement)
-        transport.nbytes = 0
         dist.barrier(group=groups.control)
-        key = f"bench/{name}/{hidden}x{width}/{repeat}"
-        migration.begin(placement, target, key)
-        outcome = migration.advance()
-        if outcome.failed_phase is not None:
-            raise RuntimeError(f"the migration was dropped: {outcome.cause}")
-        placement = outcome.placement
+        outcome = move.on(f"bench/{name}/{hidden}x{width}/{repeat}")
         dist.barrier(group=groups.control)
         began = time.perf_counter()
         _send_on(messages[:homes], messages[homes:], groups)
@@ -283,7 +272,7 @@ def _row(
         if repeat >= 0:
             carried = sum(outcome.seconds.get(part, 0.0) for part in ("post", "transfer", "verify"))
             seconds[repeat] = torch.tensor([outcome.pause_seconds, carried, time.perf_counter() - began])
-    engine.close()
+    move.close()
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=groups.control)
     pause, carried, plain = seconds.median(dim=0).values.tolist()
     return {
@@ -297,7 +286,7 @@ def _row(
         "plain_gb_per_second": homes * payload / plain / 1e9,
         "ratio": plain / pause,
         "transfer_ratio": plain / carried,
-        "wire_ratio": transport.nbytes / (homes * payload),
+        "wire_ratio": move.sent_bytes / (homes * payload),
         "pause_ms_per_expert": pause / homes * 1e3,
     }
 

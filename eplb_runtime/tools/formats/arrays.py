@@ -21,7 +21,7 @@ MOST_NUMBERS = 2**28
 MOST_LISTED = 2**26
 """So many from nested lists, which take some ten times the memory."""
 MOST_EXPERTS = 1 << 16
-"""Of a layer: larger ids are no experts."""
+"""Experts of a layer: larger ids are none of it."""
 MOST_LEVELS = 8
 """Lists in lists in lists ...: an array of ours has three."""
 

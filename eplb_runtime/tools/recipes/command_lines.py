@@ -40,7 +40,7 @@ RANKS_OF_A_NODE = ("actor_num_gpus_per_node", "nproc_per_node")
 OPTIONS_ELSEWHERE = ("yaml_cfg",)
 """Megatron's flags that name a file with options."""
 SLIME = {"use_distributed_optimizer": True, "moe_token_dispatcher_type": "alltoall", "bf16": True}
-"""What slime sets for all of its jobs; without --fp16 they are of bf16."""
+"""Settings that all of slime's jobs have; without --fp16 they are of bf16."""
 BY_FLAGS = {"optimizer_offload_fraction": 1.0}
 """Defaults of Megatron's flags where its configs have others."""
 VERL = {

@@ -121,7 +121,7 @@ def _recipe(path: Path, number: int, entry: Any) -> Recipe:
 
 
 def _cannot_fit(entry: Mapping[str, Any]) -> bool:
-    """Whether the ranks that are stated are no multiple of those over which experts are spread."""
+    """Return whether the ranks that are stated are no multiple of those over which experts are spread."""
     ranks, *spread = entry.get("gpus"), *(entry.get(size) or 1 for size in ("etp", "ep", "pp"))
     return isinstance(ranks, int) and all(isinstance(size, int) for size in spread) and ranks % prod(spread) != 0
 
