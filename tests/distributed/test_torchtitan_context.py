@@ -6,7 +6,8 @@ keys and values gathered and gradients added up by torchtitan itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from test_torchtitan import balance_of
+from test_torchtitan_copies import distance_of_logs, sums_forgotten
 from titan import STEPS, Run, get_ready, without_state
+from titan_float64 import DoubleRun, OnRanks, compute_in_float64, distance
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -24,40 +28,48 @@ pytest.importorskip("torchtitan", reason="torchtitan's Trainer: pip install '.[t
 CONTEXT = 2
 LENGTH = 256
 """Of a text: torch cuts masks in blocks of 128, and each rank has whole ones."""
-PARTS, SPREAD = "cp 2, ep 2", "dp 2 x cp 2, ep 4"
-LAYOUTS = {PARTS: (2, 2), SPREAD: (4, 4)}
-"""Ranks, and ranks of an EP group: those of one text, and those of two texts."""
-RUNS = [(PARTS, "qwen3"), (PARTS, "deepseek_v3"), (SPREAD, "qwen3")]
+PARTS, WITH_COPIES = "cp 2, ep 2", "dp 2 x cp 2, ep 2 x efsdp 2"
+STAGES = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}
+LAYOUTS = {
+    PARTS: ({}, 1, 2, "qwen3"),
+    "dp 2 x cp 2, ep 4": ({}, 2, 4, "qwen3"),
+    "tp 2 x cp 2, ep 2 x efsdp 2": ({"tensor_parallel_degree": 2}, 1, 2, "qwen3"),
+    **({"pp 2 x cp 2, ep 2": (STAGES, 1, 2, "deepseek_v3")} if torch.__version__ >= "2.14" else {}),
+}
+"""What is set besides, data-parallel ranks (each has texts of its own), ranks of an EP group, family. Schedules
+of torch 2.13 cut batches themselves, and masks cannot be cut."""
 TOP_K, TEXTS = 2, 2
 
 
-def in_parts(config: Any) -> None:
+def in_parts(options: Mapping[str, Any], config: Any) -> None:
     from torchtitan_on_cpu import with_context_parallelism
 
     with_context_parallelism(config)
     config.parallelism.context_parallel_degree = CONTEXT
     config.training.seq_len = LENGTH
+    for name, value in options.items():
+        setattr(config.parallelism, name, value)
 
 
-def trained(rank: int, folder: Path, layout: str) -> dict[str, Any]:
-    """Each family, with experts that stay, and with experts that move after each step."""
+def trained(rank: int, folder: Path, layouts: Sequence[str]) -> dict[str, Any]:
+    """With experts that stay, and with experts that move after each step."""
     get_ready()
-    _, ep = LAYOUTS[layout]
     found: dict[str, Any] = {}
-    for family in [family for of_layout, family in RUNS if of_layout == layout]:
-        run = partial(Run, family, ep, folder, change=in_parts)
+    for layout in layouts:
+        options, _, ep, family = LAYOUTS[layout]
+        run = partial(Run, family, ep, folder, change=partial(in_parts, options))
         still, moving = run(False).train(), run(True)
         counted = tokens_counted(moving)
         moving.train()
         whole = whole_tensors(still)
-        found[family] = {
+        found[layout] = {
             "logged": (still.logged, moving.logged),
             "different": different(whole, whole_tensors(moving)),
             "moved": moving.moved,
             "away": moving.balancer.placement.with_epoch(0) != still.balancer.placement.with_epoch(0),
             "counted": counted,
         }
-        if (layout, family) == RUNS[0]:
+        if layout == PARTS:
             left = without_state(run(True)).train()
             found["control"] = different(whole, whole_tensors(left))
             alone = run(None).train()
@@ -66,6 +78,24 @@ def trained(rank: int, folder: Path, layout: str) -> dict[str, Any]:
             alone.close()
         still.close()
         moving.close()
+    if PARTS not in layouts:
+        found[WITH_COPIES] = with_copies(folder)
+    return found
+
+
+def with_copies(folder: Path) -> dict[str, Any]:
+    """In float64 from here on, against torchtitan alone on the same ranks."""
+    compute_in_float64()
+    run = partial(DoubleRun, "qwen3", 2, folder, job=OnRanks(2), change=partial(in_parts, {}))
+    alone = run(balanced=None).train()
+    whole, found = alone.whole_state(), {}
+    for name, damage in {"distance": nullcontext, "control": sums_forgotten}.items():
+        with damage():
+            ours = run(balanced=True, mistake=partial(balance_of, replica_slots=1)).train()
+        found[name] = max(distance(ours.whole_state(), whole), distance_of_logs(ours.logged, alone.logged))
+        found["copies"] = int((ours.balancer.placement.copy_count > 1).sum())
+        ours.close()
+    alone.close()
     return found
 
 
@@ -84,28 +114,38 @@ def tokens_counted(run: Run) -> list[set[int]]:
 
 
 def whole_tensors(run: Run) -> dict[str, Tensor]:
-    """Weights and Adam's moments, read from what the optimizer steps, whole; experts by their logical ids."""
-    whole: dict[str, Tensor] = {}
+    """Weights and Adam's moments, read from what the optimizers step, whole, of all stages; experts by logical ids."""
+    dense, rows = {}, {}
     states = {parameter: state for one in run.trainer.optimizers.optimizers for parameter, state in one.state.items()}
     for name, parameter in run.trainer.model_parts[0].named_parameters():
         layer = run.balancer.layer_of_parameter.get(name)
         tensors = {"": parameter, **{key: value for key, value in states[parameter].items() if value.numel() > 1}}
         for key, tensor in tensors.items():
             assert isinstance(tensor, DTensor)
-            whole[name + key] = tensor.full_tensor().clone() if layer is None else by_expert(run, layer, tensor)
+            if layer is None:
+                dense[name + key] = tensor.full_tensor().clone()
+            else:
+                rows[name + key] = (experts_here(run, layer), tensor.to_local().clone())
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (dense, rows))
+    whole: dict[str, Tensor] = {}
+    for dense, rows in everywhere:
+        whole |= dense
+        for name, (experts, tensor) in rows.items():
+            count = run.balancer.placement.num_experts
+            whole.setdefault(name, tensor.new_full((count, *tensor.shape[1:]), float("nan")))[experts] = tensor
+    assert not any(tensor.isnan().any() for tensor in whole.values())
     return whole
 
 
-def by_expert(run: Run, layer: int, tensor: DTensor) -> Tensor:
-    """Rows of all ranks, by the expert that the placement has there: every rank has its own ones here."""
-    rows = tensor.to_local().contiguous()
-    parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, rows)
-    experts = run.balancer.placement.physical_to_logical[layer].tolist()
-    assert sorted(experts) == list(range(sum(map(len, parts))))
-    by_id = torch.empty(len(experts), *rows.shape[1:], dtype=rows.dtype)
-    by_id[experts] = torch.cat(parts)
-    return by_id
+def experts_here(run: Run, layer: int) -> list[int]:
+    """FSDP divides the experts of an EP rank over the ranks of ``efsdp``, in their order."""
+    meshes = run.trainer.parallel_dims
+    of_all = run.balancer.placement.physical_to_logical[layer].tolist()
+    ep, efsdp = meshes.get_mesh("ep"), meshes.get_mesh("efsdp")
+    count = len(of_all) // ep.size() // efsdp.size()
+    first = (ep.get_local_rank() * efsdp.size() + efsdp.get_local_rank()) * count
+    return of_all[first : first + count]
 
 
 def different(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
@@ -115,14 +155,16 @@ def different(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
-    """What the ranks of a layout found."""
-    return cache(lambda layout: run_ranks(LAYOUTS[layout][0], trained, tmp_path_factory.mktemp("context"), layout))
+    """What two ranks found in `PARTS`, and four in the others."""
+    run = cache(lambda count, layouts: run_ranks(count, trained, tmp_path_factory.mktemp("context"), layouts))
+    others = tuple(layout for layout in LAYOUTS if layout != PARTS)
+    return lambda layout: run(2, (PARTS,)) if layout == PARTS else run(4, others)
 
 
-@pytest.mark.parametrize(("layout", "family"), RUNS)
-def test_trajectories_are_equal_with_every_home_moved_after_each_step(ranks: Any, layout: str, family: str) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trajectories_are_equal_with_every_home_moved_after_each_step(ranks: Any, layout: str) -> None:
     for found in ranks(layout):
-        seen = found[family]
+        seen = found[layout]
         assert seen["moved"] > 16 * (STEPS - 1) and seen["away"]
         still, moving = seen["logged"]
         assert len(still) == STEPS and still == moving
@@ -130,11 +172,11 @@ def test_trajectories_are_equal_with_every_home_moved_after_each_step(ranks: Any
         assert seen["different"] == []
 
 
-@pytest.mark.parametrize(("layout", "family"), RUNS)
-def test_each_token_of_a_text_is_counted_on_one_rank(ranks: Any, layout: str, family: str) -> None:
-    texts = TEXTS * LAYOUTS[layout][0] // CONTEXT
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_token_of_a_text_is_counted_on_one_rank(ranks: Any, layout: str) -> None:
+    _, data_ranks, _, _ = LAYOUTS[layout]
     for found in ranks(layout):
-        assert found[family]["counted"] == [{texts * LENGTH * TOP_K}] * STEPS
+        assert found[layout]["counted"] == [{data_ranks * TEXTS * LENGTH * TOP_K}] * STEPS
 
 
 def test_optimizer_state_that_stays_behind_is_noticed(ranks: Any) -> None:
@@ -143,6 +185,16 @@ def test_optimizer_state_that_stays_behind_is_noticed(ranks: Any) -> None:
 
 def test_the_trajectory_is_that_of_torchtitan_alone_to_rounding(ranks: Any) -> None:
     for found in ranks(PARTS):
-        ours, alone = torch.tensor(found["qwen3"]["logged"][0]), torch.tensor(found["alone"])
+        ours, alone = torch.tensor(found[PARTS]["logged"][0]), torch.tensor(found["alone"])
         assert torch.allclose(ours[0], alone[0], rtol=1e-3)
         assert torch.allclose(ours[:, 0], alone[:, 0], rtol=1e-2)
+
+
+def test_training_with_copies_is_torchtitan_alone_to_rounding(ranks: Any) -> None:
+    for found in ranks(WITH_COPIES):
+        assert found[WITH_COPIES]["copies"] >= 4
+        assert found[WITH_COPIES]["distance"] < 1e-10
+
+
+def test_control_gradients_of_copies_are_missed(ranks: Any) -> None:
+    assert all(found[WITH_COPIES]["control"] > 1e-3 for found in ranks(WITH_COPIES))

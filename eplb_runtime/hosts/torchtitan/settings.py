@@ -118,13 +118,6 @@ RULES = (
         "set replica_slots=0",
         replicas_only=True,
     ),
-    Rule(
-        "context_parallel_degree",
-        lambda job: job.context_parallel_degree > 1,
-        "copies of experts are not there for it yet",
-        "set replica_slots=0",
-        replicas_only=True,
-    ),
 )
 """What torchtitan jobs are refused for; one entry for each class of settings."""
 
