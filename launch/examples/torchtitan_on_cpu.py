@@ -18,6 +18,8 @@ import torch.distributed as dist
 import torch.utils._triton
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch.nn.functional import scaled_dot_product_attention
 
 
 class _Triton(types.ModuleType):
@@ -113,3 +115,23 @@ def on_cpu(config: Any) -> None:
     config.training.disable_cuda_graphs = True
     config.activation_checkpoint = None
     config.compile.enable = False
+
+
+def with_context_parallelism(config: Any) -> None:
+    """Let a config have context parallelism: torchtitan has it for FlexAttention, which has no backward on a CPU. The
+    products under its mask are taken one by one here, and masks are made without a compiler. Changed in place."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+    from torchtitan.models.common import attention
+
+    for layer in config.model_spec.model.layers:
+        layer.attention.inner_attention = attention.FlexAttention.Config()
+    attention.FlexAttention._compiled_flex_attn = staticmethod(_attend)
+    attention._compiled_create_block_mask = _attention._compiled_create_block_mask = create_block_mask
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, block_mask: Any, scale: float, **options: Any
+) -> tuple[torch.Tensor, None]:
+    mask = create_mask(block_mask.mask_mod, query.shape[0], 1, query.shape[2], key.shape[2], device="cpu")
+    heads = options["enable_gqa"]
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=heads), None

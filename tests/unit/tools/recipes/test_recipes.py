@@ -308,7 +308,6 @@ def test_each_rule_of_megatron_refuses_its_setting_and_no_other(
 @pytest.mark.parametrize(
     ("fields", "setting"),
     [
-        ({"cp": 2}, "cp"),
         ({"ep": 1}, "ep"),
         ({"source_lines": {"parallelism.spmd_backend": "full_dtensor"}}, "spmd_backend"),
         ({"compile": "model"}, "compiled"),
@@ -358,6 +357,16 @@ def test_sizes_that_do_not_fit_the_ranks_leave_open_how_equal_training_is(tmp_pa
 def test_torchtitans_homes_move_where_replicas_are_refused(tmp_path: Path, degree: str) -> None:
     found = judged_fields(tmp_path, TORCHTITAN, **{degree: 2})
     assert found["homes"] is True and found["replicas"] is False and found["refused"] == []
+
+
+def test_torchtitans_context_parallelism_attaches(tmp_path: Path) -> None:
+    found = judged_fields(tmp_path, TORCHTITAN, cp=2)
+    assert found["attaches"] is True and found["exact"] == "bit" and found["replicas"] is True
+
+
+def test_torchtitans_muon_is_refused_with_its_cause(tmp_path: Path) -> None:
+    (refusal,) = judged_fields(tmp_path, TORCHTITAN, optimizer="muon")["refused"]
+    assert "another place in the batch" in refusal["why"] and refusal["instead"] == "use AdamW"
 
 
 def test_expert_tensor_parallelism_is_that_of_tensors_unless_it_cannot_fit(tmp_path: Path) -> None:
