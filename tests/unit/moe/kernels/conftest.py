@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from importlib import util
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture
+def interpreted() -> Callable[[str], None]:
+    """Tests of a file in a process of its own: Triton must be told before it is imported, and serves no GPU then."""
+    if util.find_spec("triton") is None:
+        pytest.skip("no triton: pip install triton")
+
+    def run(file: str) -> None:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).parent / file)]
+        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+        assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+        assert " passed" in done.stdout and "failed" not in done.stdout
+
+    return run
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 """Kernels give what their references in torch and numba give.
 
-`test_kernels.py` runs this in a process of its own, in Triton's interpreter: Triton must be told before it is imported,
-and serves no GPU then.
+`test_kernels_interpreted.py` runs this in Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Kernels in Triton's interpreter, and what stands in for them where there is no Triton."""
+"""Kernels compiled for GPUs that are not here, and what stands in for them where there is no Triton."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from importlib import util
@@ -15,7 +14,6 @@ import torch
 from eplb_runtime.cli import main
 
 HERE = Path(__file__).parent
-INTERPRETED = (HERE / "interpreted.py", HERE / "interpreted_moves.py")
 MODULES = (
     "utils.checksums_triton",
     "moe.dispatch.kernels",
@@ -24,16 +22,6 @@ MODULES = (
     "moe.routing.sources_kernel",
     "moe.routing.water_filling_kernel",
 )
-
-
-@pytest.mark.skipif(util.find_spec("triton") is None, reason="no triton: pip install triton")
-@pytest.mark.parametrize("file", INTERPRETED, ids=lambda file: file.stem)
-def test_kernels_give_what_their_references_give(file: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout and "failed" not in done.stdout
 
 
 @pytest.mark.skipif(util.find_spec("triton") is None, reason="no triton: pip install triton")
