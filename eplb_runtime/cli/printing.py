@@ -58,7 +58,7 @@ def noting_compilation(poll_seconds: float = 1.0) -> Iterator[None]:
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """A table of 80 columns, or as wide as the terminal. One that is too wide is turned, so that its rows stand side by
-    side; where these are too many, each becomes a table of its own."""
+    side; where these are too many, it becomes several tables, each with as many rows as fit."""
     from rich.console import Console
 
     columns = list(dict.fromkeys(name for row in rows for name in row))
@@ -69,20 +69,33 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     console.print(title, markup=False, highlight=False)
     if not rows or _fits(columns, cells, console.width):
         console.print(_table(columns, cells))
-    elif _fits(*_turned(columns, cells), console.width):
-        console.print(_table(*_turned(columns, cells)))
     else:
-        for position in range(len(rows)):
-            alone = {name: [texts[position]] for name, texts in cells.items()}
-            console.print(_table(*_turned(columns, alone)))
+        if len(set(cells[columns[0]])) < len(rows):
+            cells[columns[0]] = [f"{head} ({number})".lstrip() for number, head in enumerate(cells[columns[0]], 1)]
+        for turned in _turned_tables(columns, cells, console.width):
+            console.print(_table(*turned))
 
 
-def _turned(columns: Sequence[str], cells: Mapping[str, Sequence[str]]) -> tuple[list[str], dict[str, list[str]]]:
-    """The same with a row for each column but the first, which heads the others; equal heads get a number."""
+_TableParts = tuple[list[str], dict[str, list[str]]]
+"""Names of columns, and the cells of each."""
+
+
+def _turned_tables(columns: Sequence[str], cells: Mapping[str, Sequence[str]], width: int) -> Iterator[_TableParts]:
+    """Tables that have all rows side by side, each as many as fit, one at least."""
+    done, rows = 0, len(cells[columns[0]])
+    while done < rows:
+        for end in range(rows, done, -1):
+            turned = _turned(columns, {name: texts[done:end] for name, texts in cells.items()})
+            if _fits(*turned, width) or end == done + 1:
+                break
+        yield turned
+        done = end
+
+
+def _turned(columns: Sequence[str], cells: Mapping[str, Sequence[str]]) -> _TableParts:
+    """The same with a row for each column but the first, which heads the others."""
     first, *others = columns
     heads = list(cells[first])
-    if len(set(heads)) < len(heads):
-        heads = [f"{head} ({number})".lstrip() for number, head in enumerate(heads, 1)]
     turned = {first: [heading(name) for name in others]}
     for position, head in enumerate(heads):
         turned[head] = [cells[name][position] for name in others]
@@ -119,6 +132,7 @@ def _table(names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> Table:
 
 _UNITS = (
     ("gb per second", "GB/s"),
+    ("gbps", "GB/s"),
     ("mbit per second", "Mbit/s"),
     ("tokens per second", "tokens/s"),
     ("mib", "MiB"),
