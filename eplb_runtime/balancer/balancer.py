@@ -165,6 +165,7 @@ class Balancer:
             self._known_tensors,
             is_trained=lambda: self._training,
             epoch=lambda: self._rebalancer.epoch_on_this_rank,
+            follows=config.overlap and self._searches_outside,
         )
         for layer in runtime.layers:
             layer.before = self._rebalancer.overlapped.before_layer
@@ -410,7 +411,9 @@ class Balancer:
         return self._memory.why_freed()
 
     def _known_tensors(self) -> Iterator[Tensor]:
-        """Tensors that move with experts besides parameters and gradients, and the optimizers' tensors."""
+        """Tensors that move with experts besides parameters and gradients, those in which experts travel, and the
+        optimizers' tensors."""
+        yield from self._rebalancer.staging
         yield from (tensor for _, tensor in self._extra_tensors.values())
         for optimizer in self._optimizers:
             yield from arrays_in(getattr(optimizer, "state", None))
@@ -1119,6 +1122,7 @@ class Balancer:
         self._rebalancer.close()
         self._close_listeners()
         self._guard.end()
+        self._outside.close()
         for close in self._on_all_ranks:
             close(time.monotonic() + self.config.timeout_seconds)
         self._runtime.groups.close_balancing()

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 import torch.distributed as dist
 from numpy.typing import NDArray
 
@@ -327,6 +328,11 @@ class Rebalancer:
         """Begin a step's clock with its first forward in training where rollouts lie between steps."""
         if self._config.interval is None and self._clock.begin():
             self._expert_clock.begin_anew()
+
+    @property
+    def staging(self) -> list[Tensor]:
+        """Memory of experts in flight."""
+        return self._engine.memory
 
     def free_memory(self) -> int:
         """Free memory for experts in flight; none are. A decision in flight is made first. Returns the bytes."""

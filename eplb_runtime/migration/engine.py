@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..distributed.ballot import Ballot, State, Verdict
 from ..distributed.consensus import Agreement, InDoubt
@@ -139,6 +140,11 @@ class MigrationEngine:
     def close(self) -> None:
         """Release the transport's memory and connections."""
         self._executor.close()
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """Memory of experts in flight."""
+        return self._executor.memory
 
     def free_memory(self) -> int:
         """`RoundExecutor.free_memory`; no migration is in flight."""

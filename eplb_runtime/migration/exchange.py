@@ -161,6 +161,11 @@ class RoundExecutor:
             raise
 
     @property
+    def memory(self) -> list[Tensor]:
+        """Memory of experts in flight."""
+        return [arena.memory for arena in self._arenas]
+
+    @property
     def _arenas(self) -> tuple[Arena, ...]:
         return self._arrivals, self._departures, self._spare
 

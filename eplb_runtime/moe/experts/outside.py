@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from ...utils.new_objects import NewObjects
 from .matching import MARK, arrays_in
 from .slices import is_sliced
 
@@ -40,6 +41,8 @@ _FEW = 64
 """Containers of more entries are looked through only if their first is an array."""
 _MOST = 64
 """Tensors whose holders are asked for."""
+_MADE_IN_PYTHON = 1 << 9
+"""``Py_TPFLAGS_HEAPTYPE`` of a type: its objects have attributes."""
 _CONTAINERS = (list, tuple, dict, set, OrderedDict, defaultdict, deque, CellType)
 _NOT_THE_USERS = ("eplb_runtime", "torch.distributed.", "torch._", "torch.optim.optimizer")
 
@@ -60,6 +63,8 @@ class Outside:
         known: what moves along, or need not: more than parameters and gradients of the models.
         is_trained: whether an optimizer of ours steps the models.
         epoch: changes with each change of their placement.
+        follows: whether homes may move in steps that follow each other. What is new is followed then from one look to
+            the next, so that looks for copies alone (`found`) take no tenths of a second of each such step.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Outside:
         *,
         is_trained: Callable[[], bool] = lambda: True,
         epoch: Callable[[], int] = lambda: 0,
+        follows: bool = False,
     ) -> None:
         self._parameters = {name: p for name, p in parameters.items() if p.ndim > 1 and not is_sliced(p)}
         self._models = list(models)
@@ -83,6 +89,14 @@ class Outside:
         self._seen: dict[int, weakref.ref[Any]] = {}
         self._said = ""
         self._holding: list[weakref.ref[Any]] = []
+        self._sizes: set[int] = set()
+        self._shapes: set[tuple[int, ...]] = set()
+        self._new = NewObjects(self._wanted) if follows else None
+
+    def close(self) -> None:
+        """Follow nothing any more."""
+        if self._new is not None:
+            self._new.close()
 
     def skip(self, arrays: Iterable[Array]) -> None:
         """These do not go by row, whatever their shape."""
@@ -96,6 +110,8 @@ class Outside:
 
         Args:
             copies_only: what is no copy is not asked for: the last look was a step ago, and it may be passing still.
+                Where what is new is followed, the heap is read if something new has the size of experts; an array of
+                NumPy in a container that was there before is found by the next look for all alone.
         """
         if self._said and any(reference() is not None for reference in self._holding):
             return self._said
@@ -129,7 +145,7 @@ class Outside:
 
     def _rows_of_users(self, copies_only: bool) -> tuple[list[tuple[Array, tuple[set[int], str, bool]]], bool]:
         """What goes by row, and who holds it; whether there is more that was not there before, and may be passing."""
-        strangers = self._strangers()
+        strangers = [] if copies_only and self._nothing_is_new() else self._strangers()
         copies = [one for one, _ in strangers if self._like(one)]
         # A batch may have the shape of a matrix by chance, and moments may be those of an optimizer that was let go.
         others = [one for one, may_be in strangers if not may_be and not copies_only]
@@ -176,30 +192,22 @@ class Outside:
         for another reason: the state of an optimizer, a buffer that the model had."""
         if not self._parameters:
             return []
-        sizes = {*self.layouts(), *(p.numel() for p in self._parameters.values())}
-        shapes = {*self._shapes_of_rows(), *self._shapes_of_masks()}
+        self._sizes = {*self.layouts(), *(p.numel() for p in self._parameters.values())}
+        self._shapes = {*self._shapes_of_rows(), *self._shapes_of_masks()}
+        if self._new is not None:
+            self._new.restart()
         heap = gc.get_objects()
         types = set(map(type, heap))
+        kinds = _kinds_of_holders(types) | {Tensor, nn.Parameter}
         of_modules = {kind for kind in types if issubclass(kind, nn.Module)}
         of_optimizers = {kind for kind in types if issubclass(kind, torch.optim.Optimizer)}
-        kinds = {Tensor, nn.Parameter, dict, list, Outside, *of_modules, *of_optimizers}
         picked = [one for one in heap if type(one) in kinds]
         del heap
-        found = [one for one in picked if type(one) in (Tensor, nn.Parameter)]
-        holders = [one for one in picked if (type(one) is dict or type(one) is list) and _may_hold_arrays(one)]
-        found += [one for one in gc.get_referents(*holders) if type(one) is np.ndarray]
-        frames = list(_frames())
-        found += [one for one in gc.get_referents(*frames) if type(one) is np.ndarray]
+        wanted = self._wanted([*picked, *_values_in_frames()])
         ours = [one for one in picked if type(one) is Outside]
         modules = [one for one in picked if type(one) in of_modules]
         optimizers = [one for one in picked if type(one) in of_optimizers]
-        del picked, holders, frames
-        wanted = [
-            one
-            for one in {id(one): one for one in found}.values()
-            if (one.size if isinstance(one, np.ndarray) else one.numel()) in sizes or tuple(one.shape) in shapes
-        ]
-        del found
+        del picked
         if not wanted:
             return []
         known = {place for one in ours for place in one._places()}
@@ -217,6 +225,28 @@ class Outside:
             and not _is_among(one, self._left_alone)
             and not (tuple(one.shape) in rows and id(one) in in_modules)
         ]
+
+    def _wanted(self, objects: Sequence[Any]) -> list[Array]:
+        """Of these, or held by one of them, what has the size of experts or goes with them in products."""
+        found: list[Array] = [one for one in objects if type(one) in (Tensor, nn.Parameter, np.ndarray)]
+        found += _arrays_held_by(
+            [one for one in objects if (type(one) is not dict and type(one) is not list) or _may_hold_arrays(one)]
+        )
+        return [
+            one
+            for one in {id(one): one for one in found}.values()
+            if (one.size if isinstance(one, np.ndarray) else one.numel()) in self._sizes
+            or tuple(one.shape) in self._shapes
+        ]
+
+    def _nothing_is_new(self) -> bool:
+        """Whether since the heap was read nothing came to be that may be a copy of experts."""
+        new = self._new.found() if self._new is not None else None
+        if new is None:
+            return False
+        known = {place for one in list(_ALL) for place in one._places()}
+        found = {id(one): one for one in (*new, *self._wanted(_values_in_frames()))}.values()
+        return all(_place(one) in known or _is_among(one, self._left_alone) for one in found)
 
     def _places(self) -> Iterator[int]:
         """Of all memory that is known. A buffer of the model does not move with experts, whoever has put it there."""
@@ -314,6 +344,26 @@ def whole_average(experts: Iterable[Tensor], num_experts: int) -> str:
     return ""
 
 
+def _kinds_of_holders(types: Iterable[type]) -> set[type]:
+    """Types of what may hold arrays of NumPy: lists, dicts, and objects of classes that are written in Python."""
+    classes = {kind for kind in types if kind.__flags__ & _MADE_IN_PYTHON and not issubclass(kind, (type, Tensor))}
+    return classes | {dict, list}
+
+
+def _arrays_held_by(holders: Sequence[Any]) -> list[Array]:
+    """Arrays of NumPy in containers and objects, and in what these hold that the collector does not know."""
+    held = gc.get_referents(*holders)
+    held += gc.get_referents(*_untracked(held))
+    return [one for one in held if type(one) is np.ndarray]
+
+
+def _untracked(objects: Sequence[Any]) -> list[Any]:
+    """Dicts and tuples of these that may hold arrays and are not in the heap: the collector leaves out those in which
+    nothing can hold another object."""
+    found = [one for one in objects if type(one) is dict or type(one) is tuple]
+    return [one for one in found if one and not gc.is_tracked(one) and _may_hold_arrays(one)]
+
+
 def _may_hold_arrays(container: Any) -> bool:
     if len(container) <= _FEW:
         return True
@@ -378,6 +428,11 @@ def _locals(frame: FrameType) -> list[tuple[str, Any]]:
     return found
 
 
+def _values_in_frames(*, users: bool = True) -> list[Any]:
+    """Of local variables; the collector knows none of a function that is running."""
+    return [value for frame in _frames(users=users) for _, value in _locals(frame)]
+
+
 def _variables() -> Iterator[tuple[str, Any]]:
     """Their local variables and the globals of their modules, by what to call them."""
     modules: set[int] = set()
@@ -405,8 +460,13 @@ def _holders(arrays: list[Array]) -> list[tuple[set[int], str, bool] | None]:
     ours: set[int] = set()
     marked: set[int] = set()
     above: list[set[int]] = [{id(one)} for one in arrays]  # what leads to each
-    working = {id(value) for value in gc.get_referents(*_frames(users=False))}
+    working = {id(value) for value in _values_in_frames(users=False)}
     level, of_level = list(arrays), {id(one): {number} for number, one in enumerate(arrays)}
+    for container, numbers in _untracked_with(arrays, of_level):
+        level.append(container)
+        of_level[id(container)] = numbers
+        for number in numbers:
+            above[number].add(id(container))
     for _ in range(_CLIMBS):
         found: dict[int, set[int]] = {}
         next_level: list[Any] = []
@@ -438,12 +498,26 @@ def _holders(arrays: list[Array]) -> list[tuple[set[int], str, bool] | None]:
         if not level:
             break
     # Nothing of Python's holds what is passing through torch.
-    in_frames = {id(value) for value in gc.get_referents(*_frames())}
+    in_frames = {id(value) for value in _values_in_frames()}
     held = [len(path) > 1 or id(one) in in_frames for one, path in zip(arrays, above, strict=True)]
     return [
         (path, name, number in marked) if held[number] and number not in ours else None
         for number, (path, name) in enumerate(zip(above, said, strict=True))
     ]
+
+
+def _untracked_with(arrays: Sequence[Array], numbers: Mapping[int, set[int]]) -> list[tuple[Any, set[int]]]:
+    """Containers that hold these arrays and that the collector does not know, with the numbers of those."""
+    if not any(isinstance(one, np.ndarray) for one in arrays):
+        return []
+    heap = gc.get_objects()
+    kinds = _kinds_of_holders(set(map(type, heap)))
+    holders = [one for one in heap if type(one) in kinds]
+    found = [
+        (one, {number for child in gc.get_referents(one) for number in numbers.get(id(child), ())})
+        for one in {id(one): one for one in _untracked([*gc.get_referents(*holders), *_values_in_frames()])}.values()
+    ]
+    return [(one, held) for one, held in found if held]
 
 
 def _name(one: Array, path: set[int], holder: str) -> str:
