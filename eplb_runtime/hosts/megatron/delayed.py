@@ -35,7 +35,7 @@ def why_not_delayed(name: str, module: Any) -> str:
     if getattr(module.experts, "_with_fused_impl", False):
         return f"{_SETTING}=True with use_transformer_engine_op_fuser=True has not been run; set one of them to False"
     for own in _LINEARS:
-        linear = getattr(module.experts, own, None)
+        linear: Any = getattr(module.experts, own, None)
         which = f"{name}.experts.{own} ({type(linear).__name__})"
         if not hasattr(linear, "backward_dw"):
             return f"{which} has no backward_dw: when it computes gradients is not known; set {_SETTING}=False"
