@@ -154,3 +154,81 @@ def test_what_a_newer_megatron_routes_by_besides_reaches_its_router() -> None:
     watch(layer, lambda *shown: seen.append(shown))
     assert layer.route(torch.zeros(3, 8), None, "ids") == ("ids", chosen)
     assert seen == [(chosen, 8, 2)]
+
+
+def a_stage(number: int, first: int) -> tuple[nn.Module, Any]:
+    """A decoder layer with ``layer_number`` (from 1 on) and two of four experts as TEGroupedMLP has them."""
+    from eplb_runtime.hosts.attaching.description import MoELayer
+
+    experts = Experts("linear_fc1.weight0", "linear_fc1.weight1")
+    for slot, parameter in enumerate(experts.parameters()):
+        parameter.data.fill_(first + slot)
+    layer = nn.Module()
+    layer.layer_number = number  # type: ignore[assignment]
+    layer.mlp = nn.Module()
+    layer.mlp.experts = experts
+    layer.mlp.router = nn.Linear(2, 4, bias=False)
+    layer.mlp.router.register_buffer("expert_bias", torch.zeros(4))
+    layer.mlp.router.register_buffer("local_tokens_per_expert", torch.zeros(4), persistent=False)
+    model = nn.Module()
+    model.module = nn.Module()
+    model.module.decoder = nn.Module()
+    model.module.decoder.layers = nn.ModuleList([layer])
+    name = "module.decoder.layers.0.mlp.experts"
+    described = MoELayer(
+        name=name,
+        experts=experts,
+        num_experts=4,
+        parameters=("linear_fc1.weight0", "linear_fc1.weight1"),
+        compute=None,
+        install=lambda layer: None,
+        slots={"linear_fc1.weight*": ("linear_fc1.weight0", "linear_fc1.weight1")},
+    )
+    return model, described
+
+
+def test_tensors_are_named_by_layers_and_experts_of_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    from eplb_runtime.hosts.megatron import weights
+
+    monkeypatch.setattr(weights.parallel_state, "get_tensor_model_parallel_world_size", lambda: 1)
+    model, layer = a_stage(number=6, first=2)
+    dense, bias, experts = sorted(weights.weights([layer], model, 7), key=lambda weight: weight.layer or 0)
+    assert list(dense.made) == ["decoder.layers.5.mlp.router.weight"] and dense.layer is None
+    assert list(bias.made) == ["decoder.layers.5.mlp.router.expert_bias"], "what is not saved does not leave"
+    assert list(experts.made) == [f"decoder.layers.5.mlp.experts.linear_fc1.weight{expert}" for expert in range(4)]
+    assert experts.layer == 7 and experts.by_expert is not None
+    ((key, (name, row)),) = experts.by_expert[3].items()
+    assert (name, row) == ("decoder.layers.5.mlp.experts.linear_fc1.weight3", None)
+    assert experts.convert([experts.row(1)])[key].tolist() == [3, 3]
+
+
+def test_tensors_that_tensor_parallelism_cuts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from eplb_runtime.checkpoint import CheckpointError
+    from eplb_runtime.hosts.megatron import weights
+
+    monkeypatch.setattr(weights.parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
+    model, layer = a_stage(number=1, first=0)
+    with pytest.raises(CheckpointError, match=r"inside balancer.logical_order\(\) by the converter"):
+        weights.weights([layer], model, 0)
+
+
+def test_an_optimizer_whose_norm_would_follow_the_order_of_slots_is_refused() -> None:
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
+
+    from eplb_runtime.hosts.megatron.optimizers import StepByMegatron
+
+    def stepped(*parameters: nn.Parameter, is_expert: bool) -> Any:
+        optimizer = FP32Optimizer.__new__(FP32Optimizer)  # made whole, it wants CUDA
+        optimizer.optimizer = torch.optim.Adam([{"params": list(parameters), "is_expert_parallel": is_expert}])
+        optimizer.config = OptimizerConfig()
+        return optimizer
+
+    expert, other = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    apart = [stepped(other, is_expert=False), stepped(expert, is_expert=True)]
+    experts = {"experts.0": ("experts", expert)}
+    assert StepByMegatron(ChainedOptimizer(apart), experts).param_groups == [{"params": [expert]}]
+    with pytest.raises(AttachError, match="FP32Optimizer would clip by a norm that depends on where experts are"):
+        StepByMegatron(ChainedOptimizer([stepped(other, expert, is_expert=False)]), experts)
+    with pytest.raises(AttachError, match="no chain with an optimizer of its own for experts"):
+        StepByMegatron(apart[1], experts)
