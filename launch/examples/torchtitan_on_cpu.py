@@ -131,7 +131,13 @@ def with_context_parallelism(config: Any) -> None:
 
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, block_mask: Any, scale: float, **options: Any
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, SimpleNamespace]:
+    """Also the logarithm of each query's sum, where it is asked for: gpt-oss weighs its sinks by that."""
     mask = create_mask(block_mask.mask_mod, query.shape[0], 1, query.shape[2], key.shape[2], device="cpu")
-    heads = options["enable_gqa"]
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=heads), None
+    if options["enable_gqa"]:
+        key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], dim=1) for one in (key, value))
+    output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    if not options["return_aux"].lse:
+        return output, SimpleNamespace(lse=None)
+    products = (query.float() @ key.float().transpose(-1, -2)) * scale
+    return output, SimpleNamespace(lse=products.masked_fill(~mask, float("-inf")).logsumexp(dim=-1))

@@ -34,6 +34,7 @@ LAYOUTS = {
     PARTS: ({}, 1, 2, "qwen3"),
     "dp 2 x cp 2, ep 4": ({}, 2, 4, "qwen3"),
     "tp 2 x cp 2, ep 2 x efsdp 2": ({"tensor_parallel_degree": 2}, 1, 2, "qwen3"),
+    "dp 2 x cp 2, ep 2 x efsdp 2, sinks and windows": ({}, 2, 2, "gpt_oss"),
     **({"pp 2 x cp 2, ep 2": (STAGES, 1, 2, "deepseek_v3")} if torch.__version__ >= "2.14" else {}),
 }
 """What is set besides, data-parallel ranks (each has texts of its own), ranks of an EP group, family. Schedules

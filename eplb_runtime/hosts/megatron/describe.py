@@ -29,6 +29,7 @@ from ..attaching.description import (
     mark_spread,
 )
 from ..settings import emulated_settings, problems
+from .delayed import why_not_delayed
 from .graphs import check_not_captured
 from .layer import install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of
@@ -182,6 +183,7 @@ def _problems(model: nn.Module, optimizers: Sequence[Any]) -> list[str]:
     found = problems(settings, RULES)
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MegatronLayer)]
     found += [why for name, module in layers if (why := why_not_followed(name, module))][:1]
+    found += [why for name, module in layers if (why := why_not_delayed(name, module))][:1]
     found += [why for _, module in layers[:1] if reorders(module.config) and (why := why_not_permuted(module))]
     if not found and dist.get_rank() == 0:
         for one in emulated_settings(settings, EMULATED):

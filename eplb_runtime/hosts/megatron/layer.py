@@ -41,14 +41,16 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
     was_wrapped = hasattr(weight, "main_grad")
     padding: list[Tensor | None] = [None]
 
-    def route(hidden_states: Tensor, padding_mask: Tensor | None = None) -> Any:
+    def route(hidden_states: Tensor, padding_mask: Tensor | None = None, *more: Any, **named: Any) -> Any:
         if hasattr(weight, "main_grad") != was_wrapped and module.training:
             raise RuntimeError(
                 "Megatron's DistributedDataParallel was made after attach, and would scale gradients of experts once "
                 "more: attach the wrapped model, with the optimizer that get_megatron_optimizer makes of it"
             )
         padding[0] = padding_mask  # the router's: True is padding
-        return own_route(hidden_states, padding_mask)
+        return own_route(
+            hidden_states, padding_mask, *more, **named
+        )  # newer versions give ids of tokens, for hash routing
 
     def preprocess(hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
         if goes_on_after_graph(module):
@@ -119,8 +121,8 @@ def watch(module: Any, see: Callable[[Tensor, int, int], None]) -> Callable[[], 
     """Show a layer's choices, bool ``[T, E]`` without padding, and change nothing; returns how to end it."""
     own_route, graphed = module.route, GraphedChoices()
 
-    def route(hidden_states: Tensor, padding_mask: Tensor | None = None) -> Any:
-        probs, chosen = own_route(hidden_states, padding_mask)
+    def route(hidden_states: Tensor, padding_mask: Tensor | None = None, *more: Any, **named: Any) -> Any:
+        probs, chosen = own_route(hidden_states, padding_mask, *more, **named)
         if goes_on_after_graph(module):
             see(graphed.choices(), hidden_states.shape[-1], module.config.moe_router_topk)
             return probs, chosen

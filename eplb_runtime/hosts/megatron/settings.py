@@ -69,6 +69,8 @@ class MegatronJobSettings:
     moe_single_grouped_weight: bool | Unresolved = False
     moe_use_legacy_grouped_gemm: bool | Unresolved = False
     overlap_dispatch_backward_with_experts_wgrad: bool | Unresolved = False
+    gradient_accumulation_fusion: bool | Unresolved = False
+    overlap_grad_reduce: bool | Unresolved = False
     mtp_detach_heads: bool | Unresolved = False
     optimizer_cuda_graph: bool | Unresolved = False
     overlap_moe_expert_parallel_comm: bool | Unresolved = False
@@ -344,10 +346,18 @@ RULES = (
         "set moe_use_legacy_grouped_gemm=False",
     ),
     Rule(
-        "overlap_dispatch_backward_with_experts_wgrad",
-        lambda job: job.overlap_dispatch_backward_with_experts_wgrad,
-        "gradients of experts that are computed beside the dispatch have not been run",
-        "set overlap_dispatch_backward_with_experts_wgrad=False",
+        "gradient_accumulation_fusion",
+        lambda job: job.overlap_dispatch_backward_with_experts_wgrad and not job.gradient_accumulation_fusion,
+        "with overlap_dispatch_backward_with_experts_wgrad Megatron's DistributedDataParallel would add up gradients "
+        "of experts that are not computed yet",
+        "set gradient_accumulation_fusion=True, or overlap_dispatch_backward_with_experts_wgrad=False",
+    ),
+    Rule(
+        "overlap_grad_reduce",
+        lambda job: job.overlap_dispatch_backward_with_experts_wgrad and job.overlap_grad_reduce,
+        "with overlap_dispatch_backward_with_experts_wgrad Megatron's DistributedDataParallel would scale and reduce "
+        "gradients of experts before they are computed",
+        "set overlap_grad_reduce=False, or overlap_dispatch_backward_with_experts_wgrad=False",
     ),
     Rule(
         "mtp_detach_heads",
@@ -438,6 +448,11 @@ EMULATED = (
         "overlap_moe_expert_parallel_comm",
         lambda job: job.overlap_moe_expert_parallel_comm,
         "streams and events of CUDA where everything is done when it returns",
+    ),
+    Emulated(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        lambda job: job.overlap_dispatch_backward_with_experts_wgrad,
+        "grouped layers in torch that leave their weights' gradients for later as TransformerEngine's do",
     ),
     Emulated(
         "moe_permute_fusion",

@@ -41,8 +41,15 @@ OPTIONS_ELSEWHERE = ("yaml_cfg",)
 """Megatron's flags that name a file with options."""
 SLIME = {"use_distributed_optimizer": True, "moe_token_dispatcher_type": "alltoall", "bf16": True}
 """Settings that all of slime's jobs have; without --fp16 they are of bf16."""
-BY_FLAGS = {"optimizer_offload_fraction": 1.0}
+BY_FLAGS = {"optimizer_offload_fraction": 1.0, "gradient_accumulation_fusion": True}
 """Defaults of Megatron's flags where its configs have others."""
+MATTERS_WITH = {
+    "optimizer_offload_fraction": "optimizer_cpu_offload",
+    "gradient_accumulation_fusion": "overlap_dispatch_backward_with_experts_wgrad",
+}
+"""The flag without which one of `BY_FLAGS` means nothing."""
+SWITCHED_OFF = {"no_gradient_accumulation_fusion": "gradient_accumulation_fusion"}
+"""Flags that switch a setting off."""
 VERL = {
     "use_distributed_optimizer": True,
     "moe_token_dispatcher_type": "alltoall",
@@ -119,6 +126,9 @@ def _of_megatron(path: Path, words: Sequence[str]) -> Recipe:
             words = [",".join(flags[flag])] if name == "cuda_graph_modules" else flags[flag]
             options[name] = value_of(words[0]) if words else True
             written[name] = f"--{flag.replace('_', '-')}"
+    for flag, name in SWITCHED_OFF.items():
+        if flag in flags:
+            options[name], written[name] = False, f"--{flag.replace('_', '-')}"
     options = misspelt({flag: f"--{flag.replace('_', '-')}" for flag in flags}) | options
     if not (_has_experts(options) or any(flag.startswith("moe_") for flag in flags)):
         elsewhere = f", and {missing[0]} is not in the file" if missing else ""
@@ -143,8 +153,8 @@ def _of_megatron(path: Path, words: Sequence[str]) -> Recipe:
     if missing:
         derived = {"expert_data_parallel_size", "saves_by_place", "phase_offload", "lora", "lora_target_modules"}
         defaults = {name: Unresolved(f"may be in {missing[0]}") for name in FIELDS - derived} | defaults
-    elif "optimizer_cpu_offload" in options:
-        defaults |= BY_FLAGS
+    else:
+        defaults |= {name: value for name, value in BY_FLAGS.items() if MATTERS_WITH[name] in options}
     if options.get("optimizer") in MUON and {**defaults, **options}.get("use_distributed_optimizer") is True:
         # Megatron-LM's arguments take it for the layer-wise one, and nothing else is distributed then.
         options |= {"optimizer": LAYER_WISE, "use_distributed_optimizer": False}

@@ -12,7 +12,7 @@ from typing import Any
 from ...hosts.megatron.settings import SCALED_NOW
 from ...hosts.settings import Unresolved
 from .base import Recipe, RecipeError, value_of
-from .command_lines import BY_FLAGS, FIELDS, SLIME, VERL
+from .command_lines import BY_FLAGS, FIELDS, SLIME, SWITCHED_OFF, VERL
 
 MEGATRON = {
     "num_experts": "num_moe_experts",
@@ -65,7 +65,10 @@ BY_PROJECT: Mapping[str, Mapping[str, Any]] = {
     "slime": {**BY_FLAGS, **SLIME},
     "Megatron-LM": BY_FLAGS,
     "verl": VERL,
-    "Megatron-Bridge": {"moe_permute_fusion": Unresolved("set by the model's provider")},
+    "Megatron-Bridge": {
+        "moe_permute_fusion": Unresolved("set by the model's provider"),
+        "gradient_accumulation_fusion": True,  # its default where TransformerEngine is there
+    },
 }
 
 
@@ -146,6 +149,9 @@ def _named(entry: Mapping[str, Any], names: Mapping[str, str], as_written: tuple
     for name in as_written:
         if name in lines:
             options[name] = value_of(lines[name]) if isinstance(lines[name], str) else lines[name]
+    for switch, name in SWITCHED_OFF.items():
+        if lines.get(switch) not in (None, False) and name in as_written:
+            options[name] = False
     return options
 
 

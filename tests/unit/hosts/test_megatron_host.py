@@ -115,7 +115,8 @@ def test_megatron_still_has_what_the_host_takes_the_place_of() -> None:
     assert arguments(ChainedOptimizer.step) == arguments(ChainedOptimizer.get_grad_norm) == []
 
 
-def test_a_routers_map_of_another_kind_is_refused() -> None:
+def installed(**own: Any) -> Any:
+    """A layer of the host's, in the place of Megatron's."""
     from types import SimpleNamespace
 
     from eplb_runtime.hosts.megatron.layer import install
@@ -128,11 +129,31 @@ def test_a_routers_map_of_another_kind_is_refused() -> None:
         moe_token_dispatcher_type="alltoall",
     )
     experts = SimpleNamespace(sharded_state_dict=None, parameters=lambda: iter([torch.zeros(1)]))
-    own = {name: lambda *_: None for name in ("route", "preprocess", "postprocess")}
+    own = {name: lambda *_: None for name in ("route", "preprocess", "postprocess")} | own
     layer = SimpleNamespace(config=config, experts=experts, local_expert_indices=[0, 1], **own)
     install(layer, SimpleNamespace(expert_clock=ExpertClock()))  # type: ignore[arg-type]
+    return layer
+
+
+def test_a_routers_map_of_another_kind_is_refused() -> None:
+    layer = installed()
     with pytest.raises(RuntimeError, match=r"bool \[tokens, 4\]"):
         layer.preprocess(torch.zeros(3, 8), torch.zeros(3, 4), torch.zeros(3, 2, dtype=torch.int64))
+
+
+def test_what_a_newer_megatron_routes_by_besides_reaches_its_router() -> None:
+    """It gives the ids of tokens, too, of which layers with hash routing choose experts."""
+    from eplb_runtime.hosts.megatron.layer import watch
+
+    layer = installed(route=lambda hidden, mask=None, input_ids=None: (mask, input_ids))
+    assert layer.route(None, "padding", "ids") == layer.route(None, "padding", input_ids="ids") == ("padding", "ids")
+    chosen = torch.ones(3, 4, dtype=torch.bool)
+    layer.route = lambda hidden, mask=None, input_ids=None: (input_ids, chosen)
+    layer.cudagraph_tensor_store = None
+    seen: list[Any] = []
+    watch(layer, lambda *shown: seen.append(shown))
+    assert layer.route(torch.zeros(3, 8), None, "ids") == ("ids", chosen)
+    assert seen == [(chosen, 8, 2)]
 
 
 def a_stage(number: int, first: int) -> tuple[nn.Module, Any]:

@@ -261,7 +261,17 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
         ),
         (
             {"source_lines": {"model.overlap_dispatch_backward_with_experts_wgrad": True}},
-            "overlap_dispatch_backward_with_experts_wgrad",
+            "gradient_accumulation_fusion",
+        ),
+        (
+            {
+                "project": "Megatron-Bridge",
+                "source_lines": {
+                    "model.overlap_dispatch_backward_with_experts_wgrad": True,
+                    "ddp.overlap_grad_reduce": True,
+                },
+            },
+            "overlap_grad_reduce",
         ),
         (
             {"source_lines": {"model.expert_tensor_parallel_num_weight_shards": 2}},
@@ -337,6 +347,15 @@ def test_each_rule_of_torchtitan_refuses_its_setting_and_no_other(
         ({"dispatcher": "flex", "flex_backend": "hybridep"}, "rounding", ["moe_token_dispatcher_type"]),
         ({"dispatcher": "flex", "flex_backend": "deepep", "top_k": 2}, "bit", ["moe_token_dispatcher_type"]),
         ({"source_lines": {"model.moe_permute_fusion": True}}, "bit", ["moe_permute_fusion"]),
+        (
+            {
+                "project": "Megatron-Bridge",
+                "top_k": 2,
+                "source_lines": {"model.overlap_dispatch_backward_with_experts_wgrad": True},
+            },
+            "bit",
+            ["overlap_dispatch_backward_with_experts_wgrad"],
+        ),
     ],
 )
 def test_classes_of_megatrons_settings_that_attach(
@@ -545,6 +564,21 @@ def test_slime_and_verl_train_in_bf16_by_default(tmp_path: Path) -> None:
     assert refused(judged(tmp_path, f"{slime} --fp16")) == ["bf16"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "refuses"),
+    [
+        ("", []),
+        ("--no-gradient-accumulation-fusion", ["--no-gradient-accumulation-fusion"]),
+        ("--overlap-grad-reduce", ["--overlap-grad-reduce"]),
+    ],
+)
+def test_flags_of_gradients_that_come_later_are_read(tmp_path: Path, flags: str, refuses: list[str]) -> None:
+    base = "torchrun --nproc-per-node 8 pretrain_gpt.py --num-experts 8 --expert-model-parallel-size 8 --bf16"
+    found = judged(tmp_path, f"{base} --overlap-dispatch-backward-with-experts-wgrad {flags}")
+    assert refused(found) == refuses and found["attaches"] is not bool(refuses)
+    assert refused(judged(tmp_path, f"{base} {flags}")) == []
+
+
 def test_flags_offload_all_where_they_say_no_fraction(tmp_path: Path) -> None:
     script = SCRIPT.replace("python", "torchrun --nnodes 1 --nproc-per-node 8")
     flags = "--optimizer-cpu-offload --use-distributed-optimizer --bf16"
@@ -685,13 +719,13 @@ def test_recipes_that_people_run(shared_data: Path) -> None:
         row["source"]: (row["recipes"], row["attach"], row["refused"], row["unknown"]) for row in totals(answers)
     }
     assert counted == {
-        "Megatron-Bridge": (85, 53, 32, 0),
+        "Megatron-Bridge": (85, 56, 29, 0),
         "Megatron-LM": (2, 1, 1, 0),
         "prime-rl": (7, 0, 7, 0),
         "slime": (12, 12, 0, 0),
         "torchtitan": (8, 4, 4, 0),
         "verl": (16, 16, 0, 0),
-        "all": (130, 86, 44, 0),
+        "all": (130, 89, 41, 0),
     }
     undecided = {name for one in answers if one.attaches is None for name in one.judgement.undecided}
     assert undecided == set()
