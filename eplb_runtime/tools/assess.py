@@ -20,6 +20,7 @@ from ..observe.event_log import holds_events
 from ..observe.report import state_of_run
 from ..planner.cost import HYSTERESIS
 from ..planner.evaluate import predicted_imbalance
+from ..planner.terms import Gate
 from ..topology import DEFAULT_INTER_NODE_BANDWIDTH, DEFAULT_INTRA_NODE_BANDWIDTH, Topology
 from ..utils.files import FileError
 from .formats.megatron import trace_files
@@ -32,6 +33,9 @@ MOE_SHARE, LOW_SHARE, HIGH_SHARE = 0.4, 0.2, 0.6
 """Shares of a step in expert work that are shown where nobody says one: the middle one decides."""
 LEAST_SAVED = 0.01
 """Of a step: less is not worth a balancer, nor a replica slot."""
+GATES: tuple[Gate, ...] = ("payoff", "always")
+"""The default one, and one that is advised only where it saves `LEAST_SAVED` more: with few or very different windows the
+default holds back moves that would have paid."""
 CLOSE = 0.95
 """Of the lowest imbalance that moved homes can have: they have it, nearly."""
 LEAST_INTERVALS = 3
@@ -135,6 +139,8 @@ class Placing:
         move_seconds: of a plan on average; plans that move nothing count, and the first one, from experts in logical
             order, as one of ``HORIZON_INTERVALS`` at least.
         rebalances, plans: how many plans moved something, and how many were made.
+        gate: of the plans, as `BalancerConfig` takes it.
+        gained: share of a step that this gate saves more than the default one, moving paid.
     """
 
     name: str
@@ -146,6 +152,8 @@ class Placing:
     move_seconds: float = 0.0
     rebalances: int = 0
     plans: int = 0
+    gate: Gate = "payoff"
+    gained: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -272,14 +280,14 @@ def count_plans(recorded: Recorded, given: Given) -> int:
     if _why_not(recorded.load, settled)[0]:
         return 0
     windows = len(_judged_load(recorded.load, settled))
-    return num_replans(windows, settled.every_windows) * (3 if settled.replica_slots else 2)
+    return num_replans(windows, settled.every_windows) * (1 + len(GATES) * (2 if settled.replica_slots else 1))
 
 
 def assess(recorded: Recorded, given: Given, on_progress: Callable[[], None] = lambda: None) -> Assessment:
     """Would balancing have paid in the steps that were recorded?
 
     Experts stay in logical order, or their homes move, or each rank has replica slots besides; each plan sees the past
-    alone and is judged on the windows until the next. Expert work takes ``moe_share`` of a step as the job is now, and
+    alone and is judged on the windows until the next. Either is tried with the default gate and with `"always"`. Expert work takes ``moe_share`` of a step as the job is now, and
     grows with the busiest rank's tokens, as for the gate of a running job.
 
     Args:
@@ -311,31 +319,44 @@ def assess(recorded: Recorded, given: Given, on_progress: Callable[[], None] = l
             f"{experts - homes}"
         )
 
-    def play(policies: Sequence[str], slots_per_rank: int) -> list[PolicyRun]:
+    def play(policy: str, slots_per_rank: int, gate: Gate = "payoff") -> PolicyRun:
         return simulate(
             series,
             topology,
             slots_per_rank=slots_per_rank,
-            policies=policies,
-            asked=Asked(gate="payoff"),
+            policies=[policy],
+            asked=Asked(gate=gate),
             step_model=model,
             on_progress=on_progress,
-        )
+        )[0]
 
-    static, moved = play(["static", "incremental"], homes)
+    static = play("static", homes)
     slots = settled.replica_slots
-    replicated = play(["incremental"], homes + slots)[0] if slots else None
     refresh = model.refresh_seconds(series.load.shape[1], slots, topology)
     named = f"with {'one' if slots == 1 else slots} replica slot{'s' if slots > 1 else ''}"
 
     def judge(name: str, run: PolicyRun, refresh_seconds: float = 0.0) -> Placing:
         return _placing(name, run, static, refresh_seconds, settled.moe_share, now_seconds)
 
+    def best_gate(name: str, slots_per_rank: int, refresh_seconds: float = 0.0) -> Placing:
+        """With the default gate unless another one saves more."""
+        ways = [
+            replace(judge(name, play("incremental", slots_per_rank, gate), refresh_seconds), gate=gate)
+            for gate in GATES
+        ]
+        moving = [way.move_seconds / settled.interval / now_seconds for way in ways]
+        best, gained = ways[0], LEAST_SAVED
+        for way, spent in zip(ways[1:], moving[1:], strict=True):
+            more = way.step_saved - spent - (ways[0].step_saved - moving[0])
+            if more > gained and way.step_saved > HYSTERESIS * spent:
+                best, gained = replace(way, gained=more), more
+        return best
+
     steps = int(recorded.load.any(axis=(1, 2)).sum()) * settled.steps_per_window
     total_TL = series.load.sum(axis=2)
     hottest = float((series.load.max(axis=2) * settled.ranks / np.maximum(total_TL, 1)).mean())
-    now, by_homes = judge("as it is", static), judge("homes moved", moved)
-    by_replicas = None if replicated is None else judge(named, replicated, refresh)
+    now, by_homes = judge("as it is", static), best_gate("homes moved", homes)
+    by_replicas = best_gate(named, homes + slots, refresh) if slots else None
     found = _weigh(settled, now_seconds, steps, len(static.windows), hottest, now, by_homes, by_replicas)
     return replace(found, left_out=recorded.left_out, notes=_notes(recorded, settled), measured_as=measured_as)
 
@@ -603,6 +624,7 @@ def _weigh(
     pays = does_pay(best)
     settings = f"interval={settled.interval}"
     settings += f", replica_slots={settled.replica_slots}" if best is replicas else ""
+    settings += "" if best.gate == GATES[0] else f', gate="{best.gate}"'
     if settled.share_source == "given":  # the job's gate should count with it, too
         settings += f", migration=MigrationConfig(moe_share={settled.moe_share:g})"
     if pays:
@@ -610,6 +632,8 @@ def _weigh(
         verdict = (
             "It pays." if least_share <= settled.shares[1] else f"It pays from {least_share:.0%} of expert work on."
         )
+        if best.gate != GATES[0]:
+            verdict += f" The default gate would wait for surer gains, and save {_percent(best.gained)} less."
         advice = f"Next: BalancerConfig({settings})"
     else:
         verdict, advice = _why_it_does_not_pay(settled, steps, now, best, moving(best), hottest)

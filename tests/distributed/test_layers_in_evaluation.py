@@ -16,19 +16,21 @@ import eplb_runtime as eplb
 from eplb_runtime.config import config_from_settings
 from eplb_runtime.events import GuardFinding
 
-LAYERS, STEPS, INTERVAL = 12, 21, 3
+LAYERS, STEPS, INTERVAL = 11, 5, 3
 
 
-def trained(rank: int, modes: Callable[[nn.Module, int], None], guard: str = "warn") -> list[str]:
+def trained(
+    rank: int, modes: Callable[[nn.Module, int], None], guard: str = "warn", layers: int = 3, steps: int = STEPS
+) -> list[str]:
     """Warnings, and findings with their steps, of a training whose modules' modes are set ahead of each step."""
     heard = logging.handlers.BufferingHandler(1000)
     logging.getLogger("eplb_runtime").addHandler(heard)
-    model = make_model("olmoe", layers=LAYERS)
+    model = make_model("olmoe", layers=layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     settings = {"interval": INTERVAL, "lag": 1, "dense_gradients": "allreduce", "policy": "static", "guard": guard}
     balancer = eplb.attach(model, optimizer, config=config_from_settings(settings))
     model.train()
-    for step in range(STEPS):
+    for step in range(steps):
         modes(model, step)
         ids = batch_of(rank, step)
         model(input_ids=ids, labels=ids).loss.backward()
@@ -41,28 +43,24 @@ def trained(rank: int, modes: Callable[[nn.Module, int], None], guard: str = "wa
     return [f"step {step}: {finding}" for step, finding in found if finding in warned]
 
 
-def experts(model: nn.Module, *layers: int) -> list[nn.Module]:
-    return [model.model.layers[layer].mlp.experts for layer in layers]
-
-
 def one_layer_late(model: nn.Module, step: int) -> None:
-    """From step 5 on, and the whole block once more in each step; later another layer, too."""
+    """From the second step of an interval on; later another layer, too."""
     if step >= 4:
         model.model.layers[1].eval()
-    if step >= 12:
-        model.model.layers[4].eval()
+    if step >= 9:
+        model.model.layers[2].eval()
 
 
 def most_layers(model: nn.Module, step: int) -> None:
-    for module in experts(model, *range(1, LAYERS)):
-        module.eval()
+    for layer in model.model.layers[1:]:
+        layer.mlp.experts.eval()
 
 
 def without_the_experts(model: nn.Module, step: int) -> None:
     """Frozen parts in evaluation mode: all but the experts modules."""
     model.eval()
-    for module in experts(model, *range(LAYERS)):
-        module.train()
+    for layer in model.model.layers:
+        layer.mlp.experts.train()
 
 
 def between_steps(model: nn.Module, step: int) -> None:
@@ -73,9 +71,9 @@ def between_steps(model: nn.Module, step: int) -> None:
 
 
 CASES: dict[str, Callable[[int], list[str]]] = {
-    "one layer, late": lambda rank: trained(rank, one_layer_late),
-    "raising guard": lambda rank: trained(rank, one_layer_late, "raise"),
-    "most layers": lambda rank: trained(rank, most_layers),
+    "one layer, late": lambda rank: trained(rank, one_layer_late, steps=13),
+    "raising guard": lambda rank: trained(rank, one_layer_late, "raise", steps=13),
+    "most layers": lambda rank: trained(rank, most_layers, layers=LAYERS),
     "no guard": lambda rank: trained(rank, most_layers, "off"),
     "whole model": lambda rank: trained(rank, lambda model, step: model.eval() and None),
     "without the experts": lambda rank: trained(rank, without_the_experts),
@@ -104,14 +102,14 @@ def test_a_layer_is_named_once_at_the_first_interval_without_its_load(
     assert first.startswith("step 10: ")
     assert "train: model.layers.1.mlp.experts; their tokens are not counted" in first
     assert "call train() on these modules" in first and "\n" not in first
-    assert second.startswith("step 16: ") and "train: model.layers.4.mlp.experts; " in second, "those that are new"
+    assert second.startswith("step 13: ") and "train: model.layers.2.mlp.experts; " in second, "those that are new"
     assert results[1][name] == [], "one rank says it for all that hold the layer"
 
 
 def test_of_many_layers_the_first_are_named(results: list[dict[str, list[str]]]) -> None:
     (line,) = about_layers(results[0]["most layers"])
     assert line.startswith("step 4: ") and "layers.1.mlp.experts, " in line and "layers.0.mlp" not in line
-    assert "model.layers.8.mlp.experts and 3 more; " in line and "layers.9" not in line
+    assert "model.layers.8.mlp.experts and 2 more; " in line and "layers.9" not in line
 
 
 @pytest.mark.parametrize("name", ["whole model", "without the experts", "evaluations between steps", "no guard"])

@@ -28,6 +28,7 @@ def maker_of(config: BalancerConfig) -> Any:
     maker._sources, maker._steps_per_bucket, maker._last_gap = None, 0, 50
     maker._track_record = TrackRecord(1, None)
     maker.history, maker.share = deque(), SimpleNamespace(value=0.4)
+    maker._job = SimpleNamespace(ep_size=2, edp_ranks=(0,), stages=(0,), layers_of_stage=(1,))
     maker._planning, maker._overdue = Worker("planner of a test"), None
     return maker
 

@@ -248,7 +248,7 @@ def test_a_long_record_is_judged_by_its_newest_windows() -> None:
     load = np.concatenate([skewed(400), even(84)])
     found = judged(load)
     assert found.windows == 80 and found.pays is False
-    assert count_plans(Recorded(load, 1, JOB), GIVEN) == 60
+    assert count_plans(Recorded(load, 1, JOB), GIVEN) == 100
 
 
 @pytest.mark.parametrize(
