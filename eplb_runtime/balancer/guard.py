@@ -262,8 +262,8 @@ class Guard:
         self._uncounted_layers.update(new)
         more = f" and {len(new) - MOST_NAMED} more" if len(new) > MOST_NAMED else ""
         text = (
-            f"MoE layers are in evaluation mode while others train: {', '.join(new[:MOST_NAMED])}{more}; their tokens are "
-            "not counted, so their experts are placed without knowing their load: call train() on these modules "
+            f"MoE layers are in evaluation mode while others train: {', '.join(new[:MOST_NAMED])}{more}; their tokens "
+            "are not counted, so their experts are placed without knowing their load: call train() on these modules "
             "(frozen parameters stay frozen), or on the whole model"
         )
         self._on_finding(text)

@@ -23,6 +23,7 @@ from ..planner.evaluate import predicted_imbalance
 from ..planner.terms import Gate
 from ..topology import DEFAULT_INTER_NODE_BANDWIDTH, DEFAULT_INTRA_NODE_BANDWIDTH, Topology
 from ..utils.files import FileError
+from ..utils.tables import counted
 from .formats.megatron import trace_files
 from .formats.slime import rollout_files
 from .simulate import Asked, PolicyRun, Series, StepModel, num_replans, simulate, start_placement
@@ -34,8 +35,10 @@ MOE_SHARE, LOW_SHARE, HIGH_SHARE = 0.4, 0.2, 0.6
 LEAST_SAVED = 0.01
 """Of a step: less is not worth a balancer, nor a replica slot."""
 GATES: tuple[Gate, ...] = ("payoff", "always")
-"""The default one, and one that is advised only where it saves `LEAST_SAVED` more: with few or very different windows the
+"""The default one, and one that is advised only where it saves `SURELY_MORE`: with few or very different windows the
 default holds back moves that would have paid."""
+SURELY_MORE = 0.02
+"""Of a step, once moving is paid: of two gates that are as good, one is better by chance."""
 CLOSE = 0.95
 """Of the lowest imbalance that moved homes can have: they have it, nearly."""
 LEAST_INTERVALS = 3
@@ -217,17 +220,16 @@ class Assessment:
         share, low, high = self.saved
         word, sign = ("less", 1) if share >= 0 else ("more", -1)
         least, most = sorted((sign * low, sign * high))
-        span = "" if low == high else f" ({least * 100:.0f} to {most:.0%} for {_span(self.shares[1:])})"
+        span = "" if low == high else f" ({_least_to_most(least, most)} for {_span(self.shares[1:])})"
         work = f"If {self.shares[0]:.0%} of a step is expert work"
         if self.share_source == "measured":
             work = f"With {self.shares[0]:.0%} of a step in expert work ({self.measured_as})"
-        every = "step" if self.interval == 1 else f"{self.interval} steps"
         notes = "".join(f"{note} " for note in self.notes)
         return (
             f"{notes}{self.ranks} ranks: the busiest rank has {self.now.imbalance:.2f}x the mean load; {ways} (planned "
             f"on the past, judged on what came next, {self.windows} windows). {work}, a step takes "
-            f"{_percent(sign * share)} {word}{span}; moving costs {_seconds(self.best.move_seconds)} every {every}. "
-            f"{self.verdict} {self.advice}"
+            f"{_percent(sign * share)} {word}{span}; moving costs {_seconds(self.best.move_seconds)} every "
+            f"{_steps(self.interval)}. {self.verdict} {self.advice}"
         ).replace("%", " %")
 
 
@@ -287,8 +289,9 @@ def assess(recorded: Recorded, given: Given, on_progress: Callable[[], None] = l
     """Would balancing have paid in the steps that were recorded?
 
     Experts stay in logical order, or their homes move, or each rank has replica slots besides; each plan sees the past
-    alone and is judged on the windows until the next. Either is tried with the default gate and with `"always"`. Expert work takes ``moe_share`` of a step as the job is now, and
-    grows with the busiest rank's tokens, as for the gate of a running job.
+    alone and is judged on the windows until the next. Both ways to move are tried with the default gate and with
+    ``"always"``. Expert work takes ``moe_share`` of a step as the job is now, and grows with the busiest rank's tokens,
+    as for the gate of a running job.
 
     Args:
         recorded: the series.
@@ -345,7 +348,7 @@ def assess(recorded: Recorded, given: Given, on_progress: Callable[[], None] = l
             for gate in GATES
         ]
         moving = [way.move_seconds / settled.interval / now_seconds for way in ways]
-        best, gained = ways[0], LEAST_SAVED
+        best, gained = ways[0], SURELY_MORE
         for way, spent in zip(ways[1:], moving[1:], strict=True):
             more = way.step_saved - spent - (ways[0].step_saved - moving[0])
             if more > gained and way.step_saved > HYSTERESIS * spent:
@@ -511,7 +514,9 @@ def _why_not(load: FloatArray, settled: _Settled) -> tuple[str, str]:
         return "No token has been recorded.", "Record a job that trains."
     least = LEAST_INTERVALS * settled.every_windows
     if windows < least:
-        have = f"{windows * steps} steps were recorded, and a plan every {settled.interval} needs {least * steps}."
+        were = "was" if windows * steps == 1 else "were"
+        have = f"{counted(windows * steps, 'step')} {were} recorded, and a plan every {_steps(settled.interval)} needs "
+        have += f"{least * steps}."
         smaller = windows // LEAST_INTERVALS * steps
         or_less = f", or give --every {smaller}" if smaller else ""
         return f"Too few steps: {have}", f"Record {least * steps} steps or more{or_less}."
@@ -682,6 +687,15 @@ def _why_it_does_not_pay(
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.2g} s" if seconds >= 0.1 or seconds == 0 else f"{seconds * 1e3:.2g} ms"
+
+
+def _steps(interval: int) -> str:
+    return "step" if interval == 1 else f"{interval} steps"
+
+
+def _least_to_most(least: float, most: float) -> str:
+    digits = 0 if max(abs(least), abs(most)) >= 0.0195 else 1
+    return f"{least * 100:.{digits}f} to {most:.{digits}%}"
 
 
 def _span(shares: Sequence[float]) -> str:
