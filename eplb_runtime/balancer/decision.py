@@ -595,7 +595,7 @@ def _uncounted(total: NDArray[np.int64], in_evaluation: Mapping[int, str]) -> tu
     """
     if not in_evaluation:
         return ()
-    is_counted_L = total.any(axis=(0, 2))
+    is_counted_L: NDArray[np.bool_] = np.asarray(total.any(axis=(0, 2)))
     names = tuple(name for layer, name in in_evaluation.items() if not is_counted_L[layer])
     return names if is_counted_L.any() else ()
 

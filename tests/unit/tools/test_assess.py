@@ -18,7 +18,6 @@ from eplb_runtime.tools.assess import (
     LEAST_SAVED,
     MOE_SHARE,
     STALL_SECONDS,
-    SURELY_MORE,
     Assessment,
     Given,
     Recorded,
@@ -93,7 +92,7 @@ def test_the_refresh_of_replicas_is_no_gift() -> None:
 
 
 def test_the_gate_that_saves_more_is_advised_where_the_default_holds_moves_back() -> None:
-    """A move that pays after twelve intervals, of which the default gate counts ten, in a load that stays for twenty."""
+    """A move that pays after twelve intervals, in a load that stays for twenty; the default gate counts ten."""
     found = judged(skewed(84), given=replace(HOMES, stall_seconds=3.6))
     assert found.best is not None and found.best.gate == "always" and found.best.rebalances == 1
     assert found.best.gained == pytest.approx(0.4 * (1 - 10 / 16) - 3.6 / 20 / 2, abs=1e-3) and found.pays is True
