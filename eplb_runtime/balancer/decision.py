@@ -11,7 +11,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,8 @@ class Decision:
         steps: training steps that the load covers.
         finding: of the guard; empty: none.
         stays: reason for which a plan is not carried out; empty: it is, or there is none.
+        uncounted: names of this rank's experts modules whose load was not counted, because they are in evaluation mode
+            while others train.
         summary: decision, reason, moves, imbalance_before, imbalance_after, plan_seconds, as rank 0 sent them.
     """
 
@@ -76,6 +79,7 @@ class Decision:
     summary: dict[str, Any] | None = None
     finding: str = ""
     stays: str = ""
+    uncounted: tuple[str, ...] = ()
     load: NDArray[np.int64] | None = None
     placements: tuple[tuple[int, Placement], ...] = ()
     step_seconds: float = 0.0
@@ -142,6 +146,7 @@ class Measurement:
         sampled_steps: in which expert work was measured.
         even_share: of a step, expert work with even load.
         keys_of_earlier: number of `JobStore.passing` keys from before this decision.
+        in_evaluation: names of this rank's experts modules that are in evaluation mode, by their MoE layer.
     """
 
     buckets: HostCopy
@@ -158,6 +163,7 @@ class Measurement:
     sampled_steps: tuple[SampledStep, ...] = ()
     even_share: float = ASSUMED_SHARE
     keys_of_earlier: int = 0
+    in_evaluation: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def placements(self) -> tuple[tuple[int, Placement], ...]:
@@ -297,6 +303,7 @@ class DecisionMaker:
             return Decision(
                 summary=staying(measurement.placement, "the planner is still being compiled"),
                 finding=finding,
+                uncounted=_uncounted(total, measurement.in_evaluation),
                 load=total,
                 placements=measurement.placements,
                 step_seconds=measurement.step_seconds,
@@ -329,6 +336,7 @@ class DecisionMaker:
         made = Decision(
             imbalance=imbalance,
             finding=finding,
+            uncounted=_uncounted(total, measurement.in_evaluation),
             load=total,
             placements=measurement.placements,
             step_seconds=measurement.step_seconds,
@@ -440,10 +448,9 @@ class DecisionMaker:
         assert load is not None
 
         def make() -> bytes:
-            if not compiling:
-                self._track_record.observe(total.sum(axis=0, dtype=np.float64))
-                return self._make_plan(load, measurement, compiling)
-            with without_waiting():
+            # While code is compiled no plan has replicas yet, so judging runs nothing that is compiled.
+            self._track_record.observe(total.sum(axis=0, dtype=np.float64))
+            with without_waiting() if compiling else nullcontext():
                 return self._make_plan(load, measurement, compiling)
 
         return self._in_time(make)
@@ -577,6 +584,20 @@ def _decisions_of_horizon(config: BalancerConfig) -> int:
     if config.horizon is None:
         return 1
     return JUDGED if config.interval is None else -(-config.horizon // config.interval)
+
+
+def _uncounted(total: NDArray[np.int64], in_evaluation: Mapping[int, str]) -> tuple[str, ...]:
+    """Names of the layers in evaluation mode without a counted token, where other layers have some.
+
+    Args:
+        total: int64 ``[T, L, E]``, of all ranks.
+        in_evaluation: names of layers by index.
+    """
+    if not in_evaluation:
+        return ()
+    is_counted_L: NDArray[np.bool_] = np.asarray(total.any(axis=(0, 2)))
+    names = tuple(name for layer, name in in_evaluation.items() if not is_counted_L[layer])
+    return names if is_counted_L.any() else ()
 
 
 def _highest(control: dist.ProcessGroup, *here: int) -> list[int]:

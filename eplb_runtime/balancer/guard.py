@@ -39,6 +39,8 @@ _SAMPLE_ELEMENTS = 1024
 """Elements sampled of a tensor, at a place that moves on with each sample."""
 _FREED = "weights have no memory now"
 _POLL_SECONDS = 0.02
+MOST_NAMED = 8
+"""Names of layers in a warning."""
 
 
 class GuardError(RuntimeError):
@@ -99,6 +101,7 @@ class Guard:
         self._uncounted_was_reported = False
         self._calls_at_decision = 0
         self._reported: set[str] = set()
+        self._uncounted_layers: set[str] = set()
         self._sampled_before_forward = False
         self._distinct = True
         self._comparisons = 0
@@ -246,6 +249,25 @@ class Guard:
             self._on_finding(stays)
             logger.warning("%s", stays)
         self._raise_or_warn(finding)
+
+    def report_uncounted(self, layers: Sequence[str]) -> None:
+        """Warn of MoE layers in evaluation mode while others train, of each once; a frozen part of a model is no error.
+
+        Args:
+            layers: names of their experts modules.
+        """
+        new = [name for name in layers if name not in self._uncounted_layers]
+        if self._mode == "off" or not new:
+            return
+        self._uncounted_layers.update(new)
+        more = f" and {len(new) - MOST_NAMED} more" if len(new) > MOST_NAMED else ""
+        text = (
+            f"MoE layers are in evaluation mode while others train: {', '.join(new[:MOST_NAMED])}{more}; their tokens "
+            "are not counted, so their experts are placed without knowing their load: call train() on these modules "
+            "(frozen parameters stay frozen), or on the whole model"
+        )
+        self._on_finding(text)
+        logger.warning("%s", text)
 
     def end(self) -> None:
         """Stop sampling; the thread that talks to the other ranks is gone."""

@@ -48,6 +48,11 @@ class ModelCheck:
         self._known = {id(parameter) for parameter in parameters}
 
     @property
+    def experts(self) -> dict[str, nn.Module]:
+        """The experts module of each MoE layer, by name, in the order of layers."""
+        return {name: module for name, module, _ in self._experts}
+
+    @property
     def is_sharded(self) -> bool:
         """Whether any parameter is a DTensor, as `fully_shard` makes them."""
         return self._sharded

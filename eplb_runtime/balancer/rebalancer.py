@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..config import BalancerConfig
 from ..distributed.ballot import Verdict
@@ -508,6 +508,7 @@ class Rebalancer:
             computed=self._guard.computed(),
             declared=self.declared,
             keys_of_earlier=self._groups.store.passing,
+            in_evaluation=self._in_evaluation(),
         )
         if measurement.sampled_steps:
             self._next_sampled = self.step + REST_STEPS
@@ -516,6 +517,15 @@ class Rebalancer:
         key = self._new_key("decision")
         decide = partial(self.decisions.decide, measurement, key, self._groups.control, self._agreement)
         return _Pending(self.step + lag, key, self._worker.submit(decide), declared)
+
+    def _in_evaluation(self) -> dict[int, str]:
+        """Names of experts modules in evaluation mode, by their MoE layer; empty on all ranks but the first of those
+        that hold these layers."""
+        job, runtime = self._groups.job, self._runtime
+        if job.rank != job.ep_sets_of(job.stages)[0][0]:
+            return {}
+        named = zip(runtime.layers, runtime.model_check.experts.items(), strict=True)
+        return {layer.index: name for layer, (name, module) in named if not module.training}
 
     def _home_bytes(self) -> int:
         """Bytes of the largest home expert; 0: an optimizer has state that cannot move, so experts stay where they
@@ -530,6 +540,7 @@ class Rebalancer:
         """The placement that all ranks have decided on; None: experts stay where they are."""
         decision, self._pending = self._outcome_of(pending), None
         self._guard.report(decision.finding, decision.stays)
+        self._guard.report_uncounted(decision.uncounted)
         if (measured := decision.measured(self.step)) is not None:
             self._events.emit(measured)
         if decision.failure:

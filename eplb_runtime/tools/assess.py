@@ -20,8 +20,10 @@ from ..observe.event_log import holds_events
 from ..observe.report import state_of_run
 from ..planner.cost import HYSTERESIS
 from ..planner.evaluate import predicted_imbalance
+from ..planner.terms import Gate
 from ..topology import DEFAULT_INTER_NODE_BANDWIDTH, DEFAULT_INTRA_NODE_BANDWIDTH, Topology
 from ..utils.files import FileError
+from ..utils.tables import counted
 from .formats.megatron import trace_files
 from .formats.slime import rollout_files
 from .simulate import Asked, PolicyRun, Series, StepModel, num_replans, simulate, start_placement
@@ -32,6 +34,11 @@ MOE_SHARE, LOW_SHARE, HIGH_SHARE = 0.4, 0.2, 0.6
 """Shares of a step in expert work that are shown where nobody says one: the middle one decides."""
 LEAST_SAVED = 0.01
 """Of a step: less is not worth a balancer, nor a replica slot."""
+GATES: tuple[Gate, ...] = ("payoff", "always")
+"""The default one, and one that is advised only where it saves `SURELY_MORE`: with few or very different windows the
+default holds back moves that would have paid."""
+SURELY_MORE = 0.02
+"""Of a step, once moving is paid: of two gates that are as good, one is better by chance."""
 CLOSE = 0.95
 """Of the lowest imbalance that moved homes can have: they have it, nearly."""
 LEAST_INTERVALS = 3
@@ -135,6 +142,8 @@ class Placing:
         move_seconds: of a plan on average; plans that move nothing count, and the first one, from experts in logical
             order, as one of ``HORIZON_INTERVALS`` at least.
         rebalances, plans: how many plans moved something, and how many were made.
+        gate: of the plans, as `BalancerConfig` takes it.
+        gained: share of a step that this gate saves more than the default one, moving paid.
     """
 
     name: str
@@ -146,6 +155,8 @@ class Placing:
     move_seconds: float = 0.0
     rebalances: int = 0
     plans: int = 0
+    gate: Gate = "payoff"
+    gained: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -209,17 +220,16 @@ class Assessment:
         share, low, high = self.saved
         word, sign = ("less", 1) if share >= 0 else ("more", -1)
         least, most = sorted((sign * low, sign * high))
-        span = "" if low == high else f" ({least * 100:.0f} to {most:.0%} for {_span(self.shares[1:])})"
+        span = "" if low == high else f" ({_least_to_most(least, most)} for {_span(self.shares[1:])})"
         work = f"If {self.shares[0]:.0%} of a step is expert work"
         if self.share_source == "measured":
             work = f"With {self.shares[0]:.0%} of a step in expert work ({self.measured_as})"
-        every = "step" if self.interval == 1 else f"{self.interval} steps"
         notes = "".join(f"{note} " for note in self.notes)
         return (
             f"{notes}{self.ranks} ranks: the busiest rank has {self.now.imbalance:.2f}x the mean load; {ways} (planned "
             f"on the past, judged on what came next, {self.windows} windows). {work}, a step takes "
-            f"{_percent(sign * share)} {word}{span}; moving costs {_seconds(self.best.move_seconds)} every {every}. "
-            f"{self.verdict} {self.advice}"
+            f"{_percent(sign * share)} {word}{span}; moving costs {_seconds(self.best.move_seconds)} every "
+            f"{_steps(self.interval)}. {self.verdict} {self.advice}"
         ).replace("%", " %")
 
 
@@ -272,15 +282,16 @@ def count_plans(recorded: Recorded, given: Given) -> int:
     if _why_not(recorded.load, settled)[0]:
         return 0
     windows = len(_judged_load(recorded.load, settled))
-    return num_replans(windows, settled.every_windows) * (3 if settled.replica_slots else 2)
+    return num_replans(windows, settled.every_windows) * (1 + len(GATES) * (2 if settled.replica_slots else 1))
 
 
 def assess(recorded: Recorded, given: Given, on_progress: Callable[[], None] = lambda: None) -> Assessment:
     """Would balancing have paid in the steps that were recorded?
 
     Experts stay in logical order, or their homes move, or each rank has replica slots besides; each plan sees the past
-    alone and is judged on the windows until the next. Expert work takes ``moe_share`` of a step as the job is now, and
-    grows with the busiest rank's tokens, as for the gate of a running job.
+    alone and is judged on the windows until the next. Both ways to move are tried with the default gate and with
+    ``"always"``. Expert work takes ``moe_share`` of a step as the job is now, and grows with the busiest rank's tokens,
+    as for the gate of a running job.
 
     Args:
         recorded: the series.
@@ -311,31 +322,44 @@ def assess(recorded: Recorded, given: Given, on_progress: Callable[[], None] = l
             f"{experts - homes}"
         )
 
-    def play(policies: Sequence[str], slots_per_rank: int) -> list[PolicyRun]:
+    def play(policy: str, slots_per_rank: int, gate: Gate = "payoff") -> PolicyRun:
         return simulate(
             series,
             topology,
             slots_per_rank=slots_per_rank,
-            policies=policies,
-            asked=Asked(gate="payoff"),
+            policies=[policy],
+            asked=Asked(gate=gate),
             step_model=model,
             on_progress=on_progress,
-        )
+        )[0]
 
-    static, moved = play(["static", "incremental"], homes)
+    static = play("static", homes)
     slots = settled.replica_slots
-    replicated = play(["incremental"], homes + slots)[0] if slots else None
     refresh = model.refresh_seconds(series.load.shape[1], slots, topology)
     named = f"with {'one' if slots == 1 else slots} replica slot{'s' if slots > 1 else ''}"
 
     def judge(name: str, run: PolicyRun, refresh_seconds: float = 0.0) -> Placing:
         return _placing(name, run, static, refresh_seconds, settled.moe_share, now_seconds)
 
+    def best_gate(name: str, slots_per_rank: int, refresh_seconds: float = 0.0) -> Placing:
+        """With the default gate unless another one saves more."""
+        ways = [
+            replace(judge(name, play("incremental", slots_per_rank, gate), refresh_seconds), gate=gate)
+            for gate in GATES
+        ]
+        moving = [way.move_seconds / settled.interval / now_seconds for way in ways]
+        best, gained = ways[0], SURELY_MORE
+        for way, spent in zip(ways[1:], moving[1:], strict=True):
+            more = way.step_saved - spent - (ways[0].step_saved - moving[0])
+            if more > gained and way.step_saved > HYSTERESIS * spent:
+                best, gained = replace(way, gained=more), more
+        return best
+
     steps = int(recorded.load.any(axis=(1, 2)).sum()) * settled.steps_per_window
     total_TL = series.load.sum(axis=2)
     hottest = float((series.load.max(axis=2) * settled.ranks / np.maximum(total_TL, 1)).mean())
-    now, by_homes = judge("as it is", static), judge("homes moved", moved)
-    by_replicas = None if replicated is None else judge(named, replicated, refresh)
+    now, by_homes = judge("as it is", static), best_gate("homes moved", homes)
+    by_replicas = best_gate(named, homes + slots, refresh) if slots else None
     found = _weigh(settled, now_seconds, steps, len(static.windows), hottest, now, by_homes, by_replicas)
     return replace(found, left_out=recorded.left_out, notes=_notes(recorded, settled), measured_as=measured_as)
 
@@ -490,7 +514,9 @@ def _why_not(load: FloatArray, settled: _Settled) -> tuple[str, str]:
         return "No token has been recorded.", "Record a job that trains."
     least = LEAST_INTERVALS * settled.every_windows
     if windows < least:
-        have = f"{windows * steps} steps were recorded, and a plan every {settled.interval} needs {least * steps}."
+        were = "was" if windows * steps == 1 else "were"
+        have = f"{counted(windows * steps, 'step')} {were} recorded, and a plan every {_steps(settled.interval)} needs "
+        have += f"{least * steps}."
         smaller = windows // LEAST_INTERVALS * steps
         or_less = f", or give --every {smaller}" if smaller else ""
         return f"Too few steps: {have}", f"Record {least * steps} steps or more{or_less}."
@@ -603,6 +629,7 @@ def _weigh(
     pays = does_pay(best)
     settings = f"interval={settled.interval}"
     settings += f", replica_slots={settled.replica_slots}" if best is replicas else ""
+    settings += "" if best.gate == GATES[0] else f', gate="{best.gate}"'
     if settled.share_source == "given":  # the job's gate should count with it, too
         settings += f", migration=MigrationConfig(moe_share={settled.moe_share:g})"
     if pays:
@@ -610,6 +637,8 @@ def _weigh(
         verdict = (
             "It pays." if least_share <= settled.shares[1] else f"It pays from {least_share:.0%} of expert work on."
         )
+        if best.gate != GATES[0]:
+            verdict += f" The default gate would wait for surer gains, and save {_percent(best.gained)} less."
         advice = f"Next: BalancerConfig({settings})"
     else:
         verdict, advice = _why_it_does_not_pay(settled, steps, now, best, moving(best), hottest)
@@ -658,6 +687,15 @@ def _why_it_does_not_pay(
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.2g} s" if seconds >= 0.1 or seconds == 0 else f"{seconds * 1e3:.2g} ms"
+
+
+def _steps(interval: int) -> str:
+    return "step" if interval == 1 else f"{interval} steps"
+
+
+def _least_to_most(least: float, most: float) -> str:
+    digits = 0 if max(abs(least), abs(most)) >= 0.0195 else 1
+    return f"{least * 100:.{digits}f} to {most:.{digits}%}"
 
 
 def _span(shares: Sequence[float]) -> str:

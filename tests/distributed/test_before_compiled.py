@@ -62,6 +62,7 @@ def held_back_and_not(rank: int, held: tuple[int, ...]) -> dict[str, Any]:
         results[f"replicas {replica_slots}"] = {
             "compiled": compiled,
             "reasons": [event.reason for event in planned],
+            "judged": [event.judged_plans for event in planned],
             "moves": [event.step for event in committed],
             "aborted": [event.cause for event in events.of_type(RebalanceAborted)],
             "losses": losses,
@@ -86,6 +87,7 @@ def test_experts_move_before_anything_is_compiled(held: tuple[int, ...]) -> None
                 step for step in results[0][f"replicas {replica_slots}"]["moves"] if step <= STEPS // 2
             ]
             assert "homes only" in one["reasons"][0]
+            assert one["judged"][:2] == [0, 1], "the first plan is judged, whatever has made it"
             assert "homes only" not in one["reasons"][-1], "the planner took over when it was compiled"
         if rank in held:
             assert not any(result["replicas 0"]["compiled"]), "control: nothing of a migration was compiled"

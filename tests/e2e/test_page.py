@@ -172,6 +172,8 @@ def test_it_fits_a_phone_and_follows_the_dark(browser: Any, job: Job) -> None:
         page.goto(job.url)
         look_again(page, job)
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        reason = page.query_selector("#timeline tbody td.reason").bounding_box()
+        assert reason["x"] >= 0 and reason["x"] + reason["width"] <= PHONE["width"], "seen without scrolling sideways"
         grounds[scheme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
         page.close()
     assert grounds["light"] != grounds["dark"]
@@ -229,6 +231,24 @@ def test_a_report_shows_the_same_without_a_server(page: Any, tmp_path: Path) -> 
     assert exact(page, "imbalance") == pytest.approx(state.measured["imbalance"].mean(), abs=1e-9)
     assert exact(page, "rebalances") == 2 and len(page.query_selector_all("#timeline tbody tr")) == 3
     assert page.query_selector("#imbalance svg") and page.query_selector("#step-time svg")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_lines_of_charts_stand_out_from_their_ground(browser: Any, job: Job, scheme: str) -> None:
+    page = browser.new_page(color_scheme=scheme)
+    page.goto(job.url)
+
+    def light(name: str) -> float:
+        """Relative luminance, as of WCAG."""
+        parts = [value / 255 for value in page.evaluate(f"colour('{name}')")]
+        linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in parts]
+        return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
+
+    ground = light("card")
+    for name in ("worst", "start", "accent"):
+        darker, lighter = sorted((light(name), ground))
+        assert (lighter + 0.05) / (darker + 0.05) >= 2.2, name
+    page.close()
 
 
 def test_a_server_that_is_gone_is_told(browser: Any, job: Job) -> None:

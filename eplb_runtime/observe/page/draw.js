@@ -330,7 +330,11 @@ function barsOfRanks(host, now, start) {
 /** columns: [{name, class, cell(row), exact(row)}] */
 function table(caption, columns, rows) {
   const heading = (column) => element("th", { scope: "col", class: column.class, title: column.title }, column.name);
-  const cell = (column, row) => element("td", { class: column.class, "data-exact": column.exact?.(row) }, column.cell(row));
+  const cell = (column, row) => {
+    const shown = column.cell(row), empty = shown === "–" ? "" : null;
+    const about = { class: column.class, "data-exact": column.exact?.(row), "data-name": column.name, "data-empty": empty };
+    return element("td", about, shown);
+  };
   const head = element("tr", {}, ...columns.map(heading));
   const body = rows.map((row) => element("tr", {}, ...columns.map((column) => cell(column, row))));
   return element("table", {}, element("caption", {}, caption), element("thead", {}, head), element("tbody", {}, ...body));

@@ -99,7 +99,7 @@ function showHeat(view) {
     });
   }
   const scale = element("i");
-  scale.style.background = `linear-gradient(90deg, ${css("cold")}, ${css("even")} 40%, ${css("hot")})`;
+  scale.style.background = `linear-gradient(90deg, ${css("cold")}, ${css("even")} ${(100 / most).toFixed(0)}%, ${css("hot")})`;
   find("#heat .legend").replaceChildren("0 ×", scale, `${fixed(most, 1)} × the mean (neutral: 1 ×)`);
 }
 

@@ -40,7 +40,7 @@ def test_a_paragraph_stands_before_the_table_and_assumed_figures_below(
 def test_what_cannot_be_judged_is_two_sentences_and_no_table(skewed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = printed(capsys, skewed, "--ranks", "4", "--every", "5")
     assert shown.replace("\n", " ") == (
-        "Too few steps: 12 steps were recorded, and a plan every 5 needs 15. Record 15 steps or more, or give "
+        "Too few steps: 12 steps were recorded, and a plan every 5 steps needs 15. Record 15 steps or more, or give "
         "--every 4. "
     )
 

@@ -1,0 +1,120 @@
+"""MoE layers that stay in evaluation mode while others train are named once, whenever that begins."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+from collections.abc import Callable
+
+import pytest
+import torch
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+from torch import nn
+
+import eplb_runtime as eplb
+from eplb_runtime.config import config_from_settings
+from eplb_runtime.events import GuardFinding
+
+LAYERS, STEPS, INTERVAL = 11, 5, 3
+
+
+def trained(
+    rank: int, modes: Callable[[nn.Module, int], None], guard: str = "warn", layers: int = 3, steps: int = STEPS
+) -> list[str]:
+    """Warnings, and findings with their steps, of a training whose modules' modes are set ahead of each step."""
+    heard = logging.handlers.BufferingHandler(1000)
+    logging.getLogger("eplb_runtime").addHandler(heard)
+    model = make_model("olmoe", layers=layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    settings = {"interval": INTERVAL, "lag": 1, "dense_gradients": "allreduce", "policy": "static", "guard": guard}
+    balancer = eplb.attach(model, optimizer, config=config_from_settings(settings))
+    model.train()
+    for step in range(steps):
+        modes(model, step)
+        ids = batch_of(rank, step)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [(event.step, event.finding) for event in balancer.events.of_type(GuardFinding)]
+    balancer.close()
+    logging.getLogger("eplb_runtime").removeHandler(heard)
+    warned = [record.getMessage() for record in heard.buffer if record.levelno >= logging.WARNING]
+    return [f"step {step}: {finding}" for step, finding in found if finding in warned]
+
+
+def one_layer_late(model: nn.Module, step: int) -> None:
+    """From the second step of an interval on; later another layer, too."""
+    if step >= 4:
+        model.model.layers[1].eval()
+    if step >= 9:
+        model.model.layers[2].eval()
+
+
+def most_layers(model: nn.Module, step: int) -> None:
+    for layer in model.model.layers[1:]:
+        layer.mlp.experts.eval()
+
+
+def without_the_experts(model: nn.Module, step: int) -> None:
+    """Frozen parts in evaluation mode: all but the experts modules."""
+    model.eval()
+    for layer in model.model.layers:
+        layer.mlp.experts.train()
+
+
+def between_steps(model: nn.Module, step: int) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=batch_of(0, step))
+    model.train()
+
+
+CASES: dict[str, Callable[[int], list[str]]] = {
+    "one layer, late": lambda rank: trained(rank, one_layer_late, steps=13),
+    "raising guard": lambda rank: trained(rank, one_layer_late, "raise", steps=13),
+    "most layers": lambda rank: trained(rank, most_layers, layers=LAYERS),
+    "no guard": lambda rank: trained(rank, most_layers, "off"),
+    "whole model": lambda rank: trained(rank, lambda model, step: model.eval() and None),
+    "without the experts": lambda rank: trained(rank, without_the_experts),
+    "evaluations between steps": lambda rank: trained(rank, between_steps),
+}
+
+
+def all_cases(rank: int) -> dict[str, list[str]]:
+    return {name: run(rank) for name, run in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, list[str]]]:
+    return run_ranks(2, all_cases)
+
+
+def about_layers(found: list[str]) -> list[str]:
+    return [line for line in found if "MoE layers are in evaluation mode while others train" in line]
+
+
+@pytest.mark.parametrize("name", ["one layer, late", "raising guard"])
+def test_a_layer_is_named_once_at_the_first_interval_without_its_load(
+    results: list[dict[str, list[str]]], name: str
+) -> None:
+    first, second = about_layers(results[0][name])
+    assert first.startswith("step 10: ")
+    assert "train: model.layers.1.mlp.experts; their tokens are not counted" in first
+    assert "call train() on these modules" in first and "\n" not in first
+    assert second.startswith("step 13: ") and "train: model.layers.2.mlp.experts; " in second, "those that are new"
+    assert results[1][name] == [], "one rank says it for all that hold the layer"
+
+
+def test_of_many_layers_the_first_are_named(results: list[dict[str, list[str]]]) -> None:
+    (line,) = about_layers(results[0]["most layers"])
+    assert line.startswith("step 4: ") and "layers.1.mlp.experts, " in line and "layers.0.mlp" not in line
+    assert "model.layers.8.mlp.experts and 2 more; " in line and "layers.9" not in line
+
+
+@pytest.mark.parametrize("name", ["whole model", "without the experts", "evaluations between steps", "no guard"])
+def test_other_uses_of_evaluation_mode_say_nothing_of_layers(results: list[dict[str, list[str]]], name: str) -> None:
+    for result in results:
+        assert about_layers(result[name]) == []
+    said = [line for line in results[0][name] if "no token was counted" in line]
+    assert bool(said) == (name == "whole model"), "which has a finding of its own"
