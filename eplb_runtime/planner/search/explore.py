@@ -134,7 +134,7 @@ def pour_anew(
         load_WE, ballast_WR: one scenario.
     """
     load_E, ballast_R = load_WE[0].astype(np.float64), ballast_WR[0].astype(np.float64)
-    home_XE, replica_XRK = _stands_and_packed(load_E, ballast_R, question)
+    home_XE, replica_XRK = _current_and_packed(load_E, ballast_R, question)
     layer = empty_layer(load_WE, ballast_WR, question.start_replica_RK.shape[1], limits.max_copies)
     track, peak_W = Track(np.empty(1), np.zeros((1, 2), dtype=np.int64), np.empty(1)), np.empty(1)
     enough = limits.lowest * (1.0 + GOOD_ENOUGH) + LITTLE
@@ -172,7 +172,7 @@ def grow_anew(
         seconds_price: imbalance that a second of carrying must be worth.
     """
     load_E, ballast_R = load_WE[0].astype(np.float64), ballast_WR[0].astype(np.float64)
-    home_XE, replica_XRK = _stands_and_packed(load_E, ballast_R, question)
+    home_XE, replica_XRK = _current_and_packed(load_E, ballast_R, question)
     grow_trees(load_E, variance_E, ballast_R, limits.max_copies, home_XE[1], replica_XRK[1])
     add_chords(load_E, limits.stride_K, home_XE[1], replica_XRK[1])
     layer = empty_layer(load_WE, ballast_WR, question.start_replica_RK.shape[1], limits.max_copies)
@@ -187,7 +187,7 @@ def grow_anew(
     return Found(layer.home_E, layer.replica_RK, track, 0, start), Starts(home_XE, replica_XRK)
 
 
-def _stands_and_packed(
+def _current_and_packed(
     load_E: NDArray[np.float64], ballast_R: NDArray[np.float64], question: Question
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Two placements, as the layer stands and with homes packed anew: int32 ``[2, E]`` and ``[2, R, K]``; the replica

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ...placement import EMPTY
 from ...utils.jit import jit
 
-CARES = (2.5, 2.0)
+CARES = (3.0, 2.0)
 """Standard deviations that a rank withstands, one with less than `HEAVY` times the mean and one with more."""
 HEAVY = 1.5
 HIGHEST = 4.0
