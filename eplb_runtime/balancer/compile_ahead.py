@@ -81,7 +81,9 @@ def compile_planner(policy: str = "incremental") -> None:
     if policy == "incremental":
         if budget:
             plan(load, Topology(4, 2), slots_per_rank=3, current=current, max_moves=budget)
-        plan(np.arange(1.0, POURED_FROM + 1)[None], Topology(POURED_FROM), slots_per_rank=2)
+        many = np.arange(1.0, POURED_FROM + 1)[None]
+        plan(many, Topology(POURED_FROM), slots_per_rank=2)  # copies are poured
+        plan(many[None], Topology(POURED_FROM), slots_per_rank=2)  # they form trees
         _compile(pack_near, load[0], np.zeros((8, 2)), 2, np.zeros(8, dtype=np.int32))
         home_E, choice_NE = np.zeros(8, dtype=np.int32), np.zeros((1, 8), dtype=np.int64)
         _compile(pack_staying, load[0], home_E, 4, 0.0, home_E)

@@ -395,3 +395,25 @@ def scenarios(
     scale = expected.sum(axis=-1, keepdims=True)
     share = _share(expected)
     return np.maximum(share + stray, 0.0) * scale, np.maximum(share + mixed, 0.0) * scale
+
+
+JITTER = 0.3
+"""Standard deviation of the next window around the only one known, as a share of an expert's load: both stray."""
+JITTERS = 4.0
+"""Of the mean load of a rank: what an expert has beyond so much counts as steady. Copies for more would take those that
+all the others need."""
+
+
+def variance_of_next(load: Load, ranks: int) -> Load:
+    """Variance that the next window is taken to have around the only one that is known.
+
+    Args:
+        load: float64 ``[L, E]``.
+        ranks: R, over which the experts are spread.
+
+    Returns:
+        float64 ``[L, E]``, in squared tokens. One window does not show it: it is a constant share of the load, good for
+        loads that jitter by a fifth, and not much worse for steadier ones.
+    """
+    most = JITTERS * load.sum(axis=1, keepdims=True) / ranks
+    return np.asarray((JITTER * np.minimum(load, most)) ** 2)

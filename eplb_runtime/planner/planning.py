@@ -47,7 +47,8 @@ def plan(
     """Plan a placement of experts for a measured load.
 
     Args:
-        load: tokens per logical expert, ``[L, E]``, or ``[T, L, E]`` for T successive windows, oldest first.
+        load: tokens per logical expert, ``[L, E]``: a load that is known; or ``[T, L, E]``: T successive windows of one
+            that goes on, oldest first. A plan for one, ``[1, L, E]``, leaves room for how far the next may stray.
         topology: ranks and nodes of the EP group.
         slots_per_rank: S; in the home layout E/R homes and the rest replica slots.
         current: the placement that stands now; None: nothing stands yet, every slot is a move.
@@ -100,6 +101,8 @@ def plan(
     check_sizes(windows.shape[1:], topology.num_ranks, slots_per_rank, settled.groups, layout, current)
     speed_R = checked_speed(settled, policy, topology.num_ranks)
     request = replace(_request(windows, topology, slots_per_rank, current, layout, settled), speed_R=speed_R)
+    if np.ndim(load) == 3 and len(windows) == 1 and settled.declared is None:
+        request = replace(request, variance=forecasts.variance_of_next(windows[0], topology.num_ranks))
     check_shapes(request)
     everybody = speed_R is None or bool(speed_R.all())
     placement = POLICIES[policy](request) if everybody else without_gone_ranks(request, POLICIES[policy])

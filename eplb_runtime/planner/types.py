@@ -50,6 +50,8 @@ class PlanRequest:
         trust: share of a plan's gain that came true of earlier ones, in [0, 1].
         wanders_L: bool, layers whose load surely wanders from window to window: a plan ages there. None: no layer does.
         declared: all scenarios will come (micro-batches of one step): how they differ is no doubt about any of them.
+        variance: float64 ``[L, E]``, of the load to come, where only one window of the past is known; None: what is
+            known is known for sure, or `scenarios` say how it strays.
     """
 
     load: NDArray[np.float64]
@@ -72,6 +74,7 @@ class PlanRequest:
     declared: bool = False
     trust: float = 1.0
     wanders_L: NDArray[np.bool_] | None = None
+    variance: NDArray[np.float64] | None = None
 
     @property
     def num_layers(self) -> int:

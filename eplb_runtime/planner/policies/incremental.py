@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from ...moe.routing.water_filling import ballast
 from ...placement import EMPTY, Placement
 from ..cost import HYSTERESIS
-from ..evaluate import in_units, lowest_imbalance
+from ..evaluate import UNITS, in_units, lowest_imbalance
 from ..search.align import align, placed_anew
 from ..search.budget import share_out
 from ..search.descent import GOOD_ENOUGH
-from ..search.explore import LITTLE, POURED_FROM, Found, Limits, Starts, make_starts, pour_anew, search_layer
+from ..search.explore import LITTLE, POURED_FROM, Found, Limits, Starts, grow_anew, make_starts, pour_anew, search_layer
 from ..search.few_moves import MOST_MOVES, Frontier, search_few_moves
 from ..search.prices import Question
 from ..search.starts import strides
@@ -201,6 +201,9 @@ class _Search:
         one = self._load_LWE.shape[1] == 1 and self._anew and start.replica_slots > 0
         free = self._seconds_price == 0.0 and request.crossing_price == 0.0
         self._may_pour = one and free and topology.num_ranks >= POURED_FROM
+        # Of one window of a load that goes on nobody knows how far it strays: a search would fit it.
+        grows = one and request.variance is not None and topology.num_ranks >= POURED_FROM
+        self._variance_LE = _variance_in_units(request) if grows and request.crossing_price == 0.0 else None
         self._stride_K = strides(topology.num_ranks, start.replica_slots)
         self._most_moves = _few_moves(request)
 
@@ -255,6 +258,8 @@ class _Search:
         """The layer's search and where it could begin; none, where pouring alone comes near to the bound."""
         load_WE, ballast_WR = question[0][: self._led_by], question[1][: self._led_by]
         poured = None
+        if self._variance_LE is not None:
+            return grow_anew(load_WE, ballast_WR, self._variance_LE[layer], question[2], self._seconds_price, limits)
         if self._may_pour and self._price_L[layer] == 0.0:
             found, poured = pour_anew(load_WE, ballast_WR, question[2], limits)
             if found.track.value_N[0] <= limits.lowest * (1.0 + GOOD_ENOUGH) + LITTLE:
@@ -329,6 +334,13 @@ class _Search:
         max_copies = min(ranks, max(most, room), 1 + ranks * slots)
         max_steps = 2 * load_WE.shape[1] + 2 * ranks * slots
         return Limits(max_copies, max_steps, self._led_by, float(self._lowest_L[layer]), self._stride_K)
+
+
+def _variance_in_units(request: PlanRequest) -> NDArray[np.float64]:
+    """float64 ``[L, E]``: of the loads as `in_units` has them."""
+    total_L1 = np.maximum(request.scenarios[0].sum(axis=1, keepdims=True), 1e-300)
+    variance = np.zeros_like(total_L1) if request.variance is None else request.variance
+    return np.asarray(variance * (UNITS / total_L1) ** 2)
 
 
 def _few_moves(request: PlanRequest) -> int:

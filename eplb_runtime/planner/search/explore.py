@@ -23,6 +23,7 @@ from .prices import NOW, Question, Track, crossing_cost, judge, price_of_moves, 
 from .scenarios import LayerLoads, copy_state, empty_layer, has_copy_on, place_experts, set_replica, settle
 from .settle import match_ranks
 from .starts import add_chords, pack, pack_near
+from .trees import grow_trees
 
 SEARCHED = 2
 """Starts that are searched from, of those tried: the best by what they are and cost."""
@@ -132,15 +133,9 @@ def pour_anew(
     Args:
         load_WE, ballast_WR: one scenario.
     """
-    (ranks, slots), experts = question.start_replica_RK.shape, question.start_home_E.size
     load_E, ballast_R = load_WE[0].astype(np.float64), ballast_WR[0].astype(np.float64)
-    home_XE = np.empty((2, experts), dtype=np.int32)
-    replica_XRK = np.empty((2, ranks, slots), dtype=np.int32)
-    home_XE[:], replica_XRK[0] = question.start_home_E, question.start_replica_RK
-    if experts > ranks:
-        pack(load_E, ballast_R, 0, home_XE[1], replica_XRK[1], False)
-        match_ranks(question.start_home_E, home_XE[1], replica_XRK[1])
-    layer = empty_layer(load_WE, ballast_WR, slots, limits.max_copies)
+    home_XE, replica_XRK = _current_and_packed(load_E, ballast_R, question)
+    layer = empty_layer(load_WE, ballast_WR, question.start_replica_RK.shape[1], limits.max_copies)
     track, peak_W = Track(np.empty(1), np.zeros((1, 2), dtype=np.int64), np.empty(1)), np.empty(1)
     enough = limits.lowest * (1.0 + GOOD_ENOUGH) + LITTLE
     place_experts(layer, home_XE[0], replica_XRK[0])
@@ -158,6 +153,53 @@ def pour_anew(
     place_experts(layer, home_XE[start], replica_XRK[start])
     record(layer, question, track, 0, judge(layer, peak_W)[0])
     return Found(layer.home_E, layer.replica_RK, track, 0, start), Starts(home_XE, replica_XRK)
+
+
+def grow_anew(
+    load_WE: NDArray[np.int64],
+    ballast_WR: NDArray[np.int64],
+    variance_E: NDArray[np.float64],
+    question: Question,
+    seconds_price: float,
+    limits: Limits,
+) -> tuple[Found, Starts]:
+    """Homes packed anew and copies as trees that withstand loads which stray, or the layer as it stands where that is
+    worth more for the load known; no search, which would fit the placement to that very load.
+
+    Args:
+        load_WE, ballast_WR: one scenario.
+        variance_E: of it.
+        seconds_price: imbalance that a second of carrying must be worth.
+    """
+    load_E, ballast_R = load_WE[0].astype(np.float64), ballast_WR[0].astype(np.float64)
+    home_XE, replica_XRK = _current_and_packed(load_E, ballast_R, question)
+    grow_trees(load_E, variance_E, ballast_R, limits.max_copies, home_XE[1], replica_XRK[1])
+    add_chords(load_E, limits.stride_K, home_XE[1], replica_XRK[1])
+    layer = empty_layer(load_WE, ballast_WR, question.start_replica_RK.shape[1], limits.max_copies)
+    track, worth_X = Track(np.empty(1), np.zeros((1, 2), dtype=np.int64), np.empty(1)), np.empty(2)
+    for index in range(2):
+        place_experts(layer, home_XE[index], replica_XRK[index])
+        record(layer, question, track, 0, judge(layer, np.empty(1))[0])
+        worth_X[index] = track.value_N[0] + seconds_price * track.seconds_N[0]
+    start = int(np.argmin(worth_X))
+    place_experts(layer, home_XE[start], replica_XRK[start])
+    record(layer, question, track, 0, judge(layer, np.empty(1))[0])
+    return Found(layer.home_E, layer.replica_RK, track, 0, start), Starts(home_XE, replica_XRK)
+
+
+def _current_and_packed(
+    load_E: NDArray[np.float64], ballast_R: NDArray[np.float64], question: Question
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Two placements, as the layer stands and with homes packed anew: int32 ``[2, E]`` and ``[2, R, K]``; the replica
+    slots of the second are to be filled."""
+    (ranks, slots), experts = question.start_replica_RK.shape, question.start_home_E.size
+    home_XE = np.empty((2, experts), dtype=np.int32)
+    replica_XRK = np.empty((2, ranks, slots), dtype=np.int32)
+    home_XE[:], replica_XRK[0] = question.start_home_E, question.start_replica_RK
+    if experts > ranks:
+        pack(load_E, ballast_R, 0, home_XE[1], replica_XRK[1], False)
+        match_ranks(question.start_home_E, home_XE[1], replica_XRK[1])
+    return home_XE, replica_XRK
 
 
 @jit(error_model="numpy")

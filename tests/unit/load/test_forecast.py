@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from eplb_runtime.load.forecast import (
+    JITTER,
+    JITTERS,
     coarsen,
     exponential_average,
     forecast,
@@ -14,6 +16,7 @@ from eplb_runtime.load.forecast import (
     last_change,
     past_imbalance,
     scenarios,
+    variance_of_next,
 )
 
 
@@ -102,6 +105,15 @@ def test_scenarios_lie_around_the_forecast_and_stray_farther_than_what_was_seen(
     assert np.allclose(come.mean(axis=0), expected, rtol=1e-3)
     assert (come.std(axis=0) > 1.1 * load.std(axis=0)).all()
     assert 0.8 < mixed.std() / come.std() < 1.2
+
+
+def test_the_next_window_strays_by_a_share_of_the_only_one_and_no_more_where_an_expert_dominates() -> None:
+    load = np.array([[0.0, 10.0, 30.0, 1000.0], [20.0, 20.0, 20.0, 20.0]])
+    deviation = np.sqrt(variance_of_next(load, 4))
+    assert np.allclose(deviation[:, :3], JITTER * load[:, :3])
+    assert np.allclose(deviation[:, 3], JITTER * np.minimum(load[:, 3], JITTERS * load.sum(axis=1) / 4))
+    assert np.allclose(np.sqrt(variance_of_next(1000 * load, 64)), 1000 * np.sqrt(variance_of_next(load, 64)))
+    assert np.sqrt(variance_of_next(load, 64))[0, 3] < JITTER * 1000 / 10
 
 
 def test_one_window_is_its_own_only_scenario() -> None:
