@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
-from math import inf
+from math import inf, nan
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, overload
@@ -48,6 +48,8 @@ _MOST = 1 << 60
 """Of a whole number: beyond it there is no counting in 64 bits."""
 _MOST_SECONDS = 366 * 86400.0
 """Of a wait: clocks overflow far beyond it."""
+SLOWEST = 1e-3
+"""A rank that is slower beside the fastest is broken, or its number is in another unit."""
 
 
 class ConfigError(ValueError):
@@ -56,12 +58,21 @@ class ConfigError(ValueError):
 
 def _shown(value: object) -> str:
     """A value in one line that is not too long."""
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # Python refuses to print numbers of thousands of digits
+        text = f"a {type(value).__name__} that cannot be printed"
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+def _as_float(value: object) -> float:
+    """A real number as Python's; not a number: it is none; infinite: it is too large."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return nan
+    try:
+        return float(value)
+    except OverflowError:
+        return inf
 
 
 class _Settings:
@@ -91,9 +102,9 @@ class _Settings:
         if not isinstance(value, Integral) or isinstance(value, bool):
             raise ConfigError(f"{name}={_shown(value)}: give a whole number")
         if least is not None and value < least:
-            raise ConfigError(f"{name}={value}: give at least {least}")
-        if int(value) > _MOST:
-            raise ConfigError(f"{name}={value}: give at most {_MOST}")
+            raise ConfigError(f"{name}={_shown(value)}: give at least {least}")
+        if abs(int(value)) > _MOST:
+            raise ConfigError(f"{name}={_shown(value)}: give at most {_MOST}")
         self._set(name, int(value))
 
     def _seconds(self, name: str) -> None:
@@ -101,11 +112,12 @@ class _Settings:
         value = getattr(self, name)
         if value is None and self.__dataclass_fields__[name].default is None:
             return
-        if not _is_number(value) or not 0 < value < inf:
+        seconds = _as_float(value)
+        if not 0 < seconds < inf:
             raise ConfigError(f"{name}={_shown(value)}: give a positive number of seconds")
-        if value > _MOST_SECONDS:
+        if seconds > _MOST_SECONDS:
             raise ConfigError(f"{name}={_shown(value)}: give at most {_MOST_SECONDS:g} seconds, which are a year")
-        self._set(name, float(value))
+        self._set(name, seconds)
 
     def _flag(self, name: str) -> None:
         value = getattr(self, name)
@@ -266,9 +278,10 @@ class MigrationConfig(_Settings):
         self._whole("lag", 0)
         self._whole("horizon_steps", 1)
         if self.moe_share is not None:
-            if not _is_number(self.moe_share) or not 0 < self.moe_share <= 1:
+            share = _as_float(self.moe_share)
+            if not 0 < share <= 1:
                 raise ConfigError(f"moe_share={_shown(self.moe_share)}: give a share of the step in (0, 1], or None")
-            self._set("moe_share", float(self.moe_share))
+            self._set("moe_share", share)
         self._whole("max_moves", 0)
         self._seconds("max_pause_seconds")
         self._one_of("transport", TRANSPORTS)
@@ -505,7 +518,7 @@ class BalancerConfig(_Settings):
     def _check_files(self) -> None:
         for name, kinds in (("run", (str, Path)), ("initial_placement", (Placement, str, Path))):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, kinds):
+            if value is not None and (not isinstance(value, kinds) or value == ""):
                 wanted = "a folder" if name == "run" else "a Placement or its file"
                 raise ConfigError(f"{name}={_shown(value)}: give {wanted}")
 
@@ -514,11 +527,17 @@ class BalancerConfig(_Settings):
         if speeds is None:
             return
         speeds = speeds.tolist() if isinstance(speeds, np.ndarray) else speeds
-        if not isinstance(speeds, list | tuple) or not all(_is_number(speed) and 0 < speed < inf for speed in speeds):
+        numbers = tuple(map(_as_float, speeds)) if isinstance(speeds, list | tuple) else (nan,)
+        if not all(0 < number < inf for number in numbers):
             raise ConfigError(f"rank_speed={_shown(speeds)}: give numbers above 0, one for each rank")
-        if not speeds:
+        if not numbers:
             raise ConfigError("rank_speed has no numbers: give one for each rank, or leave it out")
-        self._set("rank_speed", tuple(map(float, speeds)))
+        if min(numbers) < SLOWEST * max(numbers):
+            raise ConfigError(
+                f"rank_speed: {min(numbers):g} beside {max(numbers):g}: a rank that is {1 / SLOWEST:g} times slower is "
+                "broken, or measured in another unit"
+            )
+        self._set("rank_speed", numbers)
 
     def _check_listening(self) -> None:
         token = self.listen_token

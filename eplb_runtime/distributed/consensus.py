@@ -245,7 +245,7 @@ def barrier(
     """
     world, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     base = f"eplb_runtime/{what}/{everyone[0]}-{everyone[-1]}-{len(everyone)}"
-    store = JobStore(world, base, max(timeout_seconds, SETUP_SECONDS))
+    store = JobStore(world, base, max(timeout_seconds, SETUP_SECONDS) if patient else timeout_seconds)
     try:
         host_seconds = world.timeout.total_seconds() if patient else 0.0  # type: ignore[attr-defined]
         return _Barrier(store, everyone, rank, what).arrive(timeout_seconds, problem, host_seconds)

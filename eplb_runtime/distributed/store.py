@@ -121,10 +121,10 @@ class JobStore:
         self._worker.submit(delete)
 
     def close(self) -> None:
-        """Give the connection back."""
+        """Give the connection back; where the store is silent the thread does, once it answers, and nobody waits."""
         if not self._worker.closed:
             self._worker.submit(self._disconnect)
-            self._worker.close(self._seconds)
+            self._worker.close(0.0 if self.silent else self._seconds)
 
     def _ask(self, question: Callable[[dist.Store], T], patient: bool = False, extra_seconds: float = 0.0) -> T:
         """Ask on the thread.

@@ -7,6 +7,7 @@ from numbers import Integral, Real
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ..config import SLOWEST
 from ..placement import Placement
 from .policies import LAYOUTS, POLICIES
 from .terms import Settled
@@ -18,8 +19,6 @@ MOST_SLOTS = 2**26
 """Slots over all layers that are planned for; 100 layers on 1,024 ranks of 64 slots are a tenth of it."""
 MOST_TOKENS = 1e300
 """Of all windows; sums of more, and their squares' scale, leave float64, and what cannot be added up looks even."""
-SLOWEST = 1e-3
-"""A rank that is slower beside the fastest is broken, or its number is in another unit."""
 
 
 def checked_load(load: ArrayLike, name: str = "load") -> NDArray[np.float64]:

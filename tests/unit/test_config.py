@@ -77,7 +77,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rank_speed": "1,1"}, "rank_speed='1,1': give numbers above 0"),
     ({"rank_speed": [1, "2"]}, "give numbers above 0"),
     ({"rank_speed": []}, "rank_speed has no numbers"),
+    ({"rank_speed": [10**400, 1]}, "give numbers above 0"),
+    ({"rank_speed": [1, 1e-4]}, "1000 times slower is broken"),
+    ({"staging_bytes": 10**5000}, "staging_bytes=a int that cannot be printed: give at most"),
+    ({"low_latency_tokens": -(10**400)}, "low_latency_tokens=-1000000"),
+    ({"timeout_seconds": 10**400}, "give a positive number of seconds"),
     ({"run": 3}, "run=3: give a folder"),
+    ({"run": ""}, "run='': give a folder"),
     ({"initial_placement": 3}, "give a Placement or its file"),
     ({"listen": 80.5}, "listen=80.5: give a port"),
     ({"listen": 0, "listen_token": 12345678}, "listen_token must be"),
@@ -91,7 +97,7 @@ def refusal(make: Any, settings: Mapping[str, Any]) -> str:
     with pytest.raises(ConfigError) as refused:
         make(**settings)
     line = str(refused.value)
-    assert line and "\n" not in line
+    assert line and "\n" not in line and len(line) < 500
     return line
 
 

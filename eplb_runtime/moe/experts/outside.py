@@ -3,8 +3,8 @@
 They are read by index, and would be of other experts once these have moved; nothing that torch counts tells of a read.
 So before homes move the heap is searched for what has an expert parameter's shape and is neither the model's, the
 optimizer's, registered, nor ours. Values tell what is a copy (an average stays near its weights), in whatever shape,
-from what has that shape or length by chance; of what is no copy (a mask, sums of squares) that it lives on from look to
-look. Numbers of experts in plain lists, bytes or files are not found.
+from what has that shape or length by chance; of what is no copy (a mask, sums of squares) that it, or one of its shape
+in the same container, lives on from look to look. Numbers of experts in plain lists, bytes or files are not found.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class Outside:
         self._buffers = {id(one): weakref.ref(one) for model in models for one in nn.Module.buffers(model)}
         self._left_alone: dict[int, weakref.ref[Any]] = {}
         self._seen: dict[int, weakref.ref[Any]] = {}
+        self._seen_in: set[tuple[tuple[int, ...], int]] = set()
         self._said = ""
         self._holding: list[weakref.ref[Any]] = []
         self._sizes: set[int] = set()
@@ -154,13 +155,19 @@ class Outside:
         sure, stay = {id(one) for one in copies}, {id(one) for one in tell if _is_among(one, self._seen)}
         if not copies_only:
             self._seen = {id(one): weakref.ref(one) for one in tell}
+        told = {id(one) for one in tell}
         del strangers, copies, others, tell
-        if sure or stay:
+        if sure or stay or (told and self._seen_in):
             gc.collect()  # what is garbage already is still in the heap
         alive = [one for one in (reference() for reference in asked) if one is not None][:_MOST]
         holders = _holders(alive) if alive else []
         self.skip(one for one, holder in zip(alive, holders, strict=True) if holder is None)
         users = [(one, holder) for one, holder in zip(alive, holders, strict=True) if holder is not None]
+        # An average that is written out of place is another tensor in each step, and stays where it was (in a dict).
+        places = {id(one): {(tuple(one.shape), place) for place in by[0]} for one, by in users if id(one) in told}
+        stay |= {one for one, those in places.items() if those & self._seen_in}
+        if not copies_only:
+            self._seen_in = {place for one, those in places.items() for place in those if place[1] != one}
         rows = [(one, by) for one, by in users if id(one) in sure or (id(one) in stay and not by[2])]
         return rows, any(not by[2] and id(one) not in sure | stay for one, by in users)
 

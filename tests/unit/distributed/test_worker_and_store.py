@@ -133,7 +133,29 @@ def test_a_meeting_over_a_silent_store_ends(monkeypatch: pytest.MonkeyPatch) -> 
         consensus.barrier([0], "attach", 0.01, patient=True)
     stuck.release.set()
     monkeypatch.setattr(consensus, "SETUP_SECONDS", 10.0)
-    consensus.barrier([0], "attach", 0.01)  # what timed out may have been counted: it meets all the same
+    consensus.barrier([0], "attach", 0.01, patient=True)  # what timed out may have been counted: it meets all the same
+
+
+def test_a_call_between_steps_waits_for_a_silent_store_no_longer_than_its_own_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Making connections may take minutes; `rebalance` and `state_dict` may not."""
+    stuck = Stuck(dist.HashStore())
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: stuck)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    with pytest.raises(StoreError, match="does not answer"):
+        Worker("calls").do(lambda: consensus.barrier([0], "rebalance()", 0.05), 10.0)
+    stuck.release.set()
+
+
+def test_closing_a_silent_store_waits_for_nothing() -> None:
+    stuck = Stuck(dist.HashStore())
+    store = JobStore(stuck, "job", 0.05)  # type: ignore[arg-type]
+    with pytest.raises(StoreError):
+        store.word_of("decision")
+    store._seconds = 60.0
+    Worker("closes").do(store.close, 10.0)
+    stuck.release.set()
 
 
 def test_a_wait_for_a_word_ends_with_the_word_or_its_time() -> None:
