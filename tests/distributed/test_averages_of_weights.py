@@ -8,6 +8,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import eplb_runtime as eplb
 from eplb_runtime.config import config_from_settings
 from eplb_runtime.moe.experts.matching import matched
+from eplb_runtime.moe.experts.outside import Outside
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 EXPERTS, STEPS = 8, 6
@@ -302,6 +304,25 @@ def copied_in_flight(rank: int) -> list[tuple[float, list[str]]]:
     return found
 
 
+def looks_in_flight(rank: int) -> list[bool]:
+    """For each look for copies while experts were in flight, whether it did without reading the heap."""
+    balancer, model, optimizer = attached(overlap=True, max_pause_seconds=30.0)
+    looks, nothing_is_new = [], Outside._nothing_is_new
+
+    def noted(self: Outside) -> bool:
+        looks.append(nothing_is_new(self))
+        return looks[-1]
+
+    with patch.object(Outside, "_nothing_is_new", noted):
+        for step in range(9):
+            ids = batch_of(rank, step)
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    balancer.close()
+    return looks
+
+
 def taught(rank: int, writes: Callable[[int], bool], says: bool) -> tuple[int, list[str]]:
     """The epoch of a model after some steps, beside an attached one without an optimizer, into which it is averaged row
     by row after some of them."""
@@ -334,7 +355,8 @@ def teachers(rank: int) -> dict[str, tuple[int, list[str]]]:
 
 def alarms(rank: int) -> dict[str, Any]:
     handler, lines = heard()
-    said: dict[str, Any] = {"in flight": copied_in_flight(rank), "teachers": teachers(rank)}
+    said: dict[str, Any] = {"looks": looks_in_flight(rank), "in flight": copied_in_flight(rank)}
+    said["teachers"] = teachers(rank)
     handler.buffer.clear()
     for copies in (0, EXPERTS // 2):  # as many copies as homes: ours have the shape of experts, too
         other = attached(policy="static")  # another attached model, as a reference in fine-tuning
@@ -362,6 +384,7 @@ def alarms(rank: int) -> dict[str, Any]:
 
 def test_what_only_has_the_shape_of_experts_stops_nothing() -> None:
     for said in run_ranks(2, alarms):
+        assert len(said["looks"]) > 1 and all(said["looks"])
         for apart, lines in said["in flight"]:
             assert apart == 0.0 and any("kept in copied_at() holds" in line for line in lines), (apart, lines)
         epoch, (line,) = said["teachers"]["in each step"]

@@ -227,7 +227,7 @@ class Outside:
         return [
             (one, id(one) in moments or any(_is_among(one, other._buffers) for other in ours))
             for one in wanted
-            if not (isinstance(one, Tensor) and (one.is_meta or not one.untyped_storage().size()))
+            if _has_memory(one)
             and _place(one) not in known
             and not _is_among(one, self._left_alone)
             and not (tuple(one.shape) in rows and id(one) in in_modules)
@@ -253,7 +253,8 @@ class Outside:
             return False
         known = {place for one in list(_ALL) for place in one._places()}
         found = {id(one): one for one in (*new, *self._wanted(_values_in_frames()))}.values()
-        return all(_place(one) in known or _is_among(one, self._left_alone) for one in found)
+        unknown = [one for one in found if _has_memory(one) and _place(one) not in known]
+        return not any(self._like(one) for one in unknown if not _is_among(one, self._left_alone))
 
     def _places(self) -> Iterator[int]:
         """Of all memory that is known. A buffer of the model does not move with experts, whoever has put it there."""
@@ -376,6 +377,10 @@ def _may_hold_arrays(container: Any) -> bool:
         return True
     first = next(iter(container.values() if type(container) is dict else container), None)
     return type(first) is np.ndarray
+
+
+def _has_memory(one: Array) -> bool:
+    return not (isinstance(one, Tensor) and (one.is_meta or not one.untyped_storage().size()))
 
 
 def _place(one: Array) -> int:
