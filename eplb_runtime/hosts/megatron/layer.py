@@ -48,9 +48,8 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
                 "more: attach the wrapped model, with the optimizer that get_megatron_optimizer makes of it"
             )
         padding[0] = padding_mask  # the router's: True is padding
-        return own_route(
-            hidden_states, padding_mask, *more, **named
-        )  # newer versions give ids of tokens, for hash routing
+        # Newer versions give ids of tokens, too, for hash routing.
+        return own_route(hidden_states, padding_mask, *more, **named)
 
     def preprocess(hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
         if goes_on_after_graph(module):
