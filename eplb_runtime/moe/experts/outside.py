@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import logging
 import sys
 import weakref
 from collections import OrderedDict, defaultdict, deque
@@ -28,6 +29,8 @@ from torch.optim.swa_utils import AveragedModel
 from ...utils.new_objects import NewObjects
 from .matching import MARK, arrays_in
 from .slices import is_sliced
+
+logger = logging.getLogger("eplb_runtime")
 
 _SAMPLED = 64
 """Elements of a tensor that are compared first."""
@@ -93,6 +96,7 @@ class Outside:
         self._sizes: set[int] = set()
         self._shapes: set[tuple[int, ...]] = set()
         self._new = NewObjects(self._wanted) if follows else None
+        self._frozen = gc.get_freeze_count()
 
     def close(self) -> None:
         """Follow nothing any more."""
@@ -201,6 +205,7 @@ class Outside:
             return []
         self._sizes = {*self.layouts(), *(p.numel() for p in self._parameters.values())}
         self._shapes = {*self._shapes_of_rows(), *self._shapes_of_masks()}
+        self._tell_of_frozen()
         if self._new is not None:
             self._new.restart()
         heap = gc.get_objects()
@@ -211,7 +216,7 @@ class Outside:
         picked = [one for one in heap if type(one) in kinds]
         del heap
         wanted = self._wanted([*picked, *_values_in_frames()])
-        ours = [one for one in picked if type(one) is Outside]
+        ours = list(_ALL)
         modules = [one for one in picked if type(one) in of_modules]
         optimizers = [one for one in picked if type(one) in of_optimizers]
         del picked
@@ -255,6 +260,16 @@ class Outside:
         found = {id(one): one for one in (*new, *self._wanted(_values_in_frames()))}.values()
         unknown = [one for one in found if _has_memory(one) and _place(one) not in known]
         return not any(self._like(one) for one in unknown if not _is_among(one, self._left_alone))
+
+    def _tell_of_frozen(self) -> None:
+        """Warn, once for each time, of objects that are in no generation any more, where nobody finds them."""
+        frozen, self._frozen = self._frozen, gc.get_freeze_count()
+        if self._frozen > frozen:
+            logger.warning(
+                "gc.freeze() hides %d objects: tensors of experts that you keep (averages, snapshots) are not found "
+                "among them, and would be of other experts once these move: say so with balancer.register",
+                self._frozen - frozen,
+            )
 
     def _places(self) -> Iterator[int]:
         """Of all memory that is known. A buffer of the model does not move with experts, whoever has put it there."""

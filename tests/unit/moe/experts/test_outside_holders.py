@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -88,3 +89,17 @@ def test_what_is_followed_reads_no_heap_while_nothing_is_new(monkeypatch: pytest
     passing.append(copy_of_torch())
     assert outside.found(copies_only=True) and () in reads
     outside.close()
+
+
+def test_what_gc_freeze_hides_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    outside = Outside({"down": EXPERTS}, [MODEL], lambda: [EXPERTS])
+    with caplog.at_level(logging.WARNING, "eplb_runtime"):
+        assert outside.found() == "" and not caplog.messages
+        kept = [copy_of_torch()]
+        gc.freeze()
+        try:
+            assert outside.found() == "" == outside.found()  # not found: so it is said
+        finally:
+            gc.unfreeze()
+    assert len(caplog.messages) == 1 and "gc.freeze() hides" in caplog.messages[0]
+    assert outside.found() and kept
