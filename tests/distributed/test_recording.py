@@ -54,7 +54,7 @@ def train(
         interval=2,
         gate="always",
         dense_gradients="allreduce",
-        run=run if rank == 0 else None,
+        run=(run or None) if rank == 0 else None,
         migration=eplb.MigrationConfig(lag=0),
     )
     balancer = eplb.attach(model, optimizer, config=config) if attach else None

@@ -435,12 +435,12 @@ def _elements(tensor: Tensor, most: int) -> Tensor:
 # -- naming ------------------------------------------------------------------------------------------------------------
 
 
-def _frames(*, users: bool = True) -> Iterator[FrameType]:
-    """Of the user's functions that are running, or else of torch's and ours, but for those here."""
+def _frames() -> Iterator[FrameType]:
+    """Of the user's functions that are running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         where = str(frame.f_globals.get("__name__", ""))
-        if where != __name__ and users != where.startswith(("eplb_runtime", "torch.")):
+        if not where.startswith(("eplb_runtime", "torch.")):
             yield frame
         frame = frame.f_back
 
@@ -455,9 +455,9 @@ def _locals(frame: FrameType) -> list[tuple[str, Any]]:
     return found
 
 
-def _values_in_frames(*, users: bool = True) -> list[Any]:
+def _values_in_frames() -> list[Any]:
     """Of local variables; the collector knows none of a function that is running."""
-    return [value for frame in _frames(users=users) for _, value in _locals(frame)]
+    return [value for frame in _frames() for _, value in _locals(frame)]
 
 
 def _variables() -> Iterator[tuple[str, Any]]:
@@ -487,7 +487,6 @@ def _holders(arrays: list[Array]) -> list[tuple[set[int], str, bool] | None]:
     ours: set[int] = set()
     marked: set[int] = set()
     above: list[set[int]] = [{id(one)} for one in arrays]  # what leads to each
-    working = {id(value) for value in _values_in_frames(users=False)}
     level, of_level = list(arrays), {id(one): {number} for number, one in enumerate(arrays)}
     for container, numbers in _untracked_with(arrays, of_level):
         level.append(container)
@@ -502,9 +501,7 @@ def _holders(arrays: list[Array]) -> list[tuple[set[int], str, bool] | None]:
             if holder is level or holder is arrays or holder is next_level or kind is FrameType:
                 continue
             numbers = {n for child in gc.get_referents(holder) for n in of_level.get(id(child), ())}
-            if id(holder) in working:
-                ours |= numbers
-            elif kind in _CONTAINERS:
+            if kind in _CONTAINERS:
                 if isinstance(holder, dict) and any(type(key) is str and key.endswith(MARK) for key in holder):
                     marked |= numbers
                 if kind is not dict or "__builtins__" not in holder:  # variables of modules are asked for by name
