@@ -16,7 +16,7 @@ from eplb_runtime.planner.shuffle import plan_shuffle
 
 AT_MOST = {"attach": 126, "decision": 80, "batch": 36}
 """Files of the package in which any function runs, on all threads of rank 0, with a replica slot. Only ever lowered,
-but for what is plain Python now that was compiled, where no trace sees it, and for a file that the planner has besides."""
+but for what is plain Python now that was compiled, where no trace sees it, and for a search that the planner has."""
 
 
 class FilesEntered:
