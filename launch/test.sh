@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # All tests: style and types first, then pytest: those of one process on all cores at once, then those of many ranks, two
 # files at a time, and beside them those of several hosts: they wait for ranks, links and deadlines for most of their time.
+# Files that take long begin first (tests/conftest.py).
 # Arguments go to pytest:
 #   bash launch/test.sh tests/unit -k placement
 set -euo pipefail

@@ -39,7 +39,7 @@ _SAMPLE_ELEMENTS = 1024
 """Elements sampled of a tensor, at a place that moves on with each sample."""
 _FREED = "weights have no memory now"
 _POLL_SECONDS = 0.02
-MOST_NAMED = 8
+_MOST_NAMED = 8
 """Names of layers in a warning."""
 
 
@@ -260,9 +260,9 @@ class Guard:
         if self._mode == "off" or not new:
             return
         self._uncounted_layers.update(new)
-        more = f" and {len(new) - MOST_NAMED} more" if len(new) > MOST_NAMED else ""
+        more = f" and {len(new) - _MOST_NAMED} more" if len(new) > _MOST_NAMED else ""
         text = (
-            f"MoE layers are in evaluation mode while others train: {', '.join(new[:MOST_NAMED])}{more}; their tokens "
+            f"MoE layers are in evaluation mode while others train: {', '.join(new[:_MOST_NAMED])}{more}; their tokens "
             "are not counted, so their experts are placed without knowing their load: call train() on these modules "
             "(frozen parameters stay frozen), or on the whole model"
         )

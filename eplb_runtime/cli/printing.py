@@ -20,6 +20,8 @@ COLUMNS = 80
 """Of a table where there is no terminal."""
 _SPARE = 6
 """Columns that rich needs to part widths, beyond the least of each."""
+_TableParts = tuple[list[str], dict[str, list[str]]]
+"""Names of columns, and the cells of each."""
 
 
 def note(message: str) -> None:
@@ -74,10 +76,6 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
             cells[columns[0]] = [f"{head} ({number})".lstrip() for number, head in enumerate(cells[columns[0]], 1)]
         for turned in _turned_tables(columns, cells, console.width):
             console.print(_table(*turned))
-
-
-_TableParts = tuple[list[str], dict[str, list[str]]]
-"""Names of columns, and the cells of each."""
 
 
 def _turned_tables(columns: Sequence[str], cells: Mapping[str, Sequence[str]], width: int) -> Iterator[_TableParts]:

@@ -38,7 +38,7 @@ GATES: tuple[Gate, ...] = ("payoff", "always")
 """The default one, and one that is advised only where it saves `SURELY_MORE`: with few or very different windows the
 default holds back moves that would have paid."""
 SURELY_MORE = 0.02
-"""Of a step, once moving is paid: of two gates that are as good, one is better by chance."""
+"""Share of a step, once moving is paid: of two gates that are as good, one is better by chance."""
 CLOSE = 0.95
 """Of the lowest imbalance that moved homes can have: they have it, nearly."""
 LEAST_INTERVALS = 3

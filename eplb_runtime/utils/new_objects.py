@@ -42,8 +42,7 @@ class NewObjects:
         is_told = self._callback in gc.callbacks and self._frozen == gc.get_freeze_count()
         if not is_told or sys.version_info >= (3, 14):
             return None
-        # The youngest first: a collection in between makes them older, and is noted.
-        young = [*self._pick(gc.get_objects(0)), *self._pick(gc.get_objects(1))]
+        young = self._young()
         noted = [one for one in (reference() for reference in self._noted) if one is not None]
         return list({id(one): one for one in (*young, *noted)}.values())
 
@@ -59,8 +58,11 @@ class NewObjects:
 
     def _note_young(self) -> None:
         noted = [reference for reference in self._noted if reference() is not None]
-        picked = (*self._pick(gc.get_objects(0)), *self._pick(gc.get_objects(1)))
-        self._noted = noted + [weakref.ref(one) for one in picked]
+        self._noted = noted + [weakref.ref(one) for one in self._young()]
+
+    def _young(self) -> list[Any]:
+        # The youngest first: a collection in between makes them older, and is noted.
+        return [*self._pick(gc.get_objects(0)), *self._pick(gc.get_objects(1))]
 
 
 def _note(owner: weakref.ref[NewObjects], phase: str, information: dict[str, int]) -> None:

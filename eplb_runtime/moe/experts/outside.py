@@ -44,6 +44,8 @@ _FEW = 64
 """Containers of more entries are looked through only if their first is an array."""
 _MOST = 64
 """Tensors whose holders are asked for."""
+_HELD_HERE = 3
+"""References to a running function's dict of variables: of the function, and of who asks and counts them."""
 _MADE_IN_PYTHON = 1 << 9
 """``Py_TPFLAGS_HEAPTYPE`` of a type: its objects have attributes."""
 _CONTAINERS = (list, tuple, dict, set, OrderedDict, defaultdict, deque, CellType)
@@ -252,7 +254,7 @@ class Outside:
         ]
 
     def _nothing_is_new(self) -> bool:
-        """Whether since the heap was read nothing came to be that may be a copy of experts."""
+        """Look through what came to be since the heap was read; whether no copy of experts is among it."""
         new = self._new.found() if self._new is not None else None
         if new is None:
             return False
@@ -446,11 +448,12 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _locals(frame: FrameType) -> list[tuple[str, Any]]:
-    """A frame may keep the dict that it makes here, and with it what that refers to: emptied, unless it was there."""
-    before = {id(one) for one in gc.get_referents(frame) if type(one) is dict}
+    """Names and values of its variables. A running function keeps the dict of them that is made here, and with it what
+    they refer to: it is emptied, unless somebody has it from ``locals()``."""
     variables = frame.f_locals
     found = list(variables.items())
-    if type(variables) is dict and id(variables) not in before and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+    is_copy = type(variables) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if is_copy and sys.getrefcount(variables) <= _HELD_HERE:
         variables.clear()
     return found
 

@@ -339,8 +339,8 @@ class _Search:
 def _variance_in_units(request: PlanRequest) -> NDArray[np.float64]:
     """float64 ``[L, E]``: of the loads as `in_units` has them."""
     total_L1 = np.maximum(request.scenarios[0].sum(axis=1, keepdims=True), 1e-300)
-    variance = np.zeros_like(total_L1) if request.variance is None else request.variance
-    return np.asarray(variance * (UNITS / total_L1) ** 2)
+    assert request.variance is not None
+    return np.asarray(request.variance * (UNITS / total_L1) ** 2)
 
 
 def _few_moves(request: PlanRequest) -> int:

@@ -83,7 +83,7 @@ def _grow(
     homes_RH: NDArray[np.int64],
     replica_RK: NDArray[np.int32],
 ) -> bool:
-    """Whether there are helpers enough for all at this level of the mean."""
+    """Give ranks helpers, so that all keep to this level of the mean; whether there are enough."""
     ranks = load_R.size
     room_R, spread_R = level - load_R, variance_R.copy()
     left_E, copies_E = share_E.copy(), np.ones(share_E.size, dtype=np.int64)
