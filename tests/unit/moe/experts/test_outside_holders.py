@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,6 +75,23 @@ def test_control_experts_themselves_and_what_is_gone_are_not(outside: Outside) -
     KEPT["a list of dicts"](copy_of_numpy())
     assert outside.found(copies_only=True) == ""
     assert kept
+
+
+def test_a_loop_keeps_what_it_has_from_locals(outside: Outside) -> None:
+    """Python 3.11 and 3.12 give a running function's dict of variables to whoever asks, always the same one."""
+    steps = 3
+    here = locals()
+    assert outside.found(copies_only=True) == ""
+    assert here["steps"] == steps and here["outside"] is outside
+
+
+def test_what_a_loop_deletes_is_not_kept_alive_by_a_look(outside: Outside) -> None:
+    """The dict that is made for a look lives as long as the function runs."""
+    passing = Keeper()
+    alive = weakref.ref(passing)
+    assert outside.found(copies_only=True) == ""
+    del passing
+    assert alive() is None
 
 
 def test_what_is_followed_reads_no_heap_while_nothing_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
