@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from threading import Lock
 from typing import Any, Protocol, TypeVar
@@ -908,7 +908,10 @@ class Balancer:
 
     def _close_listeners(self) -> None:
         for close in self._listeners:
-            close()
+            try:
+                close()
+            except Exception:
+                logger.exception("an event listener failed as it was closed; the job goes on")
 
     @contextmanager
     def _unsplit(self) -> Iterator[None]:
@@ -1114,15 +1117,16 @@ class Balancer:
             return
         self._end_stream("close()")
         self._closed = True
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks.clear()
-        self._runtime.watch.close()
-        self._phases.end()
-        self._rebalancer.close()
-        self._close_listeners()
-        self._guard.end()
-        self._outside.close()
-        for close in self._on_all_ranks:
-            close(time.monotonic() + self.config.timeout_seconds)
-        self._runtime.groups.close_balancing()
+        with ExitStack() as parts:  # each ends even if one raises; the last one named first
+            parts.callback(self._runtime.groups.close_balancing)
+            for close in reversed(self._on_all_ranks):
+                parts.callback(lambda close: close(time.monotonic() + self.config.timeout_seconds), close)
+            parts.callback(self._outside.close)
+            parts.callback(self._guard.end)
+            parts.callback(self._close_listeners)
+            parts.callback(self._rebalancer.close)
+            parts.callback(self._phases.end)
+            parts.callback(self._runtime.watch.close)
+            for handle in self._hooks:
+                handle.remove()
+            self._hooks.clear()

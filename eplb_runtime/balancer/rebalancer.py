@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -463,17 +464,21 @@ class Rebalancer:
 
     def close(self) -> None:
         """Stop balancing. Replicas are not used any more, since nobody refreshes them."""
-        self.forget_pending()
-        self._reconnection.close(A_LITTLE_SECONDS)
-        self._worker.close(A_LITTLE_SECONDS)
-        self.decisions.close()
-        self._compiler.close(A_LITTLE_SECONDS)
-        self._engine.close()
-        self._agreement.close()
+        with ExitStack() as parts:  # each ends even if one raises; the last one named first
+            parts.callback(self._use_no_replicas)
+            parts.callback(self._agreement.close)
+            parts.callback(self._engine.close)
+            parts.callback(self._compiler.close, A_LITTLE_SECONDS)
+            parts.callback(self.decisions.close)
+            parts.callback(self._worker.close, A_LITTLE_SECONDS)
+            parts.callback(self._reconnection.close, A_LITTLE_SECONDS)
+            self.forget_pending()
+        self._events.emit(BalancingEnded(self.step, "closed"))
+
+    def _use_no_replicas(self) -> None:
         if self._maps.replicas is not None:
             self._wait_for_replicas()
             self._get_ready(self.placement().without_replicas(), range(self.placement().num_layers))()
-        self._events.emit(BalancingEnded(self.step, "closed"))
 
     def leave(self) -> None:
         """End the threads without telling the other ranks: this process ends."""

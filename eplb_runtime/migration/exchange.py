@@ -171,8 +171,10 @@ class RoundExecutor:
 
     def close(self) -> None:
         """Release the transport and its group. Nothing is sent any more."""
-        self._transport.close()
-        del self._transport
+        try:
+            self._transport.close()
+        finally:
+            del self._transport
 
     def reserve(self, schedule: TransferSchedule, records: Records, at_once: int | None = None) -> None:
         """Reserve memory for the largest round: arriving records, packed ones that leave, one spare row.

@@ -77,6 +77,8 @@ class Transports:
         def closing() -> None:
             close()
             self.open[:] = [other for other in self.open if other is not transport]
+            if self._fail:
+                raise MemoryError("made to fail")
 
         transport.close = closing
         return transport
@@ -220,3 +222,35 @@ def test_attaches_that_fail_keep_threads_and_descriptors_flat_and_close_their_tr
     for result in run_ranks(2, failed_rounds):
         assert result["left"] == [0] * ROUNDS
         assert no_more(result["after"][4:]), result["after"]
+
+
+def closed_with_failures(rank: int) -> dict[str, Any]:
+    """A listener fails as it is closed, and after it the transport. What one close gives back, and what it says."""
+    gc.collect()
+    gc.disable()
+    lines = Lines()
+    logging.getLogger("eplb_runtime").addHandler(lines)
+    first = attach()  # makes what lives as long as the process
+    train(rank, *first[:2])
+    first[2].close()
+    attaching.new_transport = Transports(True)
+    before = held()
+    model, optimizer, balancer = attach()
+    train(rank, model, optimizer)
+    ended: list[str] = []
+    balancer._close_with(failing("a listener"))
+    balancer._close_with(lambda: ended.append("the next listener"))
+    with pytest.raises(MemoryError):
+        balancer.close()
+    gc.collect()  # a transport of this test refers to itself
+    given_back = more(held(), before)
+    train(rank, model, optimizer)
+    return {"one": given_back, "ended": ended, "said": lines.said}
+
+
+def test_what_fails_while_it_is_closed_leaves_nothing_else_open() -> None:
+    for result in run_ranks(2, closed_with_failures):
+        threads, descriptors = result["one"]
+        assert threads <= KEPT[0] and descriptors <= KEPT[1], result["one"]
+        assert result["ended"] == ["the next listener"]
+        assert [line for line in result["said"] if "an event listener failed as it was closed" in line]
