@@ -1038,7 +1038,9 @@ class Balancer:
         """Begin new gradients with a forward in training, even if the last ones never reached the optimizer."""
         self._rebalancer.refuse_if_broken()
         self._rebalancer.overlapped.forward_begins()
-        if torch.is_grad_enabled() and self._training:
+        if not (torch.is_grad_enabled() and self._training):
+            self._runtime.model_check.check(thoroughly=False)
+        else:
             self._phases.refuse("a forward in training")
             with self._one_begins:
                 with self._guard.clocked():

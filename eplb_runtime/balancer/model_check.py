@@ -103,7 +103,10 @@ class ModelCheck:
                 f"{name}.{key} was sharded after attach (fully_shard): call eplb_runtime.shard_experts(model) and "
                 "fully_shard first, then make the optimizer and attach"
             )
-        raise StructureError(f"{name}.{key} was replaced after attach: do that first, then attach")
+        raise StructureError(
+            f"{name}.{key} was replaced after attach: do that first, then attach (in torch.func.functional_call, or in "
+            "an evaluation with other weights: copy them into the parameters)"
+        )
 
     def _check_tree(self, prefix: str, model: nn.Module) -> None:
         modules = dict(model.named_modules())

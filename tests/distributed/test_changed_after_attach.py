@@ -466,6 +466,17 @@ def replaced() -> None:
     train(model, optimizer)
 
 
+def evaluated_with_other_weights() -> None:
+    """Copies would be those of the parameters."""
+    model = moe_model()
+    optimizer = AdamW(model.parameters())
+    eplb.attach(model, optimizer, config=config(replica_slots=1))
+    train(model, optimizer, steps=1)
+    average = {name: 0.5 * parameter.detach() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        torch.func.functional_call(model, average, kwargs={"input_ids": batch_of(dist.get_rank(), 0)})
+
+
 def unfrozen_with_copies() -> None:
     model = moe_model()
     model.model.layers[0].mlp.experts.requires_grad_(False)
@@ -528,6 +539,7 @@ REFUSED: dict[Callable[[], None], str] = {
     wrapped_experts: "a Around was put around model.layers.0.mlp.experts after attach",
     adapters_unknown: "lm_head.adapter.weight was added after attach",
     replaced: "model.layers.1.mlp.experts.down_proj was replaced after attach",
+    evaluated_with_other_weights: "in torch.func.functional_call, or in an evaluation with other weights",
     unfrozen_with_copies: "was frozen when the model was attached and is trained now",
     scaled_by_torch: "use eplb.GradScaler(balancer)",
     whole_in_ddp: "wrap the very module that was attached",
