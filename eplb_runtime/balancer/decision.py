@@ -48,6 +48,10 @@ logger = logging.getLogger("eplb_runtime")
 SOURCE_MEMORY = 0.5
 """Weight that older counts of token sources keep at each later decision."""
 
+PLANNING = 0.5
+"""Of the timeout, that other ranks wait for a plan."""
+SEARCHING = 0.25
+"""Of the timeout, after which the search begins with no further layer: the next decision goes on with those."""
 SAID_BELOW = 0.8
 """A decision's reason says how much of predicted gains is believed, where it is less than this."""
 
@@ -459,7 +463,7 @@ class DecisionMaker:
         """Bytes of the plan, or of the reason for which there is none, in time for the ranks that wait for them."""
         if self._overdue is not None and not self._overdue.done():
             return _failed("the planner is still busy with an earlier plan")
-        seconds = self._config.timeout_seconds / 2
+        seconds = self._config.timeout_seconds * PLANNING
 
         def planned() -> bytes:
             try:
@@ -494,6 +498,7 @@ class DecisionMaker:
             declared=measurement.declared,
             rank_speed=self._config.rank_speed,
             trust=trust,
+            deadline=self._config.timeout_seconds * SEARCHING,
             **how,
         )
         notes = ["homes only: the planner is still being compiled"] if compiling else []

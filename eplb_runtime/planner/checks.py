@@ -121,6 +121,16 @@ def check_trust(settled: Settled) -> None:
         raise PlanError(f"trust={trust:g} weighs seconds that are saved: give cost=CostModel(...), or leave trust out")
 
 
+def check_deadline(settled: Settled, current: object) -> None:
+    seconds = settled.deadline
+    if seconds is None:
+        return
+    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not seconds >= 0:
+        raise PlanError(f"deadline={seconds!r}: give seconds from now on, or leave it out")
+    if current is None:
+        raise PlanError("deadline needs current, which layers keep that time is not enough for: leave deadline out")
+
+
 def check_current(current: object) -> None:
     if current is not None and not isinstance(current, Placement):
         raise PlanError(

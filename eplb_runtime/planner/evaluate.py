@@ -113,6 +113,15 @@ def imbalance_by_scenario(request: PlanRequest, placement: Placement) -> NDArray
     return predicted_imbalance(np.concatenate([request.scenarios, request.mixes]), placement, request.speed_R)
 
 
+def most_to_gain_first(request: PlanRequest) -> list[int]:
+    """Layers by how far the imbalance of ``start`` is above what any placement reaches, under the load to plan for."""
+    gain_L = (
+        predicted_imbalance(request.forecast, request.start, request.speed_R)
+        - lowest_imbalance(request, request.forecast[None])[0]
+    )
+    return [int(layer) for layer in np.argsort(-gain_L, kind="stable")]
+
+
 def expected_imbalance(request: PlanRequest, placement: Placement) -> NDArray[np.float64]:
     """float64 ``[L]``: mean over the scenarios."""
     return np.asarray(imbalance_by_scenario(request, placement).mean(axis=0))

@@ -16,6 +16,7 @@ from ..topology import Topology
 from .available import lost_experts, without_gone_ranks
 from .checks import (
     check_current,
+    check_deadline,
     check_gate,
     check_shapes,
     check_sizes,
@@ -29,6 +30,7 @@ from .cost import HYSTERESIS
 from .evaluate import expected_imbalance, expected_lower_bound, moves_between
 from .policies import POLICIES
 from .policies.hierarchical import rule_cost
+from .search.threads import Deadline
 from .terms import Settled, Terms
 from .traffic import checked_sources, crossing_share
 from .types import MOVE_LAYER, Plan, PlanError, PlanRequest
@@ -74,6 +76,9 @@ def plan(
             has a cost (``cost=CostModel(crossing_seconds=...)``), for ``incremental``.
         trust: share of a plan's gain that is believed, in [0, 1], default 1: as much as came true of earlier ones
             (`track_record.TrackRecord` measures it). Below 1 it needs ``cost``: it weighs seconds saved.
+        deadline: seconds from now on after which ``incremental`` begins with no further layer: those with most to gain
+            are searched first, the others stay as in ``current``, and ``reason`` says how many. One layer is searched
+            in any case. None, the default: all, and equal input gives an equal plan however busy the machine is.
 
     Returns:
         The plan; a ``"stay"`` plan has no moves and the current placement.
@@ -97,6 +102,7 @@ def plan(
     check_current(current)
     check_gate(settled, current)
     check_trust(settled)
+    check_deadline(settled, current)
     check_whole(settled, slots_per_rank)
     check_sizes(windows.shape[1:], topology.num_ranks, slots_per_rank, settled.groups, layout, current)
     speed_R = checked_speed(settled, policy, topology.num_ranks)
@@ -144,6 +150,7 @@ def _request(
         declared=settled.declared is not None,
         trust=settled.trust,
         wanders_L=expected.wanders_L,
+        deadline=None if settled.deadline is None else Deadline(settled.deadline),
     )
 
 
@@ -187,6 +194,8 @@ def _weigh(request: PlanRequest, policy: str, placement: Placement, settled: Set
         reason = f"{lost} experts stand only on ranks that are gone; forecast imbalance {after.mean():.3f}"
     if crossing_before is not None and crossing_after is not None:
         reason += f"; tokens that cross nodes {crossing_before.mean():.1%} -> {crossing_after.mean():.1%}"
+    if request.deadline is not None and request.deadline.left_out:
+        reason += f"; no time was left for {len(request.deadline.left_out)} of {request.num_layers} layers"
     if policy == "hierarchical":
         reason += "; " + rule_cost(request, placement)
     if decision == "stay" and current is not None:

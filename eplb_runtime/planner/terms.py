@@ -26,6 +26,7 @@ class Terms(TypedDict, total=False):
     available: ArrayLike | None
     sources: ArrayLike | None
     trust: float
+    deadline: float | None
 
 
 @dataclass(frozen=True)
@@ -43,3 +44,4 @@ class Settled:
     available: ArrayLike | None = None
     sources: ArrayLike | None = None
     trust: float = 1.0
+    deadline: float | None = None

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..placement import Placement
 from ..topology import Topology
+from .search.threads import Deadline
 
 MOVE_LAYER, MOVE_EXPERT, MOVE_SOURCE_RANK, MOVE_DESTINATION_SLOT, MOVE_IS_HOME = range(5)
 """Columns of ``Plan.moves``."""
@@ -23,7 +24,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Everything a policy may look at. Policies are pure functions of it.
+    """Everything a policy may look at. Policies are pure functions of it, but for what a ``deadline`` leaves out.
 
     Args:
         load: float64 ``[T, L, E]``, tokens per logical expert in T successive windows, oldest first.
@@ -50,6 +51,7 @@ class PlanRequest:
         trust: share of a plan's gain that came true of earlier ones, in [0, 1].
         wanders_L: bool, layers whose load surely wanders from window to window: a plan ages there. None: no layer does.
         declared: all scenarios will come (micro-batches of one step): how they differ is no doubt about any of them.
+        deadline: after which the search of no further layer begins; None: time decides nothing.
         variance: float64 ``[L, E]``, of the load to come, where only one window of the past is known; None: what is
             known is known for sure, or `scenarios` say how it strays.
     """
@@ -75,6 +77,7 @@ class PlanRequest:
     trust: float = 1.0
     wanders_L: NDArray[np.bool_] | None = None
     variance: NDArray[np.float64] | None = None
+    deadline: Deadline | None = None
 
     @property
     def num_layers(self) -> int:

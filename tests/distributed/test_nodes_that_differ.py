@@ -31,7 +31,8 @@ def train(rank: int, ranks_per_node: int, told: bool) -> dict[str, Any]:
 
     def planner(load: np.ndarray, *arguments: Any, **options: Any) -> eplb.Plan:
         made = eplb.plan(load, *arguments, **options if told else {**options, "sources": None})
-        asked.append((options["sources"], options["cost"].crossing_seconds, load.sum(axis=2).mean()))
+        tokens, seconds = load.sum(axis=2).mean(), options["cost"].crossing_seconds
+        asked.append((options["sources"], seconds, tokens, options["deadline"]))
         return made
 
     balancer._plan_with(planner)
@@ -65,7 +66,8 @@ def crossing(results: list[dict[str, Any]]) -> float:
 
 def test_experts_come_near_the_node_that_asks_for_them() -> None:
     told, untold = run_ranks(4, train, 2, True), run_ranks(4, train, 2, False)
-    sources, seconds, bucket = told[0]["asked"][0]
+    sources, seconds, bucket, deadline = told[0]["asked"][0]
+    assert deadline == eplb.BalancerConfig.timeout_seconds / 4, "no rank waits as long for a plan"
     by_node = np.array([result["counted"] for result in told]).reshape(2, 2, LAYERS, EXPERTS).sum(axis=1)
     assert np.array_equal(sources, by_node), "what each node's ranks counted"
     token_bytes = 4 * WIDTH * 4
@@ -76,5 +78,5 @@ def test_experts_come_near_the_node_that_asks_for_them() -> None:
 
 
 def test_one_node_counts_nothing_of_the_kind() -> None:
-    sources, seconds, _ = run_ranks(2, train, 2, True)[0]["asked"][0]
+    sources, seconds, *_ = run_ranks(2, train, 2, True)[0]["asked"][0]
     assert sources is None and seconds == 0.0

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from ...placement import Placement
 from ..cost import HYSTERESIS
+from ..evaluate import most_to_gain_first
 from ..search.align import align
 from ..search.staying import left_out, pack_staying
-from ..search.threads import in_threads
+from ..search.threads import in_time
 from ..types import PlanRequest
 
 SLACKS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03, 0.0)
@@ -74,10 +75,12 @@ def by_seconds(request: PlanRequest, refine: Callable[[int, NDArray[np.int32]], 
     def best(layer: int) -> _Rung:
         return _best_rung(request, layer, np.ascontiguousarray(share_WLE[:, layer]), share_LE[layer], choice_NE)
 
-    found = in_threads(best, request.num_layers)
+    order = list(range(request.num_layers)) if request.deadline is None else most_to_gain_first(request)
+    found = in_time(best, lambda layer: _stays(start.home_rank[layer].copy()), order, request.deadline)
     home_LE = start.home_rank.copy()
     for layer in np.flatnonzero(_pay(request, found)).tolist():
-        home_LE[layer] = refine(layer, found[layer].home_E)
+        is_over = request.deadline is not None and request.deadline.is_over
+        home_LE[layer] = found[layer].home_E if is_over else refine(layer, found[layer].home_E)
     return align(start, home_LE, start.replicas_LRK)
 
 
@@ -122,11 +125,15 @@ def _best_rung(
     near_X = worth_X - worth_X[best] <= TOLERATED * _error(value_XN - value_XN[best])
     rung = int(np.where(near_X, moves_X, moves_X.max() + 1).argmin())
     if not moves_X[rung]:
-        return _Rung(0.0, 0.0, 0.0, 0.0, home_E)
+        return _stays(home_E)
     gain_N = now_N - value_XN[rung]
     gain_W = gain_N[:scenarios]
     gain = float(gain_N.mean() - cost_X[rung])
     return _Rung(gain, float(_error(gain_N)), float(gain_W.mean()), float(_error(gain_W)), home_XE[rung])
+
+
+def _stays(home_E: NDArray[np.int32]) -> _Rung:
+    return _Rung(0.0, 0.0, 0.0, 0.0, home_E)
 
 
 def _error(value: NDArray[np.float64]) -> NDArray[np.float64]:

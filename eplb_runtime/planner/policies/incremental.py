@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ...moe.routing.water_filling import ballast
 from ...placement import EMPTY, Placement
 from ..cost import HYSTERESIS
-from ..evaluate import UNITS, in_units, lowest_imbalance
+from ..evaluate import UNITS, in_units, lowest_imbalance, most_to_gain_first
 from ..search.align import align, placed_anew
 from ..search.budget import share_out
 from ..search.descent import GOOD_ENOUGH
@@ -22,7 +22,7 @@ from ..search.explore import LITTLE, POURED_FROM, Found, Limits, Starts, grow_an
 from ..search.few_moves import MOST_MOVES, Frontier, search_few_moves
 from ..search.prices import Question
 from ..search.starts import strides
-from ..search.threads import in_threads
+from ..search.threads import in_time
 from ..types import PlanRequest
 from .by_seconds import by_seconds
 from .gains import choose, gain_and_noise, where_it_pays
@@ -98,7 +98,9 @@ def incremental(request: PlanRequest) -> Placement:
     if request.max_moves is not None or request.max_bytes is not None:
         return placement
     again_L = first_L & _may_gain(request, found)
-    if again_L.any():
+    if request.deadline is not None:
+        again_L[list(request.deadline.left_out)] = False
+    if again_L.any() and not (request.deadline is not None and request.deadline.is_over):
         layers, anew = np.flatnonzero(again_L), list(found)
         for layer, one in zip(layers.tolist(), _search(request, start, 0.0, layers), strict=True):
             anew[layer] = one
@@ -149,7 +151,16 @@ def _search(
     """
     search = _Search(request, start, first)
     number = list(range(request.num_layers)) if layers is None else layers.tolist()
-    trajectories = in_threads(lambda index: search.layer(number[index]), len(number))
+    order = list(range(len(number)))
+    if request.deadline is not None:
+        rank = {layer: place for place, layer in enumerate(most_to_gain_first(request))}
+        order.sort(key=lambda index: rank[number[index]])
+    trajectories = in_time(
+        lambda index: search.layer(number[index]),
+        lambda index: search.not_searched(number[index]),
+        order,
+        request.deadline,
+    )
     farthest = [search.worth_going(layer, one) for layer, one in zip(number, trajectories, strict=True)]
     steps = _within_budget(trajectories, farthest, request)
     in_part = [one.few is not None or step < one.steps for one, step in zip(trajectories, steps, strict=True)]
@@ -221,6 +232,13 @@ class _Search:
             seconds = np.concatenate([[0.0], seconds])
         one = Trajectory(value, moved, seconds, found, begin, limits)
         return one if self._most_moves == 0 else self._with_few_moves(question, one)
+
+    def not_searched(self, layer: int) -> Trajectory:
+        """The layer as it is."""
+        question, limits = self._question(layer), self._limits(layer)
+        begin = Starts(self._home_LE[layer, None], self._replica_LRK[layer, None])
+        found = search_layer(*question, self._seconds_price, limits._replace(max_steps=0), begin)
+        return Trajectory(found.track.value_N[:1], np.zeros((1, 2), dtype=np.int64), np.zeros(1), found, None, limits)
 
     def _with_few_moves(self, question: LayersQuestion, one: Trajectory) -> Trajectory:
         """The same with what a search under the budget reaches; what costs more without being better is left out."""
