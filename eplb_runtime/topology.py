@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from numbers import Integral
 
 DEFAULT_INTRA_NODE_BANDWIDTH = 400e9
 DEFAULT_INTER_NODE_BANDWIDTH = 50e9
@@ -42,6 +43,10 @@ class Topology:
     inter_node_bandwidth: float = DEFAULT_INTER_NODE_BANDWIDTH
 
     def __post_init__(self) -> None:
+        for name in ("num_ranks", "ranks_per_node"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                raise ValueError(f"{name}={value!r}: give a whole number")
         if self.num_ranks < 1:
             raise ValueError(f"num_ranks is {self.num_ranks}: a topology needs at least one rank")
         if self.ranks_per_node == 0:

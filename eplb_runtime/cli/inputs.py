@@ -90,3 +90,13 @@ def read_windows(path: str, arguments: argparse.Namespace, layers: int | None = 
         few = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
         note(f"{path}: no tokens in layer {few}, counted from 0; they count as balanced")
     return chosen
+
+
+def with_tokens(path: str, load: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The windows of ``[T, L, E]`` in which tokens were counted: the others would count as balanced."""
+    counted_T = load.any(axis=(1, 2))
+    if not counted_T.any():
+        raise InputError(f"{path}: no token was counted; record a job that trains")
+    if not counted_T.all():
+        note(f"{path}: {int((~counted_T).sum())} of {len(load)} windows have no tokens and are left out")
+    return load[counted_T]

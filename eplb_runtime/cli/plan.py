@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from .arguments import LOAD, POLICY, InputError, add_cluster, add_command, adder, positive, ranks_of, speeds
-from .inputs import read_windows, require_output, require_policies, topology_of
+from .inputs import read_windows, require_output, require_policies, topology_of, with_tokens
 from .printing import noting_compilation, print_json
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def _run(arguments: argparse.Namespace) -> None:
     topology, available = topology_of(arguments), _available(arguments)
     current = None if arguments.current is None else _current(arguments)
     load = read_windows(arguments.load, arguments, None if current is None else current.num_layers)
+    load = with_tokens(arguments.load, load)
     if current is not None:
         _require_equal_layers(arguments, load.shape[1], current.num_layers)
         layout = arguments.layout or LAYOUTS[arguments.policy][0]

@@ -16,7 +16,7 @@ from .arguments import (
     positive,
     positive_float,
 )
-from .inputs import read_windows, require_extra, require_output, require_policies, topology_of
+from .inputs import read_windows, require_extra, require_output, require_policies, topology_of, with_tokens
 from .printing import noting_compilation, print_json, print_table, progress
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.plot is not None:
         require_extra("matplotlib", "--plot")
     topology = topology_of(arguments)
-    load = merge_windows(read_windows(arguments.trace, arguments), arguments.merge)
+    load = merge_windows(with_tokens(arguments.trace, read_windows(arguments.trace, arguments)), arguments.merge)
     total = len(policies) * num_replans(len(load), arguments.every)
     with noting_compilation(), progress("plans", total) as advance:
         runs = simulate(

@@ -181,7 +181,9 @@ def read_series(folder: Path) -> tuple[NDArray[np.int64], list[int]]:
         for number, line in _lines(path):
             try:
                 load = decode(line, *here, LONGEST)
-                of_window = int(line["steps"])
+                of_window = line["steps"]
+                if type(of_window) is not int or not 0 < of_window < 2**53:
+                    raise ValueError(f"steps is {of_window!r}: a window is of 1 or more training steps")
             except (ValueError, KeyError, TypeError) as error:
                 raise FileError(f"{path.name}, line {number}: {error}") from None
             nbytes += load.nbytes

@@ -9,6 +9,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..config import SLOWEST
 from ..placement import Placement
+from ..topology import Topology
+from .cost import CostModel
 from .policies import LAYOUTS, POLICIES
 from .terms import Settled
 from .types import PlanError, PlanRequest
@@ -17,8 +19,8 @@ GATES = ("payoff", "always", "off")
 KNOWS_SPEEDS = ("incremental", "static", "swaps")
 MOST_SLOTS = 2**26
 """Slots over all layers that are planned for; 100 layers on 1,024 ranks of 64 slots are a tenth of it."""
-MOST_TOKENS = 1e300
-"""Of all windows; sums of more, and their squares' scale, leave float64, and what cannot be added up looks even."""
+MOST_TOKENS = 1e150
+"""Of all windows; sums of more, and their squares, leave float64, and what cannot be added up looks even."""
 
 
 def checked_load(load: ArrayLike, name: str = "load") -> NDArray[np.float64]:
@@ -31,8 +33,8 @@ def checked_load(load: ArrayLike, name: str = "load") -> NDArray[np.float64]:
         array = np.asarray(load.detach().cpu() if hasattr(load, "detach") else load)
         if array.dtype.kind == "c":
             raise TypeError
-        array = array.astype(np.float64)
-    except (TypeError, ValueError):
+        array = array.astype(np.float64, order="C")  # sums add up in the order in which numbers lie
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         raise PlanError(
             f"{name} is not an array of numbers: give [layers, experts] or [windows, layers, experts]"
         ) from None
@@ -99,7 +101,10 @@ def checked_speed(settled: Settled, policy: str, ranks: int) -> NDArray[np.float
 
 
 def _one_a_rank(values: ArrayLike, name: str, ranks: int) -> NDArray[np.generic]:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError):
+        raise PlanError(f"{name} is not an array: give one number for each of {ranks} ranks") from None
     if array.shape != (ranks,) or array.dtype.kind not in "biuf":
         raise PlanError(f"{name} has shape {array.shape}: give one number for each of {ranks} ranks")
     return array
@@ -129,6 +134,17 @@ def check_deadline(settled: Settled, current: object) -> None:
         raise PlanError(f"deadline={seconds!r}: give seconds from now on, or leave it out")
     if current is None:
         raise PlanError("deadline needs current, which layers keep that time is not enough for: leave deadline out")
+
+
+def check_kinds(topology: object, policy: object, settled: Settled) -> None:
+    if not isinstance(topology, Topology):
+        raise PlanError(f"topology is a {type(topology).__name__}: give a Topology(num_ranks, ranks_per_node)")
+    if not isinstance(policy, str):
+        raise PlanError(f"policy is a {type(policy).__name__}: choose one of: {', '.join(POLICIES)}")
+    if settled.cost is not None and not isinstance(settled.cost, CostModel):
+        raise PlanError(f"cost is a {type(settled.cost).__name__}: give a CostModel(home_bytes=..., ...)")
+    if not isinstance(settled.forecast, str):
+        raise PlanError(f"forecast is a {type(settled.forecast).__name__}: give the name of a method")
 
 
 def check_current(current: object) -> None:
@@ -197,8 +213,9 @@ def check_shapes(request: PlanRequest) -> None:
         value = getattr(request, name)
         if value is not None and value < 0:
             raise PlanError(f"{name}={value}: give 0 or more, or None for no limit")
-    if request.max_bytes is not None and not request.home_bytes:
-        raise PlanError("max_bytes needs the bytes of an expert: give cost=CostModel(home_bytes=..., ...)")
+    counted = "home_bytes" if request.layout == "home" else "replica_bytes"  # of a slot in the free layout
+    if request.max_bytes is not None and not getattr(request, counted):
+        raise PlanError(f"max_bytes needs the bytes of an expert: give cost=CostModel({counted}=..., ...)")
     current = request.current
     if current is None:
         if request.max_moves is not None or request.max_bytes is not None:

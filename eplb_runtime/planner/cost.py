@@ -9,6 +9,7 @@ others do.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,8 @@ from numpy.typing import NDArray
 from ..topology import Topology
 from .types import MOVE_DESTINATION_SLOT, MOVE_IS_HOME, MOVE_SOURCE_RANK
 
+MOST = 2.0**60
+"""Bytes and seconds are less; sums of more leave int64."""
 HYSTERESIS = 1.2
 """A rebalance must save so many times what it costs: a forecast that errs must not make experts swing to and fro."""
 
@@ -59,8 +62,8 @@ class CostModel:
             "crossing_seconds",
         ):
             value = getattr(self, name)
-            if not (np.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}={value}: give a finite number that is not negative")
+            if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < MOST:
+                raise ValueError(f"{name}={value!r}: give a finite number that is not negative, and less than 2**60")
 
     def seconds_per_imbalance(self, num_layers: int, trust: float = 1.0) -> float:
         """Seconds that one unit of one layer's imbalance (max / mean) costs over the horizon, times ``trust``."""

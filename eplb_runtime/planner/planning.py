@@ -18,6 +18,7 @@ from .checks import (
     check_current,
     check_deadline,
     check_gate,
+    check_kinds,
     check_shapes,
     check_sizes,
     check_trust,
@@ -97,6 +98,7 @@ def plan(
     """
     began = time.perf_counter()
     settled = Settled(**terms)
+    check_kinds(topology, policy, settled)
     windows = coarsen(checked_load(load))
     layout = checked_layout(policy, layout)
     check_current(current)

@@ -220,8 +220,13 @@ class _Search:
 
     def layer(self, layer: int) -> Trajectory:
         question = self._question(layer)
-        limits = self._limits(layer)
+        limits, fewer = self._limits(layer), self._limits(layer, of_most=False)
         found, starts = self._explored(layer, question, limits)
+        enough = limits.lowest * (1.0 + GOOD_ENOUGH) + LITTLE
+        if fewer != limits and found.track.value_N[found.steps] > enough:
+            with_fewer, its_starts = self._explored(layer, question, fewer)
+            if self._worth(layer, with_fewer) < self._worth(layer, found):
+                found, starts, limits = with_fewer, its_starts, fewer
         track, reached = found.track, found.steps + 1
         value, moved, seconds = track.value_N[:reached], track.moved_N2[:reached], track.seconds_N[:reached]
         begin = None
@@ -343,9 +348,18 @@ class _Search:
         nodes = self._request.topology.num_nodes
         return np.full((self._request.num_experts, nodes), 1.0 / nodes)
 
-    def _limits(self, layer: int) -> Limits:
+    def _worth(self, layer: int, found: Found) -> float:
+        """Imbalance where a search ended, and what going there costs."""
+        track, end = found.track, found.steps
+        cost = self._seconds_price * track.seconds_N[end] + track.moved_N2[end] @ self._prices(layer)
+        return float(track.value_N[end] + cost)
+
+    def _limits(self, layer: int, of_most: bool = True) -> Limits:
+        """Limits of the search, with copies of an expert for the scenario in which one needs most of them, or for that
+        in which it needs fewest: where slots are few, copies for the former are missed elsewhere."""
         load_WE, ranks = self._load_LWE[layer], self._request.topology.num_ranks
-        needed = -(-load_WE.max(axis=1) * ranks // np.maximum(load_WE.sum(axis=1), 1)).max()
+        needed_W = -(-load_WE.max(axis=1) * ranks // np.maximum(load_WE.sum(axis=1), 1))
+        needed = needed_W.max() if of_most else needed_W.min()
         most = max(int(needed) + SPARE_COPIES, int(self._most_L[layer]))
         slots = self._replica_LRK.shape[2]
         room = MOST_SHARES // (len(load_WE) * max(min(ranks * slots, load_WE.shape[1]), 1))
@@ -356,9 +370,9 @@ class _Search:
 
 def _variance_in_units(request: PlanRequest) -> NDArray[np.float64]:
     """float64 ``[L, E]``: of the loads as `in_units` has them."""
-    total_L1 = np.maximum(request.scenarios[0].sum(axis=1, keepdims=True), 1e-300)
+    total_L1 = request.scenarios[0].sum(axis=1, keepdims=True)
     assert request.variance is not None
-    return np.asarray(request.variance * (UNITS / total_L1) ** 2)
+    return np.asarray(request.variance * (UNITS / np.where(total_L1 > 0, total_L1, 1.0)) ** 2)
 
 
 def _few_moves(request: PlanRequest) -> int:

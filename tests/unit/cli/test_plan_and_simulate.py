@@ -47,7 +47,7 @@ def test_layers_without_tokens_are_pointed_out_wherever_they_are(
     said = capsys.readouterr().err
     assert "--dense-layers 1 leaves them out" in said and "no tokens in layer 3, counted from 0" in said
     write_load(tmp_path / "load.npz", np.zeros((2, 5, 8)))
-    assert main(["plan", str(tmp_path / "load.npz"), *CLUSTER]) == 0
+    assert main(["plan", str(tmp_path / "load.npz"), *CLUSTER]) == 2
     assert "leaves them out" not in capsys.readouterr().err, "nothing would be left"
 
 

@@ -1,0 +1,125 @@
+"""Questions to the planner that cannot be answered, or whose answer would be wrong in silence: one line each."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eplb_runtime.cli import main
+from eplb_runtime.load.series import SeriesWriter, read_series
+from eplb_runtime.planner import CostModel, PlanError, plan
+from eplb_runtime.topology import Topology
+from eplb_runtime.utils.files import FileError
+
+SIZES = ["--ranks", "4", "--ranks-per-node", "4", "--slots-per-rank", "2"]
+LOAD = np.arange(1.0, 17.0).reshape(2, 8)
+
+
+def asked(**terms: Any) -> Any:
+    given: dict[str, Any] = {"load": LOAD, "topology": Topology(4), "slots_per_rank": 2, "policy": "swaps", **terms}
+    return plan(given.pop("load"), given.pop("topology"), **given)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a number for a topology": ({"topology": 4}, "topology is a int: give a Topology"),
+    "a dict for costs": ({"cost": {"home_bytes": 1}}, "cost is a dict: give a CostModel"),
+    "a list of policies": ({"policy": ["swaps"]}, "policy is a list: choose one of"),
+    "an array for a forecast": ({"forecast": np.array(["auto"])}, "forecast is a ndarray"),
+    "ragged speeds": ({"policy": "incremental", "rank_speed": [1, 1, 1, [2]]}, "rank_speed is not an array"),
+    "speeds that are trained": ({"rank_speed": torch.ones(4, requires_grad=True)}, "rank_speed is not an array"),
+    "numbers beyond float64": ({"load": [[10**400] * 8] * 2}, "load is not an array of numbers"),
+    "loads whose squares overflow": ({"load": LOAD * 1e155}, "too much to add up"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_one_line_says_what_is_wrong(case: str) -> None:
+    terms, expected = WRONG[case]
+    with pytest.raises(PlanError) as raised:
+        asked(**terms)
+    assert expected in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_bytes_that_the_layout_does_not_count_are_no_limit_and_refused() -> None:
+    current = plan(LOAD, Topology(4), slots_per_rank=3, policy="free").placement
+    terms: dict[str, Any] = {"policy": "free", "slots_per_rank": 3, "current": current, "max_bytes": 0}
+    with pytest.raises(PlanError, match="replica_bytes"):
+        asked(**terms, cost=CostModel(home_bytes=100))
+    assert len(asked(**terms, load=LOAD[:, ::-1], cost=CostModel(replica_bytes=10)).moves) == 0
+
+
+@pytest.mark.parametrize("value", ["x", None, True, 2**70, float("nan"), -1])
+def test_costs_are_numbers_that_can_be_added_up(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"home_bytes=.*: give a finite number"):
+        CostModel(home_bytes=value)
+
+
+@pytest.mark.parametrize("value", [4.0, True, "4", None])
+def test_a_topology_has_whole_numbers_of_ranks(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"num_ranks=.*: give a whole number"):
+        Topology(value)
+
+
+@pytest.mark.parametrize("policy", ["free", "hierarchical", "incremental"])
+def test_how_numbers_lie_in_memory_changes_no_plan(policy: str) -> None:
+    for seed in range(10):
+        load = np.random.default_rng(seed).lognormal(0, 1, (12, 3, 8))
+        terms: dict[str, Any] = {"policy": policy, "slots_per_rank": 3, "forecast": "window"}
+        plans = [asked(load=one, **terms).placement for one in (load, np.asfortranarray(load))]
+        assert plans[0].physical_to_logical.tolist() == plans[1].physical_to_logical.tolist()
+
+
+def test_a_layer_without_tokens_among_many_ranks_is_planned_without_a_warning() -> None:
+    load = np.random.default_rng(0).lognormal(0, 1, (1, 2, 256))
+    load[:, 1] = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = plan(load, Topology(256), slots_per_rank=2)
+    assert made.imbalance_after[1] == 1.0 and made.imbalance_after[0] > 1.0
+
+
+@pytest.mark.parametrize("steps", [0, -3, 2.5, True, "7", 10**30])
+def test_a_window_is_of_whole_steps(tmp_path: Path, steps: Any) -> None:
+    record(tmp_path, np.ones((2, 1, 4), dtype=np.int64))
+    file = next(tmp_path.rglob("*.jsonl"))
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines[-1]["steps"] = steps
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(FileError, match=r"steps is .*: a window is of 1 or more training steps"):
+        read_series(tmp_path)
+
+
+def record(folder: Path, load: np.ndarray) -> None:
+    series = SeriesWriter(folder, load.shape[1], load.shape[2])
+    series.append(load, 5)
+    series.close()
+
+
+@pytest.mark.parametrize("command", [["plan"], ["simulate", "--every", "2"]])
+def test_a_load_without_tokens_is_not_balanced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    np.savez(tmp_path / "none.npz", load=np.zeros((6, 2, 8)))
+    assert main([*command, str(tmp_path / "none.npz"), *SIZES]) == 2
+    assert "no token was counted" in capsys.readouterr().err
+
+
+def test_windows_without_tokens_are_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load = np.random.default_rng(0).gamma(1.0, size=(12, 2, 8)).round(3) * 1000
+    gaps = np.concatenate([load[:8], np.zeros((6, 2, 8)), load[8:]])
+    found = []
+    for name, of in (("load", load), ("gaps", gaps)):
+        np.savez(tmp_path / f"{name}.npz", load=of)
+        given = [str(tmp_path / f"{name}.npz"), *SIZES, "--every", "2", "--policies", "static", "--json"]
+        assert main(["simulate", *given]) in (None, 0)
+        said = capsys.readouterr()
+        found.append(json.loads(said.out))
+    assert "6 of 18 windows have no tokens and are left out" in said.err
+    one, other = ([run["imbalance"] for run in each["policies"]] for each in found)
+    assert one == other
