@@ -19,6 +19,8 @@ import torch.distributed as dist
 from flex_dispatch_double import Handle, handle_of
 from torch import Tensor
 
+NARROW_OR_DOUBLE = (torch.bfloat16, torch.float64)
+"""What the buffers take, and what stands for it where a training is in float64 (`titan_float64`)."""
 NO_ROW = 1e4
 """In memory that is not written: what is read of it is seen in any result."""
 CALLS: list[str] = []
@@ -88,13 +90,13 @@ class ElasticBuffer:
         do_cpu_sync: bool | None = None,
         do_expand: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor | None, ElasticHandle, Event]:
-        assert x.dtype == torch.bfloat16 and x.is_contiguous() and num_sms and not do_expand
+        assert x.dtype in NARROW_OR_DOUBLE and x.is_contiguous() and num_sms and not do_expand
         CALLS.append("dispatch" if handle is None else "dispatch again")
         if handle is not None:
             assert topk_idx is None and topk_weights is None and not do_cpu_sync
             return handle.way.there(x)[handle.order_N], handle.ids_NK, None, handle, Event()
         assert topk_idx is not None and topk_weights is not None and num_experts is not None
-        assert topk_idx.dtype == torch.int64 and topk_weights.dtype == torch.float32 and do_cpu_sync
+        assert topk_idx.dtype == torch.int64 and topk_weights.dtype in (torch.float32, torch.float64) and do_cpu_sync
         assert topk_idx.is_contiguous() and topk_weights.is_contiguous()
         assert len(x) == num_max_tokens_per_rank <= self.num_max_tokens_per_rank
         local, rank = num_experts // self.group.size(), self.group.rank()
@@ -118,7 +120,7 @@ class ElasticBuffer:
         topk_weights: Tensor | None = None,
         async_with_compute_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, Event]:
-        assert x.dtype == torch.bfloat16 and len(x) == len(handle.order_N)
+        assert x.dtype in NARROW_OR_DOUBLE and len(x) == len(handle.order_N)
         CALLS.append("combine")
         sorted_N = handle.order_N.argsort()
         weights = None if topk_weights is None else handle.way.back(topk_weights[sorted_N])
@@ -147,7 +149,7 @@ def indices_to_map(
     topk_idx: Tensor, topk_weights: Tensor, num_of_tokens: int, num_of_experts: int
 ) -> tuple[Tensor, Tensor]:
     chosen = torch.zeros(num_of_tokens, num_of_experts, dtype=torch.bool).scatter(1, topk_idx, True)
-    return chosen, torch.zeros(num_of_tokens, num_of_experts).scatter(1, topk_idx, topk_weights)
+    return chosen, topk_weights.new_zeros(num_of_tokens, num_of_experts).scatter(1, topk_idx, topk_weights)
 
 
 class HybridEPBuffer:
@@ -189,7 +191,7 @@ class HybridEPBuffer:
         handle: HybridHandle | None = None,
         non_blocking: bool = False,
     ) -> tuple[Tensor, Tensor | None, None, Tensor, HybridHandle]:
-        assert hidden.dtype == torch.bfloat16 and scaling_factor is None
+        assert hidden.dtype in NARROW_OR_DOUBLE and scaling_factor is None
         CALLS.append("dispatch" if handle is None else "dispatch again")
         if handle is None:
             assert routing_map is not None and num_of_experts_per_rank is not None
@@ -224,16 +226,18 @@ class HybridEPBuffer:
     def combine_with_unpermute(
         self, *, hidden: Tensor, probs: Tensor | None = None, handle: HybridHandle
     ) -> tuple[Tensor, Tensor | None]:
-        assert hidden.dtype == torch.bfloat16 and len(hidden) == handle.rows
+        assert hidden.dtype in NARROW_OR_DOUBLE and len(hidden) == handle.rows
         CALLS.append("combine")
         count = sum(handle.way.received)
-        rows = torch.zeros(count, hidden.shape[1]).index_add(0, handle.token_N, hidden[handle.place_N].float())
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        rows = torch.zeros(count, hidden.shape[1], dtype=wide)
+        rows.index_add_(0, handle.token_N, hidden[handle.place_N].to(wide))
         combined = handle.way.back(rows.to(hidden.dtype))
         if probs is None:
             return combined, None
         local = len(handle.counts_e)
-        dense = torch.zeros(count, local * self.group.size())
-        dense[handle.token_N, self.group.rank() * local + handle.expert_N] = probs[handle.place_N].float()
+        dense = torch.zeros(count, local * self.group.size(), dtype=torch.promote_types(probs.dtype, torch.float32))
+        dense[handle.token_N, self.group.rank() * local + handle.expert_N] = probs[handle.place_N].to(dense.dtype)
         return combined, handle.way.back(dense)
 
 

@@ -262,7 +262,7 @@ def _live_settings(
             "data_parallel_replicate_degree": parallel_dims.dp_replicate,
             "spmd_backend": parallel_dims.spmd_backend,
             "top_k": dispatchers[0].top_k if dispatchers else None,
-            "moe_comm_backend": backend_of(type(one).__qualname__.partition(".Config")[0] for one in dispatchers),
+            "moe_comm_backend": backend_of(dispatchers),
             "non_blocking_capacity_factor": min(
                 (one.non_blocking_capacity_factor for one in dispatchers if _drops(one)), default=None
             ),

@@ -77,10 +77,11 @@ def settings_of(options: Mapping[str, Any]) -> TorchtitanJobSettings:
     return replace(settings, expert_data_parallel_size=copies, assumed=known)
 
 
-def backend_of(dispatchers: Iterable[str]) -> str:
-    """``moe_comm_backend`` of a model whose layers have dispatchers of these classes; other names where none is known,
-    or several are mixed."""
-    found = {STANDARD if name in _STANDARD_DISPATCHERS else name for name in dispatchers}
+def backend_of(dispatchers: Iterable[Any]) -> str:
+    """``moe_comm_backend`` of a model whose layers have these configs of dispatchers; other names where one is not
+    known, or several are mixed."""
+    names = {type(one).__qualname__.removesuffix(".Config").rpartition(".")[2] for one in dispatchers}
+    found = {STANDARD if name in _STANDARD_DISPATCHERS else name for name in names}
     named = {name: backend for backend, name in OWN_BACKENDS.items()}
     return " and ".join(sorted(named.get(name, name) for name in found)) or STANDARD
 

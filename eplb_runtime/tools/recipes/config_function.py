@@ -59,7 +59,7 @@ def _options(config: Any, routed: list[Any]) -> dict[str, Any]:
         **options,
         "num_experts": getattr(dispatcher, "num_experts", None),
         "top_k": getattr(dispatcher, "top_k", None),
-        "moe_comm_backend": backend_of(type(one.token_dispatcher).__qualname__.partition(".")[0] for one in routed),
+        "moe_comm_backend": backend_of(one.token_dispatcher for one in routed),
         "non_blocking_capacity_factor": getattr(dispatcher, "non_blocking_capacity_factor", None),
         "disable_cuda_graphs": getattr(getattr(config, "training", None), "disable_cuda_graphs", None),
         "deterministic": getattr(getattr(config, "debug", None), "deterministic", None),
