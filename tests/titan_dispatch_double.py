@@ -1,8 +1,8 @@
 """What torchtitan's own dispatchers run on a GPU with, over gloo: the buffers of deep_ep (`ElasticBuffer`,
 `HybridEPBuffer`) with their signatures, orders and demands, and the memory and kernels of MinimalAsyncEP.
 
-A token travels once to each rank that has any of its experts, and what ranks give back for it is added in float32, in the
-order of ranks. torchtitan's operators themselves are its own, registered for a CPU by `use`.
+A token travels once to each rank that has any of its experts, and what ranks give back for it is added in float32, in
+the order of ranks. torchtitan's operators themselves are its own, registered for a CPU by `use`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 import symmetric_memory_double
 import torch
-import torch.distributed as dist
 from flex_dispatch_double import Handle, handle_of
 from torch import Tensor
 
@@ -377,18 +376,13 @@ KERNELS = (
 )
 
 
-def use_deep_ep() -> None:
-    """Let ``import deep_ep`` find these."""
+def use() -> None:
+    """Let torchtitan find these, and run its own operators on a CPU."""
     package, of_hybrid = types.ModuleType("deep_ep"), types.ModuleType("deep_ep.hybrid_ep_buffer")
     package.__path__ = []  # type: ignore[attr-defined]
     package.ElasticBuffer, package.HybridEPBuffer = ElasticBuffer, HybridEPBuffer  # type: ignore[attr-defined]
     of_hybrid.indices_to_map = indices_to_map  # type: ignore[attr-defined]
     sys.modules["deep_ep"], sys.modules["deep_ep.hybrid_ep_buffer"] = package, of_hybrid
-
-
-def use() -> None:
-    """Let torchtitan find these, and run its own operators on a CPU."""
-    use_deep_ep()
     from torchtitan.distributed.deepep import deepep, hybridep
     from torchtitan.distributed.minimal_async_ep import api
 

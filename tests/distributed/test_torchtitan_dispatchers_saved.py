@@ -1,5 +1,5 @@
-"""Jobs of torchtitan with its own dispatchers: their checkpoints after moves, what is refused, what is noticed at attach,
-and three experts a token, which DeepEP and HybridEP add up by place: equal to rounding, in float64 to 1e-10."""
+"""Jobs of torchtitan with its own dispatchers: checkpoints after moves, what is refused, what is noticed at attach, and
+three experts a token, which DeepEP and HybridEP add up by place: equal to rounding, in float64 to 1e-10."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import pytest
 import titan_dispatch_double
-import torch
 from ranks import run_ranks
 from test_torchtitan import balance_of
 from titan import SAVED, STEPS, Run, different, without_state

@@ -1,5 +1,5 @@
-"""torchtitan's own dispatchers (DeepEP, HybridEP, MinimalAsyncEP) with a balancer, which gives them slots in the place of
-experts; against the same with experts that stay. What they run on has a stand-in, `titan_dispatch_double`.
+"""torchtitan's own dispatchers (DeepEP, HybridEP, MinimalAsyncEP) with a balancer, which gives them slots in the place
+of experts; against the same with experts that stay. What they run on has a stand-in, `titan_dispatch_double`.
 """
 
 from __future__ import annotations

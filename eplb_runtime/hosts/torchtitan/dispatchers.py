@@ -156,7 +156,10 @@ def why_elsewhere(name: str, routed: Any, own: Forward, width: int, device: torc
                 f"{local} of rank {rank} of its EP group: it does not take id i to be on rank i // {here}; use "
                 "moe_comm_backend='standard'"
             )
-    expected = {"": (out_BLD, hidden_BLD * top_k), "the gradient of ": (gradient_BLD, torch.full_like(hidden_BLD, top_k))}
+    expected = {
+        "": (out_BLD, hidden_BLD * top_k),
+        "the gradient of ": (gradient_BLD, torch.full_like(hidden_BLD, top_k)),
+    }
     for what, (found, known) in expected.items():
         if found.shape != known.shape or not torch.allclose(found.detach().float(), known.detach().float(), rtol=0.02):
             return (

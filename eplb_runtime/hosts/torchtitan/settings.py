@@ -208,7 +208,7 @@ HOST = HostRules(
         "the overrides, pipelining_fn and post_optimizer_build_fn that balance() sets are in the config",
         "each rank holds whole experts, equally many",
         "with replica slots: the ranks that hold the same experts divide dimension 1 of their tensors",
-        "deepep, hybridep, minimal_async_ep: a batch sent through the dispatcher comes to the ranks of its slots and back",
+        "deepep, hybridep, minimal_async_ep: a batch sent through the dispatcher comes to its slots and back",
     ),
     EMULATED,
 )
