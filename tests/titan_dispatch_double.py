@@ -20,6 +20,8 @@ from torch import Tensor
 
 NARROW_OR_DOUBLE = (torch.bfloat16, torch.float64)
 """What the buffers take, and what stands for it where a training is in float64 (`titan_float64`)."""
+HAS_HYBRIDEP = torch.__version__ >= "2.14"
+"""torchtitan's part for it is not imported with an older one."""
 NO_ROW = 1e4
 """In memory that is not written: what is read of it is seen in any result."""
 CALLS: list[str] = []
@@ -383,23 +385,20 @@ def use() -> None:
     package.ElasticBuffer, package.HybridEPBuffer = ElasticBuffer, HybridEPBuffer  # type: ignore[attr-defined]
     of_hybrid.indices_to_map = indices_to_map  # type: ignore[attr-defined]
     sys.modules["deep_ep"], sys.modules["deep_ep.hybrid_ep_buffer"] = package, of_hybrid
-    from torchtitan.distributed.deepep import deepep, hybridep
+    from torchtitan.distributed.deepep import deepep
     from torchtitan.distributed.minimal_async_ep import api
 
     library = torch.library.Library("deepep", "IMPL")
     library.impl("dispatch", deepep._dispatch_op_impl, "CPU")
     library.impl("combine", deepep._combine_op_impl, "CPU")
     deepep._cpu = library  # kept: what it registers goes with it
-    for operator in (
-        hybridep._dispatch_impl,
-        hybridep._combine_impl,
-        hybridep._dispatch_bwd_impl,
-        hybridep._combine_bwd_impl,
-        api.dispatch_op,
-        api.combine_op,
-        api.dispatch_backward_op,
-        api.combine_backward_op,
-    ):
+    operators = [api.dispatch_op, api.combine_op, api.dispatch_backward_op, api.combine_backward_op]
+    if HAS_HYBRIDEP:
+        from torchtitan.distributed.deepep import hybridep
+
+        operators += [hybridep._dispatch_impl, hybridep._combine_impl]
+        operators += [hybridep._dispatch_bwd_impl, hybridep._combine_bwd_impl]
+    for operator in operators:
         operator.register_kernel("cpu")(operator._init_fn)
     api.symm_mem = symmetric_memory_double
     for kernel in KERNELS:
@@ -408,7 +407,11 @@ def use() -> None:
 
 def forget_buffers() -> None:
     """The next model makes buffers of its own, for its own process groups."""
-    from torchtitan.distributed.deepep import deepep, hybridep
+    from torchtitan.distributed.deepep import deepep
     from torchtitan.distributed.minimal_async_ep import api
 
-    deepep._buffer = hybridep._buffer = api._buffer_state = api._buffer_key = None
+    deepep._buffer = api._buffer_state = api._buffer_key = None
+    if HAS_HYBRIDEP:
+        from torchtitan.distributed.deepep import hybridep
+
+        hybridep._buffer = None

@@ -27,6 +27,9 @@ pytest.importorskip("torchtitan", reason="torchtitan's Trainer: pip install '.[t
 SAVING = Job("hybridep", ep=2)
 THREE = {"deepep": Job("deepep", top_k=3), "hybridep": Job("hybridep", ep=2, top_k=3)}
 """Jobs with three experts a token."""
+of_hybridep = pytest.mark.skipif(
+    not titan_dispatch_double.HAS_HYBRIDEP, reason="torchtitan's hybridep is imported with torch 2.14 and newer"
+)
 
 
 def saved(rank: int, folder: Path) -> dict[str, Any]:
@@ -152,6 +155,9 @@ def with_three(rank: int, folder: Path) -> dict[str, Any]:
     compute_in_float64()
     found: dict[str, Any] = {}
     for name, job in THREE.items():
+        if job.backend == "hybridep" and not titan_dispatch_double.HAS_HYBRIDEP:
+            found[name] = attached(job, folder, lambda config: None)
+            continue
 
         def run(balanced: bool, job: Job = job) -> Run:
             return DoubleRun(job.family, job.ep, folder, balanced, OnRanks(), change=job.change)
@@ -175,6 +181,7 @@ def ranks_with_three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str,
     return run_ranks(4, with_three, tmp_path_factory.mktemp("three"))
 
 
+@of_hybridep
 def test_torchtitans_checkpoint_is_read_back_after_moves_with_us_and_without(
     saving_ranks: list[dict[str, Any]],
 ) -> None:
@@ -184,6 +191,7 @@ def test_torchtitans_checkpoint_is_read_back_after_moves_with_us_and_without(
         assert found["loaded by torchtitan alone"] == []
 
 
+@of_hybridep
 @pytest.mark.parametrize("mistake", [*MISTAKES, "graphs"])
 def test_what_would_go_wrong_is_refused_in_one_line(saving_ranks: list[dict[str, Any]], mistake: str) -> None:
     said = [found["refused"][mistake] for found in saving_ranks]
@@ -197,5 +205,8 @@ def test_with_three_experts_a_token_training_is_equal_to_rounding(
 ) -> None:
     for found in ranks_with_three:
         seen = found[name]
+        if isinstance(seen, str):
+            assert "moe_comm_backend='hybridep' is not imported with torch 2.13" in seen
+            continue
         assert seen["moved"] > 16 * (STEPS - 1)
         assert 0 < seen["apart"] < 1e-10 and seen["control"] > 1e-3

@@ -15,7 +15,7 @@ from titan_dispatchers import Job, begin, gathered
 
 pytest.importorskip("torchtitan", reason="torchtitan's Trainer: pip install '.[torchtitan]'")
 
-JOBS = {
+ALL_JOBS = {
     "deepep": Job("deepep", checkpointing="SelectiveAC", validates=True),
     "hybridep": Job("hybridep", "deepseek_v3", ep=2),
     "minimal_async_ep": Job("minimal_async_ep", top_k=3, checkpointing="FullAC"),
@@ -26,6 +26,7 @@ JOBS = {
         "hybridep", ep=2, options={"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}
     ),
 }
+JOBS = {name: job for name, job in ALL_JOBS.items() if titan_dispatch_double.HAS_HYBRIDEP or job.backend != "hybridep"}
 CONTROLS = ("deepep", "minimal_async_ep")
 
 
@@ -58,8 +59,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(4, trained, tmp_path_factory.mktemp("dispatchers"))
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", ALL_JOBS)
 def test_trajectories_are_equal_with_every_home_moved_after_each_step(ranks: list[dict[str, Any]], name: str) -> None:
+    if name not in JOBS:
+        pytest.skip("torchtitan's hybridep is imported with torch 2.14 and newer")
     for of_rank in ranks:
         seen = of_rank[name]
         assert seen["moved"] > 16 * (STEPS - 1)

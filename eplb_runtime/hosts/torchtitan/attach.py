@@ -34,6 +34,7 @@ from .settings import (
     BACKENDS,
     EMULATED,
     EXACT_BY_ITSELF,
+    NEEDED_TORCH,
     RULES,
     SPMD_RULES,
     STANDARD,
@@ -63,11 +64,17 @@ def balance(config: Any, balancer_config: BalancerConfig | None = None) -> None:
         balancer_config: settings; the same on every rank.
 
     Raises:
-        AttachError: it has no model, or is balanced already. What else cannot be used is refused when the Trainer is
+        AttachError: it has no model, or is balanced already, or torch is too old for its dispatcher. What else cannot be used is refused when the Trainer is
             built, by the same error, on every rank.
     """
     if config.model_spec is None:
         raise AttachError("the config has no model_spec: balance() comes after it is chosen")
+    backend = backend_of(_dispatchers(config))
+    if torch.__version__ < (needed := NEEDED_TORCH.get(backend, "")):
+        raise AttachError(
+            f"torchtitan's moe_comm_backend='{backend}' is not imported with torch {torch.__version__}: install torch "
+            f"{needed} or newer, or choose the model with another one"
+        )
     imports = [_path(balanced_experts), _path(balanced_optimizers)]
     if any(entry in config.override.imports for entry in imports):
         raise AttachError("this config is balanced already: call balance() once")
@@ -251,8 +258,7 @@ def _live_settings(
     optimizers: Any, model_parts: Sequence[nn.Module], parallel_dims: ParallelDims, trainer_config: Any
 ) -> TorchtitanJobSettings:
     blocks = [block for part in model_parts for block in part.modules()]
-    # Of the whole model, also where this rank's stages have none.
-    dispatchers = [one for _, one, _, _ in trainer_config.model_spec.model.traverse(LocalTokenDispatcher.Config)]
+    dispatchers = _dispatchers(trainer_config)
     return settings_of(
         {
             "expert_parallel_degree": parallel_dims.ep,
@@ -273,6 +279,11 @@ def _live_settings(
             "world_size": parallel_dims.world_size,
         }
     )
+
+
+def _dispatchers(trainer_config: Any) -> list[Any]:
+    """Configs of the whole model's token dispatchers, also where this rank's stages have none."""
+    return [one for _, one, _, _ in trainer_config.model_spec.model.traverse(LocalTokenDispatcher.Config)]
 
 
 def _drops(dispatcher: Any) -> bool:

@@ -23,6 +23,8 @@ OWN_BACKENDS = {
     "minimal_async_ep": "MinimalAsyncEPTokenDispatcher",
 }
 """``moe_comm_backend`` -> the dispatcher, where torchtitan's own stays and is given slots in the place of experts."""
+NEEDED_TORCH = {"hybridep": "2.14"}
+"""``moe_comm_backend`` -> the torch that torchtitan's part for it is imported with."""
 _STANDARD_DISPATCHERS = ("AllToAllTokenDispatcher", "TorchAOTokenDispatcher", "LocalTokenDispatcher")
 
 
@@ -204,7 +206,7 @@ HOST = HostRules(
     RULES,
     _exact,
     (
-        "spmd_backend='spmd_types', torchtitan's default, has torch 2.14 or newer",
+        "spmd_backend='spmd_types', torchtitan's default, and moe_comm_backend='hybridep' have torch 2.14 or newer",
         "the overrides, pipelining_fn and post_optimizer_build_fn that balance() sets are in the config",
         "each rank holds whole experts, equally many",
         "with replica slots: the ranks that hold the same experts divide dimension 1 of their tensors",
