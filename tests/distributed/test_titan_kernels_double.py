@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -12,7 +11,8 @@ from ranks import run_ranks
 from torch import Tensor
 
 pytest.importorskip("torchtitan", reason="torchtitan's Trainer: pip install '.[torchtitan]'")
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+triton = pytest.importorskip("triton", reason="triton is not installed")
+pytestmark = pytest.mark.skipif(triton.__version__ >= "3.9", reason="the interpreter of triton 3.9 has no such masks")
 
 RANKS, LOCAL, TOKENS, TOP_K, WIDTH = 2, 3, 7, 3, 8
 EXPERTS, ROWS = RANKS * LOCAL, TOKENS * TOP_K

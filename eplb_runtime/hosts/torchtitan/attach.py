@@ -64,8 +64,8 @@ def balance(config: Any, balancer_config: BalancerConfig | None = None) -> None:
         balancer_config: settings; the same on every rank.
 
     Raises:
-        AttachError: it has no model, or is balanced already, or torch is too old for its dispatcher. What else cannot be used is refused when the Trainer is
-            built, by the same error, on every rank.
+        AttachError: it has no model, is balanced already, or its dispatcher needs a newer torch. What else cannot be
+            used is refused when the Trainer is built, by the same error, on every rank.
     """
     if config.model_spec is None:
         raise AttachError("the config has no model_spec: balance() comes after it is chosen")
