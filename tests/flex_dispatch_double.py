@@ -39,9 +39,9 @@ class Handle:
     def back(self, rows: Tensor) -> Tensor:
         returned = rows.new_empty(sum(self.sent), *rows.shape[1:])
         dist.all_to_all_single(returned, rows.contiguous(), self.sent, self.received, group=self.group)
-        total = torch.zeros(len(self.sent_TR), *rows.shape[1:])
+        total = torch.zeros(len(self.sent_TR), *rows.shape[1:], dtype=torch.promote_types(rows.dtype, torch.float32))
         for mine, part in zip(self.sent_TR.T, returned.split(self.sent), strict=True):
-            total[mine] += part.float()
+            total[mine] += part.to(total.dtype)
         return total.to(rows.dtype)
 
 
@@ -67,7 +67,8 @@ class Back(torch.autograd.Function):
         return ctx.handle.there(gradient), None
 
 
-def _handle(group: Any, sent_TR: Tensor) -> Handle:
+def handle_of(group: Any, sent_TR: Tensor) -> Handle:
+    """Tell ranks how many tokens come. Collective."""
     sent = sent_TR.sum(dim=0)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
@@ -79,7 +80,7 @@ def fused_dispatch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Handle]:
     count, rank = num_experts // group.size(), group.rank()
     ranks = torch.arange(group.size())
-    handle = _handle(group, ((indices_TK // count)[..., None] == ranks).any(dim=1))
+    handle = handle_of(group, ((indices_TK // count)[..., None] == ranks).any(dim=1))
     indices = handle.there(indices_TK) - rank * count
     mine = (indices >= 0) & (indices < count)
     probs = torch.where(mine, There.apply(probs_TK, handle), 0)
@@ -94,7 +95,7 @@ def fused_combine(rows: Tensor, group: Any, handle: Handle, **_: Any) -> tuple[T
 def hybrid_ep_dispatch(
     x: Tensor, routing_map: Tensor, probs: Tensor, group: Any, num_local_experts: int, **_: Any
 ) -> tuple[Tensor, Tensor, None, Tensor, tuple[Handle, Tensor, int]]:
-    handle = _handle(group, routing_map.unflatten(1, (-1, num_local_experts)).any(dim=-1))
+    handle = handle_of(group, routing_map.unflatten(1, (-1, num_local_experts)).any(dim=-1))
     first = group.rank() * num_local_experts
     mine = slice(first, first + num_local_experts)
     chosen = handle.there(routing_map.to(torch.uint8))[:, mine].bool()

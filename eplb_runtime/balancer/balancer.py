@@ -189,7 +189,8 @@ class Balancer:
     def _searches_outside(self) -> bool:
         """Return whether the heap is searched, before homes move, for tensors of the user's whose rows are experts."""
         runtime = self._runtime
-        return self.config.guard != "off" and runtime.job.ep_size > 1 and not runtime.host_dispatches
+        by_framework = runtime.host_dispatches and (runtime.registry.has_slots or not runtime.registry.layers)
+        return self.config.guard != "off" and runtime.job.ep_size > 1 and not by_framework
 
     def _held_outside(self, patient: bool, copies_only: bool) -> str:
         return self._outside.found(patient=patient, copies_only=copies_only)

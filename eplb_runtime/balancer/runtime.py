@@ -57,8 +57,8 @@ class Runtime:
         layer_of_parameter: MoE layer index of each expert parameter, by its name in the model.
         parameters: the expert parameters by these names.
         layers: the MoE layers of this rank.
-        host_dispatches: whether the framework dispatches tokens, keeps each expert in tensors of its own, and saves
-            them; equal on all ranks, also where ``layers`` is empty.
+        host_dispatches: whether the framework dispatches tokens and saves experts; equal on all ranks, also where
+            ``layers`` is empty.
         channels: channels on which this rank exchanges tokens.
         watch: measures how long this rank waits for others.
         model_check: notices changes of the model that the balancer cannot follow.

@@ -232,8 +232,8 @@ class ExpertParallelLayer:
 class HostDispatchedLayer:
     """One MoE layer whose host carries and computes tokens itself, each to the expert of its column.
 
-    The host believes that slot p holds expert p. So columns change places, from logical experts to slots, and nothing
-    else; there are no copies.
+    The host believes that slot p holds expert p. So columns change places, or ids are renamed, from logical experts to
+    slots, and nothing else; there are no copies.
 
     Args:
         index, module, counter, table, forward_tag: as of `ExpertParallelLayer`.
@@ -291,6 +291,26 @@ class HostDispatchedLayer:
         with phase("route", "F", self.index, epoch):
             order = self.logical_of_slots
             return chosen_TE.index_select(1, order), weights_TE.index_select(1, order)
+
+    @torch.compiler.disable
+    def slots(self, hidden: Tensor, topk_ids: Tensor) -> Tensor:
+        """Ids of logical experts -> slots, for a host that is given ids. Every token counts.
+
+        Args:
+            hidden: what will travel, ``[..., D]``.
+            topk_ids: int64 ``[..., K]``, logical.
+
+        Returns:
+            Int64 of the same shape.
+
+        Raises:
+            ValueError: an id is of no expert, on a CPU.
+        """
+        with _unseen_by_selective_checkpointing():
+            self._table.require_known(self.index, topk_ids)
+            epoch = self._begin(hidden, lambda: self._counter.count(self.index, topk_ids))
+            with phase("route", "F", self.index, epoch):
+                return self._table.slots(self.index, topk_ids)
 
     @torch.compiler.disable
     def begin(self, hidden_TD: Tensor, chosen_TE: Tensor, real_T: Tensor | None) -> None:

@@ -220,7 +220,7 @@ def balance_of(config: Any, **options: Any) -> None:
     """Other settings of the balancer."""
     function = config.model_spec.post_optimizer_build_fn
     config.model_spec.post_optimizer_build_fn = partial(
-        function.func, function.args[0], replace(function.args[1], **options)
+        function.func, function.args[0], replace(function.args[1], **options), **function.keywords
     )
 
 

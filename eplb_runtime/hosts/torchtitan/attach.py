@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
@@ -15,19 +16,32 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, TorchAOTokenDispatcher
+from torchtitan.models.common.moe import RoutedExperts
+from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
 from ...balancer.balancer import Balancer
-from ...config import BalancerConfig
+from ...config import BalancerConfig, DispatchConfig
 from ...distributed.ranks import Ranks
 from .. import _all_can_attach
 from ..attaching.attach import attach_stages
 from ..attaching.checks import device_of
 from ..attaching.description import AttachError, HostModel, Spread, Stage, mark_spread
-from ..settings import judge
+from ..settings import emulated_settings, judge
+from .dispatchers import why_elsewhere
 from .experts import balanced_experts, describe, routed_experts
 from .pipeline import accompany, build_pipeline, numbers_of
-from .settings import BACKENDS, RULES, SPMD_RULES, TorchtitanJobSettings, settings_of
+from .settings import (
+    BACKENDS,
+    EMULATED,
+    EXACT_BY_ITSELF,
+    NEEDED_TORCH,
+    RULES,
+    SPMD_RULES,
+    STANDARD,
+    TorchtitanJobSettings,
+    backend_of,
+    settings_of,
+)
 from .state import BalancedOptimizers, LogicalOrder, balanced_optimizers, keep_order, synchronize_state
 
 logger = logging.getLogger("eplb_runtime")
@@ -50,17 +64,25 @@ def balance(config: Any, balancer_config: BalancerConfig | None = None) -> None:
         balancer_config: settings; the same on every rank.
 
     Raises:
-        AttachError: it has no model, or is balanced already. What else cannot be used is refused when the Trainer is
-            built, by the same error, on every rank.
+        AttachError: it has no model, is balanced already, or its dispatcher needs a newer torch. What else cannot be
+            used is refused when the Trainer is built, by the same error, on every rank.
     """
     if config.model_spec is None:
         raise AttachError("the config has no model_spec: balance() comes after it is chosen")
+    backend = backend_of(_dispatchers(config))
+    if torch.__version__ < (needed := NEEDED_TORCH.get(backend, "")):
+        raise AttachError(
+            f"torchtitan's moe_comm_backend='{backend}' is not imported with torch {torch.__version__}: install torch "
+            f"{needed} or newer, or choose the model with another one"
+        )
     imports = [_path(balanced_experts), _path(balanced_optimizers)]
     if any(entry in config.override.imports for entry in imports):
         raise AttachError("this config is balanced already: call balance() once")
     config.override.imports = [*config.override.imports, *imports]
     spec = config.model_spec
-    spec.post_optimizer_build_fn = partial(_build, spec.post_optimizer_build_fn, balancer_config or BalancerConfig())
+    spec.post_optimizer_build_fn = partial(
+        _build, spec.post_optimizer_build_fn, balancer_config or BalancerConfig(), trainer_config=config
+    )
     spec.parallelize_fn = partial(_parallelize, spec.parallelize_fn)
     if spec.pipelining_fn is not None:
         spec.pipelining_fn = partial(build_pipeline, spec.pipelining_fn)
@@ -94,33 +116,42 @@ def _build(
     optimizers: Any,
     model_parts: list[nn.Module],
     parallel_dims: ParallelDims,
+    *,
+    trainer_config: Any,
 ) -> None:
     if own is not None:
         own(optimizers, model_parts, parallel_dims)
-    _attach(optimizers, model_parts, parallel_dims, config)
+    _attach(optimizers, model_parts, parallel_dims, config, trainer_config)
 
 
 def _attach(
-    optimizers: Any, model_parts: Sequence[nn.Module], parallel_dims: ParallelDims, config: BalancerConfig
+    optimizers: Any,
+    model_parts: Sequence[nn.Module],
+    parallel_dims: ParallelDims,
+    config: BalancerConfig,
+    trainer_config: Any,
 ) -> Balancer:
     """Raises `AttachError` on every rank, or on none."""
     ranks, stages, problem = Ranks(), [], None
-    device = torch.device("cpu")
+    device, settings = torch.device("cpu"), TorchtitanJobSettings()
     try:
-        _refuse(optimizers, model_parts, parallel_dims, config)
+        settings = _live_settings(optimizers, model_parts, parallel_dims, trainer_config)
+        _refuse(settings, optimizers, config)
         ep_ranks = tuple(dist.get_process_group_ranks(parallel_dims.get_mesh("ep").get_group()))
         numbers = numbers_of(model_parts) if parallel_dims.pp_enabled else (0,)
         # The loss is divided by the tokens of all ranks, and FSDP adds up without dividing.
         shards = parallel_dims.get_mesh("efsdp").size()
         ranks = Ranks(ep=ep_ranks, stages=numbers, gradient_divisor=1, divided_rows=shards)
         stages = [
-            Stage(number, part, _host(part, ep_ranks), f"stages.{number}." if len(numbers) > 1 else "")
+            Stage(number, part, _host(part, ep_ranks, settings), f"stages.{number}." if len(numbers) > 1 else "")
             for number, part in zip(numbers, model_parts, strict=True)
         ]
         device = device_of(stages, None)
     except Exception as error:
         problem = error
     _all_can_attach(ranks, "attach", config, problem)
+    if settings.moe_comm_backend != STANDARD:
+        _all_can_attach(ranks, "a batch through the dispatchers", config, _try_dispatchers(model_parts, device))
     balancer = attach_stages(
         stages, optimizers.optimizers, config=config, ranks=ranks, device=device, container=optimizers
     )
@@ -131,6 +162,7 @@ def _attach(
             "with other placements are equal to rounding; with at most 2 they are to the bit",
             added_up,
         )
+    _say_of(settings)
     optimizers.order = order = LogicalOrder(balancer)
     for layer in (layer for stage in stages for layer in stage.host.layers):
         keep_order(layer, order)
@@ -142,9 +174,47 @@ def _attach(
     return balancer
 
 
-def _host(part: nn.Module, ep_ranks: tuple[int, ...]) -> HostModel:
+def _say_of(settings: TorchtitanJobSettings) -> None:
+    """Rank 0 warns of what torchtitan's own dispatchers come to."""
+    if dist.get_rank():
+        return
+    for one in emulated_settings(settings, EMULATED):
+        logger.warning(
+            "%s='%s' was tested with a stand-in (%s), and not on a GPU yet",
+            one.setting,
+            settings.moe_comm_backend,
+            one.tested,
+        )
+    if settings.moe_comm_backend == "deepep" and not settings.deterministic:
+        logger.warning(
+            "DeepEP receives tokens in any order unless debug.deterministic is set: no two trainings are equal to the "
+            "bit, with experts moved or not"
+        )
+    if settings.moe_comm_backend in ("deepep", "hybridep") and settings.top_k > EXACT_BY_ITSELF:  # type: ignore[operator]
+        logger.warning(
+            "moe_comm_backend='%s' adds up the results of a token's %s experts in an order that depends on where they "
+            "stand: with experts moved, training is equal to rounding, not to the bit",
+            settings.moe_comm_backend,
+            settings.top_k,
+        )
+
+
+def _try_dispatchers(model_parts: Sequence[nn.Module], device: torch.device) -> Exception | None:
+    """What is otherwise than giving slots to torchtitan's own dispatchers needs it. Collective."""
+    try:
+        for name, routed in (named for part in model_parts for named in routed_experts(part)):
+            width = next(routed.inner_experts.parameters()).shape[-1]
+            if why := why_elsewhere(name, routed, RoutedExperts.forward, width, device):
+                return AttachError(why)
+    except Exception as error:
+        return error
+    return None
+
+
+def _host(part: nn.Module, ep_ranks: tuple[int, ...], settings: TorchtitanJobSettings) -> HostModel:
     """A model, or a stage of it: which may have no routed experts. The experts are where torchtitan has put them."""
-    layers = [describe(name, routed) for name, routed in routed_experts(part)]
+    backend = str(settings.moe_comm_backend)
+    layers = [describe(name, routed, backend) for name, routed in routed_experts(part)]
     for layer in layers:
         mark_spread(layer.experts, Spread(layer.num_experts // len(ep_ranks), "", ep_ranks))
     # Batches are packed: every token is real.
@@ -154,19 +224,25 @@ def _host(part: nn.Module, ep_ranks: tuple[int, ...]) -> HostModel:
         lambda: RemovableHandle(OrderedDict()),
         lambda module: None,
         saves_itself="torchtitan's own checkpointer (config.checkpoint)",
+        dispatches=backend != STANDARD,
     )
 
 
-def _refuse(
-    optimizers: Any, model_parts: Sequence[nn.Module], parallel_dims: ParallelDims, config: BalancerConfig
-) -> None:
+def _refuse(settings: TorchtitanJobSettings, optimizers: Any, config: BalancerConfig) -> None:
     """Raises AttachError for all that would go another way than the balancer knows; ranks have the same settings."""
-    judged = judge(_live_settings(optimizers, model_parts, parallel_dims), RULES)
+    judged = judge(settings, RULES)
     refused = [str(refusal) for refusal in judged.refused]
     if config.replica_slots:
         refused += [
-            f"replica_slots={config.replica_slots} with parallelism.{refusal}" for refusal in judged.without_replicas
+            f"replica_slots={config.replica_slots} with "
+            f"{'parallelism.' if refusal.setting.endswith('_degree') else ''}{refusal}"
+            for refusal in judged.without_replicas
         ]
+    if settings.moe_comm_backend != STANDARD and replace(config.dispatch, kernels=False) != DispatchConfig():
+        refused.append(
+            f"dispatch with moe_comm_backend='{settings.moe_comm_backend}': torchtitan's dispatcher carries tokens; "
+            "leave dispatch out"
+        )
     if not isinstance(optimizers, BalancedOptimizers):
         refused.append(
             f"the optimizers are a {type(optimizers).__name__} that eplb_runtime's override did not replace, and its "
@@ -179,11 +255,10 @@ def _refuse(
 
 
 def _live_settings(
-    optimizers: Any, model_parts: Sequence[nn.Module], parallel_dims: ParallelDims
+    optimizers: Any, model_parts: Sequence[nn.Module], parallel_dims: ParallelDims, trainer_config: Any
 ) -> TorchtitanJobSettings:
     blocks = [block for part in model_parts for block in part.modules()]
-    dispatchers = {type(routed.token_dispatcher) for part in model_parts for _, routed in routed_experts(part)}
-    others = sorted(kind.__name__ for kind in dispatchers - {AllToAllTokenDispatcher, TorchAOTokenDispatcher})
+    dispatchers = _dispatchers(trainer_config)
     return settings_of(
         {
             "expert_parallel_degree": parallel_dims.ep,
@@ -192,12 +267,28 @@ def _live_settings(
             "context_parallel_degree": parallel_dims.cp,
             "data_parallel_replicate_degree": parallel_dims.dp_replicate,
             "spmd_backend": parallel_dims.spmd_backend,
-            "moe_comm_backend": others[0] if others else "standard",
+            "top_k": dispatchers[0].top_k if dispatchers else None,
+            "moe_comm_backend": backend_of(dispatchers),
+            "non_blocking_capacity_factor": min(
+                (one.non_blocking_capacity_factor for one in dispatchers if _drops(one)), default=None
+            ),
+            "disable_cuda_graphs": trainer_config.training.disable_cuda_graphs,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
             "compiled": ("model",) if any(map(_is_compiled, blocks)) else (),
             "optimizers": tuple(sorted({type(optimizer).__name__ for optimizer in optimizers.optimizers})),
             "world_size": parallel_dims.world_size,
         }
     )
+
+
+def _dispatchers(trainer_config: Any) -> list[Any]:
+    """Configs of the whole model's token dispatchers, also where this rank's stages have none."""
+    return [one for _, one, _, _ in trainer_config.model_spec.model.traverse(LocalTokenDispatcher.Config)]
+
+
+def _drops(dispatcher: Any) -> bool:
+    """Whether a dispatcher's config has a capacity."""
+    return getattr(dispatcher, "non_blocking_capacity_factor", None) is not None
 
 
 def _is_compiled(block: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 What is replaced runs where torchtitan has made plain local tensors of its DTensors, and where FSDP has brought together
 the experts of this EP rank; so a batch goes its way through our layer there, and torchtitan's own `GroupedExperts`
-computes the rows that arrive.
+computes the rows that arrive. A dispatcher of `settings.OWN_BACKENDS` stays, and is given slots (`dispatchers.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 from torchtitan.models.common.moe import RoutedExperts
 
 from ...moe.experts.compute import SlotCounts
-from ...moe.layer import ExpertParallelLayer
+from ...moe.layer import ExpertParallelLayer, HostDispatchedLayer
 from ..attaching.description import AttachError, MoELayer
+from .dispatchers import forward_by_slots, why_not_renamed
+from .settings import STANDARD
 
 
 class BalancedRoutedExperts(RoutedExperts):
@@ -35,7 +37,7 @@ class BalancedRoutedExperts(RoutedExperts):
     class Config(RoutedExperts.Config):
         pass
 
-    _layer: ExpertParallelLayer | None = None
+    _layer: ExpertParallelLayer | HostDispatchedLayer | None = None
     only_shapes = False
 
     def forward(
@@ -58,6 +60,9 @@ class BalancedRoutedExperts(RoutedExperts):
             raise RuntimeError(
                 "a CUDA graph would repeat one batch's exchange of tokens for ever: set training.disable_cuda_graphs"
             )
+        if isinstance(self._layer, HostDispatchedLayer):
+            given = x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E
+            return forward_by_slots(self, self._layer, super().forward, *given)
         batch, length, width = x_BLD.shape
         out_TD = self._layer(
             x_BLD.reshape(batch * length, width),
@@ -79,11 +84,14 @@ def routed_experts(model: nn.Module) -> Iterator[tuple[str, RoutedExperts]]:
             yield name, module
 
 
-def describe(name: str, routed: RoutedExperts) -> MoELayer:
+def describe(name: str, routed: RoutedExperts, backend: str) -> MoELayer:
     """One layer of a model that torchtitan has made parallel.
 
+    Args:
+        backend: its ``moe_comm_backend``.
+
     Raises:
-        AttachError: the override did not replace it.
+        AttachError: the override did not replace it, or its dispatcher is not what the backend makes.
     """
     if not isinstance(routed, BalancedRoutedExperts):
         raise AttachError(
@@ -100,9 +108,13 @@ def describe(name: str, routed: RoutedExperts) -> MoELayer:
             out_MD: Tensor = functional_call(experts, given, (rows_MD, counts_S.counts_S))
         return out_MD
 
-    def install(layer: ExpertParallelLayer) -> None:
+    def install(layer: ExpertParallelLayer | HostDispatchedLayer) -> None:
         routed._layer = layer
 
+    if backend != STANDARD:
+        if why := why_not_renamed(name, routed, RoutedExperts.forward, backend):
+            raise AttachError(why)
+        return MoELayer(f"{name}.inner_experts", experts, experts.num_experts, names, None, install)
     # Of quantised products (MXFP8): the rows of an expert are filled up to so many.
     alignment = getattr(routed.token_dispatcher, "pad_multiple", 1)
     return MoELayer(

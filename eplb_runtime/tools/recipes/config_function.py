@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
+from ...hosts.torchtitan.settings import backend_of
 from ...utils.errors import one_line
 from .base import Recipe, RecipeError
 
@@ -19,8 +20,6 @@ PARALLELISM = (
     "data_parallel_replicate_degree",
     "spmd_backend",
 )
-STANDARD = ("AllToAllTokenDispatcher", "TorchAOTokenDispatcher", "LocalTokenDispatcher")
-"""Dispatchers of the models with moe_comm_backend='standard'."""
 
 
 def read_config_function(path: str) -> Recipe:
@@ -53,14 +52,17 @@ def _routed_experts(config: Any) -> Iterator[Any]:
 
 
 def _options(config: Any, routed: list[Any]) -> dict[str, Any]:
-    dispatchers = {type(one.token_dispatcher).__qualname__.partition(".")[0] for one in routed}
-    others = sorted(dispatchers - set(STANDARD))
+    dispatcher = routed[0].token_dispatcher
     options: dict[str, Any] = {name: getattr(config.parallelism, name, None) for name in PARALLELISM}
     groups = getattr(config.optimizer, "param_groups", ())
     return {
         **options,
-        "num_experts": getattr(routed[0].token_dispatcher, "num_experts", None),
-        "moe_comm_backend": others[0] if others else "standard",
+        "num_experts": getattr(dispatcher, "num_experts", None),
+        "top_k": getattr(dispatcher, "top_k", None),
+        "moe_comm_backend": backend_of(one.token_dispatcher for one in routed),
+        "non_blocking_capacity_factor": getattr(dispatcher, "non_blocking_capacity_factor", None),
+        "disable_cuda_graphs": getattr(getattr(config, "training", None), "disable_cuda_graphs", None),
+        "deterministic": getattr(getattr(config, "debug", None), "deterministic", None),
         "compiled": tuple(config.compile.components) if config.compile.enable else (),
         "optimizers": tuple(dict.fromkeys(group.optimizer_name for group in groups)) or None,
     }

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...hosts.megatron.settings import SCALED_NOW
 from ...hosts.settings import Unresolved
+from ...hosts.torchtitan.settings import OWN_BACKENDS, STANDARD
 from .base import Recipe, RecipeError, value_of
 from .command_lines import BY_FLAGS, FIELDS, SLIME, SWITCHED_OFF, VERL
 
@@ -51,6 +52,7 @@ MEGATRON_AS_WRITTEN = (
 """Options that have no field; `source_lines` has them where the recipe sets them."""
 TORCHTITAN = {
     "num_experts": "num_experts",
+    "top_k": "top_k",
     "tp": "tensor_parallel_degree",
     "pp": "pipeline_parallel_degree",
     "cp": "context_parallel_degree",
@@ -58,8 +60,14 @@ TORCHTITAN = {
     "gpus": "world_size",
     "lora": "lora",
 }
-TORCHTITAN_AS_WRITTEN = ("spmd_backend", "data_parallel_replicate_degree")
-UNKNOWN_SIZES = ("num_experts", "num_moe_experts", "moe_router_topk")
+TORCHTITAN_AS_WRITTEN = (
+    "spmd_backend",
+    "data_parallel_replicate_degree",
+    "non_blocking_capacity_factor",
+    "disable_cuda_graphs",
+    "deterministic",
+)
+UNKNOWN_SIZES = ("num_experts", "num_moe_experts", "moe_router_topk", "top_k")
 """Belong to the model; a framework's default says nothing of them."""
 BY_PROJECT: Mapping[str, Mapping[str, Any]] = {
     "slime": {**BY_FLAGS, **SLIME},
@@ -162,7 +170,8 @@ def _of_torchtitan(entry: Mapping[str, Any]) -> dict[str, Any]:
         options["compiled"] = (str(entry["compile"]),) if entry["compile"] else ()
     if entry.get("optimizer") is not None:
         options["optimizers"] = (str(entry["optimizer"]),)
-    if entry.get("dispatcher") is not None:
-        backend = entry.get("flex_backend") or Unresolved("flex_backend is not given")
-        options["moe_comm_backend"] = "standard" if entry["dispatcher"] == "alltoall" else backend
+    dispatcher = entry.get("dispatcher")
+    if dispatcher is not None:
+        by_name = dispatcher if dispatcher in OWN_BACKENDS else Unresolved("flex_backend is not given")
+        options["moe_comm_backend"] = STANDARD if dispatcher == "alltoall" else entry.get("flex_backend") or by_name
     return options

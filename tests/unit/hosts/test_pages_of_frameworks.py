@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[3]
 TESTS = ROOT / "tests"
 PAGES = {name: ROOT / f"eplb_runtime/hosts/{name}/README.md" for name in ("megatron", "torchtitan")}
 RULES: dict[str, Any] = {"megatron": megatron.RULES, "torchtitan": torchtitan.RULES}
+EMULATED: dict[str, Any] = {"megatron": megatron.EMULATED, "torchtitan": torchtitan.EMULATED}
 SETTINGS: dict[str, Any] = {
     "megatron": megatron.MegatronJobSettings,
     "torchtitan": torchtitan.TorchtitanJobSettings,
@@ -100,10 +101,26 @@ def test_no_setting_is_open_without_a_test_that_has_it(name: str) -> None:
             assert ("0.16.1" in versions) == any(NEWER not in file for file in files), settings
 
 
-def test_what_was_tested_with_a_stand_in_says_so() -> None:
-    rows = table(PAGES["megatron"].read_text(), "Open")
-    with_a_stand_in = {word for row in rows if row[4] for word in [*words(row[0]), *row[0].split()]}
-    assert {one.setting for one in megatron.EMULATED} - with_a_stand_in == set()
+@pytest.mark.parametrize("name", PAGES)
+def test_what_was_tested_with_a_stand_in_says_so(name: str) -> None:
+    rows = table(PAGES[name].read_text(), "Open")
+    with_a_stand_in = {
+        word for row in rows if row[4] and _says_so(name, row) for word in [*words(row[0]), *row[0].split()]
+    }
+    assert {one.setting for one in EMULATED[name]} - with_a_stand_in == set()
+
+
+def test_each_of_torchtitans_own_dispatchers_is_in_a_row_with_a_stand_in() -> None:
+    rows = [row for row in table(PAGES["torchtitan"].read_text(), "Open") if "moe_comm_backend" in row[0]]
+    assert all(_says_so("torchtitan", row) for row in rows)
+    assert {name for name in torchtitan.OWN_BACKENDS if any(name in row[0] for row in rows)} == set(
+        torchtitan.OWN_BACKENDS
+    )
+
+
+def _says_so(name: str, row: list[str]) -> bool:
+    """Whether the last cell is of a stand-in; on torchtitan's page it has what was run besides."""
+    return name == "megatron" or "stand-in" in row[4]
 
 
 def test_control_a_yes_without_a_test_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,7 @@ TORCHTITAN = {
     "gpus": 8,
     "source_lines": {"parallelism.spmd_backend": "partial_dtensor"},
 }
+GRAPHS_OFF = {"training.disable_cuda_graphs": True}
 
 
 def judged(folder: Path, text: str, name: str = "run.sh") -> dict[str, Any]:
@@ -321,7 +322,19 @@ def test_each_rule_of_megatron_refuses_its_setting_and_no_other(
         ({"ep": 1}, "ep"),
         ({"source_lines": {"parallelism.spmd_backend": "full_dtensor"}}, "spmd_backend"),
         ({"compile": "model"}, "compiled"),
-        ({"dispatcher": "flex", "flex_backend": "hybridep"}, "moe_comm_backend"),
+        ({"dispatcher": "flex", "flex_backend": "nccl_ep"}, "moe_comm_backend"),
+        (
+            {
+                "dispatcher": "hybridep",
+                "source_lines": {**GRAPHS_OFF, "model_registry.non_blocking_capacity_factor": 0.5},
+            },
+            "non_blocking_capacity_factor",
+        ),
+        (
+            {"dispatcher": "hybridep", "source_lines": {"model_registry.non_blocking_capacity_factor": 1.0}},
+            "disable_cuda_graphs",
+        ),
+        ({"dispatcher": "minimal_async_ep"}, "disable_cuda_graphs"),
         ({"optimizer": "muon"}, "optimizers"),
         ({"lora": True}, "lora"),
     ],
@@ -376,6 +389,34 @@ def test_sizes_that_do_not_fit_the_ranks_leave_open_how_equal_training_is(tmp_pa
 def test_torchtitans_homes_move_where_replicas_are_refused(tmp_path: Path, degree: str) -> None:
     found = judged_fields(tmp_path, TORCHTITAN, **{degree: 2})
     assert found["homes"] is True and found["replicas"] is False and found["refused"] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "exact"),
+    [
+        ({"dispatcher": "flex", "flex_backend": "hybridep", "top_k": 2}, "bit"),
+        ({"dispatcher": "hybridep", "top_k": 8}, "rounding"),
+        ({"dispatcher": "hybridep"}, None),
+        ({"dispatcher": "deepep", "top_k": 2}, "rounding"),
+        ({"dispatcher": "deepep", "top_k": 2, "source_lines": {"debug.deterministic": True}}, "bit"),
+        ({"dispatcher": "minimal_async_ep", "top_k": 8, "source_lines": GRAPHS_OFF}, "bit"),
+        (
+            {
+                "dispatcher": "hybridep",
+                "top_k": 2,
+                "source_lines": {**GRAPHS_OFF, "model_registry.non_blocking_capacity_factor": 1.0},
+            },
+            "bit",
+        ),
+    ],
+)
+def test_torchtitans_own_dispatchers_attach_with_homes_alone(
+    tmp_path: Path, fields: Mapping[str, Any], exact: str | None
+) -> None:
+    found = judged_fields(tmp_path, TORCHTITAN, **fields)
+    assert found["homes"] is True and found["replicas"] is False and found["refused"] == []
+    assert found["exact"] == exact
+    assert [one["setting"] for one in found["stand_in"]] == ["moe_comm_backend"]
 
 
 def test_torchtitans_context_parallelism_attaches(tmp_path: Path) -> None:
