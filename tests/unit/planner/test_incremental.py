@@ -109,7 +109,7 @@ def test_a_number_that_would_mean_something_else_is_refused(asked: dict, says: s
 def test_an_expert_gets_copies_for_the_window_that_needs_most_of_them_unless_they_are_missed_elsewhere(
     replicas: int, at_most: float
 ) -> None:
-    """Limited by the window that needs fewest, two replica slots gave 1.04; by that which needs most alone, one 1.20."""
+    """Limited by the window that needs fewest, two replica slots gave 1.04; by that which needs most, one 1.20."""
     mean = np.sort(1e6 / np.arange(1, 257) ** 1.5)[::-1]
     load = mean * np.random.default_rng(1).lognormal(0, 0.1, (32, 1, 256))
     made = plan(load, Topology(256), slots_per_rank=1 + replicas)
