@@ -35,6 +35,8 @@ PRELOAD = [
     *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES),
     "eplb_runtime.hosts.transformers.weights",
     "eplb_runtime.tools.verification",
+    "logging.handlers",
+    "pytest",
     "moe_models",
     "ranks",
 ]
