@@ -31,6 +31,7 @@ PRELOAD = [
     "torch",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
     "transformers.models.auto.modeling_auto",
     *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES),
     "eplb_runtime.hosts.transformers.weights",
