@@ -31,10 +31,13 @@ PRELOAD = [
     "torch",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
     "transformers.models.auto.modeling_auto",
     *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES),
     "eplb_runtime.hosts.transformers.weights",
     "eplb_runtime.tools.verification",
+    "logging.handlers",
+    "pytest",
     "moe_models",
     "ranks",
 ]
@@ -78,21 +81,11 @@ def run_ranks(
         AssertionError: a rank raised, died or did not finish; the message holds its traceback.
     """
     compile_once()
-    context = multiprocessing.get_context(start_method)
     server = server_for(_module_of(function), environment) if start_method == "forkserver" else None
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with TemporaryDirectory() as folder:
-        processes = [
-            context.Process(
-                target=_rank_main,
-                args=(rank, world_size, store.port, folder, backend, function, args, FINISH_SECONDS),
-                daemon=True,
-            )
-            for rank in range(world_size)
-        ]
-        with patch.object(forkserver, "connect_to_new_process", server and server.connect_to_new_process):
-            for process in processes:
-                process.start()
+        of_all = (world_size, store.port, folder, backend, function, args, FINISH_SECONDS)
+        processes = start(_rank_main, [(rank, *of_all) for rank in range(world_size)], server)
         try:
             stuck = join(processes, Path(folder), expect_exit)
         finally:  # also where the test's own time is over: they would go on using what the next test needs
@@ -112,6 +105,25 @@ def run_ranks(
                 errors.append(f"rank {rank}:\n{error}")
         assert not errors, "\n".join(errors)
     return results
+
+
+def start(
+    main: Callable[..., None],
+    arguments: Sequence[tuple[Any, ...]],
+    server: forkserver.ForkServer | None,
+    daemon: bool = True,
+) -> list[BaseProcess]:
+    """A process for each rank's arguments, forked from a server, or a fresh one.
+
+    Args:
+        daemon: they end with this process, and may not have processes of their own.
+    """
+    context = multiprocessing.get_context("forkserver" if server else "spawn")
+    processes: list[BaseProcess] = [context.Process(target=main, args=of_rank, daemon=daemon) for of_rank in arguments]
+    with patch.object(forkserver, "connect_to_new_process", server and server.connect_to_new_process):
+        for process in processes:
+            process.start()
+    return processes
 
 
 def join(processes: Sequence[BaseProcess], folder: Path, expect_exit: Collection[int] = ()) -> list[int]:

@@ -6,21 +6,20 @@ them. One test of each kind starts them by torchrun itself.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import runpy
 import socket
 import sys
-from collections.abc import Callable
-from multiprocessing import connection, forkserver
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
 from time import monotonic
-from unittest.mock import patch
 
 import torch
-from ranks import compile_once, server_for
+from ranks import compile_once, server_for, start
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,36 +34,66 @@ def run_script(
         server: the test module that `ranks.PRELOAD_OF` names what ranks import for.
         environment: variables of the ranks alone.
     """
-    compile_once()
-    context = multiprocessing.get_context("forkserver")
     words = [str(script), *map(str, arguments)]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with TemporaryDirectory() as folder:
-        processes = [
-            context.Process(target=_main, args=(rank, ranks, port, folder, words, environment)) for rank in range(ranks)
-        ]
-        with patch.object(forkserver, "connect_to_new_process", server_for(server, {}).connect_to_new_process):
-            for process in processes:
-                process.start()
+        logs = [(Path(folder) / f"{rank}.out", Path(folder) / f"{rank}.err") for rank in range(ranks)]
+        there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environment}
+        processes = start_script(words, logs, there, server=server)
         end = monotonic() + seconds
         while left := [process for process in processes if process.is_alive()]:
             connection.wait([process.sentinel for process in left], max(0, end - monotonic()))
             if monotonic() > end or any(process.exitcode for process in processes):
                 for process in processes:
                     process.kill()
-        said = ("".join((Path(folder) / f"{rank}.{to}").read_text() for rank in range(ranks)) for to in ("out", "err"))
+        said = ("".join(log[to].read_text() for log in logs) for to in (0, 1))
         return CompletedProcess(words, max(abs(process.exitcode or 0) for process in processes), *said)
 
 
-def _main(rank: int, ranks: int, port: int, folder: str, words: list[str], environment: dict[str, str]) -> None:
-    for to, stream in (("out", 1), ("err", 2)):
-        os.dup2(os.open(f"{folder}/{rank}.{to}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+def start_script(
+    words: Sequence[str],
+    logs: Sequence[tuple[Path, Path]],
+    environment: Mapping[str, str],
+    *,
+    ranks_per_host: int | None = None,
+    server: str = "",
+    before: Callable[[int], None] | None = None,
+) -> list[BaseProcess]:
+    """A process for each rank.
+
+    Args:
+        words: a file, or the name of a module, and its arguments.
+        logs: of each rank, what it prints and what it says of errors.
+        before: called in each rank with the number of its host, before anything else.
+    """
+    compile_once()
+    each = ranks_per_host or len(logs)
+    places = [
+        {
+            "RANK": rank,
+            "LOCAL_RANK": rank % each,
+            "GROUP_RANK": rank // each,
+            "WORLD_SIZE": len(logs),
+            "LOCAL_WORLD_SIZE": each,
+        }
+        for rank in range(len(logs))
+    ]
+    of_ranks = [{name: str(value) for name, value in place.items()} | {**environment} for place in places]
+    arguments = [([*words], of_rank, log, before) for of_rank, log in zip(of_ranks, logs, strict=True)]
+    return start(_main, arguments, server_for(server, {}), daemon=False)
+
+
+def _main(
+    words: list[str], environment: dict[str, str], logs: tuple[Path, Path], before: Callable[[int], None] | None
+) -> None:
+    if before is not None:
+        before(int(environment["GROUP_RANK"]))
+    for log, stream in zip(logs, (1, 2), strict=True):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
-    size = str(ranks)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, OMP_NUM_THREADS="1")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **environment)
+    os.environ.update(OMP_NUM_THREADS="1", **environment)
     torch.set_num_threads(1)  # threads of the server are not here
     sys.argv = words
     run: Callable[..., object] = runpy.run_path if words[0].endswith(".py") else runpy.run_module

@@ -86,7 +86,7 @@ class Job:
     replica_slots: int = 0
     shared: bool = False
     keep_back: bool = False
-    steps: int = 40
+    steps: int = 20
     damage: Callable[[], None] = nothing
 
 
@@ -131,8 +131,8 @@ def train(rank: int, policy: str, job: Job) -> dict[str, Any]:
     makers = {"master": MasterAdamW, "fused": lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True)}
     optimizer = makers.get(job.optimizer, torch.optim.AdamW)(trained, lr=3e-3)
     config = eplb.BalancerConfig(
-        interval=8,
-        window=8,
+        interval=4,
+        window=4,
         policy=policy,
         gate="always",
         dense_gradients="allreduce",
@@ -240,7 +240,7 @@ def test_control_left_behind_it_is_noticed(job: Job, left: str) -> None:
 @pytest.mark.parametrize(("replica_slots", "optimizer"), [(1, "AdamW"), (0, "fused")])
 def test_a_scaled_run_is_the_unscaled_run_and_skips_a_step_on_every_rank(replica_slots: int, optimizer: str) -> None:
     """The scale is a power of two, so that scaling is exact; one rank alone overflows, in an expert."""
-    plain = Job(optimizer=optimizer, overflow_at=5, replica_slots=replica_slots, steps=20)
+    plain = Job(optimizer=optimizer, overflow_at=5, replica_slots=replica_slots, steps=10)
     unscaled = run_ranks(2, train, "incremental", plain)
     scaled = run_ranks(2, train, "incremental", replace(plain, scaler="ours"))
     assert differences(unscaled, scaled) == []
@@ -249,7 +249,7 @@ def test_a_scaled_run_is_the_unscaled_run_and_skips_a_step_on_every_rank(replica
 
 
 def test_control_torchs_scaler_leaves_gradients_that_copies_kept_back_scaled() -> None:
-    job = Job(replica_slots=1, steps=20, keep_back=True)
+    job = Job(replica_slots=1, steps=10, keep_back=True)
     unscaled = run_ranks(2, train, "incremental", job)
     assert differences(unscaled, run_ranks(2, train, "incremental", replace(job, scaler="ours"))) == []
     scaled = run_ranks(2, train, "incremental", replace(job, scaler="torch"))

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from scripts import run_script
 
 from eplb_runtime.cli import main
 from eplb_runtime.observe.traces import analyse, compare, traces_in
+from eplb_runtime.tools.bench import count
 from eplb_runtime.tools.bench import train as bench_train
 from eplb_runtime.tools.bench.train import Workload
 
@@ -87,10 +89,15 @@ def test_every_family_named_can_be_verified(family: str) -> None:
     assert report.verdict == "identical", str(report)
 
 
-def test_bench_count_has_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_count_has_the_documented_keys(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = partial(count.run, shapes=((64, 2, 8), (32, 2, 8)), hidden=8, width=8)
+    monkeypatch.setattr(count, "run", few)
     assert main(["bench", "count", "--repeats", "1", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert list(result) == ["device", "count"]
+    assert [row["tokens"] for row in result["count"]] == [64, 32]
     for row in result["count"]:
         assert set(row) == {
             "tokens",
@@ -105,7 +112,7 @@ def test_bench_count_has_the_documented_keys(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_bench_that_needs_ranks_starts_them() -> None:
-    done = shell("bench", "dispatch", "--repeats", "1", "--ranks-per-node", "1", "--json")
+    done = shell("bench", "dispatch", "--repeats", "1", "--hidden", "64", "--ranks-per-node", "1", "--json")
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout)
     assert (result["ranks"], len(result["dispatch"])) == (2, 4)

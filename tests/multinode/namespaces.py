@@ -7,14 +7,21 @@ own (UTS namespace), address 10.77.0.<number> on ``eth0``, and shares files and 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+from scripts import start_script
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,6 +52,35 @@ def remove_leftovers() -> None:
     remove([name for name, pid in found if not Path(f"/proc/{pid}").exists()])
 
 
+CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
+
+
+def enter(hosts: Sequence[str], number: int) -> None:
+    """Put this process, which has no threads yet, on one of these hosts."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{hosts[number]}") as namespace:
+        if libc.setns(namespace.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWUTS):
+            raise OSError(ctypes.get_errno(), f"this process cannot enter {hosts[number]}")
+    socket.sethostname(f"host{number}")
+
+
+@dataclass
+class Forked:
+    """A rank with what a `subprocess.Popen` has."""
+
+    process: BaseProcess
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, seconds: float) -> None:
+        self.process.join(seconds)
+
+
 class Cluster:
     """``hosts`` hosts on one switch; a context manager that leaves nothing behind.
 
@@ -58,7 +94,7 @@ class Cluster:
         self._hosts = [f"{self._tag}h{number}" for number in range(hosts)]
         self._folder = folder
         self._rate = rate
-        self._agents: list[subprocess.Popen[bytes]] = []
+        self._agents: list[subprocess.Popen[bytes] | Forked] = []
         self._lost: frozenset[int] = frozenset()
 
     def __enter__(self) -> Cluster:
@@ -126,8 +162,21 @@ class Cluster:
                     )
                 )
 
+    def start_ranks(self, ranks_per_host: int, script: Path, *arguments: object) -> None:
+        """Start a script on all hosts without a launcher, forked from a process that has imported what it needs."""
+        logs = [self._log(number) for number in range(len(self._hosts)) for _ in range(ranks_per_host)]
+        there = {"MASTER_ADDR": self.address(0), "MASTER_PORT": "29400", "GLOO_SOCKET_IFNAME": "eth0"}
+        processes = start_script(
+            [str(script), *map(str, arguments)],
+            [(log, log) for log in logs],
+            there,
+            ranks_per_host=ranks_per_host,
+            before=partial(enter, self._hosts),
+        )
+        self._agents.extend(map(Forked, processes))
+
     def wait(self, seconds: float, lost: Collection[int] = ()) -> None:
-        """Until every host's launcher has ended: well, or, of hosts that are meant to be lost, killed.
+        """Until every host's launcher, or every rank, has ended: well, or, of hosts that are meant to be lost, killed.
 
         Raises:
             AssertionError: one failed or is not done in time; the message holds the ends of all logs.
@@ -138,7 +187,7 @@ class Cluster:
         assert all(bool(code) == (host in over) for host, code in enumerate(codes)), f"{codes}\n{self._logs()}"
 
     def wait_until(self, condition: Callable[[], bool], what: str, seconds: float) -> None:
-        """Until ``condition`` holds; fails when that takes too long or a host's launcher failed."""
+        """Until ``condition`` holds; fails when that takes too long or a launcher or rank failed."""
         deadline = time.monotonic() + seconds
         while not condition():
             failed = [a.returncode for host, a in enumerate(self._agents) if a.poll() and host not in self._lost]

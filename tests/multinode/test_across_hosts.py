@@ -1,4 +1,5 @@
-"""Jobs over two hosts, started on each as a user would: by ``launch/multi_node.sh``."""
+"""Jobs over hosts. The first test, and the one that loses a host, start them as a user would: by
+``launch/multi_node.sh``; the others fork ranks, whose imports would cost more than what they do."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ SMALL_TALK_BYTES = 200_000
 
 def test_training_over_two_hosts_rebalances_and_is_bit_identical(make_cluster: MakeCluster, tmp_path: Path) -> None:
     cluster = make_cluster(2)
-    options = {"--steps": 20, "--interval": 5, "--layers": 2, "--width": 64, "--batch": 2, "--replica-slots": 0}
+    options = {"--steps": 12, "--interval": 4, "--layers": 2, "--width": 64, "--batch": 2, "--replica-slots": 0}
     cluster.start(2, ROOT / "launch/train_moe.py", *chain.from_iterable(options.items()), "--out", tmp_path)
     cluster.wait(240)
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -36,7 +37,7 @@ def test_no_more_bytes_cross_a_cable_than_must(
 ) -> None:
     """Cables of 1 Gbit/s between hosts, memory inside them; what leaves a host is counted on its cable."""
     cluster = make_cluster(hosts, rate="1gbit")
-    cluster.start(ranks_per_host, JOBS / "count_experts.py", tmp_path)
+    cluster.start_ranks(ranks_per_host, JOBS / "count_experts.py", tmp_path)
     cluster.wait(240)
     results = [json.loads((tmp_path / f"counted.{rank}.json").read_text()) for rank in range(4)]
     topology = results[0]["topology"]
@@ -67,7 +68,7 @@ def test_a_cable_cut_during_a_rebalance_costs_that_rebalance_and_nothing_else(
     them; plugged when the ranks of the first host have given up."""
     points = ["prepared", "staged", "committed", "beside"]
     cluster = make_cluster(2)
-    cluster.start(2, JOBS / "train_with_cut_cable.py", tmp_path, "torch", *points)
+    cluster.start_ranks(2, JOBS / "train_with_cut_cable.py", tmp_path, "torch", *points)
     for point in points:
         cluster.wait_for_files([tmp_path / f"{point}.{rank}" for rank in range(4)], 90)
         cluster.cut_cable(1)
@@ -123,7 +124,7 @@ def test_rebalancing_comes_back_however_long_a_cable_stays_cut(make_cluster: Mak
     """Plugged when the ranks of the first host have waited for the others for several timeouts. Ranks of one host share
     memory, gloo carries between hosts; both are made anew."""
     cluster = make_cluster(2)
-    cluster.start(2, JOBS / "train_with_cut_cable.py", tmp_path, "auto", "staged")
+    cluster.start_ranks(2, JOBS / "train_with_cut_cable.py", tmp_path, "auto", "staged")
     cluster.wait_for_files([tmp_path / f"staged.{rank}" for rank in range(4)], 90)
     cluster.cut_cable(1)
     (tmp_path / "cut.staged").touch()

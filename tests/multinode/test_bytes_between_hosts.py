@@ -22,7 +22,7 @@ ROWS = {
 def test_a_token_crosses_to_a_host_once(make_cluster: MakeCluster, tmp_path: Path) -> None:
     """Two hosts of four ranks, 8 of 64 experts a token: of four groups of eight, or of all."""
     cluster = make_cluster(2)
-    cluster.start(1, JOB, tmp_path)
+    cluster.start_ranks(4, JOB, tmp_path)
     cluster.wait(120)
     found = json.loads((tmp_path / "bytes.json").read_text())
     for routing in ("group-limited", "free"):

@@ -1,16 +1,11 @@
-"""Dispatch and combine once each way, and write to ``<folder>/bytes.json`` what has left the hosts meanwhile.
-
-One process a host is started; it forks the ranks, which share what it has imported.
-"""
+"""Dispatch and combine once each way, and write to ``<folder>/bytes.json`` what has left the hosts meanwhile."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +22,8 @@ GROUPS, TOP_GROUPS = 8, 4
 
 
 def main(folder: Path) -> None:
-    host, hosts = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    ranks = [host * RANKS_PER_HOST + place for place in range(RANKS_PER_HOST)]
-    started = []
-    for rank in ranks:
-        started.append(os.fork())
-        if not started[-1]:
-            status = 1
-            try:
-                run(rank, hosts * RANKS_PER_HOST, folder)
-                status = 0
-            finally:
-                os._exit(status)
-    failed = [rank for rank, process in zip(ranks, started, strict=True) if os.waitpid(process, 0)[1]]
-    if failed:
-        raise SystemExit(f"ranks {failed} failed")
-
-
-def run(rank: int, num_ranks: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=dist.PrefixStore("ranks", store), rank=rank, world_size=num_ranks)
+    dist.init_process_group("gloo")
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
     ways = {
         "all_to_all": AllToAll(DispatchContext.of(group, SLOTS)),
