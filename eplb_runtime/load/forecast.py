@@ -1,8 +1,8 @@
-"""What the load will be, from what it was: window, exponential average, trend.
+"""What the load will be, from what it was: window, exponential average, trend, or by default what each layer calls for.
 
-The default chooses among them, layer by layer, by how well each would have balanced the windows already seen, so that
-steady traffic gets a long memory and drifting traffic a short one; what came before a change of domain is forgotten at
-once. `scenarios` says how what comes may stray from the forecast.
+Steady traffic gets a long memory, traffic that moves on a mixture of forecasters, weighed by how well each would have
+balanced the windows already seen; what came before a change of domain is forgotten at once. `scenarios` says how what
+comes may stray from the forecast.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MEMORIES = (1.0, 0.7, 0.5, 0.25, 0.1, 0.0)
 LONG_MEMORY = 0.0
 """The one that is taken where none is surely better."""
 SURE = 3.0
-"""Standard errors by which it must be. Nine others are tried on eight windows: where windows differ by chance alone,
-one of them seems better by two errors in a fifth of all layers, by three in a twentieth."""
+"""Standard errors by which it must be: where windows differ by chance alone, one of several seems better by two errors
+in a fifth of all layers."""
 BETWEEN_EQUALS = 1e-3
 """Weight of the error itself: it decides between forecasts that balance equally well."""
 CHANGE_RATIO = 8.0
@@ -183,7 +183,7 @@ def _of_full_windows(load: Load, method: str, ranks: int) -> ExpectedLoad:
         expected = forecast(load, method, ranks)
         return ExpectedLoad(expected, *scenarios(load, expected), np.zeros(load.shape[1], dtype=bool))
     made = _adaptive(load, ranks)
-    return ExpectedLoad(made.expected, *scenarios(load, made.expected, made.changed_L, made.errors), made.moves_L)
+    return ExpectedLoad(made.expected, *scenarios(load, made.expected, made.changed_L, made.errors), made.wanders_L)
 
 
 class _Adaptive(NamedTuple):
@@ -192,13 +192,13 @@ class _Adaptive(NamedTuple):
     Args:
         expected: float64 ``[L, E]``.
         changed_L: bool, layers of which the newest window alone is of the load to come.
-        moves_L: bool, layers whose load surely does not stay.
-        errors: for each of these the errors of its forecasts, float64 ``[N, E]`` in shares, by the number of the layer.
+        wanders_L: bool, layers whose load surely moves on.
+        errors: of layers that a mixture foretells, by number: the errors of its forecasts, float64 ``[N, E]`` in shares.
     """
 
     expected: Load
     changed_L: NDArray[np.bool_]
-    moves_L: NDArray[np.bool_]
+    wanders_L: NDArray[np.bool_]
     errors: dict[int, Load]
 
 
@@ -206,7 +206,7 @@ def _adaptive(load: Load, ranks: int) -> _Adaptive:
     """The mean of the windows since the last change, and a mixture of forecasters where the load surely moves on."""
     share, restless_L = _share(load), is_restless(load)
     changed_L = has_just_changed(share) & ~restless_L
-    expected, moves_L = load.mean(axis=0), np.zeros(load.shape[1], dtype=bool)
+    expected, wanders_L = load.mean(axis=0), np.zeros(load.shape[1], dtype=bool)
     expected[changed_L] = load[-1, changed_L]
     errors: dict[int, Load] = {}
     change_L = last_change(load)
@@ -219,8 +219,8 @@ def _adaptive(load: Load, ranks: int) -> _Adaptive:
         for index in np.flatnonzero(mixed.moves_L).tolist():
             layer = int(layers[index])
             expected[layer] = mixed.share_LE[index] * expected[layer].sum()
-            moves_L[layer], errors[layer] = True, mixed.errors_NLE[:, index]
-    return _Adaptive(expected, changed_L, moves_L, errors)
+            wanders_L[layer], errors[layer] = mixed.surely_L[index], mixed.errors_NLE[:, index]
+    return _Adaptive(expected, changed_L, wanders_L, errors)
 
 
 def _best_of_past(load: Load, method: str, ranks: int) -> Load:

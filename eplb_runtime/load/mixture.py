@@ -23,7 +23,7 @@ FORECASTERS = ("mean", "mean of 4", "mean of 2", "last", "half way to last", "ri
 LEAST_WINDOWS = 5
 SURELY = 4.0
 """Standard errors, over the experts, by which a forecaster must have erred less than the long mean."""
-GAINS = 2.0
+GAINS = 4.0
 """Standard errors, over windows and layers, by which the mixture must have been better, where layers count together."""
 SHARPNESS = 0.1
 """A forecaster whose loss is so much larger than the best's, as a share of what that is above 1, weighs ``1 / e``."""
@@ -33,13 +33,15 @@ class Mixture(NamedTuple):
     """What the mixture foretells.
 
     Args:
-        moves_L: bool, layers whose load surely does not stay; the others are not for the mixture.
+        moves_L: bool, layers whose load does not stay; the others are not for the mixture.
+        surely_L: bool, those of them that are sure by themselves.
         share_LE: float64, the share of each expert to come.
         errors_NLE: float64, by how much the same mixture was off after each window judged, newest last.
         weight_CL: float64, of each of `FORECASTERS`; together 1.
     """
 
     moves_L: NDArray[np.bool_]
+    surely_L: NDArray[np.bool_]
     share_LE: FloatArray
     errors_NLE: FloatArray
     weight_CL: FloatArray
@@ -60,8 +62,8 @@ def mixture(share_TLE: FloatArray, ranks: int) -> Mixture | None:
     weight_CL = _weights(loss_CNL.mean(axis=1))
     mixed_NLE = np.einsum("cl,cnle->nle", weight_CL, made_CNLE)
     gain_NL = loss_CNL[0] - _loss(mixed_NLE[:-1], came_NLE, ranks)
-    moves_L = _moves(made_CNLE[:, :-1], came_NLE, share_TLE, gain_NL)
-    return Mixture(moves_L, mixed_NLE[-1], came_NLE - mixed_NLE[:-1], weight_CL)
+    moves_L, surely_L = _moves(made_CNLE[:, :-1], came_NLE, share_TLE, gain_NL)
+    return Mixture(moves_L, surely_L, mixed_NLE[-1], came_NLE - mixed_NLE[:-1], weight_CL)
 
 
 def foretold(share_TLE: FloatArray) -> FloatArray:
@@ -104,8 +106,8 @@ def _weights(loss_CL: FloatArray) -> FloatArray:
 
 def _moves(
     made_CNLE: FloatArray, came_NLE: FloatArray, share_TLE: FloatArray, gain_NL: FloatArray
-) -> NDArray[np.bool_]:
-    """bool ``[L]``: layers in which a forecaster surely errs less than the long mean, or neighbouring windows are surely
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """bool ``[L]``, as `Mixture` has them: layers in which a forecaster surely errs less than the long mean, or neighbouring windows are surely
     more alike than distant ones.
 
     Layers of few experts are not sure by themselves. Where all of them together are, and the mixture would have placed
@@ -115,13 +117,13 @@ def _moves(
     error_LE = ((made_CNLE[0] - came_NLE) ** 2).mean(axis=0) * evened_LE
     signs = [error_LE - ((made_NLE - came_NLE) ** 2).mean(axis=0) * evened_LE for made_NLE in made_CNLE[1:]]
     better = gain_NL.mean() > GAINS * _noise(gain_NL.ravel())
-    moves_L = np.zeros(share_TLE.shape[1], dtype=bool)
+    moves_L, surely_L = np.zeros((2, share_TLE.shape[1]), dtype=bool)
     for sign_LE in [*signs, farther_apart(share_TLE)]:
         sign_L, noise_L = sign_LE.mean(axis=1), np.maximum(_noise(sign_LE), 1e-12)
-        moves_L |= sign_L > SURELY * noise_L
+        surely_L |= sign_L > SURELY * noise_L
         if better and sign_L.sum() > SURELY * np.sqrt((noise_L**2).sum()):
             moves_L |= sign_L > noise_L
-    return moves_L
+    return moves_L | surely_L, surely_L
 
 
 def _noise(value: FloatArray) -> FloatArray:
