@@ -39,8 +39,8 @@ def has_just_changed(share_TLE: FloatArray) -> NDArray[np.bool_]:
 
 
 def farther_apart(share_TLE: FloatArray) -> FloatArray:
-    """float64 ``[L, E]``: by how much distant windows are farther apart than neighbours, squared; 0 on average where the
-    load stays.
+    """float64 ``[L, E]``: by how much farther apart distant windows are than neighbours, squared; 0 on average where
+    the load stays.
 
     Args:
         share_TLE: float64 ``[T, L, E]``, shares of each window's tokens, oldest first; the newest `MOST_WINDOWS` count.

@@ -193,7 +193,7 @@ class _Adaptive(NamedTuple):
         expected: float64 ``[L, E]``.
         changed_L: bool, layers of which the newest window alone is of the load to come.
         wanders_L: bool, layers whose load surely moves on.
-        errors: of layers that a mixture foretells, by number: the errors of its forecasts, float64 ``[N, E]`` in shares.
+        errors: of layers that a mixture foretells, by number: its past errors, float64 ``[N, E]`` in shares.
     """
 
     expected: Load

@@ -1,10 +1,10 @@
-"""Forecasts of layers whose load does not stay: several forecasters, weighed by how well each would have placed experts.
+"""Forecasts where load does not stay: several forecasters, weighed by how well each would have placed experts.
 
 Whether a layer's load stays is asked of all its experts at once, which a few windows answer; only where it surely does
 not does the mixture take the place of the long mean. All of it follows from the windows given.
 
-Shape suffixes here: T windows, N of them after which forecasts are judged and the newest, L layers, E logical experts, C
-forecasters.
+Shape suffixes here: T windows, N of them after which forecasts are judged and the newest, L layers, E logical
+experts, C forecasters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .placement_loss import JUDGED_WINDOWS, dealt_imbalance
 
 FloatArray = NDArray[np.float64]
 FORECASTERS = ("mean", "mean of 4", "mean of 2", "last", "half way to last", "rise", "repeat")
-"""Long mean first. ``rise``: the newest step once more. ``repeat``: what followed the window that was most like this."""
+"""Long mean first. ``rise``: the newest step once more; ``repeat``: what followed the window most like the newest."""
 LEAST_WINDOWS = 5
 SURELY = 4.0
 """Standard errors, over the experts, by which a forecaster must have erred less than the long mean."""
@@ -107,8 +107,8 @@ def _weights(loss_CL: FloatArray) -> FloatArray:
 def _moves(
     made_CNLE: FloatArray, came_NLE: FloatArray, share_TLE: FloatArray, gain_NL: FloatArray
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """bool ``[L]``, as `Mixture` has them: layers in which a forecaster surely errs less than the long mean, or neighbouring windows are surely
-    more alike than distant ones.
+    """bool ``[L]`` each, as `Mixture` has them: layers in which a forecaster surely errs less than the long mean, or
+    neighbouring windows are surely more alike than distant ones.
 
     Layers of few experts are not sure by themselves. Where all of them together are, and the mixture would have placed
     experts better (``gain_NL``), those count that are more sure than not.
