@@ -1,12 +1,13 @@
-"""What the load will be, from what it was: window, exponential average, trend.
+"""What the load will be, from what it was: window, exponential average, trend, or by default what each layer calls for.
 
-The default chooses among them, layer by layer, by how well each would have balanced the windows already seen, so that
-steady traffic gets a long memory and drifting traffic a short one; what came before a change of domain is forgotten at
-once. `scenarios` says how what comes may stray from the forecast.
+Steady traffic gets a long memory, traffic that moves on a mixture of forecasters, weighed by how well each would have
+balanced the windows already seen; what came before a change of domain is forgotten at once. `scenarios` says how what
+comes may stray from the forecast.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -14,19 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..utils.jit import jit
-from .drift import has_just_changed, wandering
-from .least_loaded import least_loaded, set_value, tournament
+from .drift import has_just_changed
+from .mixture import mixture
+from .placement_loss import JUDGED_WINDOWS, dealt_imbalance, what_came
 
 MEMORIES = (1.0, 0.7, 0.5, 0.25, 0.1, 0.0)
 """Weights of the newest window that averages are tried with; 1 remembers the last window alone, 0 all alike."""
 LONG_MEMORY = 0.0
 """The one that is taken where none is surely better."""
 SURE = 3.0
-"""Standard errors by which it must be. Nine others are tried on eight windows: where windows differ by chance alone,
-one of them seems better by two errors in a fifth of all layers, by three in a twentieth."""
+"""Standard errors by which it must be: where windows differ by chance alone, one of several seems better by two errors
+in a fifth of all layers."""
 BETWEEN_EQUALS = 1e-3
 """Weight of the error itself: it decides between forecasts that balance equally well."""
-JUDGED_WINDOWS = 8
 CHANGE_RATIO = 8.0
 """A change must stand out so many times from the noise. Measured: noise alone gives up to 1.4; windows of 1,000 tokens
 of gpt-oss-20b with requests in random order 1 to 5, over changing domains up to 12."""
@@ -84,15 +85,15 @@ def _with_drift(fast: Load, slow: Load) -> Load:
     return np.maximum(fast + TREND_DAMPING * (fast - slow), 0.0)
 
 
-def forecast(load: Load, method: str = "auto", horizon: int = 1, ranks: int = 8) -> Load:
+def forecast(load: Load, method: str = "auto", ranks: int = 8) -> Load:
     """The load to plan for, each layer by itself.
 
     Args:
         load: float64 ``[T, L, E]``, oldest first; ``coarsen`` it before if T is large.
         method: ``"window"`` (mean of all windows), ``"last"``, ``"average"`` (exponential), ``"trend"`` (likewise, with
-            the drift), ``"auto"`` (all of these). Where several are possible, each layer takes the one that would have
-            balanced its past windows best, and windows before a change of domain are forgotten.
-        horizon: windows that the forecast is to hold for; it is judged on the mean of as many.
+            the drift), ``"auto"`` (the mean, or a mixture of forecasters where the load surely does not stay). Where
+            several are possible, each layer takes what would have balanced its past windows best, and windows before a
+            change of domain are forgotten.
         ranks: R, over which the experts are spread to judge it.
 
     Returns:
@@ -107,6 +108,8 @@ def forecast(load: Load, method: str = "auto", horizon: int = 1, ranks: int = 8)
         return np.asarray(load.mean(axis=0))
     if method == "last":
         return np.asarray(load[-1])
+    if method == "auto":
+        return _adaptive(load, ranks).expected
     result = np.empty(load.shape[1:])
     restless_L = is_restless(load)
     if restless_L.any():
@@ -116,7 +119,7 @@ def forecast(load: Load, method: str = "auto", horizon: int = 1, ranks: int = 8)
         layers = np.flatnonzero((change_L == change) & ~restless_L)
         if not len(layers):
             continue
-        result[layers] = _best_of_past(np.ascontiguousarray(load[change:, layers]), method, horizon, ranks)
+        result[layers] = _best_of_past(np.ascontiguousarray(load[change:, layers]), method, ranks)
     return result
 
 
@@ -127,7 +130,7 @@ class ExpectedLoad(NamedTuple):
         expected: float64 ``[L, E]``, the forecast.
         scenarios: float64 ``[W, L, E]``, loads that may come, as `scenarios` has them.
         mixes: float64 ``[V, L, E]``, mixes of these.
-        wanders_L: bool, layers whose load surely wanders from window to window (`drift.wandering`).
+        wanders_L: bool, layers whose load surely moves on from window to window (`mixture`).
     """
 
     expected: Load
@@ -140,8 +143,7 @@ def foretell(load: Load, method: str = "auto", ranks: int = 8) -> ExpectedLoad:
     """`forecast` and `scenarios`, where a layer may have had windows without any tokens: they say nothing of where
     tokens go, and are left out, of that layer alone.
 
-    With ``"auto"`` a layer whose newest window alone is of another load is foretold by that window, and one whose load
-    surely wanders by the weights that its own past calls for.
+    Of a layer whose load surely moves on, scenarios stray from the forecast by the errors that past ones made.
 
     Args:
         load: float64 ``[T, L, E]``, oldest first.
@@ -177,23 +179,51 @@ def foretell(load: Load, method: str = "auto", ranks: int = 8) -> ExpectedLoad:
 
 def _of_full_windows(load: Load, method: str, ranks: int) -> ExpectedLoad:
     """`foretell` where every window has tokens in every layer."""
-    expected, wanders_L = forecast(load, method, ranks=ranks), np.zeros(load.shape[1], dtype=bool)
-    if method != "auto" or len(load) < 4:
-        return ExpectedLoad(expected, *scenarios(load, expected), wanders_L)
+    if method != "auto" or len(load) == 1:
+        expected = forecast(load, method, ranks)
+        return ExpectedLoad(expected, *scenarios(load, expected), np.zeros(load.shape[1], dtype=bool))
+    made = _adaptive(load, ranks)
+    return ExpectedLoad(made.expected, *scenarios(load, made.expected, made.changed_L, made.errors), made.wanders_L)
+
+
+class _Adaptive(NamedTuple):
+    """A forecast of each layer by itself.
+
+    Args:
+        expected: float64 ``[L, E]``.
+        changed_L: bool, layers of which the newest window alone is of the load to come.
+        wanders_L: bool, layers whose load surely moves on.
+        errors: of layers that a mixture foretells, by number: its past errors, float64 ``[N, E]`` in shares.
+    """
+
+    expected: Load
+    changed_L: NDArray[np.bool_]
+    wanders_L: NDArray[np.bool_]
+    errors: dict[int, Load]
+
+
+def _adaptive(load: Load, ranks: int) -> _Adaptive:
+    """The mean of the windows since the last change, and a mixture of forecasters where the load surely moves on."""
     share, restless_L = _share(load), is_restless(load)
     changed_L = has_just_changed(share) & ~restless_L
-    begin_L = np.where(restless_L | changed_L, 0, last_change(load))
-    expected, widening_L = np.array(expected), np.full(load.shape[1], np.nan)
+    expected, wanders_L = load.mean(axis=0), np.zeros(load.shape[1], dtype=bool)
     expected[changed_L] = load[-1, changed_L]
-    for layer in np.flatnonzero(~restless_L & ~changed_L).tolist():
-        found = wandering(share[begin_L[layer] :, layer])
-        if found is not None:
-            expected[layer] = found.share_E * expected[layer].sum()
-            wanders_L[layer], widening_L[layer] = True, found.widening
-    return ExpectedLoad(expected, *scenarios(load, expected, changed_L, widening_L), wanders_L)
+    errors: dict[int, Load] = {}
+    change_L = last_change(load)
+    for change in np.unique(change_L).tolist():
+        layers = np.flatnonzero((change_L == change) & ~restless_L & ~changed_L)
+        expected[layers] = load[change:, layers].mean(axis=0)
+        mixed = mixture(np.ascontiguousarray(share[change:, layers]), ranks) if len(layers) else None
+        if mixed is None:
+            continue
+        for index in np.flatnonzero(mixed.moves_L).tolist():
+            layer = int(layers[index])
+            expected[layer] = mixed.share_LE[index] * expected[layer].sum()
+            wanders_L[layer], errors[layer] = mixed.surely_L[index], mixed.errors_NLE[:, index]
+    return _Adaptive(expected, changed_L, wanders_L, errors)
 
 
-def _best_of_past(load: Load, method: str, horizon: int, ranks: int) -> Load:
+def _best_of_past(load: Load, method: str, ranks: int) -> Load:
     """float64 ``[L, E]``: by the average or trend that would have balanced each layer's past best.
 
     One that is better than the long memory within its own noise is not believed.
@@ -203,13 +233,13 @@ def _best_of_past(load: Load, method: str, horizon: int, ranks: int) -> Load:
     newest = min(JUDGED_WINDOWS + 1, len(load))
     average = cache(lambda weight: exponential_average(load, weight, newest))
     made = [average(LONG_MEMORY)] if method != "trend" else []
-    if method in ("auto", "average"):
+    if method == "average":
         made += [average(weight) for weight in MEMORIES if weight != LONG_MEMORY]
-    if method in ("auto", "trend"):
+    if method == "trend":
         made += [_with_drift(average(weight), average(weight / 2)) for weight in MEMORIES if 0 < weight < 1]
-    after, ahead = _what_came(load, horizon)
+    after, ahead = what_came(load)
     foretold = [np.ascontiguousarray(one[after - (len(load) - newest)]) for one in made]
-    judged = [_dealt(one, ahead, ranks) + BETWEEN_EQUALS * _error(one, ahead) for one in foretold]
+    judged = [dealt_imbalance(one, ahead, ranks) + BETWEEN_EQUALS * _error(one, ahead) for one in foretold]
     best, gain_L = np.zeros(load.shape[1], dtype=np.int64), np.zeros(load.shape[1])
     for index, one_TL in enumerate(judged):
         better_TL = judged[0] - one_TL
@@ -287,60 +317,8 @@ def _cut(share_TE: Load) -> int:
     return best
 
 
-def past_imbalance(forecasts: Load, load: Load, horizon: int = 1, ranks: int = 8) -> Load:
-    """What forecasts would have given: max / mean rank load of what came, on ranks that balance what was foretold.
-
-    Args:
-        forecasts: float64 ``[T, L, E]``, made after each window; the newest `JUDGED_WINDOWS` of those after which
-            something came are judged.
-        load: float64 ``[T, L, E]``, the windows.
-        horizon: windows ahead that count together; fewer where the series ends.
-        ranks: R; experts go to them heaviest first, each to the lightest, at most ``ceil(E / R)`` on each.
-
-    Returns:
-        float64 ``[T - 1, L]``, or fewer windows.
-    """
-    made, ahead = _what_came(load, horizon)
-    return _dealt(np.ascontiguousarray(forecasts[made]), ahead, ranks)
-
-
 def _error(foretold: Load, came: Load) -> Load:
     return np.asarray(0.5 * np.abs(_share(foretold) - _share(came)).sum(axis=-1))
-
-
-def _what_came(load: Load, horizon: int) -> tuple[NDArray[np.int64], Load]:
-    """The windows after which forecasts are judged, and what came after each."""
-    total = np.cumsum(np.concatenate([np.zeros_like(load[:1]), load]), axis=0)
-    after = np.arange(1, len(load))[-JUDGED_WINDOWS:]
-    return after - 1, np.ascontiguousarray(total[np.minimum(after + horizon, len(load))] - total[after])
-
-
-@jit
-def _dealt(foretold_TLE: Load, came_TLE: Load, ranks: int) -> Load:
-    windows, layers, experts = foretold_TLE.shape
-    result_TL = np.ones((windows, layers))
-    room = -(-experts // ranks)
-    for window in range(windows):
-        for layer in range(layers):
-            load_E, came_E = foretold_TLE[window, layer], came_TLE[window, layer]
-            dealt_R, came_R = np.zeros(ranks), np.zeros(ranks)
-            filled_R = np.zeros(ranks, dtype=np.int64)
-            order_E = np.argsort(-load_E, kind="mergesort")
-            first = 0  # while ranks are empty, each expert goes to the next
-            while first < min(ranks, experts) and load_E[order_E[first]] > 0.0:
-                dealt_R[first], came_R[first] = load_E[order_E[first]], came_E[order_E[first]]
-                filled_R[first] = 1
-                first += 1
-            open_ranks = tournament(np.where(filled_R < room, dealt_R, np.inf))
-            for expert in order_E[first:]:
-                best = least_loaded(open_ranks)
-                dealt_R[best] += load_E[expert]
-                came_R[best] += came_E[expert]
-                filled_R[best] += 1
-                set_value(open_ranks, best, dealt_R[best] if filled_R[best] < room else np.inf)
-            if came_R.sum() > 0:
-                result_TL[window, layer] = came_R.max() / came_R.mean()
-    return result_TL
 
 
 def _share(load: Load) -> Load:
@@ -358,7 +336,7 @@ def scenarios(
     load: Load,
     expected: Load,
     changed_L: NDArray[np.bool_] | None = None,
-    widening_L: NDArray[np.float64] | None = None,
+    errors: Mapping[int, Load] | None = None,
 ) -> tuple[Load, Load]:
     """Loads that may come: the forecast, off by as much as each of the newest windows was off their mean.
 
@@ -370,8 +348,8 @@ def scenarios(
         expected: float64 ``[L, E]``, the forecast.
         changed_L: bool, layers of which the newest window alone is of the load to come: the others are off the mean
             without it. None: no layer is.
-        widening_L: float64, how many times those seen the errors to come are in layers where that is known; NaN: as
-            above. None: known nowhere.
+        errors: float64 ``[N, E]``, by number of the layer: the errors that its forecasts made, in shares, where these
+            are known. None: nowhere.
 
     Returns:
         float64 ``[W, L, E]``, one for each of at most `MOST_SCENARIOS` windows; and ``[V, L, E]``, mixes of them, in
@@ -387,9 +365,8 @@ def scenarios(
         before = seen[:-1, changed_L]
         stray[-1, changed_L] = 0.0
         stray[:-1, changed_L] = (before - before.mean(axis=0)) * SPREAD * np.sqrt(2.0 * count / (count - 2))
-    if widening_L is not None:
-        known = np.isfinite(widening_L)
-        stray[:, known] = (seen[:, known] - seen[:, known].mean(axis=0)) * SPREAD * widening_L[known, None]
+    for layer, error_NE in (errors or {}).items():
+        stray[:, layer] = error_NE[np.arange(-count, 0) % len(error_NE)]
     choice = np.random.default_rng(count).integers(0, count, (MIXES, *seen.shape[1:]))
     mixed = np.take_along_axis(stray, choice, axis=0)
     scale = expected.sum(axis=-1, keepdims=True)

@@ -35,6 +35,9 @@ at least so far from the forecast (the share of tokens that go elsewhere); in pr
 a move gains there is not soon lost again. Declared loads are certain: there moves cost their seconds alone."""
 FIRST = 0.1
 """Of that price, where no replica slot is in use yet: a first plan lasts."""
+WANDERING = 0.2
+"""And in layers whose load surely moves on: scenarios stray there by the errors that forecasts really made, so that a
+gain is one on the next window."""
 ALL_MAY_MOVE = 0.02
 """And this is what moving every slot must gain then over the best plan that goes by that price."""
 MOST_SHARES = 2**18
@@ -202,6 +205,8 @@ class _Search:
         self._seconds = request.home_bytes / links, request.replica_bytes / links
         of_all_L = PRICE_OF_ALL * np.minimum(_stray(request) / STRAY, 1.0)
         of_all_L[_uses_no_copies(start)] *= first
+        if request.wanders_L is not None:
+            of_all_L[request.wanders_L] *= WANDERING
         free_of_price = request.current is None or request.declared or answers(request)
         self._price_L = np.zeros_like(of_all_L) if free_of_price else of_all_L / request.num_slots
         self._seconds_price = _seconds_price(request)

@@ -14,10 +14,10 @@ from eplb_runtime.load.forecast import (
     foretell,
     is_restless,
     last_change,
-    past_imbalance,
     scenarios,
     variance_of_next,
 )
+from eplb_runtime.load.placement_loss import past_imbalance
 
 
 def noisy(mean: np.ndarray, windows: int, seed: int) -> np.ndarray:
