@@ -27,6 +27,8 @@ GAINS = 4.0
 """Standard errors, over windows and layers, by which the mixture must have been better, where layers count together."""
 SHARPNESS = 0.1
 """A forecaster whose loss is so much larger than the best's, as a share of what that is above 1, weighs ``1 / e``."""
+BETWEEN_EQUALS = 0.01
+"""Weight of the share of tokens foretold for other experts: it decides between forecasts that place equally well."""
 
 
 class Mixture(NamedTuple):
@@ -59,7 +61,8 @@ def mixture(share_TLE: FloatArray, ranks: int) -> Mixture | None:
     made_CNLE = foretold(share_TLE)
     came_NLE = np.ascontiguousarray(share_TLE[len(share_TLE) + 1 - made_CNLE.shape[1] :])
     loss_CNL = np.stack([_loss(made_NLE[:-1], came_NLE, ranks) for made_NLE in made_CNLE])
-    weight_CL = _weights(loss_CNL.mean(axis=1))
+    error_CNL = 0.5 * np.abs(made_CNLE[:, :-1] - came_NLE).sum(axis=3)
+    weight_CL = _weights((loss_CNL + BETWEEN_EQUALS * error_CNL).mean(axis=1))
     mixed_NLE = np.einsum("cl,cnle->nle", weight_CL, made_CNLE)
     gain_NL = loss_CNL[0] - _loss(mixed_NLE[:-1], came_NLE, ranks)
     moves_L, surely_L = _moves(made_CNLE[:, :-1], came_NLE, share_TLE, gain_NL)

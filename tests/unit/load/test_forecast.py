@@ -45,8 +45,8 @@ def test_under_a_steady_drift_the_trend_is_ahead_of_every_average() -> None:
     load = np.array([MEAN + t * (MEAN[:, ::-1] - MEAN) / 60 for t in range(40)])
     then = MEAN + 40 * (MEAN[:, ::-1] - MEAN) / 60
     assert error(forecast(load, "trend"), then) < error(forecast(load, "average"), then)
-    # 16 experts on 8 ranks are placed alike by nearly every forecast, so the mixture need not take the best alone.
-    assert error(forecast(load, "auto"), then) < 0.25 * error(forecast(load, "window"), then)
+    # 16 experts on 8 ranks are placed alike by nearly every forecast: only their errors tell the mixture which to take.
+    assert error(forecast(load, "auto"), then) < 0.1 * error(forecast(load, "window"), then)
 
 
 def test_an_exponential_average_weighs_windows_as_its_memory_says() -> None:
