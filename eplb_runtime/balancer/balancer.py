@@ -1040,7 +1040,8 @@ class Balancer:
         self._rebalancer.refuse_if_broken()
         self._rebalancer.overlapped.forward_begins()
         if not (torch.is_grad_enabled() and self._training):
-            self._runtime.model_check.check(thoroughly=False)
+            if self._runtime.maps.replicas is not None:  # which are copies of the model's own parameters
+                self._runtime.model_check.check(thoroughly=False)
         else:
             self._phases.refuse("a forward in training")
             with self._one_begins:
@@ -1130,6 +1131,6 @@ class Balancer:
             parts.callback(self._rebalancer.close)
             parts.callback(self._phases.end)
             parts.callback(self._runtime.watch.close)
-            for handle in self._hooks:
-                handle.remove()
+            for handle in reversed(self._hooks):
+                parts.callback(handle.remove)
             self._hooks.clear()

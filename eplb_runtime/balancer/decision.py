@@ -482,6 +482,8 @@ class DecisionMaker:
     def _make_plan(self, load: NDArray[Any], measurement: Measurement, compiling: bool) -> bytes:
         cost, policy, trust = self._cost(measurement), self._config.policy, self._track_record.trust
         how: dict[str, Any] = {"policy": policy, "sources": self._sources}
+        if policy == "incremental":
+            how["deadline"] = self._config.timeout_seconds * SEARCHING
         if compiling:
             cost = replace(cost, crossing_seconds=0.0)
             how = {"policy": "static" if policy == "static" else "swaps", "forecast": "window"}
@@ -498,7 +500,6 @@ class DecisionMaker:
             declared=measurement.declared,
             rank_speed=self._config.rank_speed,
             trust=trust,
-            deadline=self._config.timeout_seconds * SEARCHING,
             **how,
         )
         notes = ["homes only: the planner is still being compiled"] if compiling else []

@@ -105,7 +105,7 @@ class ModelCheck:
             )
         raise StructureError(
             f"{name}.{key} was replaced after attach: do that first, then attach (in torch.func.functional_call, or in "
-            "an evaluation with other weights: copy them into the parameters)"
+            "an evaluation with other weights, with replica slots: copy them into the parameters)"
         )
 
     def _check_tree(self, prefix: str, model: nn.Module) -> None:

@@ -465,6 +465,7 @@ class Rebalancer:
     def close(self) -> None:
         """Stop balancing. Replicas are not used any more, since nobody refreshes them."""
         with ExitStack() as parts:  # each ends even if one raises; the last one named first
+            parts.callback(self._events.emit, BalancingEnded(self.step, "closed"))
             parts.callback(self._use_no_replicas)
             parts.callback(self._agreement.close)
             parts.callback(self._engine.close)
@@ -473,7 +474,6 @@ class Rebalancer:
             parts.callback(self._worker.close, A_LITTLE_SECONDS)
             parts.callback(self._reconnection.close, A_LITTLE_SECONDS)
             self.forget_pending()
-        self._events.emit(BalancingEnded(self.step, "closed"))
 
     def _use_no_replicas(self) -> None:
         if self._maps.replicas is not None:

@@ -73,14 +73,6 @@ def exponential_average(load: Load, newest_weight: float, newest: int | None = N
     return averages
 
 
-def trend(load: Load, newest_weight: float) -> Load:
-    """float64 ``[T, L, E]``: for each window the average plus half its recent drift; never below zero.
-
-    The drift is the lead of a fast average over one of half its newest weight (double exponential smoothing, damped).
-    """
-    return _with_drift(exponential_average(load, newest_weight), exponential_average(load, newest_weight / 2))
-
-
 def _with_drift(fast: Load, slow: Load) -> Load:
     return np.maximum(fast + TREND_DAMPING * (fast - slow), 0.0)
 

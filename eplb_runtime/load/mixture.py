@@ -80,6 +80,7 @@ def foretold(share_TLE: FloatArray) -> FloatArray:
     older = np.where((at > of_4 - 1)[:, None, None], total_TLE[at - of_4], 0.0)
     mean_of_4 = (total_TLE[at] - older) / of_4[:, None, None]
     rise = np.maximum(2.0 * newest - before, 0.0)
+    rise /= np.maximum(rise.sum(axis=2, keepdims=True), 1e-300)
     return np.stack(
         [mean, mean_of_4, 0.5 * (newest + before), newest, 0.5 * (newest + mean), rise, _repeated(share_TLE, at)]
     )

@@ -17,6 +17,7 @@ from .types import PlanError, PlanRequest
 
 GATES = ("payoff", "always", "off")
 KNOWS_SPEEDS = ("incremental", "static", "swaps")
+KNOWS_DEADLINES = "incremental"
 MOST_SLOTS = 2**26
 """Slots over all layers that are planned for; 100 layers on 1,024 ranks of 64 slots are a tenth of it."""
 MOST_TOKENS = 1e150
@@ -126,12 +127,14 @@ def check_trust(settled: Settled) -> None:
         raise PlanError(f"trust={trust:g} weighs seconds that are saved: give cost=CostModel(...), or leave trust out")
 
 
-def check_deadline(settled: Settled, current: object) -> None:
+def check_deadline(settled: Settled, policy: str, current: object) -> None:
     seconds = settled.deadline
     if seconds is None:
         return
     if isinstance(seconds, bool) or not isinstance(seconds, Real) or not seconds >= 0:
         raise PlanError(f"deadline={seconds!r}: give seconds from now on, or leave it out")
+    if policy != KNOWS_DEADLINES:
+        raise PlanError(f"policy {policy!r} plans all layers at once: leave deadline out, or choose {KNOWS_DEADLINES}")
     if current is None:
         raise PlanError("deadline needs current, which layers keep that time is not enough for: leave deadline out")
 

@@ -79,7 +79,8 @@ def plan(
             (`track_record.TrackRecord` measures it). Below 1 it needs ``cost``: it weighs seconds saved.
         deadline: seconds from now on after which ``incremental`` begins with no further layer: those with most to gain
             are searched first, the others stay as in ``current``, and ``reason`` says how many. One layer is searched
-            in any case. None, the default: all, and equal input gives an equal plan however busy the machine is.
+            in any case. None, the default: all, and equal input gives an equal plan however busy the machine is. Other
+            policies refuse it.
 
     Returns:
         The plan; a ``"stay"`` plan has no moves and the current placement.
@@ -98,17 +99,19 @@ def plan(
     """
     began = time.perf_counter()
     settled = Settled(**terms)
+    deadline = Deadline(settled.deadline) if isinstance(settled.deadline, int | float) else None
     check_kinds(topology, policy, settled)
     windows = coarsen(checked_load(load))
     layout = checked_layout(policy, layout)
     check_current(current)
     check_gate(settled, current)
     check_trust(settled)
-    check_deadline(settled, current)
+    check_deadline(settled, policy, current)
     check_whole(settled, slots_per_rank)
     check_sizes(windows.shape[1:], topology.num_ranks, slots_per_rank, settled.groups, layout, current)
     speed_R = checked_speed(settled, policy, topology.num_ranks)
-    request = replace(_request(windows, topology, slots_per_rank, current, layout, settled), speed_R=speed_R)
+    request = _request(windows, topology, slots_per_rank, current, layout, settled)
+    request = replace(request, speed_R=speed_R, deadline=deadline)
     if np.ndim(load) == 3 and len(windows) == 1 and settled.declared is None:
         request = replace(request, variance=forecasts.variance_of_next(windows[0], topology.num_ranks))
     check_shapes(request)
@@ -152,7 +155,6 @@ def _request(
         declared=settled.declared is not None,
         trust=settled.trust,
         wanders_L=expected.wanders_L,
-        deadline=None if settled.deadline is None else Deadline(settled.deadline),
     )
 
 

@@ -539,7 +539,7 @@ REFUSED: dict[Callable[[], None], str] = {
     wrapped_experts: "a Around was put around model.layers.0.mlp.experts after attach",
     adapters_unknown: "lm_head.adapter.weight was added after attach",
     replaced: "model.layers.1.mlp.experts.down_proj was replaced after attach",
-    evaluated_with_other_weights: "in torch.func.functional_call, or in an evaluation with other weights",
+    evaluated_with_other_weights: "in an evaluation with other weights, with replica slots: copy them into",
     unfrozen_with_copies: "was frozen when the model was attached and is trained now",
     scaled_by_torch: "use eplb.GradScaler(balancer)",
     whole_in_ddp: "wrap the very module that was attached",
@@ -565,6 +565,29 @@ def test_what_would_be_wrong_is_refused_in_one_line_on_every_rank() -> None:
         for case, expected in REFUSED.items():
             assert expected in said[case.__name__], said[case.__name__]
             assert "\n" not in said[case.__name__]
+
+
+def evaluated_without_copies(rank: int) -> tuple[float, float, float]:
+    """Losses by halved weights that take the parameters' place for one call, by parameters halved, and by neither."""
+    model = moe_model()
+    optimizer = AdamW(model.parameters())
+    balancer = eplb.attach(model, optimizer, config=config())
+    train(model, optimizer, steps=5)
+    half = {name: 0.5 * parameter.detach() for name, parameter in model.named_parameters()}
+    ids = batch_of(rank, 0)
+    with torch.no_grad():
+        called = torch.func.functional_call(model, half, kwargs={"input_ids": ids, "labels": ids}).loss
+        whole = model(input_ids=ids, labels=ids).loss
+        for name, parameter in model.named_parameters():
+            parameter.copy_(half[name])
+        halved = model(input_ids=ids, labels=ids).loss
+    balancer.close()
+    return float(called), float(halved), float(whole)
+
+
+def test_an_evaluation_with_other_weights_is_computed_with_these() -> None:
+    for called, halved, whole in run_ranks(2, evaluated_without_copies):
+        assert called == halved != whole
 
 
 def kept_from_before(rank: int) -> list[list[str]]:

@@ -60,8 +60,10 @@ class MoELayer:
     by_expert: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
     def parameter(self, name: str) -> nn.Parameter:
-        """One of ``parameters``, as it is now."""
-        return self.experts.get_parameter(name)
+        """One of ``parameters``, as it is now: a tensor that takes its place for one call, too."""
+        inside, _, own_name = name.rpartition(".")
+        found: nn.Parameter = getattr(self.experts.get_submodule(inside), own_name)
+        return found
 
     def of_experts(self, name: str, whole: Tensor) -> Tensor:
         """A whole parameter, or optimizer state of it, as ``[E, ...]``."""

@@ -200,15 +200,17 @@ def _say_of(settings: TorchtitanJobSettings) -> None:
 
 
 def _try_dispatchers(model_parts: Sequence[nn.Module], device: torch.device) -> Exception | None:
-    """What is otherwise than giving slots to torchtitan's own dispatchers needs it. Collective."""
+    """What is otherwise than giving slots to torchtitan's own dispatchers needs it. Collective: a rank that has found
+    something goes on to the last layer, where the others are."""
+    problem: Exception | None = None
     try:
         for name, routed in (named for part in model_parts for named in routed_experts(part)):
             width = next(routed.inner_experts.parameters()).shape[-1]
-            if why := why_elsewhere(name, routed, RoutedExperts.forward, width, device):
-                return AttachError(why)
+            if (why := why_elsewhere(name, routed, RoutedExperts.forward, width, device)) and problem is None:
+                problem = AttachError(why)
     except Exception as error:
-        return error
-    return None
+        return problem or error
+    return problem
 
 
 def _host(part: nn.Module, ep_ranks: tuple[int, ...], settings: TorchtitanJobSettings) -> HostModel:
@@ -240,7 +242,7 @@ def _refuse(settings: TorchtitanJobSettings, optimizers: Any, config: BalancerCo
         ]
     if settings.moe_comm_backend != STANDARD and replace(config.dispatch, kernels=False) != DispatchConfig():
         refused.append(
-            f"dispatch with moe_comm_backend='{settings.moe_comm_backend}': torchtitan's dispatcher carries tokens; "
+            f"dispatch with moe_comm_backend='{settings.moe_comm_backend}': torchtitan's dispatcher sends tokens; "
             "leave dispatch out"
         )
     if not isinstance(optimizers, BalancedOptimizers):

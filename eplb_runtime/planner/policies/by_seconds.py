@@ -76,9 +76,15 @@ def by_seconds(request: PlanRequest, refine: Callable[[int, NDArray[np.int32]], 
         return _best_rung(request, layer, np.ascontiguousarray(share_WLE[:, layer]), share_LE[layer], choice_NE)
 
     order = list(range(request.num_layers)) if request.deadline is None else most_to_gain_first(request)
-    found = in_time(best, lambda layer: _stays(start.home_rank[layer].copy()), order, request.deadline)
-    home_LE = start.home_rank.copy()
-    for layer in np.flatnonzero(_pay(request, found)).tolist():
+
+    def left_out(layer: int) -> _Rung:
+        assert request.deadline is not None
+        request.deadline.left_out.add(layer)
+        return _stays(start.home_rank[layer].copy())
+
+    found = in_time(best, left_out, order, request.deadline)
+    home_LE, pay_L = start.home_rank.copy(), _pay(request, found)
+    for layer in (layer for layer in order if pay_L[layer]):
         is_over = request.deadline is not None and request.deadline.is_over
         home_LE[layer] = found[layer].home_E if is_over else refine(layer, found[layer].home_E)
     return align(start, home_LE, start.replicas_LRK)

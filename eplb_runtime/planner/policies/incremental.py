@@ -20,7 +20,7 @@ from ..search.budget import share_out
 from ..search.descent import GOOD_ENOUGH
 from ..search.explore import LITTLE, POURED_FROM, Found, Limits, Starts, grow_anew, make_starts, pour_anew, search_layer
 from ..search.few_moves import MOST_MOVES, Frontier, search_few_moves
-from ..search.prices import Question
+from ..search.prices import Question, Track
 from ..search.starts import strides
 from ..search.threads import in_time
 from ..types import PlanRequest
@@ -36,8 +36,8 @@ a move gains there is not soon lost again. Declared loads are certain: there mov
 FIRST = 0.1
 """Of that price, where no replica slot is in use yet: a first plan lasts."""
 WANDERING = 0.2
-"""And in layers whose load surely moves on: scenarios stray there by the errors that forecasts really made, so that a
-gain is one on the next window."""
+"""And in layers whose load surely moves on: scenarios stray there by the errors of the forecast on windows of the past,
+so that a gain is one on the next window."""
 ALL_MAY_MOVE = 0.02
 """And this is what moving every slot must gain then over the best plan that goes by that price."""
 MOST_SHARES = 2**18
@@ -160,7 +160,7 @@ def _search(
         order.sort(key=lambda index: rank[number[index]])
     trajectories = in_time(
         lambda index: search.layer(number[index]),
-        lambda index: search.not_searched(number[index]),
+        lambda index: search.not_searched(number[index], first=layers is None),
         order,
         request.deadline,
     )
@@ -228,7 +228,7 @@ class _Search:
         limits, fewer = self._limits(layer), self._limits(layer, of_most=False)
         found, starts = self._explored(layer, question, limits)
         enough = limits.lowest * (1.0 + GOOD_ENOUGH) + LITTLE
-        if fewer != limits and found.track.value_N[found.steps] > enough:
+        if fewer.max_copies != limits.max_copies and found.track.value_N[found.steps] > enough:
             with_fewer, its_starts = self._explored(layer, question, fewer)
             if self._worth(layer, with_fewer) < self._worth(layer, found):
                 found, starts, limits = with_fewer, its_starts, fewer
@@ -243,12 +243,17 @@ class _Search:
         one = Trajectory(value, moved, seconds, found, begin, limits)
         return one if self._most_moves == 0 else self._with_few_moves(question, one)
 
-    def not_searched(self, layer: int) -> Trajectory:
-        """The layer as it is."""
-        question, limits = self._question(layer), self._limits(layer)
-        begin = Starts(self._home_LE[layer, None], self._replica_LRK[layer, None])
-        found = search_layer(*question, self._seconds_price, limits._replace(max_steps=0), begin)
-        return Trajectory(found.track.value_N[:1], np.zeros((1, 2), dtype=np.int64), np.zeros(1), found, None, limits)
+    def not_searched(self, layer: int, first: bool) -> Trajectory:
+        """The layer as it is, of which nothing is judged.
+
+        Args:
+            first: it was not searched before.
+        """
+        if first and self._request.deadline is not None:
+            self._request.deadline.left_out.add(layer)
+        track = Track(np.zeros(1), np.zeros((1, 2), dtype=np.int64), np.zeros(1))
+        found = Found(self._home_LE[layer], self._replica_LRK[layer], track, 0, 0)
+        return Trajectory(track.value_N, track.moved_N2, track.seconds_N, found, None, self._limits(layer))
 
     def _with_few_moves(self, question: LayersQuestion, one: Trajectory) -> Trajectory:
         """The same with what a search under the budget reaches; what costs more without being better is left out."""
@@ -364,6 +369,7 @@ class _Search:
         in which it needs fewest: where slots are few, copies for the former are missed elsewhere."""
         load_WE, ranks = self._load_LWE[layer], self._request.topology.num_ranks
         needed_W = -(-load_WE.max(axis=1) * ranks // np.maximum(load_WE.sum(axis=1), 1))
+        needed_W = needed_W[needed_W > 0] if needed_W.any() else needed_W
         needed = needed_W.max() if of_most else needed_W.min()
         most = max(int(needed) + SPARE_COPIES, int(self._most_L[layer]))
         slots = self._replica_LRK.shape[2]

@@ -28,7 +28,7 @@ class Deadline:
         seconds: from now on.
 
     Attributes:
-        left_out: layers for which no time was left.
+        left_out: layers for which no time was left; who leaves them out adds them.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -53,10 +53,7 @@ def in_time(
         return in_threads(work, len(order))
 
     def one(place: int) -> Result:
-        if place and deadline.is_over:
-            deadline.left_out.add(order[place])
-            return otherwise(order[place])
-        return work(order[place])
+        return otherwise(order[place]) if place and deadline.is_over else work(order[place])
 
     found = dict(zip(order, in_threads(one, len(order)), strict=True))
     return [found[index] for index in range(len(order))]
