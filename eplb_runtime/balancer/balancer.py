@@ -1040,7 +1040,8 @@ class Balancer:
         self._rebalancer.refuse_if_broken()
         self._rebalancer.overlapped.forward_begins()
         if not (torch.is_grad_enabled() and self._training):
-            if self._runtime.maps.replicas is not None:  # which are copies of the model's own parameters
+            # Replicas are copies of the model's own parameters; one of two batches may compute with them just now.
+            if self._runtime.maps.replicas is not None and not self._runtime.channels.busy:
                 self._runtime.model_check.check(thoroughly=False)
         else:
             self._phases.refuse("a forward in training")
