@@ -55,8 +55,8 @@ def _run(arguments: argparse.Namespace) -> None:
     require_output(arguments.output, (".json", ".safetensors"))
     topology, available = topology_of(arguments), _available(arguments)
     current = None if arguments.current is None else _current(arguments)
-    load = read_windows(arguments.load, arguments, None if current is None else current.num_layers)
-    load = with_tokens(arguments.load, load)
+    layers = None if current is None else current.num_layers
+    load = with_tokens(arguments.load, read_windows(arguments.load, arguments, layers))
     if current is not None:
         _require_equal_layers(arguments, load.shape[1], current.num_layers)
         layout = arguments.layout or LAYOUTS[arguments.policy][0]

@@ -1,4 +1,4 @@
-"""What the load will be, from what it was: window, exponential average, trend, or by default what each layer calls for.
+"""Forecasts of load from what it was: window, exponential average, trend, or by default what each layer calls for.
 
 Steady traffic gets a long memory, traffic that moves on a mixture of forecasters, weighed by how well each would have
 balanced the windows already seen; what came before a change of domain is forgotten at once. `scenarios` says how what
@@ -218,17 +218,16 @@ def _adaptive(load: Load, ranks: int) -> _Adaptive:
 def _best_of_past(load: Load, method: str, ranks: int) -> Load:
     """float64 ``[L, E]``: by the average or trend that would have balanced each layer's past best.
 
-    One that is better than the long memory within its own noise is not believed.
+    One that is better than the first of them within its own noise is not believed.
     """
     if len(load) < 3:
         return np.asarray(load.mean(axis=0))
     newest = min(JUDGED_WINDOWS + 1, len(load))
     average = cache(lambda weight: exponential_average(load, weight, newest))
-    made = [average(LONG_MEMORY)] if method != "trend" else []
     if method == "average":
-        made += [average(weight) for weight in MEMORIES if weight != LONG_MEMORY]
-    if method == "trend":
-        made += [_with_drift(average(weight), average(weight / 2)) for weight in MEMORIES if 0 < weight < 1]
+        made = [average(weight) for weight in (LONG_MEMORY, *(one for one in MEMORIES if one != LONG_MEMORY))]
+    else:
+        made = [_with_drift(average(weight), average(weight / 2)) for weight in MEMORIES if 0 < weight < 1]
     after, ahead = what_came(load)
     foretold = [np.ascontiguousarray(one[after - (len(load) - newest)]) for one in made]
     judged = [dealt_imbalance(one, ahead, ranks) + BETWEEN_EQUALS * _error(one, ahead) for one in foretold]

@@ -32,7 +32,7 @@ BETWEEN_EQUALS = 0.01
 
 
 class Mixture(NamedTuple):
-    """What the mixture foretells.
+    """A mixture's forecast.
 
     Args:
         moves_L: bool, layers whose load does not stay; the others are not for the mixture.

@@ -21,7 +21,7 @@ KNOWS_DEADLINES = "incremental"
 MOST_SLOTS = 2**26
 """Slots over all layers that are planned for; 100 layers on 1,024 ranks of 64 slots are a tenth of it."""
 MOST_TOKENS = 1e150
-"""Of all windows; sums of more, and their squares, leave float64, and what cannot be added up looks even."""
+"""Tokens of all windows; sums of more, and their squares, leave float64, and what cannot be added up looks even."""
 
 
 def checked_load(load: ArrayLike, name: str = "load") -> NDArray[np.float64]:

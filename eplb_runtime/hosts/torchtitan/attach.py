@@ -200,8 +200,8 @@ def _say_of(settings: TorchtitanJobSettings) -> None:
 
 
 def _try_dispatchers(model_parts: Sequence[nn.Module], device: torch.device) -> Exception | None:
-    """What is otherwise than giving slots to torchtitan's own dispatchers needs it. Collective: a rank that has found
-    something goes on to the last layer, where the others are."""
+    """Find what is otherwise than giving slots to torchtitan's own dispatchers needs it. Collective: a rank that has
+    found something goes on to the last layer, where the others are."""
     problem: Exception | None = None
     try:
         for name, routed in (named for part in model_parts for named in routed_experts(part)):

@@ -122,7 +122,7 @@ class _Seen:
 
 
 def why_elsewhere(name: str, routed: Any, own: Forward, width: int, device: torch.device) -> str:
-    """What is otherwise than renaming to slots needs it, found by a batch through a layer's own forward and dispatcher,
+    """Find what is otherwise than renaming to slots needs it, by a batch through a layer's own forward and dispatcher,
     with the experts left out; empty: every token comes to the ranks of its slots, back, and its gradient, too.
 
     Collective over the EP group.
