@@ -34,6 +34,7 @@ from ..placement import Placement
 from ..planner import CostModel, Plan, plan
 from ..planner.cost import crossing_seconds
 from ..planner.evaluate import has_no_copies, predicted_imbalance
+from ..planner.planning import plan_again
 from ..planner.track_record import JUDGED, TrackRecord
 from ..utils.jit import compiling_ahead, without_waiting
 from ..utils.spans import phase
@@ -211,6 +212,8 @@ class DecisionMaker:
         # A planner that never returns must not take the thread along that talks to the other ranks.
         self._planning = Worker("eplb_runtime plan")
         self._overdue: Future[bytes] | None = None
+        self._found: Plan | None = None
+        """To rebalance, and not handed out."""
         self.planner: Callable[..., Plan] = plan
         self.on_load: Callable[[NDArray[np.int64], int, int, float], None] = lambda load_TLE, steps, nbytes, seconds: (
             None
@@ -414,7 +417,7 @@ class DecisionMaker:
             )
             return _as_message(made, current)
 
-        message = self._broadcast(self._in_time(ask) if self._is_planner else b"", control)
+        message = self._broadcast(self._in_time(ask)[0] if self._is_planner else b"", control)
         target, summary, digest = self._read(message, current)
         verdict = agreement.check_equal(digest, "plan")
         if not verdict.commit:
@@ -452,17 +455,26 @@ class DecisionMaker:
         assert load is not None
 
         def make() -> bytes:
+            late, self._found = self._found, None
             # While code is compiled no plan has replicas yet, so judging runs nothing that is compiled.
             self._track_record.observe(total.sum(axis=0, dtype=np.float64))
             with without_waiting() if compiling else nullcontext():
-                return self._make_plan(load, measurement, compiling)
+                return self._make_plan(load, measurement, compiling, late)
 
-        return self._in_time(make)
+        message, in_time = self._in_time(make)
+        if not in_time:
+            return message  # what is found later stays for the next decision
+        made, self._found = self._found, None
+        # What is declared is the next load alone: no later one says whether the plan was good.
+        if made is not None and measurement.declared is None:
+            self._track_record.note(made)
+        return message
 
-    def _in_time(self, work: Callable[[], bytes]) -> bytes:
-        """Bytes of the plan, or of the reason for which there is none, in time for the ranks that wait for them."""
+    def _in_time(self, work: Callable[[], bytes]) -> tuple[bytes, bool]:
+        """Bytes of the plan, or of the reason for which there is none, in time for the ranks that wait for them; and
+        whether ``work`` has come to its end."""
         if self._overdue is not None and not self._overdue.done():
-            return _failed("the planner is still busy with an earlier plan")
+            return _failed("the planner is still busy with an earlier plan"), False
         seconds = self._config.timeout_seconds * PLANNING
 
         def planned() -> bytes:
@@ -474,42 +486,48 @@ class DecisionMaker:
 
         self._overdue = self._planning.submit(planned)
         try:
-            return self._overdue.result(seconds)
+            return self._overdue.result(seconds), True
         except TimeoutError:
             logger.warning("the planner has not returned after %g s; going on without a plan", seconds)
-            return _failed(f"the planner took longer than {seconds:g} s")
+            return _failed(f"the planner took longer than {seconds:g} s"), False
 
-    def _make_plan(self, load: NDArray[Any], measurement: Measurement, compiling: bool) -> bytes:
+    def _make_plan(
+        self, load: NDArray[Any], measurement: Measurement, compiling: bool, late: Plan | None = None
+    ) -> bytes:
+        """Ask the planner.
+
+        Args:
+            late: what the search of an earlier decision found after its time. If it still pays, it is the plan.
+        """
         cost, policy, trust = self._cost(measurement), self._config.policy, self._track_record.trust
         how: dict[str, Any] = {"policy": policy, "sources": self._sources}
-        if policy == "incremental":
-            how["deadline"] = self._config.timeout_seconds * SEARCHING
         if compiling:
             cost = replace(cost, crossing_seconds=0.0)
             how = {"policy": "static" if policy == "static" else "swaps", "forecast": "window"}
-        made = self.planner(
-            load,
-            self._topology,
-            slots_per_rank=measurement.placement.slots_per_rank,
-            current=measurement.placement,
-            layout="home",
-            max_moves=self._config.migration.max_moves,
-            max_bytes=self._max_bytes(),
-            cost=cost,
-            gate=self._config.gate,
-            declared=measurement.declared,
-            rank_speed=self._config.rank_speed,
-            trust=trust,
-            **how,
-        )
+        how |= {
+            "current": measurement.placement,
+            "max_moves": self._config.migration.max_moves,
+            "max_bytes": self._max_bytes(),
+            "cost": cost,
+            "gate": self._config.gate,
+            "declared": measurement.declared,
+            "rank_speed": self._config.rank_speed,
+            "trust": trust,
+        }
         notes = ["homes only: the planner is still being compiled"] if compiling else []
+        made = None if late is None or compiling else plan_again(late.placement, load, self._topology, **how)
+        if made is not None and made.decision == "rebalance":
+            notes = ["found by an earlier search, which took longer than ranks wait"]
+        else:
+            if policy == "incremental" and not compiling:
+                how["deadline"] = self._config.timeout_seconds * SEARCHING
+            slots_per_rank = measurement.placement.slots_per_rank
+            made = self.planner(load, self._topology, slots_per_rank=slots_per_rank, layout="home", **how)
+        self._found = made if made.decision == "rebalance" else None
         if trust < SAID_BELOW and self._config.gate == "payoff":
             notes.append(f"counting {trust:.0%} of predicted gains: as much came true lately")
         if notes:
             made = replace(made, reason=f"{made.reason} ({'; '.join(notes)})")
-        # What is declared is the next load alone: no later one says whether the plan was good.
-        if measurement.declared is None:
-            self._track_record.note(made)
         if not measurement.step_seconds:  # no step is timed yet, as at the first decision of a resumed job
             made = replace(made, seconds_saved=np.nan)
         return _as_message(made, measurement.placement, self._predictions(cost))

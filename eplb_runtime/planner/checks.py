@@ -226,10 +226,15 @@ def check_shapes(request: PlanRequest) -> None:
                 "max_moves and max_bytes limit moves from a placement that stands: give it (current=, --current)"
             )
         return
-    mine = (current.num_layers, current.num_experts, current.num_ranks, current.slots_per_rank)
-    wanted = (request.num_layers, experts, ranks, slots_per_rank)
+    check_fits(current, request, "current")
+
+
+def check_fits(placement: Placement, request: PlanRequest, name: str) -> None:
+    """Whether a placement has the sizes and the layout of what is to be planned."""
+    mine = (placement.num_layers, placement.num_experts, placement.num_ranks, placement.slots_per_rank)
+    wanted = (request.num_layers, request.num_experts, request.topology.num_ranks, request.slots_per_rank)
     if mine != wanted:
         words = "{} layers x {} experts on {} ranks x {} slots"
-        raise PlanError(f"current is for {words.format(*mine)}, the load and topology for {words.format(*wanted)}")
-    if current.layout != request.layout:
-        raise PlanError(f"current is in the {current.layout} layout, the plan in the {request.layout} layout")
+        raise PlanError(f"{name} is for {words.format(*mine)}, the load and topology for {words.format(*wanted)}")
+    if placement.layout != request.layout:
+        raise PlanError(f"{name} is in the {placement.layout} layout, the plan in the {request.layout} layout")

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..topology import Topology
-from .types import MOVE_DESTINATION_SLOT, MOVE_IS_HOME, MOVE_SOURCE_RANK
+from .types import MOVE_DESTINATION_SLOT, MOVE_IS_HOME, MOVE_LAYER, MOVE_SOURCE_RANK
 
 MOST = 2.0**60
 """Bytes and seconds are less; sums of more leave int64."""
@@ -103,6 +103,28 @@ class CostModel:
         bandwidth = np.array([topology.intra_node_bandwidth, topology.inter_node_bandwidth])
         sent, received = self.bytes_by_link(moves, topology, slots_per_rank)
         return float(np.maximum((sent / bandwidth).sum(axis=1), (received / bandwidth).sum(axis=1)).max(initial=0.0))
+
+    def seconds_by_layer(
+        self, moves: NDArray[np.int32], num_layers: int, topology: Topology, slots_per_rank: int
+    ) -> NDArray[np.float64]:
+        """Seconds in which each rank sends, and in which it receives, what a layer moves.
+
+        Args:
+            moves: int32 ``[M, 5]`` as in ``Plan.moves``.
+
+        Returns:
+            float64 ``[L, 2 R]``: sent by each rank, then received.
+        """
+        layer, source = moves[:, MOVE_LAYER].astype(np.int64), moves[:, MOVE_SOURCE_RANK]
+        destination = moves[:, MOVE_DESTINATION_SLOT] // slots_per_rank
+        between = source // topology.ranks_per_node != destination // topology.ranks_per_node
+        bandwidth = np.where(between, topology.inter_node_bandwidth, topology.intra_node_bandwidth)
+        seconds = np.where(moves[:, MOVE_IS_HOME] != 0, self.home_bytes, self.replica_bytes) / bandwidth
+        seconds[(source < 0) | (source == destination)] = 0.0
+        ends = 2 * topology.num_ranks
+        place = np.concatenate([layer * ends + np.maximum(source, 0), layer * ends + topology.num_ranks + destination])
+        sums = np.bincount(place, np.concatenate([seconds, seconds]), minlength=num_layers * ends)
+        return np.asarray(sums.reshape(num_layers, ends))
 
 
 def crossing_seconds(rank_tokens_L: NDArray[np.float64], token_bytes: float, topology: Topology) -> float:

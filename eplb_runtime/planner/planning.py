@@ -13,10 +13,11 @@ from ..load import forecast as forecasts
 from ..load.forecast import coarsen
 from ..placement import Placement
 from ..topology import Topology
-from .available import lost_experts, without_gone_ranks
+from .available import without_gone_ranks
 from .checks import (
     check_current,
     check_deadline,
+    check_fits,
     check_gate,
     check_kinds,
     check_shapes,
@@ -27,14 +28,12 @@ from .checks import (
     checked_load,
     checked_speed,
 )
-from .cost import HYSTERESIS
-from .evaluate import expected_imbalance, expected_lower_bound, moves_between
 from .policies import POLICIES
-from .policies.hierarchical import rule_cost
 from .search.threads import Deadline
 from .terms import Settled, Terms
-from .traffic import checked_sources, crossing_share
-from .types import MOVE_LAYER, Plan, PlanError, PlanRequest
+from .traffic import checked_sources
+from .types import Plan, PlanError, PlanRequest
+from .weighing import weigh
 
 
 def plan(
@@ -62,8 +61,9 @@ def plan(
             plan from ``current``; what ranks that are gone held moves besides.
         max_bytes: the same in bytes (needs ``cost``); None: no limit.
         cost: bytes and seconds (`CostModel`); needed by the ``"payoff"`` gate, and for the plan to know its bytes.
-        gate: ``"payoff"``: rebalance when predicted seconds saved exceed predicted seconds spent. ``"always"``, the
-            default: whenever the imbalance falls. ``"off"``: take what the policy says.
+        gate: ``"payoff"``: rebalance when predicted seconds saved exceed predicted seconds spent, in those layers with
+            which most seconds are left (``Plan.offers``). ``"always"``, the default: whenever the imbalance falls.
+            ``"off"``: take what the policy says.
         forecast: how the load to come is foretold from several windows: ``"auto"``, the default, ``"window"``,
             ``"last"``, ``"average"`` or ``"trend"`` (see ``load.forecast``).
         declared: the load to come where it is known, ``[L, E]`` or ``[T, L, E]``, in place of a forecast (for example
@@ -99,6 +99,57 @@ def plan(
     """
     began = time.perf_counter()
     settled = Settled(**terms)
+    request = _asked(load, topology, slots_per_rank, current, policy, layout, settled)
+    everybody = request.speed_R is None or bool(request.speed_R.all())
+    placement = POLICIES[policy](request) if everybody else without_gone_ranks(request, POLICIES[policy])
+    return weigh(request, policy, placement, settled, began)
+
+
+def plan_again(
+    placement: Placement,
+    load: ArrayLike,
+    topology: Topology,
+    *,
+    current: Placement,
+    policy: str = "incremental",
+    **terms: Unpack[Terms],
+) -> Plan:
+    """Weigh a placement that an earlier search found as `plan` weighs its own, without a search.
+
+    Args:
+        placement: for the same experts, ranks and slots as ``current``, in its layout.
+        policy: that found it.
+        load, topology, current, terms: as for `plan`.
+
+    Returns:
+        The plan; to stay where more would move than ``max_moves`` and ``max_bytes`` let.
+
+    Raises:
+        PlanError: as `plan`.
+    """
+    began = time.perf_counter()
+    settled = Settled(**terms)
+    request = _asked(load, topology, current.slots_per_rank, current, policy, current.layout, settled)
+    check_fits(placement, request, "placement")
+    made = weigh(request, policy, placement, settled, began)
+    too_many = settled.max_moves is not None and made.moved_slots > settled.max_moves
+    bytes_moved = made.bytes_intra_node + made.bytes_inter_node
+    if not too_many and (settled.max_bytes is None or bytes_moved <= settled.max_bytes):
+        return made
+    reason = f"{made.moved_slots} slots ({bytes_moved:,} B) are more than may move at a time"
+    return replace(weigh(request, policy, current, settled, began), reason=reason)
+
+
+def _asked(
+    load: ArrayLike,
+    topology: Topology,
+    slots_per_rank: int,
+    current: Placement | None,
+    policy: str,
+    layout: str | None,
+    settled: Settled,
+) -> PlanRequest:
+    """The question, checked."""
     deadline = Deadline(settled.deadline) if isinstance(settled.deadline, int | float) else None
     check_kinds(topology, policy, settled)
     windows = coarsen(checked_load(load))
@@ -115,9 +166,7 @@ def plan(
     if np.ndim(load) == 3 and len(windows) == 1 and settled.declared is None:
         request = replace(request, variance=forecasts.variance_of_next(windows[0], topology.num_ranks))
     check_shapes(request)
-    everybody = speed_R is None or bool(speed_R.all())
-    placement = POLICIES[policy](request) if everybody else without_gone_ranks(request, POLICIES[policy])
-    return _weigh(request, policy, placement, settled, began)
+    return request
 
 
 def _request(
@@ -172,95 +221,3 @@ def _expected_load(windows: NDArray[np.float64], settled: Settled, ranks: int) -
         return forecasts.foretell(windows, settled.forecast, ranks)
     except ValueError as error:
         raise PlanError(str(error)) from None
-
-
-def _weigh(request: PlanRequest, policy: str, placement: Placement, settled: Settled, began: float) -> Plan:
-    """Decide between the policy's placement and the current one."""
-    current, topology, cost = request.current, request.topology, settled.cost
-    after = expected_imbalance(request, placement)
-    before = None if current is None else expected_imbalance(request, current)
-    moves = moves_between(current, placement, topology, request.speed_R)
-    lost = 0 if current is None else lost_experts(current, request.speed_R)
-    before = None if lost else before
-    crossing_before = None if lost else _crossing(request, current)
-    crossing_after = _crossing(request, placement)
-    worth_before = None if before is None else _worth(request, before, crossing_before)
-    worth_after = _worth(request, after, crossing_after)
-    saved = spent = float("nan")
-    if cost is not None and current is not None and worth_before is not None and cost.step_seconds > 0:
-        seconds = cost.seconds_per_imbalance(request.num_layers, settled.trust)
-        saved = float(seconds * (worth_before - worth_after).sum())
-        spent = cost.transfer_seconds(moves, topology, request.slots_per_rank) + cost.stall_seconds
-    falls = worth_before is None or float(worth_after.mean()) < float(worth_before.mean())
-    moving = len(np.unique(moves[:, MOVE_LAYER]))
-    decision, reason = _decide(settled.gate, (before, after), falls, moving, (saved, spent))
-    if lost:
-        reason = f"{lost} experts stand only on ranks that are gone; forecast imbalance {after.mean():.3f}"
-    if crossing_before is not None and crossing_after is not None:
-        reason += f"; tokens that cross nodes {crossing_before.mean():.1%} -> {crossing_after.mean():.1%}"
-    if request.deadline is not None and request.deadline.left_out:
-        reason += f"; no time was left for {len(request.deadline.left_out)} of {request.num_layers} layers"
-    if policy == "hierarchical":
-        reason += "; " + rule_cost(request, placement)
-    if decision == "stay" and current is not None:
-        placement, moves = current, moves[:0]
-        after, crossing_after = after if before is None else before, crossing_before
-    intra = inter = 0
-    if cost is not None:
-        sent, _ = cost.bytes_by_link(moves, topology, request.slots_per_rank)
-        intra, inter = (int(total) for total in sent.sum(axis=0))
-    return Plan(
-        policy=policy,
-        placement=placement,
-        current=current,
-        moves=moves,
-        imbalance_before=before,
-        imbalance_after=after,
-        lower_bound=expected_lower_bound(request),
-        bytes_intra_node=intra,
-        bytes_inter_node=inter,
-        seconds_saved=saved,
-        seconds_spent=spent,
-        decision=decision,
-        reason=reason,
-        plan_seconds=time.perf_counter() - began,
-        crossing_before=crossing_before,
-        crossing_after=crossing_after,
-    )
-
-
-def _crossing(request: PlanRequest, placement: Placement | None) -> NDArray[np.float64] | None:
-    if placement is None or not (request.crossing_price or request.source_share_LNE is not None):
-        return None
-    return crossing_share(request.forecast, placement, request.topology, request.source_share_LNE)
-
-
-def _worth(
-    request: PlanRequest, imbalance: NDArray[np.float64], crossing: NDArray[np.float64] | None
-) -> NDArray[np.float64]:
-    """Imbalance and, where it has a price, crossing tokens."""
-    return imbalance if crossing is None else imbalance + request.crossing_price * crossing
-
-
-def _decide(
-    gate: str,
-    imbalance: tuple[NDArray[np.float64] | None, NDArray[np.float64]],
-    falls: bool,
-    moving: int,
-    seconds: tuple[float, float],
-) -> tuple[str, str]:
-    (before, after), (saved, spent) = imbalance, seconds
-    if before is None:
-        return "rebalance", f"no placement stands yet; forecast imbalance {after.mean():.3f}"
-    change = f"forecast imbalance {before.mean():.3f} -> {after.mean():.3f}, worst layer {before.max():.3f} -> "
-    change += f"{after.max():.3f}"
-    change += f", by moves in {moving} of {len(after)} layers"
-    if moving == 0:
-        return "stay", f"nothing to move: forecast imbalance {before.mean():.3f}, worst layer {before.max():.3f}"
-    if gate == "always" and not falls:
-        return "stay", f"no gain: {change}"
-    if gate == "payoff" and not saved > HYSTERESIS * spent:
-        return "stay", f"would save {saved:.3g} s, less than {HYSTERESIS:g} x the {spent:.3g} s it costs; {change}"
-    if gate == "payoff":
-        return "rebalance", f"saves {saved:.3g} s for {spent:.3g} s; {change}"
-    return "rebalance", change

@@ -16,6 +16,7 @@ from .search.threads import Deadline
 
 MOVE_LAYER, MOVE_EXPERT, MOVE_SOURCE_RANK, MOVE_DESTINATION_SLOT, MOVE_IS_HOME = range(5)
 """Columns of ``Plan.moves``."""
+SHOWN_OFFERS = 4
 
 
 class PlanError(ValueError):
@@ -102,6 +103,24 @@ class PlanRequest:
         )
 
 
+@dataclass(frozen=True)
+class Offer:
+    """A part of a plan that could be taken alone: the layers with most to gain for what they cost.
+
+    Args:
+        layers: those that move.
+        moved_slots: as in `Plan`.
+        imbalance: expected max / mean rank load then, mean over all layers.
+        seconds_saved, seconds_spent: predicted, as in `Plan`; nan when unknown.
+    """
+
+    layers: tuple[int, ...]
+    moved_slots: int
+    imbalance: float
+    seconds_saved: float
+    seconds_spent: float
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """A placement, the way to it, and why to take it or leave it.
@@ -128,6 +147,8 @@ class Plan:
         crossing_before, crossing_after: float64 ``[L]``, the share of tokens that are computed on another node than
             they come from, under the forecast, with ``current`` and with ``placement``; None: nobody asked
             (``sources``, or a cost of crossing), or nothing stands.
+        offers: parts of what the policy found, by slots moved from none to all; one of them is the plan where the gate
+            knows seconds. Empty: nothing stands, or experts stand only on ranks that are gone.
     """
 
     policy: str
@@ -146,6 +167,7 @@ class Plan:
     plan_seconds: float
     crossing_before: NDArray[np.float64] | None = None
     crossing_after: NDArray[np.float64] | None = None
+    offers: tuple[Offer, ...] = ()
 
     @property
     def moved_slots(self) -> int:
@@ -176,6 +198,11 @@ class Plan:
             lines.append(
                 f"  predicted: {self.seconds_saved:.3g} s saved over the horizon for {self.seconds_spent:.3g} s spent"
             )
+        if len(self.offers) > 2:
+            fewer = self.offers[1:-1]
+            shown = fewer[:: -(-len(fewer) // SHOWN_OFFERS)]
+            parts = ", ".join(f"{offer.moved_slots} slots {offer.imbalance:.3f}" for offer in shown)
+            lines.append(f"  imbalance with fewer moves: {parts}")
         lines.append(f"  {'imbalance (max / mean)':<24}{'mean':>8}{'worst':>8}  worst layer")
         rows = [("before", self.imbalance_before), ("after", self.imbalance_after), ("lower bound", self.lower_bound)]
         for name, values in rows:

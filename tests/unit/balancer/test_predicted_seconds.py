@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from eplb_runtime.balancer.decision import DecisionMaker, Measurement
-from eplb_runtime.config import BalancerConfig
+from eplb_runtime.config import BalancerConfig, MigrationConfig
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
 from eplb_runtime.planner.track_record import TrackRecord
@@ -29,7 +30,7 @@ def maker_of(config: BalancerConfig) -> Any:
     maker._track_record = TrackRecord(1, None)
     maker.history, maker.share = deque(), SimpleNamespace(value=0.4)
     maker._job = SimpleNamespace(ep_size=2, edp_ranks=(0,), stages=(0,), layers_of_stage=(1,))
-    maker._planning, maker._overdue = Worker("planner of a test"), None
+    maker._planning, maker._overdue, maker._found = Worker("planner of a test"), None, None
     return maker
 
 
@@ -59,3 +60,42 @@ def test_plans_made_while_code_is_compiled_are_judged_like_others() -> None:
         assert (same["judged_plans"], same["judged_decisions"]) == (1, 1)
         assert same["true_seconds"] == pytest.approx(same["predicted_seconds"]) and same["predicted_seconds"] > 0
         assert other["true_seconds"] == 0 < other["predicted_seconds"], "control: even load came"
+
+
+def test_a_plan_that_comes_late_is_weighed_anew_at_the_next_decision() -> None:
+    """Its search is not begun again where it still pays; where it does not, or more would move than may, it is."""
+
+    def next_decision(load: np.ndarray, **options: Any) -> tuple[dict[str, Any], int]:
+        """The summary of the decision after one whose search took too long, and how often a search began."""
+        maker = maker_of(BalancerConfig(gate="always", timeout_seconds=2.0))
+        begun, go_on = [], Event()
+
+        def slow(*args: Any, **terms: Any) -> Any:
+            begun.append(terms)
+            go_on.wait()
+            return plan(*args, **terms)
+
+        maker.planner = slow
+        measured = Measurement(Any, Placement.initial(1, 8, 2), (), 2.0, 0.01, home_bytes=1 << 20)
+        maker.history.extend(LOAD)
+        assert "took longer than 1 s" in json.loads(maker._plan(measured, LOAD, False))["failure"]
+        assert "still busy" in json.loads(maker._plan(measured, LOAD, False))["failure"]
+        assert maker._track_record._promises == [], "nobody has carried it out"
+        go_on.set()
+        maker._overdue.result(60.0)
+        maker.history.clear()
+        maker.history.extend(load)
+        maker._config = BalancerConfig(gate="always", migration=MigrationConfig(**options))
+        made = json.loads(maker._plan(measured, load, False))
+        assert maker._found is None
+        assert len(maker._track_record._promises) == (made["decision"] == "rebalance")
+        maker._planning.close(0.0)
+        return made, len(begun)
+
+    again, begun = next_decision(LOAD)
+    assert begun == 1 and again["decision"] == "rebalance" and "found by an earlier search" in again["reason"]
+    assert again["imbalance_after"] < again["imbalance_before"]
+    limited, begun = next_decision(LOAD, max_moves=2)
+    assert begun == 2 and limited["moves"] <= 2 and "earlier search" not in limited["reason"]
+    even, begun = next_decision(np.full_like(LOAD, 40))
+    assert begun == 2 and even["decision"] == "stay"

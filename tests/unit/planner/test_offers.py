@@ -1,0 +1,115 @@
+"""Parts of a plan: what fewer moves would bring, and the part that the gate takes by seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb_runtime.placement import Placement
+from eplb_runtime.planner import CostModel, Plan, PlanError, plan
+from eplb_runtime.planner.cost import HYSTERESIS
+from eplb_runtime.planner.evaluate import predicted_imbalance
+from eplb_runtime.planner.offers import MOST_OFFERS
+from eplb_runtime.planner.planning import plan_again
+from eplb_runtime.topology import Topology
+
+LAYERS, EXPERTS, RANKS = 14, 16, 4
+TOPOLOGY = Topology(RANKS, 2)
+INITIAL = Placement.initial(LAYERS, EXPERTS, RANKS)
+LOAD = 1e4 * np.random.default_rng(3).lognormal(0.0, np.linspace(0.05, 1.2, LAYERS)[:, None], (LAYERS, EXPERTS))
+"""From layers that are nearly even to layers with much to gain."""
+
+
+def cost_of(home_bytes: float, stall: float = 0.0) -> CostModel:
+    return CostModel(int(home_bytes), step_seconds=1.0, moe_share=0.4, horizon_steps=100, stall_seconds=stall)
+
+
+def planned(cost: CostModel | None, gate: str = "payoff", policy: str = "incremental", **terms: Any) -> Plan:
+    slots = EXPERTS // RANKS
+    return plan(LOAD, TOPOLOGY, slots_per_rank=slots, current=INITIAL, policy=policy, cost=cost, gate=gate, **terms)  # type: ignore[arg-type]
+
+
+def left(saved: float, spent: float) -> float:
+    return saved - HYSTERESIS * spent
+
+
+def placed_by(offer_layers: tuple[int, ...], whole: Placement) -> Placement:
+    """The whole placement in these layers, the initial one in others."""
+    stay = np.array([layer not in offer_layers for layer in range(LAYERS)])
+    assert whole.home is not None and INITIAL.home is not None
+    return Placement(
+        np.where(stay[:, None], INITIAL.physical_to_logical, whole.physical_to_logical),
+        EXPERTS,
+        RANKS,
+        np.where(stay[:, None], INITIAL.home, whole.home),
+    )
+
+
+@pytest.mark.parametrize("policy", ["swaps", "incremental"])
+def test_an_offer_is_what_its_layers_alone_would_be(policy: str) -> None:
+    cost = cost_of(1e9, stall=0.01)
+    whole = planned(cost, gate="off", policy=policy)
+    assert whole.offers[0].layers == () and whole.offers[0].moved_slots == 0 and whole.offers[0].seconds_spent == 0
+    assert whole.offers[-1].moved_slots == whole.moved_slots and len(whole.offers) <= MOST_OFFERS
+    assert whole.offers[-1].seconds_saved == pytest.approx(whole.seconds_saved)
+    for offer in whole.offers[1:]:
+        placement = placed_by(offer.layers, whole.placement)
+        alone = plan_again(placement, LOAD, TOPOLOGY, current=INITIAL, policy=policy, cost=cost, gate="off")
+        assert (alone.moved_slots, alone.seconds_saved) == (offer.moved_slots, pytest.approx(offer.seconds_saved))
+        assert alone.seconds_spent == pytest.approx(offer.seconds_spent)
+        assert offer.imbalance == pytest.approx(predicted_imbalance(LOAD, placement).mean())
+
+
+@settings(max_examples=30)
+@given(st.floats(6.0, 12.0), st.sampled_from([0.0, 0.05]))
+def test_what_pays_takes_the_part_with_most_seconds_left(exponent: float, stall: float) -> None:
+    cost = cost_of(10**exponent, stall)
+    made = planned(cost)
+    best = max(left(offer.seconds_saved, offer.seconds_spent) for offer in made.offers)
+    if made.decision == "stay":
+        assert best <= 1e-9
+        return
+    assert left(made.seconds_saved, made.seconds_spent) == pytest.approx(best)
+    moving = tuple(sorted(set(made.moves[:, 0].tolist())))
+    assert moving in [offer.layers for offer in made.offers]
+    stays = np.setdiff1d(np.arange(LAYERS), moving)
+    assert made.imbalance_before is not None
+    assert (made.imbalance_after[stays] == made.imbalance_before[stays]).all()
+    assert (made.placement.physical_to_logical[stays] == INITIAL.physical_to_logical[stays]).all()
+
+
+def test_dear_bytes_leave_out_layers_with_little_to_gain() -> None:
+    cheap, dear, dearest = (planned(cost_of(size)) for size in (1e6, 3e10, 1e14))
+    assert len(cheap.offers[-1].layers) == len(set(cheap.moves[:, 0]))
+    moving = set(dear.moves[:, 0].tolist())
+    assert 0 < len(moving) < len(dear.offers[-1].layers) and f"(all {len(dear.offers[-1].layers)} layers" in dear.reason
+    assert dearest.decision == "stay" and len(dearest.offers[-1].layers) > 1
+    control = planned(cost_of(3e10), gate="off")
+    assert left(control.seconds_saved, control.seconds_spent) < left(dear.seconds_saved, dear.seconds_spent)
+
+
+def test_without_seconds_offers_say_slots_and_imbalance() -> None:
+    made = planned(None, gate="always")
+    assert [offer.moved_slots for offer in made.offers] == sorted({offer.moved_slots for offer in made.offers})
+    imbalance = [offer.imbalance for offer in made.offers]
+    assert imbalance == sorted(imbalance, reverse=True) and np.isnan(made.offers[1].seconds_saved)
+    assert plan(LOAD, TOPOLOGY, slots_per_rank=4).offers == ()
+
+
+def test_what_was_found_before_is_weighed_within_todays_limits() -> None:
+    found = planned(None, gate="off").placement
+    taken = plan_again(found, LOAD, TOPOLOGY, current=INITIAL, gate="always")
+    assert taken.decision == "rebalance" and taken.placement == found
+    limited = plan_again(found, LOAD, TOPOLOGY, current=INITIAL, gate="always", max_moves=taken.moved_slots - 1)
+    assert limited.decision == "stay" and "more than may move" in limited.reason and limited.placement == INITIAL
+    cost = cost_of(100)
+    size = taken.moved_slots * 100
+    for most, decision in ((size, "rebalance"), (size - 1, "stay")):
+        made = plan_again(found, LOAD, TOPOLOGY, current=INITIAL, cost=cost, gate="always", max_bytes=most)
+        assert made.decision == decision
+    with pytest.raises(PlanError, match="4 layers"):
+        plan_again(Placement.initial(4, EXPERTS, RANKS), LOAD, TOPOLOGY, current=INITIAL)
