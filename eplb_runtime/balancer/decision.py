@@ -550,7 +550,7 @@ class DecisionMaker:
             home_bytes=measurement.home_bytes,
             replica_bytes=0,  # replicas are refreshed after every step anyway
             step_seconds=max(measurement.step_seconds, 1e-9),
-            moe_share=measurement.even_share,
+            moe_share=min(1.0, measurement.even_share),
             horizon_steps=self._horizon,
             stall_seconds=measurement.stall_seconds,
             crossing_seconds=self._crossing_seconds(measurement.token_bytes, measurement.step_seconds),

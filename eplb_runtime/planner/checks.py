@@ -30,8 +30,13 @@ def checked_load(load: ArrayLike, name: str = "load") -> NDArray[np.float64]:
     Raises:
         PlanError: not numbers, wrong shape, empty, NaN, infinite or negative; the message names the first place.
     """
+    if isinstance(load, np.ma.MaskedArray) and np.ma.is_masked(load):
+        raise PlanError(f"{name} has masked entries: fill them in (.filled(0) where nothing was counted)")
     try:
-        array = np.asarray(load.detach().cpu() if hasattr(load, "detach") else load)
+        if hasattr(load, "detach"):
+            load = load.detach().cpu()
+            load = load.double() if load.is_floating_point() else load  # NumPy has no bfloat16
+        array = np.asarray(load)
         if array.dtype.kind == "c":
             raise TypeError
         array = array.astype(np.float64, order="C")  # sums add up in the order in which numbers lie
@@ -169,8 +174,12 @@ def check_whole(settled: Settled, slots_per_rank: object) -> None:
     for name, value in numbers.items():
         if value is None and name.startswith("max_"):
             continue
-        if not isinstance(value, Integral) or isinstance(value, bool):
-            raise PlanError(f"{name}={value!r}: give a whole number")
+        check_whole_number(name, value)
+
+
+def check_whole_number(name: str, value: object) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise PlanError(f"{name}={value!r}: give a whole number")
 
 
 def check_sizes(

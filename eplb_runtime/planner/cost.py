@@ -40,7 +40,7 @@ class CostModel:
             measured bandwidth).
 
     Raises:
-        ValueError: a number is negative or not finite.
+        ValueError: a number is negative or not finite, or a share above 1.
     """
 
     home_bytes: int = 0
@@ -64,6 +64,8 @@ class CostModel:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < MOST:
                 raise ValueError(f"{name}={value!r}: give a finite number that is not negative, and less than 2**60")
+        if self.moe_share > 1:
+            raise ValueError(f"moe_share={self.moe_share!r}: give a share of the step, from 0 to 1")
 
     def seconds_per_imbalance(self, num_layers: int, trust: float = 1.0) -> float:
         """Seconds that one unit of one layer's imbalance (max / mean) costs over the horizon, times ``trust``."""

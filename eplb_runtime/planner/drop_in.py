@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..placement import EMPTY, Placement
 from ..topology import Topology
-from .checks import checked_load
+from .checks import check_whole_number, checked_load
 from .planning import plan
 from .policies.deepseek import balance
 from .policies.hierarchical import has_rule
@@ -70,16 +70,21 @@ def rebalance_experts(
     """
     import torch
 
+    groups_asked = 1 if num_groups is None else num_groups
+    sizes = {"num_replicas": num_replicas, "num_groups": groups_asked, "num_nodes": num_nodes, "num_gpus": num_gpus}
+    for name, value in sizes.items():
+        check_whole_number(name, value)
     if num_gpus < 1 or num_nodes < 1 or num_gpus % num_nodes:
         raise PlanError(f"{num_gpus} ranks cannot be spread evenly over {num_nodes} nodes")
     if num_replicas % num_gpus:
         raise PlanError(f"{num_replicas} slots cannot be spread evenly over {num_gpus} ranks")
-    groups = num_groups if num_groups is not None and has_rule(num_groups, num_nodes) else 1
-    load = torch.as_tensor(weight).detach().to("cpu", torch.float64).numpy()
+    groups = groups_asked if has_rule(groups_asked, num_nodes) else 1
+    known = checked_load(weight)
+    load = known if np.ndim(weight) == 3 else known[0]
     slots_per_rank = num_replicas // num_gpus
     within_reach = load.shape[-1] // (num_nodes if groups > 1 else 1)
     if slots_per_rank > within_reach and policy in (None, "deepseek") and current is None and available is None:
-        planned = balance(checked_load(load).mean(axis=0), num_replicas, groups, num_nodes, num_gpus)
+        planned = balance(known.mean(axis=0), num_replicas, groups, num_nodes, num_gpus)
         slots, copies, count = (torch.from_numpy(map_.astype(np.int64)) for map_ in planned)
         return slots, copies, count
     if policy is None:

@@ -163,11 +163,11 @@ def _keep(beam: Beam, layer: LayerLoads, moved: int, goal: float) -> None:
         return
     key, ranks = 0, layer.replica_RK.shape[0]
     for expert in range(layer.home_E.size):
-        key += ((expert * ranks + layer.home_E[expert]) * 2 + 1) * MIXER % MIXED
+        key += ((expert * ranks + int(layer.home_E[expert])) * 2 + 1) * MIXER % MIXED
     for rank in range(ranks):
         for slot in range(layer.replica_RK.shape[1]):
             if layer.replica_RK[rank, slot] != EMPTY:
-                key += ((layer.replica_RK[rank, slot] * ranks + rank) * 2 + 2) * MIXER % MIXED
+                key += ((int(layer.replica_RK[rank, slot]) * ranks + rank) * 2 + 2) * MIXER % MIXED
     for place in range(width):
         if goal_B[place] < np.inf and beam.key_MB[moved, place] == key:
             return

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "ragged speeds": ({"policy": "incremental", "rank_speed": [1, 1, 1, [2]]}, "rank_speed is not an array"),
     "speeds that are trained": ({"rank_speed": torch.ones(4, requires_grad=True)}, "rank_speed is not an array"),
     "numbers beyond float64": ({"load": [[10**400] * 8] * 2}, "load is not an array of numbers"),
+    "masked counts": ({"load": np.ma.masked_less(LOAD, 3.0)}, "masked entries: fill them in"),
     "loads whose squares overflow": ({"load": LOAD * 1e155}, "too much to add up"),
 }
 
@@ -52,6 +56,40 @@ def test_bytes_that_the_layout_does_not_count_are_no_limit_and_refused() -> None
     with pytest.raises(PlanError, match="replica_bytes"):
         asked(**terms, cost=CostModel(home_bytes=100))
     assert len(asked(**terms, load=LOAD[:, ::-1], cost=CostModel(replica_bytes=10)).moves) == 0
+
+
+def test_what_is_nearly_a_load_is_one() -> None:
+    slots = asked().placement.physical_to_logical.tolist()
+    for load in (np.ma.array(LOAD, mask=False), torch.tensor(LOAD, dtype=torch.bfloat16, requires_grad=True)):
+        assert asked(load=load).placement.physical_to_logical.tolist() == slots
+
+
+def test_a_share_is_no_more_than_the_step() -> None:
+    assert CostModel(moe_share=1.0).moe_share == 1.0
+    with pytest.raises(ValueError, match=r"moe_share=1\.5: give a share of the step"):
+        CostModel(moe_share=1.5)
+
+
+def test_plain_python_plans_what_compiled_code_does() -> None:
+    """``NUMBA_DISABLE_JIT=1`` is how one debugs the planner."""
+    script = (
+        "import numpy as np; from eplb_runtime import Placement, Topology, plan; "
+        "load = 1e3 * np.random.default_rng(0).lognormal(0, 0.8, (3, 1, 6)); current = Placement.initial(1, 6, 3, 1); "
+        "made = [plan(load, Topology(3), slots_per_rank=3, current=current, max_moves=most) for most in (None, 2)]; "
+        "print([one.placement.physical_to_logical.tolist() for one in made])"
+    )
+    plain, compiled = (
+        subprocess.run(
+            [sys.executable, "-W", "error", "-c", script],
+            env={**os.environ, "NUMBA_DISABLE_JIT": off},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        for off in ("1", "0")
+    )
+    assert plain.returncode == 0, plain.stderr
+    assert plain.stdout == compiled.stdout != ""
 
 
 @pytest.mark.parametrize("value", ["x", None, True, 2**70, float("nan"), -1])

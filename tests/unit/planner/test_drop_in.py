@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -69,8 +71,14 @@ def test_a_plan_near_the_current_one_moves_less() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "says"),
-    [((81, 1, 1, 8), "81 slots"), ((80, 1, 3, 8), "8 ranks"), ((56, 1, 1, 8), "56 of 64 experts")],
+    [
+        ((81, 1, 1, 8), "81 slots"),
+        ((80, 1, 3, 8), "8 ranks"),
+        ((56, 1, 1, 8), "56 of 64 experts"),
+        (("80", 1, 1, 8), "num_replicas='80': give a whole"),
+        ((80, 1, 1, None), "num_gpus=None: give a whole"),
+    ],
 )
-def test_sizes_that_do_not_fit_are_refused(sizes: tuple[int, int, int, int], says: str) -> None:
+def test_sizes_that_do_not_fit_are_refused(sizes: tuple[Any, Any, Any, Any], says: str) -> None:
     with pytest.raises(PlanError, match=says):
         eplb_runtime.rebalance_experts(WEIGHT, *sizes)
