@@ -10,7 +10,6 @@ from hypothesis import settings
 
 LONGEST_FIRST = (
     "test_kernels_interpreted",
-    "test_kernels_of_moves_interpreted",
     "test_kernels",
     "test_static_policies",
     "test_figures_next_windows",

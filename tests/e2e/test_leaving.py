@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -27,12 +28,29 @@ for step in range(6):  # the last of them begins a decision
 
 
 def test_a_script_may_end_while_a_decision_is_under_way(tmp_path: Path) -> None:
-    """Threads that come back from a wait into an interpreter that is gone end the process by a signal."""
+    """Threads that come back from a wait into an interpreter that is gone end the process by a signal. Forked ranks
+    would leave no interpreter behind."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    for _ in range(2):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0 and "terminate called" not in done.stderr, done.stderr[-2000:]
+    of_all = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    environment = {**os.environ, **of_all, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            _, said = rank.communicate(timeout=200)
+            assert rank.returncode == 0 and "terminate called" not in said, said[-2000:]
+    finally:
+        for rank in ranks:
+            rank.kill()

@@ -251,7 +251,7 @@ def test_a_soak_breaks_rebalances_for_a_while_and_changes_no_bit() -> None:
 
 
 def test_a_soak_under_torchrun_kills_nobody() -> None:
-    done = run_script(COMMAND, "bench", "soak", "--minutes", "0.1", "--settings", "plain", "--json", ranks=2)
+    done = run_script(COMMAND, "bench", "soak", "--minutes", "0.05", "--settings", "plain", "--json", ranks=2)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     result = json.loads(done.stdout)
     assert (result["passed"], result["ranks"], result["kills"], result["lives"]) == (True, 2, 0, 1)

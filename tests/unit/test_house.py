@@ -102,7 +102,7 @@ def test_torch_compile_looks_into_no_backward_pass() -> None:
         f"{module}:{line}"
         for module, path in modules()
         if not module.startswith("tools.bench.")
-        for line, decorators in backward_passes(ast.parse(path.read_text()))
+        for line, decorators in backward_passes(parsed(path))
         if "torch.compiler.disable" not in decorators
     ]
     assert not seen
@@ -113,7 +113,7 @@ def test_torch_compile_looks_into_no_backward_pass() -> None:
 def test_a_class_name_is_used_once() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for module, path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(module)
     assert places.pop("Config") == ["hosts.torchtitan.experts", "hosts.torchtitan.state"], "torchtitan's own name"
@@ -121,7 +121,7 @@ def test_a_class_name_is_used_once() -> None:
 
 
 def test_names_use_no_word_that_has_a_better_term() -> None:
-    found = {name for _, path in modules() for name in unwanted(ast.parse(path.read_text()))}
+    found = {name for _, path in modules() for name in unwanted(parsed(path))}
     assert found - set(STILL_USED.split()) == set(), "name it as the field does"
     assert set(STILL_USED.split()) - found == set(), "gone, so take it off the list"
     named = (
@@ -136,7 +136,7 @@ def test_no_function_takes_a_long_list() -> None:
         f"{module}.{name}": number
         for module, path in modules()
         if module != "moe.custom_ops"  # operators of torch take tensors and numbers alone
-        for name, number in parameters(ast.parse(path.read_text()))
+        for name, number in parameters(parsed(path))
         if number > MOST_PARAMETERS
     }
     assert seen == {}
@@ -220,9 +220,15 @@ def imports(module: str, path: Path, sources: Mapping[str, Path]) -> Iterator[st
 
 
 @cache
+def parsed(path: Path) -> ast.Module:
+    """A file, read once."""
+    return ast.parse(path.read_text())
+
+
+@cache
 def statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
-    """Import statements of a file, read once."""
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    """Import statements of a file, searched once."""
+    return [node for node in ast.walk(parsed(path)) if isinstance(node, (ast.Import, ast.ImportFrom))]
 
 
 def is_ours(alias: ast.alias) -> bool:

@@ -117,7 +117,7 @@ ODD = st.one_of(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_field_that_is_wrong_is_refused_in_a_line_and_nothing_is_changed(folder: Folder, data: st.DataObject) -> None:
     fields = folder.fields()

@@ -201,7 +201,7 @@ requests = st.one_of(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(request=requests)
 def test_a_malformed_request_hurts_nobody(guarded: PageServer, request: bytes) -> None:
     """It gets no content, nor itself, and the server serves the next one."""

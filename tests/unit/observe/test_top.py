@@ -167,7 +167,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.sampled_from(sorted(VIEW)), ANYTHING)
 def test_whatever_a_page_says_it_is_shown_or_refused(name: str, value: Any) -> None:
     try:

@@ -69,7 +69,7 @@ def new_to_their_rank(made: Plan, current: Placement) -> int:
     return count
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(questions())
 def test_every_plan_is_valid_deterministic_no_worse_and_within_its_budget(question) -> None:
     load, topology, current, budget = question
@@ -85,7 +85,7 @@ def test_every_plan_is_valid_deterministic_no_worse_and_within_its_budget(questi
         assert made.placement == current and not len(made.moves)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(questions())
 def test_the_moves_carry_the_current_placement_into_the_new_one(question) -> None:
     load, topology, current, budget = question
@@ -102,7 +102,7 @@ def test_the_moves_carry_the_current_placement_into_the_new_one(question) -> Non
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(questions(), st.integers(0, 100))
 def test_a_budget_of_bytes_is_kept(question, budget: int) -> None:
     load, topology, current, _ = question
@@ -111,7 +111,7 @@ def test_a_budget_of_bytes_is_kept(question, budget: int) -> None:
     assert made.bytes_intra_node + made.bytes_inter_node <= budget
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(questions(), st.sampled_from([float("nan"), float("inf"), -1.0]), st.integers(0, 2**32 - 1))
 def test_a_count_that_is_none_is_refused(question, bad: float, seed: int) -> None:
     load, topology, current, _ = question

@@ -84,7 +84,7 @@ def problems(draw: st.DrawFn) -> tuple[np.ndarray, int, int]:
     return np.array(load, dtype=float), num_ranks, slots_per_rank
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems())
 def test_a_free_plan_is_valid_repeatable_and_between_the_bound_and_deepseeks(
     problem: tuple[np.ndarray, int, int],
@@ -112,7 +112,7 @@ def every_packing(experts: list[int], slots_per_rank: int) -> Iterator[list[list
             yield [[experts[0], *others], *packing]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     load=st.lists(st.one_of(st.integers(0, 3), st.integers(0, 10**6)), min_size=8, max_size=8),
     slots_per_rank=st.sampled_from([1, 2, 4]),

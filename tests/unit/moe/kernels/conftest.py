@@ -18,13 +18,14 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @pytest.fixture
-def interpreted() -> Callable[[str], None]:
-    """Tests of a file in a process of its own: Triton must be told before it is imported, and serves no GPU then."""
+def interpreted() -> Callable[..., None]:
+    """Tests of files in a process of their own: Triton must be told before it is imported, and serves no GPU then."""
     if util.find_spec("triton") is None:
         pytest.skip("no triton: pip install triton")
 
-    def run(file: str) -> None:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).parent / file)]
+    def run(*files: str) -> None:
+        paths = [str(Path(__file__).parent / file) for file in files]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]
         environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
         assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -55,7 +55,7 @@ def test_a_free_placement_goes_through_any_two_formats_unchanged(tmp_path: Path,
     ranks=st.integers(1, 5),
     to=st.sampled_from(FORMATS),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_any_placement_reads_back_as_written(
     tmp_path_factory: pytest.TempPathFactory, seed: int, layers: int, experts: int, ranks: int, to: str
 ) -> None:
@@ -224,7 +224,7 @@ ANYTHING = st.recursive(
     ranks=st.sampled_from([None, 1, 2]),
     layout=st.sampled_from([None, "home", "free"]),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_no_content_gets_more_than_a_refusal(
     tmp_path_factory: pytest.TempPathFactory,
     content: object,
