@@ -184,7 +184,7 @@ def train(
     """
     if "exchange" in kind:
         choosing.OneRank = AllToAll
-    model = make_model(family, experts=8, layers=2)
+    model = make_model(family, experts=8, layers=1)
     model.set_experts_implementation(implementation)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing.endswith("reentrant")})
