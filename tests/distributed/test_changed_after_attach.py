@@ -38,7 +38,7 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
-def train(model: nn.Module, *optimizers: torch.optim.Optimizer, steps: int = 8, first: int = 0) -> None:
+def train(model: nn.Module, *optimizers: torch.optim.Optimizer, steps: int = 5, first: int = 0) -> None:
     model.train()
     for step in range(first, first + steps):
         loss_of(model, step).backward()
@@ -234,7 +234,7 @@ def another_in_mid_run(policy: str) -> dict[str, Tensor]:
         assert not any(p is whole.head.weight for p in balancer._dense.values())
         assert "eplb_runtime_experts" not in old.state_dict() and "eplb_runtime_experts" in new.state_dict()
         old.param_groups.clear()
-        train(whole.backbone, other, new, first=8 * phase)
+        train(whole.backbone, other, new, first=5 * phase)
         old = new
     assert policy == "static" or balancer.placement.epoch > moved
     return eplb.logical_state_dict(whole.backbone) | {

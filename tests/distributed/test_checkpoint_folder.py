@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -109,7 +110,7 @@ def places(folder: Path, count: int) -> list[tuple[str, int, int]]:
 
 def test_every_flipped_bit_is_noticed_before_anything_is_written(tmp_path: Path) -> None:
     run_ranks(2, saved, str(tmp_path), Job())
-    positions = places(tmp_path, 40)
+    positions = places(tmp_path, 16)
     for said in run_ranks(2, load_damaged, str(tmp_path), positions, False):
         assert "loaded" not in said
         assert all("\n" not in text for text in said)
@@ -151,7 +152,7 @@ def die_while_clearing_away() -> None:
 
 def save_over(rank: int, folder: str, dies: Callable[[], None], victim: int) -> None:
     model, optimizer, _ = build(Job())
-    train(model, optimizer, range(6), rank, dist.get_world_size())
+    train(model, optimizer, range(2), rank, dist.get_world_size())
     if rank == victim:
         dies()
     try:
@@ -165,20 +166,43 @@ def save_over(rank: int, folder: str, dies: Callable[[], None], victim: int) -> 
     [(die_while_writing, 1, "old"), (die_before_the_switch, 0, "old"), (die_while_clearing_away, 0, "new")],
 )
 def test_a_rank_that_dies_while_saving_over_a_checkpoint_leaves_a_whole_one(
-    dies: Callable[[], None], victim: int, stands: str, tmp_path: Path
+    dies: Callable[[], None], victim: int, stands: str, old_and_new: tuple[Path, dict[str, State]], tmp_path: Path
 ) -> None:
-    states = {
-        "old": run_ranks(2, saved, str(tmp_path), Job(), 3)[0],
-        "new": run_ranks(2, saved, str(tmp_path / "other"), Job(), 6)[0],
-    }
-    run_ranks(2, save_over, str(tmp_path), dies, victim, expect_exit=(0, 1))
-    (loaded,) = run_ranks(1, load_and_go_on, Job(attached=False), str(tmp_path))
-    assert different(states[stands], loaded["state"]) == []
+    before, states = old_and_new
+    folder = tmp_path / "folder"
+    shutil.copytree(before, folder)
+    run_ranks(2, save_over, str(folder), dies, victim, expect_exit=(0, 1))
+    loaded = run_ranks(2, loaded_and_saved, str(folder))[0]
+    assert different(states[stands], loaded) == []
     other = "old" if stands == "new" else "new"
-    assert different(states[other], loaded["state"]) != [], "the control"
+    assert different(states[other], loaded) != [], "the control"
     # The next save clears away what the dead one left.
-    run_ranks(2, saved, str(tmp_path), Job(), 6)
-    assert len([path for path in tmp_path.iterdir() if path.is_file()]) == 3
+    assert len([path for path in folder.iterdir() if path.is_file()]) == 3
+
+
+def loaded_and_saved(rank: int, folder: str) -> State:
+    """The state that a checkpoint has, over which it is saved again."""
+    model, optimizer, _ = build(Job(seed=1))
+    eplb.checkpoint.load(folder, model, optimizer)
+    eplb.checkpoint.save(folder, model, optimizer)
+    return eplb.logical_state_dict(model, optimizer)
+
+
+def save_old_and_new(rank: int, folder: str) -> dict[str, State]:
+    """A checkpoint, and the state that is saved over it later."""
+    model, optimizer, _ = build(Job())
+    states = {}
+    for name, steps in {"old": range(1), "new": range(1, 2)}.items():
+        train(model, optimizer, steps, rank, dist.get_world_size())
+        eplb.checkpoint.save(f"{folder}/{name}", model, optimizer)
+        states[name] = eplb.logical_state_dict(model, optimizer)
+    return states
+
+
+@pytest.fixture(scope="module")
+def old_and_new(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, State]]:
+    folder = tmp_path_factory.mktemp("old and new")
+    return folder / "old", run_ranks(2, save_old_and_new, str(folder))[0]
 
 
 def full_disk(rank: int, folder: str) -> str:

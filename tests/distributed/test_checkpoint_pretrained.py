@@ -45,29 +45,6 @@ def on_meta(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
         return hf.AutoModelForCausalLM.from_config(settings).to(dtype)
 
 
-def export(rank: int, family: str, folder: str) -> None:
-    model = make_model(family, experts=EXPERTS)
-    eplb.attach(model, config=config(dist.get_world_size()))
-    eplb.checkpoint.export_pretrained(model, folder)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_exported_model_is_what_from_pretrained_loads(family: str, tmp_path: Path) -> None:
-    import transformers as hf
-
-    run_ranks(2, export, family, str(tmp_path))
-    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
-    whole = make_model(family, experts=EXPERTS)
-    assert loaded.state_dict().keys() == whole.state_dict().keys()
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(tensor, loaded.state_dict()[name]), name
-    by_library = tmp_path / "library"
-    whole.save_pretrained(by_library)
-    ours, theirs = load_file(tmp_path / "model.safetensors"), load_file(by_library / "model.safetensors")
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
 class Reads:
     """Which rows are read of which tensors, as safetensors sees it."""
 
@@ -109,6 +86,17 @@ class Reads:
                 return Slice(self.file.get_slice(key))
 
         transformers_weights.safe_open = Opened
+
+
+CASES = [(family, replica_slots) for family in FAMILIES for replica_slots in (0, 1)]
+
+
+def all_from_meta(rank: int, folder: str) -> dict:
+    return {case: from_meta(rank, case[0], f"{folder}/{case[0]}", case[1]) for case in CASES}
+
+
+def all_from_whole(rank: int) -> dict:
+    return {case: from_whole(rank, *case) for case in CASES}
 
 
 def from_meta(rank: int, family: str, folder: str, replica_slots: int) -> dict:
@@ -153,17 +141,24 @@ def from_whole(rank: int, family: str, replica_slots: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("replica_slots", [0, 1])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], list[dict]]:
+    """Of each rank and case: a model that begins on the meta device, and losses of one that does not."""
+    folder = tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        make_model(family, experts=EXPERTS).save_pretrained(folder / family, max_shard_size="40KB")
+        assert len(list((folder / family).glob("*.safetensors"))) > 1
+    return run_ranks(2, all_from_meta, str(folder)), run_ranks(2, all_from_whole)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_meta_model_is_attached_then_loaded_by_each_rank_for_itself(
-    family: str, replica_slots: int, tmp_path: Path
+    case: tuple[str, int], trained: tuple[list[dict], list[dict]]
 ) -> None:
     """Per-expert names (OLMoE, Qwen3-MoE, Mixtral, DeepSeek-V3) and whole tensors (gpt-oss)."""
-    whole = make_model(family, experts=EXPERTS)
-    whole.save_pretrained(tmp_path, max_shard_size="40KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    results = run_ranks(2, from_meta, family, str(tmp_path), replica_slots)
-    for result in results:
+    whole = make_model(case[0], experts=EXPERTS)
+    loaded, losses = ([of_rank[case] for of_rank in of_ranks] for of_ranks in trained)
+    for result in loaded:
         expected = eplb.logical_state_dict(whole)
         assert result["state"].keys() == expected.keys()
         for name, tensor in expected.items():
@@ -171,7 +166,7 @@ def test_a_meta_model_is_attached_then_loaded_by_each_rank_for_itself(
         for name, buffer in whole.named_buffers():
             assert torch.equal(buffer, result["buffers"][name]), name
         assert result["read"] <= result["own"], "a rank reads its own experts and the rest, once"
-    assert [result["losses"] for result in results] == run_ranks(2, from_whole, family, replica_slots)
+    assert [result["losses"] for result in loaded] == losses
 
 
 def fused_names(rank: int, folder: str) -> dict[str, torch.Tensor]:

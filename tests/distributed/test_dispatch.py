@@ -1,13 +1,14 @@
 """What every dispatcher promises, and what those that sum in logical order promise besides.
 
 Values and gradients are those of a dense reference, whatever ranks are idle; rows come in a defined order; a placement
-changes no bit where the order is logical.
+changes no bit where the order is logical. All of it is looked at in one job of four ranks, on as many as a batch has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import is_dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,94 +29,121 @@ from dispatchers import ByRank
 from ranks import run_ranks
 
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
-from eplb_runtime.moe.dispatch.base import DispatchContext
+from eplb_runtime.moe.dispatch.base import DispatchContext, Dispatcher
 from eplb_runtime.moe.dispatch.count_exchange import CountExchange
 
 KINDS = {"all_to_all": AllToAll, "reduced on each rank": ByRank}
 LOGICAL = [name for name, kind in KINDS.items() if kind.combine_order == "logical"]
 
 
-def run(rank: int, kind: str, batch: Batch) -> dict:
-    result = there_and_back(KINDS[kind](DispatchContext.of(dist.group.WORLD, SLOTS)), batch, rank)
-    del result["metadata"]
-    return result
+HALF_SIZED = {
+    f"weights in {dtype}": Batch((5, 4), slots=tuple(range(6)), dtype=torch.bfloat16, weights_dtype=dtype)
+    for dtype in (torch.bfloat16, torch.float32)
+}
+SENT_ONCE = Batch((5, 3), slots=tuple(range(6)), top_k=6)
+KNOWN = {"each choice": BATCHES["a rank without tokens"], "sent once": SENT_ONCE}
+
+
+def all_of_it(rank: int) -> dict[Any, Any]:
+    """Everything that is looked at, by name."""
+    groups = {size: group_of(rank, size) for size in (1, 2, 4)}
+
+    def on(kind: str, size: int, slots: int = SLOTS) -> tuple[Dispatcher, int]:
+        return KINDS[kind](DispatchContext.of(groups[size], slots)), rank % size
+
+    found: dict[Any, Any] = {"counts": exchanged(rank)}
+    for kind in KINDS:
+        for name, batch in {**BATCHES, **HALF_SIZED}.items():
+            dispatcher, place = on(kind, len(batch.tokens))
+            found[kind, name] = without_metadata(there_and_back(dispatcher, batch, place))
+        for name, batch in KNOWN.items():
+            found[kind, name, "known"] = with_what_is_known(*on(kind, len(batch.tokens)), batch)
+        dispatcher, place = on(kind, 2, slots=6)
+        found[kind, "placed"] = [placed(place, dispatcher, placement) for placement in PLACEMENTS]
+        for learns in (True, False):
+            found[kind, "kept", learns] = kept_bytes(*on(kind, 2), learns)
+    found["collectives"] = collectives_of(*on("all_to_all", 2), Batch((5, 4), tuple(range(6))))
+    found["rows"] = rows_that_leave(*on("all_to_all", 2), SENT_ONCE)
+    return found
+
+
+def group_of(rank: int, size: int) -> dist.ProcessGroup:
+    return [dist.new_group(list(range(first, first + size))) for first in range(0, 4, size)][rank // size]
+
+
+def without_metadata(result: dict) -> dict:
+    return {name: value for name, value in result.items() if name != "metadata"}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[Any, Any]]:
+    return run_ranks(4, all_of_it)
 
 
 @pytest.mark.parametrize("case", BATCHES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_and_gradients_are_those_of_a_dense_computation(kind: str, case: str) -> None:
+def test_values_and_gradients_are_those_of_a_dense_computation(ranks: list, kind: str, case: str) -> None:
     batch = BATCHES[case]
-    assert_as_reference(run_ranks(len(batch.tokens), run, kind, batch), batch)
+    assert_as_reference([result[kind, case] for result in ranks[: len(batch.tokens)]], batch)
 
 
-@pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", HALF_SIZED)
 @pytest.mark.parametrize("kind", KINDS)
-def test_bfloat16_travels_and_keeps_its_dtype(kind: str, weights_dtype: torch.dtype) -> None:
-    batch = Batch((5, 4), slots=tuple(range(6)), dtype=torch.bfloat16, weights_dtype=weights_dtype)
-    results = run_ranks(2, run, kind, batch)
+def test_bfloat16_travels_and_keeps_its_dtype(ranks: list, kind: str, case: str) -> None:
+    batch = HALF_SIZED[case]
+    results = [dict(result[kind, case]) for result in ranks[:2]]
     for result in results:
         assert result["out"].dtype == result["hidden"].dtype == torch.bfloat16
-        assert result["weights"].dtype == weights_dtype
-        result["out"] = result["out"].to(torch.promote_types(torch.bfloat16, weights_dtype))
+        assert result["weights"].dtype == batch.weights_dtype
+        result["out"] = result["out"].to(torch.promote_types(torch.bfloat16, batch.weights_dtype))
     assert_as_reference(results, batch, rtol=5e-2, atol=5e-2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_arrive_ordered_by_slot_then_source_then_position(kind: str) -> None:
-    batch = BATCHES["uneven"]
-    assert_rows_in_order(run_ranks(4, run, kind, batch), batch)
+def test_rows_arrive_ordered_by_slot_then_source_then_position(ranks: list, kind: str) -> None:
+    assert_rows_in_order([result[kind, "uneven"] for result in ranks], BATCHES["uneven"])
 
 
 # -- sums in logical order ---------------------------------------------------------------------------------------------
 
 
-def placed_on(rank: int, kind: str, placement: Sequence[int]) -> list[torch.Tensor]:
-    return placed(rank, KINDS[kind](DispatchContext.of(dist.group.WORLD, 6)), placement)
-
-
 @pytest.mark.parametrize("kind", LOGICAL)
-def test_where_experts_stand_changes_no_bit_of_outputs_and_of_gradients(kind: str) -> None:
-    first, *others = [run_ranks(2, placed_on, kind, placement) for placement in PLACEMENTS]
-    for other in others:
-        for rank in range(2):
-            for one, another in zip(first[rank], other[rank], strict=True):
-                assert torch.equal(one, another)
+def test_where_experts_stand_changes_no_bit_of_outputs_and_of_gradients(ranks: list, kind: str) -> None:
+    for result in ranks:
+        first, *others = result[kind, "placed"]
+        for other in others:
+            assert all(map(torch.equal, first, other))
 
 
-def test_control_sums_by_rank_change_with_the_placement() -> None:
-    first, *others = [run_ranks(2, placed_on, "reduced on each rank", placement) for placement in PLACEMENTS]
-    assert any(not torch.equal(first[rank][0], other[rank][0]) for other in others for rank in range(2))
-    torch.testing.assert_close(first[0][0], others[0][0][0])
+def test_control_sums_by_rank_change_with_the_placement(ranks: list) -> None:
+    found = [result["reduced on each rank", "placed"] for result in ranks]
+    assert any(not torch.equal(first[0], other[0]) for first, *others in found for other in others)
+    torch.testing.assert_close(found[0][0][0], found[0][1][0])
 
 
 # -- what is known already ---------------------------------------------------------------------------------------------
 
 
-SENT_ONCE = Batch((5, 3), slots=tuple(range(6)), top_k=6)
+def with_what_is_known(dispatcher: Dispatcher, rank: int, batch: Batch) -> list[dict]:
+    first = there_and_back(dispatcher, batch, rank)
+    with_counts = there_and_back(dispatcher, batch, rank, counts=row_counts(batch, rank))
+    again = there_and_back(dispatcher, batch, rank, metadata=first["metadata"])
+    return [without_metadata(result) for result in (first, with_counts, again)]
 
 
-def run_with_what_is_known(rank: int, kind: str, batch: Batch) -> list[dict]:
-    dispatcher = KINDS[kind](DispatchContext.of(dist.group.WORLD, SLOTS))
-    results = [there_and_back(dispatcher, batch, rank)]
-    results.append(there_and_back(dispatcher, batch, rank, counts=row_counts(batch, rank)))
-    results.append(there_and_back(dispatcher, batch, rank, metadata=results[0]["metadata"]))
-    for result in results:
-        del result["metadata"]
-    return results
-
-
-@pytest.mark.parametrize("batch", [BATCHES["a rank without tokens"], SENT_ONCE], ids=["each choice", "sent once"])
+@pytest.mark.parametrize("case", KNOWN)
 @pytest.mark.parametrize("kind", KINDS)
-def test_known_counts_and_metadata_from_before_change_nothing(kind: str, batch: Batch) -> None:
+def test_known_counts_and_metadata_from_before_change_nothing(ranks: list, kind: str, case: str) -> None:
     """Layers with copies know counts, and send a row for each choice; elsewhere tokens may be sent once."""
-    for first, *others in run_ranks(len(batch.tokens), run_with_what_is_known, kind, batch):
+    for result in ranks:
+        first, *others = result[kind, case, "known"]
         for other in others:
             assert all(torch.equal(first[name], other[name]) for name in ("out", "hidden", "weights", "experts"))
 
 
-def collectives_of(rank: int, kind: str, batch: Batch) -> list[list[str]]:
+def collectives_of(dispatcher: Dispatcher, rank: int, batch: Batch) -> list[list[str]]:
     """Names of the collectives that a forward calls: by itself, with counts, with a metadata."""
-    dispatcher, called = KINDS[kind](DispatchContext.of(dist.group.WORLD, SLOTS)), []
+    called: list[list[str]] = []
 
     def recorded(name: str, call: Callable) -> Callable:
         def record(*args: object, **options: object) -> object:
@@ -124,25 +152,27 @@ def collectives_of(rank: int, kind: str, batch: Batch) -> list[list[str]]:
 
         return record
 
-    for name in ("all_to_all_single", "all_reduce"):
-        setattr(dist, name, recorded(name, getattr(dist, name)))
-    hidden, slots, weights = batch.of(rank)
-    called.append([])
-    metadata = dispatcher.dispatch(hidden, weights, dispatcher.plan(slots)).metadata
-    called.append([])
-    dispatcher.dispatch(hidden, weights, dispatcher.plan(slots, row_counts(batch, rank)))
-    called.append([])
-    dispatcher.dispatch(hidden, weights, metadata)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_to_all_single", "all_reduce"):
+            patch.setattr(dist, name, recorded(name, getattr(dist, name)))
+        hidden, slots, weights = batch.of(rank)
+        called.append([])
+        metadata = dispatcher.dispatch(hidden, weights, dispatcher.plan(slots)).metadata
+        called.append([])
+        dispatcher.dispatch(hidden, weights, dispatcher.plan(slots, row_counts(batch, rank)))
+        called.append([])
+        dispatcher.dispatch(hidden, weights, metadata)
     return called
 
 
-def test_what_is_known_is_not_exchanged() -> None:
-    for alone, with_counts, with_metadata in run_ranks(2, collectives_of, "all_to_all", Batch((5, 4), tuple(range(6)))):
+def test_what_is_known_is_not_exchanged(ranks: list) -> None:
+    for result in ranks:
+        alone, with_counts, with_metadata = result["collectives"]
         # counts, which row a choice means, rows, router weights
         assert (len(alone), len(with_counts), len(with_metadata)) == (4, 2, 2)
 
 
-def rows_that_leave(rank: int, batch: Batch) -> int:
+def rows_that_leave(dispatcher: Dispatcher, rank: int, batch: Batch) -> int:
     """Hidden states that this rank sends to others."""
     sizes: list[int] = []
     call = dist.all_to_all_single
@@ -151,18 +181,19 @@ def rows_that_leave(rank: int, batch: Batch) -> int:
         sizes.extend([len(rows)] if rows.dtype == batch.dtype and rows.shape[1:] == (WIDTH,) else [])
         return call(out, rows, *args, **options)
 
-    dist.all_to_all_single = record
-    there_and_back(KINDS["all_to_all"](DispatchContext.of(dist.group.WORLD, SLOTS)), replace(batch, need=()), rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", record)
+        there_and_back(dispatcher, replace(batch, need=()), rank)
     there, back = sizes
     assert back > there
     return there
 
 
-def test_a_token_goes_once_to_each_rank_it_visits_where_that_saves_rows() -> None:
-    assert run_ranks(2, rows_that_leave, SENT_ONCE) == [5, 3]
+def test_a_token_goes_once_to_each_rank_it_visits_where_that_saves_rows(ranks: list) -> None:
+    assert [result["rows"] for result in ranks] == [5, 3] * 2
 
 
-def exchange(rank: int) -> list[list]:
+def exchanged(rank: int) -> list[list]:
     counts = CountExchange(DispatchContext.of(dist.group.WORLD, SLOTS).channels)
     said = []
     for call in range(2):
@@ -172,22 +203,21 @@ def exchange(rank: int) -> list[list]:
     return said
 
 
-def test_every_rank_learns_every_ranks_counts() -> None:
-    expected = [[[10 * rank + call + expert for expert in range(4)] for rank in range(3)] for call in range(2)]
-    assert run_ranks(3, exchange) == [expected] * 3
+def test_every_rank_learns_every_ranks_counts(ranks: list) -> None:
+    expected = [[[10 * rank + call + expert for expert in range(4)] for rank in range(4)] for call in range(2)]
+    assert [result["counts"] for result in ranks] == [expected] * 4
 
 
 # -- what is kept ------------------------------------------------------------------------------------------------------
 
 
-def kept_bytes(rank: int, kind: str, learns: bool) -> dict[str, int]:
+def kept_bytes(dispatcher: Dispatcher, rank: int, learns: bool) -> dict[str, int]:
     """Largest tensor that dispatch and combine keep for backward, in bytes, and what ``[T, K, D]`` would take."""
     tokens, top_k, width = 64, 4, 256
     generator = torch.Generator().manual_seed(rank)
     hidden = torch.randn(tokens, width, generator=generator).requires_grad_()
     slots = torch.randint(2 * SLOTS, (tokens, top_k), generator=generator)
     weights = torch.rand(tokens, top_k, generator=generator).requires_grad_(learns)
-    dispatcher = KINDS[kind](DispatchContext.of(dist.group.WORLD, SLOTS))
     saved: list[int] = [0]
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -221,6 +251,7 @@ def sizes_within(holder: object) -> list[int]:
 
 @pytest.mark.parametrize("learns", [True, False], ids=["router learns", "router is frozen"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_result_is_kept_where_the_tokens_are(kind: str, learns: bool) -> None:
-    for found in run_ranks(2, kept_bytes, kind, learns):
+def test_no_result_is_kept_where_the_tokens_are(ranks: list, kind: str, learns: bool) -> None:
+    for result in ranks:
+        found = result[kind, "kept", learns]
         assert found["kept"] * 8 <= found["results"]

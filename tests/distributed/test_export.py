@@ -6,7 +6,7 @@ Memory is counted at each operation; each bound has its control, a version that 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,10 @@ def attached(job: Job) -> nn.Module:
     return model
 
 
-def export(rank: int, job: Job, folder: str) -> None:
-    eplb.checkpoint.export_pretrained(attached(job), folder, **dict(job.options))
+def export(rank: int, jobs: Mapping[str, Job], folder: Path) -> None:
+    """Each to a folder of its name."""
+    for name, job in jobs.items():
+        eplb.checkpoint.export_pretrained(attached(job), folder / name, **dict(job.options))
 
 
 def tensors_of(folder: Path, index: str = "model.safetensors.index.json") -> dict[str, torch.Tensor]:
@@ -114,33 +116,39 @@ JOBS = {family: Job(family) for family in FAMILIES} | {
 }
 
 
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a folder for each job."""
+    folder = tmp_path_factory.mktemp("exported")
+    run_ranks(4, export, JOBS, folder)
+    return folder
+
+
 @pytest.mark.parametrize("name", JOBS)
-def test_shards_of_all_ranks_are_what_save_pretrained_writes(name: str, tmp_path: Path) -> None:
-    job = JOBS[name]
-    run_ranks(4, export, job, str(tmp_path))
-    whole_model(job).save_pretrained(tmp_path / "library", **dict(job.options))
-    assert same(tensors_of(tmp_path), tensors_of(tmp_path / "library"))
-    assert loads_equal(tmp_path, job)
+def test_shards_of_all_ranks_are_what_save_pretrained_writes(name: str, exported: Path, tmp_path: Path) -> None:
+    job, written = JOBS[name], exported / name
+    whole_model(job).save_pretrained(tmp_path, **dict(job.options))
+    assert same(tensors_of(written), tensors_of(tmp_path))
+    assert loads_equal(written, job)
     ours, theirs = (
         {path.name for path in folder.iterdir() if path.is_file() and "model" not in path.name}
-        for folder in (tmp_path, tmp_path / "library")
+        for folder in (written, tmp_path)
     )
     assert ours == theirs
     for file in ("config.json", "generation_config.json"):
-        assert json.loads((tmp_path / file).read_text()) == json.loads((tmp_path / "library" / file).read_text())
+        assert json.loads((written / file).read_text()) == json.loads((tmp_path / file).read_text())
     if job.options:
         index, other = (
             json.loads((folder / "model.safetensors.index.json").read_text())["metadata"]
-            for folder in (tmp_path, tmp_path / "library")
+            for folder in (written, tmp_path)
         )
         assert index["total_parameters"] == other["total_parameters"]
         # The library forgets views that it makes on the way, so its own sum is too small.
-        assert index["total_size"] == sum(tensor.nbytes for tensor in tensors_of(tmp_path).values())
+        assert index["total_size"] == sum(tensor.nbytes for tensor in tensors_of(written).values())
 
 
-def test_each_rank_writes_shards_of_its_own_experts_within_the_size_asked_for(tmp_path: Path) -> None:
-    run_ranks(4, export, Job(), str(tmp_path))
-    files = sorted(tmp_path.glob("*.safetensors"))
+def test_each_rank_writes_shards_of_its_own_experts_within_the_size_asked_for(exported: Path) -> None:
+    files = sorted((exported / "olmoe").glob("*.safetensors"))
     assert len(files) > 4
     experts_of = [
         {int(key.split(".experts.")[1].split(".")[0]) for key in load_file(file) if ".experts." in key}
@@ -215,21 +223,22 @@ def other_names(how: str) -> None:
     )
 
 
-def export_with_other_names(rank: int, how: str, folder: str) -> None:
-    other_names(how)
-    eplb.checkpoint.export_pretrained(attached(Job()), folder, max_shard_size="40KB")
+HOWS = ("stacked and transposed", "experts in the middle", "joined")
 
 
-def save_with_other_names(rank: int, how: str, folder: str) -> None:
-    other_names(how)
-    whole_model(Job()).save_pretrained(folder, max_shard_size="40KB")
+def export_with_other_names(rank: int, folder: Path) -> None:
+    """Each to a folder of its name, and by the library to one beside it."""
+    for how in HOWS:
+        other_names(how)
+        eplb.checkpoint.export_pretrained(attached(Job()), folder / how, max_shard_size="40KB")
+        if rank == 0:
+            whole_model(Job()).save_pretrained(folder / "library" / how, max_shard_size="40KB")
 
 
-@pytest.mark.parametrize("how", ["stacked and transposed", "experts in the middle", "joined"])
-def test_whatever_the_library_makes_of_a_model_is_written(how: str, tmp_path: Path) -> None:
-    run_ranks(4, export_with_other_names, how, str(tmp_path))
-    run_ranks(1, save_with_other_names, how, str(tmp_path / "library"))
-    assert same(tensors_of(tmp_path), tensors_of(tmp_path / "library"))
+def test_whatever_the_library_makes_of_a_model_is_written(tmp_path: Path) -> None:
+    run_ranks(4, export_with_other_names, tmp_path)
+    for how in HOWS:
+        assert same(tensors_of(tmp_path / how), tensors_of(tmp_path / "library" / how)), how
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
@@ -251,7 +260,7 @@ def gather_first(view: LogicalView, folder: Path) -> None:
     dist.barrier()
 
 
-def measured(rank: int, job: Job, folder: str, case: str) -> dict[str, int]:
+def measured(job: Job, case: str, folder: Path) -> dict[str, int]:
     """Peak of this rank beyond the model, and what it is measured by."""
     model = attached(job)
     view = LogicalView(model)
@@ -261,7 +270,7 @@ def measured(rank: int, job: Job, folder: str, case: str) -> dict[str, int]:
         if case == "export":
             eplb.checkpoint.export_pretrained(model, folder, **dict(job.options))
         elif case == "gather first":
-            gather_first(view, Path(folder))
+            gather_first(view, folder)
         elif case == "gather_experts":
             result = view.balancer.gather_experts(0, name.tensor)
         elif case == "logical_state_dict":
@@ -295,42 +304,58 @@ MEASURED = {
 }
 
 
-@pytest.mark.parametrize("name", MEASURED)
-def test_export_takes_two_experts_and_the_dense_part_at_most(name: str, tmp_path: Path) -> None:
+Case = tuple[Job, str, str]
+"""What is measured: a job, a call, and the name of a folder."""
+CONTROLS = {family: Job(family, width=WIDTH) for family in ("olmoe", "gpt_oss")}
+WHOLE, SLICED = Job(width=WIDTH), Job(width=WIDTH, ep_size=2, sliced=True)
+GATHERED = [(job, call, "") for job in (WHOLE, SLICED) for call in ("gather_experts", "logical_state_dict")]
+
+
+def measure_all(rank: int, cases: Sequence[Case], folder: Path) -> list[dict[str, int]]:
+    return [measured(job, call, folder / name) for job, call, name in cases]
+
+
+def measure(cases: Sequence[Case], folder: Path) -> list[list[dict[str, int]]]:
+    """Of each case the figures of all ranks."""
+    return [list(figures) for figures in zip(*run_ranks(4, measure_all, cases, folder), strict=True)]
+
+
+def test_export_takes_two_experts_and_the_dense_part_at_most(tmp_path: Path) -> None:
     """Less, in fact: not even a stacked tensor of one layer is ever together."""
-    for figures in run_ranks(4, measured, MEASURED[name], str(tmp_path), "export"):
-        assert figures["peak"] <= 2 * figures["expert"] + figures["dense"], figures
-        assert figures["peak"] < figures["stack"] + figures["dense"], figures
-    assert loads_equal(tmp_path, MEASURED[name])
+    cases = [(job, "export", name) for name, job in MEASURED.items()]
+    for (job, _, name), of_ranks in zip(cases, measure(cases, tmp_path), strict=True):
+        for figures in of_ranks:
+            assert figures["peak"] <= 2 * figures["expert"] + figures["dense"], (name, figures)
+            assert figures["peak"] < figures["stack"] + figures["dense"], (name, figures)
+        assert loads_equal(tmp_path / name, job), name
 
 
-@pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
-def test_control_gathering_first_is_noticed(family: str, tmp_path: Path) -> None:
-    for figures in run_ranks(4, measured, Job(family, width=WIDTH), str(tmp_path), "gather first"):
-        assert figures["peak"] > 2 * (2 * figures["expert"] + figures["dense"]), figures
+def test_control_gathering_first_is_noticed(tmp_path: Path) -> None:
+    for of_ranks in measure([(job, "gather first", family) for family, job in CONTROLS.items()], tmp_path):
+        for figures in of_ranks:
+            assert figures["peak"] > 2 * (2 * figures["expert"] + figures["dense"]), figures
 
 
-@pytest.mark.parametrize("job", [Job(width=WIDTH), Job(width=WIDTH, ep_size=2, sliced=True)], ids=["whole", "sliced"])
-@pytest.mark.parametrize("case", ["gather_experts", "logical_state_dict"])
-def test_gathering_takes_its_result_and_two_experts_at_most(case: str, job: Job, tmp_path: Path) -> None:
+def test_gathering_takes_its_result_and_two_experts_at_most(tmp_path: Path) -> None:
     """gloo's thread may still hold an expert that has come while the next one comes."""
-    for figures in run_ranks(4, measured, job, str(tmp_path), case):
-        assert figures["peak"] <= (2.5 if job.sliced else 2) * figures["row"], figures
+    for (job, call, _), of_ranks in zip(GATHERED, measure(GATHERED, tmp_path), strict=True):
+        for figures in of_ranks:
+            assert figures["peak"] <= (2.5 if job.sliced else 2) * figures["row"], (call, figures)
 
 
 def test_loading_takes_two_experts_and_the_largest_dense_tensor(tmp_path: Path) -> None:
-    job = Job(width=WIDTH)
-    whole_model(job).save_pretrained(tmp_path)
-    for figures in run_ranks(4, measured, job, str(tmp_path), "load_pretrained"):
+    whole_model(WHOLE).save_pretrained(tmp_path)
+    (of_ranks,) = measure([(WHOLE, "load_pretrained", "")], tmp_path)
+    for figures in of_ranks:
         assert figures["peak"] <= 2 * figures["expert"] + figures["dense"], figures
 
 
 def test_a_checkpoint_is_written_and_read_expert_by_expert(tmp_path: Path) -> None:
     """Two rows: one is read while the one before it is still held."""
-    job = Job("gpt_oss", width=WIDTH)
-    for case in ("save", "load"):
-        for figures in run_ranks(4, measured, job, str(tmp_path / "checkpoint"), case):
-            assert figures["peak"] <= 2 * figures["row"] + figures["dense"], (case, figures)
+    cases = [(Job("gpt_oss", width=WIDTH), call, "checkpoint") for call in ("save", "load")]
+    for (_, call, _), of_ranks in zip(cases, measure(cases, tmp_path), strict=True):
+        for figures in of_ranks:
+            assert figures["peak"] <= 2 * figures["row"] + figures["dense"], (call, figures)
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------

@@ -25,9 +25,10 @@ from eplb_runtime.events import (
 )
 from eplb_runtime.migration.difference import apply, difference
 from eplb_runtime.migration.engine import MigrationBroken, Phase
+from eplb_runtime.planner.shuffle import plan_shuffle
 
-STEPS = 24
-INTERVAL = 4
+STEPS = 8
+INTERVAL = 2
 Injection = Callable[[int, eplb.Balancer], None]
 
 
@@ -38,6 +39,7 @@ def train(
     timeout_seconds: float = 20.0,
     staging_bytes: int = 256 << 20,
     transport: str = "torch",
+    planner: Callable[..., eplb.Plan] = plan_shuffle,
 ) -> dict:
     model = make_model("olmoe", experts=16, top_k=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -50,12 +52,15 @@ def train(
         migration=eplb.MigrationConfig(staging_bytes=staging_bytes, transport=transport),
     )
     balancer = eplb.attach(model, optimizer, config=config)
+    balancer._wait_until_compiled()
+    if policy != "static":
+        balancer._plan_with(planner)
     inject(rank, balancer)
     placements, losses = [], []
     for step in itertools.count():
         if step >= STEPS and has_rebalanced_since_it_connected(balancer.events):
             break
-        ids = batch_of(rank, step) % 12 + 12 * ((step // 8) % 7)
+        ids = batch_of(rank, step) % 12 + 12 * ((step // 2) % 7)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
@@ -183,33 +188,49 @@ def fail_to_plan(rank: int, balancer: eplb.Balancer) -> None:
         calls.append(True)
         if len(calls) == 1:
             raise ZeroDivisionError("a planner's bug")
-        return eplb.plan(*args, **options)
+        return plan_shuffle(*args, **options)
 
     balancer._plan_with(failing)
 
 
+DROPPED: dict[Injection, tuple[str, str]] = {
+    corrupt_a_staged_byte: ("staged", "checksum"),
+    alter_the_plan_on_the_way: ("planned", "rank 2 has another plan"),
+    garble_the_plan: ("planned", "no plan on rank 3"),
+    fail_to_prepare: ("prepared", "rank 3: MemoryError: no memory for staging"),
+    fail_after_staging: ("staged", "the device went away"),
+    fail_to_plan: ("planned", "a planner's bug"),
+}
+"""The phase that an event tells of, and its cause."""
+OTHERS = ["shm"] if nixl_agent.why_not() else ["shm", "nixl"]
+
+
+def one_after_another(rank: int) -> dict[str, dict]:
+    """Jobs that need no new connections."""
+    return {
+        "undisturbed": train(rank, "static", nothing),
+        **{inject.__name__: train(rank, "incremental", inject) for inject in DROPPED},
+        **{name: train(rank, "incremental", corrupt_a_staged_byte, transport=name) for name in OTHERS},
+        "half way": train(rank, "incremental", fail_in_the_second_round, staging_bytes=1, planner=eplb.plan),
+    }
+
+
 @pytest.fixture(scope="module")
-def undisturbed() -> list[dict]:
-    return run_ranks(4, train, "static", nothing)
+def trained() -> dict[str, list[dict]]:
+    of_ranks = run_ranks(4, one_after_another)
+    return {name: [of_rank[name] for of_rank in of_ranks] for name in of_ranks[0]}
 
 
-@pytest.mark.parametrize(
-    ("inject", "phase", "cause"),
-    [
-        (corrupt_a_staged_byte, "staged", "checksum"),
-        (alter_the_plan_on_the_way, "planned", "rank 2 has another plan"),
-        (garble_the_plan, "planned", "no plan on rank 3"),
-        (fail_to_prepare, "prepared", "rank 3: MemoryError: no memory for staging"),
-        (fail_after_staging, "staged", "the device went away"),
-        (fail_to_plan, "planned", "a planner's bug"),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
+@pytest.fixture
+def undisturbed(trained: dict[str, list[dict]]) -> list[dict]:
+    return trained["undisturbed"]
+
+
+@pytest.mark.parametrize("inject", DROPPED, ids=lambda inject: inject.__name__)
 def test_the_rebalance_is_dropped_and_the_next_one_works(
-    undisturbed: list[dict], inject: Injection, phase: str, cause: str
+    undisturbed: list[dict], trained: dict[str, list[dict]], inject: Injection
 ) -> None:
-    results = run_ranks(4, train, "incremental", inject)
-    check_that_one_was_dropped(undisturbed, results, phase, cause)
+    check_that_one_was_dropped(undisturbed, trained[inject.__name__], *DROPPED[inject])
 
 
 def check_that_one_was_dropped(undisturbed: list[dict], results: list[dict], phase: str, cause: str) -> None:
@@ -227,19 +248,18 @@ def check_that_one_was_dropped(undisturbed: list[dict], results: list[dict], pha
             assert torch.equal(tensor, undisturbed[rank]["state"][name]), name
 
 
-@pytest.mark.parametrize("transport", ["shm", "nixl"])
-def test_so_it_is_over_other_transports(undisturbed: list[dict], transport: str) -> None:
-    if transport == "nixl" and nixl_agent.why_not():
-        pytest.skip(nixl_agent.why_not())
-    results = run_ranks(4, train, "incremental", corrupt_a_staged_byte, 20.0, 256 << 20, transport)
-    check_that_one_was_dropped(undisturbed, results, "staged", "checksum")
+@pytest.mark.parametrize("transport", OTHERS)
+def test_so_it_is_over_other_transports(
+    undisturbed: list[dict], trained: dict[str, list[dict]], transport: str
+) -> None:
+    check_that_one_was_dropped(undisturbed, trained[transport], "staged", "checksum")
 
 
 def test_a_rebalance_that_stops_half_way_says_so_and_training_goes_on_with_what_was_committed(
-    undisturbed: list[dict],
+    undisturbed: list[dict], trained: dict[str, list[dict]]
 ) -> None:
     """One expert a round: the first is committed, the second fails; the next rebalance starts from there."""
-    results = run_ranks(4, train, "incremental", fail_in_the_second_round, 20.0, 1)
+    results = trained["half way"]
     for rank, result in enumerate(results):
         ((step, phase, cause),) = result["aborted"]
         assert (phase, cause) == ("staged", "rank 2: OSError: the device went away")

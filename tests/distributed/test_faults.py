@@ -28,7 +28,7 @@ from eplb_runtime.events import (
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 RANKS, INTERVAL = 3, 2
-ABORTED = 120
+ABORTED = 60
 
 
 class Job:
@@ -245,13 +245,13 @@ def break_many(rank: int) -> dict[str, Any]:
     }
 
 
-def test_a_hundred_aborted_rebalances_leave_nothing_behind() -> None:
+def test_many_aborted_rebalances_leave_nothing_behind() -> None:
     for result in run_ranks(2, break_many):
         assert len(result["holding"]) == ABORTED
         assert result["whole"] and result["committed"] and result["reconnected"] == ABORTED // 20
         assert result["same losses"] and result["same state"]
-        early = [max(held) for held in zip(*result["holding"][:40], strict=True)]
-        late = [max(held) for held in zip(*result["holding"][-40:], strict=True)]
+        early = [max(held) for held in zip(*result["holding"][:20], strict=True)]
+        late = [max(held) for held in zip(*result["holding"][-20:], strict=True)]
         assert all(b <= a for a, b in zip(early, late, strict=True)), (early, late)
 
 
@@ -266,7 +266,7 @@ def attach_and_close(rank: int, part: bool) -> list[tuple[int, int, int]]:
     holding = []
     if part and rank == 2:
         return holding
-    for _ in range(6):
+    for _ in range(4):
         model = make_model("olmoe", experts=6)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         balancer = eplb.attach(model, optimizer, ranks=Ranks(job=(0, 1)) if part else Ranks())

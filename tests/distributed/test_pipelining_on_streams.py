@@ -4,7 +4,7 @@ on the other, and nothing of a micro-batch on the caller's.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from stream_double import Module
 from test_pipelining import AT_ONCE, batches, start
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import OVERLAP_F_B
+from undone import undone
 
 from eplb_runtime.hosts.attaching import attach
 from eplb_runtime.moe.dispatch.channels import MicroBatchChannels
@@ -58,10 +59,23 @@ def streams_of(rank: int, never_turned: bool) -> tuple[list[bool], list[bool], i
     return apart, its_own, on_callers
 
 
+def turned_and_not(rank: int) -> list[tuple[list[bool], list[bool], int]]:
+    found = []
+    for never_turned in (False, True):
+        with undone(attach, MicroBatchChannels, PipelineStage):
+            found.append(streams_of(rank, never_turned))
+    return found
+
+
+@cache
+def results() -> list[list[tuple[list[bool], list[bool], int]]]:
+    return run_ranks(4, turned_and_not)
+
+
 def test_a_backward_pass_runs_on_the_stream_of_its_forward_and_the_forward_beside_it_on_the_other() -> None:
-    for apart, its_own, on_callers in run_ranks(4, streams_of, False):
+    for (apart, its_own, on_callers), _ in results():
         assert len(apart) >= AT_ONCE.micro_batches and all(apart) and all(its_own) and not on_callers
 
 
 def test_control_without_turning_it_would_not() -> None:
-    assert not any(all(its_own) for _, its_own, _ in run_ranks(4, streams_of, True))
+    assert not any(all(its_own) for _, (_, its_own, _) in results())

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from torch.utils.checkpoint import checkpoint
+from undone import undone
 
 import eplb_runtime as eplb
 from eplb_runtime.load.counter import in_recompute
@@ -57,13 +58,15 @@ def train(rank: int, job: Job) -> dict:
         model.enable_input_require_grads()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     config = eplb.BalancerConfig(
-        interval=4,
+        interval=1,
         gate="always",
         dense_gradients="allreduce",
+        migration=eplb.MigrationConfig(lag=0),
         replica_slots=job.replica_slots,
         dispatch=eplb.DispatchConfig(split_least_tokens=0 if job.replica_slots else 64),
     )
     balancer = eplb.attach(model, optimizer, config=config)
+    balancer._wait_until_compiled()
     model.train()
     calls = count_collectives()
     losses, forward_calls, backward_calls = [], [], []
@@ -71,7 +74,7 @@ def train(rank: int, job: Job) -> dict:
     def loss_of(ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids, labels=ids).loss
 
-    for step in range(8):
+    for step in range(3):
         whole, before = 0.0, len(calls)
         for part in range(job.at_once):
             ids = batch_of(rank, job.at_once * step + part) % 12
@@ -122,59 +125,76 @@ BACKWARD = 3
 """The same backwards."""
 
 
+JOBS = {
+    "plain": Job(),
+    "each layer": Job("each layer"),
+    "whole model": Job("whole model"),
+    "nested": Job("nested"),
+    "worked out anew": Job("each layer", damage=work_everything_out_anew),
+    "reentrant": Job("each layer, reentrant"),
+    "two at once": Job(at_once=2),
+    "two at once, each layer": Job("each layer", at_once=2),
+    "copies": Job(replica_slots=1),
+    "copies, each layer": Job("each layer", replica_slots=1),
+    "copies, worked out anew": Job("each layer", replica_slots=1, damage=work_everything_out_anew),
+}
+Trained = dict[str, list[dict]]
+
+
+def train_all(rank: int) -> dict[str, dict]:
+    found = {}
+    for name, job in JOBS.items():
+        with undone(dist, RecomputeCache):
+            found[name] = train(rank, job)
+    return found
+
+
 @pytest.fixture(scope="module")
-def plain() -> list[dict]:
-    return run_ranks(2, train, Job())
+def trained() -> Trained:
+    """Of each job what each rank gave."""
+    of_ranks = run_ranks(2, train_all)
+    return {name: [of_rank[name] for of_rank in of_ranks] for name in JOBS}
 
 
-def test_without_checkpointing_only_gradients_travel_in_backward(plain: list[dict]) -> None:
-    for result in plain:
+def test_without_checkpointing_only_gradients_travel_in_backward(trained: Trained) -> None:
+    for result in trained["plain"]:
         assert result["forward"] == LAYERS * (FIND_OUT + FORWARD)
         assert result["backward"] == LAYERS * BACKWARD
 
 
 @pytest.mark.parametrize(("kind", "times"), [("each layer", 1), ("whole model", 1), ("nested", 2)])
-def test_a_repeated_forward_exchanges_no_counts_and_changes_no_bit(plain: list[dict], kind: str, times: int) -> None:
-    found = run_ranks(2, train, Job(kind))
-    assert_same(plain, found)
+def test_a_repeated_forward_exchanges_no_counts_and_changes_no_bit(trained: Trained, kind: str, times: int) -> None:
+    found = trained[kind]
+    assert_same(trained["plain"], found)
     for result in found:
         repeated = result["backward"] - LAYERS * BACKWARD
         assert repeated % FORWARD == 0, "rows, weights and results, but no counts"
         assert LAYERS * FORWARD <= repeated <= times * LAYERS * FORWARD
 
 
-def test_control_what_is_worked_out_anew_needs_counts_and_gives_the_same(plain: list[dict]) -> None:
-    found = run_ranks(2, train, Job("each layer", damage=work_everything_out_anew))
-    assert_same(plain, found)
+def test_control_what_is_worked_out_anew_needs_counts_and_gives_the_same(trained: Trained) -> None:
+    found = trained["worked out anew"]
+    assert_same(trained["plain"], found)
     for result in found:
         assert result["backward"] == LAYERS * (BACKWARD + FIND_OUT + FORWARD)
 
 
-def test_reentrant_checkpointing_works_everything_out_anew(plain: list[dict]) -> None:
-    found = run_ranks(2, train, Job("each layer, reentrant"))
-    assert_same(plain, found)
+def test_reentrant_checkpointing_works_everything_out_anew(trained: Trained) -> None:
+    assert_same(trained["plain"], trained["reentrant"])
 
 
-def test_several_forwards_before_one_backward_work_it_out_anew() -> None:
-    plain, found = (run_ranks(2, train, Job(kind, at_once=2)) for kind in ("no", "each layer"))
-    assert_same(plain, found)
+def test_several_forwards_before_one_backward_work_it_out_anew(trained: Trained) -> None:
+    found = trained["two at once, each layer"]
+    assert_same(trained["two at once"], found)
     for result in found:
         # The first batch's backward comes last, when it is alone; it was not when it began.
         assert result["backward"] == 2 * LAYERS * (BACKWARD + FIND_OUT + FORWARD)
 
 
-def test_copies_are_split_as_they_were() -> None:
-    plain, found, anew = (
-        run_ranks(2, train, Job(kind, replica_slots=1, damage=damage))
-        for kind, damage in (
-            ("no", break_nothing),
-            ("each layer", break_nothing),
-            ("each layer", work_everything_out_anew),
-        )
-    )
-    assert found[0]["copies"] > 0
-    assert_same(plain, found)
-    assert_same(plain, anew)
+def test_copies_are_split_as_they_were(trained: Trained) -> None:
+    assert trained["copies, each layer"][0]["copies"] > 0
+    assert_same(trained["copies"], trained["copies, each layer"])
+    assert_same(trained["copies"], trained["copies, worked out anew"])
 
 
 def test_a_router_that_does_not_repeat_itself_is_an_error() -> None:

@@ -340,7 +340,6 @@ ZEROED = {
 LAYOUTS = {
     "EP 2 x EDP 2": Layout(2, 2),
     "EP 2, no divisor": Layout(2, 1, divisor=1),
-    "EDP 2, no divisor": Layout(1, 2, divisor=1),
 }
 
 
@@ -349,7 +348,7 @@ def test_a_loop_that_looks_at_gradients_trains_as_one_process(layout: Layout) ->
     assert far_off(layout, [*LOOPS.values(), *UNZEROED.values()]) == {}
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 2), Layout(2, 1, divisor=1)], ids=["EP 2 x EDP 2", "EP 2, no divisor"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_gradients_move_along_with_experts(layout: Layout) -> None:
     assert far_off(layout, [*MOVED.values(), *ZEROED.values()], move_gradients=True) == {}
 
@@ -469,8 +468,9 @@ ANY = {
     "EP 2 with copies": Layout(2, 1, slots=1),
     "EP 2 x EDP 2": Layout(2, 2),
     "EP 2 x EDP 3, no divisor": Layout(2, 3, divisor=1),
-    "EDP 2": Layout(1, 2),
+    "EDP 2, no divisor": Layout(1, 2, divisor=1),
 }
+SCRIPTS = 6
 
 
 def any_scripts(seed: int, count: int) -> list[str]:
@@ -480,7 +480,7 @@ def any_scripts(seed: int, count: int) -> list[str]:
 
 @pytest.mark.parametrize("layout", ANY.values(), ids=ANY)
 def test_any_loop_trains_as_one_process(layout: Layout) -> None:
-    assert far_off(layout, any_scripts(layout.ranks, 12), move_gradients=True) == {}
+    assert far_off(layout, any_scripts(layout.ranks, SCRIPTS), move_gradients=True) == {}
 
 
 def bring_it_all_again() -> None:
@@ -494,4 +494,4 @@ def overlook_what_is_new() -> None:
 
 @pytest.mark.parametrize("damage", [bring_it_all_again, overlook_what_is_new])
 def test_control_loops_go_wrong_when_gradients_are_forgotten(damage: Callable[[], None]) -> None:
-    assert far_off(ANY["EDP 2"], any_scripts(2, 12), damage, move_gradients=True, guard="off")
+    assert far_off(ANY["EDP 2, no divisor"], any_scripts(2, SCRIPTS), damage, move_gradients=True, guard="off")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import logging.handlers
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -17,11 +17,11 @@ import pytest
 import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from undone import undone
 
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted
 from eplb_runtime.load.counter import in_recompute
-from eplb_runtime.moe.dispatch.recompute import RecomputeCache
 from eplb_runtime.replicas import tree
 from eplb_runtime.replicas.bank import ReplicaBank
 from eplb_runtime.replicas.broadcast_plan import GradientStage
@@ -42,8 +42,8 @@ def hang_one_on_the_other() -> None:
 @dataclass(frozen=True)
 class Job:
     replica_slots: int
-    steps: int = 6
-    interval: int = 2
+    steps: int = 3
+    interval: int = 1
     dtype: torch.dtype = torch.float64
     policy: str = "incremental"
     split: str = "water_filling"
@@ -85,6 +85,7 @@ def train(rank: int, job: Job) -> dict:
         replica_slots=job.replica_slots,
         shared_between_layers=job.shared,
         dense_gradients="allreduce",
+        migration=eplb.MigrationConfig(lag=0),
         dispatch=eplb.DispatchConfig(
             split=job.split if job.replica_slots else "water_filling", split_least_tokens=0 if job.replica_slots else 64
         ),
@@ -163,104 +164,102 @@ def largest_difference(one: list[dict], other: list[dict]) -> float:
     return worst
 
 
+def several(rank: int, jobs: Sequence[Job]) -> list[dict]:
+    found = []
+    for job in jobs:
+        with undone(tree, GradientStage, ReplicaBank, ReplicaSync, eplb.Balancer):
+            found.append(train(rank, job))
+    return found
+
+
+def run_jobs(*jobs: Job) -> list[list[dict]]:
+    """Of each job what each rank gave."""
+    return [list(results) for results in zip(*run_ranks(4, several, jobs), strict=True)]
+
+
 @pytest.fixture(scope="module")
 def without() -> list[dict]:
-    return run_ranks(4, train, Job(replica_slots=0, policy="static"))
+    return run_jobs(Job(replica_slots=0, policy="static"))[0]
 
 
-def test_training_with_copies_is_training_without_to_1e_12(without: list[dict]) -> None:
-    results = run_ranks(4, train, Job(replica_slots=1))
+WITH = {
+    "copies": Job(replica_slots=1),
+    "two copies a rank on two nodes": Job(replica_slots=2, ranks_per_node=2),
+    "even split": Job(replica_slots=1, split="even"),
+    "activation checkpointing": Job(replica_slots=1, checkpointing=True),
+    "shared between layers": Job(replica_slots=1, shared=True),
+    "shared, of transposed weights": Job(replica_slots=1, shared=True, transposed=True),
+    "two shared between layers on two nodes": Job(replica_slots=2, shared=True, ranks_per_node=2),
+    "shared and activation checkpointing": Job(replica_slots=1, shared=True, checkpointing=True),
+    "copies that hang on copies": Job(replica_slots=2, damage=hang_one_on_the_other),
+    "shared ones that hang on copies": Job(replica_slots=2, shared=True, damage=hang_one_on_the_other),
+}
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, list[dict]]:
+    return dict(zip(WITH, run_jobs(*WITH.values()), strict=True))
+
+
+@pytest.mark.parametrize("name", WITH)
+def test_training_with_copies_is_training_without_to_1e_12(
+    without: list[dict], trained: dict[str, list[dict]], name: str
+) -> None:
+    results = trained[name]
     assert results[0]["aborted"] == []
     assert results[0]["copies"] > 0
     assert largest_difference(without, results) < 1e-12
-
-
-@pytest.mark.parametrize(
-    "job",
-    [
-        Job(replica_slots=2, ranks_per_node=2),
-        Job(replica_slots=1, split="even"),
-        Job(replica_slots=1, checkpointing=True),
-        Job(replica_slots=1, shared=True),
-        Job(replica_slots=1, shared=True, transposed=True),
-        Job(replica_slots=2, shared=True, ranks_per_node=2),
-        Job(replica_slots=1, shared=True, checkpointing=True),
-        Job(replica_slots=2, damage=hang_one_on_the_other),
-        Job(replica_slots=2, shared=True, damage=hang_one_on_the_other),
-    ],
-    ids=[
-        "two copies a rank on two nodes",
-        "even split",
-        "activation checkpointing",
-        "shared between layers",
-        "shared, of transposed weights",
-        "two shared between layers on two nodes",
-        "shared and activation checkpointing",
-        "copies that hang on copies",
-        "shared ones that hang on copies",
-    ],
-)
-def test_so_it_is_with(without: list[dict], job: Job) -> None:
-    results = run_ranks(4, train, job)
-    assert results[0]["copies"] > 0
-    assert largest_difference(without, results) < 1e-12
-    assert (sum(result["handed_on"] for result in results) > 0) == (job.replica_slots == 2)
+    assert (sum(result["handed_on"] for result in results) > 0) == (WITH[name].replica_slots == 2)
 
 
 def test_two_ep_groups_with_copies_train_as_two_without_and_as_one(without: list[dict]) -> None:
     """EP 2 x EDP 2, on the same four batches."""
-    static = run_ranks(4, train, Job(replica_slots=0, policy="static", ep_size=2))
-    for shared in (False, True):
-        results = run_ranks(4, train, Job(replica_slots=1, ep_size=2, shared=shared))
+    copies = [Job(replica_slots=1, ep_size=2, shared=shared) for shared in (False, True)]
+    static, *both = run_jobs(Job(replica_slots=0, policy="static", ep_size=2), *copies)
+    for results in both:
         assert results[0]["copies"] > 0
         assert len({result["placement"] for result in results}) == 1
         assert 0 < largest_difference(static, results) < 1e-12, "with copies in use, sums are parted"
         assert largest_difference(without, results) < 1e-12
 
 
-@pytest.fixture(scope="module")
-def accumulated() -> list[dict]:
-    return run_ranks(4, train, Job(replica_slots=0, policy="static", accumulate=3))
+ACCUMULATED = {
+    "sent each time": Job(replica_slots=1, accumulate=2),
+    "kept back": Job(replica_slots=1, accumulate=2, keep_back=True),
+    "shared": Job(replica_slots=1, accumulate=2, shared=True),
+    "shared, nothing to keep it in": Job(replica_slots=1, accumulate=2, shared=True, keep_back=True),
+}
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
-        Job(replica_slots=1, accumulate=3),
-        Job(replica_slots=1, accumulate=3, keep_back=True),
-        Job(replica_slots=1, accumulate=3, shared=True),
-        Job(replica_slots=1, accumulate=3, shared=True, keep_back=True),
-    ],
-    ids=["sent each time", "kept back", "shared", "shared, nothing to keep it in"],
-)
-def test_gradient_accumulation_sums_copies_over_micro_batches(accumulated: list[dict], job: Job) -> None:
-    results = run_ranks(4, train, job)
-    assert results[0]["copies"] > 0
-    assert largest_difference(accumulated, results) < 1e-12
+def test_gradient_accumulation_sums_copies_over_micro_batches() -> None:
+    static, *others = run_jobs(Job(replica_slots=0, policy="static", accumulate=2), *ACCUMULATED.values())
+    for name, results in zip(ACCUMULATED, others, strict=True):
+        assert results[0]["copies"] > 0, name
+        assert largest_difference(static, results) < 1e-12, name
 
 
 @pytest.mark.parametrize("rest", [{"experts_alone": True}, {"length": 2}], ids=["a frozen rest", "idle ranks"])
 def test_copies_train_with(rest: dict) -> None:
-    static = run_ranks(4, train, Job(replica_slots=0, policy="static", **rest))
-    for shared in (False, True):
-        results = run_ranks(4, train, Job(replica_slots=1, shared=shared, **rest))
+    copies = [Job(replica_slots=1, shared=shared, **rest) for shared in (False, True)]
+    static, *both = run_jobs(Job(replica_slots=0, policy="static", **rest), *copies)
+    for results in both:
         assert results[0]["copies"] > 0
         assert largest_difference(static, results) < 1e-12
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["kept", "shared"])
-def test_the_same_run_twice_gives_the_same_bits(shared: bool) -> None:
-    job = Job(replica_slots=1, dtype=torch.float32, shared=shared)
-    assert largest_difference(run_ranks(4, train, job), run_ranks(4, train, job)) == 0
+def test_the_same_run_twice_gives_the_same_bits() -> None:
+    kept, shared = (Job(replica_slots=1, dtype=torch.float32, shared=shared) for shared in (False, True))
+    first, second, shared_first, shared_second = run_jobs(kept, kept, shared, shared)
+    assert largest_difference(first, second) == largest_difference(shared_first, shared_second) == 0
 
 
 def test_copies_reach_what_moving_homes_cannot() -> None:
     """The router is frozen: one that turns to other experts within an interval is followed an interval later."""
-    job = Job(replica_slots=0, dtype=torch.float32, steps=24, interval=4, experts_alone=True)
-    moving, copying = (run_ranks(4, train, replace(job, replica_slots=slots)) for slots in (0, 1))
-    last = slice(12, None)
-    alone = sum(moving[0]["imbalance"][last]) / 12
-    with_copies = sum(copying[0]["imbalance"][last]) / 12
+    job = Job(replica_slots=0, dtype=torch.float32, steps=12, interval=4, experts_alone=True)
+    moving, copying = run_jobs(job, replace(job, replica_slots=1))
+    last = slice(6, None)
+    alone = sum(moving[0]["imbalance"][last]) / 6
+    with_copies = sum(copying[0]["imbalance"][last]) / 6
     assert alone > 1.2
     assert with_copies <= 1.05
 
@@ -325,7 +324,7 @@ def train_in_order(rank: int, order: Callable[..., None], replica_slots: int, sh
     )
     balancer = eplb.attach(model, optimizer, config=config)
     model.train()
-    for step in range(3):
+    for step in range(2):
         order(lambda ids: model(input_ids=ids, labels=ids).loss, rank, step, balancer, optimizer)
         optimizer.step()
         optimizer.zero_grad()
@@ -334,11 +333,24 @@ def train_in_order(rank: int, order: Callable[..., None], replica_slots: int, sh
     return {"losses": [0.0], "norms": [0.0], "state": state}
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
-def test_whatever_the_order_of_forwards_and_backwards(order: Callable[..., None]) -> None:
-    whole = run_ranks(2, train_in_order, order, 0, False)
-    for shared in (False, True):
-        assert 0 < largest_difference(whole, run_ranks(2, train_in_order, order, 1, shared)) < 1e-12
+WAYS = ((0, False), (1, False), (1, True))
+"""Replica slots, and whether they are shared between layers."""
+
+
+def train_in_all_orders(rank: int) -> list[list[dict]]:
+    return [[train_in_order(rank, order, *way) for way in WAYS] for order in ORDERS]
+
+
+@pytest.fixture(scope="module")
+def in_orders() -> list[list[list[dict]]]:
+    return run_ranks(2, train_in_all_orders)
+
+
+@pytest.mark.parametrize("number", range(len(ORDERS)), ids=[order.__name__ for order in ORDERS])
+def test_whatever_the_order_of_forwards_and_backwards(in_orders: list[list[list[dict]]], number: int) -> None:
+    whole, *with_copies = zip(*(of_rank[number] for of_rank in in_orders), strict=True)
+    for results in with_copies:
+        assert 0 < largest_difference(whole, results) < 1e-12
 
 
 def watch_the_exchange(rank: int, shared: bool, keep_back: bool) -> dict:
@@ -384,6 +396,7 @@ def watch_the_exchange(rank: int, shared: bool, keep_back: bool) -> dict:
     places = [[rows.data_ptr() for rows in bank.replicas] for bank in banks.values()]
     behind = [p.data_ptr() + p.nbytes for p in banks[0].parameters]
     balancer.close()
+    logging.getLogger("eplb_runtime").removeHandler(log)
     return {
         "events": events,
         "places": places,
@@ -393,24 +406,41 @@ def watch_the_exchange(rank: int, shared: bool, keep_back: bool) -> dict:
     }
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["kept", "shared"])
-def test_gradients_of_a_layer_travel_while_the_layers_before_it_are_in_backward(shared: bool) -> None:
-    result = run_ranks(4, watch_the_exchange, shared, False)[0]
+EXCHANGES = {"kept": (False, False), "shared": (True, False), "kept back": (False, True)}
+
+
+def watch_exchanges(rank: int) -> dict[str, dict]:
+    found = {}
+    for name, (shared, keep_back) in EXCHANGES.items():
+        with undone(ReplicaSync):
+            found[name] = watch_the_exchange(rank, shared, keep_back)
+    return found
+
+
+@pytest.fixture(scope="module")
+def watched() -> dict[str, dict]:
+    return run_ranks(4, watch_exchanges)[0]
+
+
+@pytest.mark.parametrize("rows", ["kept", "shared"])
+def test_gradients_of_a_layer_travel_while_the_layers_before_it_are_in_backward(
+    watched: dict[str, dict], rows: str
+) -> None:
+    result = watched[rows]
     events = [event for event in result["events"] if event != "layer 0 through"]
     assert events == ["sent 1", "added 1", "sent 0", "added 0", "backward over"]
     assert result["events"].index("layer 0 through") > result["events"].index("sent 1")
 
 
-def test_gradients_kept_back_travel_once_before_the_optimizers_step() -> None:
-    result = run_ranks(4, watch_the_exchange, False, True)[0]
-    assert result["events"] == ["layer 0 through", "backward over", "sent 1", "added 1", "sent 0", "added 0"]
+def test_gradients_kept_back_travel_once_before_the_optimizers_step(watched: dict[str, dict]) -> None:
+    events = watched["kept back"]["events"]
+    assert events == ["layer 0 through", "backward over", "sent 1", "added 1", "sent 0", "added 0"]
 
 
-def test_kept_rows_lie_behind_the_homes_and_shared_ones_are_one_set_for_all_layers() -> None:
-    kept = run_ranks(4, watch_the_exchange, False, False)[0]
+def test_kept_rows_lie_behind_the_homes_and_shared_ones_are_one_set_for_all_layers(watched: dict[str, dict]) -> None:
+    kept, shared = watched["kept"], watched["shared"]
     assert kept["places"][0] == kept["behind"]
     assert not set(kept["places"][0]) & set(kept["places"][1])
-    shared = run_ranks(4, watch_the_exchange, True, False)[0]
     assert shared["places"][0] == shared["places"][1]
     assert kept["rows"] == shared["rows"] == EXPERTS // 4
     # An expert has 32 * 64 + 64 + 32 * 32 + 32 numbers of four bytes, and as many in gradients; two layers.
@@ -448,7 +478,7 @@ def miss_a_refresh() -> None:
 
     def sometimes(self):
         calls.append(True)
-        if len(calls) != 5:
+        if len(calls) != 3:  # after attach and after each step
             refresh(self)
         else:
             self._versions = {layer: self._versions_now(layer) for layer in self._banks}
@@ -506,50 +536,33 @@ def hand_nothing_on() -> None:
     ReplicaSync._post_weights = forgetful
 
 
-def split_anew_in_recompute() -> None:
-    from eplb_runtime.moe.routing.splitter import BatchSplitter
-
-    split = BatchSplitter._split
-
-    def fickle(self, layer, counts_RE):
-        self._mode = "even" if in_recompute() else "water_filling"
-        return split(self, layer, counts_RE)
-
-    BatchSplitter._split = fickle
-    RecomputeCache.repeated = lambda self, ids: None
+DAMAGES = (
+    forget_gradients_of_copies,
+    lose_gradients_on_the_way,
+    average_instead_of_sum,
+    miss_a_refresh,
+    count_copies_in_the_norm,
+    let_copies_decay,
+)
+OF_TREES = (hand_nothing_on, add_nothing_on_the_way)
+OF_SHARED_ROWS = (
+    forget_gradients_of_copies,
+    lose_gradients_on_the_way,
+    average_instead_of_sum,
+    believe_rows_that_another_layer_has_taken,
+)
 
 
 @pytest.mark.parametrize(
-    "damage",
+    "jobs",
     [
-        forget_gradients_of_copies,
-        lose_gradients_on_the_way,
-        average_instead_of_sum,
-        miss_a_refresh,
-        count_copies_in_the_norm,
-        let_copies_decay,
-        hand_nothing_on,
-        add_nothing_on_the_way,
+        [Job(replica_slots=1, damage=damage) for damage in DAMAGES],
+        [Job(replica_slots=2, ranks_per_node=2, damage=damage) for damage in OF_TREES],
+        [Job(replica_slots=1, shared=True, damage=damage) for damage in OF_SHARED_ROWS],
     ],
+    ids=["kept", "on two nodes", "shared"],
 )
-def test_control_a_broken_rule_is_noticed(without: list[dict], damage: Callable[[], None]) -> None:
-    several = damage in (hand_nothing_on, add_nothing_on_the_way)
-    nodes = {"replica_slots": 2, "ranks_per_node": 2} if several else {"replica_slots": 1}
-    results = run_ranks(4, train, Job(**nodes, damage=damage))
-    assert results[0]["copies"] > 0
-    assert largest_difference(without, results) > 1e-9
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        forget_gradients_of_copies,
-        lose_gradients_on_the_way,
-        average_instead_of_sum,
-        believe_rows_that_another_layer_has_taken,
-    ],
-)
-def test_control_a_broken_rule_is_noticed_with_shared_rows(without: list[dict], damage: Callable[[], None]) -> None:
-    results = run_ranks(4, train, Job(replica_slots=1, shared=True, damage=damage))
-    assert results[0]["copies"] > 0
-    assert largest_difference(without, results) > 1e-9
+def test_control_a_broken_rule_is_noticed(without: list[dict], jobs: list[Job]) -> None:
+    for job, results in zip(jobs, run_jobs(*jobs), strict=True):
+        assert results[0]["copies"] > 0, job.damage
+        assert largest_difference(without, results) > 1e-9, job.damage

@@ -29,7 +29,7 @@ from eplb_runtime.planner.shuffle import plan_shuffle, shuffled
 
 allpairspy = pytest.importorskip("allpairspy", reason="pip install 'eplb-runtime[test]'")
 
-RANKS, EXPERTS, LAYERS, STEPS, STEPS_BESIDE = 4, 8, 2, 6, 10
+RANKS, EXPERTS, LAYERS, STEPS, STEPS_BESIDE = 4, 8, 2, 4, 10
 ALL = os.environ.get("EPLB_ALL_SETTINGS", "") not in ("", "0")
 """Otherwise every fifth row."""
 EVERY = 5
@@ -168,7 +168,7 @@ def parameters_outside(balancer: eplb.Balancer, model: torch.nn.Module) -> list[
 
 
 def train(rank: int, case: Case, moving: bool) -> dict[str, Any]:
-    """The state after six steps (ten with overlap), or the line in which it is refused."""
+    """The state after four steps (ten with overlap), or the line in which it is refused."""
     model = make_model("olmoe", experts=EXPERTS, layers=LAYERS, width=64).to(getattr(torch, case["dtype"]))
     if case["dtype"] == "float64":
         model.set_experts_implementation("eager")

@@ -17,7 +17,7 @@ from eplb_runtime.tools.bench.soak import SETTINGS, Life, Soak
 from eplb_runtime.tools.bench.soak_faults import FAULTS, KILL, NOT_RAISED, RAISE, Deck
 from eplb_runtime.tools.bench.soak_lives import of_life
 
-RANKS, BOUTS, SECONDS = 3, 3, 100.0
+RANKS, BOUTS, SECONDS = 3, 2, 100.0
 
 
 def break_nothing() -> None:

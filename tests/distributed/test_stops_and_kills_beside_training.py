@@ -69,7 +69,7 @@ def stopped_at_each_point(rank: int, transports: list[str]) -> dict[str, dict[st
             with at(
                 job, STOPPED, phase, lambda subject, stop=stop, reached=reached: (reached.append(1), stop(subject))
             ):
-                for _ in range(12):
+                for _ in range(8):
                     job.step()
             heard[f"{phase.value} {seconds}"] = bool(reached), interrupted(job) - before
         until_committed_anew(job)
@@ -136,9 +136,13 @@ def whole(job: Job, right: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(rows, wanted) for rows, wanted in rows_of(job, right))
 
 
-@pytest.mark.parametrize("phase", [Phase.STAGED, Phase.DECIDED], ids=lambda phase: phase.value)
-def test_who_outlives_a_killed_rank_holds_whole_experts_of_one_placement(phase: Phase) -> None:
-    for transport in TRANSPORTS:
+@pytest.mark.parametrize(
+    ("phase", "transports"),
+    [(Phase.STAGED, TRANSPORTS), (Phase.DECIDED, TRANSPORTS[:1])],  # by then, experts have arrived over any
+    ids=["staged", "decided"],
+)
+def test_who_outlives_a_killed_rank_holds_whole_experts_of_one_placement(phase: Phase, transports: list[str]) -> None:
+    for transport in transports:
         results = run_ranks(RANKS, killed, transport, phase, expect_exit=(STOPPED,))
         alive = [result for rank, result in enumerate(results) if rank != STOPPED]
         assert all(result["error"] for result in alive), transport

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from undone import undone
 
 import eplb_runtime as eplb
 from eplb_runtime.balancer.gradients.averaging import NEW, NONE, Averaging
 from eplb_runtime.balancer.gradients.reduction import Gradients
 
-STEPS = 6
+STEPS = 3
 
 
 class Loop:
@@ -107,41 +106,50 @@ class ClosedMidway(Loop):
         super().step(step)
 
 
-def run(rank: int, loop: type[Loop], edp: bool, damage: Callable[[], None]) -> dict[str, torch.Tensor]:
-    damage()
-    return loop(rank, edp).run()
-
-
-def break_nothing() -> None:
-    pass
-
-
 def reduce_again_after_every_forward() -> None:
     Gradients.forward_begins = Gradients.begin
     Averaging._here = lambda self, name, parameter, first: NONE if parameter.grad is None else NEW
 
 
-def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+LAYOUTS = {"EP 2": False, "EDP 2": True}
+AS_PLAIN = (ClippedTwice, ForwardBeforeTheStep, BackwardAfterAReduction, ClosedMidway)
+State = dict[str, torch.Tensor]
+
+
+def run_all(rank: int) -> dict[tuple[str, str], State]:
+    """The state that each loop comes to in each layout, and the control's."""
+    found = {}
+    for layout, edp in LAYOUTS.items():
+        for loop in (Loop, *AS_PLAIN, WithClosure, WithoutClosure):
+            found[loop.__name__, layout] = loop(rank, edp).run()
+    with undone(Gradients, Averaging):
+        reduce_again_after_every_forward()
+        found["summed twice", "EDP 2"] = ForwardBeforeTheStep(rank, True).run()
+    return found
+
+
+def different(one: State, other: State) -> list[str]:
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
 @pytest.fixture(scope="module")
-def plain() -> dict[bool, dict[str, torch.Tensor]]:
-    return {edp: run_ranks(2, run, Loop, edp, break_nothing)[0] for edp in (False, True)}
+def ranks() -> list[dict[tuple[str, str], State]]:
+    return run_ranks(2, run_all)
 
 
-@pytest.mark.parametrize("edp", [False, True], ids=["EP 2", "EDP 2"])
-@pytest.mark.parametrize("loop", [ClippedTwice, ForwardBeforeTheStep, BackwardAfterAReduction, ClosedMidway])
-def test_it_is_the_plain_loop(loop: type[Loop], edp: bool, plain: dict[bool, dict[str, torch.Tensor]]) -> None:
-    for state in run_ranks(2, run, loop, edp, break_nothing):
-        assert different(plain[edp], state) == []
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("loop", AS_PLAIN)
+def test_it_is_the_plain_loop(loop: type[Loop], layout: str, ranks: list[dict[tuple[str, str], State]]) -> None:
+    for result in ranks:
+        assert different(ranks[0]["Loop", layout], result[loop.__name__, layout]) == []
 
 
-def test_a_closure_is_reduced_after_it_made_its_gradients() -> None:
-    for edp in (False, True):
-        closure, without = (run_ranks(2, run, loop, edp, break_nothing)[0] for loop in (WithClosure, WithoutClosure))
-        assert different(closure, without) == []
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_closure_is_reduced_after_it_made_its_gradients(
+    layout: str, ranks: list[dict[tuple[str, str], State]]
+) -> None:
+    assert different(ranks[0]["WithClosure", layout], ranks[0]["WithoutClosure", layout]) == []
 
 
-def test_control_gradients_summed_twice_are_noticed(plain: dict[bool, dict[str, torch.Tensor]]) -> None:
-    assert different(plain[True], run_ranks(2, run, ForwardBeforeTheStep, True, reduce_again_after_every_forward)[0])
+def test_control_gradients_summed_twice_are_noticed(ranks: list[dict[tuple[str, str], State]]) -> None:
+    assert different(ranks[0]["Loop", "EDP 2"], ranks[0]["summed twice", "EDP 2"])
