@@ -14,8 +14,8 @@ import pytest
 import test_megatron_parallelisms as parallelisms
 import torch
 from ranks import run_ranks
-from test_megatron_parallelisms import LAYERS, SmallJob
-from test_megatron_stages import EXPERTS, STEPS, attached, differing, whole
+from test_megatron_parallelisms import LAYERS, STEPS, SmallJob
+from test_megatron_stages import EXPERTS, attached, differing, whole
 from torch import Tensor, nn
 
 import eplb_runtime as eplb

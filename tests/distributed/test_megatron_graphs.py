@@ -13,19 +13,11 @@ from typing import Any
 import cuda_graph_double
 import pytest
 import test_megatron_parallelisms as parallelisms
+import test_megatron_stages as stages
 import torch
 from ranks import run_ranks
-from test_megatron_parallelisms import LAYERS, SmallJob
-from test_megatron_stages import (
-    EXPERTS,
-    LENGTH,
-    MICRO_BATCHES,
-    STEPS,
-    attached,
-    differing,
-    forget_state,
-    whole,
-)
+from test_megatron_parallelisms import LAYERS, MICRO_BATCHES, SmallJob
+from test_megatron_stages import EXPERTS, LENGTH, attached, differing, forget_state, whole
 
 import eplb_runtime as eplb
 from eplb_runtime.hosts import AttachError
@@ -33,6 +25,8 @@ from eplb_runtime.hosts import AttachError
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
 )
+STEPS = 3
+"""Graphs are captured after the first, and replayed before and after a move."""
 AUX_LOSS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 CASES: dict[str, dict[str, Any]] = {
@@ -65,7 +59,7 @@ def capture(job: SmallJob) -> None:
     from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
     if num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
-        num_microbatches_calculator.init_num_microbatches_calculator(0, None, 2 * MICRO_BATCHES * 2, 2, 2)
+        num_microbatches_calculator.init_num_microbatches_calculator(0, None, 2 * stages.MICRO_BATCHES * 2, 2, 2)
     helper = TECudaGraphHelper(job.models, job.config, LENGTH, 2, [job.optimizer])
     helper.create_cudagraphs()
     if job.models[0].ddp_config.overlap_param_gather:
