@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -243,12 +244,21 @@ HALVES = {"half precision": Job(options=(("mp_policy", HALF),))}
 JOBS = {**RIGHT, **WRONG, **HALVES}
 
 
+def in_one_process(rank: int) -> dict[Any, dict[str, Any]]:
+    """What each job is compared with, by what makes a difference to it; each rank trains some of them."""
+    wanted = list(dict.fromkeys((job.micro_batches, job.change) for job in JOBS.values()))
+    mine = {key: alone(Job(micro_batches=key[0], change=key[1])) for key in wanted[rank::RANKS]}
+    of_ranks: list[Any] = [None] * RANKS
+    dist.all_gather_object(of_ranks, mine)
+    return {key: whole for of_rank in of_ranks for key, whole in of_rank.items()}
+
+
 def train_all(rank: int) -> dict[str, Any]:
-    in_one_process = cache(lambda micro_batches, change: alone(Job(micro_batches=micro_batches, change=change)))
+    references = in_one_process(rank)
     found: dict[str, Any] = {}
     for name, job in JOBS.items():
         ours = train(rank, job)
-        distant = distance(rank, ours, in_one_process(job.micro_batches, job.change))
+        distant = distance(rank, ours, references[job.micro_batches, job.change])
         found[name] = {"distance": distant, "committed": ours["committed"], "copies": ours["copies"]}
     found["refused"] = {name: refused(mistake) for name, mistake in MISTAKES.items()}
     return found

@@ -20,7 +20,7 @@ from eplb_runtime.planner.shuffle import plan_shuffle
 
 pytest.importorskip("peft", reason="PEFT is not installed")
 
-STEPS, EXPERTS, RANKS = 10, 8, 2
+STEPS, EXPERTS, RANKS = 3, 8, 2
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 

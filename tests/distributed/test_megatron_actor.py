@@ -23,7 +23,7 @@ import eplb_runtime as eplb
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
 )
-ROUNDS, GROUP, PROMPT, NEW, MICRO_BATCHES = 2, 4, 4, 6, 4
+ROUNDS, GROUP, PROMPT, NEW, MICRO_BATCHES = 3, 2, 4, 6, 2
 LENGTH, HEADS, GROUPS, WIDTH = PROMPT + NEW, 4, 2, 8
 STATE = dict[str, Tensor]
 
