@@ -244,13 +244,18 @@ HALVES = {"half precision": Job(options=(("mp_policy", HALF),))}
 JOBS = {**RIGHT, **WRONG, **HALVES}
 
 
-def in_one_process(rank: int) -> dict[Any, dict[str, Any]]:
-    """What each job is compared with, by what makes a difference to it; each rank trains some of them."""
-    wanted = list(dict.fromkeys((job.micro_batches, job.change) for job in JOBS.values()))
-    mine = {key: alone(Job(micro_batches=key[0], change=key[1])) for key in wanted[rank::RANKS]}
+def reference_of(job: Job) -> Job:
+    """What makes a difference in one process: recompute makes none."""
+    return Job(micro_batches=job.micro_batches, change=freeze if job.change is freeze else nothing)
+
+
+def in_one_process(rank: int) -> dict[Job, dict[str, Any]]:
+    """What jobs are compared with; each rank trains some of them."""
+    wanted = list(dict.fromkeys(map(reference_of, JOBS.values())))
+    mine = {job: alone(job) for job in wanted[rank::RANKS]}
     of_ranks: list[Any] = [None] * RANKS
     dist.all_gather_object(of_ranks, mine)
-    return {key: whole for of_rank in of_ranks for key, whole in of_rank.items()}
+    return {job: whole for of_rank in of_ranks for job, whole in of_rank.items()}
 
 
 def train_all(rank: int) -> dict[str, Any]:
@@ -258,7 +263,7 @@ def train_all(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, job in JOBS.items():
         ours = train(rank, job)
-        distant = distance(rank, ours, references[job.micro_batches, job.change])
+        distant = distance(rank, ours, references[reference_of(job)])
         found[name] = {"distance": distant, "committed": ours["committed"], "copies": ours["copies"]}
     found["refused"] = {name: refused(mistake) for name, mistake in MISTAKES.items()}
     return found

@@ -79,13 +79,22 @@ class SmallJob(Job):
 
 
 def initialize(options: dict[str, Any]) -> None:
+    """Make Megatron's process groups, unless those that are there have these sizes."""
     from megatron.core import parallel_state
 
+    sizes = {
+        "tensor_model_parallel": options.get("tensor_model_parallel_size", 1),
+        "pipeline_model_parallel": 1,
+        "context_parallel": options.get("context_parallel_size", 1),
+        "expert_model_parallel": 2,
+    }
+    sizes["expert_tensor_parallel"] = options.get("expert_tensor_parallel_size", sizes["tensor_model_parallel"])
     if parallel_state.is_initialized():
+        there = {name: getattr(parallel_state, f"get_{name}_world_size")() for name in sizes}
+        if there == sizes:
+            return
         parallel_state.destroy_model_parallel()
-    names = ("tensor_model_parallel_size", "context_parallel_size", "expert_tensor_parallel_size")
-    sizes = {name: options[name] for name in names if name in options}
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, **sizes)
+    parallel_state.initialize_model_parallel(**{f"{name}_size": size for name, size in sizes.items()})
 
 
 def gathered_attention() -> type:
