@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ EXPERTS = 8
 Injection = Callable[[int, eplb.Balancer], None]
 
 
+@cache
 def ep_group_of(rank: int) -> dist.ProcessGroup:
     """EP 2: ranks 0 and 1 are one EP group, 2 and 3 the next."""
     return [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)][rank // 2]

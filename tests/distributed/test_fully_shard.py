@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from digests import digests
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -33,10 +34,14 @@ class Job:
     seed: int = 0
 
 
+@cache
+def meshes() -> tuple[DeviceMesh, DeviceMesh]:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep")), init_device_mesh("cpu", (4,))
+
+
 def build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
     """EP 2 x EDP 2: ranks 0 and 1 are one EP group, 2 and 3 the other; ranks 0 and 2 hold the same experts."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
-    everyone = init_device_mesh("cpu", (4,))
+    mesh, everyone = meshes()
     ep_group = mesh["ep"].get_group()
     config = eplb.BalancerConfig(
         interval=2,
@@ -218,7 +223,7 @@ def test_state_in_memory_is_taken_by_slices() -> None:
 
 
 def ask_for_what_does_not_work(rank: int) -> list[str]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    mesh, _ = meshes()
     ep_group, said = mesh["ep"].get_group(), []
 
     def refused(
