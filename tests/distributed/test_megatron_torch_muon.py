@@ -22,7 +22,7 @@ from eplb_runtime.planner.shuffle import plan_shuffle
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
 )
-STEPS, EXPERTS, LAYERS = 2, 8, 2
+STEPS, EXPERTS, LAYERS = 3, 8, 2
 
 
 class OneNorm(torch.optim.Muon):
