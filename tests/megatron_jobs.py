@@ -436,10 +436,11 @@ def load(job: Any, folder: str | Path) -> None:
 
 
 def _state_of(job: Any, loading: bool) -> dict[str, Any]:
+    metadata = dict(SHARDING)  # Megatron adds this job's groups
     of_models = {
-        f"model{number}": model.module.sharded_state_dict(metadata=SHARDING) for number, model in enumerate(job.models)
+        f"model{number}": model.module.sharded_state_dict(metadata=metadata) for number, model in enumerate(job.models)
     }
-    state = job.optimizer.sharded_state_dict(of_models, is_loading=loading, metadata=SHARDING)
+    state = job.optimizer.sharded_state_dict(of_models, is_loading=loading, metadata=metadata)
     return {**of_models, "optimizer": state}
 
 
