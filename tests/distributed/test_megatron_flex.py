@@ -13,10 +13,10 @@ from typing import Any
 import flex_dispatch_double
 import pytest
 import test_megatron_parallelisms as parallelisms
+from megatron_jobs import attached
 from ranks import run_ranks
 from test_megatron_overlap import OverlapJob, answer_streams, assert_moved_without_a_change, three, trained
 from test_megatron_parallelisms import SmallJob
-from test_megatron_stages import attached
 
 from eplb_runtime.hosts import AttachError
 

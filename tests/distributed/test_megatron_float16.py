@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import test_megatron_parallelisms as parallelisms
 import torch
+from megatron_jobs import EXPERTS, attached, differing, forget_state, whole
 from ranks import run_ranks
 from test_megatron_parallelisms import LAYERS, SmallJob
-from test_megatron_stages import EXPERTS, attached, differing, forget_state, whole
 
 import eplb_runtime as eplb
 

@@ -13,11 +13,10 @@ from typing import Any
 import cuda_graph_double
 import pytest
 import test_megatron_parallelisms as parallelisms
-import test_megatron_stages as stages
 import torch
+from megatron_jobs import EXPERTS, LENGTH, attached, differing, forget_state, whole
 from ranks import run_ranks
 from test_megatron_parallelisms import LAYERS, MICRO_BATCHES, SmallJob
-from test_megatron_stages import EXPERTS, LENGTH, attached, differing, forget_state, whole
 
 import eplb_runtime as eplb
 from eplb_runtime.hosts import AttachError
@@ -59,7 +58,7 @@ def capture(job: SmallJob) -> None:
     from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
     if num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
-        num_microbatches_calculator.init_num_microbatches_calculator(0, None, 2 * stages.MICRO_BATCHES * 2, 2, 2)
+        num_microbatches_calculator.init_num_microbatches_calculator(0, None, 2 * MICRO_BATCHES * 2, 2, 2)
     helper = TECudaGraphHelper(job.models, job.config, LENGTH, 2, [job.optimizer])
     helper.create_cudagraphs()
     if job.models[0].ddp_config.overlap_param_gather:

@@ -14,11 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import test_megatron_stages as stages
 import torch
 from examples import FOLDER, load_example
+from megatron_jobs import EXPERTS, LENGTH, MICRO_BATCHES, STEPS, Job, attached, differing, forget_state, whole
 from ranks import run_ranks
-from test_megatron_stages import EXPERTS, LENGTH, Job, attached, differing, forget_state, whole
 from torch import Tensor
 
 import eplb_runtime as eplb
@@ -26,7 +25,7 @@ import eplb_runtime as eplb
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
 )
-LAYERS, STEPS, MICRO_BATCHES, UPDATE = 2, 2, 2, 1 / 16
+LAYERS, UPDATE = 2, 1 / 16
 CASES: dict[str, dict[str, Any]] = {
     "context parallelism": {"context_parallel_size": 2, "moe_router_topk": 3},
     "tensor and sequence parallelism": {
@@ -65,8 +64,7 @@ class SmallJob(Job):
         super().__init__(**{"num_layers": LAYERS, "pipeline_model_parallel_size": 1, **options})
 
     def train(self, steps: range) -> list[tuple[Any, ...]]:
-        stages.forward_step, stages.MICRO_BATCHES = forward_step, MICRO_BATCHES  # type: ignore[assignment]
-        return super().train(steps)
+        return self.train_by(forward_step, steps)
 
     def tensors(self, placement: eplb.Placement | None) -> dict[Any, Tensor]:
         """As of `Job`; dense tensors by tensor-parallel rank, too."""

@@ -14,9 +14,9 @@ import fused_permutation_double
 import pytest
 import test_megatron_parallelisms as parallelisms
 import torch
+from megatron_jobs import attached, forget_state
 from ranks import run_ranks
 from test_megatron_parallelisms import SmallJob
-from test_megatron_stages import attached, forget_state
 from torch import Tensor
 
 from eplb_runtime.hosts import AttachError

@@ -16,9 +16,9 @@ import fused_adam_double
 import pytest
 import test_megatron_parallelisms as parallelisms
 import torch
+from megatron_jobs import EXPERTS, attached, differing, forget_state, held, save, whole
 from ranks import run_ranks
 from test_megatron_parallelisms import LAYERS, STEPS, SmallJob
-from test_megatron_stages import EXPERTS, attached, differing, forget_state, held, save, whole
 from torch import Tensor
 
 import eplb_runtime as eplb

@@ -17,10 +17,10 @@ import pytest
 import test_megatron_graphs as graphs
 import test_megatron_parallelisms as parallelisms
 import torch
+from megatron_jobs import EXPERTS, Job, attached, forget_state, whole
 from ranks import run_ranks
 from test_megatron_overlap import answer_streams
 from test_megatron_parallelisms import LAYERS, STEPS, SmallJob
-from test_megatron_stages import EXPERTS, Job, attached, forget_state, whole
 from torch import Tensor
 
 import eplb_runtime as eplb
