@@ -44,8 +44,8 @@ PRELOAD = [
 ]
 """What ranks would import otherwise, each for itself: seconds of every test."""
 PRELOAD_OF = {
-    "test_megatron": ["torch._inductor.compile_fx", "megatron_ranks"],
-    "newer_megatron": ["torch._inductor.compile_fx", "newer_megatron_ranks"],
+    "test_megatron": ["megatron_ranks"],
+    "newer_megatron": ["newer_megatron_ranks"],
     "test_compiled_model": ["torch._inductor.compile_fx"],
 }
 """What ranks import besides, by the name of the module of what they do: the longest that it begins with."""

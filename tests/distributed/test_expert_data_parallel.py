@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import pytest
 import torch
 import torch.distributed as dist
+from digests import digests
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 
@@ -25,13 +27,10 @@ EXPERTS = 8
 Injection = Callable[[int, eplb.Balancer], None]
 
 
+@cache
 def ep_group_of(rank: int) -> dist.ProcessGroup:
     """EP 2: ranks 0 and 1 are one EP group, 2 and 3 the next."""
     return [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)][rank // 2]
-
-
-def break_nothing() -> None:
-    pass
 
 
 def nothing(rank: int, balancer: eplb.Balancer) -> None:
@@ -42,19 +41,19 @@ def all_homes_change_places(rank: int, balancer: eplb.Balancer) -> None:
     balancer._plan_with(plan_shuffle)
 
 
-def train(rank: int, policy: str, inject: Injection, steps: int = 20, overlap: bool = False) -> dict:
+def train(rank: int, policy: str, inject: Injection, steps: int = 8, overlap: bool = False) -> dict:
     model = make_model("olmoe", experts=EXPERTS, top_k=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    settings = {"interval": 4, "policy": policy, "gate": "always", "dense_gradients": "allreduce", "overlap": overlap}
+    settings = {"interval": 2, "policy": policy, "gate": "always", "dense_gradients": "allreduce", "overlap": overlap}
     balancer = eplb.attach(model, optimizer, config=config_from_settings(settings), ep_group=ep_group_of(rank))
     inject(rank, balancer)
     for step in range(steps):
-        ids = batch_of(rank, step) % 12 + 12 * ((step // 8) % 7)
+        ids = batch_of(rank, step) % 12 + 12 * ((step // 4) % 7)
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     result = {
-        "state": eplb.logical_state_dict(model, optimizer),
+        "state": digests(eplb.logical_state_dict(model, optimizer)),
         "placement": balancer.placement.digest(),
         "aborted": [event.cause for event in balancer.events.of_type(RebalanceAborted)],
         "committed": len(balancer.events.of_type(RebalanceCommitted)),
@@ -63,23 +62,18 @@ def train(rank: int, policy: str, inject: Injection, steps: int = 20, overlap: b
     return result
 
 
-def train_shuffled(rank: int, moving: bool, damage: Callable[[], None] = break_nothing) -> dict:
-    """40 steps of small batches; all homes change places at every decision."""
-    damage()
-
-    def shuffle(_: int, balancer: eplb.Balancer) -> None:
-        if moving:
-            balancer._plan_with(plan_shuffle)
-
-    return train(rank, "static", shuffle, steps=40)
+def fixed_and_shuffled(rank: int, steps: int) -> list[dict]:
+    """Experts fixed, then all homes change places at every decision."""
+    return [train(rank, "static", inject, steps) for inject in (nothing, all_homes_change_places)]
 
 
-def sum_as_it_comes() -> None:
+def summed_as_it_comes(rank: int, steps: int) -> list[dict]:
     def all_reduce(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         dist.all_reduce(flat, group=group)
         return flat
 
     averaging.sum_in_rank_order = all_reduce
+    return fixed_and_shuffled(rank, steps)
 
 
 def another_plan_for_the_second_group(rank: int, balancer: eplb.Balancer) -> None:
@@ -110,53 +104,62 @@ def another_plan_and_nobody_compares(rank: int, balancer: eplb.Balancer) -> None
     Agreement.check_equal = lambda self, digest, what, problem="": Verdict(True)
 
 
-def differences(one: list[dict], other: list[dict]) -> list[str]:
+def differences(one: Sequence[dict], other: Sequence[dict]) -> list[str]:
     return [
-        name
-        for a, b in zip(one, other, strict=True)
-        for name in a["state"]
-        if not torch.equal(a["state"][name], b["state"][name])
+        name for a, b in zip(one, other, strict=True) for name in a["state"] if a["state"][name] != b["state"][name]
     ]
 
 
+def on_four_ranks(rank: int) -> dict[str, dict]:
+    return {
+        "static": train(rank, "static", nothing),
+        "between steps": train(rank, "static", all_homes_change_places),
+        "beside steps": train(rank, "static", all_homes_change_places, overlap=True),
+        "another plan": train(rank, "incremental", another_plan_for_the_second_group),
+        "nobody compares": train(rank, "incremental", another_plan_and_nobody_compares),
+    }
+
+
 @pytest.fixture(scope="module")
-def static() -> list[dict]:
-    return run_ranks(4, train, "static", nothing)
+def trained() -> dict[str, list[dict]]:
+    ranks = run_ranks(4, on_four_ranks)
+    return {name: [of_rank[name] for of_rank in ranks] for name in ranks[0]}
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["between steps", "beside steps"])
-def test_migration_changes_no_bit(static: list[dict], overlap: bool) -> None:
-    results = run_ranks(4, train, "static", all_homes_change_places, 20, overlap)
+@pytest.mark.parametrize("when", ["between steps", "beside steps"])
+def test_migration_changes_no_bit(trained: dict[str, list[dict]], when: str) -> None:
+    results = trained[when]
     assert results[0]["committed"] >= 2
     assert len({result["placement"] for result in results}) == 1
-    assert differences(static, results) == []
+    assert differences(trained["static"], results) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [6, 8], ids=["EDP 3", "EDP 4"])
 def test_migration_changes_no_bit_where_three_or_more_ranks_hold_an_expert(world_size: int) -> None:
-    results = run_ranks(world_size, train_shuffled, True)
-    assert results[0]["committed"] >= 8 and results[0]["aborted"] == []
-    assert differences(run_ranks(world_size, train_shuffled, False), results) == []
-
-
-def test_control_sums_that_depend_on_the_slot_are_noticed() -> None:
-    static = run_ranks(6, train_shuffled, False, sum_as_it_comes)
-    assert differences(static, run_ranks(6, train_shuffled, True, sum_as_it_comes))
-
-
-def test_a_group_with_another_plan_is_noticed_before_anything_moves(static: list[dict]) -> None:
-    results = run_ranks(4, train, "incremental", another_plan_for_the_second_group)
-    for result in results:
-        assert result["aborted"] == ["rank 2, 3 has another plan than rank 0"]
-        assert result["committed"] >= 1
+    static, results = zip(*run_ranks(world_size, fixed_and_shuffled, 10), strict=True)
+    assert results[0]["committed"] >= 3 and results[0]["aborted"] == []
     assert differences(static, results) == []
 
 
-def test_control_with_different_placements_training_is_another(static: list[dict]) -> None:
-    results = run_ranks(4, train, "incremental", another_plan_and_nobody_compares)
+def test_control_sums_that_depend_on_the_slot_are_noticed() -> None:
+    static, results = zip(*run_ranks(6, summed_as_it_comes, 6), strict=True)
+    assert results[0]["committed"] >= 1
+    assert differences(static, results)
+
+
+def test_a_group_with_another_plan_is_noticed_before_anything_moves(trained: dict[str, list[dict]]) -> None:
+    results = trained["another plan"]
+    for result in results:
+        assert result["aborted"] == ["rank 2, 3 has another plan than rank 0"]
+        assert result["committed"] >= 1
+    assert differences(trained["static"], results) == []
+
+
+def test_control_with_different_placements_training_is_another(trained: dict[str, list[dict]]) -> None:
+    results = trained["nobody compares"]
     assert results[2]["aborted"] == []
-    assert any("experts" in name for name in differences(static, results))
+    assert any("experts" in name for name in differences(trained["static"], results))
 
 
 def start_or_restore_apart(rank: int) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -243,12 +244,26 @@ HALVES = {"half precision": Job(options=(("mp_policy", HALF),))}
 JOBS = {**RIGHT, **WRONG, **HALVES}
 
 
+def reference_of(job: Job) -> Job:
+    """What makes a difference in one process: recompute makes none."""
+    return Job(micro_batches=job.micro_batches, change=freeze if job.change is freeze else nothing)
+
+
+def in_one_process(rank: int) -> dict[Job, dict[str, Any]]:
+    """What jobs are compared with; each rank trains some of them."""
+    wanted = list(dict.fromkeys(map(reference_of, JOBS.values())))
+    mine = {job: alone(job) for job in wanted[rank::RANKS]}
+    of_ranks: list[Any] = [None] * RANKS
+    dist.all_gather_object(of_ranks, mine)
+    return {job: whole for of_rank in of_ranks for job, whole in of_rank.items()}
+
+
 def train_all(rank: int) -> dict[str, Any]:
-    in_one_process = cache(lambda micro_batches, change: alone(Job(micro_batches=micro_batches, change=change)))
+    references = in_one_process(rank)
     found: dict[str, Any] = {}
     for name, job in JOBS.items():
         ours = train(rank, job)
-        distant = distance(rank, ours, in_one_process(job.micro_batches, job.change))
+        distant = distance(rank, ours, references[reference_of(job)])
         found[name] = {"distance": distant, "committed": ours["committed"], "copies": ours["copies"]}
     found["refused"] = {name: refused(mistake) for name, mistake in MISTAKES.items()}
     return found

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.utils
 from examples import FOLDER, load_example
 from ranks import run_ranks
 from torch import Tensor
@@ -32,7 +33,7 @@ from eplb_runtime.tools.formats.loads import read_load
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
 )
-STEPS, LENGTH = 4, 16
+STEPS, LENGTH = 3, 16
 BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 LOSSES = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
 WAYS: dict[str, dict[str, Any]] = {
@@ -50,6 +51,8 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "grouped experts": {"wrap": {}, "grouped": True},
 }
+COMPILED = "distributed optimizer, all-gather"
+"""Where experts move Megatron compiles functions of its own here, as it does by itself; else they run as they are."""
 
 
 def example() -> ModuleType:
@@ -159,7 +162,8 @@ def trained(way: str, move: bool, spoil: Callable[[eplb.Balancer], None] = lambd
         advance()
 
     balancer._runtime.counter.advance = close_step
-    seen = train(model, optimizer, balancer, range(STEPS))
+    with torch._dynamo.config.patch(disable=not (move and way == COMPILED)):
+        seen = train(model, optimizer, balancer, range(STEPS))
     moved = sum(event.moved_experts for event in balancer.events if hasattr(event, "moved_experts"))
     state = state_of(balancer, model)
     sources = {event.moe_share_source for event in balancer.events.of_type(LoadMeasured)}
@@ -187,6 +191,7 @@ def everything(rank: int, folder: str) -> dict[str, Any]:
     for way in WAYS:
         results[f"{way}, static"] = trained(way, move=False)
         results[f"{way}, moving"] = trained(way, move=True)
+    results["compiled"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     first, second, *_ = WAYS
     results["control: state"] = trained(second, True, forget_state)
     results["control: columns"] = trained(first, True, forget_columns)
@@ -377,6 +382,10 @@ def test_moving_experts_changes_no_bit(results: list[dict[str, Any]], way: str) 
     assert static.keys() == moving.keys()
     assert any("exp_avg_sq" in str(key) for key in static) and len({key[2] for key in static if len(key) == 3}) == 8
     assert [key for key in static if not torch.equal(static[key], moving[key])] == []
+
+
+def test_control_functions_of_megatrons_have_been_compiled(results: list[dict[str, Any]]) -> None:
+    assert all(of_rank["compiled"] > 0 for of_rank in results)
 
 
 @pytest.mark.parametrize("control", ["state", "columns"])

@@ -8,13 +8,13 @@ into a Mixtral here.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from digests import digests
 from ranks import run_ranks
 from torch import Tensor
 
@@ -23,7 +23,7 @@ import eplb_runtime as eplb
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
 )
-ROUNDS, GROUP, PROMPT, NEW, MICRO_BATCHES = 3, 4, 4, 8, 4
+ROUNDS, GROUP, PROMPT, NEW, MICRO_BATCHES = 3, 2, 4, 6, 2
 LENGTH, HEADS, GROUPS, WIDTH = PROMPT + NEW, 4, 2, 8
 STATE = dict[str, Tensor]
 
@@ -186,13 +186,13 @@ def train_on(job: Any, samples: dict[str, Tensor], layers: list[int]) -> tuple[l
     return [loss for loss, _ in seen], [ratio for _, ratio in seen], float(norm)
 
 
-def digests(exported: STATE) -> dict[str, str]:
-    as_bytes = {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in exported.items()}
-    return {name: hashlib.blake2b(content).hexdigest() for name, content in as_bytes.items()}
-
-
 def loop(
-    policy: str, wrong: bool = False, phases_of: Any = None, prepare: Callable[[Any], None] = id, **options: Any
+    policy: str,
+    wrong: bool = False,
+    phases_of: Any = None,
+    prepare: Callable[[Any], None] = id,
+    rounds: int = ROUNDS,
+    **options: Any,
 ) -> dict[str, Any]:
     """Rounds of export, rollout and training.
 
@@ -214,7 +214,7 @@ def loop(
     (model,) = job.models
     found: dict[str, Any] = {"seen": [], "exports": [], "tokens": [], "freed": []}
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    for number in range(ROUNDS):
+    for number in range(rounds):
         exported = dict(balancer.named_logical_tensors())
         found["exports"].append(digests(exported))
         if wrong:
@@ -250,7 +250,7 @@ def everything(rank: int) -> dict[str, Any]:
     return {
         "static": loop("static"),
         "balanced": loop("incremental"),
-        "wrong": loop("static", wrong=True),
+        "wrong": loop("static", wrong=True, rounds=1),
     }
 
 

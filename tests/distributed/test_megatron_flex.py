@@ -13,10 +13,10 @@ from typing import Any
 import flex_dispatch_double
 import pytest
 import test_megatron_parallelisms as parallelisms
-import torch
+from megatron_jobs import attached
 from ranks import run_ranks
 from test_megatron_overlap import OverlapJob, answer_streams, assert_moved_without_a_change, three, trained
-from test_megatron_stages import attached
+from test_megatron_parallelisms import SmallJob
 
 from eplb_runtime.hosts import AttachError
 
@@ -36,7 +36,7 @@ THREE = {**CASES["deepep"], "moe_router_topk": 3, "bf16": False}
 
 
 def refused() -> str:
-    job = OverlapJob(**CASES["deepep"])
+    job = SmallJob(**CASES["deepep"])
     job.config.moe_flex_dispatcher_backend = "ncclep"
     with pytest.raises(AttachError) as error:
         attached(job, move=False)
@@ -47,12 +47,12 @@ def everything(rank: int) -> dict[str, Any]:
     parallelisms.prepare()
     answer_streams()
     flex_dispatch_double.use()
-    torch._dynamo.config.disable = True  # Megatron compiles its preparation of a dispatch
     results: dict[str, Any] = {
-        case: three(partial(OverlapJob, **options), control=case in CONTROLS) for case, options in CASES.items()
+        case: three(partial(OverlapJob if "overlap" in case else SmallJob, **options), control=case in CONTROLS)
+        for case, options in CASES.items()
     }
     results["said"] = refused()
-    results["three"] = {move: trained(partial(OverlapJob, **THREE), move=move)["seen"] for move in (False, True)}
+    results["three"] = {move: trained(partial(SmallJob, **THREE), move=move)["seen"] for move in (False, True)}
     return results
 
 

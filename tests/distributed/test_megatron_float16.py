@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import test_megatron_parallelisms as parallelisms
 import torch
+from megatron_jobs import EXPERTS, attached, differing, forget_state, whole
 from ranks import run_ranks
 from test_megatron_parallelisms import LAYERS, SmallJob
-from test_megatron_stages import EXPERTS, attached, differing, forget_state, whole
 
 import eplb_runtime as eplb
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
 )
-STEPS = 8
+STEPS = 4
 HALF = {
     "bf16": False,
     "fp16": True,
@@ -91,7 +91,7 @@ def test_steps_are_skipped_while_experts_move_and_no_bit_changes(results: list[d
     static = whole([of_rank[case]["static"] for of_rank in results])
     for of_rank in results:
         skipped = [seen[-1] is None for seen in of_rank[case]["moving"]["seen"]]
-        assert 0 < sum(skipped) < STEPS - 2
+        assert 0 < sum(skipped) <= STEPS - 2
         assert of_rank[case]["moving"]["seen"] == of_rank[case]["static"]["seen"]
         assert of_rank[case]["moving"]["scales"] == of_rank[case]["static"]["scales"]
         assert of_rank[case]["moving"]["moved"] == [LAYERS * EXPERTS] * STEPS

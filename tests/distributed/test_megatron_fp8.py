@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import test_megatron_parallelisms as parallelisms
 import torch
+from megatron_jobs import EXPERTS, attached, batches_of, differing, forget_state, forward_step, whole
 from ranks import run_ranks
 from test_megatron import GroupedLinear
-from test_megatron_parallelisms import LAYERS, SmallJob
-from test_megatron_stages import EXPERTS, STEPS, attached, batches_of, differing, forget_state, forward_step, whole
+from test_megatron_parallelisms import LAYERS, STEPS, SmallJob
 from torch import Tensor
 
 import eplb_runtime as eplb

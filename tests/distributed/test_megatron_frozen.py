@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import test_megatron_parallelisms as parallelisms
 import torch
+from megatron_jobs import EXPERTS, attached, differing, whole
 from ranks import run_ranks
-from test_megatron_parallelisms import LAYERS, SmallJob
-from test_megatron_stages import EXPERTS, STEPS, attached, differing, whole
+from test_megatron_parallelisms import LAYERS, STEPS, SmallJob
 from torch import Tensor, nn
 
 import eplb_runtime as eplb

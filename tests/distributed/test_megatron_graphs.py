@@ -14,18 +14,9 @@ import cuda_graph_double
 import pytest
 import test_megatron_parallelisms as parallelisms
 import torch
+from megatron_jobs import EXPERTS, LENGTH, attached, differing, forget_state, whole
 from ranks import run_ranks
-from test_megatron_parallelisms import LAYERS, SmallJob
-from test_megatron_stages import (
-    EXPERTS,
-    LENGTH,
-    MICRO_BATCHES,
-    STEPS,
-    attached,
-    differing,
-    forget_state,
-    whole,
-)
+from test_megatron_parallelisms import LAYERS, MICRO_BATCHES, SmallJob
 
 import eplb_runtime as eplb
 from eplb_runtime.hosts import AttachError
@@ -33,6 +24,8 @@ from eplb_runtime.hosts import AttachError
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
 )
+STEPS = 3
+"""Graphs are captured after the first, and replayed before and after a move."""
 AUX_LOSS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 CASES: dict[str, dict[str, Any]] = {

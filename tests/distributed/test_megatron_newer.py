@@ -15,9 +15,9 @@ import test_megatron_settings as settings
 import test_megatron_stages as stages
 import torch
 from examples import FOLDER, load_example
+from megatron_jobs import assert_moved_without_a_change, three
 from newer_megatron import NEWER, WHY_NOT, on_newer
 from ranks import run_ranks
-from test_megatron_overlap import assert_moved_without_a_change, three
 
 pytestmark = pytest.mark.skipif(not NEWER.is_dir(), reason=WHY_NOT)
 WAYS = ("distributed optimizer, all-gather", "grouped experts")
@@ -57,11 +57,7 @@ def on_two_ranks(rank: int, folder: str) -> dict[str, Any]:
 
 def on_four_ranks(rank: int) -> dict[str, Any]:
     stages.prepare()
-    return {
-        "static": stages.trained(STAGES, move=False),
-        "moving": stages.trained(STAGES, move=True),
-        "control": stages.trained(STAGES, move=True, spoil=stages.forget_state),
-    }
+    return {STAGES: three(partial(stages.Job, **stages.CASES[STAGES]))}
 
 
 def second_and_third_token() -> dict[str, Any]:
@@ -130,15 +126,7 @@ def test_experts_of_a_layer_that_is_passed_twice_move_and_no_bit_changes(pairs: 
 
 
 def test_experts_of_stages_move_and_no_bit_changes() -> None:
-    results = run_ranks(4, on_newer, on_four_ranks)
-    static, moving, control = (
-        stages.whole([of_rank[which] for of_rank in results]) for which in ("static", "moving", "control")
-    )
-    for of_rank in results:
-        assert of_rank["moving"]["seen"] == of_rank["static"]["seen"]
-        assert of_rank["static"]["moved"] == 0 < of_rank["moving"]["moved"]
-    assert stages.differing(static, moving) == []
-    assert stages.differing(static, control) != []
+    assert_moved_without_a_change(run_ranks(4, on_newer, on_four_ranks), STAGES)
 
 
 def test_a_live_job_and_its_command_line_have_the_same_settings(pairs: list[dict[str, Any]]) -> None:

@@ -1,23 +1,30 @@
 """Megatron-Core's Muon, plain and layer-wise, with every home moved after each step: its own model, schedule,
-DistributedDataParallel and optimizers, 2 ranks that hold half of the experts each (EDP 2: 4 ranks)."""
+DistributedDataParallel and optimizers, 2 ranks that hold half of the experts each."""
 
 from __future__ import annotations
 
 import importlib.util
 import types
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import test_megatron_parallelisms as parallelisms
-import test_megatron_stages as stages
 import torch.distributed as dist
+from megatron_jobs import (
+    assert_moved_without_a_change,
+    assert_read_back,
+    attached,
+    forget_state,
+    leaves_of,
+    nothing,
+    read_back,
+    save_into,
+    trained,
+)
 from newer_megatron import MUON, MUON_VERSION, NEWER, WHY_NOT, on_newer
 from ranks import run_ranks
-from test_megatron_parallelisms import LAYERS, SmallJob
-from test_megatron_stages import EXPERTS, STEPS, Job, attached, differing, forget_state, whole
+from test_megatron_parallelisms import SmallJob
 from torch import Tensor
 
 import eplb_runtime as eplb
@@ -37,10 +44,11 @@ OF_DEEPSEEK = {
     "muon_fp32_matmul_prec": "highest",
     "muon_extra_scale_factor": 0.2,
 }
+LAYER_WISE = "dist_muon"
 CASES: dict[str, dict[str, Any]] = {
     "muon": {"stepped": {"optimizer": "muon", **OF_DEEPSEEK}},
     "muon, float32, products in bfloat16": {"stepped": {"optimizer": "muon"}, "bf16": False},
-    "dist_muon": {"stepped": {"optimizer": "dist_muon", "muon_nesterov": True}},
+    LAYER_WISE: {"stepped": {"optimizer": "dist_muon", "muon_nesterov": True}},
     "layer-wise, gathers overlapped": {
         "stepped": {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True},
         "overlap_grad_reduce": True,
@@ -77,8 +85,6 @@ class WithMuon:
             buffers, and a distributed optimizer steps what is no matrix.
     """
 
-    optimizer: Any
-
     def __init__(self, laid_out: bool = False, **options: Any) -> None:
         import megatron.core.distributed as distributed
 
@@ -89,15 +95,6 @@ class WithMuon:
             super().__init__(distributed=False, moe_router_topk=3, **options)
         finally:
             distributed.DistributedDataParallel = own
-
-    def tensors(self, placement: eplb.Placement | None) -> dict[Any, Tensor]:
-        own = self.optimizer
-        self.optimizer = types.SimpleNamespace(chained_optimizers=leaves_of(own))
-        try:
-            tensors: dict[Any, Tensor] = super().tensors(placement)  # type: ignore[misc]
-            return tensors
-        finally:
-            self.optimizer = own
 
 
 class MuonJob(WithMuon, SmallJob):
@@ -118,33 +115,14 @@ def with_a_layout(config: Any, ddp: Any, module: Any, **options: Any) -> Any:
     return distributed_data_parallel.DistributedDataParallel(config, ddp, module, full_param_layout=layout, **options)
 
 
-def leaves_of(optimizer: Any) -> list[Any]:
-    inside = getattr(optimizer, "chained_optimizers", None)
-    return [optimizer] if inside is None else [leaf for one in inside for leaf in leaves_of(one)]
+def kinds_of(job: MuonJob, *_: Any) -> dict[str, Any]:
+    return {"kinds": {type(leaf.optimizer).__name__ for leaf in leaves_of(job.optimizer)}}
 
 
-def trained(case: str, move: bool, spoil: Callable[[Job, eplb.Balancer], None] = lambda *_: None) -> dict[str, Any]:
-    job = MuonJob(**CASES[case])
-    balancer = attached(job, move)
-    spoil(job, balancer)
-    result = {
-        "seen": job.train(range(STEPS)),
-        "tensors": job.tensors(balancer.placement),
-        "moved": sum(event.moved_experts for event in balancer.events if hasattr(event, "moved_experts")),
-        "placement": balancer.placement.physical_to_logical.tolist(),
-        "kinds": sorted({type(leaf.optimizer).__name__ for leaf in leaves_of(job.optimizer)}),
-    }
-    balancer.close()
-    return result
-
-
-def leave_state(job: Job, balancer: eplb.Balancer) -> None:
-    forget_state(balancer)
-
-
-def clip_by_the_order_of_slots(job: Job, balancer: eplb.Balancer) -> None:
+def clip_by_the_order_of_slots(balancer: eplb.Balancer) -> None:
     """Megatron's own norm."""
-    del job.optimizer.get_grad_norm
+    (optimizer,) = balancer._runtime.registry._optimizers
+    del optimizer._optimizer.get_grad_norm
 
 
 def said(**options: Any) -> str:
@@ -156,73 +134,35 @@ def said(**options: Any) -> str:
 def on_two_ranks(rank: int, folder: str) -> dict[str, Any]:
     parallelisms.prepare()
     gathers_of_any_sizes()
-    results: dict[str, Any] = {"rank": rank}
-    for case in CASES:
+    results: dict[str, Any] = {}
+    for case, options in CASES.items():
+        make = partial(MuonJob, **options)
         results[case] = {
-            "static": trained(case, move=False),
-            "moving": trained(case, move=True),
-            "control": trained(case, move=True, spoil=leave_state),
+            "static": trained(make, move=False, also=kinds_of),
+            "moving": trained(make, move=True, also=save_into(folder) if case == LAYER_WISE else nothing),
+            "control": trained(make, move=True, spoil=forget_state),
         }
-    results["norm"] = trained("dist_muon", move=True, spoil=clip_by_the_order_of_slots)
-    for case in ("muon", "dist_muon"):
-        make = partial(MuonJob, **CASES[case])
-        results[f"{case}, checkpoint"] = stages.saved_and_read_back(Path(folder) / case, make)
+    layer_wise = partial(MuonJob, **CASES[LAYER_WISE])
+    results["norm"] = trained(layer_wise, move=True, spoil=clip_by_the_order_of_slots)
+    results["checkpoint"] = read_back(folder, layer_wise)
     results["said"] = said(stepped={"optimizer": "adaptive_muon"})
     results["said of float32"] = said(stepped={"optimizer": "dist_muon"}, bf16=False)
     return results
 
 
-def on_four_ranks(rank: int) -> dict[str, Any]:
-    """Two ranks hold the same experts."""
-    parallelisms.prepare()
-    gathers_of_any_sizes()
-    return {
-        "muon": {
-            "static": trained("muon", move=False),
-            "moving": trained("muon", move=True),
-            "control": trained("muon", move=True, spoil=leave_state),
-        },
-        "said": said(**CASES["dist_muon"]),
-    }
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("muon")
-    for case in ("muon", "dist_muon"):
-        (folder / case).mkdir()
-    return run_ranks(2, on_newer, on_two_ranks, str(folder))
+    return run_ranks(2, on_newer, on_two_ranks, str(tmp_path_factory.mktemp("muon")))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_experts_move_and_no_bit_changes(results: list[dict[str, Any]], case: str) -> None:
-    assert_moved_without_a_change(results, case)
+    assert assert_moved_without_a_change(results, case) == {"weight", "param", "momentum_buffer"}
+    assert all("TensorParallelMuon" in of_rank[case]["static"]["kinds"] for of_rank in results)
 
 
-def assert_moved_without_a_change(results: list[dict[str, Any]], case: str) -> None:
-    static = whole([of_rank[case]["static"] for of_rank in results])
-    for of_rank in results:
-        assert of_rank[case]["moving"]["seen"] == of_rank[case]["static"]["seen"]
-        assert all(row != sorted(row) for row in of_rank[case]["moving"]["placement"])
-        assert "TensorParallelMuon" in of_rank[case]["moving"]["kinds"]
-    moved = results[0][case]["moving"]["moved"]
-    assert results[0][case]["static"]["moved"] == 0 < moved
-    experts = [key for key in static if key[0] != "dense"]
-    print(f"{case}: {len(experts)} expert tensors, {len(static)} in all, {moved} moves")
-    assert {key[:2] for key in experts} == {(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)}
-    assert {key[3] for key in experts} == {"weight", "param", "momentum_buffer"}
-    assert differing(static, whole([of_rank[case]["moving"] for of_rank in results])) == []
-    assert differing(static, whole([of_rank[case]["control"] for of_rank in results])) != [], "state that stays shows"
-
-
-@pytest.mark.parametrize("case", ["muon", "dist_muon"])
-def test_megatron_alone_reads_what_it_saved_after_moves(results: list[dict[str, Any]], case: str) -> None:
-    saved, before, read = (
-        whole([of_rank[f"{case}, checkpoint"][when] for of_rank in results]) for when in ("saved", "before", "read")
-    )
-    assert all(row != sorted(row) for row in results[0][f"{case}, checkpoint"]["placement"])
-    assert differing(before, saved) != []
-    assert differing(read, saved) == []
+def test_megatron_alone_reads_what_it_saved_after_moves(results: list[dict[str, Any]]) -> None:
+    assert_read_back(results, LAYER_WISE, "checkpoint")
 
 
 def test_other_muons_are_refused(results: list[dict[str, Any]]) -> None:
@@ -236,11 +176,4 @@ def test_layer_wise_float32_which_megatron_cannot_step_is_refused(results: list[
 
 
 def test_control_a_norm_in_the_order_of_slots_shows(results: list[dict[str, Any]]) -> None:
-    assert results[0]["norm"]["seen"] != results[0]["dist_muon"]["static"]["seen"]
-
-
-def test_with_ranks_that_hold_the_same_experts_plain_muon_is_exact_and_layer_wise_is_refused() -> None:
-    results = run_ranks(4, on_newer, on_four_ranks)
-    assert_moved_without_a_change(results, "muon")
-    for of_rank in results:
-        assert "optimizer=dist_muon" in of_rank["said"] and "use_layer_wise" in of_rank["said"]
+    assert results[0]["norm"]["seen"] != results[0][LAYER_WISE]["static"]["seen"]

@@ -4,24 +4,33 @@ and a run that goes on from a checkpoint: 4 ranks, every home moved after each s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import test_megatron_newer_muon as muon
 import test_megatron_parallelisms as parallelisms
 import test_megatron_stages as stages
+from megatron_jobs import (
+    INTERLEAVED,
+    STEPS,
+    assert_moved_without_a_change,
+    attached,
+    forget_state,
+    leaves_of,
+    load,
+    moved_by,
+    save_into,
+    three,
+    trained,
+)
 from newer_megatron import on_newer
 from ranks import run_ranks
-from test_megatron_stages import EXPERTS, STEPS, attached, differing, forget_state, whole
-
-import eplb_runtime as eplb
 
 pytestmark = muon.pytestmark
-DENSE_FIRST = {"moe_layer_freq": [0, 0, 1, 1]}
+DENSE_FIRST = {"num_layers": 2, "moe_layer_freq": [0, 1]}
 STAGED: dict[str, dict[str, Any]] = {
-    "muon, interleaved": {**stages.INTERLEAVED, **muon.CASES["muon"]},
+    "muon, interleaved": {**INTERLEAVED, **muon.CASES["muon"]},
     "dist_muon, a stage without an MoE layer": {**DENSE_FIRST, **muon.CASES["dist_muon"]},
     "laid out, a stage without an MoE layer": {
         **DENSE_FIRST,
@@ -41,63 +50,26 @@ class ScheduledJob(muon.MuonJob):
     def train(self, steps: range) -> list[tuple[Any, ...]]:
         seen = []
         for step in steps:
-            for leaf in muon.leaves_of(self.optimizer):
+            for leaf in leaves_of(self.optimizer):
                 for group in leaf.optimizer.param_groups:
                     group["lr"] = 1e-2 / (1 + step)
             seen += super().train(range(step, step + 1))
         return seen
 
 
-def trained(
-    make: Callable[[], Any], move: bool, spoil: Callable[[eplb.Balancer], None] = lambda _: None, steps: int = STEPS
-) -> dict[str, Any]:
-    job = make()
-    balancer = attached(job, move)
-    spoil(balancer)
-    result = {
-        "seen": job.train(range(steps)),
-        "tensors": job.tensors(balancer.placement),
-        "moved": sum(event.moved_experts for event in balancer.events if hasattr(event, "moved_experts")),
-    }
-    balancer.close()
-    return result
-
-
-def three(make: Callable[[], Any]) -> dict[str, Any]:
-    return {
-        "static": trained(make, move=False),
-        "moving": trained(make, move=True),
-        "control": trained(make, move=True, spoil=forget_state),
-    }
-
-
-def state_of(job: Any, loading: bool) -> dict[str, Any]:
-    metadata = {"singleton_local_shards": False}
-    (model,) = job.models
-    of_model = model.module.sharded_state_dict(metadata=metadata)
-    of_optimizer = job.optimizer.sharded_state_dict(of_model, is_loading=loading, metadata=metadata)
-    return {"model": of_model, "optimizer": of_optimizer}
-
-
-def resumed(folder: Path, make: Callable[[], Any]) -> dict[str, Any]:
+def resumed(folder: str) -> dict[str, Any]:
     """Saved after moves by a job; another one loads, is attached, and goes on with moves of its own."""
-    from megatron.core import dist_checkpointing
-
-    job = make()
-    balancer = attached(job, move=True)
-    seen = job.train(range(STEPS))
-    stages.save(state_of(job, loading=False), folder)
-    balancer.close()
+    make = partial(ScheduledJob, **muon.CASES["muon"])
+    seen = trained(make, move=True, also=save_into(folder))["seen"]
     job = make()
     job.train(range(7, 8))  # Megatron loads what has stepped; all of it is overwritten
-    state = dist_checkpointing.load(state_of(job, loading=True), str(folder))
-    job.models[0].load_state_dict(state["model"])
-    job.optimizer.load_state_dict(state["optimizer"])
+    load(job, folder)
     balancer = attached(job, move=True)
     result = {
         "seen": seen + job.train(range(STEPS, 2 * STEPS)),
         "tensors": job.tensors(balancer.placement),
-        "moved": sum(event.moved_experts for event in balancer.events if hasattr(event, "moved_experts")),
+        "moved": moved_by(balancer),
+        "placement": balancer.placement.physical_to_logical.tolist(),
     }
     balancer.close()
     return result
@@ -106,22 +78,18 @@ def resumed(folder: Path, make: Callable[[], Any]) -> dict[str, Any]:
 def everything(rank: int, folder: str) -> dict[str, Any]:
     stages.prepare()
     muon.gathers_of_any_sizes()
-    results: dict[str, Any] = {
-        case: three(lambda options=options: StagedJob(**options)) for case, options in STAGED.items()
-    }
+    results: dict[str, Any] = {case: three(partial(StagedJob, **options)) for case, options in STAGED.items()}
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
     parallelisms.prepare()
-
-    def make() -> ScheduledJob:
-        return ScheduledJob(**muon.CASES["muon"])
-
+    make = partial(ScheduledJob, **muon.CASES["muon"])
     results[HELD_TWICE] = {
         "static": trained(make, move=False, steps=2 * STEPS),
-        "moving": resumed(Path(folder), make),
+        "moving": resumed(folder),
         "control": trained(make, move=True, spoil=forget_state, steps=2 * STEPS),
     }
+    results["said"] = muon.said(**muon.CASES["dist_muon"])
     return results
 
 
@@ -132,14 +100,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", [*STAGED, HELD_TWICE])
 def test_experts_move_and_no_bit_changes(results: list[dict[str, Any]], case: str) -> None:
-    static = whole([of_rank[case]["static"] for of_rank in results])
+    assert assert_moved_without_a_change(results, case) == {"weight", "param", "momentum_buffer"}
+
+
+def test_layer_wise_muon_is_refused_where_ranks_hold_the_same_experts(results: list[dict[str, Any]]) -> None:
     for of_rank in results:
-        assert of_rank[case]["moving"]["seen"] == of_rank[case]["static"]["seen"]
-    moved = results[0][case]["moving"]["moved"]
-    experts = [key for key in static if key[0] != "dense"]
-    print(f"{case}: {len(experts)} expert tensors, {len(static)} in all, {moved} moves")
-    assert results[0][case]["static"]["moved"] == 0 < moved
-    assert {key[1] for key in experts} == set(range(EXPERTS))
-    assert {key[3] for key in experts} == {"weight", "param", "momentum_buffer"}
-    assert differing(static, whole([of_rank[case]["moving"] for of_rank in results])) == []
-    assert differing(static, whole([of_rank[case]["control"] for of_rank in results])) != [], "state that stays shows"
+        assert "optimizer=dist_muon" in of_rank["said"] and "use_layer_wise" in of_rank["said"]

@@ -9,40 +9,51 @@ stand-in, and CUDA's streams are answered so that all is done when it returns.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import test_megatron_stages as stages
 import torch
+from megatron_jobs import (
+    EXPERTS,
+    STEPS,
+    Job,
+    assert_moved_without_a_change,
+    assert_read_back,
+    attached,
+    forget_state,
+    nothing,
+    read_back,
+    save_into,
+    three,
+    trained,
+)
 from newer_megatron import NEWER, WHY_NOT, on_newer
 from ranks import run_ranks
 from test_megatron import GroupedLinear
 from test_megatron_fp8 import prepare
-from test_megatron_overlap import assert_moved_without_a_change, three, trained
 from test_megatron_parallelisms import SmallJob
-from test_megatron_stages import EXPERTS, STEPS, Job, attached, differing, saved_and_read_back, whole
 from torch import Tensor
 
-import eplb_runtime as eplb
 from eplb_runtime.hosts import AttachError
 
 pytestmark = pytest.mark.skipif(not NEWER.is_dir(), reason=WHY_NOT)
 DELAYED = {"overlap_dispatch_backward_with_experts_wgrad": True}
+RECOMPUTE = "recompute of activations and norms, three experts a token"
+OF_FLOAT16 = "optimizer of float16, shared experts, recompute"
 CASES: dict[str, dict[str, Any]] = {
-    "recompute of activations and norms, three experts a token": {
+    RECOMPUTE: {
         "moe_router_topk": 3,
         "grad_reduce_in_fp32": True,
         "moe_grouped_gemm": True,
         "recompute_granularity": "selective",
         "recompute_modules": ["moe_act", "layernorm"],
     },
-    "optimizer of float16, shared experts, recompute": {
+    OF_FLOAT16: {
         "distributed": False,
         "moe_router_topk": 3,
         "moe_shared_expert_intermediate_size": 32,
@@ -114,50 +125,20 @@ class FusedLinear(GroupedLinear):
 
 
 class Fused:
-    """Experts alone have ``gradient_accumulation_fusion``, which dense layers of a CPU do not know; they are read by
-    layer of the whole model and logical number."""
+    """Experts alone have ``gradient_accumulation_fusion``, which dense layers of a CPU do not know."""
 
     config: Any
-    models: list[Any]
-    optimizer: Any
 
     def __init__(self, gradient_accumulation_fusion: bool = True, **options: Any) -> None:
         super().__init__(**options)
         self.config.gradient_accumulation_fusion = gradient_accumulation_fusion
-
-    def tensors(self, placement: eplb.Placement | None) -> dict[Any, Tensor]:
-        from megatron.core import parallel_state
-
-        leaf_of = {
-            id(parameter): leaf
-            for leaf in self.optimizer.chained_optimizers
-            if not leaf.is_stub_optimizer
-            for parameter in stages.held(leaf)
-        }
-        first = parallel_state.get_expert_model_parallel_rank() * EXPERTS // 2
-        found: dict[Any, Tensor] = {}
-        for row, module in self.layers().items():  # type: ignore[attr-defined]
-            for name, parameter in module.experts.named_parameters():
-                what, here = re.fullmatch(r"(\D+\d\.weight)(\d+)", name).groups()  # type: ignore[union-attr]
-                slot = first + int(here)
-                number = slot if placement is None else int(placement.physical_to_logical[row, slot])
-                found[(row, number, what, "weight")] = parameter
-                leaf = leaf_of.get(id(parameter))
-                if hasattr(leaf, "_get_main_param_and_optimizer_states"):
-                    state = leaf._get_main_param_and_optimizer_states(parameter)  # type: ignore[union-attr]
-                else:
-                    main = getattr(parameter, "main_param", parameter)
-                    state = {"param": main, **leaf.optimizer.state[main]}  # type: ignore[union-attr]
-                found.update({(row, number, what, key): value for key, value in state.items()})
-        found |= self.dense()  # type: ignore[attr-defined]
-        return {key: tensor.detach().clone() for key, tensor in found.items() if torch.is_tensor(tensor)}
 
 
 class WgradJob(Fused, SmallJob):
     """Without pipeline stages."""
 
 
-class StagesJob(Fused, Job):
+class StagesJob(Fused, stages.Job):
     """Of two pipeline stages."""
 
 
@@ -208,11 +189,18 @@ def refused() -> dict[str, str]:
 def on_two_ranks(rank: int, folder: str) -> dict[str, Any]:
     prepare(FusedLinear)
     answer_cuda()
-    results: dict[str, Any] = {case: three(partial(WgradJob, **DELAYED, **options)) for case, options in CASES.items()}
-    options, of_float16 = CASES.values()
-    results["at once"] = trained(partial(WgradJob, **options), move=False)["seen"]
-    results["reduced too early"] = WgradJob(**{**DELAYED, **options}, overlap_grad_reduce=True).train(range(STEPS))
-    results["checkpoint"] = saved_and_read_back(Path(folder), partial(WgradJob, **DELAYED, **of_float16))
+    results: dict[str, Any] = {}
+    for case, options in CASES.items():
+        make = partial(WgradJob, **DELAYED, **options)
+        results[case] = {
+            "static": trained(make, move=False),
+            "moving": trained(make, move=True, also=save_into(folder) if case == OF_FLOAT16 else nothing),
+            "control": trained(make, move=True, spoil=forget_state),
+        }
+    results["at once"] = trained(partial(WgradJob, **CASES[RECOMPUTE]), move=False)["seen"]
+    early = WgradJob(**{**DELAYED, **CASES[RECOMPUTE]}, overlap_grad_reduce=True)
+    results["reduced too early"] = early.train(range(STEPS))
+    results["checkpoint"] = read_back(folder, partial(WgradJob, **DELAYED, **CASES[OF_FLOAT16]))
     results["refused"] = refused()
     return results
 
@@ -221,7 +209,7 @@ def on_four_ranks(rank: int) -> dict[str, Any]:
     stages.prepare()
     prepare(FusedLinear)
     answer_cuda()
-    return {STAGES: three(partial(StagesJob, **DELAYED))}
+    return {STAGES: three(partial(StagesJob, **DELAYED, num_layers=2))}
 
 
 @pytest.fixture(scope="module")
@@ -240,16 +228,11 @@ def test_experts_of_stages_move_and_no_bit_changes() -> None:
 
 def test_the_trajectory_is_that_of_gradients_computed_at_once(results: list[dict[str, Any]]) -> None:
     for of_rank in results:
-        assert of_rank[next(iter(CASES))]["static"]["seen"] == of_rank["at once"]
+        assert of_rank[RECOMPUTE]["static"]["seen"] == of_rank["at once"]
 
 
 def test_megatron_alone_reads_what_it_saved_after_moves(results: list[dict[str, Any]]) -> None:
-    saved, before, read = (
-        whole([of_rank["checkpoint"][when] for of_rank in results]) for when in ("saved", "before", "read")
-    )
-    assert all(row != sorted(row) for row in results[0]["checkpoint"]["placement"])
-    assert differing(before, saved) != []
-    assert differing(read, saved) == []
+    assert_read_back(results, OF_FLOAT16, "checkpoint")
 
 
 def test_reductions_that_do_not_wait_are_wrong_in_megatron_itself(results: list[dict[str, Any]]) -> None:

@@ -9,30 +9,27 @@ TransformerEngine's, and have a stand-in.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import cuda_graph_double
 import fused_permutation_double
+import megatron_jobs as jobs
 import pytest
 import test_megatron_parallelisms as parallelisms
 import test_megatron_stages as stages
 import torch
+from megatron_jobs import INTERLEAVED, STEPS, assert_moved_without_a_change, forward_step, three, trained
 from ranks import run_ranks
 from test_megatron import GroupedLinear
-from test_megatron_fp8 import QuantizedJob, prepare
+from test_megatron_fp8 import prepare
 from test_megatron_graphs import capture
 from test_megatron_parallelisms import SmallJob
-from test_megatron_stages import EXPERTS, LENGTH, STEPS, Job, attached, differing, forget_state, whole
 from torch import Tensor
 
-import eplb_runtime as eplb
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
-)
+__all__ = ["trained"]  # which tests beside this one have from here
+pytestmark = jobs.needs_megatron
 OVERLAP = {"overlap_moe_expert_parallel_comm": True, "moe_router_topk": 3}
 CASES: dict[str, dict[str, Any]] = {
     "gathers and reductions beside": {**OVERLAP, "overlap_grad_reduce": True, "overlap_param_gather": True},
@@ -49,8 +46,7 @@ GRAPHED = {
     "cuda_graph_impl": "transformer_engine",
     "cuda_graph_scope": ["attn", "moe_router", "moe_preprocess"],
 }
-INTERLEAVED = {**stages.INTERLEAVED, **OVERLAP, "num_layers": 4}
-SECOND_TOKEN = {**INTERLEAVED, "mtp_num_layers": 1, "moe_permute_fusion": True, "distributed": False}
+SECOND_TOKEN = {**INTERLEAVED, **OVERLAP, "mtp_num_layers": 1, "moe_permute_fusion": True, "distributed": False}
 
 
 class Later(torch.autograd.Function):
@@ -121,25 +117,15 @@ def answer_streams() -> None:
     torch.Tensor.record_stream = lambda *_: None
 
 
-def forward_step(batches: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Callable[[Tensor], Any]]:
-    """As of the stages; asked for a plan, what Megatron's schedule runs piece by piece."""
-    ids = next(batches)
-    positions = torch.arange(LENGTH).expand_as(ids)
-    causal = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
-    run = model.build_schedule_plan if return_schedule_plan else model
-    output = run(input_ids=ids, position_ids=positions, attention_mask=causal, labels=ids)
-
-    def loss_of(output: Tensor) -> tuple[Tensor, Tensor]:
-        loss = output.float().mean()
-        return loss, loss.detach()
-
-    return output, loss_of
-
-
 class OverlapJob(SmallJob):
     def train(self, steps: range) -> list[tuple[Any, ...]]:
-        stages.forward_step = forward_step  # type: ignore[assignment]
-        return Job.train(self, steps)
+        return self.train_by(forward_step, steps)
+
+
+class StagesJob(stages.Job):
+    """Of two pipeline stages."""
+
+    train = OverlapJob.train
 
 
 class GraphedJob(OverlapJob):
@@ -151,47 +137,18 @@ class GraphedJob(OverlapJob):
         return seen + super().train(steps[1:])
 
 
-class DelayedJob(OverlapJob, QuantizedJob):
-    """Its experts are `DelayedLinear`."""
-
-
-def interleaved(options: dict[str, Any]) -> Job:
-    stages.forward_step = forward_step  # type: ignore[assignment]
-    return Job(**options)
-
-
-def trained(make: Callable[[], Job], move: bool, spoil: Callable[[eplb.Balancer], None] = lambda _: None) -> Any:
-    job = make()
-    balancer = attached(job, move)
-    spoil(balancer)
-    result = {
-        "seen": job.train(range(STEPS)),
-        "tensors": job.tensors(balancer.placement),
-        "moved": sum(event.moved_experts for event in balancer.events if hasattr(event, "moved_experts")),
-        "placement": balancer.placement.physical_to_logical.tolist(),
-    }
-    balancer.close()
-    return result
-
-
-def three(make: Callable[[], Job], control: bool = True) -> dict[str, Any]:
-    """Trainings without moves, with moves, and, where asked for, with state that stays behind."""
-    results = {"static": trained(make, move=False), "moving": trained(make, move=True)}
-    return {**results, "control": trained(make, move=True, spoil=forget_state)} if control else results
-
-
 def on_two_ranks(rank: int) -> dict[str, Any]:
     parallelisms.prepare()
     answer_streams()
     results: dict[str, Any] = {case: three(partial(OverlapJob, **options)) for case, options in CASES.items()}
-    results["one after another"] = OverlapJob(**{**CASES["gathers and reductions beside"], **ALONE}).train(range(STEPS))
+    results["one after another"] = OverlapJob(**{**CASES["gathers and reductions beside"], **ALONE}).train(range(1))
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 
     RowParallelLinear.backward_dw = lambda _: None  # type: ignore[attr-defined]  # as ColumnParallelLinear's
     cuda_graph_double.install()
-    results["graphs"] = three(partial(GraphedJob, **GRAPHED))
+    results["graphs"] = three(partial(GraphedJob, **GRAPHED), steps=STEPS + 1)  # replayed before and after a move
     prepare(DelayedLinear)
-    results["delayed"] = three(partial(DelayedJob, **DELAYED))
+    results["delayed"] = three(partial(OverlapJob, **DELAYED))
     return results
 
 
@@ -203,8 +160,8 @@ def on_four_ranks(rank: int) -> dict[str, Any]:
     torch.arange = megatron_cpu._on_cpu(torch.arange)
     fused_permutation_double.use()
     return {
-        "interleaved": three(partial(interleaved, INTERLEAVED)),
-        "second token": three(partial(interleaved, SECOND_TOKEN), control=False),
+        "interleaved": three(partial(StagesJob, **INTERLEAVED, **OVERLAP)),
+        "second token": three(partial(StagesJob, **SECOND_TOKEN), control=False),
     }
 
 
@@ -228,18 +185,3 @@ def test_experts_of_interleaved_stages_move_and_no_bit_changes() -> None:
     results = run_ranks(4, on_four_ranks)
     assert_moved_without_a_change(results, "interleaved")
     assert_moved_without_a_change(results, "second token")
-
-
-def assert_moved_without_a_change(results: list[dict[str, Any]], case: str) -> None:
-    static = whole([of_rank[case]["static"] for of_rank in results])
-    for of_rank in results:
-        assert of_rank[case]["moving"]["seen"] == of_rank[case]["static"]["seen"]
-        assert all(row != sorted(row) for row in of_rank[case]["moving"]["placement"])
-    moved = results[0][case]["moving"]["moved"]
-    assert results[0][case]["static"]["moved"] == 0 < moved
-    experts = [key for key in static if key[0] != "dense"]
-    print(f"{case}: {len(experts)} expert tensors, {len(static)} in all, {moved} moves")
-    assert {key[1] for key in experts} == set(range(EXPERTS))
-    assert differing(static, whole([of_rank[case]["moving"] for of_rank in results])) == []
-    if "control" in results[0][case]:
-        assert differing(static, whole([of_rank[case]["control"] for of_rank in results])) != [], "state that stays"

@@ -6,38 +6,38 @@ What frees and loads is written anew here, by what verl's functions do to Megatr
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import megatron_jobs as jobs
 import pytest
 import torch
-from examples import FOLDER, load_example
+import torch.distributed as dist
+from megatron_jobs import (
+    STEPS,
+    assert_moved_without_a_change,
+    attached,
+    differing,
+    forget_state,
+    leaves_of,
+    moved_by,
+    trained,
+    whole,
+)
 from ranks import run_ranks
 from torch import Tensor
 
 import eplb_runtime as eplb
-from eplb_runtime.planner.shuffle import plan_shuffle
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
-)
-STEPS, EXPERTS, LAYERS = 3, 8, 2
+pytestmark = jobs.needs_megatron
+DISTRIBUTED, OF_FLOAT16 = "distributed optimizer", "optimizer of float16"
+OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 CASES: dict[str, dict[str, Any]] = {
-    "distributed optimizer": {},
-    "distributed optimizer, parameters gathered beside": {"overlap": True},
-    "optimizer of float16": {"distributed": False},
+    DISTRIBUTED: {},
+    "distributed optimizer, parameters gathered beside": OVERLAPPED,
+    OF_FLOAT16: {"distributed": False},
 }
-
-
-def prepare() -> None:
-    if str(FOLDER) not in sys.path:
-        sys.path.insert(0, str(FOLDER))
-    load_example("megatron_gpt")
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
 
 
 class Phases:
@@ -98,81 +98,23 @@ class Phases:
             old.fill_(float("nan"))  # who keeps the old memory trains with it
 
 
-def attached(case: str, move: bool, interval: int = 1) -> tuple[Any, Any, eplb.Balancer]:
-    ours = load_example("megatron_gpt")
-    model, optimizer = ours.wrapped(ours.model_of(moe_router_topk=3), **CASES[case])
-    config = eplb.BalancerConfig(
-        interval=interval,
-        gate="always",
-        policy="incremental" if move else "static",
-        migration=eplb.MigrationConfig(lag=0),
-    )
-    balancer = eplb.attach([model], optimizer, config=config)
-    if move:
-        balancer._wait_until_compiled()
-        balancer._plan_with(plan_shuffle)
-    return model, optimizer, balancer
+class FreedJob(jobs.Job):
+    """Its weights, gradients and state are freed and loaded after each step."""
+
+    freed = 0
+
+    def train(self, steps: range) -> list[tuple[Any, ...]]:
+        phases, seen = Phases(self.models[0], self.optimizer), []
+        for step in steps:
+            seen += super().train(range(step, step + 1))
+            phases.free()
+            phases.load()
+        self.freed += phases.freed
+        return seen
 
 
-def moved_by(balancer: eplb.Balancer) -> int:
-    return sum(event.moved_experts for event in balancer.events if hasattr(event, "moved_experts"))
-
-
-def trained(case: str, move: bool, phases: bool, spoil: Callable[[eplb.Balancer], None] = lambda _: None) -> Any:
-    model, optimizer, balancer = attached(case, move)
-    spoil(balancer)
-    between, seen = Phases(model, optimizer), []
-    for step in range(STEPS):
-        seen += load_example("megatron_gpt").train(model, optimizer, [step])
-        if phases:
-            between.free()
-            between.load()
-    if model.ddp_config.overlap_param_gather:
-        model.start_param_sync(force_sync=True)
-    result = {
-        "seen": seen,
-        "tensors": tensors_of(model, optimizer, balancer.placement),
-        "moved": moved_by(balancer),
-        "freed": between.freed,
-    }
-    balancer.close()
-    return result
-
-
-def tensors_of(model: Any, optimizer: Any, placement: eplb.Placement) -> dict[Any, Tensor]:
-    """All that this rank trains, read from Megatron's objects; experts by layer and logical number."""
-    import torch.distributed as dist
-
-    found: dict[Any, Tensor] = {}
-    layers = [module for module in model.modules() if type(module).__name__ == "MoELayer"]
-    for row, module in enumerate(layers):
-        for slot, expert in enumerate(module.experts.local_experts, start=dist.get_rank() * EXPERTS // 2):
-            number = int(placement.physical_to_logical[row, slot])
-            for name, parameter in expert.named_parameters():
-                found[(row, number, name, "weight")] = parameter
-                for what, value in kept(optimizer, parameter).items():
-                    found[(row, number, name, what)] = value
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if ".experts." not in name and torch.is_tensor(tensor):
-            found[("dense", name)] = tensor
-    return {key: tensor.detach().clone() for key, tensor in found.items()}
-
-
-def kept(optimizer: Any, parameter: Tensor) -> dict[str, Tensor]:
-    for leaf in optimizer.chained_optimizers:
-        if leaf.is_stub_optimizer:
-            continue
-        if hasattr(leaf, "model_param_group_index_map"):
-            if parameter in leaf.model_param_group_index_map:
-                return dict(leaf._get_main_param_and_optimizer_states(parameter))
-        elif any(parameter is one for group in leaf.float16_groups for one in group):
-            return {"param": parameter.main_param, **leaf.optimizer.state[parameter.main_param]}
-    raise KeyError
-
-
-def forget_state(balancer: eplb.Balancer) -> None:
-    """Weights move, and what their optimizer keeps stays."""
-    balancer._runtime.registry._optimizers.clear()
+def maker(case: str, kind: type[jobs.Job] = jobs.Job) -> Callable[[], Any]:
+    return partial(kind, num_layers=2, moe_router_topk=3, **CASES[case])
 
 
 def remember_state(balancer: eplb.Balancer) -> None:
@@ -191,14 +133,12 @@ def remember_state(balancer: eplb.Balancer) -> None:
 
 def decided_without_memory(guard: str, ranks: tuple[int, ...]) -> dict[str, Any]:
     """What a decision says while weights have no memory on some ranks, and whether training goes on."""
-    import torch.distributed as dist
-
-    model, optimizer, balancer = attached("distributed optimizer", move=True, interval=2)
+    job = maker(DISTRIBUTED)()
+    balancer = attached(job, move=True, interval=2)
     if guard == "off":
         balancer._guard._mode = "off"
-    phases = Phases(model, optimizer)
-    ours = load_example("megatron_gpt")
-    ours.train(model, optimizer, range(1))
+    phases = Phases(job.models[0], job.optimizer)
+    job.train(range(1))
     before, epoch, events = moved_by(balancer), balancer.placement.epoch, len(list(balancer.events))
     if dist.get_rank() in ranks:
         phases.free()
@@ -207,41 +147,41 @@ def decided_without_memory(guard: str, ranks: tuple[int, ...]) -> dict[str, Any]
         phases.load()
     said = [repr(event) for event in list(balancer.events)[events:]]
     same = balancer.placement.epoch == epoch and moved_by(balancer) == before
-    ours.train(model, optimizer, range(1, 4))
+    job.train(range(1, 4))
     later = moved_by(balancer)
     balancer.close()
     return {"moved": ours_moved, "same": same, "said": said, "later": later - before}
 
 
-def not_resizable() -> tuple[int, int]:
-    """Number of parameters whose storage torch lets nobody resize after attach and a move, and of all."""
-    model, optimizer, balancer = attached("optimizer of float16", move=True)
-    load_example("megatron_gpt").train(model, optimizer, range(2))
-    found = [parameter.untyped_storage().resizable() for parameter in model.parameters()]
-    found += list(resizable_state(optimizer))
-    balancer.close()
-    return found.count(False), len(found)
+def not_resizable(job: jobs.Job, _: eplb.Balancer) -> dict[str, Any]:
+    """Number of parameters and of state whose storage torch lets nobody resize after attach and moves, and of all."""
+    found = [parameter.untyped_storage().resizable() for model in job.models for parameter in model.parameters()]
+    found += list(resizable_state(job.optimizer))
+    return {"not resizable": (found.count(False), len(found))}
 
 
 def resizable_state(optimizer: Any) -> Iterator[bool]:
-    for leaf in optimizer.chained_optimizers:
+    for leaf in leaves_of(optimizer):
         for state in leaf.optimizer.state.values():
             yield from (value.untyped_storage().resizable() for value in state.values())
 
 
+def number_freed(job: FreedJob, _: eplb.Balancer) -> dict[str, Any]:
+    return {"freed": job.freed}
+
+
 def everything(rank: int) -> dict[str, Any]:
-    prepare()
+    jobs.prepare()
     results: dict[str, Any] = {}
     for case in CASES:
         results[case] = {
-            "static": trained(case, move=False, phases=False),
-            "static, freed": trained(case, move=False, phases=True),
-            "moving, freed": trained(case, move=True, phases=True),
+            "static": trained(maker(case), move=False),
+            "moving": trained(maker(case, FreedJob), move=True, also=number_freed),
         }
-    first = next(iter(CASES))
-    results["state stays"] = trained(first, move=True, phases=True, spoil=forget_state)
-    results["state is remembered"] = trained(first, move=True, phases=True, spoil=remember_state)
-    results["not resizable"] = not_resizable()
+    freed = maker(DISTRIBUTED, FreedJob)
+    results["state stays"] = trained(freed, move=True, spoil=forget_state)
+    results["state is remembered"] = trained(freed, move=True, spoil=remember_state)
+    results["of float16"] = trained(maker(OF_FLOAT16), move=True, steps=1, also=not_resizable)
     for guard in ("on", "off"):
         for ranks in ((0, 1), (1,)):
             results[f"{guard} {ranks}"] = decided_without_memory(guard, ranks)
@@ -253,45 +193,22 @@ def results() -> list[dict[str, Any]]:
     return run_ranks(2, everything)
 
 
-def whole(of_ranks: list[dict[str, Any]]) -> dict[Any, Tensor]:
-    """All tensors of the job. Those that several ranks have must be the same on them."""
-    found: dict[Any, Tensor] = {}
-    for of_rank in of_ranks:
-        for key, tensor in of_rank["tensors"].items():
-            assert torch.equal(found.setdefault(key, tensor), tensor), key
-    return found
-
-
-def differing(some: dict[Any, Tensor], others: dict[Any, Tensor]) -> list[Any]:
-    assert some.keys() == others.keys()
-    return [key for key in some if not torch.equal(some[key], others[key])]
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_experts_move_between_phases_that_free_all_and_no_bit_changes(results: list[dict[str, Any]], case: str) -> None:
-    static, freed, moving = (
-        whole([of_rank[case][which] for of_rank in results]) for which in ("static", "static, freed", "moving, freed")
-    )
+    assert assert_moved_without_a_change(results, case) >= {"weight", "param", "exp_avg", "exp_avg_sq"}
     for of_rank in results:
-        assert of_rank[case]["moving, freed"]["seen"] == of_rank[case]["static"]["seen"]
-        assert of_rank[case]["moving, freed"]["freed"] >= 2 * STEPS
-    moved = results[0][case]["moving, freed"]["moved"]
-    experts = [key for key in static if key[0] != "dense"]
-    print(f"{case}: {len(experts)} expert tensors, {len(static)} in all, {moved} moves")
-    assert results[0][case]["static"]["moved"] == 0 < moved
-    assert {key[:2] for key in experts} == {(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)}
-    assert differing(static, freed) == [] and differing(static, moving) == []
+        assert of_rank[case]["moving"]["freed"] >= 2 * STEPS
 
 
 @pytest.mark.parametrize("control", ["state stays", "state is remembered"])
 def test_control_state_that_is_left_behind_shows(results: list[dict[str, Any]], control: str) -> None:
-    static = whole([of_rank[next(iter(CASES))]["static"] for of_rank in results])
+    static = whole([of_rank[DISTRIBUTED]["static"] for of_rank in results])
     assert differing(static, whole([of_rank[control] for of_rank in results])) != []
 
 
 def test_parameters_and_state_stay_resizable(results: list[dict[str, Any]]) -> None:
     for of_rank in results:
-        fixed, of_all = of_rank["not resizable"]
+        fixed, of_all = of_rank["of float16"]["not resizable"]
         assert fixed == 0 < of_all
 
 

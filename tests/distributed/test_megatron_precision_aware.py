@@ -16,10 +16,9 @@ import fused_adam_double
 import pytest
 import test_megatron_parallelisms as parallelisms
 import torch
-import torch.distributed as dist
+from megatron_jobs import EXPERTS, attached, differing, forget_state, held, save, whole
 from ranks import run_ranks
-from test_megatron_parallelisms import LAYERS, SmallJob
-from test_megatron_stages import EXPERTS, STEPS, attached, differing, forget_state, held, save, whole
+from test_megatron_parallelisms import LAYERS, STEPS, SmallJob
 from torch import Tensor
 
 import eplb_runtime as eplb
@@ -76,18 +75,11 @@ class AwareJob(SmallJob):
                     given = leaf.optimizer.param_groups[group]["params"][place]
                     begin = leaf._get_model_param_range_map(parameter)["param"].start
                     for key, value in leaf.optimizer.state[given].items():
-                        for at, element in self.by_element(value, begin):
-                            found[(row, number, name, key, at)] = element
+                        found[(row, number, name, key, begin)] = value
                         if key in leaf.optimizer._scales.get(given, {}):
                             found[(row, number, name, f"scale of {key}")] = leaf.optimizer._scales[given][key]
         found |= self.dense()
         return {key: tensor.detach().clone() for key, tensor in found.items() if torch.is_tensor(tensor)}
-
-    def by_element(self, value: Tensor, begin: int) -> list[tuple[int, Tensor]]:
-        """A range of an expert: whole, or one number at a time where other ranks keep others of it."""
-        if dist.get_world_size() == 2:
-            return [(begin, value)]
-        return [(begin + place, number) for place, number in enumerate(value)]
 
 
 def trained(case: str, move: bool, spoil: Callable[[eplb.Balancer], None] = lambda _: None) -> dict[str, Any]:
@@ -195,10 +187,19 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(2, on_two_ranks, str(tmp_path_factory.mktemp("precision aware")))
 
 
+def joined(tensors: dict[Any, Tensor]) -> dict[Any, Tensor]:
+    """State of whole experts, of which ranks that hold the same keep other parts wherever the expert is."""
+    parts: dict[Any, list[Tensor]] = {}
+    for key in sorted(key for key in tensors if len(key) == 5):
+        parts.setdefault(key[:4], []).append(tensors[key])
+    rest = {key: tensor for key, tensor in tensors.items() if len(key) != 5}
+    return {**rest, **{key: torch.cat(of_expert) for key, of_expert in parts.items()}}
+
+
 def assert_equal(static: list[dict[str, Any]], moving: list[dict[str, Any]]) -> None:
     assert [one["seen"] for one in static] == [one["seen"] for one in moving]
     assert static[0]["moved"] == 0 < moving[0]["moved"]
-    all_static, all_moving = whole(static), whole(moving)
+    all_static, all_moving = joined(whole(static)), joined(whole(moving))
     experts = [key for key in all_static if key[0] != "dense"]
     print(f"{len(experts)} tensors of experts, {moving[0]['moved']} moves")
     assert {key[:2] for key in experts} == {(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)}

@@ -17,10 +17,10 @@ import pytest
 import test_megatron_graphs as graphs
 import test_megatron_parallelisms as parallelisms
 import torch
+from megatron_jobs import EXPERTS, Job, attached, forget_state, whole
 from ranks import run_ranks
 from test_megatron_overlap import answer_streams
-from test_megatron_parallelisms import LAYERS, SmallJob
-from test_megatron_stages import EXPERTS, STEPS, Job, attached, forget_state, whole
+from test_megatron_parallelisms import LAYERS, STEPS, SmallJob
 from torch import Tensor
 
 import eplb_runtime as eplb
@@ -96,7 +96,6 @@ def everything(rank: int) -> dict[str, Any]:
     answer_streams()
     flex_dispatch_double.use()
     cuda_graph_double.install()
-    torch._dynamo.config.disable = True  # Megatron compiles its preparation of a dispatch
     compute_in_float64()
     return {
         case: {
