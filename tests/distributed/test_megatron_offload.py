@@ -43,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     MASTERS: {"fraction": 0.5},
     "masters, all in host memory": {"fraction": 1.0, "overlap": True},
     "precision-aware, all on the device": {"fraction": 0.0, "aware": True},
-    AWARE_HALF: {"fraction": 0.5, "overlap": True, "aware": True, "moe_router_topk_scaling_factor": 32.0},
+    AWARE_HALF: {"fraction": 0.5, "overlap": True, "aware": True},
     "precision-aware, all in host memory, weights freed between steps": {
         "fraction": 1.0,
         "aware": True,
