@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -32,11 +33,12 @@ def checked_load(load: ArrayLike, name: str = "load") -> NDArray[np.float64]:
     """
     if isinstance(load, np.ma.MaskedArray) and np.ma.is_masked(load):
         raise PlanError(f"{name} has masked entries: fill them in (.filled(0) where nothing was counted)")
+    numbers: Any = load
     try:
-        if hasattr(load, "detach"):
-            load = load.detach().cpu()
-            load = load.double() if load.is_floating_point() else load  # NumPy has no bfloat16
-        array = np.asarray(load)
+        if hasattr(numbers, "detach"):
+            numbers = numbers.detach().cpu()
+            numbers = numbers.double() if numbers.is_floating_point() else numbers  # NumPy has no bfloat16
+        array = np.asarray(numbers)
         if array.dtype.kind == "c":
             raise TypeError
         array = array.astype(np.float64, order="C")  # sums add up in the order in which numbers lie
