@@ -38,6 +38,7 @@ def run_cases(rank: int, name: str, backend: str, device_of: Callable[[int], tor
         transport = TRANSPORTS[name](group, backend, device, TIMEOUT)
         try:
             transport.warm_up(soon())
+            arrived(rank, case.__name__)
             case(rank, transport)
             said[case.__name__] = ""
         except BaseException:
@@ -46,6 +47,13 @@ def run_cases(rank: int, name: str, backend: str, device_of: Callable[[int], tor
         transport.close()
         give_back(group)
     return said
+
+
+def arrived(rank: int, case: str) -> None:
+    """Wait for the other ranks: a case may abort, of which one that is still warming up would hear."""
+    tell(f"{case} {rank}")
+    for other in others(rank):
+        hear(f"{case} {other}")
 
 
 def group_of_all(rank: int, backend: str, name: str) -> dist.ProcessGroup:

@@ -21,6 +21,9 @@ from .types import PlanError, PlanRequest
 
 FloatArray = NDArray[np.float64]
 
+NOISE = 1.0
+"""A layer's gain must be so many times the standard error of its mean over the scenarios."""
+
 
 def checked_sources(sources: ArrayLike, layers: int, experts: int, topology: Topology) -> FloatArray:
     """float64 ``[L, N, E]``: the share of each expert's tokens that comes from each node; alike where none came.
@@ -117,3 +120,34 @@ def _computed(load: FloatArray, placement: Placement) -> list[FloatArray]:
         computed_ER[expert, tables.rank_LEC[layer, expert, copy]] = tokens
         result.append(computed_ER)
     return result
+
+
+def gain_and_noise(
+    request: PlanRequest, current: Placement, other: Placement
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return what each layer gains from ``other``, mean over the scenarios, and how much of that may be noise.
+
+    Returns:
+        float64 ``[L]`` each; by the splitter itself.
+    """
+    gain_WL = worth_by_scenario(request, current) - worth_by_scenario(request, other)
+    if len(gain_WL) == 1 or request.declared:
+        return gain_WL.mean(axis=0), np.zeros(gain_WL.shape[1])
+    return gain_WL.mean(axis=0), NOISE * gain_WL.std(axis=0, ddof=1) / np.sqrt(len(gain_WL))
+
+
+def where_it_pays(request: PlanRequest, current: Placement, other: Placement) -> Placement:
+    """Return ``other`` in the layers that gain more than noise, and ``current`` in the rest."""
+    gain_L, noise_L = gain_and_noise(request, current, other)
+    return choose((gain_L > 0) & (gain_L > noise_L), other, current)
+
+
+def choose(first_L: NDArray[np.bool_], one: Placement, other: Placement) -> Placement:
+    """Return layers of ``one`` where ``first_L`` (bool ``[L]``) holds, of ``other`` elsewhere; both of one layout."""
+    if not first_L.any():
+        return other
+    slots = np.where(first_L[:, None], one.physical_to_logical, other.physical_to_logical)
+    home = None
+    if one.home is not None and other.home is not None:
+        home = np.where(first_L[:, None], one.home, other.home)
+    return Placement(slots, one.num_experts, one.num_ranks, home, other.epoch)

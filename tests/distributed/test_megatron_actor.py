@@ -2,7 +2,7 @@
 ranks), rollouts by Transformers' ``generate`` from exported weights while the actor's memory is freed, replayed and
 declared routing, a loss as GRPO's by Megatron's own schedule. Fixed and balanced, to the bit.
 
-What frees and loads is of `test_megatron_phases`, the job of `test_megatron_stages`; Megatron's weights are brought
+What frees and loads is of `test_megatron_phases`, the job of `megatron_jobs`; Megatron's weights are brought
 into a Mixtral here.
 """
 
@@ -30,7 +30,7 @@ STATE = dict[str, Tensor]
 
 def job_of(**options: Any) -> Any:
     """Megatron's own modules in the form of a Mixtral, in float32 unless the options say otherwise."""
-    import test_megatron_stages as stages
+    import megatron_jobs as jobs
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.gpt import GPTModel
@@ -40,7 +40,7 @@ def job_of(**options: Any) -> Any:
 
     RouterReplay.clear_global_router_replay_instances()
 
-    class Actor(stages.Job):
+    class Actor(jobs.Job):
         def _chunk(self, number: int, chunks: int, ddp: Any, share: bool) -> Any:
             spec = get_gpt_decoder_block_spec(self.config, use_transformer_engine=False, normalization="RMSNorm")
             stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -48,7 +48,7 @@ def job_of(**options: Any) -> Any:
             model = GPTModel(
                 self.config,
                 spec,
-                vocab_size=stages.VOCABULARY,
+                vocab_size=jobs.VOCABULARY,
                 max_sequence_length=LENGTH,
                 pre_process=parallel_state.is_pipeline_first_stage(),
                 post_process=parallel_state.is_pipeline_last_stage(),
@@ -57,7 +57,7 @@ def job_of(**options: Any) -> Any:
             )
             for name, parameter in model.named_parameters():
                 place = 2 * stage + parallel_state.get_expert_model_parallel_rank() * (".experts." in name)
-                generator = torch.Generator().manual_seed(stages.hash_of(name) + place)
+                generator = torch.Generator().manual_seed(jobs.hash_of(name) + place)
                 if "norm" not in name:
                     parameter.data.normal_(std=0.3, generator=generator)
             return DistributedDataParallel(
@@ -76,17 +76,17 @@ def job_of(**options: Any) -> Any:
 
 
 def rollout_model() -> Any:
-    import test_megatron_stages as stages
+    import megatron_jobs as jobs
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
-        vocab_size=stages.VOCABULARY,
-        hidden_size=stages.HIDDEN,
-        intermediate_size=stages.HIDDEN,
+        vocab_size=jobs.VOCABULARY,
+        hidden_size=jobs.HIDDEN,
+        intermediate_size=jobs.HIDDEN,
         num_hidden_layers=4,
         num_attention_heads=HEADS,
         num_key_value_heads=GROUPS,
-        num_local_experts=stages.EXPERTS,
+        num_local_experts=jobs.EXPERTS,
         num_experts_per_tok=2,
         rms_norm_eps=1e-5,
         sliding_window=None,
@@ -200,7 +200,7 @@ def loop(
         wrong: the engine gets experts 0 and 1 of a layer in each other's place.
         phases_of: what frees and loads a model and its optimizer; those of `test_megatron_phases` otherwise.
         prepare: called with the balancer.
-        options: as of `test_megatron_stages.Job`.
+        options: as of `megatron_jobs.Job`.
     """
     from megatron.core import parallel_state
     from test_megatron_phases import Phases
@@ -244,9 +244,9 @@ def loop(
 
 
 def everything(rank: int) -> dict[str, Any]:
-    import test_megatron_stages as stages
+    import megatron_jobs as jobs
 
-    stages.prepare()
+    jobs.prepare(pipeline_model_parallel_size=2)
     return {
         "static": loop("static"),
         "balanced": loop("incremental"),

@@ -7,10 +7,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import megatron_jobs as jobs
 import pytest
 import test_megatron_newer_muon as muon
 import test_megatron_parallelisms as parallelisms
-import test_megatron_stages as stages
 from megatron_jobs import (
     INTERLEAVED,
     STEPS,
@@ -40,7 +40,7 @@ STAGED: dict[str, dict[str, Any]] = {
 HELD_TWICE = "muon, EP 2 x EDP 2"
 
 
-class StagedJob(muon.WithMuon, stages.Job):
+class StagedJob(muon.WithMuon, jobs.Job):
     """PP 2 x EP 2."""
 
 
@@ -76,7 +76,7 @@ def resumed(folder: str) -> dict[str, Any]:
 
 
 def everything(rank: int, folder: str) -> dict[str, Any]:
-    stages.prepare()
+    jobs.prepare(pipeline_model_parallel_size=2)
     muon.gathers_of_any_sizes()
     results: dict[str, Any] = {case: three(partial(StagedJob, **options)) for case, options in STAGED.items()}
     from megatron.core import parallel_state

@@ -15,8 +15,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import megatron_jobs as jobs
 import pytest
-import test_megatron_stages as stages
 import torch
 from megatron_jobs import (
     EXPERTS,
@@ -138,7 +138,7 @@ class WgradJob(Fused, SmallJob):
     """Without pipeline stages."""
 
 
-class StagesJob(Fused, stages.Job):
+class StagesJob(Fused, jobs.Job):
     """Of two pipeline stages."""
 
 
@@ -206,7 +206,7 @@ def on_two_ranks(rank: int, folder: str) -> dict[str, Any]:
 
 
 def on_four_ranks(rank: int) -> dict[str, Any]:
-    stages.prepare()
+    jobs.prepare(pipeline_model_parallel_size=2)
     prepare(FusedLinear)
     answer_cuda()
     return {STAGES: three(partial(StagesJob, **DELAYED, num_layers=2))}

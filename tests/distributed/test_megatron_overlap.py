@@ -18,9 +18,8 @@ import fused_permutation_double
 import megatron_jobs as jobs
 import pytest
 import test_megatron_parallelisms as parallelisms
-import test_megatron_stages as stages
 import torch
-from megatron_jobs import INTERLEAVED, STEPS, assert_moved_without_a_change, forward_step, three, trained
+from megatron_jobs import INTERLEAVED, STEPS, assert_moved_without_a_change, forward_step, three
 from ranks import run_ranks
 from test_megatron import GroupedLinear
 from test_megatron_fp8 import prepare
@@ -28,7 +27,6 @@ from test_megatron_graphs import capture
 from test_megatron_parallelisms import SmallJob
 from torch import Tensor
 
-__all__ = ["trained"]  # which tests beside this one have from here
 pytestmark = jobs.needs_megatron
 OVERLAP = {"overlap_moe_expert_parallel_comm": True, "moe_router_topk": 3}
 CASES: dict[str, dict[str, Any]] = {
@@ -122,7 +120,7 @@ class OverlapJob(SmallJob):
         return self.train_by(forward_step, steps)
 
 
-class StagesJob(stages.Job):
+class StagesJob(jobs.Job):
     """Of two pipeline stages."""
 
     train = OverlapJob.train
@@ -153,7 +151,7 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
 
 
 def on_four_ranks(rank: int) -> dict[str, Any]:
-    stages.prepare()
+    jobs.prepare(pipeline_model_parallel_size=2)
     answer_streams()
     import megatron_cpu
 

@@ -9,23 +9,13 @@ from typing import Any
 import megatron_jobs as jobs
 import pytest
 from megatron_jobs import (
-    EXPERTS,
-    HIDDEN,
     INTERLEAVED,
-    LENGTH,
-    MICRO_BATCHES,
-    VOCABULARY,
     assert_moved_without_a_change,
     assert_read_back,
     attached,
-    batches_of,
     differing,
     forget_state,
-    forward_step,
-    hash_of,
-    held,
     read_back,
-    save,
     save_into,
     trained,
     whole,
@@ -34,20 +24,7 @@ from ranks import run_ranks
 
 from eplb_runtime.hosts import AttachError
 
-__all__ = [  # tests beside this one have them from here
-    "EXPERTS",
-    "HIDDEN",
-    "LENGTH",
-    "MICRO_BATCHES",
-    "VOCABULARY",
-    "batches_of",
-    "hash_of",
-    "held",
-    "save",
-]
 pytestmark = jobs.needs_megatron
-STEPS = 3
-"""Of tests beside this one that have it from here; these take `megatron_jobs.STEPS`."""
 INTERLEAVED_CASE = "interleaved"
 OF_FLOAT16 = "float16, a chunk without an MoE layer"
 SMALL = {"num_layers": 2}
@@ -73,20 +50,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def prepare() -> None:
-    jobs.prepare(pipeline_model_parallel_size=2)
-
-
-class Job(jobs.Job):
-    def train(self, steps: range) -> list[tuple[Any, ...]]:
-        return self.train_by(forward_step, steps)  # which tests beside this one set
-
-
 def refused() -> dict[str, str]:
     """Lines of what does not attach, by what it is."""
     said = {}
     for what in ("vp_stage", "fp4"):
-        job = Job(**INTERLEAVED)
+        job = jobs.Job(**INTERLEAVED)
         if what == "vp_stage":
             for model in job.models:
                 for part in model.modules():
@@ -100,18 +68,18 @@ def refused() -> dict[str, str]:
 
 
 def everything(rank: int, folder: str) -> dict[str, Any]:
-    prepare()
+    jobs.prepare(pipeline_model_parallel_size=2)
     results: dict[str, Any] = {}
     for case, options in CASES.items():
-        make = partial(Job, **options)
+        make = partial(jobs.Job, **options)
         # With the distributed optimizer 0.16.1 loads only what TransformerEngine's or Apex's Adam keeps, also alone.
         also = save_into(folder) if case == OF_FLOAT16 else jobs.nothing
         results[case] = {"static": trained(make, move=False), "moving": trained(make, move=True, also=also)}
-    interleaved = partial(Job, **CASES[INTERLEAVED_CASE])
+    interleaved = partial(jobs.Job, **CASES[INTERLEAVED_CASE])
     results[INTERLEAVED_CASE]["control"] = trained(interleaved, move=True, spoil=forget_state)
-    job = Job(**CASES["1F1B"])
+    job = jobs.Job(**CASES["1F1B"])
     results["alone"] = {"seen": job.train(range(jobs.STEPS)), "tensors": job.tensors(None)}
-    results["checkpoint"] = read_back(folder, partial(Job, **CASES[OF_FLOAT16]))
+    results["checkpoint"] = read_back(folder, partial(jobs.Job, **CASES[OF_FLOAT16]))
     results["refused"] = refused()
     return results
 

@@ -1,5 +1,5 @@
 """Weights leave a Megatron model in logical order: 4 ranks, 2 pipeline stages x 2 expert-parallel ranks, two chunks on
-each, every home moved. The models are those of `test_megatron_stages`.
+each, every home moved. The models are those of `megatron_jobs`.
 
 The reference is read from Megatron's own objects, and put in order by `Balancer.placement` alone.
 """
@@ -82,9 +82,9 @@ def line_of(work: Any) -> str:
 
 
 def exported() -> dict[str, Any]:
-    import test_megatron_stages as stages
+    import megatron_jobs as jobs
 
-    job = stages.Job(**stages.INTERLEAVED, overlap_param_gather=True, overlap_grad_reduce=True, align=True)
+    job = jobs.Job(**jobs.INTERLEAVED, overlap_param_gather=True, overlap_grad_reduce=True, align=True)
     config = eplb.BalancerConfig(interval=None, gate="always")
     balancer = eplb.attach(job.models, job.optimizer, config=config)
     job.train(range(1))
@@ -110,9 +110,9 @@ def exported() -> dict[str, Any]:
 
 
 def everything(rank: int) -> dict[str, Any]:
-    import test_megatron_stages as stages
+    import megatron_jobs as jobs
 
-    stages.prepare()
+    jobs.prepare(pipeline_model_parallel_size=2)
     return {"rank": rank, **exported()}
 
 

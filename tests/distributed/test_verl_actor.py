@@ -44,12 +44,12 @@ class VerlPhases:
 
 
 def everything(rank: int) -> dict[str, Any]:
+    import megatron_jobs as jobs
     import test_megatron_offload as offload
-    import test_megatron_stages as stages
     from megatron.core.optimizer import optimizer_config
     from test_verl_offload import verls
 
-    stages.prepare()
+    jobs.prepare(pipeline_model_parallel_size=2)
     optimizer_config.is_te_min_version = lambda *_: True  # it compares the version of a TransformerEngine that is none
     offload.FakeDevice().install()
     functions = verls()
@@ -61,7 +61,7 @@ def everything(rank: int) -> dict[str, Any]:
     return {
         "static": actor.loop("static", **options),
         "balanced": actor.loop("incremental", **options),
-        "control": actor.loop("incremental", prepare=offload.forget_state, **options),
+        "control": actor.loop("incremental", prepare=jobs.forget_state, **options),
     }
 
 

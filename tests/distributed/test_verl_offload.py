@@ -50,12 +50,13 @@ def verls() -> Any:
 
 
 def trained(functions: Any, case: str, move: bool, phases: bool = True, forgets: bool = False) -> dict[str, Any]:
+    import megatron_jobs as jobs
     import test_megatron_offload as offload
 
-    job = offload.Job(**offload.CASES[case])
-    balancer = offload.attached(job, move)
+    job = offload.OffloadedJob(**offload.CASES[case])
+    balancer = jobs.attached(job, move)
     if forgets:
-        offload.forget_state(balancer)
+        jobs.forget_state(balancer)
     seen, freed, exports = [], [], []
     for step in range(STEPS):
         seen += job.train(range(step, step + 1))
@@ -63,10 +64,10 @@ def trained(functions: Any, case: str, move: bool, phases: bool = True, forgets:
         if not phases:
             continue
         balancer.suspend()
-        functions.offload_megatron_model_to_cpu([job.model])
+        functions.offload_megatron_model_to_cpu(job.models)
         functions.offload_megatron_optimizer(job.optimizer)
         freed.append(balancer._why_freed())
-        functions.load_megatron_model_to_gpu([job.model])
+        functions.load_megatron_model_to_gpu(job.models)
         functions.load_megatron_optimizer(job.optimizer)
         balancer.resume()
     found = {

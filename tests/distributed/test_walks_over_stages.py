@@ -19,19 +19,19 @@ pytestmark = pytest.mark.skipif(not INSTALLED, reason="no framework is installed
 
 
 def job_of() -> Any:
+    import megatron_jobs as jobs
     import test_megatron
-    import test_megatron_stages as stages
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.gpt import GPTModel
 
-    class Grouped(stages.Job):
+    class Grouped(jobs.Job):
         def _chunk(self, number: int, chunks: int, ddp: Any, share: bool) -> Any:
             model = GPTModel(
                 self.config,
                 test_megatron.grouped_spec(),
-                vocab_size=stages.VOCABULARY,
-                max_sequence_length=stages.LENGTH,
+                vocab_size=jobs.VOCABULARY,
+                max_sequence_length=jobs.LENGTH,
                 pre_process=parallel_state.is_pipeline_first_stage(),
                 post_process=parallel_state.is_pipeline_last_stage(),
                 share_embeddings_and_output_weights=False,
@@ -47,10 +47,10 @@ def job_of() -> Any:
 
 
 def everything(rank: int) -> dict[str, Any]:
-    import test_megatron_stages as stages
+    import megatron_jobs as jobs
     import transformers.trainer_pt_utils  # noqa: F401
 
-    stages.prepare()
+    jobs.prepare(pipeline_model_parallel_size=2)
     job = job_of()
     balancer = eplb.attach(job.models, job.optimizer, config=eplb.BalancerConfig(interval=None))
     sys.meta_path.append(Answered())

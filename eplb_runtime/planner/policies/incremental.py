@@ -23,9 +23,9 @@ from ..search.few_moves import MOST_MOVES, Frontier, search_few_moves
 from ..search.prices import Question, Track
 from ..search.starts import strides
 from ..search.threads import in_time
+from ..traffic import choose, gain_and_noise, where_it_pays
 from ..types import PlanRequest
 from .by_seconds import by_seconds
-from .gains import choose, gain_and_noise, where_it_pays
 
 LEAST_GAIN = 0.005
 """A layer's imbalance must fall at least so much, or it stays as it is."""

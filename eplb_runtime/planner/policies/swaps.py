@@ -15,8 +15,8 @@ from ...placement import EMPTY, Placement
 from ..cost import HYSTERESIS
 from ..search.align import align
 from ..search.budget import share_out
+from ..traffic import where_it_pays
 from ..types import PlanError, PlanRequest
-from .gains import where_it_pays
 
 LEAST_GAIN = 0.01
 """A layer's imbalance must fall at least so much, or it stays as it is."""

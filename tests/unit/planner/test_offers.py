@@ -13,8 +13,8 @@ from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, Plan, PlanError, plan
 from eplb_runtime.planner.cost import HYSTERESIS
 from eplb_runtime.planner.evaluate import predicted_imbalance
-from eplb_runtime.planner.offers import MOST_OFFERS
 from eplb_runtime.planner.planning import plan_again
+from eplb_runtime.planner.weighing import MOST_OFFERS
 from eplb_runtime.topology import Topology
 
 LAYERS, EXPERTS, RANKS = 14, 16, 4
