@@ -198,8 +198,8 @@ class Plan:
             lines.append(
                 f"  predicted: {self.seconds_saved:.3g} s saved over the horizon for {self.seconds_spent:.3g} s spent"
             )
-        if len(self.offers) > 2:
-            fewer = self.offers[1:-1]
+        fewer = [offer for offer in self.offers if 0 < offer.moved_slots < self.moved_slots]
+        if fewer:
             shown = fewer[:: -(-len(fewer) // SHOWN_OFFERS)]
             parts = ", ".join(f"{offer.moved_slots} slots {offer.imbalance:.3f}" for offer in shown)
             lines.append(f"  imbalance with fewer moves: {parts}")
