@@ -241,7 +241,7 @@ def check_shapes(request: PlanRequest) -> None:
 
 
 def check_fits(placement: Placement, request: PlanRequest, name: str) -> None:
-    """Whether a placement has the sizes and the layout of what is to be planned."""
+    """Refuse a placement of other sizes, or in another layout, than what is to be planned."""
     mine = (placement.num_layers, placement.num_experts, placement.num_ranks, placement.slots_per_rank)
     wanted = (request.num_layers, request.num_experts, request.topology.num_ranks, request.slots_per_rank)
     if mine != wanted:

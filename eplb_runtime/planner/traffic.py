@@ -2,7 +2,8 @@
 
 A batch's tokens go to copies on their own rank first, then on their node, then to the rest
 (``moe/routing/sources.py``); so what leaves a node of an expert's tokens is what the copies there do not take. Sources
-are counted by node, the ranks of a node send alike.
+are counted by node, the ranks of a node send alike. With imbalance that makes what a placement is worth, and in which
+layers another gains by more than the noise of the scenarios.
 
 Shape suffixes besides those of ``routing``: N nodes.
 """
