@@ -13,9 +13,9 @@ from typing import Any
 import flex_dispatch_double
 import pytest
 import test_megatron_parallelisms as parallelisms
-from megatron_jobs import attached
+from megatron_jobs import assert_moved_without_a_change, attached, three, trained
 from ranks import run_ranks
-from test_megatron_overlap import OverlapJob, answer_streams, assert_moved_without_a_change, three, trained
+from test_megatron_overlap import OverlapJob, answer_streams
 from test_megatron_parallelisms import SmallJob
 
 from eplb_runtime.hosts import AttachError

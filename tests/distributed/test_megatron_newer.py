@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import megatron_jobs as jobs
 import pytest
 import test_megatron as bare
 import test_megatron_parallelisms as parallelisms
@@ -56,8 +57,8 @@ def on_two_ranks(rank: int, folder: str) -> dict[str, Any]:
 
 
 def on_four_ranks(rank: int) -> dict[str, Any]:
-    stages.prepare()
-    return {STAGES: three(partial(stages.Job, **stages.CASES[STAGES]))}
+    jobs.prepare(pipeline_model_parallel_size=2)
+    return {STAGES: three(partial(jobs.Job, **stages.CASES[STAGES]))}
 
 
 def second_and_third_token() -> dict[str, Any]:
