@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import deepep_double
 import pytest
@@ -301,7 +302,8 @@ def test_so_it_is_where_fsdp_slices_experts() -> None:
         assert len(found) == 2 and all(equal and committed > 0 for equal, committed in found)
 
 
-def lose_a_signal(rank: int) -> str:
+def lose_a_signal(rank: int, folder: str) -> None:
+    """Leaves what it heard and ends, as a rank with an error does: the other may be in a collective by then."""
     use_the_doubles()
     copies._host_seconds = lambda: 2.0
     model = make_model("gpt_oss", experts=8, top_k=2)
@@ -318,8 +320,8 @@ def lose_a_signal(rank: int) -> str:
             balancer._runtime.maps.replicas.refresh()
             balancer._runtime.maps.replicas.wait_all()
     except RuntimeError as error:
-        return str(error)
-    return ""
+        (Path(folder) / f"{rank}.said").write_text(str(error))
+    os._exit(1)
 
 
 def copied_both_ways() -> eplb.Placement:
@@ -329,8 +331,10 @@ def copied_both_ways() -> eplb.Placement:
     return eplb.Placement(slots, 8, 2, placement.home)
 
 
-def test_a_signal_that_does_not_come_is_an_error_and_no_wait_for_ever() -> None:
-    assert any("trapped" in said for said in run_ranks(2, lose_a_signal))
+def test_a_signal_that_does_not_come_is_an_error_and_no_wait_for_ever(tmp_path: Path) -> None:
+    run_ranks(2, lose_a_signal, str(tmp_path), expect_exit=(0, 1))
+    said = [file.read_text() for file in tmp_path.glob("*.said")]
+    assert len(said) == 2 and any("trapped" in of_rank for of_rank in said)
 
 
 WHYS = ("not on cpu", "room for 2", "different sizes", "different ones", "node of its own", "does not arrive")
