@@ -515,9 +515,11 @@ class DecisionMaker:
             "trust": trust,
         }
         notes = ["homes only: the planner is still being compiled"] if compiling else []
-        made = None if late is None or compiling else plan_again(late.placement, load, self._topology, **how)
-        if made is not None and made.decision == "rebalance":
-            notes = ["found by an earlier search, which took longer than ranks wait"]
+        if late is not None and compiling and not has_no_copies(late.placement):
+            late = None
+        made = None if late is None else self._again(late, load, how)
+        if made is not None:
+            notes.append("found by an earlier search, which took longer than ranks wait")
         else:
             if policy == "incremental" and not compiling:
                 how["deadline"] = self._config.timeout_seconds * SEARCHING
@@ -531,6 +533,21 @@ class DecisionMaker:
         if not measurement.step_seconds:  # no step is timed yet, as at the first decision of a resumed job
             made = replace(made, seconds_saved=np.nan)
         return _as_message(made, measurement.placement, self._predictions(cost))
+
+    def _again(self, late: Plan, load: NDArray[Any], how: Mapping[str, Any]) -> Plan | None:
+        """What an earlier search found, by today's load. None: search anew.
+
+        Args:
+            how: terms of the plan.
+        """
+        if late.current is None or late.current.digest() != how["current"].digest():
+            return None  # another placement was restored
+        try:
+            made = plan_again(late.placement, load, self._topology, **how)
+        except Exception:
+            logger.warning("what an earlier search found could not be weighed; searching anew", exc_info=True)
+            return None
+        return made if made.decision == "rebalance" else None
 
     def _predictions(self, cost: CostModel) -> dict[str, Any]:
         """Predicted and true gains of earlier plans, in seconds of a plan's horizon at today's step time."""

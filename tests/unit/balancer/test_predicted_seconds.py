@@ -99,3 +99,51 @@ def test_a_plan_that_comes_late_is_weighed_anew_at_the_next_decision() -> None:
     assert begun == 2 and limited["moves"] <= 2 and "earlier search" not in limited["reason"]
     even, begun = next_decision(np.full_like(LOAD, 40))
     assert begun == 2 and even["decision"] == "stay"
+
+
+def found_late(gate: Any, compiling: bool = False) -> tuple[Any, list[Any], Placement]:
+    """A decision maker that holds what a search of ours found late; its searches since then; the current placement."""
+    maker, begun, current = maker_of(BalancerConfig(gate=gate)), [], Placement.initial(1, 8, 2)
+    policy = "swaps" if compiling else "incremental"
+    maker._found = plan(LOAD, Topology(2, 1), slots_per_rank=4, current=current, policy=policy)
+    assert maker._found.decision == "rebalance"
+
+    def searches(*args: Any, **terms: Any) -> Any:
+        begun.append(terms)
+        return plan(*args, **terms)
+
+    maker.planner = searches
+    return maker, begun, current
+
+
+def decided(maker: Any, load: np.ndarray, current: Placement, compiling: bool = False) -> dict[str, Any]:
+    maker.history.extend(load)
+    measured = Measurement(Any, current, (), 2.0, 0.01, home_bytes=1 << 20)
+    summary: dict[str, Any] = json.loads(maker._plan(measured, load, compiling))
+    assert maker._found is None
+    maker._planning.close(0.0)
+    return summary
+
+
+def test_a_late_plan_from_another_placement_is_searched_for_anew() -> None:
+    maker, begun, _ = found_late("always")
+    order = np.array([[0, 1, 2, 4, 3, 5, 6, 7]], dtype=np.int32)  # a restored one; the late plan would gain there, too
+    restored = Placement(order, 8, 2, order.argsort(axis=1).astype(np.int32))
+    made = decided(maker, LOAD, restored)
+    assert len(begun) == 1 and "earlier search" not in made["reason"] and made["decision"] == "rebalance"
+
+
+def test_a_late_plan_that_cannot_be_weighed_is_searched_for_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise FloatingPointError("no such number")
+
+    maker, begun, current = found_late("payoff")
+    monkeypatch.setattr("eplb_runtime.balancer.decision.plan_again", fails)
+    made = decided(maker, LOAD, current)
+    assert len(begun) == 1 and made["decision"] == "rebalance" and "failure" not in made
+
+
+def test_a_late_plan_is_taken_while_code_is_compiled() -> None:
+    maker, begun, current = found_late("always", compiling=True)
+    made = decided(maker, LOAD, current, compiling=True)
+    assert not begun and "homes only" in made["reason"] and "earlier search" in made["reason"]
