@@ -53,7 +53,8 @@ def weigh(request: PlanRequest, policy: str, placement: Placement, settled: Sett
                 crossing_after = np.where(is_in_L, crossing_after, crossing_before)
         if cost is not None and cost.step_seconds > 0:
             saved = float(cost.seconds_per_imbalance(request.num_layers, settled.trust) * gain_L.sum())
-            spent = cost.transfer_seconds(moves, topology, request.slots_per_rank) + cost.stall_seconds
+            stall = cost.stall_seconds if len(moves) else 0.0
+            spent = cost.transfer_seconds(moves, topology, request.slots_per_rank) + stall
     moving = len(np.unique(moves[:, MOVE_LAYER]))
     decision, reason = _decide(settled.gate, (before, after), falls, moving, (saved, spent), whole)
     if lost:

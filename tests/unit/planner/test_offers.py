@@ -64,6 +64,13 @@ def test_an_offer_is_what_its_layers_alone_would_be(policy: str) -> None:
         assert offer.imbalance == pytest.approx(predicted_imbalance(LOAD, placement).mean())
 
 
+def test_nothing_that_moves_spends_nothing() -> None:
+    made = planned(cost_of(1e9, stall=0.5), policy="static")
+    assert made.decision == "stay" and len(made.moves) == 0
+    assert [(offer.seconds_saved, offer.seconds_spent) for offer in made.offers] == [(0.0, 0.0)]
+    assert (made.seconds_saved, made.seconds_spent) == (0.0, 0.0)
+
+
 @settings(max_examples=30)
 @given(st.floats(6.0, 12.0), st.sampled_from([0.0, 0.05]))
 def test_what_pays_takes_the_part_with_most_seconds_left(exponent: float, stall: float) -> None:
