@@ -40,7 +40,7 @@ class CostModel:
             measured bandwidth).
 
     Raises:
-        ValueError: a number is negative or not finite, or a share above 1.
+        ValueError: a number is negative or not finite, a share above 1, or crossing 2**60 times as long as expert work.
     """
 
     home_bytes: int = 0
@@ -66,6 +66,11 @@ class CostModel:
                 raise ValueError(f"{name}={value!r}: give a finite number that is not negative, and less than 2**60")
         if self.moe_share > 1:
             raise ValueError(f"moe_share={self.moe_share!r}: give a share of the step, from 0 to 1")
+        if not self.crossing_price < MOST:
+            raise ValueError(
+                f"crossing_seconds={self.crossing_seconds!r} beside step_seconds={self.step_seconds!r} and "
+                f"moe_share={self.moe_share!r}: give all of one step, in seconds"
+            )
 
     def seconds_per_imbalance(self, num_layers: int, trust: float = 1.0) -> float:
         """Seconds that one unit of one layer's imbalance (max / mean) costs over the horizon, times ``trust``."""

@@ -45,7 +45,9 @@ def checked_sources(sources: ArrayLike, layers: int, experts: int, topology: Top
             f"sources has shape {counts.shape}: give tokens by node, [{nodes}, {layers}, {experts}], or by rank, "
             f"[{ranks}, {layers}, {experts}]"
         )
-    if not (np.isfinite(counts).all() and (counts >= 0).all()):
+    with np.errstate(over="ignore"):
+        adds_up = bool(np.isfinite(counts.sum()))
+    if not (adds_up and (counts >= 0).all()):
         raise PlanError("sources: give token counts, zero where nothing was counted")
     if len(counts) != nodes:
         counts = counts.reshape(nodes, -1, layers, experts).sum(axis=1)

@@ -121,6 +121,7 @@ def test_the_step_model_counts_tokens_that_travel() -> None:
     [
         (np.ones((3, LAYERS, EXPERTS)), r"\[2, 3, 64\], or by rank, \[8, 3, 64\]"),
         (-np.ones((2, LAYERS, EXPERTS)), "token counts"),
+        (np.full((2, LAYERS, EXPERTS), 1e308), "token counts"),
         ("here", "not an array of numbers"),
     ],
 )
