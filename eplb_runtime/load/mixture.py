@@ -50,7 +50,7 @@ class Mixture(NamedTuple):
 
 
 def mixture(share_TLE: FloatArray, ranks: int) -> Mixture | None:
-    """Weigh the forecasters; None where there are too few windows.
+    """Weigh the forecasters; None where there are too few windows, or every layer's load may stay.
 
     Args:
         share_TLE: float64 ``[T, L, E]``, shares of each window's tokens, oldest first.
@@ -60,12 +60,18 @@ def mixture(share_TLE: FloatArray, ranks: int) -> Mixture | None:
         return None
     made_CNLE = foretold(share_TLE)
     came_NLE = np.ascontiguousarray(share_TLE[len(share_TLE) + 1 - made_CNLE.shape[1] :])
+    signs = _signs(made_CNLE[:, :-1], came_NLE, share_TLE)
+    if not (signs.surely_SL.any() or signs.together_S.any()):
+        return None
     loss_CNL = np.stack([_loss(made_NLE[:-1], came_NLE, ranks) for made_NLE in made_CNLE])
     error_CNL = 0.5 * np.abs(made_CNLE[:, :-1] - came_NLE).sum(axis=3)
     weight_CL = _weights((loss_CNL + BETWEEN_EQUALS * error_CNL).mean(axis=1))
     mixed_NLE = np.einsum("cl,cnle->nle", weight_CL, made_CNLE)
     gain_NL = loss_CNL[0] - _loss(mixed_NLE[:-1], came_NLE, ranks)
-    moves_L, surely_L = _moves(made_CNLE[:, :-1], came_NLE, share_TLE, gain_NL)
+    surely_L: NDArray[np.bool_] = np.logical_or.reduce(signs.surely_SL, axis=0)
+    moves_L = surely_L
+    if gain_NL.mean() > GAINS * _noise(gain_NL.ravel()):
+        moves_L = surely_L | np.logical_or.reduce(signs.likely_SL[signs.together_S], axis=0)
     return Mixture(moves_L, surely_L, mixed_NLE[-1], came_NLE - mixed_NLE[:-1], weight_CL)
 
 
@@ -108,26 +114,30 @@ def _weights(loss_CL: FloatArray) -> FloatArray:
     return np.asarray(weight_CL / weight_CL.sum(axis=0))
 
 
-def _moves(
-    made_CNLE: FloatArray, came_NLE: FloatArray, share_TLE: FloatArray, gain_NL: FloatArray
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """bool ``[L]`` each, as `Mixture` has them: layers in which a forecaster surely errs less than the long mean, or
-    neighbouring windows are surely more alike than distant ones.
+class _Signs(NamedTuple):
+    """Signs that loads do not stay, S of them: a forecaster errs less than the long mean, or neighbouring windows are
+    more alike than distant ones.
 
     Layers of few experts are not sure by themselves. Where all of them together are, and the mixture would have placed
-    experts better (``gain_NL``), those count that are more sure than not.
+    experts better, those count that are more sure than not.
+
+    Args:
+        surely_SL, likely_SL: bool, by `SURELY` standard errors, and by one.
+        together_S: bool, of all layers.
     """
+
+    surely_SL: NDArray[np.bool_]
+    likely_SL: NDArray[np.bool_]
+    together_S: NDArray[np.bool_]
+
+
+def _signs(made_CNLE: FloatArray, came_NLE: FloatArray, share_TLE: FloatArray) -> _Signs:
     evened_LE = 1.0 / np.maximum(share_TLE.mean(axis=0), 1e-9)
-    error_LE = ((made_CNLE[0] - came_NLE) ** 2).mean(axis=0) * evened_LE
-    signs = [error_LE - ((made_NLE - came_NLE) ** 2).mean(axis=0) * evened_LE for made_NLE in made_CNLE[1:]]
-    better = gain_NL.mean() > GAINS * _noise(gain_NL.ravel())
-    moves_L, surely_L = np.zeros((2, share_TLE.shape[1]), dtype=bool)
-    for sign_LE in [*signs, farther_apart(share_TLE)]:
-        sign_L, noise_L = sign_LE.mean(axis=1), np.maximum(_noise(sign_LE), 1e-12)
-        surely_L |= sign_L > SURELY * noise_L
-        if better and sign_L.sum() > SURELY * np.sqrt((noise_L**2).sum()):
-            moves_L |= sign_L > noise_L
-    return moves_L | surely_L, surely_L
+    error_CLE = ((made_CNLE - came_NLE) ** 2).mean(axis=1) * evened_LE
+    sign_SLE = np.concatenate([error_CLE[0] - error_CLE[1:], farther_apart(share_TLE)[None]])
+    sign_SL, noise_SL = sign_SLE.mean(axis=2), np.maximum(_noise(sign_SLE), 1e-12)
+    together_S = sign_SL.sum(axis=1) > SURELY * np.sqrt((noise_SL**2).sum(axis=1))
+    return _Signs(sign_SL > SURELY * noise_SL, sign_SL > noise_SL, together_S)
 
 
 def _noise(value: FloatArray) -> FloatArray:

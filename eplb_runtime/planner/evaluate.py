@@ -113,6 +113,23 @@ def imbalance_by_scenario(request: PlanRequest, placement: Placement) -> NDArray
     return predicted_imbalance(np.concatenate([request.scenarios, request.mixes]), placement, request.speed_R)
 
 
+def imbalance_with_changes(
+    request: PlanRequest, placement: Placement, current: Placement, of_current_WL: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """As `imbalance_by_scenario`, where that of ``current`` is known: layers in which both are the same are not split
+    again."""
+    slots_LP, other_LP = placement.physical_to_logical, current.physical_to_logical
+    if slots_LP.shape != other_LP.shape or placement.home is None or current.home is None:
+        return imbalance_by_scenario(request, placement)
+    layers = np.flatnonzero((slots_LP != other_LP).any(axis=1) | (placement.home != current.home).any(axis=1))
+    result_WL = of_current_WL.copy()
+    if len(layers):
+        part = Placement(slots_LP[layers], placement.num_experts, placement.num_ranks, placement.home[layers])
+        windows = np.concatenate([request.scenarios, request.mixes])[:, layers]
+        result_WL[:, layers] = predicted_imbalance(windows, part, request.speed_R)
+    return result_WL
+
+
 def most_to_gain_first(request: PlanRequest) -> list[int]:
     """Layers by how far the imbalance of ``start`` is above what any placement reaches, under the load to plan for."""
     gain_L = (
@@ -122,13 +139,8 @@ def most_to_gain_first(request: PlanRequest) -> list[int]:
     return [int(layer) for layer in np.argsort(-gain_L, kind="stable")]
 
 
-def expected_imbalance(request: PlanRequest, placement: Placement) -> NDArray[np.float64]:
-    """float64 ``[L]``: mean over the scenarios."""
-    return np.asarray(imbalance_by_scenario(request, placement).mean(axis=0))
-
-
 def expected_lower_bound(request: PlanRequest) -> NDArray[np.float64]:
-    """float64 ``[L]``: what ``expected_imbalance`` of no placement gets below."""
+    """float64 ``[L]``: mean over the scenarios, what no placement gets below."""
     windows = np.concatenate([request.scenarios, request.mixes])
     return np.asarray(lowest_imbalance(request, windows).mean(axis=0))
 

@@ -17,7 +17,7 @@ from ..moe.routing.tables import SplitTables
 from ..moe.routing.water_filling import split_totals
 from ..placement import EMPTY, Placement
 from ..topology import Topology
-from .evaluate import UNITS, imbalance_by_scenario, in_units
+from .evaluate import UNITS, imbalance_by_scenario, imbalance_with_changes, in_units
 from .types import PlanError, PlanRequest
 
 FloatArray = NDArray[np.float64]
@@ -91,14 +91,12 @@ def crossing_share(
     return np.asarray(np.divide(far, total, out=np.zeros_like(total), where=total > 0))
 
 
-def worth_by_scenario(request: PlanRequest, placement: Placement) -> FloatArray:
-    """float64 ``[W + V, L]``: imbalance under each scenario, and what tokens that cross nodes are worth beside it."""
-    imbalance = imbalance_by_scenario(request, placement)
-    if not request.crossing_price:
-        return imbalance
+def _crossing_by_scenario(request: PlanRequest, placement: Placement) -> FloatArray:
+    """float64 ``[W + V, L]``: the share of tokens that cross nodes under each scenario."""
     windows = np.concatenate([request.scenarios, request.mixes])
-    crossing = [crossing_share(window, placement, request.topology, request.source_share_LNE) for window in windows]
-    return imbalance + request.crossing_price * np.stack(crossing)
+    return np.stack(
+        [crossing_share(window, placement, request.topology, request.source_share_LNE) for window in windows]
+    )
 
 
 def _computed(load: FloatArray, placement: Placement) -> list[FloatArray]:
@@ -133,7 +131,11 @@ def gain_and_noise(
     Returns:
         float64 ``[L]`` each; by the splitter itself.
     """
-    gain_WL = worth_by_scenario(request, current) - worth_by_scenario(request, other)
+    before_WL = imbalance_by_scenario(request, current)
+    gain_WL = before_WL - imbalance_with_changes(request, other, current, before_WL)
+    if request.crossing_price:
+        fewer_WL = _crossing_by_scenario(request, current) - _crossing_by_scenario(request, other)
+        gain_WL += request.crossing_price * fewer_WL
     if len(gain_WL) == 1 or request.declared:
         return gain_WL.mean(axis=0), np.zeros(gain_WL.shape[1])
     return gain_WL.mean(axis=0), NOISE * gain_WL.std(axis=0, ddof=1) / np.sqrt(len(gain_WL))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..placement import Placement
 from .available import lost_experts
 from .cost import HYSTERESIS, CostModel
-from .evaluate import expected_imbalance, expected_lower_bound, moves_between
+from .evaluate import expected_lower_bound, imbalance_by_scenario, imbalance_with_changes, moves_between
 from .policies.hierarchical import rule_cost
 from .terms import Settled
 from .traffic import choose, crossing_share
@@ -26,8 +26,7 @@ MOST_OFFERS = 12
 def weigh(request: PlanRequest, policy: str, placement: Placement, settled: Settled, began: float) -> Plan:
     """Decide between the policy's placement, the part of it that is worth most seconds, and the current one."""
     current, topology, cost = request.current, request.topology, settled.cost
-    after = expected_imbalance(request, placement)
-    before = None if current is None else expected_imbalance(request, current)
+    before, after = _expected(request, current, placement)
     moves = moves_between(current, placement, topology, request.speed_R)
     lost = 0 if current is None else lost_experts(current, request.speed_R)
     before = None if lost else before
@@ -91,6 +90,16 @@ def weigh(request: PlanRequest, policy: str, placement: Placement, settled: Sett
         crossing_after=crossing_after,
         offers=offers,
     )
+
+
+def _expected(
+    request: PlanRequest, current: Placement | None, placement: Placement
+) -> tuple[NDArray[np.float64] | None, NDArray[np.float64]]:
+    """float64 ``[L]`` each: imbalance of both placements, mean over the scenarios."""
+    if current is None:
+        return None, imbalance_by_scenario(request, placement).mean(axis=0)
+    before_WL = imbalance_by_scenario(request, current)
+    return before_WL.mean(axis=0), imbalance_with_changes(request, placement, current, before_WL).mean(axis=0)
 
 
 def _crossing(request: PlanRequest, placement: Placement | None) -> NDArray[np.float64] | None:

@@ -20,10 +20,10 @@ from ..search.budget import share_out
 from ..search.descent import GOOD_ENOUGH
 from ..search.explore import LITTLE, POURED_FROM, Found, Limits, Starts, grow_anew, make_starts, pour_anew, search_layer
 from ..search.few_moves import MOST_MOVES, Frontier, search_few_moves
-from ..search.prices import Question, Track
+from ..search.prices import Question, empty_track
 from ..search.starts import strides
 from ..search.threads import in_time
-from ..traffic import choose, gain_and_noise, where_it_pays
+from ..traffic import where_it_pays
 from ..types import PlanRequest
 from .by_seconds import by_seconds
 
@@ -33,13 +33,13 @@ PRICE_OF_ALL, STRAY = 0.5, 0.1
 """Imbalance that moving every slot of a layer must be worth besides what it costs in seconds, where the scenarios are
 at least so far from the forecast (the share of tokens that go elsewhere); in proportion where loads are steadier: what
 a move gains there is not soon lost again. Declared loads are certain: there moves cost their seconds alone."""
-FIRST = 0.1
-"""Of that price, where no replica slot is in use yet: a first plan lasts."""
+FIRST = 0.02
+"""At most that, where no replica slot is in use yet: a first plan lasts."""
 WANDERING = 0.2
 """And in layers whose load surely moves on: scenarios stray there by the errors of the forecast on windows of the past,
 so that a gain is one on the next window."""
-ALL_MAY_MOVE = 0.02
-"""And this is what moving every slot must gain then over the best plan that goes by that price."""
+LEADING, LED_FROM = 5, 64
+"""Loads that lead a search for copies, from so many ranks on; fewer ranks are searched in no time by all scenarios."""
 MOST_SHARES = 2**18
 """Shares of copies over all scenarios that a search has room for; an expert may have as many copies as there are ranks,
 or fewer where there is no room."""
@@ -64,8 +64,8 @@ class Trajectory:
         moved: int64 ``[N + 1, 2]``, homes and replicas moved.
         seconds: float64 ``[N + 1]``, to carry them.
         found: the search.
-        begin: where it began anew; that is the first step then. None: where the layer stood.
-        limits: of the search.
+        anew: it began elsewhere than where the layer stood; that is the first step then.
+        most_copies: of one expert.
         taken: steps that are worth going and within the budgets.
         few: what a search under the budget reaches; where it is given, steps are no longer a path: each is a placement
             by itself.
@@ -76,8 +76,8 @@ class Trajectory:
     moved: NDArray[np.int64]
     seconds: NDArray[np.float64]
     found: Found
-    begin: Starts | None
-    limits: Limits
+    anew: bool
+    most_copies: int
     taken: int = 0
     few: Frontier | None = None
     origin: NDArray[np.int64] | None = None
@@ -86,37 +86,28 @@ class Trajectory:
     def steps(self) -> int:
         return len(self.imbalance) - 1
 
+    def cut(self, steps: int) -> Trajectory:
+        """The same after so many steps only."""
+        if self.few is not None and self.origin is not None:
+            place = int(self.origin[steps])
+            if place >= 0:
+                at = self.few.home_NE[place], self.few.replica_NRK[place]
+                return replace(self, found=self.found._replace(home_E=at[0], replica_RK=at[1], steps=0))
+            steps = -1 - place
+        return replace(self, found=self.found.after(steps - self.anew))
+
 
 def incremental(request: PlanRequest) -> Placement:
     """Search in the home layout, under ``max_moves``, ``max_bytes`` and the price of a move."""
     start = request.start
     if answers(request):
-        return by_seconds(request, _Search(request, start, FIRST).refined)
-    first_L = _uses_no_copies(start)
-    found = _search(request, start, FIRST)
+        return by_seconds(request, _Search(request, start).refined)
+    found = _search(request, start)
     if request.current is None:
         ends = [one.found for one in found]
         return placed_anew(np.array([end.home_E for end in ends]), np.array([end.replica_RK for end in ends]))
-    placement = _reached(request, start, found)
-    if request.max_moves is not None or request.max_bytes is not None:
-        return placement
-    again_L = first_L & _may_gain(request, found)
-    if request.deadline is not None:
-        again_L[list(request.deadline.left_out)] = False
-    if again_L.any() and not (request.deadline is not None and request.deadline.is_over):
-        layers, anew = np.flatnonzero(again_L), list(found)
-        for layer, one in zip(layers.tolist(), _search(request, start, 0.0, layers), strict=True):
-            anew[layer] = one
-        placement = _where_all_may_move(request, (placement, found), (_reached(request, start, anew), anew), again_L)
-    return placement
-
-
-def _may_gain(request: PlanRequest, found: list[Trajectory]) -> NDArray[np.bool_]:
-    """bool ``[L]``: layers that a price kept from moving, and that are not as good as they can be."""
-    end_L = np.array([one.imbalance[one.taken] for one in found])
-    lowest_L = np.array([one.limits.lowest for one in found])
-    priced_L = np.full(len(found), False) if request.declared else _stray(request) > 0
-    return np.asarray(priced_L & (end_L > lowest_L * (1.0 + GOOD_ENOUGH) + LITTLE))
+    moves_L = np.array([one.taken > 0 for one in found])
+    return where_it_pays(request, start, _at_the_end(start, [one.found for one in found], moves_L))
 
 
 def answers(request: PlanRequest) -> bool:
@@ -143,68 +134,43 @@ def _seconds_of_all(request: PlanRequest) -> float:
     return request.start.homes_per_rank * request.home_bytes / bandwidth
 
 
-def _search(
-    request: PlanRequest, start: Placement, first: float, layers: NDArray[np.int64] | None = None
-) -> list[Trajectory]:
-    """How far each layer goes, and where that ends.
-
-    Args:
-        first: share of the price of moves, where no copies are in use yet.
-        layers: those that are searched; None: all.
-    """
-    search = _Search(request, start, first)
-    number = list(range(request.num_layers)) if layers is None else layers.tolist()
-    order = list(range(len(number)))
-    if request.deadline is not None:
-        rank = {layer: place for place, layer in enumerate(most_to_gain_first(request))}
-        order.sort(key=lambda index: rank[number[index]])
-    trajectories = in_time(
-        lambda index: search.layer(number[index]),
-        lambda index: search.not_searched(number[index], first=layers is None),
-        order,
-        request.deadline,
-    )
-    farthest = [search.worth_going(layer, one) for layer, one in zip(number, trajectories, strict=True)]
+def _search(request: PlanRequest, start: Placement) -> list[Trajectory]:
+    """How far each layer goes, and where that ends."""
+    search = _Search(request, start)
+    in_order = request.deadline is None
+    order = list(range(request.num_layers)) if in_order else most_to_gain_first(request)
+    trajectories = in_time(search.layer, search.not_searched, order, request.deadline)
+    farthest = [search.worth_going(layer, one) for layer, one in enumerate(trajectories)]
     steps = _within_budget(trajectories, farthest, request)
     in_part = [one.few is not None or step < one.steps for one, step in zip(trajectories, steps, strict=True)]
-    for index in np.flatnonzero((steps > 0) & in_part).tolist():
-        trajectories[index] = search.cut(number[index], trajectories[index], int(steps[index]))
+    for layer in np.flatnonzero((steps > 0) & in_part).tolist():
+        trajectories[layer] = trajectories[layer].cut(int(steps[layer]))
     return [replace(one, taken=int(step)) for one, step in zip(trajectories, steps, strict=True)]
 
 
-def _uses_no_copies(start: Placement) -> NDArray[np.bool_]:
-    """bool ``[L]``: layers with replica slots, all of them empty."""
-    return np.asarray((start.replicas_LRK == EMPTY).all(axis=(1, 2)) & (start.replica_slots > 0))
-
-
-def _reached(request: PlanRequest, start: Placement, found: list[Trajectory]) -> Placement:
-    """What the layers reach, where that is more than noise."""
-    moves_L = np.array([one.taken > 0 for one in found])
-    return where_it_pays(request, start, _at_the_end(start, [one.found for one in found], moves_L))
-
-
 class _Search:
-    """The question of every layer, laid out for the compiled search.
+    """The question of every layer, laid out for the compiled search."""
 
-    Args:
-        first: share of the price of moves, where no copies are in use yet.
-    """
-
-    def __init__(self, request: PlanRequest, start: Placement, first: float) -> None:
+    def __init__(self, request: PlanRequest, start: Placement) -> None:
         topology = request.topology
         self._request = request
-        self._load_LWE = np.ascontiguousarray(
-            in_units(np.concatenate([request.scenarios, request.mixes])).transpose(1, 0, 2)
-        )
-        self._led_by = len(request.scenarios)
-        self._lowest_L = lowest_imbalance(request, request.scenarios).mean(axis=0)
+        self._loads: list[NDArray[np.int64]] = [np.empty((0, 0), dtype=np.int64)] * request.num_layers
+        self._led_by_L = np.empty(request.num_layers, dtype=np.int64)
+        self._lowest_L = np.empty(request.num_layers)
+        for layers, leading in _leading(request):
+            units_LWE = in_units(np.concatenate([leading, request.mixes[:, layers]])).transpose(1, 0, 2)
+            self._led_by_L[layers] = len(leading)
+            self._lowest_L[layers] = lowest_imbalance(request, leading).mean(axis=0)
+            for layer, units_WE in zip(layers.tolist(), np.ascontiguousarray(units_LWE), strict=True):
+                self._loads[layer] = units_WE
         self._home_LE = start.home_rank.copy()  # writable: one compiled version for all
         self._replica_LRK = start.replicas_LRK.copy()
         self._most_L = start.copy_count.max(axis=1)
         links = np.array([topology.intra_node_bandwidth, topology.inter_node_bandwidth])
         self._seconds = request.home_bytes / links, request.replica_bytes / links
         of_all_L = PRICE_OF_ALL * np.minimum(_stray(request) / STRAY, 1.0)
-        of_all_L[_uses_no_copies(start)] *= first
+        unused_L = (start.replicas_LRK == EMPTY).all(axis=(1, 2)) & (start.replica_slots > 0)
+        of_all_L[unused_L] = np.minimum(of_all_L[unused_L], FIRST)
         if request.wanders_L is not None:
             of_all_L[request.wanders_L] *= WANDERING
         free_of_price = request.current is None or request.declared or answers(request)
@@ -214,7 +180,7 @@ class _Search:
         # Of ranks that are alike, each with one expert, none is better for any of them.
         pointless = alike and start.homes_per_rank == 1 and start.replica_slots == 0
         self._anew = request.max_moves is None and request.max_bytes is None and not pointless
-        one = self._load_LWE.shape[1] == 1 and self._anew and start.replica_slots > 0
+        one = len(request.scenarios) + len(request.mixes) == 1 and self._anew and start.replica_slots > 0
         free = self._seconds_price == 0.0 and request.crossing_price == 0.0
         self._may_pour = one and free and topology.num_ranks >= POURED_FROM
         # Of one window of a load that goes on nobody knows how far it strays: a search would fit it.
@@ -226,39 +192,33 @@ class _Search:
     def layer(self, layer: int) -> Trajectory:
         question = self._question(layer)
         limits, fewer = self._limits(layer), self._limits(layer, of_most=False)
-        found, starts = self._explored(layer, question, limits)
+        found = self._explored(layer, question, limits)
         enough = limits.lowest * (1.0 + GOOD_ENOUGH) + LITTLE
         if fewer.max_copies != limits.max_copies and found.track.value_N[found.steps] > enough:
-            with_fewer, its_starts = self._explored(layer, question, fewer)
+            with_fewer = self._explored(layer, question, fewer)
             if self._worth(layer, with_fewer) < self._worth(layer, found):
-                found, starts, limits = with_fewer, its_starts, fewer
+                found, limits = with_fewer, fewer
         track, reached = found.track, found.steps + 1
         value, moved, seconds = track.value_N[:reached], track.moved_N2[:reached], track.seconds_N[:reached]
-        begin = None
         if found.start > 0:
-            begin = Starts(starts.home_XE[found.start, None], starts.replica_XRK[found.start, None])
             value = np.concatenate([[np.inf], value])
             moved = np.concatenate([np.zeros((1, 2), dtype=np.int64), moved])
             seconds = np.concatenate([[0.0], seconds])
-        one = Trajectory(value, moved, seconds, found, begin, limits)
-        return one if self._most_moves == 0 else self._with_few_moves(question, one)
+        one = Trajectory(value, moved, seconds, found, found.start > 0, limits.max_copies)
+        return one if self._most_moves == 0 else self._with_few_moves(layer, question, one)
 
-    def not_searched(self, layer: int, first: bool) -> Trajectory:
-        """The layer as it is, of which nothing is judged.
+    def not_searched(self, layer: int) -> Trajectory:
+        """The layer as it is, of which nothing is judged."""
+        assert self._request.deadline is not None
+        self._request.deadline.left_out.add(layer)
+        track, at = empty_track(1), (self._home_LE[layer], self._replica_LRK[layer])
+        found = Found(*at, track, 0, 0, *at)
+        return Trajectory(track.value_N, track.moved_N2, track.seconds_N, found, False, 0)
 
-        Args:
-            first: it was not searched before.
-        """
-        if first and self._request.deadline is not None:
-            self._request.deadline.left_out.add(layer)
-        track = Track(np.zeros(1), np.zeros((1, 2), dtype=np.int64), np.zeros(1))
-        found = Found(self._home_LE[layer], self._replica_LRK[layer], track, 0, 0)
-        return Trajectory(track.value_N, track.moved_N2, track.seconds_N, found, None, self._limits(layer))
-
-    def _with_few_moves(self, question: LayersQuestion, one: Trajectory) -> Trajectory:
+    def _with_few_moves(self, layer: int, question: LayersQuestion, one: Trajectory) -> Trajectory:
         """The same with what a search under the budget reaches; what costs more without being better is left out."""
-        load_WE, ballast_WR = question[0][: self._led_by], question[1][: self._led_by]
-        few = search_few_moves(load_WE, ballast_WR, question[2], one.limits.max_copies, self._most_moves)
+        load_WE, ballast_WR = question[0][: self._led_by_L[layer]], question[1][: self._led_by_L[layer]]
+        few = search_few_moves(load_WE, ballast_WR, question[2], one.most_copies, self._most_moves)
         better = np.flatnonzero(np.isfinite(few.value_N))[1:]
         value = np.concatenate([one.imbalance, few.value_N[better]])
         moved = np.concatenate([one.moved, few.moved_N2[better]])
@@ -283,44 +243,26 @@ class _Search:
         reached = slice(found.steps + 1)
         worth = found.track.value_N[reached] + self._seconds_price * found.track.seconds_N[reached]
         steps = int(np.argmax(worth <= worth.min() + LEAST_GAIN / 10))
-        if steps == found.steps:
-            return found.home_E
-        return search_layer(*question, self._seconds_price, limits._replace(max_steps=steps), begin).home_E
+        return found.after(steps).home_E
 
-    def _explored(self, layer: int, question: LayersQuestion, limits: Limits) -> tuple[Found, Starts]:
-        """The layer's search and where it could begin; none, where pouring alone comes near to the bound."""
-        load_WE, ballast_WR = question[0][: self._led_by], question[1][: self._led_by]
+    def _explored(self, layer: int, question: LayersQuestion, limits: Limits) -> Found:
+        """The layer's search; none, where pouring alone comes near to the bound."""
+        load_WE, ballast_WR = question[0][: self._led_by_L[layer]], question[1][: self._led_by_L[layer]]
         poured = None
         if self._variance_LE is not None:
             return grow_anew(load_WE, ballast_WR, self._variance_LE[layer], question[2], self._seconds_price, limits)
         if self._may_pour and self._price_L[layer] == 0.0:
             found, poured = pour_anew(load_WE, ballast_WR, question[2], limits)
             if found.track.value_N[0] <= limits.lowest * (1.0 + GOOD_ENOUGH) + LITTLE:
-                return found, poured
+                return found
         starts = make_starts(load_WE, ballast_WR, question[2], self._stride_K, self._anew)
         if poured is not None:
             starts = Starts(*(np.concatenate([one, two[1:]]) for one, two in zip(starts, poured, strict=True)))
-        return search_layer(*question, self._seconds_price, limits, starts), starts
-
-    def cut(self, layer: int, one: Trajectory, steps: int) -> Trajectory:
-        """The same after so many steps only."""
-        if one.few is not None and one.origin is not None:
-            place = int(one.origin[steps])
-            if place >= 0:
-                found = Found(one.few.home_NE[place], one.few.replica_NRK[place], one.found.track, 0, 0)
-                return replace(one, found=found)
-            steps = -1 - place
-            if steps == one.found.steps:
-                return one
-        question = self._question(layer)
-        begin = Starts(self._home_LE[layer, None], self._replica_LRK[layer, None])
-        limits = one.limits._replace(max_steps=steps - (one.begin is not None))
-        found = search_layer(*question, self._seconds_price, limits, one.begin or begin)
-        return replace(one, found=found)
+        return search_layer(*question, self._seconds_price, limits, starts)
 
     def worth_going(self, layer: int, one: Trajectory) -> int:
         """Steps to where the best is reached, or nearly: the fewest within a tenth of ``LEAST_GAIN`` of the best."""
-        least = 0 if one.begin is None else 1
+        least = int(one.anew)
         value = one.imbalance + self._seconds_price * one.seconds + one.moved @ self._prices(layer)
         value = value[least:]
         if self._request.current is None:
@@ -334,7 +276,7 @@ class _Search:
         return float(self._price_L[layer]), float(self._price_L[layer])
 
     def _question(self, layer: int) -> LayersQuestion:
-        load_WE = self._load_LWE[layer]
+        load_WE = self._loads[layer]
         speed_R = self._request.speed_R
         ballast_WR = np.zeros((len(load_WE), self._request.topology.num_ranks), dtype=np.int64)
         if speed_R is not None:
@@ -367,7 +309,7 @@ class _Search:
     def _limits(self, layer: int, of_most: bool = True) -> Limits:
         """Limits of the search, with copies of an expert for the scenario in which one needs most of them, or for that
         in which it needs fewest: where slots are few, copies for the former are missed elsewhere."""
-        load_WE, ranks = self._load_LWE[layer], self._request.topology.num_ranks
+        load_WE, ranks = self._loads[layer], self._request.topology.num_ranks
         needed_W = -(-load_WE.max(axis=1) * ranks // np.maximum(load_WE.sum(axis=1), 1))
         needed_W = needed_W[needed_W > 0] if needed_W.any() else needed_W
         needed = needed_W.max() if of_most else needed_W.min()
@@ -376,7 +318,30 @@ class _Search:
         room = MOST_SHARES // (len(load_WE) * max(min(ranks * slots, load_WE.shape[1]), 1))
         max_copies = min(ranks, max(most, room), 1 + ranks * slots)
         max_steps = 2 * load_WE.shape[1] + 2 * ranks * slots
-        return Limits(max_copies, max_steps, self._led_by, float(self._lowest_L[layer]), self._stride_K)
+        led_by = int(self._led_by_L[layer])
+        return Limits(max_copies, max_steps, led_by, led_by > LEADING, float(self._lowest_L[layer]), self._stride_K)
+
+
+def _leading(request: PlanRequest) -> list[tuple[NDArray[np.int64], NDArray[np.float64]]]:
+    """Numbers of layers, and the loads that lead their search, float64 ``[W, L, E]``: `LEADING` at most where there are
+    copies and many ranks.
+
+    Each stands for several scenarios and strays from the forecast as far as one of them: by the sum of their ways, over
+    the root of their number. Splits even out what strays, so fewer loads lead to placements that are as good. Homes
+    alone and loads that surely move on need all.
+    """
+    loads, all_layers, ranks = request.scenarios, np.arange(request.num_layers), request.topology.num_ranks
+    if len(loads) <= LEADING or request.declared or request.start.replica_slots == 0 or ranks < LED_FROM:
+        return [(all_layers, loads)]
+    wanders_L = np.zeros(request.num_layers, dtype=bool) if request.wanders_L is None else request.wanders_L
+    stays = np.flatnonzero(~wanders_L)
+    expected = request.forecast[stays]
+    stray = loads[:, stays] - expected
+    parts = np.array_split(np.arange(len(loads)), LEADING)
+    merged = np.stack([stray[part].sum(axis=0) / np.sqrt(len(part)) for part in parts])
+    moves_on = np.flatnonzero(wanders_L)
+    groups = [(stays, np.maximum(expected + merged, 0.0)), (moves_on, loads[:, moves_on])]
+    return [(layers, leading) for layers, leading in groups if len(layers)]
 
 
 def _variance_in_units(request: PlanRequest) -> NDArray[np.float64]:
@@ -420,23 +385,6 @@ def _at_the_end(start: Placement, ends: list[Found], moves: NDArray[np.bool_]) -
     for layer in np.flatnonzero(moves).tolist():
         home_rank[layer], replicas[layer] = ends[layer].home_E, ends[layer].replica_RK
     return align(start, home_rank, replicas)
-
-
-def _where_all_may_move(
-    request: PlanRequest,
-    one: tuple[Placement, list[Trajectory]],
-    other: tuple[Placement, list[Trajectory]],
-    first_L: NDArray[np.bool_],
-) -> Placement:
-    """Layers of ``other`` that gain enough over ``one`` for what they move beyond it."""
-    gain_L, noise_L = gain_and_noise(request, one[0], other[0])
-    share, seconds_price = ALL_MAY_MOVE / request.num_slots, _seconds_price(request)
-    price_L = np.zeros_like(gain_L)
-    for sign, found in ((-1, one[1]), (1, other[1])):
-        for layer, track in enumerate(found):
-            moved, seconds = track.moved[track.taken].sum(), track.seconds[track.taken]
-            price_L[layer] += sign * (share * moved + seconds_price * seconds)
-    return choose(first_L & (gain_L > np.maximum(price_L, noise_L)), other[0], one[0])
 
 
 def _seconds_price(request: PlanRequest) -> float:

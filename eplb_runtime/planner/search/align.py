@@ -34,7 +34,8 @@ def align(
     for layer in range(start.num_layers):
         home[layer] = _align_homes(start, layer, np.asarray(home_rank[layer]))
         physical_to_logical[layer, home[layer]] = np.arange(start.num_experts)
-        _align_replicas(start, layer, replicas_LRK[layer], physical_to_logical[layer])
+    slot_LRS = physical_to_logical.reshape(start.num_layers, start.num_ranks, start.slots_per_rank)
+    slot_LRS[:, :, start.homes_per_rank :] = _align_replicas(start.replicas_LRK, replicas_LRK)
     return Placement(
         physical_to_logical, start.num_experts, start.num_ranks, home, start.epoch if epoch is None else epoch
     )
@@ -60,11 +61,8 @@ def _align_homes(start: Placement, layer: int, home_rank: NDArray[np.integer]) -
         rank = int(np.argmax(per_rank != start.homes_per_rank))
         raise PlanError(f"layer {layer}: rank {rank} gets {per_rank[rank]} homes instead of {start.homes_per_rank}")
     home: NDArray[np.int32] = start.home[layer].copy()
-    before = start.home_rank[layer]
-    for cycle in simple_cycles(before, home_rank):
-        vacated = [int(start.home[layer, expert]) for expert in cycle]
-        for expert, slot in zip(cycle, vacated[1:] + vacated[:1], strict=True):
-            home[expert] = slot
+    for cycle in simple_cycles(start.home_rank[layer], home_rank):
+        home[cycle] = start.home[layer, cycle[1:] + cycle[:1]]
     return home
 
 
@@ -83,46 +81,45 @@ def simple_cycles(before: NDArray[np.integer], after: NDArray[np.integer]) -> li
     """
     leaving: dict[int, list[int]] = {}
     by_edge: dict[tuple[int, int], list[int]] = {}
-    moved = np.flatnonzero(before != after).tolist()
+    moved = np.flatnonzero(before != after)[::-1].tolist()  # the lowest is taken first, from the end
+    edge_of = dict(zip(moved, zip(before[moved].tolist(), after[moved].tolist(), strict=True), strict=True))
     cycles: list[list[int]] = []
-    for expert in moved:
-        by_edge.setdefault((int(before[expert]), int(after[expert])), []).append(expert)
+    for expert, edge in edge_of.items():
+        by_edge.setdefault(edge, []).append(expert)
     for (source, destination), there in sorted(by_edge.items()):
         back = by_edge.get((destination, source), [])
         while source < destination and there and back:
-            cycles.append([there.pop(0), back.pop(0)])
+            cycles.append([there.pop(), back.pop()])
     paired = {expert for cycle in cycles for expert in cycle}
-    for expert in moved:
+    for expert, (source, _) in edge_of.items():
         if expert not in paired:
-            leaving.setdefault(int(before[expert]), []).append(expert)
+            leaving.setdefault(source, []).append(expert)
     for rank in sorted(leaving):
         while leaving[rank]:
-            path_ranks, path = [rank], []
-            while path_ranks:
-                edges = leaving[path_ranks[-1]]
-                if not edges:  # only possible at the walk's start: its edges are all used up
-                    break
-                expert = edges.pop(0)
-                path.append(expert)
-                reached = int(after[expert])
-                if reached in path_ranks:
-                    first = path_ranks.index(reached)
+            path: list[int] = []
+            place_of = {rank: 0}  # of the ranks of the path
+            at = rank
+            while leaving[at]:  # else the walk is at its start, whose edges are all used up
+                path.append(leaving[at].pop())
+                at = edge_of[path[-1]][1]
+                if at in place_of:
+                    first = place_of[at]
                     cycles.append(path[first:])
-                    del path[first:], path_ranks[first + 1 :]
+                    for expert in path[first + 1 :]:
+                        del place_of[edge_of[expert][0]]
+                    del path[first:]
                 else:
-                    path_ranks.append(reached)
+                    place_of[at] = len(path)
     return cycles
 
 
-def _align_replicas(start: Placement, layer: int, replica_RK: NDArray[np.int32], row: NDArray[np.int32]) -> None:
-    """Fill the replica slots of ``row`` in place: who stays keeps the slot, the others fill up in ascending order."""
-    standing_RK = start.replicas_LRK[layer]
-    slot_RS = row.reshape(start.num_ranks, start.slots_per_rank)
-    slot_RS[:, start.homes_per_rank :] = standing_RK
-    different = np.flatnonzero((np.sort(standing_RK, axis=1) != np.sort(replica_RK, axis=1)).any(axis=1))
-    for rank in different.tolist():
-        old, wanted = standing_RK[rank].tolist(), replica_RK[rank].tolist()
-        kept = [expert if expert in wanted else EMPTY for expert in old]
-        coming = iter(sorted(expert for expert in wanted if expert != EMPTY and expert not in old))
-        kept = [next(coming, EMPTY) if expert == EMPTY else expert for expert in kept]
-        slot_RS[rank, start.homes_per_rank :] = kept
+def _align_replicas(current_LRK: NDArray[np.int32], wanted_LRK: NDArray[np.int32]) -> NDArray[np.int32]:
+    """int32 ``[L, R, K]``: who stays keeps the slot, the others fill up in ascending order."""
+    same = (current_LRK[..., :, None] == wanted_LRK[..., None, :]) & (current_LRK != EMPTY)[..., :, None]
+    kept_LRK = np.where(same.any(axis=-1), current_LRK, EMPTY)
+    last = np.iinfo(np.int32).max
+    coming_LRK = np.sort(np.where((wanted_LRK != EMPTY) & ~same.any(axis=-2), wanted_LRK, last), axis=-1)
+    free_LRK = kept_LRK == EMPTY
+    place_LRK = np.maximum(free_LRK.cumsum(axis=-1) - 1, 0)
+    filled_LRK = np.take_along_axis(coming_LRK, place_LRK, axis=-1)
+    return np.where(free_LRK, np.where(filled_LRK == last, EMPTY, filled_LRK), kept_LRK).astype(np.int32)

@@ -14,6 +14,9 @@ from ...utils.jit import is_ready, jit, must_not_wait
 
 FloatArray = NDArray[np.float64]
 
+EXACTLY = 1e-9
+"""So near to it, as a share, a bound is found."""
+
 
 def lower_bound(
     load: ArrayLike, num_ranks: int, slots_per_rank: int, *, groups: int = 1, num_nodes: int = 1
@@ -87,16 +90,16 @@ def hottest_copy(weight: FloatArray, spare: int, num_ranks: int) -> float:
 
     Found by bisection on the answer: a maximum of x needs ceil(weight / x) copies of each expert.
     """
-    slots = spare + weight.size
-    low = float(weight.max()) / num_ranks  # an expert on all ranks: never more than the mean
-    high = float(weight.max())
-    for _ in range(60):
+    heaviest, total = float(weight.max()), float(weight.sum())
+    low = max(heaviest / num_ranks, total / (spare + weight.size))  # on all ranks; all copies alike
+    high = min(heaviest, total / spare)  # weight / x copies beside the first are enough
+    shared = weight[weight > low]  # others need one copy whatever is found
+    slots = spare + shared.size
+    while high - low > EXACTLY * high:
         middle = 0.5 * (low + high)
-        if not low < middle < high:
-            break
-        needed = 0.0
-        for expert in range(weight.size):
-            needed += max(np.ceil(weight[expert] / middle), 1.0)
+        needed, each = 0.0, 1.0 / middle
+        for load in shared:
+            needed += max(np.ceil(load * each), 1.0)
         if needed <= slots:
             high = middle
         else:

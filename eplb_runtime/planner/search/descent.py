@@ -65,6 +65,7 @@ def descend(
     excess_R, stuck_R = np.empty(ranks), np.zeros(ranks, dtype=np.bool_)
     best = Best(np.zeros(TRIED), np.zeros((TRIED, 4), dtype=np.int64))
     peak_W, tried_W, kept_W = np.empty(scenarios), np.empty(scenarios), np.empty(scenarios)
+    kept_4 = np.zeros(4, dtype=np.int64)
     value, goal = judge(layer, peak_W)
     crossing = crossing_cost(layer, question)
     record(layer, question, track, int(NOW), value + crossing)
@@ -94,6 +95,7 @@ def descend(
                 if tried < reached and is_sure(peak_W, tried_W):
                     reached, value, crossing, found = tried, tried_value, tried_crossing, True
                     kept_W[:] = tried_W
+                    kept_4[:] = best.step_M4[index]
                     copy_state(layer, other)
             copy_state(spare, layer)
         if not found:
@@ -108,6 +110,7 @@ def descend(
         stuck = 0
         step += 1
         record(layer, question, track, step, value + crossing)
+        track.step_N4[step] = kept_4
     return step
 
 
@@ -318,6 +321,7 @@ def keep_best(best: Best, gain: float, kind: int, first: int, second: int, third
 
 @jit(error_model="numpy")
 def take(layer: LayerLoads, step_4: NDArray[np.int64]) -> None:
+    """A step: its kind; of a swap the two experts; of a replica the expert, the rank and the slot."""
     if step_4[0] == SWAP:
         swap_homes(layer, step_4[1], step_4[2])
     else:

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from ...placement import EMPTY
 from ...utils.jit import jit
-from .descent import GOOD_ENOUGH, LEAST_FALL, descend
+from .descent import GOOD_ENOUGH, LEAST_FALL, REPLICA, SWAP, descend
 from .nearness import draw_near
 from .pouring import NEAR_AND_LEVEL, pour
-from .prices import NOW, Question, Track, crossing_cost, judge, price_of_moves, record
+from .prices import NOW, Question, Track, crossing_cost, empty_track, judge, price_of_moves, record
 from .scenarios import LayerLoads, copy_state, empty_layer, has_copy_on, place_experts, set_replica, settle
 from .settle import match_ranks
 from .starts import add_chords, pack, pack_near
@@ -28,6 +28,9 @@ from .trees import grow_trees
 SEARCHED = 2
 """Starts that are searched from, of those tried: the best by what they are and cost."""
 NUM_STARTS = 9
+HOPELESS = 0.05
+"""Nothing is searched from a start made anew that is so much worse than what another has led to: one in a hundred would
+win."""
 LITTLE = 0.005
 """With one scenario, what is so near to the bound is not searched for again."""
 
@@ -43,6 +46,7 @@ class Limits(NamedTuple):
         max_copies: of one expert, home included.
         max_steps: of one search.
         led_by: the first so many scenarios lead a search; all judge where it ends.
+        starts_by_all: all loads say, too, from where it is searched; else those that lead.
         lowest: the mean imbalance that no placement gets below.
         stride_K: int64, of the chords.
     """
@@ -50,18 +54,37 @@ class Limits(NamedTuple):
     max_copies: int
     max_steps: int
     led_by: int
+    starts_by_all: bool
     lowest: float
     stride_K: NDArray[np.int64]
 
 
 class Found(NamedTuple):
-    """Where a search ended, how it went, and which of the given starts it began at."""
+    """Where a search ended and how it went.
+
+    Args:
+        home_E, replica_RK: int32, home ranks and replica slots where it ended.
+        start: at which of the given starts it began.
+        begin_home_E, begin_replica_RK: int32, the same there, without replicas beyond the most copies.
+    """
 
     home_E: NDArray[np.int32]
     replica_RK: NDArray[np.int32]
     track: Track
     steps: int
     start: int
+    begin_home_E: NDArray[np.int32]
+    begin_replica_RK: NDArray[np.int32]
+
+    def after(self, steps: int) -> Found:
+        """The same search as if it had ended after so many steps."""
+        home_E, replica_RK = self.begin_home_E.copy(), self.begin_replica_RK.copy()
+        for kind, expert, second, slot in self.track.step_N4[1 : steps + 1].tolist():
+            if kind == SWAP:
+                home_E[[expert, second]] = home_E[[second, expert]]
+            else:
+                replica_RK[second, slot] = expert
+        return self._replace(home_E=home_E, replica_RK=replica_RK, steps=steps)
 
 
 class Starts(NamedTuple):
@@ -99,18 +122,28 @@ def search_layer(
     every = empty_layer(load_WE, ballast_WR, slots, limits.max_copies)
     price_X = np.zeros(count)
     for index in range(count if count > 1 else 0):
-        price_X[index] = _price(every, starts.home_XE[index], starts.replica_XRK[index], question, seconds_price)
+        price_X[index] = _price(
+            every if limits.starts_by_all else layer,
+            starts.home_XE[index],
+            starts.replica_XRK[index],
+            question,
+            seconds_price,
+        )
     least = np.inf
     enough = limits.lowest * (1.0 + GOOD_ENOUGH)
     room = limits.max_steps + 2
     for index in np.argsort(price_X, kind="mergesort")[:SEARCHED]:
-        if len(load_WE) == 1 and least <= enough + LITTLE:
+        hopeless = index > 0 and price_X[index] > least + HOPELESS
+        if hopeless or (len(load_WE) == 1 and least <= enough + LITTLE):
             break
-        track = Track(np.empty(room), np.zeros((room, 2), dtype=np.int64), np.empty(room))
+        track = empty_track(room)
         place_experts(layer, starts.home_XE[index], starts.replica_XRK[index])
+        begin_RK = layer.replica_RK.copy()
         steps, filled = 0, 0
         for _ in range(2):  # descend, try chords in slots left empty, and descend on if some stay
-            rest = Track(track.value_N[filled:-1], track.moved_N2[filled:], track.seconds_N[filled:])
+            rest = Track(
+                track.value_N[filled:-1], track.moved_N2[filled:], track.seconds_N[filled:], track.step_N4[filled:]
+            )
             steps = filled + descend(layer, spare, other, question, rest, enough)
             filled = _fill(layer, spare, question, limits.stride_K, track, steps)
             if filled == steps:
@@ -121,7 +154,9 @@ def search_layer(
         price = _price(every, layer.home_E, layer.replica_RK, question, seconds_price) if count > 1 else 0.0
         if price < least - LEAST_FALL:
             least = price
-            found = Found(layer.home_E.copy(), layer.replica_RK.copy(), track, steps, index)
+            found = Found(
+                layer.home_E.copy(), layer.replica_RK.copy(), track, steps, index, starts.home_XE[index], begin_RK
+            )
     return found
 
 
@@ -136,7 +171,7 @@ def pour_anew(
     load_E, ballast_R = load_WE[0].astype(np.float64), ballast_WR[0].astype(np.float64)
     home_XE, replica_XRK = _current_and_packed(load_E, ballast_R, question)
     layer = empty_layer(load_WE, ballast_WR, question.start_replica_RK.shape[1], limits.max_copies)
-    track, peak_W = Track(np.empty(1), np.zeros((1, 2), dtype=np.int64), np.empty(1)), np.empty(1)
+    track, peak_W = empty_track(1), np.empty(1)
     enough = limits.lowest * (1.0 + GOOD_ENOUGH) + LITTLE
     place_experts(layer, home_XE[0], replica_XRK[0])
     value, start, tried_RK = judge(layer, peak_W)[0], 0, np.empty_like(question.start_replica_RK)
@@ -152,7 +187,8 @@ def pour_anew(
             replica_XRK[1] = tried_RK
     place_experts(layer, home_XE[start], replica_XRK[start])
     record(layer, question, track, 0, judge(layer, peak_W)[0])
-    return Found(layer.home_E, layer.replica_RK, track, 0, start), Starts(home_XE, replica_XRK)
+    at = layer.home_E, layer.replica_RK
+    return Found(*at, track, 0, start, *at), Starts(home_XE, replica_XRK)
 
 
 def grow_anew(
@@ -162,7 +198,7 @@ def grow_anew(
     question: Question,
     seconds_price: float,
     limits: Limits,
-) -> tuple[Found, Starts]:
+) -> Found:
     """Homes packed anew and copies as trees that withstand loads which stray, or the layer as it stands where that is
     worth more for the load known; no search, which would fit the placement to that very load.
 
@@ -176,7 +212,7 @@ def grow_anew(
     grow_trees(load_E, variance_E, ballast_R, limits.max_copies, home_XE[1], replica_XRK[1])
     add_chords(load_E, limits.stride_K, home_XE[1], replica_XRK[1])
     layer = empty_layer(load_WE, ballast_WR, question.start_replica_RK.shape[1], limits.max_copies)
-    track, worth_X = Track(np.empty(1), np.zeros((1, 2), dtype=np.int64), np.empty(1)), np.empty(2)
+    track, worth_X = empty_track(1), np.empty(2)
     for index in range(2):
         place_experts(layer, home_XE[index], replica_XRK[index])
         record(layer, question, track, 0, judge(layer, np.empty(1))[0])
@@ -184,7 +220,8 @@ def grow_anew(
     start = int(np.argmin(worth_X))
     place_experts(layer, home_XE[start], replica_XRK[start])
     record(layer, question, track, 0, judge(layer, np.empty(1))[0])
-    return Found(layer.home_E, layer.replica_RK, track, 0, start), Starts(home_XE, replica_XRK)
+    at = layer.home_E, layer.replica_RK
+    return Found(*at, track, 0, start, *at)
 
 
 def _current_and_packed(
@@ -211,7 +248,7 @@ def _price(
     seconds_price: float,
 ) -> float:
     """What all scenarios make of a placement, and what going there costs, in imbalance."""
-    track = Track(np.empty(1), np.zeros((1, 2), dtype=np.int64), np.empty(1))
+    track = empty_track(1)
     place_experts(every, home_E, replica_RK)
     reached = judge(every, np.empty(every.load_WR.shape[0]))[1] + crossing_cost(every, question)
     record(every, question, track, int(NOW), reached)
@@ -243,6 +280,8 @@ def _fill(
                 goal = tried
                 steps += 1
                 record(layer, question, track, steps, value + crossing)
+                track.step_N4[steps, 0], track.step_N4[steps, 1] = int(REPLICA), expert
+                track.step_N4[steps, 2], track.step_N4[steps, 3] = rank, slot
             else:
                 copy_state(spare, layer)
     return steps
@@ -298,7 +337,7 @@ def make_starts(
         replica_XRK[count] = EMPTY
         add_chords(load_E, stride_K, home_XE[count], replica_XRK[count])
         count += 1
-    if anew and slots > 0:
+    if anew and (question.start_replica_RK == EMPTY).any():
         home_XE[count] = question.start_home_E
         replica_XRK[count] = question.start_replica_RK
         add_chords(load_E, stride_K, home_XE[count], replica_XRK[count])

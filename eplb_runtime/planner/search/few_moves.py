@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ...placement import EMPTY
 from ...utils.jit import jit
 from .descent import SETTLING_SWEEPS, Best, excess_of_ranks, find_replicas, find_swaps, is_sure, read_tokens, take
-from .prices import NOW, Question, Track, crossing_cost, judge, record
+from .prices import NOW, Question, Track, crossing_cost, empty_track, judge, record
 from .scenarios import LayerLoads, copy_state, empty_layer, place_experts, settle
 
 MOST_MOVES = 8
@@ -94,7 +94,7 @@ def search_few_moves(
     tokens_EW, load_RW = np.empty((experts, scenarios)), np.empty((ranks, scenarios))
     excess_R, start_W, peak_W = np.empty(ranks), np.empty(scenarios), np.empty(scenarios)
     best = Best(np.zeros(tried), np.zeros((tried, 4), dtype=np.int64))
-    track = Track(np.empty(1), np.zeros((1, 2), dtype=np.int64), np.empty(1))
+    track = empty_track(1)
     place_experts(layer, question.start_home_E, question.start_replica_RK)
     value, goal = judge(layer, start_W)
     crossing = crossing_cost(layer, question)

@@ -35,6 +35,7 @@ def draw_near(
     scenarios, ranks = layer.load_WR.shape
     experts = layer.home_E.size
     best = Best(np.zeros(TRIED), np.zeros((TRIED, 4), dtype=np.int64))
+    kept_4 = np.zeros(4, dtype=np.int64)
     peak_W, share_E, load_R = np.empty(scenarios), np.empty(experts), np.empty(ranks)
     value, goal = judge(layer, peak_W)
     goal += crossing_cost(layer, question) + price_of_moves(layer, question)
@@ -57,6 +58,7 @@ def draw_near(
             tried += crossing + price_of_moves(layer, question)
             if tried < reached:
                 reached, value, found = tried, tried_value + crossing, True
+                kept_4[:] = best.step_M4[index]
                 copy_state(layer, other)
             copy_state(spare, layer)
         if not found:
@@ -66,6 +68,7 @@ def draw_near(
         copy_state(other, spare)
         step += 1
         record(layer, question, track, step, value)
+        track.step_N4[step] = kept_4
     return step
 
 

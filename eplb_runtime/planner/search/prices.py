@@ -50,11 +50,21 @@ class Track(NamedTuple):
         value_N: float64, mean over scenarios of max / mean rank load, and the price of tokens that cross nodes.
         moved_N2: int64 ``[N, 2]``, homes and replicas that have moved by then.
         seconds_N: float64, of the busiest link to carry these.
+        step_N4: int64 ``[N, 4]``, what was done last: its kind and the three numbers that name it (``descent.take``).
     """
 
     value_N: NDArray[np.float64]
     moved_N2: NDArray[np.int64]
     seconds_N: NDArray[np.float64]
+    step_N4: NDArray[np.int64]
+
+
+@jit
+def empty_track(room: int) -> Track:
+    """A track for ``room - 1`` steps."""
+    return Track(
+        np.zeros(room), np.zeros((room, 2), dtype=np.int64), np.zeros(room), np.zeros((room, 4), dtype=np.int64)
+    )
 
 
 @jit(error_model="numpy")

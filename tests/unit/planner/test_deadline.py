@@ -84,21 +84,6 @@ def test_time_that_runs_out_while_layers_are_searched(monkeypatch: pytest.Monkey
     assert found == ["planned 0", "left 1", "planned 2", "planned 3"]
 
 
-def test_layers_that_were_searched_are_not_said_to_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no copies are in use yet, some layers are searched a second time, with what time is left."""
-    asked = 0
-
-    def is_over(deadline: threads.Deadline) -> bool:
-        nonlocal asked
-        asked += 1
-        return asked > LAYERS  # asked for each layer but the first, then before the second search
-
-    monkeypatch.setattr(threads.Deadline, "is_over", property(is_over))
-    current, slots = Placement.initial(LAYERS, EXPERTS, RANKS, 1), EXPERTS // RANKS + 1
-    made = plan(loads(0.5), Topology(RANKS), slots_per_rank=slots, current=current, deadline=1.0)
-    assert asked > LAYERS and "no time" not in made.reason
-
-
 def test_a_policy_that_plans_all_layers_at_once_takes_no_deadline() -> None:
     with pytest.raises(PlanError, match="'swaps' plans all layers at once"):
         planned(0, deadline=1.0, policy="swaps")

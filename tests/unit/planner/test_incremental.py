@@ -105,12 +105,12 @@ def test_a_number_that_would_mean_something_else_is_refused(asked: dict, says: s
         plan(question.pop("load"), Topology(4), **question)
 
 
-@pytest.mark.parametrize(("replicas", "at_most"), [(1, 1.11), (2, 1.02)])
+@pytest.mark.parametrize(("replicas", "at_most"), [(1, 1.2), (2, 1.02)])
 def test_an_expert_gets_copies_for_the_window_that_needs_most_of_them_unless_they_are_missed_elsewhere(
     replicas: int, at_most: float
 ) -> None:
-    """Limited by the window that needs fewest, two replica slots gave 1.04; by that which needs most, one 1.20."""
+    """Limited by the window that needs fewest, two replica slots gave 1.120; by that which needs most, one 1.229."""
     mean = np.sort(1e6 / np.arange(1, 257) ** 1.5)[::-1]
-    load = mean * np.random.default_rng(1).lognormal(0, 0.1, (32, 1, 256))
+    load = mean * np.random.default_rng(1).lognormal(0, 0.1, (32, 8, 256))
     made = plan(load, Topology(256), slots_per_rank=1 + replicas)
-    assert made.imbalance_after[0] < at_most
+    assert made.imbalance_after.mean() < at_most
