@@ -1,4 +1,5 @@
-"""Homes alone, where seconds are known: the moves that pay by what they will save, not by what the past promises.
+"""Homes alone: the moves that pay by what they will save, not by what the past promises; all that gain more than
+chance, where seconds are not known.
 
 Each layer has a ladder of placements, from few moves to a packing made anew (`search.staying`). Their gains are
 estimated on windows that they were not packed for, so what remains to be weighed is seconds against seconds, and
@@ -64,7 +65,7 @@ def by_seconds(request: PlanRequest, refine: Callable[[int, NDArray[np.int32]], 
         refine: searches on from a layer's new home ranks, and returns those that it reaches.
     """
     start = request.start
-    if not request.seconds_per_imbalance:
+    if request.seconds_per_imbalance is not None and request.seconds_per_imbalance <= 0:
         return start  # nothing is saved by any move
     scenarios = len(request.scenarios)
     mixed = np.random.default_rng(scenarios).integers(0, scenarios, (MIXED, start.num_experts))
@@ -123,7 +124,8 @@ def _best_rung(
         pack_staying(share_E, home_E, ranks, slack, packed_E)
     judged_XN = left_out(share_WE, share_E, choice_NE, home_E, ranks, slack_X)
     value_XN, now_N = judged_XN[:-1], judged_XN[-1]
-    price = HYSTERESIS / (request.seconds_per_imbalance or 1e-300)
+    known = request.seconds_per_imbalance is not None
+    price = HYSTERESIS / (request.seconds_per_imbalance or 1e-300) if known else 0.0
     cost_X = price * np.array([_seconds(request, home_E, packed_E) for packed_E in home_XE])
     worth_X = value_XN.mean(axis=1) + cost_X
     best = int(worth_X.argmin())

@@ -111,10 +111,9 @@ def incremental(request: PlanRequest) -> Placement:
 
 
 def answers(request: PlanRequest) -> bool:
-    """Return whether this is a question of homes and seconds alone, as `by_seconds` answers."""
+    """Return whether this is a question of homes alone, whose moves cost little, as `by_seconds` answers."""
     return (
-        request.seconds_per_imbalance is not None
-        and request.current is not None
+        request.current is not None
         and request.start.replica_slots == 0
         and request.start.homes_per_rank > 1
         and request.max_moves is None
@@ -123,7 +122,10 @@ def answers(request: PlanRequest) -> bool:
         and not request.declared
         and len(request.load) >= WINDOWS_OF_SECONDS
         and (request.crossing_price == 0.0 or request.source_share_LNE is None)
-        and bool(_seconds_of_all(request) * HYSTERESIS * request.trust <= CHEAP * request.seconds_per_imbalance)
+        and (
+            request.seconds_per_imbalance is None
+            or bool(_seconds_of_all(request) * HYSTERESIS * request.trust <= CHEAP * request.seconds_per_imbalance)
+        )
     )
 
 
