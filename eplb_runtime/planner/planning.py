@@ -61,8 +61,8 @@ def plan(
             plan from ``current``; what ranks that are gone held moves besides.
         max_bytes: the same in bytes (needs ``cost``); None: no limit.
         cost: bytes and seconds (`CostModel`); needed by the ``"payoff"`` gate, and for the plan to know its bytes.
-        gate: ``"payoff"``: rebalance when predicted seconds saved exceed predicted seconds spent, in as many layers,
-            those first that gain most for their own bytes, as leave most seconds (``Plan.offers``). ``"always"``, the
+        gate: ``"payoff"``: rebalance when predicted seconds saved exceed predicted seconds spent, in the layers that
+            together leave most seconds (``Plan.offers``). ``"always"``, the
             default: whenever the imbalance falls. ``"off"``: take what the policy says.
         forecast: how the load to come is foretold from several windows: ``"auto"``, the default, ``"window"``,
             ``"last"``, ``"average"`` or ``"trend"`` (see ``load.forecast``).
@@ -98,7 +98,7 @@ def plan(
         [[0, 1, 1, 0, 2, 3, 3, 2]]
     """
     began = time.perf_counter()
-    settled = Settled(**terms)
+    settled = Settled.of(terms)
     request = _asked(load, topology, slots_per_rank, current, policy, layout, settled)
     everybody = request.speed_R is None or bool(request.speed_R.all())
     placement = POLICIES[policy](request) if everybody else without_gone_ranks(request, POLICIES[policy])
@@ -128,7 +128,7 @@ def plan_again(
         PlanError: as `plan`.
     """
     began = time.perf_counter()
-    settled = Settled(**terms)
+    settled = Settled.of(terms)
     request = _asked(load, topology, current.slots_per_rank, current, policy, current.layout, settled)
     check_fits(placement, request, "placement")
     made = weigh(request, policy, placement, settled, began)

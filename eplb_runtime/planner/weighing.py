@@ -21,6 +21,8 @@ from .traffic import choose, crossing_share
 from .types import MOVE_DESTINATION_SLOT, MOVE_LAYER, MOVE_SOURCE_RANK, Offer, Plan, PlanRequest
 
 MOST_OFFERS = 12
+ROUNDED = 1e-9
+"""So far may sums in another order differ, as a share."""
 
 
 def weigh(request: PlanRequest, policy: str, placement: Placement, settled: Settled, began: float) -> Plan:
@@ -144,7 +146,8 @@ class LayerPrefixes:
     """The first layers of a plan, for every number of them.
 
     Attributes:
-        layers: int64 ``[M]``, those that move, most to gain for their bytes first.
+        layers: int64 ``[M]``, those that move, most to gain for their bytes first; where seconds are known, those that
+            leave most before the others.
         slots: int64 ``[M + 1]``, moved slots of the first 0, 1, ... M of them.
         saved, spent: float64 ``[M + 1]``, seconds; nan where unknown.
     """
@@ -174,12 +177,17 @@ class LayerPrefixes:
         # What is free comes first, by gain; what loses comes last.
         worth = np.divide(gains, prices, out=np.where(gains > 0, np.inf, -np.inf), where=prices > 0)
         self.layers = self.layers[np.lexsort((-gains, -worth))]
+        horizon = 0.0
+        if cost is not None and cost.step_seconds > 0:
+            horizon = cost.seconds_per_imbalance(layers, request.trust)
+            first_M = _most_left(gain_L[self.layers] * horizon, links_LN[self.layers], cost.stall_seconds)
+            self.layers = np.concatenate([self.layers[first_M], self.layers[~first_M]])
         self.slots = np.concatenate([[0], slots_L[self.layers].cumsum()])
         self.saved = np.full(len(self.slots), np.nan)
         self.spent = self.saved.copy()
         if cost is not None and cost.step_seconds > 0:
             gain = np.concatenate([[0.0], gain_L[self.layers].cumsum()])
-            self.saved = gain * cost.seconds_per_imbalance(layers, request.trust)
+            self.saved = gain * horizon
             busiest = links_LN[self.layers].cumsum(axis=0).max(axis=1, initial=0.0)
             self.spent = np.concatenate([[0.0], busiest + cost.stall_seconds])
 
@@ -207,3 +215,35 @@ class LayerPrefixes:
             )
             for end in sorted(ends)
         )
+
+
+def _most_left(saved_M: NDArray[np.float64], links_MN: NDArray[np.float64], stall: float) -> NDArray[np.bool_]:
+    """bool ``[M]``: layers with which most seconds are left, each that is spent counted `HYSTERESIS` times.
+
+    The best of all first ones, or better ones reached from there or from all layers, by one layer in or out at a time:
+    layers that use other links than one that does not pay may pay together.
+
+    Args:
+        saved_M: seconds that each saves, most for its bytes first.
+        links_MN: seconds of each on every link.
+        stall: seconds of any rebalance.
+    """
+    number, least = len(saved_M), ROUNDED * float(np.abs(saved_M).sum())
+    first = np.tril(np.ones((number + 1, number), dtype=bool), -1)
+    left_X = np.concatenate([[0.0], saved_M.cumsum() - HYSTERESIS * (links_MN.cumsum(axis=0).max(axis=1) + stall)])
+    best_M, most = first[left_X.argmax()], float(left_X.max())
+    for chosen_M, left in ((best_M.copy(), most), (first[-1].copy(), float(left_X[-1]))):
+        links_N, saved, in_or_out = links_MN[chosen_M].sum(axis=0), float(saved_M[chosen_M].sum()), True
+        while in_or_out and number:
+            sign_M = np.where(chosen_M, -1.0, 1.0)
+            spent_M = (links_N + sign_M[:, None] * links_MN).max(axis=1) + stall
+            left_M = saved + sign_M * saved_M - HYSTERESIS * spent_M
+            left_M[chosen_M.sum() + sign_M == 0] = 0.0  # nothing moves then
+            layer = int(left_M.argmax())
+            in_or_out = left_M[layer] > left + least
+            if in_or_out:
+                left, chosen_M[layer] = float(left_M[layer]), not chosen_M[layer]
+                links_N, saved = links_N + sign_M[layer] * links_MN[layer], saved + sign_M[layer] * saved_M[layer]
+        if left > most + least:
+            best_M, most = chosen_M, left
+    return np.asarray(best_M)

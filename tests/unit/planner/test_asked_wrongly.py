@@ -163,3 +163,11 @@ def test_windows_without_tokens_are_not_judged(tmp_path: Path, capsys: pytest.Ca
     assert "6 of 18 windows have no tokens and are left out" in said.err
     one, other = ([run["imbalance"] for run in each["policies"]] for each in found)
     assert one == other
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("max_move", "max_moves"), ("gates", "gate"), ("zzz", "groups or max_moves or")]
+)
+def test_an_argument_that_plan_does_not_have_is_named_with_the_nearest(name: str, near: str) -> None:
+    with pytest.raises(TypeError, match=f"plan has no argument '{name}': give {near}"):
+        plan(np.ones((1, 8)), Topology(4), slots_per_rank=2, **{name: 1})  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from eplb_runtime.planner import CostModel, Plan, PlanError, plan
 from eplb_runtime.planner.cost import HYSTERESIS
 from eplb_runtime.planner.evaluate import predicted_imbalance
 from eplb_runtime.planner.planning import plan_again
-from eplb_runtime.planner.weighing import MOST_OFFERS
+from eplb_runtime.planner.weighing import MOST_OFFERS, _most_left
 from eplb_runtime.topology import Topology
 
 LAYERS, EXPERTS, RANKS = 14, 16, 4
@@ -87,6 +87,31 @@ def test_what_pays_takes_the_part_with_most_seconds_left(exponent: float, stall:
     assert made.imbalance_before is not None
     assert (made.imbalance_after[stays] == made.imbalance_before[stays]).all()
     assert (made.placement.physical_to_logical[stays] == INITIAL.physical_to_logical[stays]).all()
+
+
+def test_layers_on_other_links_pay_together_without_one_between_them_that_does_not() -> None:
+    saved, stall = np.array([1.0, 0.95, 0.9]), 0.4
+    links = np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    first_ones = [left(saved[:end].sum(), links[:end].sum(axis=0).max() + stall) for end in (1, 2, 3)]
+    assert max(first_ones) < 0 < left(1.9, 1.0 + stall)
+    assert _most_left(saved, links, stall).tolist() == [True, False, True]
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.3, 1.0]))
+def test_no_other_layer_in_or_out_would_leave_more(seed: int, stall: float) -> None:
+    random = np.random.default_rng(seed)
+    number, links = random.integers(0, 9), random.integers(2, 9)
+    saved_M = random.normal(1.0, 1.2, number)
+    links_MN = random.exponential(0.6, (number, links)) * (random.random((number, links)) < 0.5)
+
+    def of(chosen_M: np.ndarray) -> float:
+        spent = links_MN[chosen_M].sum(axis=0).max() + stall if chosen_M.any() else 0.0
+        return left(saved_M[chosen_M].sum(), spent)
+
+    found_M = _most_left(saved_M, links_MN, stall)
+    others = [found_M ^ (np.arange(number) == layer) for layer in range(number)]
+    first_ones = [np.arange(number) < end for end in range(number + 1)]
+    assert of(found_M) >= max(map(of, [*others, *first_ones])) - 1e-6
 
 
 def test_dear_bytes_leave_out_layers_with_little_to_gain() -> None:
