@@ -20,7 +20,6 @@ from ...placement import EMPTY
 from ...utils.jit import jit
 
 FIRST_SWEEPS = 16
-SETTLING_SWEEPS = 3
 
 
 class LayerLoads(NamedTuple):
