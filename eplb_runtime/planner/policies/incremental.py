@@ -39,7 +39,7 @@ WANDERING = 0.2
 """And in layers whose load surely moves on: scenarios stray there by the errors of the forecast on windows of the past,
 so that a gain is one on the next window."""
 LEADING, LED_FROM = 5, 64
-"""Loads that lead a search for copies, from so many ranks on; between fewer all scenarios do, which takes little time."""
+"""Loads that lead a search for copies, from so many ranks on; among fewer all scenarios do, in little time."""
 MOST_SHARES = 2**18
 """Shares of copies over all scenarios that a search has room for; an expert may have as many copies as there are ranks,
 or fewer where there is no room."""

@@ -30,7 +30,7 @@ SEARCHED = 2
 NUM_STARTS = 9
 HOPELESS = 0.05
 """Nothing is searched from a start made anew that is so much worse than what another has led to. Of 360 searches on six
-loads (16 to 256 ranks) a third ends so, and the mean imbalance rises by .0004."""
+loads (32 to 256 ranks) a third ends so, and the mean imbalance rises by .0004."""
 LITTLE = 0.005
 """With one scenario, what is so near to the bound is not searched for again."""
 
