@@ -120,7 +120,7 @@ def answers(request: PlanRequest) -> bool:
         and request.max_bytes is None
         and request.speed_R is None
         and not request.declared
-        and len(request.load) >= WINDOWS_OF_SECONDS
+        and len(request.scenarios) >= WINDOWS_OF_SECONDS  # windows without tokens are none
         and (request.crossing_price == 0.0 or request.source_share_LNE is None)
         and (
             request.seconds_per_imbalance is None
