@@ -35,6 +35,9 @@ at least so far from the forecast (the share of tokens that go elsewhere); in pr
 a move gains there is not soon lost again. Declared loads are certain: there moves cost their seconds alone."""
 FIRST = 0.02
 """At most that, where no replica slot is in use yet: a first plan lasts."""
+FIRST_FEW, FEW = 0.1, 0.5
+"""And that, where fewer moves are allowed than this share of the replica slots: at a small price the first steps of a
+long way gain little by themselves."""
 WANDERING = 0.2
 """And in layers whose load surely moves on: scenarios stray there by the errors of the forecast on windows of the past,
 so that a gain is one on the next window."""
@@ -175,7 +178,8 @@ class _Search:
         self._seconds = request.home_bytes / links, request.replica_bytes / links
         of_all_L = PRICE_OF_ALL * np.minimum(_stray(request) / STRAY, 1.0)
         unused_L = (start.replicas_LRK == EMPTY).all(axis=(1, 2)) & (start.replica_slots > 0)
-        of_all_L[unused_L] = np.minimum(of_all_L[unused_L], FIRST)
+        few = _allowed_moves(request) < FEW * start.replica_slots * topology.num_ranks * request.num_layers
+        of_all_L[unused_L] = np.minimum(of_all_L[unused_L], FIRST_FEW if few else FIRST)
         if request.wanders_L is not None:
             of_all_L[request.wanders_L] *= WANDERING
         free_of_price = request.current is None or request.declared or answers(request)
@@ -184,7 +188,7 @@ class _Search:
         alike = request.speed_R is None and not request.crossing_price
         # Of ranks that are alike, each with one expert, none is better for any of them.
         pointless = alike and start.homes_per_rank == 1 and start.replica_slots == 0
-        self._anew = request.max_moves is None and request.max_bytes is None and not pointless
+        self._anew = not _is_limited(request) and not pointless
         one = len(request.scenarios) + len(request.mixes) == 1 and self._anew and start.replica_slots > 0
         free = self._seconds_price == 0.0 and request.crossing_price == 0.0
         self._may_pour = one and free and topology.num_ranks >= POURED_FROM
@@ -333,10 +337,12 @@ def _leading(request: PlanRequest) -> list[tuple[NDArray[np.int64], NDArray[np.f
 
     Each stands for several scenarios and strays from the forecast as far as one of them: by the sum of their ways, over
     the root of their number. Splits even out what strays, so fewer loads lead to placements that are as good. Homes
-    alone, loads that surely move on and those that do not stray by chance need all.
+    alone, loads that surely move on and those that do not stray by chance need all, and where moves are limited each
+    has to count.
     """
     loads, all_layers, ranks = request.scenarios, np.arange(request.num_layers), request.topology.num_ranks
-    if len(loads) <= LEADING or request.declared or request.start.replica_slots == 0 or ranks < LED_FROM:
+    each = request.declared or request.start.replica_slots == 0 or _is_limited(request)
+    if len(loads) <= LEADING or each or ranks < LED_FROM:
         return [(all_layers, loads)]
     stray = loads - request.forecast
     parts = np.array_split(np.arange(len(loads)), LEADING)
@@ -374,6 +380,19 @@ def _variance_in_units(request: PlanRequest) -> NDArray[np.float64]:
     total_L1 = request.scenarios[0].sum(axis=1, keepdims=True)
     assert request.variance is not None
     return np.asarray(request.variance * (UNITS / np.where(total_L1 > 0, total_L1, 1.0)) ** 2)
+
+
+def _is_limited(request: PlanRequest) -> bool:
+    """Return whether only so many moves, or bytes, are allowed."""
+    return request.max_moves is not None or request.max_bytes is not None
+
+
+def _allowed_moves(request: PlanRequest) -> float:
+    """Replicas that the limits allow."""
+    by_bytes = np.inf
+    if request.max_bytes is not None and request.replica_bytes:
+        by_bytes = request.max_bytes / request.replica_bytes
+    return float(min(by_bytes, np.inf if request.max_moves is None else request.max_moves))
 
 
 def _few_moves(request: PlanRequest) -> int:

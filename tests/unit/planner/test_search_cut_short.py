@@ -168,3 +168,13 @@ def test_copies_even_out_loads_that_alternate() -> None:
     load = 1e4 * kinds[np.arange(14) % 2] * random.lognormal(0.0, 0.1, size=(14, 2, 256))
     made = plan(load[:10], Topology(64), slots_per_rank=5, current=Placement.initial(2, 256, 64, 1), forecast="window")
     assert predicted_imbalance(load[10:], made.placement).mean() < 1.1, "1.2 where five merged loads lead"
+
+
+@pytest.mark.parametrize(("most", "reached"), [(30, 2.25), (60, 2.1), (100, 1.75)])
+def test_where_moves_are_limited_each_counts(most: int, reached: float) -> None:
+    random = np.random.default_rng(40)
+    load = 1e4 * random.lognormal(0.0, 0.8, size=(2, 256)) * random.lognormal(0.0, 0.2, size=(16, 2, 256))
+    current = Placement.initial(2, 256, 128, 1)
+    made = plan(load[:10], Topology(128), slots_per_rank=3, current=current, max_moves=most)
+    assert made.moved_slots <= most
+    assert predicted_imbalance(load[10:], made.placement).mean() < reached
