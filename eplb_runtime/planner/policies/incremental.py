@@ -46,6 +46,8 @@ LEADING, LED_FROM = 5, 64
 BY_CHANCE = (0.6, 1.25)
 """Squares of what a merged load strays over those of the loads that it stands for, where these stray by chance alone:
 measured .67 to 1.09. Windows that alternate cancel out, and windows alike add up."""
+RARE = 0.1
+"""Of the mean expert's tokens: noise in fewer says nothing about the way in which a load strays."""
 MOST_SHARES = 2**18
 """Shares of copies over all scenarios that a search has room for; an expert may have as many copies as there are ranks,
 or fewer where there is no room."""
@@ -366,8 +368,9 @@ def _by_chance(
     Args:
         parts: of each merged load, the scenarios that it stands for.
     """
-    usual_LE = request.forecast + request.scenarios.mean(axis=0)  # noise of counts is alike for all experts then
-    scale_LE = np.divide(1.0, np.sqrt(usual_LE), out=np.zeros_like(usual_LE), where=usual_LE > 0)
+    usual_LE = request.forecast + request.scenarios.mean(axis=0)
+    usual_LE = np.maximum(usual_LE, RARE * usual_LE.mean(axis=1, keepdims=True))  # a few hot experts say little
+    scale_LE = np.divide(1.0, usual_LE, out=np.zeros_like(usual_LE), where=usual_LE > 0)
     of_each_WL = ((stray_WLE * scale_LE) ** 2).sum(axis=2)
     merged_NL = ((merged_NLE * scale_LE) ** 2).sum(axis=2)
     each_NL = np.stack([of_each_WL[part].mean(axis=0) for part in parts])
