@@ -32,6 +32,8 @@ LEAST_GAIN = 0.005
 """A layer's imbalance must fall at least so much, or it stays as it is."""
 BELIEVED = 0.5
 """Where a smaller share of what was promised came true, a gain must be the surer."""
+LEAST_TRUST = 1e-6
+"""Less is no different: no gain by chance is so sure."""
 ALL_SURE, SURE = 4.0, 6.0
 """Standard errors by which all layers together must gain; or one of them, where the others do not."""
 ONCE_SURE = 1.0
@@ -97,7 +99,7 @@ def _pay(request: PlanRequest, found: list[_Rung]) -> NDArray[np.bool_]:
     Where earlier plans held little of what they promised, more is asked for. In a layer whose load surely wanders a
     placement ages, so that what is expected to gain is taken.
     """
-    doubt = 1.0 / min(1.0, request.trust / BELIEVED)
+    doubt = 1.0 / min(1.0, max(request.trust, LEAST_TRUST) / BELIEVED)
     gain_L, error_L, by_windows_L, windows_error_L, _ = (np.array(column) for column in zip(*found, strict=True))
     together = gain_L.sum() > ALL_SURE * doubt * np.sqrt((error_L**2).sum())
     together = together and by_windows_L.sum() > BY_WINDOWS * np.sqrt((windows_error_L**2).sum())

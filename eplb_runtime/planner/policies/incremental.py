@@ -35,11 +35,19 @@ at least so far from the forecast (the share of tokens that go elsewhere); in pr
 a move gains there is not soon lost again. Declared loads are certain: there moves cost their seconds alone."""
 FIRST = 0.02
 """At most that, where no replica slot is in use yet: a first plan lasts."""
+FIRST_FEW, FEW = 0.1, 0.5
+"""And that, where fewer moves are allowed than this share of the replica slots: at a small price the first steps of a
+long way gain little by themselves."""
 WANDERING = 0.2
 """And in layers whose load surely moves on: scenarios stray there by the errors of the forecast on windows of the past,
 so that a gain is one on the next window."""
 LEADING, LED_FROM = 5, 64
 """Loads that lead a search for copies, from so many ranks on; among fewer all scenarios do, in little time."""
+BY_CHANCE = (0.6, 1.25)
+"""Squares of what a merged load strays over those of the loads that it stands for, where these stray by chance alone:
+measured .67 to 1.09. Windows that alternate cancel out, and windows alike add up."""
+RARE = 0.1
+"""Of the mean expert's tokens: noise in fewer says nothing about the way in which a load strays."""
 MOST_SHARES = 2**18
 """Shares of copies over all scenarios that a search has room for; an expert may have as many copies as there are ranks,
 or fewer where there is no room."""
@@ -120,7 +128,7 @@ def answers(request: PlanRequest) -> bool:
         and request.max_bytes is None
         and request.speed_R is None
         and not request.declared
-        and len(request.load) >= WINDOWS_OF_SECONDS
+        and len(request.scenarios) >= WINDOWS_OF_SECONDS  # windows without tokens are none
         and (request.crossing_price == 0.0 or request.source_share_LNE is None)
         and (
             request.seconds_per_imbalance is None
@@ -172,7 +180,8 @@ class _Search:
         self._seconds = request.home_bytes / links, request.replica_bytes / links
         of_all_L = PRICE_OF_ALL * np.minimum(_stray(request) / STRAY, 1.0)
         unused_L = (start.replicas_LRK == EMPTY).all(axis=(1, 2)) & (start.replica_slots > 0)
-        of_all_L[unused_L] = np.minimum(of_all_L[unused_L], FIRST)
+        few = _allowed_moves(request) < FEW * start.replica_slots * topology.num_ranks * request.num_layers
+        of_all_L[unused_L] = np.minimum(of_all_L[unused_L], FIRST_FEW if few else FIRST)
         if request.wanders_L is not None:
             of_all_L[request.wanders_L] *= WANDERING
         free_of_price = request.current is None or request.declared or answers(request)
@@ -181,7 +190,7 @@ class _Search:
         alike = request.speed_R is None and not request.crossing_price
         # Of ranks that are alike, each with one expert, none is better for any of them.
         pointless = alike and start.homes_per_rank == 1 and start.replica_slots == 0
-        self._anew = request.max_moves is None and request.max_bytes is None and not pointless
+        self._anew = not _is_limited(request) and not pointless
         one = len(request.scenarios) + len(request.mixes) == 1 and self._anew and start.replica_slots > 0
         free = self._seconds_price == 0.0 and request.crossing_price == 0.0
         self._may_pour = one and free and topology.num_ranks >= POURED_FROM
@@ -330,20 +339,43 @@ def _leading(request: PlanRequest) -> list[tuple[NDArray[np.int64], NDArray[np.f
 
     Each stands for several scenarios and strays from the forecast as far as one of them: by the sum of their ways, over
     the root of their number. Splits even out what strays, so fewer loads lead to placements that are as good. Homes
-    alone and loads that surely move on need all.
+    alone, loads that surely move on and those that do not stray by chance need all, and where moves are limited each
+    has to count.
     """
     loads, all_layers, ranks = request.scenarios, np.arange(request.num_layers), request.topology.num_ranks
-    if len(loads) <= LEADING or request.declared or request.start.replica_slots == 0 or ranks < LED_FROM:
+    each = request.declared or request.start.replica_slots == 0 or _is_limited(request)
+    if len(loads) <= LEADING or each or ranks < LED_FROM:
         return [(all_layers, loads)]
-    wanders_L = np.zeros(request.num_layers, dtype=bool) if request.wanders_L is None else request.wanders_L
-    stays = np.flatnonzero(~wanders_L)
-    expected = request.forecast[stays]
-    stray = loads[:, stays] - expected
+    stray = loads - request.forecast
     parts = np.array_split(np.arange(len(loads)), LEADING)
     merged = np.stack([stray[part].sum(axis=0) / np.sqrt(len(part)) for part in parts])
-    moves_on = np.flatnonzero(wanders_L)
-    groups = [(stays, np.maximum(expected + merged, 0.0)), (moves_on, loads[:, moves_on])]
+    all_L = ~_by_chance(request, stray, merged, parts)
+    if request.wanders_L is not None:
+        all_L |= request.wanders_L
+    few, every = np.flatnonzero(~all_L), np.flatnonzero(all_L)
+    groups = [(few, np.maximum(request.forecast[few] + merged[:, few], 0.0)), (every, loads[:, every])]
     return [(layers, leading) for layers, leading in groups if len(layers)]
+
+
+def _by_chance(
+    request: PlanRequest,
+    stray_WLE: NDArray[np.float64],
+    merged_NLE: NDArray[np.float64],
+    parts: list[NDArray[np.int64]],
+) -> NDArray[np.bool_]:
+    """bool ``[L]``: whether each merged load strays as far as the scenarios of its part.
+
+    Args:
+        parts: of each merged load, the scenarios that it stands for.
+    """
+    usual_LE = request.forecast + request.scenarios.mean(axis=0)
+    usual_LE = np.maximum(usual_LE, RARE * usual_LE.mean(axis=1, keepdims=True))  # a few hot experts say little
+    scale_LE = np.divide(1.0, usual_LE, out=np.zeros_like(usual_LE), where=usual_LE > 0)
+    of_each_WL = ((stray_WLE * scale_LE) ** 2).sum(axis=2)
+    merged_NL = ((merged_NLE * scale_LE) ** 2).sum(axis=2)
+    each_NL = np.stack([of_each_WL[part].mean(axis=0) for part in parts])
+    ratio_NL = np.divide(merged_NL, each_NL, out=np.ones_like(each_NL), where=each_NL > 0)
+    return np.asarray(((ratio_NL >= BY_CHANCE[0]) & (ratio_NL <= BY_CHANCE[1])).all(axis=0))
 
 
 def _variance_in_units(request: PlanRequest) -> NDArray[np.float64]:
@@ -351,6 +383,19 @@ def _variance_in_units(request: PlanRequest) -> NDArray[np.float64]:
     total_L1 = request.scenarios[0].sum(axis=1, keepdims=True)
     assert request.variance is not None
     return np.asarray(request.variance * (UNITS / np.where(total_L1 > 0, total_L1, 1.0)) ** 2)
+
+
+def _is_limited(request: PlanRequest) -> bool:
+    """Return whether only so many moves, or bytes, are allowed."""
+    return request.max_moves is not None or request.max_bytes is not None
+
+
+def _allowed_moves(request: PlanRequest) -> float:
+    """Replicas that the limits allow."""
+    by_bytes = np.inf
+    if request.max_bytes is not None and request.replica_bytes:
+        by_bytes = request.max_bytes / request.replica_bytes
+    return float(min(by_bytes, np.inf if request.max_moves is None else request.max_moves))
 
 
 def _few_moves(request: PlanRequest) -> int:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from eplb_runtime.placement import EMPTY, Placement
 from eplb_runtime.planner import CostModel, plan
+from eplb_runtime.planner.evaluate import predicted_imbalance
 from eplb_runtime.planner.policies.incremental import Trajectory
 from eplb_runtime.planner.search.align import align
 from eplb_runtime.planner.search.explore import Starts, search_layer
@@ -150,3 +151,30 @@ def test_loads_that_are_declared_and_those_that_move_on_lead_as_they_are() -> No
     wandering[:, 1] *= np.exp(np.cumsum(random.normal(0.0, 0.3, size=(12, 256)), axis=0))
     (stays, few), (moves_on, every) = led_by(wandering, 64)
     assert (stays.tolist(), moves_on.tolist()) == ([0, 2], [1]) and (len(few), len(every)) == (5, 10)
+
+
+@pytest.mark.parametrize("order", ["ABABABABAB", "AABBAABBAA", "ABCABCABCA"])
+def test_windows_that_do_not_stray_by_chance_lead_as_they_are(order: str) -> None:
+    random = np.random.default_rng(2)
+    load = 1e5 * random.normal(1.0, 0.1, size=(10, 3, 256))
+    load[:, 1] *= random.lognormal(0.0, 0.3, size=(3, 256))[["ABC".index(kind) for kind in order]]
+    (by_chance, few), (in_turn, every) = led_by(load, 64, forecast="window")
+    assert (by_chance.tolist(), in_turn.tolist()) == ([0, 2], [1]) and (len(few), len(every)) == (5, 10)
+
+
+def test_copies_even_out_loads_that_alternate() -> None:
+    random = np.random.default_rng(3)
+    kinds = random.lognormal(0.0, 0.6, size=(2, 2, 256))
+    load = 1e4 * kinds[np.arange(14) % 2] * random.lognormal(0.0, 0.1, size=(14, 2, 256))
+    made = plan(load[:10], Topology(64), slots_per_rank=5, current=Placement.initial(2, 256, 64, 1), forecast="window")
+    assert predicted_imbalance(load[10:], made.placement).mean() < 1.1, "1.2 where five merged loads lead"
+
+
+@pytest.mark.parametrize(("most", "reached"), [(30, 2.25), (60, 2.1), (100, 1.75)])
+def test_where_moves_are_limited_each_counts(most: int, reached: float) -> None:
+    random = np.random.default_rng(40)
+    load = 1e4 * random.lognormal(0.0, 0.8, size=(2, 256)) * random.lognormal(0.0, 0.2, size=(16, 2, 256))
+    current = Placement.initial(2, 256, 128, 1)
+    made = plan(load[:10], Topology(128), slots_per_rank=3, current=current, max_moves=most)
+    assert made.moved_slots <= most
+    assert predicted_imbalance(load[10:], made.placement).mean() < reached
