@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import time
-from dataclasses import replace
-from typing import Unpack
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -98,7 +100,7 @@ def plan(
         [[0, 1, 1, 0, 2, 3, 3, 2]]
     """
     began = time.perf_counter()
-    settled = Settled.of(terms)
+    settled = _settled(terms)
     request = _asked(load, topology, slots_per_rank, current, policy, layout, settled)
     everybody = request.speed_R is None or bool(request.speed_R.all())
     placement = POLICIES[policy](request) if everybody else without_gone_ranks(request, POLICIES[policy])
@@ -128,7 +130,7 @@ def plan_again(
         PlanError: as `plan`.
     """
     began = time.perf_counter()
-    settled = Settled.of(terms)
+    settled = _settled(terms)
     request = _asked(load, topology, current.slots_per_rank, current, policy, current.layout, settled)
     check_fits(placement, request, "placement")
     made = weigh(request, policy, placement, settled, began)
@@ -138,6 +140,20 @@ def plan_again(
         return made
     reason = f"{made.moved_slots} slots ({bytes_moved:,} B) are more than may move at a time"
     return replace(weigh(request, policy, current, settled, began), reason=reason)
+
+
+def _settled(terms: Mapping[str, Any]) -> Settled:
+    """The terms given.
+
+    Raises:
+        TypeError: a name that `plan` does not have.
+    """
+    known = [field.name for field in fields(Settled)]
+    for name in terms:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise TypeError(f"plan has no argument {name!r}: give {' or '.join(near or known)}")
+    return Settled(**terms)
 
 
 def _asked(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypedDict
+from dataclasses import dataclass
+from typing import Literal, TypedDict
 
 from numpy.typing import ArrayLike
 
@@ -34,20 +32,6 @@ class Terms(TypedDict, total=False):
 @dataclass(frozen=True)
 class Settled:
     """``Terms`` with what was left out."""
-
-    @classmethod
-    def of(cls, terms: Mapping[str, Any]) -> Settled:
-        """Those given.
-
-        Raises:
-            TypeError: a name that `plan` does not have.
-        """
-        known = [field.name for field in fields(cls)]
-        for name in terms:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                raise TypeError(f"plan has no argument {name!r}: give {' or '.join(near or known)}")
-        return cls(**terms)
 
     groups: int = 1
     max_moves: int | None = None

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from digests import digests
 from moe_models import batch_of, make_model
+from newest_window import plan_newest
 from ranks import run_ranks
 
 import eplb_runtime as eplb
@@ -95,6 +96,7 @@ def another_plan_for_the_second_group(rank: int, balancer: eplb.Balancer) -> Non
         fields["placement"], fields["digest"] = difference(current, other), other.digest()
         message[:] = json.dumps(fields).encode()
 
+    balancer._plan_with(plan_newest)
     if rank >= 2:
         balancer._rebalancer._engine.probe = lambda phase, subject: alter(subject) if phase is Phase.PLANNED else None
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from moe_models import batch_of, make_model
+from newest_window import plan_newest
 from ranks import run_ranks
 
 import eplb_runtime as eplb
@@ -211,7 +212,7 @@ def one_after_another(rank: int) -> dict[str, dict]:
         "undisturbed": train(rank, "static", nothing),
         **{inject.__name__: train(rank, "incremental", inject) for inject in DROPPED},
         **{name: train(rank, "incremental", corrupt_a_staged_byte, transport=name) for name in OTHERS},
-        "half way": train(rank, "incremental", fail_in_the_second_round, staging_bytes=1, planner=eplb.plan),
+        "half way": train(rank, "incremental", fail_in_the_second_round, staging_bytes=1, planner=plan_newest),
     }
 
 

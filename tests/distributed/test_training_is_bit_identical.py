@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from moe_models import batch_of, make_model
+from newest_window import plan_newest
 from ranks import run_ranks
 from undone import undone
 
@@ -81,8 +82,8 @@ def train(rank: int, policy: str, job: Job) -> dict:
         migration=eplb.MigrationConfig(lag=0),
     )
     balancer = eplb.attach(model, optimizer, config=config)
-    if job.shuffled and policy != "static":
-        balancer._plan_with(plan_shuffle)
+    if policy != "static":
+        balancer._plan_with(plan_shuffle if job.shuffled else plan_newest)
     balancer._wait_until_compiled()
     model.train()
     losses = []
