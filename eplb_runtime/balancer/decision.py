@@ -535,7 +535,7 @@ class DecisionMaker:
         return _as_message(made, measurement.placement, self._predictions(cost))
 
     def _again(self, late: Plan, load: NDArray[Any], how: Mapping[str, Any]) -> Plan | None:
-        """What an earlier search found, by today's load. None: search anew.
+        """Weigh what an earlier search found by today's load; None: search anew.
 
         Args:
             how: terms of the plan.

@@ -116,8 +116,11 @@ def imbalance_by_scenario(request: PlanRequest, placement: Placement) -> NDArray
 def imbalance_with_changes(
     request: PlanRequest, placement: Placement, current: Placement, of_current_WL: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """As `imbalance_by_scenario`, where that of ``current`` is known: layers in which both are the same are not split
-    again."""
+    """Return `imbalance_by_scenario` of ``placement``, without splitting again what is known of ``current``.
+
+    Args:
+        of_current_WL: float64 ``[W + V, L]``, that of ``current``; taken over in layers in which both are the same.
+    """
     slots_LP, other_LP = placement.physical_to_logical, current.physical_to_logical
     if slots_LP.shape != other_LP.shape or placement.home is None or current.home is None:
         return imbalance_by_scenario(request, placement)

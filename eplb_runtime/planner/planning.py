@@ -64,8 +64,8 @@ def plan(
         max_bytes: the same in bytes (needs ``cost``); None: no limit.
         cost: bytes and seconds (`CostModel`); needed by the ``"payoff"`` gate, and for the plan to know its bytes.
         gate: ``"payoff"``: rebalance when predicted seconds saved exceed predicted seconds spent, in the layers that
-            together leave most seconds (``Plan.offers``). ``"always"``, the
-            default: whenever the imbalance falls. ``"off"``: take what the policy says.
+            together leave most seconds (``Plan.offers``). ``"always"``, the default: whenever the imbalance falls.
+            ``"off"``: take what the policy says.
         forecast: how the load to come is foretold from several windows: ``"auto"``, the default, ``"window"``,
             ``"last"``, ``"average"`` or ``"trend"`` (see ``load.forecast``).
         declared: the load to come where it is known, ``[L, E]`` or ``[T, L, E]``, in place of a forecast (for example

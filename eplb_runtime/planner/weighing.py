@@ -177,19 +177,15 @@ class LayerPrefixes:
         # What is free comes first, by gain; what loses comes last.
         worth = np.divide(gains, prices, out=np.where(gains > 0, np.inf, -np.inf), where=prices > 0)
         self.layers = self.layers[np.lexsort((-gains, -worth))]
-        horizon = 0.0
+        self.saved = self.spent = np.full(len(self.layers) + 1, np.nan)
         if cost is not None and cost.step_seconds > 0:
-            horizon = cost.seconds_per_imbalance(layers, request.trust)
-            first_M = _most_left(gain_L[self.layers] * horizon, links_LN[self.layers], cost.stall_seconds)
+            saved_L = gain_L * cost.seconds_per_imbalance(layers, request.trust)
+            first_M = _most_left(saved_L[self.layers], links_LN[self.layers], cost.stall_seconds)
             self.layers = np.concatenate([self.layers[first_M], self.layers[~first_M]])
-        self.slots = np.concatenate([[0], slots_L[self.layers].cumsum()])
-        self.saved = np.full(len(self.slots), np.nan)
-        self.spent = self.saved.copy()
-        if cost is not None and cost.step_seconds > 0:
-            gain = np.concatenate([[0.0], gain_L[self.layers].cumsum()])
-            self.saved = gain * horizon
+            self.saved = np.concatenate([[0.0], saved_L[self.layers].cumsum()])
             busiest = links_LN[self.layers].cumsum(axis=0).max(axis=1, initial=0.0)
             self.spent = np.concatenate([[0.0], busiest + cost.stall_seconds])
+        self.slots = np.concatenate([[0], slots_L[self.layers].cumsum()])
 
     @property
     def best(self) -> int:

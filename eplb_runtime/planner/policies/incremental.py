@@ -343,8 +343,8 @@ def _leading(request: PlanRequest) -> list[tuple[NDArray[np.int64], NDArray[np.f
     has to count.
     """
     loads, all_layers, ranks = request.scenarios, np.arange(request.num_layers), request.topology.num_ranks
-    each = request.declared or request.start.replica_slots == 0 or _is_limited(request)
-    if len(loads) <= LEADING or each or ranks < LED_FROM:
+    need_all = request.declared or request.start.replica_slots == 0 or _is_limited(request)
+    if len(loads) <= LEADING or need_all or ranks < LED_FROM:
         return [(all_layers, loads)]
     stray = loads - request.forecast
     parts = np.array_split(np.arange(len(loads)), LEADING)
