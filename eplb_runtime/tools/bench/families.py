@@ -100,6 +100,8 @@ FAMILIES = (
     Family("steady, spread .8", _skewed(0.8, 0.2), 256, 64, 1),
     Family("one window known", _skewed(0.8, 0.2), 256, 256, 1, past=1, layers=1),
     Family("one window known", _skewed(0.8, 0.2), 1024, 1024, 1, past=1, layers=1),
+    Family("one window known, jitter .12", _skewed(0.8, 0.12), 256, 256, 1, past=1, layers=1),
+    Family("one window known, jitter .12", _skewed(0.8, 0.12), 1024, 1024, 1, past=1, layers=1),
     Family("jitter, normal(1, .3)", _normal, 256, 32, 1),
     Family("jitter, normal(1, .3)", _normal, 256, 32, 2),
     Family("one expert with 30 %", _dominated(0.3), 256, 32, 1),
