@@ -165,11 +165,11 @@ class MicroBatchChannels:
         """Run two things at once, of which one at most has a backward pass; on every rank of the group alike.
 
         Args:
-            here: runs on this thread. It may not wait for the other, nor run backward passes.
-            beside: runs on a thread that is kept; in this one's modes of gradients and of autocast. It may not wait for
+            current: runs on this thread. It may not wait for the other, nor run backward passes.
+            second: runs on a thread that is kept; in this one's modes of gradients and of autocast. It may not wait for
                 the other either where launches are in order.
-            turned: each on the other's stream. A backward pass runs on the stream of its forward, so whoever runs one
-                beside says which that was.
+            swapped: each on the other's stream. A backward pass runs on the stream of its forward, so the caller says
+                which that was.
             forwards_only: neither may have a backward pass; one that has raises (`before_backward`).
 
         Raises:

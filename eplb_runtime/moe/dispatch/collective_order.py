@@ -37,7 +37,7 @@ class CollectiveOrder:
         """Inside, the way's next exchange is launched; waits for the other way's launches that come first.
 
         Args:
-            way: 0 or 1.
+            channel: 0 or 1.
 
         Raises:
             RuntimeError: the other way did not get there in time, or this thread is within a turn already.

@@ -42,7 +42,7 @@ class TwoStreams:
         """The same calls, each on a stream of its own and on any thread; and what has the current stream wait for both.
 
         Args:
-            turned: the first on the second stream.
+            swapped: the first on the second stream.
         """
         caller = self._module.current_stream(self._device)
         first, second = self._pair()
