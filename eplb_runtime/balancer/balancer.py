@@ -268,7 +268,7 @@ class Balancer:
             Whether experts moved.
 
         Raises:
-            RuntimeError: inside ``quiesce``, after ``close``, while suspended or while the ranks connect anew after a
+            RuntimeError: inside ``quiesce``, after ``close``, while suspended or while the ranks connect again after a
                 failure, or between a backward pass and the optimizer's step.
         """
         self._refuse_if_closed("rebalance()")
@@ -298,7 +298,7 @@ class Balancer:
 
         Raises:
             RuntimeError: decisions are periodic; one was begun already; ``policy="static"``, after ``close``, inside
-                `logical_order`, or while the ranks connect anew after a failure; or a rank did not come.
+                `logical_order`, or while the ranks connect again after a failure; or a rank did not come.
         """
         self._refuse_if_closed("plan_ahead()")
         self._refuse_inside_schedule("plan_ahead()")
@@ -663,7 +663,7 @@ class Balancer:
         Raises:
             ExportError (RuntimeError): a rank has stopped or failed, or was given something else; the weights have no
                 memory now, or the framework does not let them be named.
-            RuntimeError: a rank did not come, the balancer is closed, or the ranks are connecting anew.
+            RuntimeError: a rank did not come, the balancer is closed, or the ranks are connecting again.
         """
         stream = self._export.stream(
             bucket_bytes, dtype, rank, self._begin_export("named_logical_tensors()", timeout_seconds)
