@@ -75,6 +75,7 @@ class Guard:
         lone: as given.
         seconds, clocked_steps: time that sampling took of the training thread after the first steps, and the number of
             those steps.
+        said: all findings and notices so far, in their order, each once.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class Guard:
         self._run = run
         self._number = number
         self._on_finding = on_finding
+        self.said: list[str] = []
 
     def begin(self) -> None:
         """Begin with a new or another optimizer. Collective."""
@@ -246,9 +248,13 @@ class Guard:
         """Raise or warn as the mode says; a reason why experts stay is only logged."""
         if stays and stays not in self._reported:
             self._reported.add(stays)
-            self._on_finding(stays)
+            self._say(stays)
             logger.warning("%s", stays)
         self._raise_or_warn(finding)
+
+    def _say(self, text: str) -> None:
+        self.said.append(text)
+        self._on_finding(text)
 
     def report_uncounted(self, layers: Sequence[str]) -> None:
         """Warn of MoE layers in evaluation mode while others train, of each once; a frozen part of a model is no error.
@@ -266,7 +272,7 @@ class Guard:
             "are not counted, so their experts are placed without knowing their load: call train() on these modules "
             "(frozen parameters stay frozen), or on the whole model"
         )
-        self._on_finding(text)
+        self._say(text)
         logger.warning("%s", text)
 
     def end(self) -> None:
@@ -644,7 +650,7 @@ class Guard:
             return
         self._reported.add(finding)
         self._rescaled_was_reported = self._rescaled_was_reported or finding == self._rescaled_by
-        self._on_finding(finding)
+        self._say(finding)
         if self._mode == "raise" or (self._mode == "auto" and self._steps < FIRST_STEPS):
             raise GuardError(finding)
         logger.warning("%s", finding)
