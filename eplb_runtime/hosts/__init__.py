@@ -187,9 +187,7 @@ def _checked(config: object) -> tuple[BalancerConfig, BaseException | None]:
 def _all_can_attach(ranks: Ranks, what: str, config: BalancerConfig, problem: BaseException | None) -> None:
     """Before anything is made together: every rank can go on, or all raise."""
     if not dist.is_initialized():
-        raise problem or AttachError(
-            "torch.distributed is not initialised: call init_process_group (or use torchrun) first"
-        )
+        raise problem or AttachError("torch.distributed is not initialised: call init_process_group, or use torchrun")
     try:
         everyone = job_ranks(ranks)
     except GroupError as error:
