@@ -350,6 +350,7 @@ class BalancerConfig(_Settings):
             decisions, and None is 4.
         guard: what happens when a check in the running job finds a mistake that would spoil training: ``"auto"`` raises
             in the first 3 steps and warns later, ``"raise"``, ``"warn"``, ``"off"`` (no checks).
+        elementwise: the optimizers update each element by itself: those of an unknown class are not tried at attach.
         rank_speed: how fast each rank of the EP group is beside the others, one number above 0 for each; a slow one is
             given fewer tokens, by homes and by the split over copies. None: all alike.
         initial_placement: a placement, or its file, to start from instead of logical order.
@@ -389,6 +390,7 @@ class BalancerConfig(_Settings):
     migration: MigrationConfig = MigrationConfig()
     window: int | None = None
     guard: Literal["auto", "raise", "warn", "off"] = "auto"
+    elementwise: bool = False
     rank_speed: Sequence[float] | None = None
     initial_placement: Placement | str | Path | None = None
     shared_between_layers: bool = False

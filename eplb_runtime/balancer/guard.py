@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from ..distributed.consensus import gather_rows, maxima
 from ..distributed.process_groups import ProcessGroups
 from ..load.aggregate import HostCopy
-from ..moe.experts.lone_step import LoneSteps
 from .gradients.division import foreign_hooks
 from .guard_samples import SAMPLES, Sample, SampleDigest, Watched, bit_sums, options_of
 
@@ -63,13 +61,11 @@ class Guard:
 
     Args:
         mode: ``"auto"`` raises in the first steps and warns later; ``"raise"``, ``"warn"``, ``"off"``.
-        lone: steps single experts alone; None: experts never move.
         run: does work on the control group, one task at a time and in the same order on every rank.
         number: of the last step that is over.
         on_finding: called with each finding once.
 
     Attributes:
-        lone: as given.
         seconds, clocked_steps: time that sampling took of the training thread after the first steps, and the number of
             those steps.
         said: all findings and notices so far, in their order, each once.
@@ -82,7 +78,6 @@ class Guard:
         watched: Watched,
         device: torch.device,
         *,
-        lone: LoneSteps | None,
         run: Callable[[Callable[[], str]], str],
         number: Callable[[], int],
         on_finding: Callable[[str], None],
@@ -106,7 +101,6 @@ class Guard:
         self._snapshots: list[tuple[str, int, Tensor, object]] = []
         self._passed_over: set[int] = set()
         self._sample_before_forward: Sample | None = None
-        self.lone = lone
         self._run = run
         self._number = number
         self._on_finding = on_finding
@@ -243,26 +237,16 @@ class Guard:
         sizes = tuple(piece.numel() for piece in pieces)
         problem, names_of_kinds = problem or self._misplaced(), (tuple(names[0]), tuple(names[1]))
         sums, summed = self._summed() if dense and what == "weights" and not freed else (None, ((), ()))
-        stays, lone = freed, None
-        if decides and freed and self.lone is not None:
-            self.lone.take()  # what other ranks compare next is chosen by how often each has taken
+        stays = freed
         if decides and not freed:
-            stays, lone = self._row_hooks() or self._left_behind(), self._lone()
+            stays = self._row_hooks() or self._watched.immovable()
         options = options_of(self._watched.optimizers) if dense else ("", "")
-        return Sample(what, problem, *names_of_kinds, HostCopy(together), sizes, sums, summed, stays, lone, options)
+        return Sample(what, problem, *names_of_kinds, HostCopy(together), sizes, sums, summed, stays, options)
 
     def _freed(self) -> str:
         """Name weights that have no memory now."""
         name = self._watched.freed()
         return f"{_FREED} ({name}): load them before a decision; experts stay where they are" if name else ""
-
-    def _left_behind(self) -> str:
-        """Name expert state that an optimizer has and that would not move."""
-        return "" if self.lone is None else self.lone.why_not_moved(self._watched.optimizers)
-
-    def _lone(self) -> Callable[[], str] | None:
-        """Return a function that judges the steps of single experts since the last decision."""
-        return None if self.lone is None else partial(self.lone.judge, self.lone.take())
 
     def _summed(self) -> tuple[HostCopy, tuple[tuple[str, ...], tuple[str, ...]]]:
         """Sum the bits of tensors that other ranks share."""

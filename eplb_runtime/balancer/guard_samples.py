@@ -37,6 +37,7 @@ class Watched:
         calls: number of forwards of MoE layers so far that gradients can follow.
         uncounted: number of those whose tokens did not count, because the model was in evaluation mode.
         freed: names a weight that has no memory now; empty: all have.
+        immovable: says which optimizer state cannot move with experts; empty: all can.
     """
 
     dense: Mapping[str, Tensor]
@@ -46,6 +47,7 @@ class Watched:
     calls: Callable[[], int]
     uncounted: Callable[[], int]
     freed: Callable[[], str]
+    immovable: Callable[[], str]
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,6 @@ class Sample:
         sums: int64, of all bits of each tensor named in ``summed``, in transfer to the host; None: not asked for.
         summed: names of tensors outside the experts, and of experts that other ranks have too.
         stays: reason for which experts must stay where they are; empty: they may move.
-        lone: returns such a reason from steps of single experts; waits until these are on the host.
         options: the learning rates of the optimizers' groups, and all their other numbers.
     """
 
@@ -74,13 +75,11 @@ class Sample:
     sums: HostCopy | None = None
     summed: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     stays: str = ""
-    lone: Callable[[], str] | None = None
     options: tuple[str, str] = ("", "")
 
     def encode(self) -> Tensor:
         """uint8 of equal length on every rank: texts, an int64 hash of each piece and of the sums."""
-        stays = self.lone() if self.lone is not None else ""
-        text = _padded(self.problem, _PROBLEM_BYTES) + _padded(self.stays or stays, _STAYS_BYTES)
+        text = _padded(self.problem, _PROBLEM_BYTES) + _padded(self.stays, _STAYS_BYTES)
         pieces = self.pieces.wait().split(list(self.sizes)) if self.sizes else ()
         values = [_hash(piece) for piece in pieces]
         for number, piece in enumerate(pieces[len(self.dense) :], len(self.dense)):

@@ -16,6 +16,7 @@ from ..distributed.ranks import Job
 from ..load.counter import LoadCounter
 from ..load.expert_clock import ExpertClock
 from ..moe.dispatch.channels import MicroBatchChannels
+from ..moe.experts.optimizer_state import OptimizerStateError
 from ..moe.experts.registry import ExpertTensors
 from ..moe.kernel_selection import Kernels
 from ..moe.layer import ExpertParallelLayer, HostDispatchedLayer
@@ -65,6 +66,7 @@ class Runtime:
         kernels: the Triton and Numba kernels in use.
         divisors: of gradients of whole experts.
         barrier: of all ranks ahead of a collective call.
+        notes: why bits depend on placement in this job, a line each.
     """
 
     config: BalancerConfig
@@ -87,6 +89,7 @@ class Runtime:
     kernels: Kernels
     divisors: Divisors
     barrier: Barrier
+    notes: tuple[str, ...] = ()
 
     @property
     def job(self) -> Job:
@@ -113,4 +116,13 @@ class Runtime:
             calls=lambda: sum(layer.calls for layer in layers),
             uncounted=lambda: sum(layer.uncounted for layer in layers),
             freed=freed,
+            immovable=self._immovable,
         )
+
+    def _immovable(self) -> str:
+        """Return why experts cannot move with what their optimizer keeps for them; empty: they can."""
+        try:
+            self.registry.largest_home_bytes()
+        except OptimizerStateError as error:
+            return f"{error}: experts stay where they are"
+        return ""

@@ -66,7 +66,8 @@ from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
 from .forwards import Forwards
 from .meta import make_buffers, make_parameters
 from .optimizers import Optimizers, homes_of
-from .sharding import cut, install, rows_of_rank, warn_of_odd_rows
+from .self_test import try_layers
+from .sharding import cut, install, note_of_odd_rows, rows_of_rank
 from .state_hooks import Homes, PartialStateWarning, mark_state
 from .undo import Before
 
@@ -108,6 +109,8 @@ def attach_stages(
         peers = [job.migration_ranks.index(rank) for rank in job.ep_ranks]
         topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
         placement = check(stages, optimizers, config, groups, device)
+        problem, drawing = try_layers([layer for stage in stages for layer in stage.host.layers], config)
+        raise_on_all(problem, groups)
         dispatch = choose_together(config, groups.dispatch, topology, device, seconds)
         raise_on_all(dispatch.problem, groups)
         copies = transport_of_copies(config, groups, topology, device)
@@ -120,7 +123,7 @@ def attach_stages(
             raise
         raise said from error
     attaching = _Attaching(
-        stages, optimizers, config, groups, topology, transport, placement, device, container, dispatch, copies
+        stages, optimizers, config, groups, topology, transport, placement, device, container, dispatch, copies, drawing
     )
     before = Before(
         [stage.model for stage in stages], _of_torch([*optimizers, *([container] if container is not None else [])])
@@ -187,6 +190,8 @@ class _Attaching:
     container: torch.optim.Optimizer | None
     dispatch: DispatchChoice
     copies: RowTransport
+    drawing: list[str]
+    notes: list[str] = field(default_factory=list)
     banks: dict[int, ReplicaBank] = field(default_factory=dict)
     layer_of_parameter: dict[str, int] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -206,8 +211,14 @@ class _Attaching:
         self._cut_layers()
         for stage in self.stages:
             make_parameters(stage.model, self.device)
-        if self._job.is_planner:
-            warn_of_odd_rows(self.parameters)
+        self.notes += note_of_odd_rows(self.parameters) + list(notes(self.config))
+        if self.drawing:
+            self.notes.append(
+                f"experts of {self.drawing[0]} ({len(self.drawing)} layers in all) draw random numbers in training "
+                "(dropout): which ones they get depends on placement; without dropout in experts results do not"
+            )
+        for note in self.notes if self._job.is_planner else ():
+            logger.warning("%s", note)
         placement = self.placement
         self.watch = Watch(self._job.ranks, self.groups.store, self.config.timeout_seconds)
         by_kernels = self.dispatch.name not in OVER_TORCH
@@ -256,6 +267,7 @@ class _Attaching:
                 kernels=self.kernels,
                 divisors=self._divisors,
                 barrier=self._barrier,
+                notes=tuple(self.notes),
             ),
             self.transport,
             self._hook_optimizers,
@@ -442,8 +454,6 @@ class _Attaching:
             self.channels, self.placement.slots_per_rank, forward_tag, self.kernels.moves, self.expert_clock
         )
         self.dispatcher = make_dispatcher(self.config, self.dispatch, self.topology, dispatching)
-        for note in notes(self.config) if self._job.is_planner else ():
-            logger.warning("%s", note)
         exchange_counts = CountExchange(self.channels, forward_tag)
         real_tokens = {id(layer): stage.host.real_tokens for stage in self.stages for layer in stage.host.layers}
         apart = (

@@ -223,7 +223,6 @@ def _attached(task: _Task, config: BalancerConfig) -> Iterator[_TrainingRun]:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"make_optimizer(model) must return a torch optimizer, not {type(optimizer).__name__}")
     balancer = attach(model, optimizer, config=config, ep_group=task.ep_group)
-    balancer._rebalancer.held_outside = None  # what is kept to be compared is ours
     balancer._wait_until_compiled()  # the first decisions are to move something
     model.train()
     run = _TrainingRun(task, model, optimizer, balancer, [], torch.zeros(0))
