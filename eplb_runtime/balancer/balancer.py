@@ -135,7 +135,9 @@ class Balancer:
         self._guard = Guard(
             config.guard,
             groups,
-            runtime.watched(self._dense, self._optimizers, self._memory.name_of_freed),
+            runtime.watched(
+                self._dense, self._optimizers, self._memory.name_of_freed, lambda: list(self._extra_tensors)
+            ),
             runtime.device,
             run=lambda work: self._rebalancer.run(work),
             number=lambda: self._rebalancer.step,
@@ -426,24 +428,26 @@ class Balancer:
     def adopt(self, optimizer: torch.optim.Optimizer, *, instead_of: torch.optim.Optimizer | None = None) -> None:
         """Take over an optimizer that was made after ``attach``, as ``attach`` does; on every rank, between steps.
 
-        Each adopted optimizer steps once in a training step. Parameters that it holds besides the model's are taken
-        for a part of the model that is the same on every rank.
+        Collective. Each adopted optimizer steps once in a training step. Parameters that it holds besides the model's
+        are taken for a part of the model that is the same on every rank.
 
         Args:
             optimizer: element-wise; made from the attached model's parameters.
             instead_of: one that the balancer has, and that is let go: it may not step the model any more, and what it
-                keeps no longer moves with experts. With it the call is collective.
+                keeps no longer moves with experts.
 
         Raises:
             AttachError: it cannot be used, or the model was attached for inference with replica slots, which have no
                 place for gradients; or ``instead_of`` cannot be let go, or holds experts that nobody would train then.
-            RuntimeError: with ``instead_of``, after ``close``, or between a backward pass and the optimizer's step.
+            RuntimeError: a rank did not come; or, with ``instead_of``, after ``close`` or between a backward pass and
+                the optimizer's step.
         """
         began = self._training
         if instead_of is not None:
             self._refuse_if_closed("adopt()")
             self._refuse_inside_a_step("adopt()")
-            self._runtime.barrier("balancer.adopt(..., instead_of=...)")
+        self._runtime.barrier("balancer.adopt()")
+        if instead_of is not None:
             self._rebalancer.forget_pending()  # it was measured, and may be under way, with the state of the old one
         self._optimizer_hooks.adopt(optimizer, instead_of)
         if not began or instead_of is not None:

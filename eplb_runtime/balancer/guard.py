@@ -1,10 +1,9 @@
-"""Checks the runtime's assumptions in a running job, and finds mistakes that would spoil training in silence.
+"""Checks facts in a running job, and finds mistakes that would spoil training in silence.
 
-It checks facts, not names: ranks that share a tensor have the same bits in it; ranks with different experts have
-different ones; the optimizer steps the parameters that the model computes with; tokens are counted while the model
-computes. The first steps are sampled completely, with exchanges of their own. Later samples go along with each
-decision: all bits of shared tensors, and a part of the rest.
-All ranks come to the same finding before any of them raises.
+Ranks that share a tensor have the same bits in it; ranks with different experts have different ones; all ranks have the
+same options, trained parameters and registered tensors; the optimizer steps what the model computes with; tokens are
+counted while the model computes. The first steps are sampled with exchanges of their own, later samples go
+along with each decision. All ranks come to the same finding before any of them raises.
 """
 
 from __future__ import annotations
@@ -25,14 +24,12 @@ from ..distributed.consensus import gather_rows, maxima
 from ..distributed.process_groups import ProcessGroups
 from ..load.aggregate import HostCopy
 from .gradients.division import foreign_hooks
-from .guard_samples import SAMPLES, Sample, SampleDigest, Watched, bit_sums, options_of
+from .guard_samples import FACTS, SAMPLES, Sample, SampleDigest, Watched, bit_sums, piece_of, piece_sum
 
 logger = logging.getLogger("eplb_runtime")
 
 FIRST_STEPS = 3
 """Steps after attach that are sampled completely, and in which ``guard="auto"`` raises."""
-_SAMPLE_ELEMENTS = 1024
-"""Elements sampled of a tensor, at a place that moves on with each sample."""
 _FREED = "weights have no memory now"
 _POLL_SECONDS = 0.02
 _MOST_NAMED = 8
@@ -97,6 +94,7 @@ class Guard:
         self._sampled_before_forward = False
         self._distinct = True
         self._comparisons = 0
+        self._broadcast = ""
         self.seconds, self.clocked_steps = 0.0, 0
         self._snapshots: list[tuple[str, int, Tensor, object]] = []
         self._passed_over: set[int] = set()
@@ -111,9 +109,8 @@ class Guard:
         self._steps = 0
         if self._mode != "off":
             # Experts may start alike (copied from a dense model): then equal ones say nothing.
-            sample = self._take_sample("weights", dense=False)
-            seen = self._exchange(sample, self._groups.data, on_device=True)
-            self._distinct = not self._alike(sample, {rank: one.hashes for rank, one in seen.items()})
+            sample = self._take_sample("weights", shared=False)
+            self._distinct = not self._alike(sample, self._exchange(sample, self._groups.data, on_device=True))
 
     @property
     def is_new(self) -> bool:
@@ -135,13 +132,12 @@ class Guard:
         They are compared ahead of the reduction: a rank may be in a different forward, which the layers find out."""
         if self.is_new and not self._sampled_before_forward:
             self._sampled_before_forward = True
-            self._sample_before_forward = self._take_sample("weights", dense=False)
+            self._sample_before_forward = self._take_sample("weights", shared=False)
 
     def before_reduction(self) -> None:
         """In the first steps, compare ahead of the first collective that a rank without a step would never reach."""
         if self.is_new:
-            nothing = Sample("weights", "", (), (), HostCopy(torch.empty(0, dtype=torch.uint8)), ())
-            sample, self._sample_before_forward = self._sample_before_forward or nothing, None
+            sample, self._sample_before_forward = self._sample_before_forward or Sample("weights", ""), None
             self._raise_or_warn(self._compare_job(sample, "optimizer.step()"))
 
     def before_step(self) -> None:
@@ -151,7 +147,8 @@ class Guard:
             self._raise_or_warn(self._compare_job(sample, "the end of the reduction of gradients"))
             if not self._snapshots:  # with several optimizers: before the first of them
                 self._snapshots = [
-                    (name, p._version, self._piece(p).clone(), self._state_of(p)) for name, p in self._stepped()
+                    (name, p._version, piece_of(p, self._sample_number).clone(), self._state_of(p))
+                    for name, p in self._stepped()
                 ]
 
     def passed_over(self, optimizer: torch.optim.Optimizer) -> None:
@@ -222,44 +219,53 @@ class Guard:
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
-    def _take_sample(self, what: str, *, dense: bool = True, problem: str = "", decides: bool = False) -> Sample:
-        """Sample pieces of gradients and experts, and all bits of weights that other ranks share."""
+    def _take_sample(self, what: str, *, shared: bool = True, problem: str = "", decides: bool = False) -> Sample:
+        """Sum the bits of tensors that other ranks share, and of pieces of experts, which no other rank should have.
+
+        Args:
+            what: ``"weights"`` or ``"gradients"``.
+            shared: False: pieces alone.
+            decides: for a decision, which may move experts.
+        """
         self._sample_number += 1
-        freed = self._freed() if what == "weights" else ""
-        names, pieces = [], []
-        experts = self._watched.experts if what == "gradients" else self._comparable(self._watched.experts)
-        for kind in (self._watched.dense if what == "gradients" else {}, experts):
-            chosen = self._chosen(list(kind))
-            names.append(chosen)
-            found = [kind[name] if what == "weights" else kind[name].grad for name in chosen]
-            pieces += [self._piece(None if freed else tensor) for tensor in found]
-        together = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
-        sizes = tuple(piece.numel() for piece in pieces)
-        problem, names_of_kinds = problem or self._misplaced(), (tuple(names[0]), tuple(names[1]))
-        sums, summed = self._summed() if dense and what == "weights" and not freed else (None, ((), ()))
-        stays = freed
-        if decides and not freed:
-            stays = self._row_hooks() or self._watched.immovable()
-        options = options_of(self._watched.optimizers) if dense else ("", "")
-        return Sample(what, problem, *names_of_kinds, HostCopy(together), sizes, sums, summed, stays, options)
+        watched, job = self._watched, self._groups.job
+        stays = self._freed() if what == "weights" else ""
+        problem = problem or self._misplaced()
+        if stays:
+            return Sample(what, problem, stays=stays, facts=watched.facts())
+        if decides:
+            stays = self._row_hooks() or watched.immovable()
+        # Of divided state what another rank has stepped may come in the next forward alone.
+        experts = {} if job.divided_state else _whole(watched.experts)
+        chosen = self._chosen(list(experts)) if what == "weights" else []
+        pieces = [piece_sum(piece_of(experts[name], self._sample_number)) for name in chosen]
+        dense = _whole(watched.dense) if shared and len(job.data_ranks) > 1 else {}
+        twins = experts if shared and len(job.edp_ranks) > 1 else {}
+        if what == "weights":
+            twins = {**twins, **self._states(twins)}
+            both: list[Tensor | None] = [*dense.values(), *twins.values()]
+        else:
+            both = [p.grad if p.grad is None or p.grad.layout is torch.strided else None for p in dense.values()]
+            both += [p.grad for p in twins.values()]
+        sums = torch.cat([bit_sums(both, self._device), *(one.view(1) for one in pieces)])
+        facts = watched.facts() if shared else ()
+        return Sample(what, problem, HostCopy(sums), (tuple(dense), tuple(twins), tuple(chosen)), stays, facts)
+
+    def _states(self, experts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Optimizer state of experts, by name."""
+        return {
+            f"{name} ({key} of {type(optimizer).__name__})": value
+            for optimizer in self._watched.optimizers
+            if isinstance(optimizer, torch.optim.Optimizer)
+            for name, parameter in experts.items()
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor) and value.shape == parameter.shape and not isinstance(value, DTensor)
+        }
 
     def _freed(self) -> str:
         """Name weights that have no memory now."""
         name = self._watched.freed()
         return f"{_FREED} ({name}): load them before a decision; experts stay where they are" if name else ""
-
-    def _summed(self) -> tuple[HostCopy, tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Sum the bits of tensors that other ranks share."""
-        job, watched = self._groups.job, self._watched
-        dense = _unsharded(watched.dense) if len(job.data_ranks) > 1 else {}
-        experts = _unsharded(self._comparable(watched.experts)) if len(job.edp_ranks) > 1 else {}
-        sums = bit_sums([*dense.values(), *experts.values()], self._device)
-        return HostCopy(sums), (tuple(dense), tuple(experts))
-
-    def _comparable(self, experts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Those of them whose weights are equal on the ranks that hold the same now: of divided state none, since what
-        another rank has stepped may come in the next forward alone."""
-        return {} if self._groups.job.divided_state else experts
 
     def _row_hooks(self) -> str:
         """Name foreign gradient hooks on experts. They may go by row: nobody can tell."""
@@ -276,14 +282,6 @@ class Guard:
         """The next few names in rotation."""
         start = self._sample_number * SAMPLES % len(names) if len(names) > SAMPLES else 0
         return [*names[start:], *names[:start]][:SAMPLES]
-
-    def _piece(self, tensor: Tensor | None) -> Tensor:
-        """Some bytes of a tensor that is whole on this rank; none of others."""
-        if tensor is None or isinstance(tensor, DTensor) or not tensor.numel():
-            return torch.empty(0, dtype=torch.uint8, device=self._device)
-        flat = (tensor if tensor.is_contiguous() else tensor[:1]).detach().reshape(-1)
-        first = self._sample_number * _SAMPLE_ELEMENTS % max(1, flat.numel() - _SAMPLE_ELEMENTS + 1)
-        return flat[first : first + _SAMPLE_ELEMENTS].view(torch.uint8)
 
     def _misplaced(self) -> str:
         """Check that the optimizers hold each expert parameter of the model once."""
@@ -320,15 +318,16 @@ class Guard:
 
     def _stepped(self) -> list[tuple[str, Tensor]]:
         """Some parameters with gradients that an optimizer is about to write."""
-        both = {**self._watched.experts, **self._watched.dense}
-        chosen = self._chosen(list(self._watched.experts)) + self._chosen(list(self._watched.dense))
+        experts, dense = _whole(self._watched.experts), _whole(self._watched.dense)
+        both, chosen = {**experts, **dense}, self._chosen(list(experts)) + self._chosen(list(dense))
         held = {
             id(p): group.get("lr", 1)
             for optimizer in self._watched.optimizers
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        return [(name, both[name]) for name in chosen if held.get(id(both[name])) and both[name].grad is not None]
+        stepped = [(name, both[name]) for name in chosen if held.get(id(both[name]))]
+        return [(name, p) for name, p in stepped if p.grad is not None and p.grad.layout is torch.strided]
 
     def _state_of(self, parameter: Tensor) -> object:
         """Identity and versions of an optimizer's state of a parameter: they change if the optimizer does anything."""
@@ -348,8 +347,9 @@ class Guard:
                 and parameter._version == version
                 and parameter.dtype in (torch.float32, torch.float64)
                 and piece.numel()
-                and bool(self._piece(parameter.grad).any())
-                and torch.equal(self._piece(parameter), piece)
+                and parameter.grad is not None
+                and bool(piece_of(parameter.grad, self._sample_number).any())
+                and torch.equal(piece_of(parameter, self._sample_number), piece)
                 and self._state_of(parameter) == state  # a warm-up may write its own state alone, for some steps
             ):
                 return (
@@ -403,13 +403,7 @@ class Guard:
         freed = next((f"rank {rank}: {one.stays}" for rank, one in seen.items() if one.stays.startswith(_FREED)), "")
         if freed:  # nothing of such a rank can be compared
             return SampleComparison("", freed)
-        hashes = {rank: one.hashes for rank, one in seen.items()}
-        finding = (
-            self._other_options(seen)
-            or self._differing(sample, hashes)
-            or self._deviation(sample, seen, group)
-            or self._alike(sample, hashes)
-        )
+        finding = self._other_facts(seen) or self._deviation(sample, seen, group) or self._alike(sample, seen)
         return SampleComparison(finding, stays)
 
     def _exchange(
@@ -420,18 +414,17 @@ class Guard:
         rows = gather_rows(mine.to(self._device) if on_device else mine, group).cpu()
         return dict(zip(dist.get_process_group_ranks(group), map(SampleDigest.decode, rows), strict=True))
 
-    def _other_options(self, seen: Mapping[int, SampleDigest]) -> str:
-        """Find ranks with the same parameters whose optimizers have different options; the same on every rank."""
+    def _other_facts(self, seen: Mapping[int, SampleDigest]) -> str:
+        """Find ranks of the same stages that do not have the same `FACTS`; the same on every rank."""
         for together in self._groups.job.data_sets:
             here = [rank for rank in together if rank in seen]
-            for kind, what in enumerate(("learning rates", "options")):
-                deviating = [rank for rank in here if seen[rank].options[kind] != seen[here[0]].options[kind]]
+            for kind, what in enumerate(FACTS):
+                deviating = [rank for rank in here if seen[rank].facts[kind] != seen[here[0]].facts[kind]]
                 if deviating:
                     return (
-                        f"the {what} of the optimizer on rank {', '.join(map(str, deviating[:8]))} differ from rank "
-                        f"{here[0]}'s: what sets them (a scheduler, such as ReduceLROnPlateau by each rank's own loss, "
-                        "or the optimizer itself by norms of this rank's experts, as D-Adaptation does) must go by the "
-                        "same values on every rank"
+                        f"the {what} on rank {', '.join(map(str, deviating[:8]))} differ from rank {here[0]}'s: set "
+                        "them alike on every rank, and not by a rank's own loss (ReduceLROnPlateau), by norms of its "
+                        "experts (D-Adaptation) or by an if on the rank"
                     )
         return ""
 
@@ -461,25 +454,7 @@ class Guard:
         differs = torch.stack([rows[rank] != rows[here[0]] for rank in here])
         position = int(differs.any(dim=0).to(torch.uint8).argmax())
         deviating = [rank for rank, other in zip(here, differs[:, position].tolist(), strict=True) if other]
-        return self._name(sample.summed[kind], position, here), deviating
-
-    def _differing(self, sample: Sample, hashes: Mapping[int, Sequence[int]]) -> str:
-        """Find a sampled piece of a shared tensor that differs between ranks."""
-        job = self._groups.job
-        over_edp = "their averaging over the ranks that hold the same experts was disturbed"
-        for first, names, sets, hint in (
-            (0, sample.dense, job.data_sets, self._dense_hint()),
-            (SAMPLES, sample.experts, job.edp_sets, over_edp),
-        ):
-            for together in sets:
-                here = [rank for rank in together if rank in hashes]
-                for position in range(first, first + SAMPLES):
-                    deviating = [rank for rank in here if hashes[rank][position] != hashes[here[0]][position]]
-                    if deviating:
-                        name = self._name(names, position - first, together)
-                        listed = ", ".join(map(str, deviating[:8]))
-                        return f"the {sample.what} of {name} on rank {listed} differ from rank {here[0]}'s: {hint}"
-        return ""
+        return self._name(sample.names[kind], position, here), deviating
 
     def _name(self, names: Sequence[str], position: int, together: Sequence[int]) -> str:
         """Name of a tensor that these ranks have; ranks of other stages do not know it."""
@@ -499,22 +474,20 @@ class Guard:
             "the model in DistributedDataParallel after attach, or set BalancerConfig(dense_gradients='allreduce')"
         )
 
-    def _alike(self, sample: Sample, hashes: Mapping[int, Sequence[int]]) -> str:
+    def _alike(self, sample: Sample, seen: Mapping[int, SampleDigest]) -> str:
         """Find ranks with different experts and identical weights: something has broadcast or averaged them."""
-        if not self._distinct:
-            return ""
-        for together in self._groups.job.ep_sets:
-            here = [rank for rank in together if rank in hashes]
+        for together in self._groups.job.ep_sets if self._distinct else ():
+            here = [rank for rank in together if rank in seen]
             for position in range(SAMPLES if len(here) > 1 else 0):
-                values = {hashes[rank][SAMPLES + position] for rank in here}
+                values = {seen[rank].pieces[position] for rank in here}
                 if len(values) == 1 and values != {0}:
-                    name = self._name(sample.experts, position, together)
-                    return (
+                    name = self._name(sample.names[2], position, together)
+                    self._broadcast = (
                         f"the {sample.what} of {name} are the same on ranks {here[0]} to {here[-1]}, which hold other "
-                        "experts each: something broadcasts or averages them, as DistributedDataParallel does "
-                        "around a wrapper or a compiled model; wrap the very module that was attached, or leave the "
-                        "wrapper out and set dense_gradients='allreduce'"
+                        "experts each: something broadcasts or averages them, as DistributedDataParallel does around "
+                        "a wrapper; wrap the very module that was attached, or set dense_gradients='allreduce'"
                     )
+                    return self._broadcast
         return ""
 
     def _raise_or_warn(self, finding: str) -> None:
@@ -522,7 +495,8 @@ class Guard:
             return
         self._reported.add(finding)
         self._say(finding)
-        if self._mode == "raise" or (self._mode == "auto" and self._steps < FIRST_STEPS):
+        lost = finding == self._broadcast  # the experts of other ranks are gone: nothing can go on
+        if self._mode == "raise" or (self._mode == "auto" and (lost or self._steps < FIRST_STEPS)):
             raise GuardError(finding)
         logger.warning("%s", finding)
 
@@ -532,6 +506,10 @@ def _writes_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _unsharded(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that are not sharded over ranks."""
-    return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor) and tensor.numel()}
+def _whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that are not sharded over ranks, and have numbers as wide as two bytes."""
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not isinstance(tensor, DTensor) and tensor.numel() and tensor.element_size() > 1
+    }

@@ -101,11 +101,18 @@ class Runtime:
         """Return whether the balancer averages gradients outside the experts, and not the host."""
         return self.config.dense_gradients == "allreduce"
 
-    def watched(self, dense: Mapping[str, Tensor], optimizers: Sequence[Stepper], freed: Callable[[], str]) -> Watched:
+    def watched(
+        self,
+        dense: Mapping[str, Tensor],
+        optimizers: Sequence[Stepper],
+        freed: Callable[[], str],
+        registered: Callable[[], Sequence[str]],
+    ) -> Watched:
         """The guard's view. Parameters and optimizers that join later appear in these very objects.
 
         Args:
             freed: names a weight that has no memory now.
+            registered: names of tensors of the user's that move with experts.
         """
         layers = self.layers
         return Watched(
@@ -117,6 +124,7 @@ class Runtime:
             uncounted=lambda: sum(layer.uncounted for layer in layers),
             freed=freed,
             immovable=self._immovable,
+            registered=registered,
         )
 
     def _immovable(self) -> str:

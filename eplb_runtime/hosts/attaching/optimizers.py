@@ -205,6 +205,8 @@ class Optimizers:
                 if name := self._replaced_in(optimizer):
                     raise RuntimeError(self._replaced_message(name))
                 self._held[number] = _count(optimizer)
+                # On one rank alone the average of gradients would be over other tensors than on the others.
+                self._balancer._runtime.barrier(f"add_param_group of a {type(optimizer).__name__}")
                 self._balancer._train_outside(self._outside(number))
 
     def _replaced_in(self, optimizer: AnyOptimizer) -> str:
