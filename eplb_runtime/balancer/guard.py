@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -138,6 +138,7 @@ class Guard:
         """In the first steps, compare ahead of the first collective that a rank without a step would never reach."""
         if self.is_new:
             sample, self._sample_before_forward = self._sample_before_forward or Sample("weights", ""), None
+            sample = replace(sample, facts=self._watched.facts())
             self._raise_or_warn(self._compare_job(sample, "optimizer.step()"))
 
     def before_step(self) -> None:
