@@ -19,7 +19,7 @@ _PIECE = 1024
 FACTS = (
     "learning rates of the optimizer",
     "options of the optimizer",
-    "set of trained parameters",
+    "trained parameters",
     "tensors given to balancer.register",
 )
 """Things that are the same on all ranks which hold the same stages."""

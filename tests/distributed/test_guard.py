@@ -423,7 +423,7 @@ def test_the_guard_changes_no_bit(results: list[dict[str, dict]]) -> None:
         ("nobody averages", 0, "dense_gradients='allreduce'"),
         ("DDP around a wrapper", 0, "which hold other experts"),
         ("clipped by each rank", 0, "use balancer.clip_grad_norm_"),
-        ("frozen on one rank", 0, "the set of trained parameters on rank 1 differ from rank 0's"),
+        ("frozen on one rank", 0, "the trained parameters on rank 1 differ from rank 0's"),
         ("group on one rank", 0, "the learning rates of the optimizer on rank 1 differ from rank 0's"),
         ("unfrozen later", 0, "holds model.layers.0.mlp.experts"),
         ("writes nothing", 0, "and its step does not write it"),

@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,6 +33,7 @@ ELEMENT_WISE = {
 _EXPERTS, _SHAPE, _STEPS = 3, (4, 32), 3
 """Rows of 128 bytes: a CPU rounds them alike wherever they are in a tensor."""
 _LEARNING_RATE = 0.1
+_Results = tuple[dict[str, Tensor], Callable[[], object]]
 
 
 def check_elementwise(
@@ -67,7 +67,7 @@ def check_elementwise(
         shape = _SHAPE[1:] if not each and all(one.ndim == 2 for one in mine) else _SHAPE
         device = mine[0].device if mine[0].device.type != "meta" else torch.device("cpu")
         try:
-            mixes = _mixes(optimizer, options, shape, device, each)
+            mixes = _mixes(partial(_steps, optimizer, options, each), shape, device)
         except _CannotTryError as error:
             logger.warning(
                 "%s cannot be tried on small tensors (%s): if it updates each expert by itself, say so by "
@@ -88,52 +88,49 @@ class _CannotTryError(Exception):
     """No optimizer of this class can be made for other tensors, or its steps tell nothing."""
 
 
-def _mixes(
-    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shape: Sequence[int], device: torch.device, each: bool
-) -> bool:
+def _mixes(steps: Callable[[Tensor, Tensor], _Results], shape: Sequence[int], device: torch.device) -> bool:
     """Whether three experts become something else together than each with an optimizer of its own, in any bit."""
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(_EXPERTS, *shape, generator=generator).to(device)
+    start_E = torch.randn(_EXPERTS, *shape, generator=generator).to(device)
     # Experts differ in size, so that whatever is taken over all of them shows.
-    sizes = torch.logspace(-2, 2, _EXPERTS).view(-1, *[1] * len(shape))
-    gradients = [(torch.randn(start.shape, generator=generator) * sizes).to(device) for _ in range(_STEPS)]
-    with _random_numbers_as_before(device):
-        together, twin, tensor = _steps(optimizer, options, start, gradients, each)
-        again, *_ = _steps(optimizer, options, start, gradients, each)
-        apart = [
-            _steps(optimizer, options, start[i : i + 1], [one[i : i + 1] for one in gradients], each)[0]
-            for i in range(_EXPERTS)
-        ]
-    if any(not _same(together[key], again[key]) for key in together):
+    sizes_E = torch.logspace(-2, 2, _EXPERTS).view(-1, *[1] * len(shape))
+    gradients_ET = torch.randn(_EXPERTS, _STEPS, *shape, generator=generator) * sizes_E.unsqueeze(1)
+    gradients_ET = gradients_ET.to(device)
+    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        (together, check_state), (again, _) = (steps(start_E, gradients_ET) for _ in range(2))
+        apart = [steps(*pair)[0] for pair in zip(start_E.split(1), gradients_ET.split(1), strict=True)]
+    random.setstate(python)
+    np.random.set_state(legacy)  # noqa: NPY002
+    same = partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
+    if not all(same(together[key], again[key]) for key in together):
         raise _CannotTryError("its step gives something else when it is repeated: it draws random numbers")
-    if any(not _same(rows, torch.cat([one[key] for one in apart])) for key, rows in together.items()):
+    if not all(same(rows, torch.cat([one[key] for one in apart])) for key, rows in together.items()):
         return True
-    if not each:
-        expert_state(twin, tensor)  # what it keeps can move with experts
+    check_state()
     return False
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-
-
 def _steps(
-    optimizer: torch.optim.Optimizer,
-    options: Mapping[str, Any],
-    start: Tensor,
-    gradients: Sequence[Tensor],
-    each: bool,
-) -> tuple[dict[str, Tensor], torch.optim.Optimizer, Tensor]:
-    """Weights and state ``[experts, ...]`` after some steps of an optimizer of the same class and options; that
-    optimizer, and the first tensor that it steps."""
-    tensors = [one.clone().requires_grad_() for one in (start.unbind() if each else [start])]
-    twin = _made(optimizer, options, tensors)
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], each: bool, start_E: Tensor, gradients_ET: Tensor
+) -> _Results:
+    """Weights and state ``[experts, ...]`` after some steps of an optimizer of the same class and options, and a check
+    that raises if its state cannot move with experts."""
 
+    def cut(tensor: Tensor) -> list[Tensor]:
+        return [one.clone() for one in tensor] if each else [tensor.clone()]
+
+    def closure() -> float:
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            tensor.grad = gradient.clone()
+        return float(sum((one.detach() * gradient).sum() for one, gradient in zip(tensors, gradients, strict=True)))
+
+    tensors, gradients = [one.requires_grad_() for one in cut(start_E)], cut(gradients_ET[:, 0])
+    twin = _made(optimizer, options, tensors)
     step: Any = type(twin).step
-    if getattr(step, "hooked", False):  # torch's hooks are for steps of whoever trains
-        step = step.__wrapped__
-    for gradient in gradients:
-        closure = partial(_closure, tensors, gradient.unbind() if each else [gradient])
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # torch's hooks are for whoever trains
+    for number in range(_STEPS):
+        gradients[:] = cut(gradients_ET[:, number])
         closure()
         try:
             try:
@@ -147,51 +144,30 @@ def _steps(
                 f"{type(optimizer).__name__} cannot update tensors of experts ({one_line(error)}): use an "
                 "element-wise optimizer (SGD, Adam, AdamW, ...)"
             ) from None
-    found = {"": torch.stack(tensors).detach() if each else tensors[0].detach()}
-    for key, value in twin.state.get(tensors[0], {}).items():
-        if isinstance(value, Tensor) and value.shape == tensors[0].shape:
-            kept = [twin.state[tensor][key] for tensor in tensors]
-            found[f"state {key}"] = torch.stack(kept) if each else kept[0]
-    return found, twin, tensors[0]
-
-
-def _closure(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> float:
-    for tensor, gradient in zip(tensors, gradients, strict=True):
-        tensor.grad = gradient.clone()
-    return float(sum((tensor.detach() * gradient).sum() for tensor, gradient in zip(tensors, gradients, strict=True)))
+    of_each = [{"": tensor.detach(), **twin.state.get(tensor, {})} for tensor in tensors]
+    kept = [key for key, one in of_each[0].items() if isinstance(one, Tensor) and one.shape == tensors[0].shape]
+    results = {key: torch.stack([one[key] for one in of_each]) if each else of_each[0][key] for key in kept}
+    return results, (lambda: None) if each else partial(expert_state, twin, tensors[0])
 
 
 def _made(
     optimizer: torch.optim.Optimizer, options: Mapping[str, Any], tensors: Sequence[Tensor]
 ) -> torch.optim.Optimizer:
+    def own(given: Mapping[str, Any]) -> dict[str, Any]:  # without those that are checked against a device
+        return copy.deepcopy({key: one for key, one in given.items() if key not in ("fused", "capturable", "foreach")})
+
     why = ""
     # Some constructors ask their groups for options, others refuse any that they do not know.
     for in_group, named in ((options, optimizer.defaults), ({}, optimizer.defaults), (options, {}), ({}, {})):
         try:
-            in_group, named = copy.deepcopy((_of_any_device(in_group), _of_any_device(named)))
-            twin = type(optimizer)([{**in_group, "params": list(tensors)}], **named)
+            twin = type(optimizer)([{**own(in_group), "params": list(tensors)}], **own(named))
         except Exception as error:
             why = one_line(error)
             continue
-        twin.param_groups[0].update(copy.deepcopy(_of_any_device(options)))
+        twin.param_groups[0].update(own(options))
         if options.get("lr") is not None:
             twin.param_groups[0]["lr"] = _LEARNING_RATE  # a schedule may begin at 0, where nothing shows
         if callable(train := getattr(twin, "train", None)):
             train()
         return twin
     raise _CannotTryError(why)
-
-
-def _of_any_device(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Without those that constructors check against the tensors."""
-    return {key: value for key, value in options.items() if key not in ("fused", "capturable", "foreach")}
-
-
-@contextmanager
-def _random_numbers_as_before(device: torch.device) -> Iterator[None]:
-    """Set generators back at the end: an optimizer may draw from any of them."""
-    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-    random.setstate(python)
-    np.random.set_state(legacy)  # noqa: NPY002
