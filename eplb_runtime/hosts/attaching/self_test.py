@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +23,7 @@ from .description import MoELayer, Run, spread_of
 
 logger = logging.getLogger("eplb_runtime")
 
-_SLOTS, _ROWS = 4, 3
+_SLOTS, _ROWS = 3, 3
 """Experts whose weights are made up, and rows of each."""
 _CROWD = 24
 """Tokens of which each chooses the first expert besides another: a capacity shows."""
@@ -77,14 +78,15 @@ def try_layer(modules: Sequence[nn.Module], compute: Compute, weights: Sequence[
         run: the layer's own way; None: it cannot be called now.
     """
     device = weights[0].device
-    with untouched(modules, compute, device), torch.no_grad():
-        generator = torch.Generator().manual_seed(_SEED)
+    with untouched(modules, compute, device), torch.no_grad(), suppress(Exception):  # it fails in its own words later
+        generator = torch.Generator(device).manual_seed(_SEED)
         made_up = [_made_up(tensor, generator) for tensor in weights]
         sizes = [size for tensor in weights for size in reversed(tensor.shape[1:])]
-        width = width_of_rows(lambda rows: _through(compute, rows, made_up), sizes, weights[0])
+        number = _ROWS * len(made_up[0])
+        width = width_of_rows(lambda rows: _through(compute, rows, made_up), sizes, weights[0], number)
         if width is None:
             return LayerTest()
-        rows = rows_like(weights[0], _ROWS * len(made_up[0]), width)
+        rows = rows_like(weights[0], number, width)
 
         def draws() -> bool:
             before = _generators(device)
@@ -101,6 +103,7 @@ def try_layer(modules: Sequence[nn.Module], compute: Compute, weights: Sequence[
         for module in modules:
             module.train()
         return LayerTest(draws=draws())
+    return LayerTest()
 
 
 def _why_slots_count(compute: Compute, rows: Tensor, weights: Sequence[Tensor]) -> str:
@@ -138,11 +141,13 @@ def _why_run_differs(run: Run, compute: Compute, width: int, weights: Sequence[T
     )
 
 
-def width_of_rows(call: Callable[[Tensor], Tensor], sizes: Sequence[int], like: Tensor) -> int | None:
+def width_of_rows(
+    call: Callable[[Tensor], Tensor], sizes: Sequence[int], like: Tensor, number: int = _ROWS
+) -> int | None:
     """The first of these sizes whose rows the call takes and gives; None: it takes none."""
     for width in dict.fromkeys(size for size in [*sizes, 8] if size > 0):
         with suppress(Exception):
-            rows = rows_like(like, _ROWS * _SLOTS, width)
+            rows = rows_like(like, number, width)
             if call(rows).shape == rows.shape:
                 return width
     return None
@@ -169,8 +174,9 @@ def rows_like(like: Tensor, number: int, width: int) -> Tensor:
 
 def _made_up(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """Values of the size that weights have, for a few experts: zeros at the start hide all that is behind them."""
-    made = torch.rand(min(_SLOTS, len(tensor)), *tensor.shape[1:], generator=generator).sub_(0.4)
-    return made.mul_(2 * tensor.shape[-1] ** -0.5).to(tensor.device, tensor.dtype)
+    shape = min(_SLOTS, len(tensor)), *tensor.shape[1:]
+    made = torch.rand(shape, generator=generator, dtype=tensor.dtype, device=tensor.device)
+    return made.sub_(0.4).mul_(2 * tensor.shape[-1] ** -0.5)
 
 
 def _generators(device: torch.device) -> tuple[object, ...]:
@@ -194,9 +200,10 @@ def untouched(modules: Sequence[nn.Module], compute: object, device: torch.devic
     buffers = [(buffer, buffer.clone()) for part in inside for buffer in part.buffers(recurse=False)]
     python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
+        compiled = "torch._dynamo" in sys.modules  # else nothing is, and the import takes seconds
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
-            torch.compiler.set_stance("force_eager"),
+            torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
         ):
             for module in modules:
                 module.eval()
