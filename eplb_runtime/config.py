@@ -321,12 +321,10 @@ class _DispatchField:
 class BalancerConfig(_Settings):
     """Settings of a balancer; the same on every rank (checked at attach).
 
-    A setting that has no effect beside the others is refused. ``policy="static"`` alone may stand beside anything: it
-    is the switch that turns rebalancing off in a config that stays as it is, to compare with.
+    A setting without effect is refused, but beside ``policy="static"``, which turns rebalancing off to compare with.
 
     Args:
-        interval: optimizer steps between decisions; None: decisions come from ``balancer.rebalance()`` alone, as where
-            rollouts and training take turns. Then a row of load history is what lies between two calls.
+        interval: optimizer steps between decisions; None: ``balancer.rebalance()`` alone decides, as between rollouts.
         replica_slots: k, weights-only copies that each rank can hold per layer; with 0, training is bit-identical.
         policy: ``"incremental"`` moves the few experts that pay; ``"static"`` measures and never moves.
         gate: ``"payoff"`` rebalances when predicted seconds saved exceed predicted seconds spent; ``"always"``
@@ -337,9 +335,8 @@ class BalancerConfig(_Settings):
             ``"allreduce"`` (the balancer, before the optimizer's step).
         timeout_seconds: a collective or transfer of the balancer that takes longer is given up, the rebalance dropped.
             Attaching is given two minutes for each of its steps, or this where it is longer.
-        run: a folder in which rank 0 puts down what the job shows of itself: the load that was measured, as a series in
-            ``load/`` that ``eplb-runtime simulate`` and ``convert`` read, and its events, in ``events.jsonl``. It is
-            added to, never written over, and ``summary.json`` at the end. None: no such folder.
+        run: a folder to which rank 0 adds the measured load (a series in ``load/`` that ``eplb-runtime simulate`` and
+            ``convert`` read), events (``events.jsonl``) and, at the end, ``summary.json``. None: none.
         listen: where rank 0 shows a live page (``/``) and metrics for Prometheus (``/metrics``): a port of this
             machine alone (0: any that is free), or ``"host:port"``. None: nothing listens.
         listen_token: that a browser or a scraper must bring; needed beyond this machine. In the page's address once
@@ -407,6 +404,7 @@ class BalancerConfig(_Settings):
         self._seconds("timeout_seconds")
         self._whole("window", 1)
         self._one_of("guard", GUARDS)
+        self._flag("elementwise")
         self._flag("shared_between_layers")
         self._one_of("copies_by", COPIES_BY)
         self._check_files()

@@ -1,7 +1,6 @@
 """The tag of a forward: layer, step, placement, mode and top-k as one number, which travels with every batch's counts.
 
-Ranks that run unequal numbers of forwards exchange what does not belong together. They compare their tags with the
-counts, so all of them raise at once, and each says which rank is in which forward.
+Ranks compare tags with the counts: where they differ, all raise at once and say which rank is in which forward.
 """
 
 from __future__ import annotations
@@ -13,16 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-_MEND = (
-    "every rank must run equally many forwards and steps (evaluation too; generate: synced_gpus=True), and no rank may "
-    "skip one alone"
-)
+_MEND = "every rank must run the same forwards and steps (evaluation too; generate: synced_gpus=True)"
 _PLACEMENT = 0xFC
 """Bits of a tag that name the placement of the layer."""
 _IN_GRAPH = 1 << 60
 """Bit of a tag: gradients of replicas will be sent as from graphs of torch.compile."""
-_TOP_K = 52
-"""First of 8 bits of a tag: the number of experts of a token, modulo 256."""
+_TOP_K = 52  # first of 8 bits of a tag
 
 
 class OutOfStepError(RuntimeError):
@@ -45,8 +40,7 @@ class ForwardTag:
     @property
     def value(self) -> int:
         """Return the tag of the forward that this thread is in."""
-        value: int = getattr(self._here, "value", 0)
-        return value
+        return int(getattr(self._here, "value", 0))
 
     @property
     def training(self) -> bool:
