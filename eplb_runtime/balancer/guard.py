@@ -24,7 +24,7 @@ from ..distributed.consensus import gather_rows, maxima
 from ..distributed.process_groups import ProcessGroups
 from ..load.aggregate import HostCopy
 from .gradients.division import foreign_hooks
-from .guard_samples import FACTS, SAMPLES, Sample, SampleDigest, Watched, bit_sums, piece_of, piece_sum
+from .guard_samples import FACTS, PIECE, STEPS, Sample, SampleDigest, Watched, bit_sums
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -32,6 +32,10 @@ FIRST_STEPS = 3
 """Steps after attach that are sampled completely, and in which ``guard="auto"`` raises."""
 _FREED = "weights have no memory now"
 _POLL_SECONDS = 0.02
+_NAMED = 16
+"""Tensors of each kind whose update is looked at in one of the first steps."""
+_ELEMENTS = 1024
+"""Elements of each."""
 _MOST_NAMED = 8
 """Names of layers in a warning."""
 
@@ -91,14 +95,13 @@ class Guard:
         self._calls_at_decision = 0
         self._reported: set[str] = set()
         self._uncounted_layers: set[str] = set()
-        self._sampled_before_forward = False
-        self._distinct = True
+        self._noted_before_forward = False
+        self._piece: tuple[str, Tensor, Tensor] | None = None
         self._comparisons = 0
         self._broadcast = ""
         self.seconds, self.clocked_steps = 0.0, 0
         self._snapshots: list[tuple[str, int, Tensor, object]] = []
         self._passed_over: set[int] = set()
-        self._sample_before_forward: Sample | None = None
         self._run = run
         self._number = number
         self._on_finding = on_finding
@@ -109,8 +112,10 @@ class Guard:
         self._steps = 0
         if self._mode != "off":
             # Experts may start alike (copied from a dense model): then equal ones say nothing.
-            sample = self._take_sample("weights", shared=False)
-            self._distinct = not self._alike(sample, self._exchange(sample, self._groups.data, on_device=True))
+            self._piece = self._choose_piece()
+            self._note_piece()
+            if self._alike(self._exchange(self._pieces_alone(), self._groups.data, on_device=True)):
+                self._piece = None
 
     @property
     def is_new(self) -> bool:
@@ -128,17 +133,34 @@ class Guard:
                 self.seconds += time.perf_counter() - began
 
     def before_forward(self) -> None:
-        """Sample expert weights ahead of the first forward of each of the first steps: nobody else has written them.
-        They are compared ahead of the reduction: a rank may be in a different forward, which the layers find out."""
-        if self.is_new and not self._sampled_before_forward:
-            self._sampled_before_forward = True
-            self._sample_before_forward = self._take_sample("weights", shared=False)
+        """Note a few elements of an expert ahead of the first forward of each step: nobody else has written them."""
+        if not self._noted_before_forward and self._mode != "off":
+            self._noted_before_forward = True
+            self._note_piece()
+
+    def _choose_piece(self) -> tuple[str, Tensor, Tensor] | None:
+        """Name of an expert tensor, a few of its elements that differ, and memory for them from some steps."""
+        known = not (self._groups.job.divided_state or self._watched.freed())
+        experts = _whole(self._watched.experts) if known else {}
+        for name, tensor in experts.items():
+            piece = tensor.detach().view(-1)[:PIECE] if tensor.is_contiguous() else None
+            if piece is not None and len(piece) == PIECE and bool((piece != piece[:1]).any()):
+                return name, tensor, piece.new_zeros(STEPS, PIECE)
+        return None
+
+    def _note_piece(self) -> None:
+        if self._piece is not None:
+            _, tensor, pieces = self._piece
+            if tensor.numel() >= PIECE and tensor.is_contiguous():
+                pieces[self._steps % STEPS].copy_(tensor.detach().view(-1)[:PIECE])
+
+    def _pieces_alone(self) -> Sample:
+        return Sample("weights", "", pieces=None if self._piece is None else HostCopy(self._piece[2].clone()))
 
     def before_reduction(self) -> None:
         """In the first steps, compare ahead of the first collective that a rank without a step would never reach."""
         if self.is_new:
-            sample, self._sample_before_forward = self._sample_before_forward or Sample("weights", ""), None
-            sample = replace(sample, facts=self._watched.facts())
+            sample = replace(self._pieces_alone(), facts=self._watched.facts())
             self._raise_or_warn(self._compare_job(sample, "optimizer.step()"))
 
     def before_step(self) -> None:
@@ -148,8 +170,7 @@ class Guard:
             self._raise_or_warn(self._compare_job(sample, "the end of the reduction of gradients"))
             if not self._snapshots:  # with several optimizers: before the first of them
                 self._snapshots = [
-                    (name, p._version, piece_of(p, self._sample_number).clone(), self._state_of(p))
-                    for name, p in self._stepped()
+                    (name, p._version, self._elements(p).clone(), self._state_of(p)) for name, p in self._stepped()
                 ]
 
     def passed_over(self, optimizer: torch.optim.Optimizer) -> None:
@@ -166,7 +187,7 @@ class Guard:
             with self.clocked():
                 self._late_problem = self._late_problem or self._uncounted()
         self._steps += 1
-        self._sampled_before_forward = False
+        self._noted_before_forward = False
         self._passed_over.clear()
 
     def sample(self) -> Sample | None:
@@ -220,12 +241,11 @@ class Guard:
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
-    def _take_sample(self, what: str, *, shared: bool = True, problem: str = "", decides: bool = False) -> Sample:
-        """Sum the bits of tensors that other ranks share, and of pieces of experts, which no other rank should have.
+    def _take_sample(self, what: str, *, problem: str = "", decides: bool = False) -> Sample:
+        """Sum the bits of tensors that other ranks share.
 
         Args:
             what: ``"weights"`` or ``"gradients"``.
-            shared: False: pieces alone.
             decides: for a decision, which may move experts.
         """
         self._sample_number += 1
@@ -238,19 +258,16 @@ class Guard:
             stays = self._row_hooks() or watched.immovable()
         # Of divided state what another rank has stepped may come in the next forward alone.
         experts = {} if job.divided_state else _whole(watched.experts)
-        chosen = self._chosen(list(experts)) if what == "weights" else []
-        pieces = [piece_sum(piece_of(experts[name], self._sample_number)) for name in chosen]
-        dense = _whole(watched.dense) if shared and len(job.data_ranks) > 1 else {}
-        twins = experts if shared and len(job.edp_ranks) > 1 else {}
+        dense = _whole(watched.dense) if len(job.data_ranks) > 1 else {}
+        twins = experts if len(job.edp_ranks) > 1 else {}
         if what == "weights":
             twins = {**twins, **self._states(twins)}
             both: list[Tensor | None] = [*dense.values(), *twins.values()]
         else:
             both = [p.grad if p.grad is None or p.grad.layout is torch.strided else None for p in dense.values()]
             both += [p.grad for p in twins.values()]
-        sums = torch.cat([bit_sums(both, self._device), *(one.view(1) for one in pieces)])
-        facts = watched.facts() if shared else ()
-        return Sample(what, problem, HostCopy(sums), (tuple(dense), tuple(twins), tuple(chosen)), stays, facts)
+        sums, pieces = HostCopy(bit_sums(both, self._device)), self._pieces_alone().pieces
+        return Sample(what, problem, sums, (tuple(dense), tuple(twins)), pieces, stays, watched.facts())
 
     def _states(self, experts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Optimizer state of experts, by name."""
@@ -281,8 +298,14 @@ class Guard:
 
     def _chosen(self, names: list[str]) -> list[str]:
         """The next few names in rotation."""
-        start = self._sample_number * SAMPLES % len(names) if len(names) > SAMPLES else 0
-        return [*names[start:], *names[:start]][:SAMPLES]
+        start = self._sample_number * _NAMED % len(names) if len(names) > _NAMED else 0
+        return [*names[start:], *names[:start]][:_NAMED]
+
+    def _elements(self, tensor: Tensor) -> Tensor:
+        """Some elements of a tensor, other ones in another step."""
+        flat = (tensor if tensor.is_contiguous() else tensor[:1]).detach().reshape(-1)
+        first = self._sample_number * _ELEMENTS % max(1, flat.numel() - _ELEMENTS + 1)
+        return flat[first : first + _ELEMENTS]
 
     def _misplaced(self) -> str:
         """Check that the optimizers hold each expert parameter of the model once."""
@@ -349,8 +372,8 @@ class Guard:
                 and parameter.dtype in (torch.float32, torch.float64)
                 and piece.numel()
                 and parameter.grad is not None
-                and bool(piece_of(parameter.grad, self._sample_number).any())
-                and torch.equal(piece_of(parameter, self._sample_number), piece)
+                and bool(self._elements(parameter.grad).any())
+                and torch.equal(self._elements(parameter), piece)
                 and self._state_of(parameter) == state  # a warm-up may write its own state alone, for some steps
             ):
                 return (
@@ -404,7 +427,7 @@ class Guard:
         freed = next((f"rank {rank}: {one.stays}" for rank, one in seen.items() if one.stays.startswith(_FREED)), "")
         if freed:  # nothing of such a rank can be compared
             return SampleComparison("", freed)
-        finding = self._other_facts(seen) or self._deviation(sample, seen, group) or self._alike(sample, seen)
+        finding = self._other_facts(seen) or self._deviation(sample, seen, group) or self._alike(seen)
         return SampleComparison(finding, stays)
 
     def _exchange(
@@ -475,18 +498,19 @@ class Guard:
             "the model in DistributedDataParallel after attach, or set BalancerConfig(dense_gradients='allreduce')"
         )
 
-    def _alike(self, sample: Sample, seen: Mapping[int, SampleDigest]) -> str:
+    def _alike(self, seen: Mapping[int, SampleDigest]) -> str:
         """Find ranks with different experts and identical weights: something has broadcast or averaged them."""
-        for together in self._groups.job.ep_sets if self._distinct else ():
+        for together in self._groups.job.ep_sets:
             here = [rank for rank in together if rank in seen]
-            for position in range(SAMPLES if len(here) > 1 else 0):
-                values = {seen[rank].pieces[position] for rank in here}
+            for place in range(STEPS if len(here) > 1 else 0):
+                values = {seen[rank].pieces[place] for rank in here}
                 if len(values) == 1 and values != {0}:
-                    name = self._name(sample.names[2], position, together)
+                    known = self._groups.job.rank in together and self._piece is not None
                     self._broadcast = (
-                        f"the {sample.what} of {name} are the same on ranks {here[0]} to {here[-1]}, which hold other "
-                        "experts each: something broadcasts or averages them, as DistributedDataParallel does around "
-                        "a wrapper; wrap the very module that was attached, or set dense_gradients='allreduce'"
+                        f"the weights of {self._piece[0] if known and self._piece else 'a parameter'} were the same on "
+                        f"ranks {here[0]} to {here[-1]}, which hold other experts each, ahead of a step: something "
+                        "broadcasts or averages them, as DistributedDataParallel does around a wrapper; wrap the very "
+                        "module that was attached, or set dense_gradients='allreduce'"
                     )
                     return self._broadcast
         return ""

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..load.aggregate import HostCopy
 
-SAMPLES = 16
-"""Expert tensors of which a piece is compared with other ranks' in one sample."""
-_PIECE = 1024
-"""Elements of a piece, at a place that moves on with each sample."""
+STEPS = 64
+"""Last steps of which a few elements of an expert, ahead of the forward, are compared with other ranks'."""
+PIECE = 32
+"""Those elements."""
 FACTS = (
     "learning rates of the optimizer",
     "options of the optimizer",
@@ -79,9 +79,9 @@ class Sample:
     Args:
         what: ``"weights"`` or ``"gradients"``.
         problem: found on this rank alone; empty: none.
-        sums: int64, of all bits of each tensor that other ranks share, and of pieces of experts, in transfer to the
-            host; None: nothing is compared.
-        names: of tensors outside the experts, of experts that other ranks have too, and of experts with a piece.
+        sums: int64, of all bits of each tensor that other ranks share, in transfer to the host; None: none.
+        names: of tensors outside the experts, and of experts that other ranks have too.
+        pieces: ``[STEPS, PIECE]``, elements of an expert; None: none.
         stays: reason for which experts must stay where they are; empty: they may move.
         facts: `FACTS`; empty: not asked for.
     """
@@ -89,25 +89,29 @@ class Sample:
     what: str
     problem: str
     sums: HostCopy | None = None
-    names: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] = ((), (), ())
+    names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    pieces: HostCopy | None = None
     stays: str = ""
     facts: tuple[str, ...] = ()
 
     def encode(self) -> Tensor:
-        """uint8 of equal length on every rank: texts, hashes of facts and of sums, and the sums of pieces."""
+        """uint8 of equal length on every rank: texts, hashes of facts, of sums and of pieces."""
         text = _padded(self.problem, _PROBLEM_BYTES) + _padded(self.stays, _STAYS_BYTES)
-        numbers = torch.zeros(len(FACTS) + 2 + SAMPLES, dtype=torch.int64)
+        numbers = torch.zeros(len(FACTS) + 2 + STEPS, dtype=torch.int64)
         facts = [xxhash.xxh3_64_intdigest(fact.encode()) >> 1 for fact in self.facts]
         numbers[: len(facts)] = torch.tensor(facts, dtype=torch.int64)
-        dense, experts, pieces = self.sums_of_kinds()
+        dense, experts = self.sums_of_kinds()
         numbers[len(FACTS) : len(FACTS) + 2] = torch.tensor([_hash(dense), _hash(experts)])
-        numbers[len(FACTS) + 2 :][: len(pieces)] = pieces
+        if self.pieces is not None:
+            # Other experts may have the same where all is one value, or overflows.
+            tell = [_hash(one) if one.isfinite().all() and (one != one[:1]).any() else 0 for one in self.pieces.wait()]
+            numbers[len(FACTS) + 2 :] = torch.tensor(tell)
         return torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), numbers.view(torch.uint8)])
 
     def sums_of_kinds(self) -> tuple[Tensor, ...]:
         """int64 sums by kind, as ``names``; waits for them."""
         sums = self.sums.wait() if self.sums is not None else torch.empty(0, dtype=torch.int64)
-        return sums.split([len(names) for names in self.names]) if len(sums) else (sums, sums, sums)
+        return sums.split([len(names) for names in self.names]) if len(sums) else (sums, sums)
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ class SampleDigest:
         problem, stays: as of `Sample`.
         facts: a hash of each.
         sums: hashes of all bits, of tensors outside the experts and of experts; 0: nothing to compare.
-        pieces: sums of pieces of experts; 0: nothing to compare.
+        pieces: a hash of each step's piece of an expert; 0: nothing to compare.
     """
 
     problem: str
@@ -158,9 +162,10 @@ def _text(padded: bytes) -> str:
     return padded.rstrip(b"\0").decode(errors="replace")
 
 
-def _hash(sums: Tensor) -> int:
-    """Hash of sums; 0 if all are zeros."""
-    return (xxhash.xxh3_64_intdigest(sums.numpy().data) >> 1) or 1 if sums.any() else 0
+def _hash(numbers: Tensor) -> int:
+    """Hash of the bits; 0 if all are zeros."""
+    bits = numbers.contiguous().view(torch.uint8).numpy()
+    return (xxhash.xxh3_64_intdigest(bits.data) >> 1) or 1 if numbers.any() else 0
 
 
 def bit_sums(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
@@ -169,19 +174,6 @@ def bit_sums(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     zero = torch.zeros((), dtype=torch.int64, device=device)
     sums = [zero if one is None else torch.sum(_words(one.detach()), dtype=torch.int64) for one in tensors]
     return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=device)
-
-
-def piece_of(tensor: Tensor, number: int) -> Tensor:
-    """A few elements of a tensor ``[E/R, ...]``, other ones for another sample."""
-    flat = (tensor if tensor.is_contiguous() else tensor[:1]).detach().reshape(-1)
-    first = number * _PIECE % max(1, flat.numel() - _PIECE + 1)
-    return flat[first : first + _PIECE]
-
-
-def piece_sum(piece: Tensor) -> Tensor:
-    """int64: the sum of all bits; 0 if elements are all the same or not finite: other experts may have those, too."""
-    tells = (piece != piece[:1]).any() & piece.isfinite().all()
-    return torch.where(tells, torch.sum(_words(piece), dtype=torch.int64), 0)
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -454,7 +454,7 @@ def test_what_one_rank_alone_registers_is_said(results: list[dict[str, dict]]) -
 
 def test_experts_that_somebody_has_broadcast_end_the_job_whenever(results: list[dict[str, dict]]) -> None:
     for result in results:
-        assert "are the same on ranks 0 to 1, which hold other experts each" in result["broadcast later"]["error"]
+        assert "were the same on ranks 0 to 1, which hold other experts each" in result["broadcast later"]["error"]
         assert len(result["broadcast later"]["losses"]) == 8
 
 
