@@ -129,6 +129,8 @@ class Balancer:
         self._schedule_running = ""
         self._one_begins = Lock()
         self._hooks: list[Removable] = []
+        self._before_steps: list[Callable[[], None]] = []
+        self._after_steps: list[Callable[[], None]] = []
         self._listeners: list[Callable[[], None]] = []
         self._on_all_ranks: list[Callable[[float], None]] = []
         self._shown: Any = None
@@ -259,6 +261,8 @@ class Balancer:
             self._after_move()
         if self._training or moved:
             self._refresh_replicas()
+        for follow in self._after_steps:
+            follow()
         self._guard.experts_are_left()
 
     @torch.compiler.disable
@@ -891,6 +895,18 @@ class Balancer:
         """Plan with a function other than `planner.plan`, of the same arguments, from the next decision on."""
         self._rebalancer.decisions.planner = planner
 
+    def _follow_steps(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Call functions before each optimizer's step, with gradients reduced, and at the end of each training step."""
+        self._before_steps.append(before)
+        self._after_steps.append(after)
+
+    def _place(self, target: Placement) -> None:
+        """Bring experts to a placement, at the end of a step: at once, or in the next steps where migrations overlap
+        with them, unless one is in flight. Collective."""
+        self._rebalancer.place(target)
+        self._after_move()
+        self._refresh_replicas()
+
     def _record(self, write: Callable[[NDArray[np.int64], int, int, float], None]) -> None:
         """Call a function with the load of each decision, as `DecisionMaker.on_load`."""
         self._rebalancer.decisions.on_load = write
@@ -1103,6 +1119,8 @@ class Balancer:
         self._guard.before_reduction()
         self.reduce_gradients()
         self._guard.before_step()
+        for follow in self._before_steps:
+            follow()
 
     @property
     def _in_a_child(self) -> bool:
