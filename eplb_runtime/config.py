@@ -708,7 +708,7 @@ class Trial:
         ends_process: whether the job ends after these steps.
     """
 
-    layout: Literal["fixed", "moved", "single", "shaken"]
+    layout: str
     steps: int
     folder: str
     replicas: bool = True

@@ -107,6 +107,6 @@ def note_of_odd_rows(parameters: Mapping[str, Tensor]) -> str:
         return ""
     first, rows = next(iter(odd.items()))
     return (
-        f"{len(odd)} expert tensors, such as {first}, make rows of {rows} bytes: on a CPU results may differ in the last "
-        f"bits by placement; widths that are multiples of {STEADY_ROW_BYTES} bytes avoid it"
+        f"{len(odd)} expert tensors, such as {first}, make rows of {rows} bytes: on a CPU results may differ in the "
+        f"last bits by placement; widths that are multiples of {STEADY_ROW_BYTES} bytes avoid it"
     )

@@ -1,5 +1,5 @@
-"""One run of a user's job under ``eplb-runtime verify``: ``attach`` overrides the layout, each step is put on record, and
-the job ends after some steps. What the records mean is decided in `tools.verification`.
+"""One run of a user's job under ``eplb-runtime verify``: ``attach`` overrides the layout, each step is put on record,
+and the job ends after some steps. What the records mean is decided in `tools.verification`.
 
 A record has a few numbers for each tensor, and for each logical expert of it: a digest of all bits, the sum of squares,
 and eight random sums, from which the distance of two tensors is estimated that are never in one memory.
@@ -61,7 +61,7 @@ def without_replicas(config: BalancerConfig) -> BalancerConfig:
 
 
 def layout_of(trial: Trial, config: BalancerConfig, ranks: Ranks) -> tuple[BalancerConfig, Ranks]:
-    """Return settings and ranks of a run: nothing is decided by load, and nothing is shown or written but the records."""
+    """Return settings and ranks of a run: nothing is decided by load, and nothing is written but the records."""
     own = replace(
         config,
         policy="static",
@@ -126,6 +126,7 @@ class TrialRun:
         self._runtime = balancer._runtime
         self._group = self._runtime.groups.background()
         self._step = 0
+        self._began = balancer.placement.epoch
         self._losses: list[Tensor] = []
         self._gradients: dict[tuple[str, int], Entry] = {}
         self._shaken: set[int] = set()
@@ -282,7 +283,8 @@ class TrialRun:
         if self._runtime.job.is_planner:
             said = list(getattr(self._balancer._guard, "said", ()))
             error = max([self._coarsest, *(torch.finfo(p.dtype).eps for p in self._floating())], default=0.0)
-            meta = {**self._meta, "said": said, "not_single": not_single, "rounding": error, "steps": self._step}
+            commits = self._balancer.placement.epoch - self._began
+            meta = {**self._meta, "said": said, "not_single": not_single, "rounding": error, "commits": commits}
             write_file(Path(self._trial.folder) / "meta.json", json.dumps(meta))
 
     def _floating(self) -> Iterator[Tensor]:
@@ -290,7 +292,7 @@ class TrialRun:
         return (one for one in held if one.is_floating_point())
 
     def _does_not_fit(self) -> str:
-        """Say that the experts of all ranks do not fit on this one. With Adam an expert takes four times its weights."""
+        """Say that all experts do not fit on this rank. With Adam an expert takes four times its weights."""
         job, device = self._runtime.job, self._runtime.device
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
@@ -302,8 +304,8 @@ class TrialRun:
 
 
 def _sketched(entry: Entry) -> tuple[Tensor, Tensor]:
-    """int64: a digest that a change of any element changes; float64 ``[1 + SKETCHES]``: the sum of squares and sums with
-    random signs. Both are added up over the parts of a row."""
+    """int64: a digest that a change of any element changes; float64 ``[1 + SKETCHES]``: the sum of squares and sums
+    with random signs. Both are added up over the parts of a row."""
     tensor = entry.tensor.detach()
     flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).contiguous().reshape(-1)
     digest = torch.zeros((), dtype=torch.int64, device=flat.device)

@@ -1,5 +1,5 @@
-"""Does a job train the same wherever its experts are? Proved on the user's own job: it runs a few steps in several layouts,
-and everything is compared."""
+"""Proves that a job trains the same wherever its experts are: it runs a few steps in several layouts, and everything is
+compared."""
 
 from .report import Report
 from .runs import verify, verify_command

@@ -15,16 +15,18 @@ class Report:
     """What the runs of a job have shown; equal on every rank.
 
     Args:
-        verdict: ``"right"``, ``"wrong"``, or ``"unknown"`` where something could not be compared.
+        verdict: ``"unknown"`` where something could not be compared.
         reason: why it is not right; empty: it is.
-        steps: that were compared. ranks, tensors: of the job.
-        repeats: whether two runs of the job are the same; None: not tried.
-        moved: whether a run with homes moved after each step gave the same; None: there is no such run.
+        steps, tensors: that were compared.
+        repeats: whether two runs of the job are the same; None: not known.
+        moved: whether a run with homes moved after each step gave the same bits; None: there is none.
         difference: the first one between the two.
         moved_rounding: where bits cannot be the same (replicas, or what ``notes`` say): how close they are.
-        single: how close a run is with all experts on each rank. single_reason: why there is none.
+        single: how close a run is with all experts on each rank.
+        single_reason: why there is none.
         unregistered: ``{"holder", "shape"}`` of tensors that may be experts and that nobody has registered.
-        said: lines of the guard in these runs. notes: what ``attach`` says of bits.
+        said: lines of the guard in these runs.
+        notes: what ``attach`` says of bits.
     """
 
     verdict: Verdict
@@ -50,63 +52,32 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of ``eplb-runtime verify --json``."""
         found, single = self.difference, self.single
+        moved = {name: getattr(found, name, None) for name in ("step", "tensor", "expert", "rank", "hint")}
+        rounding = None if self.moved_rounding is None else asdict(self.moved_rounding)
+        of_single = {name: getattr(single, name, None) for name in ("equal", "worst", "tensor", "step")}
+        plain = {name: value for name, value in asdict(self).items() if name not in ("difference", "moved_rounding")}
+        plain.pop("single_reason")
         return {
-            "verdict": self.verdict,
-            "reason": self.reason,
-            "steps": self.steps,
-            "ranks": self.ranks,
-            "tensors": self.tensors,
-            "repeats": self.repeats,
-            "moved": {
-                "equal": self.moved,
-                "step": found.step if found else None,
-                "tensor": found.tensor if found else None,
-                "expert": found.expert if found else None,
-                "rank": found.rank if found else None,
-                "hint": found.hint if found else "",
-                "rounding": asdict(self.moved_rounding) if self.moved_rounding else None,
-            },
-            "single": {
-                "equal": single.equal if single else None,
-                "worst": single.worst if single else None,
-                "tensor": single.tensor if single else None,
-                "step": single.step if single else None,
-                "reason": self.single_reason,
-            },
-            "unregistered": list(self.unregistered),
-            "said": list(self.said),
-            "notes": list(self.notes),
+            **plain,
+            "moved": {"equal": self.moved, **moved, "rounding": rounding},
+            "single": {**of_single, "reason": self.single_reason},
         }
 
     def __str__(self) -> str:
-        if self.verdict != "right":
-            lines = [f"{self.verdict}: {self.reason}"]
-        else:
+        lines = [f"{self.verdict}: {self.reason}"]
+        if self.passed:
             lines = [f"right: {self.steps} steps, {self.ranks} ranks: {'; '.join(self._shown())}."]
-        lines += [f"  not registered: {one['holder']}, shape {one['shape']}" for one in self.unregistered]
+        lines += [f"  not registered: {one['holder']}, shape {tuple(one['shape'])}" for one in self.unregistered]
         lines += [f"  said in the job: {line}" for line in self.said if line not in self.reason]
-        lines += [f"  bits: {line}" for line in self.notes]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"  bits: {line}" for line in self.notes)])
 
     def _shown(self) -> list[str]:
         """What a right job has shown."""
-        shown = []
-        if self.moved:
-            shown.append(f"moved homes gave the same bits in {self.tensors} tensors")
-        if (rounding := self.moved_rounding) is not None:
-            what = "replicas gave" if self.moved else "moved homes gave"
-            shown.append(f"{what} the same to rounding (worst {rounding.worst:.1g} of {rounding.tensor})")
-        if self.single is not None:
-            worst = f"worst {self.single.worst:.1g} of {self.single.tensor}"
-            shown.append(f"all experts on each rank give the same to rounding ({worst}, {self.single.steps} steps)")
-        else:
+        shown = [f"moved homes gave the same bits in {self.tensors} tensors"] if self.moved else []
+        close = ("replicas give" if self.moved else "moved homes give", self.moved_rounding)
+        for what, one in (close, ("all experts on each rank give", self.single)):
+            if one is not None:
+                shown.append(f"{what} the same to rounding (worst {one.worst:.1g} of {one.tensor}, {one.steps} steps)")
+        if self.single is None:
             shown.append(f"not compared with all experts on each rank: {self.single_reason}")
         return [*shown, "the job repeats itself"]
-
-
-def text_of(difference: Difference) -> str:
-    """A difference in words."""
-    when = "before the first step" if difference.step == 0 else f"after step {difference.step}"
-    of = "" if difference.expert is None else f" of expert {difference.expert}"
-    hint = f"; {difference.hint}" if difference.hint else ""
-    return f"{when} {difference.tensor}{of} differs on rank {difference.rank}{hint}"

@@ -11,10 +11,10 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,109 +22,81 @@ from torch import Tensor, nn
 
 from ...config import BalancerConfig, Trial, launcher_environment, set_trial
 from ...hosts import attach
-from .records import Closeness, Difference, Run, first_difference, run_of, to_rounding
-from .report import Report, text_of
+from .records import Closeness, Difference, Run, first_difference, to_rounding
+from .report import Report
 
 SEED = 20250710
 LAST_LINES = 8
 """Lines of a job's output that are shown where it failed."""
 _LOOK_SECONDS = 0.2
+_PENALTY = (
+    "what a rank does with the experts that it has is not what plain training does with all (a penalty, a scale, a "
+    "mask over a rank's experts?)"
+)
 
-Layout = tuple[str, bool]
-"""Layout of a `Trial`, and whether it keeps replica slots."""
-Proof = Generator[Layout, Run, Report]
+Proof = Generator[tuple[str, bool], Run, Report]
+"""Asks for runs: the layout of a `Trial`, and whether it keeps replica slots."""
 
 
 def proof() -> Proof:
     """Ask for one run after another, and return what they have shown."""
     fixed = yield "fixed", False
-    said = list(fixed.meta.get("said", ()))
-    known: dict[str, Any] = {
-        "steps": max(0, fixed.length),
-        "ranks": fixed.meta.get("ranks", 0),
-        "notes": tuple(fixed.meta.get("notes", ())),
-        "unregistered": tuple(fixed.meta.get("unregistered", ())),
-    }
+    meta, runs = fixed.meta, [fixed]
+    report = Report("right", steps=fixed.length, ranks=meta.get("ranks", 0), notes=tuple(meta.get("notes", ())))
 
-    def answer(verdict: Any, reason: str = "", **more: Any) -> Report:
-        return Report(verdict, reason, **{**known, "said": tuple(dict.fromkeys(said)), **more})
+    def answer(verdict: Any, reason: str = "", **found: Any) -> Report:
+        said = dict.fromkeys(line for run in runs for line in run.meta.get("said", ()))
+        return replace(report, verdict=verdict, reason=reason, said=tuple(said), **found)
 
     if fixed.length < 1:
         if fixed.failure:
-            return answer("unknown", f"the run with fixed homes failed: {fixed.failure}")
+            return answer("unknown", f"the run with fixed homes failed: {fixed.failure}", steps=0)
         what = "ended before its first optimizer step" if fixed.length == 0 else "reached no eplb_runtime.attach"
-        return answer(
-            "unknown", f"the job {what} (a launcher that starts ranks elsewhere must pass its environment on)"
-        )
-    known["tensors"] = len({name for name, _ in fixed.step(fixed.length).cells})
+        return answer("unknown", f"the job {what} (what starts ranks must hand its environment on to them)", steps=0)
+    tensors = len({name for name, _ in fixed.step(fixed.length).cells})
+    report = replace(report, tensors=tensors, unregistered=tuple(meta.get("unregistered", ())))
     moved = yield "moved", False
-    said += moved.meta.get("said", ())
-    known["steps"] = max(0, min(fixed.length, moved.length))
+    runs.append(moved)
     difference = first_difference(fixed, moved)
-    if moved.failure and moved.length < fixed.length and difference is None:
-        return answer("wrong", f"the run with moved homes failed: {moved.failure}")
-    exact = not known["notes"]
+    if difference is None and moved.length < fixed.length:
+        return answer("wrong", f"the run with moved homes ended sooner: {moved.failure}")
     if difference is not None:
         again = yield "fixed", False
         if (odd := first_difference(fixed, again)) is not None:
-            return answer(
-                "unknown",
-                f"the job does not repeat itself: in a second run with fixed homes {text_of(odd)}",
-                repeats=False,
-            )
-        if exact:
-            wrong = {"repeats": True, "moved": False, "difference": difference}
-            return answer("wrong", f"with moved homes {text_of(difference)}", **wrong)
-    known |= {"repeats": True, "moved": difference is None, "difference": difference}
-    closeness = {}
+            return answer("unknown", f"the job does not repeat itself: in a second run {odd}", repeats=False)
+        report = replace(report, difference=difference)
+        if not report.notes:
+            return answer("wrong", f"with moved homes {difference}", repeats=True, moved=False)
+    elif not moved.meta["commits"]:
+        return answer("unknown", f"no expert moved in {moved.length} steps: give --steps 3 or more")
+    report = replace(report, repeats=True, moved=difference is None, single_reason=str(meta["not_single"]))
+    wanted = [("single", False)] * (not report.single_reason)
+    if difference is not None or meta["replica_slots"]:
+        wanted.append(("moved", bool(meta["replica_slots"])))
     shaken: Run | None = None
-    not_single = str(fixed.meta["not_single"])
-    wanted: list[tuple[str, Layout]] = [] if not_single else [("single", ("single", False))]
-    if difference is not None or fixed.meta["replica_slots"]:
-        wanted.append(("moved_rounding", ("moved", bool(fixed.meta["replica_slots"]))))
-    for what, layout in wanted:
-        other = moved if layout == ("moved", False) else (yield layout)
-        said += other.meta.get("said", ())
-        if other.failure and other.length < fixed.length:
-            if what == "single":
-                not_single = f"that run failed: {other.failure}"
-                continue
-            return answer("wrong", f"the run with replicas failed: {other.failure}")
-        if shaken is None:
-            shaken = yield "shaken", False
-        closeness[what] = to_rounding(fixed, other, shaken, float(fixed.meta["rounding"]))
-    known |= {**closeness, "single_reason": not_single}
-    return _judged(answer, closeness, said, known, not_single)
-
-
-def _judged(
-    answer: Callable[..., Report],
-    closeness: Mapping[str, Closeness],
-    said: Sequence[str],
-    known: Mapping[str, Any],
-    not_single: str,
-) -> Report:
-    """The verdict, once all runs are there and the moved one is right to the bit, or cannot be."""
-    words = {
-        "single": "all experts on each rank give another {} after step {} ({:.2g} off): what a rank does with the "
-        "experts that it has is not what plain training does with all (a penalty, a scale, a mask over a rank's experts?)",
-        "moved_rounding": "moved homes or replicas give another {} after step {} ({:.2g} off)",
-    }
-    for what, close in closeness.items():
-        if close.equal is False:
-            return answer("wrong", words[what].format(close.tensor, close.step, close.worst))
-    if said:
+    for layout, replicas in wanted:
+        other = moved if (layout, replicas) == ("moved", False) else (yield layout, replicas)
+        runs.append(other)
+        if other.length < fixed.length:
+            return answer("unknown", f"the run with {_NAMES[layout]} ended sooner: {other.failure}")
+        shaken = shaken if shaken is not None else (yield "shaken", False)
+        close = to_rounding(fixed, other, shaken)
+        report = replace(report, single=close) if layout == "single" else replace(report, moved_rounding=close)
+        if close.equal is None:
+            return answer("unknown", f"the run with {_NAMES[layout]} routes tokens otherwise from its first step on")
+        if not close.equal:
+            why = f"{_NAMES[layout]} give another {close.tensor} after step {close.step} ({close.worst:.2g} off)"
+            return answer("wrong", f"{why}: {_PENALTY}" if layout == "single" else why)
+    if said := answer("right").said:
         return answer("wrong", f"said in the job: {said[0]}")
-    if known["unregistered"]:
-        first = known["unregistered"][0]
-        return answer(
-            "unknown",
-            f"{first['holder']} holds what may be experts, shape {first['shape']}, which does not move with them: "
-            "balancer.register_all(name, it), or make it anew after each step",
-        )
-    if any(close.equal is None for close in closeness.values()) or "failed" in not_single:
-        return answer("unknown", not_single or "tokens are routed otherwise from the first step on")
+    if report.unregistered:
+        first = report.unregistered[0]
+        why = f"{first['holder']} holds what may be experts, shape {tuple(first['shape'])}, and does not move with them"
+        return answer("unknown", f"{why}: balancer.register_all(name, it), or make it new after each step")
     return answer("right")
+
+
+_NAMES = {"single": "all experts on each rank", "moved": "moved homes and replicas"}
 
 
 # -- a user's command --------------------------------------------------------------------------------------------------
@@ -142,16 +114,18 @@ def verify_command(command: Sequence[str], steps: int = 12, keep: Path | None = 
     """
     with ExitStack() as parts:
         folder = keep or Path(parts.enter_context(tempfile.TemporaryDirectory(prefix="eplb_verify_")))
-        asking, number, before = proof(), 1, _names_here()
+        asking, number, before = proof(), 1, set(os.listdir())
         try:
             layout, replicas = next(asking)
             while True:
                 own = folder / f"run-{number}-{layout}"
                 own.mkdir(parents=True)
-                trial = Trial(layout, steps, str(own.resolve()), replicas)  # type: ignore[arg-type]
-                run = _run(command, trial, f"verify: run {number}, {layout}")
-                if number == 1 and (new := sorted(_names_here() - before)):
-                    _say(f"verify: the job has written {', '.join(new[:5])} here: a run that resumes from it differs\n")
+                trial = Trial(layout, steps, str(own.resolve()), replicas)
+                run = _run(command, trial, f"run {number}, {layout}")
+                if number == 1 and (new := sorted(set(os.listdir()) - before)):
+                    _say(
+                        f"the job has written {', '.join(new[:5])} here: a run that goes on from it cannot be compared"
+                    )
                 number += 1
                 layout, replicas = asking.send(run)
         except StopIteration as stop:
@@ -159,47 +133,33 @@ def verify_command(command: Sequence[str], steps: int = 12, keep: Path | None = 
             return report
 
 
-def _names_here() -> set[str]:
-    return {entry.name for entry in os.scandir(".")}
-
-
 def _say(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    print(f"verify: {text}", file=sys.stderr, flush=True)
 
 
 def _run(command: Sequence[str], trial: Trial, title: str) -> Run:
     """One run; its output is copied to stderr, with a line of progress after each step."""
-    folder, environment = Path(trial.folder), dict(launcher_environment())
+    folder, environment, shown = Path(trial.folder), dict(launcher_environment()), 0
     set_trial(trial, environment)
-    shown = 0
-    with open(folder / "output.log", "wb") as log, open(folder / "output.log", "rb") as output:
+    log = folder / "output.log"
+    with open(log, "wb") as to, open(log, "rb") as output:
         job = subprocess.Popen(
-            list(command), env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            list(command), env=environment, stdin=subprocess.DEVNULL, stdout=to, stderr=to, start_new_session=True
         )
         try:
-            while True:
+            ended = False
+            while not ended:
                 ended = job.poll() is not None
-                _copy(output)
-                if (reached := run_of(folder).length) > shown:
+                sys.stderr.write(output.read().decode(errors="replace"))
+                if (reached := Run.of(folder).length) > shown:
                     shown = reached
-                    _say(f"{title}: step {shown} of {trial.steps}\n")
-                if ended:
-                    break
-                time.sleep(_LOOK_SECONDS)
+                    _say(f"{title}: step {shown} of {trial.steps}")
+                time.sleep(0 if ended else _LOOK_SECONDS)
         except BaseException:
             os.killpg(job.pid, signal.SIGTERM)
             raise
-    run = run_of(folder)
-    if job.returncode == 0 or run.length >= trial.steps:
-        return run
-    lines = (folder / "output.log").read_text(errors="replace").splitlines()[-LAST_LINES:]
-    return replace(run, failure=f"exit status {job.returncode}: " + " | ".join(line.strip() for line in lines))
-
-
-def _copy(output: IO[bytes]) -> None:
-    if text := output.read():
-        _say(text.decode(errors="replace"))
+    last = " | ".join(line.strip() for line in log.read_text(errors="replace").splitlines()[-LAST_LINES:])
+    return replace(Run.of(folder), failure=f"exit status {job.returncode}: {last}" if job.returncode else "")
 
 
 # -- a loop of this process --------------------------------------------------------------------------------------------
@@ -219,8 +179,8 @@ def verify(
     """Train with experts fixed, moved after each step, and all of them on each rank; compare. Collective.
 
     Each run begins anew: seeds are set, ``make_model()``, ``make_optimizer(model)``, ``attach``; then for each step, from
-    0, seeds are set, ``model(make_batch(step))``, backward, ``optimizer.step()``. Runs follow each other, so one model is
-    in memory at a time. Gradients outside the experts are averaged by the balancer.
+    0, seeds are set, ``model(make_batch(step))``, backward, ``optimizer.step()``. Gradients outside the experts are
+    averaged by the balancer.
 
     Args:
         make_model: a new model on its device, the same weights at each call and on every rank.
@@ -245,27 +205,26 @@ def verify(
         raise ValueError(f"steps={steps}: give at least 1")
     config = replace(config if config is not None else BalancerConfig(), dense_gradients="allreduce")
     group = dist.new_group(backend="gloo", group_desc="eplb_runtime verify")
-    is_first, asking = dist.get_rank() == 0, proof()
-    train = partial(_train, make_model, make_optimizer, make_batch, steps, config, ep_group, loss, on_step)
+    asking, run, number = proof(), None, 0
     try:
         with tempfile.TemporaryDirectory(prefix="eplb_verify_") as folder:
-            number, run = 0, None
             while True:
-                layout: Layout | None = None
-                report: Report | None = None
-                try:
-                    if is_first:
-                        layout = next(asking) if run is None else asking.send(run)
+                word: dict[str, Any] = {}
+                try:  # the first rank has the records, and asks all for the next run
+                    if dist.get_rank() == 0:
+                        word["layout"] = next(asking) if run is None else asking.send(run)
                 except StopIteration as stop:
-                    report = stop.value
-                layout = json.loads(_from_first(json.dumps(layout).encode(), group))
-                if layout is None:
-                    return _report_of(_from_first(json.dumps(_as_json(report)).encode(), group))
-                own = Path(folder) / str(number)
+                    word["report"] = asdict(stop.value)
+                word = json.loads(_from_first(json.dumps(word).encode(), group))
+                if "report" in word:
+                    return _report(word["report"])
+                (layout, replicas), own = word["layout"], Path(folder) / str(number)
                 own.mkdir()
-                set_trial(Trial(layout[0], steps, str(own), layout[1], ends_process=False))  # type: ignore[arg-type]
-                train()
-                run, number = run_of(own), number + 1
+                set_trial(Trial(layout, steps, str(own), replicas, ends_process=False))
+                _train(
+                    make_model, make_optimizer, partial(_forward, make_batch, loss), steps, config, ep_group, on_step
+                )
+                run, number = Run.of(own), number + 1
     finally:
         dist.destroy_process_group(group)
 
@@ -273,60 +232,56 @@ def verify(
 def _from_first(message: bytes, group: dist.ProcessGroup) -> bytes:
     size = torch.tensor([len(message)])
     dist.broadcast(size, src=0, group=group)
-    text = bytearray(message.ljust(int(size), b" ")[: int(size)])
+    text = bytearray(message.ljust(int(size))[: int(size)])
     dist.broadcast(torch.frombuffer(text, dtype=torch.uint8), src=0, group=group)
     return bytes(text)
 
 
-def _as_json(report: Report | None) -> dict[str, Any] | None:
-    from dataclasses import asdict
-
-    return None if report is None else asdict(report)
-
-
-def _report_of(text: bytes) -> Report:
-    found = json.loads(text)
+def _report(found: dict[str, Any]) -> Report:
+    """The inverse of `dataclasses.asdict`, by way of JSON."""
     for name, kind in (("difference", Difference), ("moved_rounding", Closeness), ("single", Closeness)):
-        found[name] = None if found[name] is None else kind(**found[name])
+        found[name] = kind(**found[name]) if found[name] else None
     return Report(**{**found, **{name: tuple(found[name]) for name in ("unregistered", "said", "notes")}})
 
 
 def _train(
     make_model: Callable[[], nn.Module],
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-    make_batch: Callable[[int], Any],
+    forward: Callable[[nn.Module, int], Tensor],
     steps: int,
     config: BalancerConfig,
     ep_group: dist.ProcessGroup | None,
-    loss: Callable[[Any, Any], Tensor],
     on_step: Callable[[], None],
 ) -> None:
     torch.manual_seed(SEED)
-    model = make_model()
-    if not isinstance(model, nn.Module):
+    if not isinstance(model := make_model(), nn.Module):
         raise TypeError(f"make_model() must return a torch module, not {type(model).__name__}")
-    optimizer = make_optimizer(model)
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer := make_optimizer(model), torch.optim.Optimizer):
         raise TypeError(f"make_optimizer(model) must return a torch optimizer, not {type(optimizer).__name__}")
     balancer = attach(model, optimizer, config=config, ep_group=ep_group)
     try:
         model.train()
         for step in range(steps):
-            torch.manual_seed((SEED * 1_000_003 + step + 1) * 4099 + dist.get_rank())
-            batch = make_batch(step)
-            if isinstance(batch, Mapping):
-                output = model(**batch)
-            else:
-                output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
-            value = loss(output, batch)
-            if not isinstance(value, Tensor) or value.numel() != 1:
-                found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                raise TypeError(
-                    f"the loss must be a tensor of one value, not {found}: give labels in the batch, or loss="
-                )
-            value.backward()
+            forward(model, step).backward()
             optimizer.step()
             optimizer.zero_grad()
             on_step()
     finally:
         balancer.close()
+
+
+def _forward(
+    make_batch: Callable[[int], Any], loss: Callable[[Any, Any], Tensor], model: nn.Module, step: int
+) -> Tensor:
+    """The loss of a step. Dropout and the like draw the same numbers in every run."""
+    torch.manual_seed((SEED * 1_000_003 + step + 1) * 4099 + dist.get_rank())
+    batch = make_batch(step)
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    value = loss(output, batch)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"the loss must be a tensor of one value, not {found}: give labels in the batch, or loss=")
+    return value
