@@ -226,8 +226,8 @@ def _notes(layers: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
         name, module = inexact[0]
         notes.append(
             f"{name} and {len(inexact) - 1} other layers: the {module.config.moe_token_dispatcher_type} dispatcher "
-            f"sums the results of a token's {module.config.moe_router_topk} experts in an order that depends on where they "
-            "are: with experts moved, training is equal to rounding, not to the bit"
+            f"sums the results of a token's {module.config.moe_router_topk} experts in an order that depends on where "
+            "they are: with experts moved, training is equal to rounding, not to the bit"
         )
     holders = dist.get_world_size(parallel_state.get_expert_data_parallel_group()) if layers else 0
     if holders > EXACT_IN_ONE_SUM:

@@ -206,7 +206,8 @@ def _notes(settings: TorchtitanJobSettings, added_up: int) -> tuple[str, ...]:
     if settings.moe_comm_backend in ("deepep", "hybridep") and settings.top_k > EXACT_BY_ITSELF:  # type: ignore[operator]
         notes.append(
             f"moe_comm_backend='{settings.moe_comm_backend}' adds up the results of a token's {settings.top_k} experts "
-            "in an order that depends on where they are: with experts moved, training is equal to rounding, not to the bit"
+            "in an order that depends on where they are: with experts moved, training is equal to rounding, not to the "
+            "bit"
         )
     return tuple(notes)
 
