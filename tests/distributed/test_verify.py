@@ -28,6 +28,7 @@ def forget_second_moment() -> None:
     moved = eplb.Balancer._place
 
     def place(self, target):
+        self._runtime.registry._state_of_layers.clear()
         ExpertTensors.of_home = lambda own, layer: [t for t in whole(own, layer) if not t.name.endswith("exp_avg_sq")]
         moved(self, target)
         ExpertTensors.of_home = whole

@@ -34,8 +34,6 @@ from .unregistered import unregistered
 
 SKETCHES = 8
 """Random sums of a tensor; the distance of two tensors is the root mean square of what these differ by."""
-SHAKE = 4.0
-"""Of a rounding error: gradients of a shaken run differ by so many on average."""
 _CHUNK = 1 << 22
 """Elements that are read at once."""
 _ENOUGH_MEMORY = 0.8
@@ -245,7 +243,7 @@ class TrialRun:
             seed = zlib.crc32(f"{self._step} {entry.name} {entry.expert}".encode())
             noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(seed)).to(gradient.device)
             error = max(torch.finfo(gradient.dtype).eps, self._coarsest)
-            gradient.add_(noise * (SHAKE * error * gradient.float().pow(2).mean().sqrt()))
+            gradient.add_(noise * (error * gradient.float().pow(2).mean().sqrt()))
 
     # -- the record ----------------------------------------------------------------------------------------------------
 

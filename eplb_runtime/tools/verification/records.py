@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from ...hosts.attaching.trial import KINDS, SKETCHES
 
-TIMES_SHAKEN = 4.0
+TIMES_SHAKEN = 12.0
 """Runs are equal to rounding where they differ by no more than so many times what rounding errors in the gradients of
 each step come to in this job. Right jobs measured: `python -m tests.support.misuse.table`."""
-ROUNDINGS = 32.0
+ROUNDINGS = 20.0
 """Rounding errors of a tensor that are allowed in any case."""
 DENSE_ROUNDINGS = 16.0
 """Rounding errors of the whole model's gradients that are allowed: a gradient that is zero but for rounding, as that of

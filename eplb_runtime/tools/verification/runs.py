@@ -178,9 +178,9 @@ def verify(
 ) -> Report:
     """Train with experts fixed, moved after each step, and all of them on each rank; compare. Collective.
 
-    Each run begins with ``make_model()``, ``make_optimizer(model)`` and ``attach``; then for each step, from 0, seeds are
-    set, ``model(make_batch(step))``, backward, ``optimizer.step()``. Gradients outside the experts are averaged by the
-    balancer.
+    Each run begins with ``make_model()``, ``make_optimizer(model)`` and ``attach``; then for each step, from 0, seeds
+    are set, ``model(make_batch(step))``, backward, ``optimizer.step()``. Gradients outside the experts are averaged by
+    the balancer.
 
     Args:
         make_model: a new model on its device, the same weights at each call and on every rank.
