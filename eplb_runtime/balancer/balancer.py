@@ -138,7 +138,6 @@ class Balancer:
             groups,
             runtime.watched(self._dense, self._optimizers, self._memory.name_of_freed),
             runtime.device,
-            None if config.interval is None else config.interval + config.migration.lag + 2,
             lone=self._lone_steps(),
             run=lambda work: self._rebalancer.run(work),
             number=lambda: self._rebalancer.step,
@@ -148,7 +147,6 @@ class Balancer:
             runtime,
             self._dense,
             follow=lambda: self._optimizer_hooks.follow(),
-            reduced=self._guard.gradients_are_reduced,
         )
         self._division = Division(
             runtime.parameters,
@@ -260,7 +258,6 @@ class Balancer:
             self._refresh_replicas()
         for follow in self._after_steps:
             follow()
-        self._guard.experts_are_left()
 
     @torch.compiler.disable
     def rebalance(self) -> bool:
@@ -272,7 +269,7 @@ class Balancer:
             Whether experts moved.
 
         Raises:
-            RuntimeError: inside ``quiesce``, after ``close``, while suspended or while the ranks connect anew after a
+            RuntimeError: inside ``quiesce``, after ``close``, while suspended or while the ranks connect again after a
                 failure, or between a backward pass and the optimizer's step.
         """
         self._refuse_if_closed("rebalance()")
@@ -302,7 +299,7 @@ class Balancer:
 
         Raises:
             RuntimeError: decisions are periodic; one was begun already; ``policy="static"``, after ``close``, inside
-                `logical_order`, or while the ranks connect anew after a failure; or a rank did not come.
+                `logical_order`, or while the ranks connect again after a failure; or a rank did not come.
         """
         self._refuse_if_closed("plan_ahead()")
         self._refuse_inside_schedule("plan_ahead()")
@@ -363,7 +360,6 @@ class Balancer:
         self._schedule_running = what
         try:
             yield
-            self._guard.gradients_are_there()
         finally:
             self._schedule_running = ""
 
@@ -544,7 +540,6 @@ class Balancer:
         Expert gradients need no averaging inside the EP group: the tokens of all ranks reached them in the backward
         pass, already divided by the number of ranks as data parallelism does it.
         """
-        self._guard.before_averaging()
         self._gradients.reduce()
 
     @torch.compiler.disable
@@ -584,7 +579,6 @@ class Balancer:
                 "expert once, wherever it stands)"
             )
         rows_LH = self._logical_of_rows()
-        self._guard.before_averaging()
         with phase("clip"):
             return self._gradients.clip(max_norm, rows_LH, self.placement.num_experts, parameters)
 
@@ -667,7 +661,7 @@ class Balancer:
         Raises:
             ExportError (RuntimeError): a rank has stopped or failed, or was given something else; the weights have no
                 memory now, or the framework does not let them be named.
-            RuntimeError: a rank did not come, the balancer is closed, or the ranks are connecting anew.
+            RuntimeError: a rank did not come, the balancer is closed, or the ranks are connecting again.
         """
         stream = self._export.stream(
             bucket_bytes, dtype, rank, self._begin_export("named_logical_tensors()", timeout_seconds)
