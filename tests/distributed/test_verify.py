@@ -164,11 +164,11 @@ def test_a_job_that_does_not_repeat_itself_is_unknown() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str)
 def test_a_digest_is_that_of_all_bits_and_adds_up_over_parts(dtype: torch.dtype) -> None:
     row = torch.randn(40).mul(100).to(dtype)
-    digest, sums = trial._sketched(trial.Entry("a", "parameter", 0, row))
+    digest, sums = trial._sketched(trial.TrialEntry("a", "parameter", 0, row))
     if not dtype.is_complex:
-        parts = [trial._sketched(trial.Entry("a", "range", 0, row[a:b], a)) for a, b in ((0, 7), (7, 40))]
+        parts = [trial._sketched(trial.TrialEntry("a", "range", 0, row[a:b], a)) for a, b in ((0, 7), (7, 40))]
         assert sum(part for part, _ in parts) == digest
         np.testing.assert_allclose(sum(part for _, part in parts), sums)
     changed = row.clone()
     changed[3] = 0 if row[3] else 1
-    assert trial._sketched(trial.Entry("a", "parameter", 0, changed))[0] != digest
+    assert trial._sketched(trial.TrialEntry("a", "parameter", 0, changed))[0] != digest

@@ -89,7 +89,7 @@ def why_not_single(stages: Sequence[Stage], ranks: Ranks) -> str:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TrialEntry:
     """A tensor on record; ``expert`` -1: it is no expert's. ``first``: where it begins in the whole row."""
 
     name: str
@@ -126,9 +126,9 @@ class TrialRun:
         self._step = 0
         self._began = balancer.placement.epoch
         self._losses: list[Tensor] = []
-        self._gradients: dict[tuple[str, int], Entry] = {}
+        self._gradients: dict[tuple[str, int], TrialEntry] = {}
         self._shaken: set[int] = set()
-        self._rows: dict[tuple[str, int], tuple[Entry, Tensor, Tensor]] = {}
+        self._rows: dict[tuple[str, int], tuple[TrialEntry, Tensor, Tensor]] = {}
         self._coarsest = 0.0
         self._not_single = not_single
         self._meta: dict[str, Any] = {
@@ -195,7 +195,7 @@ class TrialRun:
 
     # -- what is there -------------------------------------------------------------------------------------------------
 
-    def _entries(self) -> Iterator[Entry]:
+    def _entries(self) -> Iterator[TrialEntry]:
         """Weights, optimizer state and buffers, of experts by their logical ids."""
         runtime, balancer = self._runtime, self._balancer
         for layer in runtime.registry.layers:
@@ -206,32 +206,32 @@ class TrialRun:
                     first = tensor.ranges[slot][self._part][0] if tensor.part == "range" else 0
                     row = tensor.row(slot).detach()
                     if row.numel():
-                        yield Entry(f"{self._modules[layer]}.{tensor.name}", kind, expert, row, first)
+                        yield TrialEntry(f"{self._modules[layer]}.{tensor.name}", kind, expert, row, first)
         for name, parameter in balancer._dense.items():
-            yield Entry(name, "parameter", -1, local(parameter))
+            yield TrialEntry(name, "parameter", -1, local(parameter))
             for optimizer in balancer._optimizers:
                 for key, value in sorted(state_of(optimizer, parameter).items(), key=lambda item: str(item[0])):
                     if isinstance(value, Tensor):
-                        yield Entry(f"{name}/{key}", "optimizer_state", -1, local(value))
+                        yield TrialEntry(f"{name}/{key}", "optimizer_state", -1, local(value))
         for stage in self._stages:
             for name, buffer in stage.model.named_buffers():
                 if not buffer.is_sparse:
-                    yield Entry(stage.prefix + name, "buffer", -1, local(buffer))
+                    yield TrialEntry(stage.prefix + name, "buffer", -1, local(buffer))
 
     @property
     def _part(self) -> int:
         job = self._runtime.job
         return job.edp_ranks.index(job.rank)
 
-    def _entries_of_gradients(self) -> Iterator[Entry]:
+    def _entries_of_gradients(self) -> Iterator[TrialEntry]:
         layer_of, slots = self._runtime.layer_of_parameter, self._runtime.registry.has_slots
         for name, parameter in {} if slots else self._runtime.parameters.items():
             if parameter.grad is not None:
                 rows = zip(self._balancer.logical_expert_ids(layer_of[name]), local(parameter.grad), strict=True)
-                yield from (Entry(f"{name}/grad", "gradient", expert, row) for expert, row in rows)
+                yield from (TrialEntry(f"{name}/grad", "gradient", expert, row) for expert, row in rows)
         for name, parameter in self._balancer._dense.items():
             if parameter.grad is not None:
-                yield Entry(f"{name}/grad", "gradient", -1, local(parameter.grad))
+                yield TrialEntry(f"{name}/grad", "gradient", -1, local(parameter.grad))
 
     def _shake(self) -> None:
         """Change gradients by about a rounding error, alike on all ranks that share them."""
@@ -301,7 +301,7 @@ class TrialRun:
         return f"all experts take {needed / 2**30:.1f} GiB more on a rank" if needed > _ENOUGH_MEMORY * free else ""
 
 
-def _sketched(entry: Entry) -> tuple[Tensor, Tensor]:
+def _sketched(entry: TrialEntry) -> tuple[Tensor, Tensor]:
     """int64: a digest that a change of any element changes; float64 ``[1 + SKETCHES]``: the sum of squares and sums
     with random signs. Both are added up over the parts of a row."""
     tensor = entry.tensor.detach()
