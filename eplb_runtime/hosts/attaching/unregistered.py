@@ -50,7 +50,7 @@ def unregistered(
     return found[:MOST_FOUND]
 
 
-class _Seen:
+class _Candidate:
     """A tensor or an array."""
 
     def __init__(self, value: Tensor | np.ndarray[Any, Any]) -> None:
@@ -97,7 +97,7 @@ def _variables() -> Iterator[tuple[str, Any]]:
             yield from vars(module).items()
 
 
-def _tensors(variables: Sequence[tuple[str, Any]]) -> Iterator[tuple[_Seen, Any]]:
+def _tensors(variables: Sequence[tuple[str, Any]]) -> Iterator[tuple[_Candidate, Any]]:
     """All tensors and arrays, each with an object that holds it."""
     objects = gc.get_objects()
     for holder in objects:
@@ -107,13 +107,13 @@ def _tensors(variables: Sequence[tuple[str, Any]]) -> Iterator[tuple[_Seen, Any]
     yield from _inside([one for one in objects if issubclass(type(one), Tensor)], None, 0)
 
 
-def _inside(values: Sequence[Any], holder: Any, depth: int) -> Iterator[tuple[_Seen, Any]]:
+def _inside(values: Sequence[Any], holder: Any, depth: int) -> Iterator[tuple[_Candidate, Any]]:
     for value in values:
         kind = type(value)  # isinstance() wakes objects that pretend to be of another class
         if issubclass(kind, Tensor | np.ndarray):
             is_activation = isinstance(value, Tensor) and value.grad_fn is not None
             if not is_activation and value.ndim and (isinstance(value, np.ndarray) or not value.is_sparse):
-                yield _Seen(value), holder if holder is not None else value
+                yield _Candidate(value), holder if holder is not None else value
         elif depth and issubclass(kind, dict | list | tuple) and not gc.is_tracked(value):
             inner = [*value.values()] if isinstance(value, dict) else list(value)
             yield from _inside(inner, holder if holder is not None else value, depth - 1)
