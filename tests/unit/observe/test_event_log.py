@@ -16,10 +16,19 @@ from hypothesis import strategies as st
 from observed import LAYERS, RANKS, decisions, job, records, start, troubles
 
 from eplb_runtime.events import EventLog, LoadMeasured, RebalanceCommitted
-from eplb_runtime.observe import observer as observer_module
-from eplb_runtime.observe.event_log import NAME, EventReader, EventWriter, files_aside, holds_events, read_events
-from eplb_runtime.observe.observer import Observer
-from eplb_runtime.observe.records import Record, RecordError, from_json, to_json
+from eplb_runtime.observe import start as observer_module
+from eplb_runtime.observe.events_file import (
+    NAME,
+    EventReader,
+    EventWriter,
+    files_aside,
+    from_json,
+    holds_events,
+    read_events,
+    to_json,
+)
+from eplb_runtime.observe.records import Record, RecordError
+from eplb_runtime.observe.start import Observer
 from eplb_runtime.planner.evaluate import predicted_imbalance
 from eplb_runtime.utils.files import FileError
 
@@ -215,7 +224,7 @@ def test_of_two_jobs_in_one_folder_the_older_stops(tmp_path: Path) -> None:
 
 
 def test_a_line_beyond_all_bounds_hides_none_that_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eplb_runtime.observe.event_log.MOST_LINE_BYTES", 1 << 14)
+    monkeypatch.setattr("eplb_runtime.observe.events_file.MOST_LINE_BYTES", 1 << 14)
     heard = records()[1:3]
     writer = written(tmp_path, heard[0])
     with open(tmp_path / NAME, "ab") as file:

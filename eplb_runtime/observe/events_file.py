@@ -2,7 +2,7 @@
 
 A start of the job, and a file that has grown large, sets the file before aside under a number
 (``events-000001.jsonl``); the oldest go when there are too many. Every file begins with the job's record and where its
-experts stand by then, so each can be read alone. What stands in a record is `records.py`'s business.
+experts stand by then, so each can be read alone. Records are made in `records.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ..load.series import decode, encode
 from ..utils.files import FileError
-from .records import FORMAT, JOB, Record, RecordError, from_json, to_json
+from .records import FORMAT, JOB, Record, RecordError
 
 NAME = "events.jsonl"
 FILE_BYTES = 16 << 20
@@ -23,6 +27,11 @@ MOST_FILES = 64
 """Beside the one that is written; the oldest is removed."""
 MOST_LINE_BYTES = 64 << 20
 """A longer line is no event of ours."""
+ARRAYS = ("load", "rank_load", "start", "placement", "transfers")
+"""Fields that are int64 arrays with three axes: ``[1, L, E]`` tokens; ``[2, L, R]`` tokens, measured and with the
+initial placement; ``[1, L, P]`` experts, -1: none, twice; ``[1, M, 4]`` layer, expert, source and destination rank."""
+MOST_ELEMENTS = 1 << 26
+"""Of an array that is read back: more than any job has."""
 
 
 class EventWriter:
@@ -212,3 +221,35 @@ def _require_known(fields: Mapping[str, Any]) -> None:
         raise FileError(
             f"events of format {fields.get('format')!r}, version {fields.get('version')!r}: not ours, or newer"
         )
+
+
+# -- records as lines -------------------------------------------------------------------------------------------------
+
+
+def to_json(record: Mapping[str, Any]) -> Record:
+    """A record without arrays in it, as a line of the log holds it."""
+    return {name: encode(value, level=1) if isinstance(value, np.ndarray) else value for name, value in record.items()}
+
+
+def from_json(line: Any) -> Record:
+    """What `to_json` made.
+
+    Raises:
+        RecordError: it is something else.
+    """
+    if not isinstance(line, dict) or not isinstance(line.get("event"), str):
+        raise RecordError("not an event")
+    for name in ("time", "step"):
+        if isinstance(line.get(name), bool) or not isinstance(line.get(name), int | float):
+            raise RecordError(f"an event without its {name}")
+    return {name: _array(name, value) if name in ARRAYS else value for name, value in line.items()}
+
+
+def _array(name: str, saved: Any) -> NDArray[np.int64]:
+    try:
+        count, rows, columns = (int(length) for length in saved["shape"])
+        if min(count, rows, columns) < 0 or count * rows * columns > MOST_ELEMENTS:
+            raise ValueError(f"shape {saved['shape']}")
+        return decode(saved, rows, columns, count)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise RecordError(f"{name} cannot be read: {error}") from None
