@@ -196,7 +196,7 @@ function lineChart(host, steps, series, { marks = [], floor = 1, timed = false, 
   const width = Math.max(280, host.clientWidth), height = 230, bottom = 38, top = 8, left = 60, right = 14;
   const highest = Math.max(floor, ...values), [size, name] = timed ? unitOf(highest) : [1, ""];
   const levels = ticks(Math.min(floor, ...values) / size, Math.max(highest / size, floor + 0.04), 6);
-  const times = ticks(steps[0], Math.max(steps.at(-1), steps[0] + 1), width / 160, 1).values;
+  const times = ticks(steps[0], Math.max(steps.at(-1), steps[0] + 1), Math.min(7, width / 80), 1).values;
   const [low, high] = [levels.values[0], levels.values.at(-1)], [first, last] = [times[0], times.at(-1)];
   const x = (step) => left + ((step - first) / (last - first)) * (width - left - right);
   const y = (value) => top + (1 - (value / size - low) / (high - low)) * (height - top - bottom);

@@ -34,8 +34,6 @@ function facts(name, rows) {
   });
 }
 
-// -- the whole job ---------------------------------------------------------------------------------------------------
-
 function worstLayer({ measured }) {
   const values = measured?.imbalance.values ?? [0];
   return values.indexOf(Math.max(...values));
@@ -82,7 +80,7 @@ function showHeat(view) {
     return Float64Array.from(tokens, (value) => value / middle);
   }));
   const highest = ratios.map((layers) => Math.max(...layers.map((row) => Math.max(...row))));
-  const most = Math.max(1.2, Math.min(4, ...highest));
+  const most = Math.min(4, Math.max(1.2, ...highest));
   const onCursor = (row, column) => {
     const said = maps.map(([name], which) => {
       matrices[name].put([row, column]);
@@ -147,8 +145,6 @@ function showTimeline({ decisions, totals, predictions }) {
   const caption = `The newest ${count(decisions.length)} of ${count(totals.decisions)}.`;
   find("#timeline .scroll").replaceChildren(table(caption, columns, folded(decisions)));
 }
-
-// -- one layer -------------------------------------------------------------------------------------------------------
 
 function chooseLayer(layer, jump = false) {
   if (!current) return;
@@ -224,8 +220,6 @@ function showSimulation(found) {
   const caption = "The step model compares policies; it does not predict a cluster.";
   find("#simulation .scroll").replaceChildren(table(caption, columns, found.policies));
 }
-
-// -- the life of the page --------------------------------------------------------------------------------------------
 
 function show(view) {
   current = view;
