@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
@@ -160,14 +159,9 @@ class Handler(BaseHTTPRequestHandler):
         return site in ("none", "same-origin") or self.headers.get("Sec-Fetch-Mode") == "navigate"
 
     def _has_token(self) -> bool:
-        kind, _, token = self.headers.get("Authorization", "").partition(" ")
-        if kind.lower() == "bearer" and self._is_token(token.strip()):
-            return True
-        try:
-            cookie = SimpleCookie(self.headers.get("Cookie", "")).get(COOKIE)
-        except CookieError:
-            return False
-        return cookie is not None and self._is_token(cookie.value)
+        given = [self.headers.get("Authorization", "").removeprefix("Bearer ")]
+        given += [part.strip().removeprefix(f"{COOKIE}=") for part in self.headers.get("Cookie", "").split(";")]
+        return any(self._is_token(token) for token in given)
 
     def _is_token(self, token: str) -> bool:
         expected = self.server.token
