@@ -153,56 +153,38 @@ def _show_answer(found: RecipeAnswer) -> None:
 
 
 def _show(found: Diagnosis, trials: Sequence[TransportTrial]) -> None:
-    if found.shape is not None:
-        shape = found.shape
+    if (shape := found.shape) is not None:
         title = (
-            f"{shape.model}: {shape.parameters / 1e9:.4g} billion parameters, {shape.layers} MoE layers of "
-            f"{shape.experts} experts, on {shape.ranks} ranks, {shape.replica_slots} replica slots, {shape.dtype}"
+            f"{shape['model']}: {shape['parameters'] / 1e9:.4g} billion parameters, {shape['layers']} MoE layers of "
+            f"{shape['experts']} experts, on {shape['ranks']} ranks, {shape['replica_slots']} replica slots, "
+            f"{shape['dtype']}"
         )
-        print_table(
-            title,
-            [
-                {"memory of each rank": item.what, "GiB": _gib(item.nbytes), "where": item.where, "when": item.when}
-                for item in found.memory
-            ],
-        )
-    if found.widths:
-        print_table(
-            "rows that experts make",
-            [
-                {
-                    "tensor": width.tensor,
-                    "bytes": " and ".join(map(str, width.row_bytes)),
-                    "on a CPU": "steady" if width.steady else "the last bits depend on where a row stands",
-                }
-                for width in found.widths
-            ],
-        )
-    print_table("versions", [{"package": name, "version": version} for name, version in found.versions.items()])
-    print_table(
-        "back ends",
+        rows = [(item.what, _gib(item.nbytes), item.where, item.when) for item in found.memory]
+        _print_rows(title, ("memory of each rank", "GiB", "where", "when"), rows)
+        steady = {True: "steady", False: "the last bits depend on where a row stands"}
+        rows_of_experts = [
+            (one.tensor, " and ".join(map(str, one.row_bytes)), steady[one.steady]) for one in found.widths
+        ]
+        _print_rows("rows that experts make", ("tensor", "bytes", "on a CPU"), rows_of_experts)
+    _print_rows("versions", ("package", "version"), list(found.versions.items()))
+    backends = [(one.name, _YES_NO[one.usable], one.why) for one in found.backends]
+    _print_rows("back ends", ("back end", "usable", "why"), backends)
+    speeds = [
         [
-            {"back end": b.name, "usable": "yes" if b.usable else "no", "why": b.why}
-            for b in (*found.backends, found.compiled)
-        ],
-    )
-    print_table("transports of experts", [_transport(trial) for trial in trials])
-    print_table(
-        "two trainings are the same",
-        [{"": said.what, "to": said.same, "why": said.why} for said in found.exactness],
-    )
+            "" if speed is None else f"{speed:.3g}"
+            for speed in (one.intra_node_gb_per_second, one.inter_node_gb_per_second)
+        ]
+        for one in trials
+    ]
+    tried = [(one.name, one.device, _YES_NO[one.usable], *of, one.why) for one, of in zip(trials, speeds, strict=True)]
+    _print_rows("transports of experts", ("transport", "on", "usable", "GB/s in node", "between", "why"), tried)
+    same = [(said.what, said.same, said.why) for said in found.exactness]
+    _print_rows("two trainings are the same", ("", "to", "why"), same)
 
 
-def _transport(trial: TransportTrial) -> dict[str, str]:
-    inside, between = trial.intra_node_gb_per_second, trial.inter_node_gb_per_second
-    return {
-        "transport": trial.name,
-        "on": trial.device,
-        "usable": "yes" if trial.usable else "no",
-        "GB/s in node": "" if inside is None else f"{inside:.3g}",
-        "between": "" if between is None else f"{between:.3g}",
-        "why": trial.why,
-    }
+def _print_rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    if rows:
+        print_table(title, [dict(zip(columns, row, strict=True)) for row in rows])
 
 
 def _gib(nbytes: int) -> str:
