@@ -49,7 +49,7 @@ from ...moe.kernel_selection import Kernels, kernels_for
 from ...moe.layer import ExpertParallelLayer, HostDispatchedLayer, LayerContext
 from ...moe.routing.lookup import SlotTable
 from ...moe.routing.splitter import BatchSplitter, SplitSettings
-from ...observe.recorder import Recorder
+from ...observe.recording import Recorder
 from ...observe.start import Shown
 from ...placement import Placement
 from ...replicas.bank import ReplicaBank, ReplicaPool
