@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -19,7 +20,6 @@ from torch.nn.utils import parameters_to_vector
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import eplb_runtime as eplb
-from eplb_runtime.config import config_from_settings
 from eplb_runtime.moe.experts.matching import matched
 from eplb_runtime.moe.experts.outside import Outside
 from eplb_runtime.planner.shuffle import plan_shuffle

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from test_averages_of_weights import heard
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
-from eplb_runtime.config import config_from_settings
 from eplb_runtime.events import GuardFinding
 from eplb_runtime.planner.shuffle import plan_shuffle
 
