@@ -43,26 +43,26 @@ MOST_PARAMETERS = 8
 COMPILED = ("jit", "triton", "custom_op", "register_fake", "kernel")
 """In a decorator: numba, Triton and torch's operators, whose parameters are what a kernel reads."""
 RATCHET = {
-    "(root)": 1714,
-    "utils": 1036,
+    "(root)": 1639,
+    "utils": 964,
     "distributed": 6396,
     "load": 1729,
-    "moe": 9548,
+    "moe": 8018,
     "planner": 6686,
     "replicas": 2304,
-    "migration": 2691,
-    "balancer": 5176,
+    "migration": 2684,
+    "balancer": 5093,
     "observe": 3647,
     "checkpoint": 3358,
     "hosts": 10070,
-    "tools": 11497,
-    "cli": 2491,
-    "package": 68944,
-    "files of the package": 387,
+    "tools": 10717,
+    "cli": 2462,
+    "package": 65986,
+    "files of the package": 375,
     "page": 698,
-    "tests": 60841,
-    "files of tests": 375,
-    "Markdown, KB": 259,
+    "tests": 59643,
+    "files of tests": 372,
+    "Markdown, KB": 257,
 }
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""

@@ -14,12 +14,13 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from flat_settings import config_from_settings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from observed import TOPOLOGY, decisions, start
 
 from eplb_runtime import BalancerConfig
-from eplb_runtime.config import ConfigError, config_from_settings
+from eplb_runtime.config import ConfigError
 from eplb_runtime.events import BalancingEnded, EventLog
 from eplb_runtime.load.clock import Progress
 from eplb_runtime.observe import server as server_module
