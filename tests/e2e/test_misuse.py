@@ -1,4 +1,4 @@
-"""`eplb-runtime verify` on loops that users could write: some that are wrong in one thing, some right ones. All of them:
+"""`eplb-runtime verify` on loops that users could write: some are wrong in one thing, some right. All of them:
 ``python -m tests.support.misuse.table``."""
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def accumulation(job: Job) -> None:
 def scaler(job: Job) -> None:
     """`eplb_runtime.GradScaler`, whose first scale overflows."""
     made: list[Any] = []
-    job.after_attach = lambda: made.append(eplb.GradScaler(job.balancer, init_scale=2.0**10))
+    job.after_attach = lambda: made.append(eplb.GradScaler(job.balancer, init_scale=2.0**126))
     job.backward = lambda loss: made[0].scale(loss).backward()
     job.step = lambda: (made[0].step(job.optimizer), made[0].update())
 
