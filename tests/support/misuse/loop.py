@@ -123,14 +123,14 @@ def overlap(job: Job) -> None:
 @right
 def ema_registered(job: Job) -> None:
     """An average of weights that moves with the experts."""
-    kept: dict[str, Tensor] = {}
+    average: dict[str, Tensor] = {}
 
     def register() -> None:
-        kept.update(clones(job))
-        job.balancer.register_all("average", kept)
+        average.update(clones(job))
+        job.balancer.register_all("average", average)
 
     job.after_attach = register
-    job.after_step = lambda step: lerp(kept, job)
+    job.after_step = lambda step: lerp(average, job)
 
 
 @right
