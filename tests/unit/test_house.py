@@ -55,7 +55,7 @@ RATCHET = {
     "observe": 3647,
     "checkpoint": 3358,
     "hosts": 10070,
-    "tools": 10717,
+    "tools": 10712,
     "cli": 2462,
     "package": 65986,
     "files of the package": 375,
