@@ -66,15 +66,15 @@ RATCHET = {
 }
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""
-ALLOWANCE = {  # the proof (verify -- JOB) beside the detectives that it replaces
+ALLOWANCE = {  # the proof (verify -- JOB) and the loops it is tried on, beside the detectives that they replace
     "(root)": 40,
     "balancer": 60,
     "hosts": 600,
     "cli": 40,
     "package": 700,
     "files of the package": 4,
-    "tests": 300,
-    "files of tests": 4,
+    "tests": 2300,
+    "files of tests": 13,
     "Markdown, KB": 2,
 }
 """Lines on top of a limit while an old and a new way stand side by side; with a comment that says for which part."""
