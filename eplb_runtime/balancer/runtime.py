@@ -43,7 +43,7 @@ class Barrier(Protocol):
 class Runtime:
     """A model's experts, ranks and settings, as attaching has made them. Passed down whole.
 
-    The transport is not in it: reconnecting replaces it.
+    The transport is not in it: `reconnect` replaces it.
 
     Args:
         topology: of one EP group, with measured bandwidths.
@@ -64,7 +64,6 @@ class Runtime:
         kernels: the Triton and Numba kernels in use.
         divisors: of gradients of whole experts.
         barrier: of all ranks ahead of a collective call.
-        notes: why bits depend on placement in this job, a line each.
     """
 
     config: BalancerConfig
@@ -86,7 +85,6 @@ class Runtime:
     kernels: Kernels
     divisors: Divisors
     barrier: Barrier
-    notes: tuple[str, ...] = ()
 
     @property
     def job(self) -> Job:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -15,7 +16,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import eplb_runtime as eplb
-from eplb_runtime.config import config_from_settings
 
 EXPERTS = 8
 AdamW = torch.optim.AdamW

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from torch import nn
@@ -15,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import eplb_runtime as eplb
 from eplb_runtime.balancer.guard import GuardError
-from eplb_runtime.config import config_from_settings
 from eplb_runtime.events import GuardFinding, LoadMeasured
 
 EXPERTS = 8

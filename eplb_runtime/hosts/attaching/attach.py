@@ -13,7 +13,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from ...balancer.rebalancer import new_transport
 from ...balancer.runtime import Barrier, Runtime
 from ...checkpoint.exporter import Exporter
 from ...checkpoint.weights import weights_of
-from ...config import BalancerConfig, launcher_environment
+from ...config import BalancerConfig, launcher_environment, take_trial
 from ...distributed.bandwidth import measure
 from ...distributed.process_groups import ProcessGroups, give_back_dropped, host_timeout
 from ...distributed.ranks import Job, Ranks
@@ -49,7 +49,7 @@ from ...moe.kernel_selection import Kernels, kernels_for
 from ...moe.layer import ExpertParallelLayer, HostDispatchedLayer, LayerContext
 from ...moe.routing.lookup import SlotTable
 from ...moe.routing.splitter import BatchSplitter, SplitSettings
-from ...observe.recorder import Recorder
+from ...observe.recording import Recorder
 from ...observe.start import Shown
 from ...placement import Placement
 from ...replicas.bank import ReplicaBank, ReplicaPool
@@ -69,6 +69,7 @@ from .optimizers import Optimizers, homes_of
 from .self_test import try_layers
 from .sharding import cut, install, note_of_odd_rows, rows_of_rank
 from .state_hooks import Homes, PartialStateWarning, mark_state
+from .trial import TrialRun, layout_of, why_not_single
 from .undo import Before
 
 logger = logging.getLogger("eplb_runtime")
@@ -91,6 +92,10 @@ def attach_stages(
         device: where the experts are, or will be made.
         container: steps the optimizers, all in one step of its own; None: each steps by itself.
     """
+    trial, given = take_trial(), config
+    not_single = "" if trial is None else why_not_single(stages, ranks)
+    if trial is not None:
+        config, ranks = layout_of(trial, config, ranks)
     gc.collect()  # models that are gone, and attaches that failed, leave connections in cycles of references
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # nothing uses those groups any more, here and then on any rank
@@ -109,8 +114,8 @@ def attach_stages(
         peers = [job.migration_ranks.index(rank) for rank in job.ep_ranks]
         topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
         placement = check(stages, optimizers, config, groups, device)
-        problem, drawing = try_layers([layer for stage in stages for layer in stage.host.layers], config)
-        raise_on_all(problem, groups)
+        problems, drawing = try_layers([layer for stage in stages for layer in stage.host.layers], config.guard)
+        raise_on_all("" if config.guard == "warn" else next(iter(problems), ""), groups)
         dispatch = choose_together(config, groups.dispatch, topology, device, seconds)
         raise_on_all(dispatch.problem, groups)
         copies = transport_of_copies(config, groups, topology, device)
@@ -134,6 +139,8 @@ def attach_stages(
         for part in (attaching.hook, attaching.record):
             _on_all_or_none(part, groups)
         attaching.balancer._begin()
+        for problem in problems:
+            attaching.balancer._guard.report(problem)
     except BaseException as error:
         said = as_all_say(error, groups)
         before.restore()
@@ -145,6 +152,12 @@ def attach_stages(
     transport.wait_at_most(config.timeout_seconds)
     if job.is_planner:
         _log_attached(attaching.balancer)
+    said = attaching.notes()
+    for line in said if job.is_planner else ():
+        logger.warning("%s", line)
+    if trial is not None:
+        attaching.balancer.config = replace(config, policy=given.policy)  # `declare` and the like are allowed as ever
+        TrialRun(trial, attaching.balancer, stages, said, not_single, given.replica_slots)
     return attaching.balancer
 
 
@@ -191,7 +204,6 @@ class _Attaching:
     dispatch: DispatchChoice
     copies: RowTransport
     drawing: list[str]
-    notes: list[str] = field(default_factory=list)
     banks: dict[int, ReplicaBank] = field(default_factory=dict)
     layer_of_parameter: dict[str, int] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -211,14 +223,6 @@ class _Attaching:
         self._cut_layers()
         for stage in self.stages:
             make_parameters(stage.model, self.device)
-        self.notes += note_of_odd_rows(self.parameters) + list(notes(self.config))
-        if self.drawing:
-            self.notes.append(
-                f"experts of {self.drawing[0]} ({len(self.drawing)} layers in all) draw random numbers in training "
-                "(dropout): which ones they get depends on placement; without dropout in experts results do not"
-            )
-        for note in self.notes if self._job.is_planner else ():
-            logger.warning("%s", note)
         placement = self.placement
         by_kernels = self.dispatch.name not in OVER_TORCH
         first = MicroBatchChannel(self.groups.dispatch, self.groups.counts)
@@ -265,7 +269,6 @@ class _Attaching:
                 kernels=self.kernels,
                 divisors=self._divisors,
                 barrier=self._barrier,
-                notes=tuple(self.notes),
             ),
             self.transport,
             self._hook_optimizers,
@@ -358,6 +361,18 @@ class _Attaching:
     @property
     def _job(self) -> Job:
         return self.groups.job
+
+    def notes(self) -> list[str]:
+        """Lines that say what makes bits depend on where experts are."""
+        of_hosts = [line for stage in self.stages for line in stage.host.notes]
+        odd = note_of_odd_rows(self.parameters)
+        drawing = (
+            f"experts of {self.drawing[0]} ({len(self.drawing)} layers in all) draw random numbers in training "
+            "(dropout): which ones they get depends on placement; without dropout in experts results do not"
+            if self.drawing
+            else ""
+        )
+        return list(dict.fromkeys(filter(None, [*of_hosts, *notes(self.config), odd, drawing])))
 
     @property
     def _divisors(self) -> Divisors:

@@ -6,7 +6,6 @@ modules, buffers and generators. A layer that cannot be called alone is left out
 
 from __future__ import annotations
 
-import logging
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...config import BalancerConfig
 from ...moe.experts.compute import Compute, SlotCounts
 from .description import MoELayer, Run, spread_of
-
-logger = logging.getLogger("eplb_runtime")
 
 _SLOTS, _ROWS = 3, 3
 """Experts whose weights are made up, and rows of each."""
@@ -45,14 +41,17 @@ class LayerTest:
     draws: bool = False
 
 
-def try_layers(layers: Sequence[MoELayer], config: BalancerConfig) -> tuple[str, list[str]]:
+def try_layers(layers: Sequence[MoELayer], guard: str) -> tuple[list[str], list[str]]:
     """Try those whose experts are whole here, and plain tensors with memory.
 
+    Args:
+        guard: the config's; ``"off"``: none is tried.
+
     Returns:
-        A problem of a layer in one line, or empty; and names of layers whose experts draw random numbers.
+        Problems, a line for a layer; and names of layers whose experts draw random numbers.
     """
-    drawing: list[str] = []
-    for layer in layers if config.guard != "off" else ():
+    problems, drawing = [], []
+    for layer in layers if guard != "off" else ():
         weights = [layer.of_experts(name, layer.parameter(name).detach()) for name in layer.parameters]
         whole = spread_of(layer.experts) is None and not layer.slots and layer.live_weights is None
         if layer.compute is None or not whole or layer.alignment > 1 or any(tensor.is_meta for tensor in weights):
@@ -60,13 +59,9 @@ def try_layers(layers: Sequence[MoELayer], config: BalancerConfig) -> tuple[str,
         owner = getattr(layer.run, "__self__", None)
         modules = [layer.experts, *([owner] if isinstance(owner, nn.Module) else [])]
         tried = try_layer(modules, layer.compute, weights, layer.run)
+        problems += [f"{layer.name} {tried.problem}"] * bool(tried.problem)
         drawing += [layer.name] * tried.draws
-        if tried.problem:
-            line = f"{layer.name} {tried.problem}"
-            if config.guard != "warn":
-                return line, drawing
-            logger.warning("%s", line)
-    return "", drawing
+    return problems, drawing
 
 
 def try_layer(modules: Sequence[nn.Module], compute: Compute, weights: Sequence[Tensor], run: Run | None) -> LayerTest:

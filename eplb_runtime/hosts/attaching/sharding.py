@@ -38,8 +38,10 @@ def shard_stage(
     before = Before([stage.model], [])
     try:
         placement = check([stage], [], config, groups, device)
-        problem, _ = try_layers(host.layers, config)
-        raise_on_all(problem, groups)
+        problems, _ = try_layers(host.layers, config.guard)
+        for problem in problems if config.guard == "warn" else ():
+            logger.warning("%s", problem)
+        raise_on_all("" if config.guard == "warn" else next(iter(problems), ""), groups)
         rows_LH = rows_of_rank(placement, groups.job.ep_rank)
         for layer, rows in zip(host.layers, rows_LH, strict=True):
             for name in layer.parameters:
@@ -99,17 +101,17 @@ STEADY_ROW_BYTES = 128
 end otherwise, with other last bits; with rows of this many bytes nothing is ever left, wherever a row stands."""
 
 
-def note_of_odd_rows(parameters: Mapping[str, Tensor]) -> list[str]:
-    """On a CPU the last bits of a result depend on where odd rows are: a line that says so where there are such."""
+def note_of_odd_rows(parameters: Mapping[str, Tensor]) -> str:
+    """Return a line about odd rows, where there are such: on a CPU the last bits of a result depend on their place."""
     odd = {}
     for name, tensor in parameters.items():
         widths = [width * tensor.element_size() for width in tensor.shape[1:]]
         if tensor.device.type == "cpu" and tensor.ndim > 2 and any(width % STEADY_ROW_BYTES for width in widths):
             odd[name] = " and ".join(map(str, widths))
     if not odd:
-        return []
+        return ""
     first, rows = next(iter(odd.items()))
-    return [
-        f"{len(odd)} expert tensors, such as {first}, make rows of {rows} bytes: on a CPU results may differ in "
-        f"the last bits by placement; widths that are multiples of {STEADY_ROW_BYTES} bytes avoid it"
-    ]
+    return (
+        f"{len(odd)} expert tensors, such as {first}, make rows of {rows} bytes: on a CPU results may differ in the "
+        f"last bits by placement; widths that are multiples of {STEADY_ROW_BYTES} bytes avoid it"
+    )

@@ -28,14 +28,14 @@ from ..attaching.description import (
     WatchedModel,
     mark_spread,
 )
-from ..settings import emulated_settings, problems
+from ..settings import JobSettings, run_checks
 from .delayed import why_not_delayed
 from .graphs import check_not_captured
 from .layer import install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of
 from .order import why_not_permuted
 from .quantized import why_not_followed
-from .settings import EMULATED, EXACT_IN_ONE_SUM, RULES, MegatronJobSettings, live_settings, reorders
+from .settings import EXACT_IN_ONE_SUM, HOST, reorders, settings_of
 from .weights import weights
 
 logger = logging.getLogger("eplb_runtime")
@@ -54,9 +54,6 @@ def describe(model: nn.Module) -> HostModel:
     for name, module in found:
         _check_layer(name, module)
         check_not_captured(model, module)
-    _warn_of_order([(name, module) for name, module in found if not keeps_every_bit(module)])
-    if found:
-        _warn_of_sums()
     layers = tuple(_describe_layer(name, module) for name, module in found)
     wrapped = _is_wrapped(model, layers)
     if layers and wrapped and not hasattr(model, "ddp_config"):
@@ -76,6 +73,7 @@ def describe(model: nn.Module) -> HostModel:
         problems=partial(_problems, model),
         refuses=partial(_refuses, layers, wrapped),
         weights=partial(weights, layers),
+        notes=_notes(found),
     )
 
 
@@ -162,39 +160,38 @@ def _stage(model: nn.Module, pipeline_size: int) -> int:
     return (said[0] * pipeline_size if chunks > 1 else 0) + rank
 
 
-def settings_of_job(model: nn.Module, optimizers: Sequence[Any]) -> MegatronJobSettings | None:
+def settings_of_job(model: nn.Module, optimizers: Sequence[Any]) -> JobSettings | None:
     """Settings of a live job; None: the model has no MoE layer here."""
     layers = [module for module in model.modules() if isinstance(module, MegatronLayer)]
     if not layers:
         return None
-    of_optimizers = [options_of(optimizer) for optimizer in optimizers]
-    return live_settings(
-        vars(layers[0].config),
-        vars(model.ddp_config) if hasattr(model, "ddp_config") else {},
-        next(filter(None, of_optimizers), {}),
-        world_size=dist.get_world_size(),
-    )
+    options: dict[str, Any] = {"world_size": dist.get_world_size()}
+    of_ddp = vars(model.ddp_config) if hasattr(model, "ddp_config") else {}
+    of_optimizers = next(filter(None, map(options_of, optimizers)), {})
+    for one in (of_ddp, of_optimizers, vars(layers[0].config)):
+        options |= {name: value for name, value in one.items() if value is not None}
+    return settings_of(options)
 
 
 def _problems(model: nn.Module, optimizers: Sequence[Any]) -> list[str]:
     settings = settings_of_job(model, optimizers)
     if settings is None:
         return []
-    found = problems(settings, RULES)
+    found = [str(refusal) for refusal in run_checks(settings, HOST.checks)[0]]
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MegatronLayer)]
     found += [why for name, module in layers if (why := why_not_followed(name, module))][:1]
     found += [why for name, module in layers if (why := why_not_delayed(name, module))][:1]
     found += [why for _, module in layers[:1] if reorders(module.config) and (why := why_not_permuted(module))]
     if not found and dist.get_rank() == 0:
-        for one in emulated_settings(settings, EMULATED):
-            logger.warning("%s was tested with a stand-in (%s), and not on a GPU yet", one.setting, one.tested)
+        for name, tested in HOST.stand_ins(settings):
+            logger.warning("%s was tested with a stand-in (%s), and not on a GPU yet", name, tested)
     return found
 
 
 def _refuses(layers: Sequence[MoELayer], wrapped: bool, config: BalancerConfig) -> str:
     if config.replica_slots:
-        rule = next(rule for rule in RULES if rule.replicas_only)
-        return f"replica_slots with Megatron: {rule.why}; {rule.instead}"
+        refusal = next(HOST.without_replicas(config))
+        return f"replica_slots with Megatron: {refusal.why}; {refusal.instead}"
     if replace(config.dispatch, kernels=False) != DispatchConfig():  # kernels hash experts for checksums here, too
         return "dispatch with Megatron: its own dispatchers carry tokens; leave dispatch out"
     if config.overlap:
@@ -220,29 +217,24 @@ def _check_layer(name: str, module: nn.Module) -> None:
         raise AttachError(f"{name} holds the experts {list(module.local_expert_indices)}, not {first} and following")
 
 
-def _warn_of_order(layers: Sequence[tuple[str, Any]]) -> None:
-    if layers and dist.get_rank() == 0:
-        name, module = layers[0]
-        logger.warning(
-            "%s and %d other layers: the %s dispatcher sums the results of a token's %d experts in an order that "
-            "depends on where they stand: with experts moved, training is equal to rounding, not to the bit",
-            name,
-            len(layers) - 1,
-            module.config.moe_token_dispatcher_type,
-            module.config.moe_router_topk,
+def _notes(layers: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
+    """Lines that say what makes bits depend on where experts are: sums of a token's results in the order of slots, and
+    sums of gradients of ranks that hold the same experts, which the backend may add up by their place in a buffer."""
+    notes = []
+    if inexact := [(name, module) for name, module in layers if not keeps_every_bit(module)]:
+        name, module = inexact[0]
+        notes.append(
+            f"{name} and {len(inexact) - 1} other layers: the {module.config.moe_token_dispatcher_type} dispatcher "
+            f"sums the results of a token's {module.config.moe_router_topk} experts in an order that depends on where "
+            "they are: with experts moved, training is equal to rounding, not to the bit"
         )
-
-
-def _warn_of_sums() -> None:
-    """Gradients of ranks that hold the same experts are summed by the backend, in an order that may depend on where an
-    expert lies in a buffer."""
-    holders = dist.get_world_size(parallel_state.get_expert_data_parallel_group())
-    if holders > EXACT_IN_ONE_SUM and dist.get_rank() == 0:
-        logger.warning(
-            "%d ranks hold the same experts, and the sum of their gradients depends on where an expert stands: with "
-            "experts moved, training is equal to rounding, not to the bit",
-            holders,
+    holders = dist.get_world_size(parallel_state.get_expert_data_parallel_group()) if layers else 0
+    if holders > EXACT_IN_ONE_SUM:
+        notes.append(
+            f"{holders} ranks hold the same experts, and the sum of their gradients depends on where an expert is: "
+            "with experts moved, training is equal to rounding, not to the bit"
         )
+    return tuple(notes)
 
 
 def _describe_layer(name: str, module: Any) -> MoELayer:
