@@ -496,14 +496,13 @@ class Guard:
     def _dense_hint(self) -> str:
         if self._watched.average_dense:
             return (
-                "weights were written on some ranks alone, gradients were put aside before they were averaged and "
-                "copied back later, or something changes gradients by another measure on each rank, such as clipping "
-                "by its own norm (use balancer.clip_grad_norm_(value), with parameters=... for a part of the model)"
+                "weights were written on some ranks alone, or a rank changes gradients by a measure of its own, as "
+                "clipping does: use balancer.clip_grad_norm_(value), with parameters=... for a part of the model"
             )
         return (
-            "nobody averages the gradients outside the experts, or they were changed afterwards (clipping by each "
-            "rank's own norm: use balancer.clip_grad_norm_(value), with parameters=... for a part of the model); wrap "
-            "the model in DistributedDataParallel after attach, or set BalancerConfig(dense_gradients='allreduce')"
+            "nobody averages the gradients outside the experts, or a rank clips them by its own norm (use "
+            "balancer.clip_grad_norm_): wrap the model in DistributedDataParallel after attach, or set "
+            "BalancerConfig(dense_gradients='allreduce')"
         )
 
     def _alike(self, what: str, seen: Mapping[int, SampleDigest]) -> str:
@@ -516,9 +515,9 @@ class Guard:
                     known = self._groups.job.rank in together and self._piece is not None
                     self._broadcast = (
                         f"the {what} of {self._piece[0] if known and self._piece else 'a parameter'} were the same on "
-                        f"ranks {here[0]} to {here[-1]}, which hold other experts each, ahead of a step: something "
-                        "broadcasts or averages them, as DistributedDataParallel does around a wrapper; wrap the very "
-                        "module that was attached, or set dense_gradients='allreduce'"
+                        f"ranks {here[0]} to {here[-1]}, which hold other experts each: something broadcasts or "
+                        "averages them (DistributedDataParallel around a wrapper?): wrap the very module that was "
+                        "attached, or set dense_gradients='allreduce'"
                     )
                     return self._broadcast
         return ""
