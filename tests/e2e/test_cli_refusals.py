@@ -252,8 +252,3 @@ def test_an_engines_map_can_be_the_placement_that_stands(tmp_path: Path, capsys:
     for policy in ("incremental", "free"):
         assert main([*command, "--policy", policy, "--max-moves", "0"]) == 0
         assert json.loads(capsys.readouterr().out)["moved_slots"] == 0
-
-
-def test_the_brief_bench_writes_no_traces(refusal: Callable[..., str], tmp_path: Path) -> None:
-    assert "--profile goes without --brief" in refusal("bench", "train", "--brief", "--profile", tmp_path / "traces")
-    assert not (tmp_path / "traces").exists()

@@ -23,7 +23,9 @@ REPEATS = 5
 def measured(rank: int, name: str) -> dict[str, Any]:
     device = device_of(rank)
     torch.cuda.set_device(device)
-    return import_module(f"eplb_runtime.tools.bench.{name}").run(device, REPEATS)
+    return import_module(f"benchmarks.{name}" if name == "dispatchers" else f"eplb_runtime.tools.bench.{name}").run(
+        device, REPEATS
+    )
 
 
 if __name__ == "__main__":

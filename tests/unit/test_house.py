@@ -119,7 +119,6 @@ def test_torch_compile_looks_into_no_backward_pass() -> None:
     seen = [
         f"{module}:{line}"
         for module, path in modules()
-        if not module.startswith("tools.bench.")
         for line, decorators in backward_passes(parsed(path))
         if "torch.compiler.disable" not in decorators
     ]

@@ -18,17 +18,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...config import DISPATCHES, BalancerConfig, ConfigError, config_from_settings
-from ...distributed.setting_up import SETUP_SECONDS
-from ...moe.dispatch import OVER_TORCH, choose_together, make_dispatcher
-from ...moe.dispatch.base import DispatchContext, Dispatched, Dispatcher
-from ...moe.dispatch.permute import PLAIN
-from ...moe.kernel_selection import kernels_for
-from ...placement import Placement
-from ...planner import plan
-from ...topology import Topology
+from eplb_runtime.config import DISPATCHES, BalancerConfig, ConfigError, config_from_settings
+from eplb_runtime.moe.dispatch import OVER_TORCH, choose_together, make_dispatcher
+from eplb_runtime.moe.dispatch.base import DispatchContext, Dispatched, Dispatcher
+from eplb_runtime.moe.dispatch.permute import PLAIN
+from eplb_runtime.moe.kernel_selection import kernels_for
+from eplb_runtime.placement import Placement
+from eplb_runtime.planner import plan
+from eplb_runtime.tools.bench.timing import timed
+from eplb_runtime.tools.launch import launcher_environment
+from eplb_runtime.topology import Topology
+
+from .harness import command
 
 TOP_K, GROUPS, TOP_GROUPS = 8, 8, 4
+SECONDS_TO_AGREE = 120.0
 LEAST_EXPERTS = 64
 FEW_TOKENS = 128
 """A small batch, for which DeepEP has kernels of their own."""
@@ -36,26 +40,29 @@ OF_THEIR_OWN_KERNELS = (2048, 2560, 4096, 5120, 6144, 7168, 8192)
 """Hidden sizes that DeepEP has low-latency kernels for; float8 is shown for the same."""
 SKEW = 1.0
 """Standard deviation of the logarithm of how much experts are liked."""
-Timed = Callable[[list[Callable[[], object]]], list[float]]
 
 
-def run(timed: Timed, device: torch.device, topology: Topology, tokens: int, hidden: int) -> dict[str, Any]:
+def run(
+    device: torch.device, repeats: int = 20, tokens: int = 256, hidden: int = 512, ranks_per_node: int = 0
+) -> dict[str, Any]:
     """Collective over all ranks.
 
     Args:
-        timed: milliseconds of each way, the slowest rank's.
-        topology: which ranks are taken for a node.
         tokens: of each rank.
         hidden: D, in bfloat16.
+        ranks_per_node: ranks taken for a node; 0: those of the launcher.
 
     Returns:
         JSON-able: ``"ways"`` rows with ``dispatch``, ``order``, ``tokens``, ``routing``, ``load``, ``imbalance`` (of
         choices over ranks), ``dispatch_ms``, ``dispatch_gbps``, ``combine_ms``, ``combine_gbps`` (10^9 bytes a second
-        of the busiest rank); and ``"left_out"``: what these ranks cannot have, and why.
+        of the busiest rank); and ``"left_out"``: dispatchers that these ranks cannot have, and why.
     """
     group = dist.group.WORLD
     assert group is not None
-    ranks = topology.num_ranks
+    ranks = group.size()
+    topology = Topology.from_launcher(launcher_environment(), ranks)
+    if ranks_per_node:
+        topology = Topology(ranks, ranks_per_node)
     slots = lcm(ranks, GROUPS) * -(-LEAST_EXPERTS // lcm(ranks, GROUPS)) // ranks
     ways, left_out = _ways(group, device, topology, slots, hidden)
     few = {way: made for way, made in ways.items() if "low latency" in way[0] or "float8" not in way[0]}
@@ -65,9 +72,9 @@ def run(timed: Timed, device: torch.device, topology: Topology, tokens: int, hid
         for load in ("even", "skewed", "skewed, balanced"):
             ids_TK = _choices(tokens, ranks * slots, routing != "free", 0.0 if load == "even" else SKEW).to(device)
             home_E = _homes(ids_TK, topology, slots, load == "skewed, balanced").to(device)
-            rows += _rows(many, timed, home_E[ids_TK], slots, hidden, {"routing": routing, "load": load})
+            rows += _rows(many, (repeats, group), home_E[ids_TK], slots, hidden, {"routing": routing, "load": load})
     slots_TK = _choices(FEW_TOKENS, ranks * slots, False, 0.0).to(device)
-    rows += _rows(few, timed, slots_TK, slots, hidden, {"routing": "free", "load": "even"})
+    rows += _rows(few, (repeats, group), slots_TK, slots, hidden, {"routing": "free", "load": "even"})
     for dispatcher in ways.values():
         dispatcher.close(time.monotonic() + BalancerConfig().timeout_seconds)
     return {"experts": ranks * slots, "ranks_per_node": topology.ranks_per_node, "ways": rows, "left_out": left_out}
@@ -86,7 +93,7 @@ def _ways(
     for name in DISPATCHES:
         if name == "auto":
             continue
-        choice = choose_together(BalancerConfig(dispatch=name), group, topology, device, SETUP_SECONDS)
+        choice = choose_together(BalancerConfig(dispatch=name), group, topology, device, SECONDS_TO_AGREE)
         if choice.problem:
             left_out += [
                 {"dispatch": title, "why": choice.problem} for title in dict.fromkeys(v[0] for v in _variants(name))
@@ -121,7 +128,7 @@ def _variants(name: str) -> list[tuple[str, Literal["logical", "by_rank"], dict[
 
 def _rows(
     ways: dict[tuple[str, str], Dispatcher],
-    timed: Timed,
+    timing: tuple[int, dist.ProcessGroup],
     slots_TK: Tensor,
     slots: int,
     hidden: int,
@@ -148,7 +155,7 @@ def _rows(
     for way in ways:
         calls += [lambda way=way: there(way), lambda way=way: back(way)]  # type: ignore[misc]
     with torch.no_grad():
-        ms = timed(calls)
+        ms = (1e3 * timed(calls, timing[0], slots_TK.device, timing[1]).median(dim=0).values).tolist()
     return [
         {
             "dispatch": name,
@@ -188,3 +195,7 @@ def _homes(ids_TK: Tensor, topology: Topology, slots: int, balanced: bool) -> Te
         load_LE = load_E.cpu().numpy()[None]
         placement = plan(load_LE, topology, slots_per_rank=slots, current=placement, gate="off").placement
     return torch.from_numpy(placement.require_homes()[0].astype(np.int64))
+
+
+if __name__ == "__main__":
+    command(run, ranks=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ...moe.routing.tables import SplitTables
+from eplb_runtime.moe.routing.tables import SplitTables
 
 
 def lowest_peaks(totals_LE: NDArray[np.integer] | NDArray[np.float64], tables: SplitTables) -> NDArray[np.float64]:

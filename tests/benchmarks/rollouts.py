@@ -9,7 +9,7 @@ of plans: throughput is what even load would give, divided by the imbalance.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...config import BalancerConfig
-from ...moe.routing.tables import SplitTables
-from ...placement import Placement
-from ...planner import Plan, PlanError, plan
-from ...planner.evaluate import UNITS, filled_rank_load, has_no_copies, home_rank_load
-from ...planner.search.bounds import lower_bound
-from ...topology import Topology
+from eplb_runtime.config import BalancerConfig
+from eplb_runtime.moe.routing.tables import SplitTables
+from eplb_runtime.placement import Placement
+from eplb_runtime.planner import Plan, PlanError, plan
+from eplb_runtime.planner.evaluate import UNITS, filled_rank_load, has_no_copies, home_rank_load
+from eplb_runtime.planner.search.bounds import lower_bound
+from eplb_runtime.tools.formats.loads import SAMPLE, read_load
+from eplb_runtime.topology import Topology
+
+from .harness import command
 
 FloatArray = NDArray[np.float64]
 
@@ -33,21 +36,6 @@ HOME_BYTES = 14
 """Of a parameter that moves with its home: bfloat16 weight, float32 master weight and two Adam moments."""
 COPY_BYTES = 2
 """Of a parameter of a copy, which gets the weights anew after each step."""
-
-
-@dataclass(frozen=True)
-class Rules:
-    """Sizes of the simulated job.
-
-    Args:
-        ranks: R, of the EP group.
-        micro_batches: of a step, a window of the load each.
-        expert_parameters: numbers in an expert's weights.
-    """
-
-    ranks: int = 8
-    micro_batches: int = 4
-    expert_parameters: int = EXPERT_PARAMETERS
 
 
 @dataclass(frozen=True)
@@ -66,8 +54,10 @@ class _Policy:
 
 
 def run(
-    load_files: Iterable[str | Path] = (),
-    rules: Rules | None = None,
+    loads: Sequence[str | Path] = (),
+    ranks_of_job: int = 8,
+    micro_batches: int = 4,
+    expert_parameters: int = EXPERT_PARAMETERS,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
     """All policies over each load.
@@ -76,42 +66,39 @@ def run(
     * forecast: planned from the loads of steps that are over, as without `declare`.
     * declared: planned for the micro-batches of the coming step; summed: for the step as one load; copies: with one
       replica slot a rank.
-    * oracle: all experts placed anew for the coming step by the same planner, whatever that moves.
+    * oracle: all experts placed from scratch for the coming step by the same planner, whatever that moves.
 
     Args:
-        load_files: series of loads, as `eplb_runtime.tools.formats.loads.read_load` takes them; none: its sample.
-        rules: None: the defaults of `Rules`.
-        on_progress: called with what is played next.
+        loads: files of series of loads; none: the sample.
+        micro_batches: of a step, a window of the load each.
+        expert_parameters: numbers in an expert's weights.
 
     Returns:
         JSON-able; ``"rollouts"``: a row for each load and policy: ``load``, ``policy``, ``step`` and ``micro_batch``
         (max / mean rank load of whole steps and of micro-batches, means over layers), ``share`` (of the throughput that
-        even load would give), ``at_most`` (that no placement of as many slots gets above), ``of_oracle`` (share over
-        the oracle's of as many slots), ``moved_homes`` and ``moved_gib`` (a step, all ranks), ``copies_gib`` (weights
-        that copies get a step, all ranks), ``plan_ms`` (a plan, median).
+        even load would give), ``at_most`` (the bound of ``share`` for any placement of as many slots), ``of_oracle``
+        (share over the oracle's of as many slots), ``moved_homes`` and ``moved_gib`` (a step, all ranks),
+        ``copies_gib`` (weights that copies get a step, all ranks), ``plan_ms`` (a plan, median).
 
     Raises:
         PlanError: a load has fewer than two steps, or experts that the ranks do not divide.
     """
-    from ..formats.loads import SAMPLE, read_load
-
-    rules = rules or Rules()
     rows: list[dict[str, Any]] = []
-    for path in list(load_files) or [SAMPLE]:
+    for path in list(loads) or [SAMPLE]:
         load = np.asarray(read_load(path), dtype=np.float64)
-        load = load if load.ndim == 3 else load[None]
-        name, experts, count = Path(path).name, load.shape[2], len(load) // rules.micro_batches
+        name, experts, count = Path(path).name, load.shape[2], len(load) // micro_batches
         if count < 2:
-            raise PlanError(f"{name}: {len(load)} windows are no two steps of {rules.micro_batches} micro-batches")
-        if experts % rules.ranks:
-            raise PlanError(f"{name}: {rules.ranks} ranks do not divide {experts} experts")
-        steps = load[: count * rules.micro_batches].reshape(count, rules.micro_batches, *load.shape[1:])
+            raise PlanError(f"{name}: {len(load)} windows are no two steps of {micro_batches} micro-batches")
+        if experts % ranks_of_job:
+            raise PlanError(f"{name}: {ranks_of_job} ranks do not divide {experts} experts")
+        steps = load[: count * micro_batches].reshape(count, micro_batches, *load.shape[1:])
         of_load = []
-        for policy in _policies(rules.ranks):
+        for policy in _policies(ranks_of_job):
             on_progress(f"{name}: {policy.name}")
-            of_load.append(_play(policy, steps, rules))
-        rows += [{"load": name, **row} for row in _over_the_oracle(of_load)]
-    return {"ranks": rules.ranks, "micro_batches": rules.micro_batches, "rollouts": rows}
+            of_load.append(_play(policy, steps, ranks_of_job, expert_parameters))
+        oracle = {row["copies_gib"]: row["share"] for row in of_load if row["policy"].startswith("oracle")}
+        rows += [{"load": name, **row, "of_oracle": row["share"] / oracle[row["copies_gib"]]} for row in of_load]
+    return {"ranks": ranks_of_job, "micro_batches": micro_batches, "rollouts": rows}
 
 
 def _policies(ranks: int) -> Sequence[_Policy]:
@@ -140,14 +127,14 @@ def _policies(ranks: int) -> Sequence[_Policy]:
     )
 
 
-def _play(policy: _Policy, steps: FloatArray, rules: Rules) -> dict[str, Any]:
+def _play(policy: _Policy, steps: FloatArray, ranks: int, parameters: int) -> dict[str, Any]:
     """Play one policy.
 
     Args:
         steps: float64 ``[N, M, L, E]``.
     """
     layers, experts = steps.shape[2:]
-    current = Placement.initial(layers, experts, rules.ranks, policy.replica_slots)
+    current = Placement.initial(layers, experts, ranks, policy.replica_slots)
     window = BalancerConfig(interval=None).window_rows(0)
     judged, seconds, moved = [], [], 0
     for number in range(1, len(steps)):
@@ -162,20 +149,19 @@ def _play(policy: _Policy, steps: FloatArray, rules: Rules) -> dict[str, Any]:
     load_NMLR = np.array(judged)
     busiest, even = load_NMLR.max(axis=3), load_NMLR.mean(axis=3)
     of_step = load_NMLR.sum(axis=1)
-    bounds = lower_bound(steps[1:].reshape(-1, experts), rules.ranks, current.slots_per_rank)
+    bounds = lower_bound(steps[1:].reshape(-1, experts), ranks, current.slots_per_rank)
     lowest_NML = bounds.reshape(busiest.shape)
     gib, a_step = 1 / 2**30, 1 / len(judged)
-    copies = layers * rules.ranks * policy.replica_slots
+    copies = layers * ranks * policy.replica_slots
     return {
         "policy": policy.name,
         "step": float((of_step.max(axis=2) / np.maximum(of_step.mean(axis=2), 1e-300)).mean()),
         "micro_batch": float((busiest / np.maximum(even, 1e-300)).mean()),
         "share": float(even.sum() / busiest.sum()),
         "at_most": float(even.sum() / (even * lowest_NML).sum()),
-        "of_oracle": None,
         "moved_homes": moved * a_step,
-        "moved_gib": moved * a_step * HOME_BYTES * rules.expert_parameters * gib,
-        "copies_gib": copies * COPY_BYTES * rules.expert_parameters * gib,
+        "moved_gib": moved * a_step * HOME_BYTES * parameters * gib,
+        "copies_gib": copies * COPY_BYTES * parameters * gib,
         "plan_ms": float(np.median(seconds)) * 1e3 if seconds else None,
     }
 
@@ -189,7 +175,5 @@ def _rank_load(load_LE: FloatArray, placement: Placement) -> FloatArray:
     return np.asarray(units_LR / UNITS * load_LE.sum(axis=1, keepdims=True))
 
 
-def _over_the_oracle(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with their share of throughput over that of the oracle with as many replica slots."""
-    oracle = {row["copies_gib"]: row["share"] for row in rows if row["policy"].startswith("oracle")}
-    return [{**row, "of_oracle": row["share"] / oracle[row["copies_gib"]]} for row in rows]
+if __name__ == "__main__":
+    command(run)

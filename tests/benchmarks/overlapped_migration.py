@@ -1,4 +1,4 @@
-"""Measure migration beside training: what every expert's change of ranks costs, between two steps and during them."""
+"""Migration during training: the cost of every expert's change of ranks, between two steps and during them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...config import config_from_settings
-from ...events import RebalanceAborted, RebalanceCommitted, RebalancePlanned
-from ...hosts import attach
-from ...planner.shuffle import plan_shuffle
-from .train import MoEStack, Workload, choices
+from eplb_runtime.config import config_from_settings
+from eplb_runtime.events import RebalanceAborted, RebalanceCommitted, RebalancePlanned
+from eplb_runtime.hosts import attach
+from eplb_runtime.planner.shuffle import plan_shuffle
+from eplb_runtime.tools.bench.timing import median, over_ranks
+from eplb_runtime.tools.bench.train import MoEStack, Workload, choices
+
+from .harness import command
 
 INTERVAL = 16
 """Steps of a block; in each, every expert moves once."""
@@ -79,8 +82,6 @@ class _OverlapVariant:
         self._step = 0
         self._weights_TK = torch.full((WORK.tokens, WORK.top_k), 1 / WORK.top_k)
         self.block_seconds: list[float] = []
-        self._copied_seconds = 0.0
-        self._time_copies()
 
     def warm_up(self) -> None:
         """One migration that does not count: of memory that nobody has touched, at a pace that nobody knows yet. Half a
@@ -88,22 +89,6 @@ class _OverlapVariant:
         self.steps(INTERVAL + INTERVAL // 2)
         self._warm_events = len(list(self.balancer.events))
         self._warm_late_bytes = self.balancer._rebalancer.overlapped.late_bytes
-        self._copied_seconds = 0.0
-
-    def _time_copies(self) -> None:
-        engine = self.balancer._rebalancer._engine
-        commit = engine.commit
-
-        def timed(*args: Any) -> None:
-            began = time.perf_counter()
-            commit(*args)
-            self._copied_seconds += time.perf_counter() - began
-
-        engine.commit = timed  # type: ignore[method-assign,assignment]
-
-    def block(self) -> None:
-        """In its second half experts move."""
-        self.block_seconds.append(self.steps(INTERVAL))
 
     def steps(self, count: int) -> float:
         """Seconds that this rank took; batches are made before the clock starts."""
@@ -138,18 +123,15 @@ class _OverlapVariant:
             raise RuntimeError(f"a migration was dropped: {aborted}")
         mine = [sum(e.pause_seconds for e in committed), sum(e.received_bytes for e in committed)]
         late = self.balancer._rebalancer.overlapped.late_bytes - self._warm_late_bytes
-        most = torch.tensor([*mine, self._copied_seconds, float(late), *self.block_seconds], dtype=torch.float64)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        pauses, received, copied, late_bytes, *blocks = most.tolist()
+        pauses, received, late_bytes, *blocks = over_ranks([*mine, float(late), *self.block_seconds])
         pauses /= len(planned)
         extra = [block - other for block, other in zip(blocks, still, strict=True)]
         return {
             "migration": self.name,
             "pause_ms": pauses * 1e3,
             "share_of_pause": 1.0 if pause is None else pauses / pause,
-            "copy_ms": copied / len(planned) * 1e3,
-            "extra_ms": float(torch.tensor(extra).median()) * 1e3,
-            "step_ms": float(torch.tensor(still).median()) / INTERVAL * 1e3,
+            "extra_ms": median(extra) * 1e3,
+            "step_ms": median(still) / INTERVAL * 1e3,
             "steps": len(committed) / len(planned),
             "received_mib": received / len(planned) / 2**20,
             "late_mib": late_bytes / len(planned) / 2**20,
@@ -167,38 +149,40 @@ def run(
         on_progress: told what is trained next.
 
     Returns:
-        JSON-able. ``"beside"``: a row for migrations ``between steps`` and ``beside steps``, and both again where most
-        of a step is waiting for a device, as it were (``"computing": "elsewhere"``; steps are longer then than all that
-        a migration carries). Of one migration on average: ``pause_ms`` that training stands still, at the end of steps
-        and ahead of layers, ``share_of_pause``, and ``copy_ms``, the part of it in which experts that are here are
-        copied to their places; ``extra_ms`` that a block takes longer than one in which nothing moves (the median),
-        which has the processor's share in carrying and hashing; ``step_ms`` of such a block; ``steps`` in which experts
-        were committed; ``received_mib`` and, sent anew, ``late_mib``.
+        JSON-able. ``"migrations"``: a row for migrations ``between steps`` and ``during steps``, and both again where
+        most of a step is waiting for a device, as it were (``"computing": "elsewhere"``; steps are longer then than all
+        that a migration carries). Of one migration on average: ``pause_ms`` that training stands still, at the end of
+        steps and ahead of layers, and ``share_of_pause``; ``extra_ms`` that a block takes longer than one in which
+        nothing moves (the median), which has the processor's share in carrying and hashing; ``step_ms`` of such a
+        block; ``steps`` in which experts were committed; ``received_mib`` and, sent anew, ``late_mib``.
     """
     if device.type != "cpu":
-        raise ValueError("bench beside measures on CPUs")
+        raise ValueError("it measures on CPUs")
     torch.set_num_threads(1)
     rows = _measured("here", 0.0, repeats, on_progress)
     rows += _measured("elsewhere", ELSEWHERE_SECONDS, repeats, on_progress)
-    return {"ranks": dist.get_world_size(), "layers": WORK.layers, "beside": rows}
+    return {"ranks": dist.get_world_size(), "layers": WORK.layers, "migrations": rows}
 
 
 def _measured(
     computing: str, elsewhere: float, repeats: int, on_progress: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     still = _OverlapVariant("none", elsewhere, policy="static")
-    variants = [_OverlapVariant("between steps", elsewhere), _OverlapVariant("beside steps", elsewhere, overlap=True)]
+    variants = [_OverlapVariant("between steps", elsewhere), _OverlapVariant("during steps", elsewhere, overlap=True)]
     for variant in (still, *variants):
         on_progress(f"computing {computing}, experts move {variant.name}: warming up")
         variant.warm_up()
     for block in range(repeats):
         on_progress(f"computing {computing}: block {block + 1}/{repeats} of each variant")
         for variant in (still, *variants) if block % 2 == 0 else (*reversed(variants), still):
-            variant.block()
-    slowest = torch.tensor(still.block_seconds, dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    between = variants[0].row(slowest.tolist(), None)
-    rows = [between, variants[1].row(slowest.tolist(), between["pause_ms"] / 1e3)]
+            variant.block_seconds.append(variant.steps(INTERVAL))
+    slowest = over_ranks(still.block_seconds)
+    between = variants[0].row(slowest, None)
+    rows = [between, variants[1].row(slowest, between["pause_ms"] / 1e3)]
     for variant in (still, *variants):
         variant.balancer.close()
     return [{"computing": computing, **row} for row in rows]
+
+
+if __name__ == "__main__":
+    command(run, ranks=2)

@@ -1,8 +1,8 @@
 """Train while rebalances are broken at every point of the protocol, beside a twin that nobody disturbs.
 
-A life of the job takes some bouts: faults are drawn (`soak_faults.py`), the job trains until they have happened and
+A life of the job takes some bouts: faults are drawn (`faults.py`), the job trains until they have happened and
 experts have moved anew, and everything is compared. In the end a rank is killed, and the others are looked at. Lives
-follow each other in `soak_lives.py`.
+follow each other in `__main__.py`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...balancer.balancer import Balancer
-from ...checkpoint.state import logical_state_dict
-from ...config import BalancerConfig, config_from_settings
-from ...distributed.consensus import is_one_value, two_sided
-from ...distributed.points import Phase
-from ...events import BalancingPaused, BalancingResumed, Event, RebalanceAborted, RebalanceCommitted
-from ...hosts import attach
-from ...migration.engine import MigrationBroken
-from ...planner.shuffle import plan_shuffle
-from .soak_faults import ALL_RANKS, Deck, Draw, Faults
-from .train import MoEStack, Workload, choices
+from eplb_runtime.balancer.balancer import Balancer
+from eplb_runtime.checkpoint.state import logical_state_dict
+from eplb_runtime.config import BalancerConfig, config_from_settings
+from eplb_runtime.distributed.consensus import is_one_value, two_sided
+from eplb_runtime.distributed.points import Phase
+from eplb_runtime.events import BalancingPaused, BalancingResumed, Event, RebalanceAborted, RebalanceCommitted
+from eplb_runtime.hosts import attach
+from eplb_runtime.migration.engine import MigrationBroken
+from eplb_runtime.planner.shuffle import plan_shuffle
+from eplb_runtime.tools.bench.train import MoEStack, Workload, choices
+
+from .faults import ALL_RANKS, Deck, Draw, Faults
 
 INTERVAL = 2
 TIMEOUT_SECONDS = 3.0
@@ -177,7 +178,7 @@ class Soak:
         self._longest, self._reported = 0.0, time.monotonic()
 
     def run(self) -> dict[str, Any]:
-        """JSON-able: of this life, as `soak_lives` adds it up. ``error``: what did not hold."""
+        """JSON-able: of this life, as `__main__` adds it up. ``error``: what did not hold."""
         result: dict[str, Any] = {"error": "", "killed": False}
         try:
             self._until("a first rebalance", self._has_committed(), RECOVERY_SECONDS)

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...placement import Placement
-from ...planner.cost import CostModel
-from ...planner.planning import plan
-from ...planner.policies.deepseek import balance as balance_deepseek
-from ...planner.terms import Terms
-from ...topology import Topology
-from .next_windows import judge
-from .workloads import (
+from eplb_runtime.placement import Placement
+from eplb_runtime.planner.cost import CostModel
+from eplb_runtime.planner.planning import plan
+from eplb_runtime.planner.policies.deepseek import balance as balance_deepseek
+from eplb_runtime.planner.terms import Terms
+from eplb_runtime.topology import Topology
+
+from .loads import (
     autoregressive,
     dominated,
     hash_layers,
@@ -35,6 +35,7 @@ from .workloads import (
     shifting,
     skewed,
 )
+from .windows import judge
 
 FloatArray = NDArray[np.float64]
 SEEDS = (11, 12, 13)

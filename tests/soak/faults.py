@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...balancer.balancer import Balancer
-from ...distributed.points import Phase, unobserved
-from ...distributed.transports.base import Message, Pending, Transport, TransportError
+from eplb_runtime.balancer.balancer import Balancer
+from eplb_runtime.distributed.points import Phase, unobserved
+from eplb_runtime.distributed.transports.base import Message, Pending, Transport, TransportError
 
 KILL, RAISE = "kill", "exception"
 ALL_RANKS = -1

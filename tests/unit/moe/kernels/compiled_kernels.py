@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import re
 import subprocess
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ...moe.dispatch import kernels as moves
-from ...moe.experts import aligned_kernel
-from ...moe.routing import kernels as routing
-from ...moe.routing import sources_kernel, water_filling_kernel
-from ...utils import checksums_triton
-from ...utils.triton import tl, triton
+from eplb_runtime.moe.dispatch import kernels as moves
+from eplb_runtime.moe.experts import aligned_kernel
+from eplb_runtime.moe.routing import kernels as routing
+from eplb_runtime.moe.routing import sources_kernel, water_filling_kernel
+from eplb_runtime.utils import checksums_triton
+from eplb_runtime.utils.triton import tl, triton
 
 CAPABILITIES = (80, 90, 100)
 """Ampere, Hopper and Blackwell: ten times the compute capability."""
@@ -138,43 +137,6 @@ def kernels() -> list[tuple[Any, list[str], dict[str, Any]]]:
         ),
         (water_filling_kernel._split, SPLIT, {**SIZES, **NUMBERS}),
     ]
-
-
-def run(
-    capabilities: Sequence[int] = CAPABILITIES, on_progress: Callable[[str], None] = lambda said: None
-) -> dict[str, Any]:
-    """Compile all kernels, for 64 ranks and 256 experts of 8 choices.
-
-    Args:
-        capabilities: ten times the compute capability of each kind of GPU.
-        on_progress: counts what is compiled next.
-
-    Returns:
-        JSON-able; ``"kernels"``: a row for each kernel and kind of GPU with ``kernel``, ``sizes``, ``gpu``,
-        ``registers``, ``spilled_bytes`` (of a thread) and ``seconds`` (to compile, less where Triton has it cached).
-
-    Raises:
-        RuntimeError: a kernel cannot be compiled.
-    """
-    rows = []
-    for capability in capabilities:
-        for kernel, types, constants in kernels():
-            name = kernel.__name__.lstrip("_")
-            on_progress(f"sm_{capability}: {name}")
-            began = time.perf_counter()
-            done = compiled(kernel, types, constants, capability)
-            sizes = " ".join(f"{key}={value}" for key, value in constants.items() if isinstance(value, int))
-            rows.append(
-                {
-                    "kernel": name,
-                    "sizes": sizes,
-                    "gpu": f"sm_{capability}",
-                    "registers": done.registers,
-                    "spilled_bytes": done.spilled_bytes,
-                    "seconds": time.perf_counter() - began,
-                }
-            )
-    return {"triton": triton.__version__, "kernels": rows}
 
 
 def compiled(

@@ -1,9 +1,7 @@
-"""Measure our Triton kernels on this GPU: each beside its reference, and beside the least that it could take, which is
-a plain copy of what it reads, and a launch."""
+"""The Triton kernels on this GPU, each beside its reference and beside a plain copy of what it reads and a launch."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -12,21 +10,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...moe.dispatch import kernels, permute
-from ...moe.dispatch.memory import RowMemory
-from ...moe.experts import aligned, aligned_kernel
-from ...moe.experts.compute import SlotCounts
-from ...moe.routing import kernels as routing
-from ...moe.routing import sources, sources_kernel, water_filling, water_filling_kernel
-from ...moe.routing.splitter import count_choices, deal_out
-from ...moe.routing.tables import SplitTables
-from ...planner import plan
-from ...topology import Topology
-from ...utils import checksums, checksums_triton
-from ...utils.checksums import HASH_BLOCK_BYTES
+from eplb_runtime.moe.dispatch import kernels, permute
+from eplb_runtime.moe.dispatch.memory import RowMemory
+from eplb_runtime.moe.experts import aligned, aligned_kernel
+from eplb_runtime.moe.experts.compute import SlotCounts
+from eplb_runtime.moe.routing import kernels as routing
+from eplb_runtime.moe.routing import sources, sources_kernel, water_filling, water_filling_kernel
+from eplb_runtime.moe.routing.splitter import count_choices, deal_out
+from eplb_runtime.moe.routing.tables import SplitTables
+from eplb_runtime.planner import plan
+from eplb_runtime.tools.bench.timing import timed
+from eplb_runtime.topology import Topology
+from eplb_runtime.utils import checksums, checksums_triton
+from eplb_runtime.utils.checksums import HASH_BLOCK_BYTES
+from eplb_runtime.utils.triton import triton
 
-AT_ONCE = 20
-"""Calls that are waited for together."""
+from .harness import command
+
+CALLS = 20
+"""Of a kernel, waited for together."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,10 @@ def run(
     tokens: int = 4096,
     top_k: int = 8,
     experts: int = 256,
-    ranks: int = 64,
+    ranks_of_job: int = 64,
     hidden: int = 7168,
     on_progress: Callable[[str], None] = lambda said: None,
-    at_once: int = AT_ONCE,
+    calls: int = CALLS,
 ) -> dict[str, Any]:
     """A batch of one rank, as kernels see it; bfloat16 rows. The three ways of a kernel take turns, the least of each
     counts.
@@ -61,9 +63,9 @@ def run(
     Args:
         device: a GPU, or a CPU in Triton's interpreter.
         repeats: of each timing.
-        tokens, top_k, experts, ranks, hidden: of the batch; one replica slot a rank. ``ranks`` divides ``experts``.
+        tokens, top_k, experts, ranks_of_job, hidden: of the batch; one replica slot a rank.
         on_progress: counts what is measured next.
-        at_once: calls of a timing.
+        calls: of a timing.
 
     Returns:
         JSON-able; ``"kernels"``: a row for each with ``kernel``, ``us`` (of a call, launching and waiting included),
@@ -71,13 +73,15 @@ def run(
         (``us`` by ``least_us``).
     """
     rows = []
-    for kernel in _kernels(device, tokens, top_k, experts, ranks, hidden):
+    for kernel in _kernels(device, tokens, top_k, experts, ranks_of_job, hidden):
         on_progress(kernel.name)
-        us, reference, least = _least_us([kernel.launch, kernel.reference, kernel.least], repeats, at_once, device)
+        ways = [kernel.launch, kernel.reference, kernel.least]
+        seconds = timed(ways, repeats, device, calls=calls)
+        us, reference, least = (1e6 * seconds.min(dim=0).values).tolist()
         rows.append(
             {"kernel": kernel.name, "us": us, "reference_us": reference, "least_us": least, "ratio": us / least}
         )
-    sizes = {"tokens": tokens, "top_k": top_k, "experts": experts, "ranks": ranks, "hidden": hidden}
+    sizes = {"tokens": tokens, "top_k": top_k, "experts": experts, "ranks": ranks_of_job, "hidden": hidden}
     return {"device": device.type, **sizes, "kernels": rows}
 
 
@@ -208,21 +212,7 @@ def _of_rows(device: torch.device, rows: int, top_k: int, hidden: int, generator
     )
 
 
-def _least_us(ways: list[Callable[[], object]], repeats: int, at_once: int, device: torch.device) -> list[float]:
-    """Microseconds of a call of each, all taking turns."""
-    least = [float("inf")] * len(ways)
-    for repeat in range(repeats + 1):
-        for number, work in enumerate(ways):
-            _synchronize(device)
-            began = time.perf_counter()
-            for _ in range(at_once):
-                work()
-            _synchronize(device)
-            if repeat:  # the first one compiles
-                least[number] = min(least[number], (time.perf_counter() - began) / at_once * 1e6)
-    return least
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+if __name__ == "__main__":
+    if triton is None or not torch.cuda.is_available():
+        raise SystemExit("it needs Triton (pip install triton) and a GPU: nothing was measured")
+    command(run, ranks=1)

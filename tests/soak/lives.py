@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -19,10 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .soak import HANG_SECONDS, RECOVERY_SECONDS, SETTINGS, Life, Soak
+from .life import HANG_SECONDS, RECOVERY_SECONDS, SETTINGS, Life, Soak
 
-BOUTS = 20
-"""Of faults, in a life."""
 _COUNTS = ("steps", "committed", "aborted", "paused", "resumed", "late")
 
 
@@ -31,28 +29,31 @@ def say_on_stderr(line: str) -> None:
 
 
 def run(
-    minutes: float,
-    *,
-    ranks: int = 3,
+    minutes: float = 2.0,
     seed: int = 0,
-    bouts: int = BOUTS,
-    settings: Sequence[str] = tuple(SETTINGS),
-    logs: Path | None = None,
-    say: Callable[[str], None] = say_on_stderr,
+    processes: int = 3,
+    bouts: int = 20,
+    settings: tuple[str, ...] = tuple(SETTINGS),
+    logs: str | None = None,
 ) -> dict[str, Any]:
     """Start ranks on this machine, life after life.
 
     Args:
         minutes: in which bouts of faults begin.
         seed: of the faults.
+        processes: ranks of the job.
         bouts: in a life; then a rank is killed.
-        settings: names in `soak.SETTINGS`, which lives take in turn.
-        logs: a folder for what each rank logs; None: nothing is kept.
-        say: hears a line of progress.
+        settings: names in `life.SETTINGS`, which lives take in turn.
+        logs: a folder for each rank's log; None: nothing is kept.
 
     Returns:
         JSON-able: `added_up`.
+
+    Raises:
+        SystemExit: one of the settings is unknown.
     """
+    if unknown := [name for name in settings if name not in SETTINGS]:
+        raise SystemExit(f"--settings {unknown[0]} is unknown; choose of: {', '.join(SETTINGS)}")
     ended, began = time.monotonic() + 60 * minutes, time.monotonic()
     lives: list[dict[str, Any]] = []
     first = 37 * seed
@@ -60,28 +61,12 @@ def run(
         number = len(lives)
         life = Life(number, seed, settings[number % len(settings)], bouts, first, True, ended)
         with TemporaryDirectory() as folder:
-            of_ranks, problem = _live(life, ranks, logs or Path(folder), say)
+            of_ranks, problem = _live(life, processes, Path(logs or folder))
         lives.append(of_life(life, of_ranks, problem))
         first += bouts
         if lives[-1]["error"]:
-            say(f"life {number} ({life.settings}): {lives[-1]['error']}")
-    return added_up(lives, ranks, seed, (time.monotonic() - began) / 60)
-
-
-def run_one(minutes: float, seed: int, settings: str, say: Callable[[str], None] = say_on_stderr) -> dict[str, Any]:
-    """One life among the ranks of the process group, in which nobody is killed. Collective."""
-    life = Life(0, seed, settings, sys.maxsize, 37 * seed, False, time.monotonic() + 60 * minutes)
-    logging.getLogger("eplb_runtime").setLevel(logging.CRITICAL)  # each fault warns
-    results: list[Any] = [None] * dist.get_world_size()
-    mine = json.dumps(Soak(life, say).run()).encode()
-    sizes = torch.zeros(len(results), dtype=torch.int64)
-    sizes[dist.get_rank()] = len(mine)
-    dist.all_reduce(sizes)
-    said = torch.zeros(len(results), int(sizes.max()), dtype=torch.uint8)
-    said[dist.get_rank(), : len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    dist.all_reduce(said)
-    results = [json.loads(bytes(row[:size].tolist())) for row, size in zip(said, sizes.tolist(), strict=True)]
-    return added_up([of_life(life, results, "")], len(results), seed, minutes)
+            say_on_stderr(f"life {number} ({life.settings}): {lives[-1]['error']}")
+    return added_up(lives, processes, seed, (time.monotonic() - began) / 60)
 
 
 def added_up(lives: Sequence[dict[str, Any]], ranks: int, seed: int, minutes: float) -> dict[str, Any]:
@@ -140,7 +125,7 @@ def of_life(life: Life, of_ranks: Sequence[dict[str, Any]], problem: str) -> dic
     }
 
 
-def _live(life: Life, ranks: int, folder: Path, say: Callable[[str], None]) -> tuple[list[dict[str, Any]], str]:
+def _live(life: Life, ranks: int, folder: Path) -> tuple[list[dict[str, Any]], str]:
     """What each rank says of its life, of those that could; and what was wrong with how they ended."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])

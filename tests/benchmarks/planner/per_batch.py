@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...placement import Placement
-from ...planner.cost import CostModel
-from ...planner.planning import plan
-from ...topology import Topology
-from .next_windows import judge
+from eplb_runtime.placement import Placement
+from eplb_runtime.planner.cost import CostModel
+from eplb_runtime.planner.planning import plan
+from eplb_runtime.topology import Topology
+
+from .windows import judge
 
 FloatArray = NDArray[np.float64]
 EXPONENTS = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0)
