@@ -96,7 +96,7 @@ def test_a_bench_that_needs_ranks_starts_them() -> None:
 
 
 def measure(rank: int) -> tuple[dict, dict]:
-    from benchmarks.dispatchers import run as dispatchers
+    from benchmarks.dispatch import run as dispatchers
 
     from eplb_runtime.tools.bench.migrate import run
 

@@ -44,29 +44,29 @@ COMPILED = ("jit", "triton", "custom_op", "register_fake", "kernel")
 """In a decorator: numba, Triton and torch's operators, whose parameters are what a kernel reads."""
 RATCHET = {
     "(root)": 1714,
-    "utils": 1093,
-    "distributed": 7052,
+    "utils": 1036,
+    "distributed": 6811,
     "load": 1729,
-    "moe": 9568,
+    "moe": 9548,
     "planner": 6686,
     "replicas": 2304,
-    "migration": 2696,
-    "balancer": 5634,
-    "observe": 4684,
+    "migration": 2691,
+    "balancer": 5621,
+    "observe": 4278,
     "checkpoint": 3358,
-    "hosts": 10080,
-    "tools": 11645,
-    "cli": 2589,
-    "package": 70832,
-    "files of the package": 396,
+    "hosts": 10071,
+    "tools": 11640,
+    "cli": 2500,
+    "package": 69987,
+    "files of the package": 393,
     "page": 998,
-    "tests": 61732,
-    "files of tests": 377,
+    "tests": 61267,
+    "files of tests": 376,
     "Markdown, KB": 259,
 }
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""
-ALLOWANCE: dict[str, int] = {}
+ALLOWANCE: dict[str, int] = {"tests": 2800, "files of tests": 16}  # benchmarks and soak, which were in the package
 """Lines on top of a limit while an old and a new way stand side by side; with a comment that says for which part."""
 LAZY = {"eplb_runtime/__init__.py"}
 """Files that may name anything: the public names."""
