@@ -7,12 +7,8 @@ judged window by window with the split that its layout really uses. Step times c
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,14 +23,11 @@ from ..planner.terms import Gate
 from ..planner.track_record import TrackRecord
 from ..planner.traffic import checked_sources, received
 from ..topology import Topology
-from ..utils.files import replacing, write_file
 
 FloatArray = NDArray[np.float64]
 
 HORIZON_REPLANS = 10
 """Replans over which a plan counts what it saves, as a job does by default."""
-WINDOW_ENDINGS = (".csv", ".json")
-PLOT_ENDINGS = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -407,54 +400,6 @@ def merge_windows(load: FloatArray, count: int) -> FloatArray:
     if whole < 1:
         raise PlanError(f"a series of {len(load)} windows cannot be merged by {count}: give a smaller number")
     return np.asarray(load[: whole * count].reshape(whole, count, *load.shape[1:]).sum(axis=1))
-
-
-def write_windows(runs: Sequence[PolicyRun], path: str | Path) -> None:
-    """Every judged window of every policy, as ``.csv`` (one row each) or ``.json`` (with the summaries).
-
-    Raises:
-        PlanError: another ending.
-    """
-    path = Path(path)
-    rows = [asdict(window) for run in runs for window in run.windows]
-    if path.suffix == ".csv":
-        table = io.StringIO(newline="")
-        writer = csv.DictWriter(table, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-        write_file(path, table.getvalue())
-    elif path.suffix == ".json":
-        write_file(path, json.dumps({"policies": [run.summary() for run in runs], "windows": rows}))
-    else:
-        raise PlanError(f"{path}: results are written as .csv or .json")
-
-
-def plot(runs: Sequence[PolicyRun], path: str | Path) -> None:
-    """Balancedness by window, and slots moved so far, one line a policy, as ``.png``, ``.svg`` or ``.pdf``.
-
-    Raises:
-        PlanError: matplotlib is missing, or another ending.
-    """
-    path = Path(path)
-    if path.suffix not in PLOT_ENDINGS:
-        raise PlanError(f"{path}: a plot is drawn as .png, .svg or .pdf")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PlanError("a plot needs matplotlib: pip install 'eplb-runtime[plot]'") from None
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    upper, lower = figure.subplots(2, sharex=True)
-    for run in runs:
-        numbers = [window.window for window in run.windows]
-        moved = np.cumsum([window.moved_slots for window in run.windows])
-        upper.plot(numbers, [window.balancedness_mean for window in run.windows], label=run.policy)
-        lower.step(numbers, moved / (run.num_slots * run.imbalance.shape[1]), where="post", label=run.policy)
-    upper.set_ylabel("balancedness, mean over layers")
-    upper.legend()
-    lower.set_ylabel("slots moved so far / all slots")
-    lower.set_xlabel("window")
-    with replacing(path) as file:
-        figure.savefig(file, format=path.suffix[1:])
 
 
 def _with_replan(result: WindowResult, planned: Plan, migration_seconds: float, model: StepModel) -> WindowResult:

@@ -75,10 +75,9 @@ def backends() -> tuple[Backend, ...]:
         _symmetric_memory(),
         Backend("hierarchical", True, "tokens cross to a node once, without deep_ep: dispatch='hierarchical'"),
         _extra("transformers", "Hugging Face models"),
-        _extra("matplotlib", "simulate --plot"),
+        _extra("matplotlib", "trace analyse --plot, bubbles --plot"),
         _extra("yaml", "TensorRT-LLM's placement files", "pyyaml"),
         _extra("accelerate", "Transformers' Trainer"),
-        _extra("shtab", "completion in a shell"),
     )
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 from collections.abc import Iterator
 
 import pytest
 
 from eplb_runtime.cli import main, printing
-from eplb_runtime.cli.program import COMMANDS
 
 
 @pytest.fixture
@@ -107,12 +105,3 @@ def test_verbose_says_more(
     its_logger.setLevel(logging.NOTSET)
     assert main(["bubbles", "--schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--json", *flags]) == 0
     assert its_logger.level == level
-
-
-def test_completion_is_a_script_that_bash_reads_and_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("shtab")
-    assert main(["completion", "bash"]) == 0
-    script = capsys.readouterr().out
-    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
-    names = {module.__name__.rpartition(".")[2] for module in COMMANDS}
-    assert all(name in script for name in names)
