@@ -35,7 +35,6 @@ WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "sglang map.pt": ("m.pt", to_engine("sglang")),
     "sglang load.pt": ("l.pt", lambda path: SGLang().save_load(path, LOAD, 0)),
     "vllm": ("m.json", to_engine("vllm")),
-    "vllm-ascend": ("m.json", to_engine("vllm-ascend")),
     "tensorrt-llm": ("m.yaml", to_engine("tensorrt-llm")),
     "own load": ("l.json", lambda path: Own().save_load(path, LOAD, 0)),
 }
