@@ -44,6 +44,8 @@ class _NpzArrays(Mapping[str, Any]):
         self._opened = opened
 
     def __getitem__(self, name: str) -> Any:
+        if name not in self._opened.files:
+            raise KeyError(name)
         try:
             array = self._opened[name]
         except (OSError, MemoryError):
