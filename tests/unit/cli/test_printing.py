@@ -70,12 +70,6 @@ def test_a_narrow_table_is_not_turned(capsys: pytest.CaptureFixture[str]) -> Non
     assert "┃ policy ┃ moved ┃" in capsys.readouterr().out
 
 
-def test_equal_heads_of_a_turned_table_are_numbered(capsys: pytest.CaptureFixture[str]) -> None:
-    printing.print_table("t", wide("one", "one", "one"))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[2] == "┃ policy          ┃   one (1) ┃   one (2) ┃   one (3) ┃"
-
-
 def test_many_rows_of_a_wide_table_become_tables_of_as_many_as_fit(capsys: pytest.CaptureFixture[str]) -> None:
     heads = [f"row{n}" for n in range(8)]
     printing.print_table("t", wide(*heads))
@@ -83,12 +77,6 @@ def test_many_rows_of_a_wide_table_become_tables_of_as_many_as_fit(capsys: pytes
     assert max(map(len, lines)) <= 80
     shown = [[word for word in line.split() if word.startswith("row")] for line in lines if "policy" in line]
     assert shown == [heads[:4], heads[4:]]
-
-
-def test_a_row_whose_head_leaves_no_place_for_another_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    heads = [f"row{n}-{'x' * 40}" for n in range(3)]
-    printing.print_table("t", wide(*heads))
-    assert [line.split()[3] for line in capsys.readouterr().out.splitlines() if "policy" in line] == heads
 
 
 def test_what_is_quick_says_it_is_done(capsys: pytest.CaptureFixture[str]) -> None:
