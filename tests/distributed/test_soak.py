@@ -26,7 +26,7 @@ def break_nothing() -> None:
 
 def live(rank: int, settings: str, first: int, kill: bool, damage: Callable[[], None]) -> dict[str, Any]:
     damage()
-    return Soak(life_of(settings, first, kill), lambda line: None).run()
+    return Soak(life_of(settings, first, kill)).run()
 
 
 def life_of(settings: str, first: int = 0, kill: bool = True) -> Life:

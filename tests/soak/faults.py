@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eplb_runtime.balancer.balancer import Balancer
-from eplb_runtime.distributed.points import Phase, unobserved
+from eplb_runtime.distributed.points import Phase
 from eplb_runtime.distributed.transports.base import Message, Pending, Transport, TransportError
 
 KILL, RAISE = "kill", "exception"
@@ -137,9 +137,6 @@ class Faults:
         """End the connections that rebalancing talks over."""
         self.groups.hang_up()
 
-    def close(self) -> None:
-        self._engine.probe = unobserved
-
     def lose_what_is_sent(self) -> None:
         """From here on nothing that this rank sends arrives, until it connects anew."""
         self._deaf = weakref.ref(self._executor._transport)
@@ -170,6 +167,9 @@ class Faults:
         return type(self._executor)._add(self._executor, exchange, sends, receives)
 
 
+Fault = Callable[[Faults, Draw, Any], None]
+
+
 def _stop(faults: Faults, draw: Draw, subject: Any) -> None:
     seconds = faults.timeout_seconds * (1.1 + draw.amount / 2)
     subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
@@ -177,24 +177,8 @@ def _stop(faults: Faults, draw: Draw, subject: Any) -> None:
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
-def _stall(faults: Faults, draw: Draw, subject: Any) -> None:
-    time.sleep(faults.timeout_seconds * (1.1 + draw.amount / 2))
-
-
-def _kill(faults: Faults, draw: Draw, subject: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _raise(faults: Faults, draw: Draw, subject: Any) -> None:
     raise _ERRORS[int(draw.amount * len(_ERRORS))]("a fault that was drawn")
-
-
-def _silence_store(faults: Faults, draw: Draw, subject: Any) -> None:
-    faults.stall_store(faults.timeout_seconds * (1.1 + 2 * draw.amount))
-
-
-def _drop(faults: Faults, draw: Draw, subject: Any) -> None:
-    faults.lose_what_is_sent()
 
 
 def _corrupt(faults: Faults, draw: Draw, subject: Any) -> None:
@@ -206,24 +190,16 @@ def _corrupt(faults: Faults, draw: Draw, subject: Any) -> None:
         faults.corrupting = True  # what comes next
 
 
-def _slow(faults: Faults, draw: Draw, subject: Any) -> None:
-    time.sleep(faults.timeout_seconds * (0.02 + 0.2 * draw.amount))
-
-
-def _cut(faults: Faults, draw: Draw, subject: Any) -> None:
-    faults.cut()
-
-
-FAULTS: Mapping[str, Callable[[Faults, Draw, Any], None]] = {
+FAULTS: Mapping[str, Fault] = {
     "stop": _stop,
-    "stand still": _stall,
-    KILL: _kill,
+    "stand still": lambda faults, draw, _: time.sleep(faults.timeout_seconds * (1.1 + draw.amount / 2)),
+    KILL: lambda *_: os.kill(os.getpid(), signal.SIGKILL),
     RAISE: _raise,
-    "silent store": _silence_store,
-    "dropped bytes": _drop,
+    "silent store": lambda faults, draw, _: faults.stall_store(faults.timeout_seconds * (1.1 + 2 * draw.amount)),
+    "dropped bytes": lambda faults, *_: faults.lose_what_is_sent(),
     "corrupt bytes": _corrupt,
-    "slow": _slow,
-    "cut": _cut,
+    "slow": lambda faults, draw, _: time.sleep(faults.timeout_seconds * (0.02 + 0.2 * draw.amount)),
+    "cut": lambda faults, *_: faults.cut(),
 }
 """By the names in the result. "stop" is of the whole process, "stand still" of the thread that comes to the point, both
 longer than the timeout; "cut" ends the connections."""

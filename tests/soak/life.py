@@ -27,7 +27,7 @@ from eplb_runtime.checkpoint.state import logical_state_dict
 from eplb_runtime.config import BalancerConfig, config_from_settings
 from eplb_runtime.distributed.consensus import is_one_value, two_sided
 from eplb_runtime.distributed.points import Phase
-from eplb_runtime.events import BalancingPaused, BalancingResumed, Event, RebalanceAborted, RebalanceCommitted
+from eplb_runtime.events import BalancingResumed, Event, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.hosts import attach
 from eplb_runtime.migration.engine import MigrationBroken
 from eplb_runtime.planner.shuffle import plan_shuffle
@@ -38,7 +38,6 @@ from .faults import ALL_RANKS, Deck, Draw, Faults
 INTERVAL = 2
 TIMEOUT_SECONDS = 3.0
 """Of the disturbed balancer."""
-REPORT_SECONDS = 10.0
 MOST_STEPS = 14
 """A fault that has not happened in so many steps needs connections that break."""
 CONNECTING_SECONDS = 30.0
@@ -87,22 +86,11 @@ class SoakFailed(RuntimeError):
     """Something did not hold; the same on every rank."""
 
 
-@dataclass(frozen=True)
-class Held:
-    """What this process holds."""
-
-    threads: int
-    descriptors: int
-    resident_mib: float
-
-    @classmethod
-    def now(cls) -> Held:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return cls(
-            len(os.listdir("/proc/self/task")),
-            len(os.listdir("/proc/self/fd")),
-            pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
-        )
+def held() -> list[float]:
+    """Threads, descriptors and resident MiB of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    threads, descriptors = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd"))
+    return [threads, descriptors, pages * os.sysconf("SC_PAGE_SIZE") / 2**20]
 
 
 class _SoakJob:
@@ -144,12 +132,11 @@ class Soak:
     """One life of a job, on one rank. Collective over the world.
 
     Args:
-        life: what it is to be.
-        say: hears a line of progress, on rank 0.
+        life: its faults and settings.
     """
 
-    def __init__(self, life: Life, say: Callable[[str], None]) -> None:
-        self._life, self._say, self._rank = life, say, dist.get_rank()
+    def __init__(self, life: Life) -> None:
+        self._life, self._rank = life, dist.get_rank()
         self._exact = not SETTINGS[life.settings].get("replica_slots")
         work = Workload(layers=3, experts=4 * dist.get_world_size(), hidden=32, width=64, tokens=64)
         static = BalancerConfig(policy="static", interval=None, guard="off")
@@ -171,11 +158,11 @@ class Soak:
         self._job.balancer.events.subscribe(lambda event: self._seen.update([type(event)]))
         self._faults = Faults(self._job.balancer, self._rank, TIMEOUT_SECONDS)
         self._deck = Deck(random.Random(f"{life.seed}/{life.number}"), dist.get_world_size(), life.first)
-        self._held: list[Held] = []
+        self._held: list[list[float]] = []
         self._drawn: list[dict[str, Any]] = []
         self._right: dict[int, dict[str, Tensor]] = {}
         self._keeps_states = False
-        self._longest, self._reported = 0.0, time.monotonic()
+        self._longest = 0.0
 
     def run(self) -> dict[str, Any]:
         """JSON-able: of this life, as `__main__` adds it up. ``error``: what did not hold."""
@@ -185,7 +172,7 @@ class Soak:
             while len(self._drawn) < self._life.bouts and not self._anywhere(time.monotonic() > self._life.ends):
                 self._bout(self._deck.draw())
                 gc.collect()  # errors keep what they passed through, connections too
-                self._held.append(Held.now())
+                self._held.append(held())
             if self._life.kill:
                 points = [p for p in Phase if p is not Phase.AWAITED or "overlap" in self._life.settings]
                 result.update(self._outlive(self._deck.kill(points)))
@@ -257,8 +244,6 @@ class Soak:
         self._drawn[-1].update(reached=True, held=True)
         return {"killed": True, "said": str(error)[:200], "error": ""}
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
-
     def _step(self, holds: bool = False) -> bool:
         """Both train a step and are compared, on all ranks. Whether it held on all ranks before."""
         began = time.monotonic()
@@ -277,9 +262,6 @@ class Soak:
             raise SoakFailed(f"step {self._job.steps}: the loss differs from the twin's (here {loss}, {expected})")
         if most[2] != -most[3] or not is_one_value(most[4:]):
             raise SoakFailed(f"step {self._job.steps}: ranks have parted (here epoch {placement.epoch})")
-        if self._rank == 0 and time.monotonic() - self._reported > REPORT_SECONDS:
-            self._reported = time.monotonic()
-            self._say(self._progress())
         return not most[1]
 
     def _steps_until(self, holds: Callable[[], bool], seconds: float) -> bool:
@@ -308,8 +290,6 @@ class Soak:
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return bool(most.item())
 
-    # -- comparing -----------------------------------------------------------------------------------------------------
-
     def _equal(self, one: Tensor, other: Tensor) -> bool:
         return torch.equal(one, other) if self._exact else torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -332,42 +312,24 @@ class Soak:
             wrong += [key for key, rows in held.items() if not self._equal(rows, right[key][ids])]
         return wrong
 
-    # -- telling -------------------------------------------------------------------------------------------------------
-
-    def _progress(self) -> str:
-        seen, held = self._seen, Held.now()
-        return (
-            f"life {self._life.number} ({self._life.settings})   step {self._job.steps:>5}   "
-            f"faults {len(self._drawn):>3}   committed {seen[RebalanceCommitted]:>4}   "
-            f"aborted {seen[RebalanceAborted]:>4}   threads {held.threads}   descriptors {held.descriptors}   "
-            f"{held.resident_mib:.0f} MiB   losses identical"
-        )
-
     def _result(self) -> dict[str, Any]:
-        held, names = self._held, ("threads", "descriptors", "resident_mib")
-        half, quarter = max(1, len(held) // 2), max(1, len(held) // 4)
-        parts = (held[:half], held[half:]) if len(held) >= LEAST_SAMPLES else (held, held)
-        first, second = ([max((getattr(one, name) for one in part), default=0) for name in names] for part in parts)
-        least = [min((getattr(one, name) for one in held[-quarter:]), default=0) for name in names]
-        # New connections stand beside the old ones for a moment, so the most says little. What leaks is more at the
-        # end, even where it is least, than it ever was in the first half. Memory has caches that fill.
-        grew = [
-            f"{name}: {before} at most, then {now} at least"
-            for name, before, now, more in zip(names, first, least, (2.0, 2.0, 16 + 0.1 * first[2]), strict=True)
-            if now > before + more
-        ]
+        """Counts, and what grew: a leak is more at the end, at least, than there ever was in the first half."""
+        half, quarter = len(self._held) // 2, len(self._held) // 4
+        grew, most = [], [max((one[at] for one in self._held), default=0.0) for at in range(3)]
+        if len(self._held) >= LEAST_SAMPLES:
+            for at, name in enumerate(("threads", "descriptors", "resident MiB")):
+                before, now = max(one[at] for one in self._held[:half]), min(one[at] for one in self._held[-quarter:])
+                if now > before + (16 + 0.1 * before if at == 2 else 2):  # memory has caches that fill
+                    grew.append(f"{name}: {before} at most, then {now} at least")
         return {
             "steps": self._job.steps,
             "longest_step_seconds": round(self._longest, 1),
             "grew": grew,
-            "series": [[one.threads, one.descriptors, round(one.resident_mib, 1)] for one in held],
             "drawn": self._drawn,
             "committed": self._seen[RebalanceCommitted],
             "aborted": self._seen[RebalanceAborted],
-            "paused": self._seen[BalancingPaused],
             "resumed": self._seen[BalancingResumed],
-            "late": self._job.balancer._rebalancer.overlapped.late_rounds,
-            "held": [max(pair) for pair in zip(first, second, strict=True)],
+            "held": most,
         }
 
 

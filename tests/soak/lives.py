@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from .life import HANG_SECONDS, RECOVERY_SECONDS, SETTINGS, Life, Soak
 
-_COUNTS = ("steps", "committed", "aborted", "paused", "resumed", "late")
+_COUNTS = ("steps", "committed", "aborted", "resumed")
 
 
 def say_on_stderr(line: str) -> None:
@@ -176,7 +176,7 @@ def _rank(life: Life, rank: int, ranks: int, port: int, place: Path) -> None:
     logging.getLogger("eplb_runtime").setLevel(logging.DEBUG)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    result = Soak(life, say_on_stderr).run()
+    result = Soak(life).run()
     written = place.with_suffix(".partial")
     written.write_text(json.dumps(result))
     written.rename(place)
