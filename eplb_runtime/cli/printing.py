@@ -58,33 +58,39 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print a table of 80 columns, or as wide as the terminal. One that is too wide is turned: its rows become columns,
     as many to a table as fit."""
     from rich.console import Console
-    from rich.measure import Measurement
 
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [[_shown(row.get(name, "")) for name in columns] for row in rows]
+    heads, lines = (
+        [heading(name) for name in columns],
+        [[_shown(row.get(name, "")) for name in columns] for row in rows],
+    )
     console = Console()
     if not console.is_terminal:
         console = Console(width=COLUMNS)
-
-    def fits(table: Table) -> bool:
-        return Measurement.get(console, console.options.update(max_width=10_000), table).minimum <= console.width
-
     console.print(title, markup=False, highlight=False)
-    table = _table([heading(name) for name in columns], lines)
-    if fits(table) or len(columns) <= 2:
-        console.print(table)
+    if len(columns) <= 2 or _width(heads, lines) <= console.width:
+        console.print(_table(heads, lines))
         return
     while lines:
         for count in range(len(lines), 0, -1):
-            names = [[heading(name)] for name in columns[1:]]
-            turned = [
-                [*name, *cells] for name, cells in zip(names, list(zip(*lines[:count], strict=True))[1:], strict=True)
-            ]
-            table = _table([heading(columns[0]), *(line[0] for line in lines[:count])], turned)
-            if fits(table) or count == 1:
+            first, *others = zip(*lines[:count], strict=True)
+            turned = [[name, *cells] for name, cells in zip(heads[1:], others, strict=True)]
+            if count == 1 or _width([heads[0], *first], turned) <= console.width:
                 break
-        console.print(table)
+        console.print(_table([heads[0], *first], turned))
         lines = lines[count:]
+
+
+def _width(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> int:
+    """Columns of the terminal that a table takes at least, with what rich needs to part them."""
+    return 7 + sum(3 + _least(head, [line[index] for line in lines]) for index, head in enumerate(heads))
+
+
+def _least(head: str, cells: Sequence[str]) -> int:
+    """Width that a column cannot go below: words may be wrapped, numbers not."""
+    widest = max(map(len, cells), default=0)
+    word = max(map(len, head.split()), default=0)
+    return max(word, widest if all(map(_NUMBER.match, cells)) else min(24, widest))
 
 
 def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
@@ -93,8 +99,9 @@ def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
 
     table = Table()
     for index, head in enumerate(heads):
-        numbers = index > 0 and all(_NUMBER.match(line[index]) for line in lines)
-        table.add_column(escape(head), justify="right" if numbers else "left", no_wrap=numbers)
+        cells = [line[index] for line in lines]
+        numbers = index > 0 and all(map(_NUMBER.match, cells))
+        table.add_column(escape(head), justify="right" if numbers else "left", min_width=_least(head, cells))
     for line in lines:
         table.add_row(*map(escape, line))
     return table

@@ -8,7 +8,7 @@ judged window by window with the split that its layout really uses. Step times c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -260,7 +260,6 @@ def simulate(
         crossing = crossing_seconds(mean_tokens, model.token_bytes, topology)
         share_LNE = checked_sources(asked.sources, layers, experts, topology)
     starts = [start_placement(policy, layers, experts, topology.num_ranks, slots_per_rank) for policy in policies]
-    game = _Game(series, topology, model, share_LNE)
     runs = []
     for policy, current in zip(policies, starts, strict=True):
         cost = CostModel(
@@ -272,16 +271,23 @@ def simulate(
             stall_seconds=model.stall_seconds,
             crossing_seconds=crossing,
         )
-        runs.append(game.play(policy, current, cost, _asking(policy, topology, cost, asked), on_progress))
+        runs.append(_play(policy, current, cost, (series, topology, asked, model, share_LNE), on_progress))
     return runs
 
 
-def _asking(
-    policy: str, topology: Topology, cost: CostModel, asked: Asked
-) -> Callable[[FloatArray, Placement, float], Plan]:
-    """The policy as a function of the past, the current placement and the trust in gains; its refusals name it."""
+def _play(
+    policy: str,
+    current: Placement,
+    cost: CostModel,
+    game: tuple[Series, Topology, Asked, StepModel, FloatArray | None],
+    on_progress: Callable[[], None],
+) -> PolicyRun:
+    """Replan every few windows on what is over; judge on what comes until the next replan."""
+    series, topology, asked, model, share_LNE = game
+    load, every, steps = series.load, series.every, series.steps_per_window
+    history = series.history or 4 * every
 
-    def ask(past: FloatArray, current: Placement, trust: float) -> Plan:
+    def ask(past: FloatArray, trust: float) -> Plan:
         try:
             return plan(
                 past,
@@ -300,62 +306,47 @@ def _asking(
         except PlanError as error:
             raise PlanError(f"policy {policy}: {error}") from None
 
-    return ask
-
-
-@dataclass(frozen=True)
-class _Game:
-    """A series, and what is asked of everyone who plays through it."""
-
-    series: Series
-    topology: Topology
-    model: StepModel
-    share_LNE: FloatArray | None
-
-    def play(
-        self,
-        policy: str,
-        current: Placement,
-        cost: CostModel,
-        ask: Callable[[FloatArray, Placement, float], Plan],
-        on_progress: Callable[[], None],
-    ) -> PolicyRun:
-        """Replan every few windows on what is over; judge on what comes until the next replan."""
-        load, every = self.series.load, self.series.every
-        history = self.series.history or 4 * every
-        ask(load[:1], current, 1.0)  # compiles, so that no measured plan does
-        imbalance: list[FloatArray] = []
-        windows: list[WindowResult] = []
-        record = TrackRecord(horizon=HORIZON_REPLANS)
-        for start in range(every, len(load), every):
-            record.observe(load[start - every : start].sum(axis=0))
-            planned = ask(load[max(0, start - history) : start], current, record.trust)
-            record.note(planned)
-            moves, slots = planned.moves, current.slots_per_rank
-            migration = cost.transfer_seconds(moves, self.topology, slots) if len(moves) else 0.0
-            current = planned.placement
-            for window in range(start, min(start + every, len(load))):
-                judged = predicted_imbalance(load[window], current)
-                imbalance.append(judged)
-                result = self._result(policy, window, judged, current)
-                windows.append(result if window > start else _with_replan(result, planned, migration, self.model))
-            on_progress()
-        slots, steps = current.num_slots, self.series.steps_per_window
-        return PolicyRun(policy, current.layout, slots, steps, np.array(imbalance), tuple(windows))
-
-    def _result(self, policy: str, window: int, judged: FloatArray, placement: Placement) -> WindowResult:
-        load_LE, steps = self.series.load[window], self.series.steps_per_window
-        received_LR2 = received(load_LE, placement, self.topology, self.share_LNE)
-        mean_tokens = load_LE.sum(axis=1) / self.topology.num_ranks / steps
+    def judged(window: int) -> WindowResult:
+        load_LE = load[window]
+        received_LR2 = received(load_LE, current, topology, share_LNE)
+        mean_tokens = load_LE.sum(axis=1) / topology.num_ranks / steps
+        imbalance.append(of_window := predicted_imbalance(load_LE, current))
         return WindowResult(
             policy=policy,
             window=window,
-            balancedness_mean=float((1 / judged).mean()),
-            imbalance_mean=float(judged.mean()),
-            imbalance_max=float(judged.max()),
-            step_seconds=self.model.seconds(judged * mean_tokens, self.topology, received_LR2 / steps),
+            balancedness_mean=float((1 / of_window).mean()),
+            imbalance_mean=float(of_window.mean()),
+            imbalance_max=float(of_window.max()),
+            step_seconds=model.seconds(of_window * mean_tokens, topology, received_LR2 / steps),
             crossing_share=float(received_LR2[:, :, 1].sum() / max(load_LE.sum(), 1e-300)),
         )
+
+    ask(load[:1], 1.0)  # compiles, so that no measured plan does
+    imbalance: list[FloatArray] = []
+    windows: list[WindowResult] = []
+    record = TrackRecord(horizon=HORIZON_REPLANS)
+    for start in range(every, len(load), every):
+        record.observe(load[start - every : start].sum(axis=0))
+        planned = ask(load[max(0, start - history) : start], record.trust)
+        record.note(planned)
+        migration = (
+            cost.transfer_seconds(planned.moves, topology, current.slots_per_rank) if len(planned.moves) else 0.0
+        )
+        current = planned.placement
+        first, *others = [judged(window) for window in range(start, min(start + every, len(load)))]
+        first = replace(
+            first,
+            decision=planned.decision,
+            moved_slots=planned.moved_slots,
+            moved_homes=planned.moved_homes,
+            bytes_intra_node=planned.bytes_intra_node,
+            bytes_inter_node=planned.bytes_inter_node,
+            plan_seconds=planned.plan_seconds,
+            migration_seconds=migration + model.stall_seconds * (planned.decision == "rebalance"),
+        )
+        windows += [first, *others]
+        on_progress()
+    return PolicyRun(policy, current.layout, current.num_slots, steps, np.array(imbalance), tuple(windows))
 
 
 def num_replans(num_windows: int, every: int) -> int:
@@ -400,19 +391,3 @@ def merge_windows(load: FloatArray, count: int) -> FloatArray:
     if whole < 1:
         raise PlanError(f"a series of {len(load)} windows cannot be merged by {count}: give a smaller number")
     return np.asarray(load[: whole * count].reshape(whole, count, *load.shape[1:]).sum(axis=1))
-
-
-def _with_replan(result: WindowResult, planned: Plan, migration_seconds: float, model: StepModel) -> WindowResult:
-    moved = planned.decision == "rebalance"
-    return WindowResult(
-        **{
-            **asdict(result),
-            "decision": planned.decision,
-            "moved_slots": planned.moved_slots,
-            "moved_homes": planned.moved_homes,
-            "bytes_intra_node": planned.bytes_intra_node,
-            "bytes_inter_node": planned.bytes_inter_node,
-            "plan_seconds": planned.plan_seconds,
-            "migration_seconds": migration_seconds + model.stall_seconds * moved,
-        }
-    )
