@@ -5,19 +5,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import add_command, adder, positive
-from .inputs import require_extra, require_output
+from .inputs import require_output
 from .printing import print_json, print_lines, print_table, progress
 
 if TYPE_CHECKING:
     from ..observe.traces import Analysis, Change, MarkedSteps
 
 LONG_BYTES = 4 * 2**20
-PICTURES = (".png", ".svg", ".pdf")
 
 
 def add(commands: Any) -> None:
@@ -36,7 +35,7 @@ def _add_analyse(actions: Any) -> None:
         "say what ran, what was hidden under computing, and what each phase of a layer took",
         """
   eplb-runtime trace analyse rank0.json.gz
-  eplb-runtime trace analyse traces/ --plot traces.png      # all ranks of a job
+  eplb-runtime trace analyse traces/                        # all ranks of a job
   eplb-runtime trace analyse rank0.json --layers --kernels 30 --json
 """,
     )
@@ -44,7 +43,6 @@ def _add_analyse(actions: Any) -> None:
     command.add_argument("--layers", action="store_true", help="phases by layer and micro-batch, not summed")
     add = adder(command)
     add("--kernels", "N", positive, "kernels shown, the longest first (default: 10)", default=10)
-    add("--plot", "FILE", str, "draw what ran when, .png, .svg or .pdf (needs matplotlib)")
 
 
 def _add_merge(actions: Any) -> None:
@@ -81,14 +79,7 @@ def _add_compare(actions: Any) -> None:
 def _analyse(arguments: argparse.Namespace) -> None:
     from ..observe.traces import together, traces_in
 
-    if arguments.plot is not None:
-        require_output(arguments.plot, PICTURES)
-        require_extra("matplotlib", "--plot")
     analyses = _read([path for given in arguments.traces for path in traces_in(Path(given))])
-    if arguments.plot is not None:
-        from ..observe.traces.picture import draw
-
-        draw(analyses, Path(arguments.plot))
     if arguments.json:
         print_json(together(analyses))
         return
@@ -149,8 +140,7 @@ def _phases(one: Analysis, by_layer: bool) -> list[dict[str, Any]]:
     """A row for each phase, over layers and micro-batches unless asked otherwise."""
     rows: dict[tuple[str, int | None, int | None], list[float]] = {}
     for phase in one.phases:
-        name = f"{phase.phase}({phase.direction})" if phase.direction else phase.phase
-        key = (name, phase.layer, phase.micro_batch) if by_layer else (name, None, None)
+        key = (phase.name, phase.layer, phase.micro_batch) if by_layer else (phase.name, None, None)
         took = (phase.spans, phase.host_us, phase.compute_us, phase.communication_us, phase.exposed_us)
         rows[key] = [a + b for a, b in zip(rows.get(key, [0.0] * 5), took, strict=True)]
     shown = []
@@ -175,16 +165,7 @@ def _merge(arguments: argparse.Namespace) -> None:
     with _reading(2 * sum(path.stat().st_size for path in paths)) as advance:
         merged = merge(paths, output, advance)
     if arguments.json:
-        print_json(
-            {
-                "output": str(output),
-                "ranks": list(merged.ranks),
-                "events": merged.events,
-                "flows": merged.flows,
-                "dropped_flows": merged.dropped_flows,
-                "asynchronous": merged.asynchronous,
-            }
-        )
+        print_json({"output": str(output), **asdict(merged)})
         return
     print_lines(
         f"{output}: {len(merged.ranks)} ranks, {merged.events:,} events, {merged.flows:,} flows",

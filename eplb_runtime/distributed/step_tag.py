@@ -1,7 +1,6 @@
-"""The tag of a forward: layer, step, placement and mode as one number, which travels with the counts of every batch.
+"""The tag of a forward: layer, step, placement, mode and top-k as one number, which travels with every batch's counts.
 
-Ranks that run unequal numbers of forwards exchange what does not belong together. They compare their tags with the
-counts, so all of them raise at once, and each says which rank is in which forward.
+Ranks compare tags with the counts: where they differ, all raise at once and say which rank is in which forward.
 """
 
 from __future__ import annotations
@@ -13,14 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-_MEND = (
-    "every rank must run equally many forwards and steps (evaluation too; generate: synced_gpus=True), and no rank may "
-    "skip one alone"
-)
+_MEND = "every rank must run the same forwards and steps (evaluation too; generate: synced_gpus=True)"
 _PLACEMENT = 0xFC
 """Bits of a tag that name the placement of the layer."""
 _IN_GRAPH = 1 << 60
 """Bit of a tag: gradients of replicas will be sent as from graphs of torch.compile."""
+_TOP_K = 52  # first of 8 bits of a tag
 
 
 class OutOfStepError(RuntimeError):
@@ -43,8 +40,7 @@ class ForwardTag:
     @property
     def value(self) -> int:
         """Return the tag of the forward that this thread is in."""
-        value: int = getattr(self._here, "value", 0)
-        return value
+        return int(getattr(self._here, "value", 0))
 
     @property
     def training(self) -> bool:
@@ -66,13 +62,16 @@ class ForwardTag:
         """Note that they have been (`is_checked`)."""
         self._here.is_checked = True
 
-    def enter(self, layer: int, step: int, training: bool, epoch: int = 0, in_graph: bool = False) -> None:
+    def enter(
+        self, layer: int, step: int, training: bool, epoch: int = 0, in_graph: bool = False, top_k: int = 0
+    ) -> None:
         """Begin a forward of a layer on this rank.
 
         Args:
             in_graph: of torch.compile, and with gradients of copies, which all ranks must send at the same time.
+            top_k: experts of each token; 0: it is not compared.
         """
-        tag = (step << 24) | (layer << 8) | (training << 1) | torch.is_grad_enabled()
+        tag = (top_k % 256 << _TOP_K) | (step << 24) | (layer << 8) | (training << 1) | torch.is_grad_enabled()
         self._here.value = tag = tag | _IN_GRAPH if in_graph else tag
         self._here.is_checked = False
         self._here.place = layer, epoch
@@ -117,5 +116,6 @@ def _forward(tag: int) -> str:
     kind = "training" if tag >> 1 & 1 else "evaluation"
     gradients = "" if tag & 1 else " without gradients"
     graph = " in a graph of torch.compile" if tag & _IN_GRAPH else ""
-    layer, steps = tag >> 8 & 0xFFFF, (tag & ~_IN_GRAPH) >> 24
-    return f"the forward of MoE layer {layer} in {kind}{gradients}{graph} after {steps} steps"
+    layer, steps, top_k = tag >> 8 & 0xFFFF, (tag & (1 << _TOP_K) - 1) >> 24, (tag & ~_IN_GRAPH) >> _TOP_K
+    chosen = f" with top-k {top_k}" if top_k else ""
+    return f"the forward of MoE layer {layer} in {kind}{gradients}{graph} after {steps} steps{chosen}"

@@ -144,7 +144,8 @@ class ExpertParallelLayer:
     ) -> Tensor:
         epoch, repeated, training = self._table.epoch, in_recompute(), self._module.training
         replicas = grad_inputs is not None and self._splitter is not None
-        self._context.forward_tag.enter(self.index, self._counter.closed_steps, training, epoch, replicas)
+        tag, top_k = self._context.forward_tag, topk_ids_TK.shape[-1]
+        tag.enter(self.index, self._counter.closed_steps, training, epoch, replicas, top_k)
         self._dispatcher.check(hidden_TD, topk_weights_TK)
         if repeated:  # nothing counts again, and metadata that is known is used again
             metadata, counted = self._in_flight.repeated(topk_ids_TK), _Counted()

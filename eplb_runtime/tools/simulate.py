@@ -7,8 +7,10 @@ judged window by window with the split that its layout really uses. Step times c
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from ..planner.terms import Gate
 from ..planner.track_record import TrackRecord
 from ..planner.traffic import checked_sources, received
 from ..topology import Topology
+from ..utils.files import write_file
 
 FloatArray = NDArray[np.float64]
 
@@ -391,3 +394,13 @@ def merge_windows(load: FloatArray, count: int) -> FloatArray:
     if whole < 1:
         raise PlanError(f"a series of {len(load)} windows cannot be merged by {count}: give a smaller number")
     return np.asarray(load[: whole * count].reshape(whole, count, *load.shape[1:]).sum(axis=1))
+
+
+def write_windows(runs: Sequence[PolicyRun], path: str | Path) -> None:
+    """Write every judged window of every policy, and the summaries, as JSON for `report`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    rows = [asdict(window) for run in runs for window in run.windows]
+    write_file(Path(path), json.dumps({"policies": [run.summary() for run in runs], "windows": rows}))

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from torch import nn
 from torch._dynamo.utils import counters
 
 import eplb_runtime as eplb
-from eplb_runtime.config import config_from_settings
 from eplb_runtime.distributed.step_tag import OutOfStepError
 from eplb_runtime.moe import custom_ops, layer
 from eplb_runtime.planner.shuffle import plan_shuffle

@@ -17,13 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from dispatch_contract import BATCHES, SLOTS, Batch, experts_here, there_and_back
+from flat_settings import config_from_settings
 from host_waits import ON_CPUS_ALONE, HostWaitsError, no_waits
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from torch.nn import functional
 
 import eplb_runtime as eplb
-from eplb_runtime.config import ConfigError, DispatchConfig, config_from_settings
+from eplb_runtime.config import ConfigError, DispatchConfig
 from eplb_runtime.distributed.step_tag import OutOfStepError
 from eplb_runtime.distributed.transports import deepep_package
 from eplb_runtime.moe.dispatch import choosing

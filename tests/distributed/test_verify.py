@@ -166,7 +166,7 @@ def test_a_digest_is_that_of_all_bits_and_adds_up_over_parts(dtype: torch.dtype)
     row = torch.randn(40).mul(100).to(dtype)
     digest, sums = trial._sketched(trial.TrialEntry("a", "parameter", 0, row))
     if not dtype.is_complex:
-        parts = [trial._sketched(trial.TrialEntry("a", "range", 0, row[a:b], a)) for a, b in ((0, 7), (7, 40))]
+        parts = [trial._sketched(trial.TrialEntry("a", "parameter", 0, row[a:b], a)) for a, b in ((0, 7), (7, 40))]
         assert sum(part for part, _ in parts) == digest
         np.testing.assert_allclose(sum(part for _, part in parts), sums)
     changed = row.clone()

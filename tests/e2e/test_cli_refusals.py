@@ -164,6 +164,7 @@ def test_a_name_with_a_line_break_is_still_one_line(refusal: Callable[..., str],
         (["simulate", "--every", "2", "--policies", "static,best"], "policy 'best' is unknown; choose one of: static"),
         (["plan", "-o", "none/p.json"], "none: No such file or directory"),
         (["plan", "-o", "p.txt"], "p.txt: the name must end in .json or .safetensors"),
+        (["simulate", "--every", "2", "-o", "w.csv"], "w.csv: the name must end in .json"),
     ],
 )
 def test_names_and_places_are_looked_at_first(

@@ -2,7 +2,7 @@
 and the job ends after some steps. What the records mean is decided in `tools.verification`.
 
 A record has a few numbers for each tensor, and for each logical expert of it: a digest of all bits, the sum of squares,
-and eight random sums, from which the distance of two tensors is estimated that are never in one memory.
+and random sums, from which the distance of two tensors is estimated that are never in one memory.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ from ...utils.files import write_file
 from .description import Stage, spread_of
 from .unregistered import unregistered
 
-SKETCHES = 8
-"""Random sums of a tensor; the distance of two tensors is the root mean square of what these differ by."""
+SKETCHES = 16
+"""Random sums of a tensor, each of every sixteenth element with random signs; the distance of two tensors is about the
+norm of what these sums differ by."""
 _CHUNK = 1 << 22
 """Elements that are read at once."""
 _ENOUGH_MEMORY = 0.8
@@ -126,7 +128,6 @@ class TrialRun:
         self._step = 0
         self._began = balancer.placement.epoch
         self._losses: list[Tensor] = []
-        self._gradients: dict[tuple[str, int], TrialEntry] = {}
         self._shaken: set[int] = set()
         self._rows: dict[tuple[str, int], tuple[TrialEntry, Tensor, Tensor]] = {}
         self._coarsest = 0.0
@@ -180,6 +181,7 @@ class TrialRun:
     def _end(self) -> None:
         """Finish the record; the job does not go on to what comes after its loop."""
         self._undo()
+        _keys.cache_clear()
         owned = [*self._balancer._known_tensors(), *(entry.tensor for entry in self._entries())]
         found = unregistered([stage.model for stage in self._stages], self._runtime.registry, owned)
         rank = self._runtime.job.rank
@@ -258,8 +260,8 @@ class TrialRun:
         whole = torch.tensor(
             [(place[e.name], e.expert, KINDS.index(e.kind), e.tensor.numel()) for e, _, _ in rows], dtype=torch.int64
         ).reshape(-1, 4)
-        digests = torch.stack([digest for _, digest, _ in rows]).cpu().reshape(-1, 1) if rows else whole[:, :1]
-        sums = torch.stack([sums for _, _, sums in rows]).cpu() if rows else torch.zeros(0, 1 + SKETCHES)
+        digests = torch.stack([digest for _, digest, _ in rows]).reshape(-1, 1) if rows else whole[:, :1]
+        sums = torch.stack([sums for _, _, sums in rows]) if rows else torch.zeros(0, 1 + SKETCHES)
         head = json.dumps({"names": names, "rows": len(rows), "losses": losses}).encode()
         body = torch.cat([whole, digests, sums.double().view(torch.int64)], dim=1).numpy().tobytes()
         counts = self._counts if self._step else torch.zeros_like(self._runtime.counter.counts)
@@ -279,7 +281,7 @@ class TrialRun:
     def _write_meta(self) -> None:
         not_single = self._not_single or self._does_not_fit()
         if self._runtime.job.is_planner:
-            said = list(getattr(self._balancer._guard, "said", ()))
+            said = self._balancer._guard.said
             error = max([self._coarsest, *(torch.finfo(p.dtype).eps for p in self._floating())], default=0.0)
             commits = self._balancer.placement.epoch - self._began
             meta = {**self._meta, "said": said, "not_single": not_single, "rounding": error, "commits": commits}
@@ -302,22 +304,25 @@ class TrialRun:
 
 
 def _sketched(entry: TrialEntry) -> tuple[Tensor, Tensor]:
-    """int64: a digest that a change of any element changes; float64 ``[1 + SKETCHES]``: the sum of squares and sums
-    with random signs. Both are added up over the parts of a row."""
+    """int64: a digest that a change of any element changes; float64 ``[1 + SKETCHES]``: the sum of squares and, of
+    gradients and weights, sums with random signs. All are added up over the parts of a row."""
     tensor = entry.tensor.detach()
     flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).contiguous().reshape(-1)
     digest = torch.zeros((), dtype=torch.int64, device=flat.device)
     sums = torch.zeros(1 + SKETCHES, dtype=torch.float64, device=flat.device)
     for begin in range(0, flat.numel(), _CHUNK):
         part = flat[begin : begin + _CHUNK]
-        keys = _keys(entry.first + begin, part.numel(), flat.device)
-        digest += (_words(part) * (keys | 1)).sum()
+        first = entry.first + begin
+        keys = _keys(first, part.numel(), flat.device)
+        digest += (_words(part) * keys).sum()
         if part.is_floating_point():
             values = part.double()
-            sums[0] += (values * values).sum()
-            for number in range(SKETCHES):
-                sums[1 + number] += torch.where((keys >> (8 + 5 * number)) & 1 == 1, values, -values).sum()
-    return digest, sums
+            sums[0] += values @ values
+            if entry.kind in ("gradient", "parameter"):
+                signed = torch.where(keys & 256 == 0, values, -values)
+                before, after = first % SKETCHES, -(first + part.numel()) % SKETCHES
+                sums[1:] += nn.functional.pad(signed, (before, after)).view(-1, SKETCHES).sum(dim=0)
+    return digest.cpu(), sums.cpu()
 
 
 def _words(part: Tensor) -> Tensor:
@@ -327,13 +332,14 @@ def _words(part: Tensor) -> Tensor:
     return part.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[part.element_size()]).to(torch.int64)
 
 
+@lru_cache(maxsize=16)
 def _keys(first: int, count: int, device: torch.device) -> Tensor:
-    """A random int64 for each place, the same on every rank and device."""
+    """A random odd int64 for each place, the same on every rank and device."""
     keys = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device)
     for factor, shift in ((-7046029254386353131, 31), (-4658895280553007687, 29)):
         keys = keys * factor
         keys = keys ^ (keys >> shift)
-    return keys
+    return keys | 1
 
 
 def _gather_on_first(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:

@@ -111,12 +111,18 @@ def _inside(values: Sequence[Any], holder: Any, depth: int) -> Iterator[tuple[_C
     for value in values:
         kind = type(value)  # isinstance() wakes objects that pretend to be of another class
         if issubclass(kind, Tensor | np.ndarray):
-            is_activation = isinstance(value, Tensor) and value.grad_fn is not None
-            if not is_activation and value.ndim and (isinstance(value, np.ndarray) or not value.is_sparse):
+            if value.ndim and _may_be_weights(value):
                 yield _Candidate(value), holder if holder is not None else value
         elif depth and issubclass(kind, dict | list | tuple) and not gc.is_tracked(value):
             inner = [*value.values()] if isinstance(value, dict) else list(value)
             yield from _inside(inner, holder if holder is not None else value, depth - 1)
+
+
+def _may_be_weights(value: Tensor | np.ndarray[Any, Any]) -> bool:
+    """Whether this is of a kind of which averages, snapshots and masks are: no ids, and nothing that has a gradient."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "fV" or value.dtype.itemsize == 1
+    return value.grad_fn is None and not value.is_sparse and (value.is_floating_point() or value.element_size() == 1)
 
 
 def _named(holder: Any, variables: Sequence[tuple[str, Any]]) -> str:

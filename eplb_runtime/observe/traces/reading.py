@@ -222,6 +222,18 @@ def number(path: Path, event: dict[str, Any], key: str) -> float:
     return float(value)
 
 
+def duration_of(path: Path, event: dict[str, Any]) -> float:
+    """Return the duration of an event in microseconds.
+
+    Raises:
+        TraceError: it is negative or no finite number.
+    """
+    duration = number(path, event, "dur") if "dur" in event else 0.0
+    if duration < 0:
+        raise TraceError(f"{path}: an event lasts {duration:g} us: times run forwards")
+    return duration
+
+
 def name_of(event: dict[str, Any]) -> str:
     name = event.get("name")
     return name if isinstance(name, str) else ""

@@ -238,7 +238,7 @@ def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], roundin
             continue
         else:
             sums = [one - step.cells[key].sums[:, 1:] for one, step in zip(sums, before, strict=True)]
-            scale, floor = float(np.sqrt(np.mean(sums[0] ** 2))), rounding * cell.norm
+            scale, floor = float(np.sqrt(np.max(np.sum(sums[0] ** 2, axis=1)))), rounding * cell.norm
         if np.isfinite(scale + floor):
             same = len(sums[0]) == len(sums[1])
             apart = max(_apart(sums[0][place if same else 0], row) for place, row in enumerate(sums[1]))
@@ -255,7 +255,7 @@ def _losses(steps: Sequence[StepRecord]) -> Iterator[Measure]:
 
 def _apart(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
     """The distance of two tensors, by their random sums."""
-    apart = float(np.sqrt(np.mean((one - other) ** 2)))
+    apart = float(np.sqrt(np.sum((one - other) ** 2)))
     return apart if np.isfinite(apart) else (0.0 if np.array_equal(one, other, equal_nan=True) else float("inf"))
 
 
