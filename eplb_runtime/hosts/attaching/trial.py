@@ -124,7 +124,7 @@ class TrialRun:
         self._balancer = balancer
         self._stages = stages
         self._runtime = balancer._runtime
-        self._group = self._runtime.groups.background()
+        self._group = self._runtime.groups.background
         self._step = 0
         self._began = balancer.placement.epoch
         self._losses: list[Tensor] = []
