@@ -820,7 +820,7 @@ class Balancer:
 
     def _background_group(self) -> dist.ProcessGroup:
         """A gloo group over all ranks for a thread of an asynchronous save; made once. Collective."""
-        return self._runtime.groups.background()
+        return self._runtime.groups.background
 
     def _open_second_channel(self) -> MicroBatchChannels:
         """Let two batches of a rank exchange tokens at once (`moe.dispatch.channels`). Collective, between steps.
@@ -848,7 +848,7 @@ class Balancer:
                 replicas.launching = channels.launching
                 if runtime.device.type != "cpu":
                     channels.ahead = replicas.wait_all  # both streams wait for what the caller's has waited for
-            channels.open(MicroBatchChannel(*runtime.groups.second_channel()))
+            channels.open(MicroBatchChannel(*runtime.groups.second_channel))
         return channels
 
     # -- for other rooms ------------------------------------------------------------------------------------------

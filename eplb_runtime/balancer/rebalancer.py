@@ -43,9 +43,9 @@ from ..load.aggregate import HostCopy
 from ..load.clock import Progress, StepClock
 from ..load.expert_clock import REST_STEPS, SAMPLED_STEPS
 from ..migration.between_steps import BetweenSteps
-from ..migration.driver import Migration, MigrationProgress
 from ..migration.engine import MigrationBroken, MigrationEngine
 from ..migration.overlapped import Overlapped
+from ..migration.progress import MigrationProgress
 from ..moe.experts.optimizer_state import OptimizerStateError
 from ..placement import Placement, PlacementError
 from ..utils.errors import one_line
@@ -132,7 +132,7 @@ class Rebalancer:
         self._worker = Worker("eplb_runtime", use_my_device)
         self._between_steps = BetweenSteps(self._engine, self._get_ready, self._wait_for_replicas)
         self.overlapped = self._new_overlapped()
-        self._migration: Migration = self.overlapped if config.overlap else self._between_steps
+        self._migration: BetweenSteps | Overlapped = self.overlapped if config.overlap else self._between_steps
         self._reconnection = Reconnection(groups, self._make_transport, self._at_point)
         self._compiler = Worker("eplb_runtime compile")
         self._compiled = self._begin_compiling()
@@ -564,7 +564,7 @@ class Rebalancer:
 
     # -- migrating -------------------------------------------------------------------------------------------------
 
-    def _migrate(self, target: Placement, migration: Migration | None = None) -> MigrationProgress:
+    def _migrate(self, target: Placement, migration: BetweenSteps | Overlapped | None = None) -> MigrationProgress:
         """Begin a migration, and advance it once.
 
         Args:

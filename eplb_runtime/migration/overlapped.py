@@ -37,9 +37,9 @@ from ..placement import Placement
 from ..replicas.placement_maps import Maps
 from ..utils.errors import one_line
 from ..utils.worker import Worker
-from .driver import MigrationProgress
 from .engine import Formats, MigrationEngine, PostedRound, PreparedMigration, layers_that_differ
 from .pacing import Pace, StartTimes, next_batch
+from .progress import MigrationProgress
 from .schedule import Round
 
 logger = logging.getLogger("eplb_runtime")
@@ -102,7 +102,7 @@ class InFlightRound:
 
 
 class Overlapped:
-    """The driver (`driver.Migration`) of migrations that overlap with training; one at a time, on one rank.
+    """The driver of migrations that overlap with training; one at a time, on one rank.
 
     Args:
         engine: of this rank; this driver is its only user during a migration.

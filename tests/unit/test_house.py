@@ -45,36 +45,36 @@ COMPILED = ("jit", "triton", "custom_op", "register_fake", "kernel")
 RATCHET = {
     "(root)": 1639,
     "utils": 964,
-    "distributed": 6396,
+    "distributed": 6387,
     "load": 1729,
     "moe": 8018,
     "planner": 6686,
     "replicas": 2304,
-    "migration": 2684,
+    "migration": 2657,
     "balancer": 5093,
-    "observe": 3647,
+    "observe": 3588,
     "checkpoint": 3358,
     "hosts": 10070,
-    "tools": 10717,
-    "cli": 2462,
-    "package": 65986,
-    "files of the package": 375,
+    "tools": 5717,
+    "cli": 1873,
+    "package": 60311,
+    "files of the package": 344,
     "page": 698,
-    "tests": 59643,
+    "tests": 59623,
     "files of tests": 372,
     "Markdown, KB": 257,
 }
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""
-ALLOWANCE = {  # the proof (verify -- JOB) beside the detectives that it replaces
+ALLOWANCE = {  # the proof (verify -- JOB) and the loops it is tried on, beside the detectives that they replace
     "(root)": 40,
     "balancer": 60,
     "hosts": 600,
     "cli": 40,
     "package": 700,
     "files of the package": 4,
-    "tests": 300,
-    "files of tests": 4,
+    "tests": 2300 + 2800,  # and benchmarks and soak, which were in the package
+    "files of tests": 13 + 16,
     "Markdown, KB": 2,
 }
 """Lines on top of a limit while an old and a new way stand side by side; with a comment that says for which part."""
@@ -129,7 +129,6 @@ def test_torch_compile_looks_into_no_backward_pass() -> None:
     seen = [
         f"{module}:{line}"
         for module, path in modules()
-        if not module.startswith("tools.bench.")
         for line, decorators in backward_passes(parsed(path))
         if "torch.compiler.disable" not in decorators
     ]

@@ -29,7 +29,7 @@ def transport_of_copies(
     Raises:
         AttachError: ``config.copies_by`` cannot be had; on all ranks.
     """
-    by_torch = PointToPoint(groups.replicas, groups.job.row_ranks)
+    by_torch = PointToPoint(groups.replicas if config.replica_slots else groups.rows, groups.job.row_ranks)
     if config.copies_by == "torch":
         return by_torch
     lacks, make = {"copy_engine": (_no_copy_engine, _copy_engine), "deepep": (_no_deepep, _deepep)}[config.copies_by]

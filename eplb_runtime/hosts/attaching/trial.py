@@ -54,7 +54,7 @@ def without_replicas(config: BalancerConfig) -> BalancerConfig:
     dispatch = replace(config.dispatch, **{name: getattr(usual, name) for name in names})
     if dispatch.name not in ("deepep", "auto"):
         dispatch = replace(dispatch, sms=usual.sms)
-    copies = {
+    copies: dict[str, Any] = {
         name: BalancerConfig.__dataclass_fields__[name].default for name in ("copies_by", "shared_between_layers")
     }
     return replace(config, replica_slots=0, initial_placement=None, dispatch=dispatch, **copies)
@@ -124,7 +124,7 @@ class TrialRun:
         self._balancer = balancer
         self._stages = stages
         self._runtime = balancer._runtime
-        self._group = self._runtime.groups.background()
+        self._group = self._runtime.groups.background
         self._step = 0
         self._began = balancer.placement.epoch
         self._losses: list[Tensor] = []

@@ -46,7 +46,8 @@ def unregistered(
         is_like = any(shape[-len(row) :] == row for row in rows) or shape[-1:] in sizes or (value.numel,) in sizes
         if is_like and value.memory not in known:
             known.add(value.memory)
-            found.append((_named(holder, variables), shape))
+            if name := _named(holder, variables):
+                found.append((name, shape))
     return found[:MOST_FOUND]
 
 
@@ -54,10 +55,11 @@ class _Candidate:
     """A tensor or an array."""
 
     def __init__(self, value: Tensor | np.ndarray[Any, Any]) -> None:
-        is_array = isinstance(value, np.ndarray)
         self.shape = tuple(value.shape)
-        self.numel = value.size if isinstance(value, np.ndarray) else value.numel()
-        self.memory = value.__array_interface__["data"][0] if is_array else _memory_of(value)
+        if isinstance(value, np.ndarray):
+            self.numel, self.memory = value.size, value.ctypes.data
+        else:
+            self.numel, self.memory = value.numel(), _memory_of(value)
 
 
 def _memory_of(tensor: Tensor) -> int:
@@ -101,7 +103,7 @@ def _tensors(variables: Sequence[tuple[str, Any]]) -> Iterator[tuple[_Candidate,
     """All tensors and arrays, each with an object that holds it."""
     objects = gc.get_objects()
     for holder in objects:
-        if not str(getattr(type(holder), "__module__", "")).startswith(_FRAMEWORKS):
+        if not _of_a_framework(holder):
             yield from _inside(gc.get_referents(holder), holder, _DEPTH)
     yield from _inside([value for _, value in variables], None, _DEPTH)
     yield from _inside([one for one in objects if issubclass(type(one), Tensor)], None, 0)
@@ -126,27 +128,34 @@ def _may_be_weights(value: Tensor | np.ndarray[Any, Any]) -> bool:
 
 
 def _named(holder: Any, variables: Sequence[tuple[str, Any]]) -> str:
-    """A holder in words: the variable that it is, the function or the object that keeps it."""
-    for _ in range(3):
-        if name := next((name for name, value in variables if value is holder), ""):
-            return f"variable {name}"
-        if isinstance(holder, GeneratorType):
-            return f"generator {holder.__qualname__}"
-        if isinstance(holder, FunctionType):
-            return f"function {holder.__qualname__}"
+    """A holder in words: the variable that it is, the function or the object that keeps it; empty: a framework's."""
+    kind = "a variable"
+    for _ in range(_DEPTH):
+        for name, value in variables:  # a closure over `holder` would be a holder itself
+            if value is holder:
+                return f"variable {name}"
+        if isinstance(holder, GeneratorType | FunctionType):
+            return f"{'function' if isinstance(holder, FunctionType) else 'generator'} {holder.__qualname__}"
         if isinstance(holder, ModuleType):
             return f"module {holder.__name__}"
+        if _of_a_framework(holder):
+            return ""
         if not isinstance(holder, dict | list | tuple | CellType | Tensor | np.ndarray):
             return f"an object of {type(holder).__name__}"
-        above = [one for one in gc.get_referrers(holder) if type(one).__name__ not in ("frame", "list_iterator")]
         kind = "a closure" if isinstance(holder, CellType) else f"a {type(holder).__name__}"
-        following = next((one for one in above if one is not variables and not _is_ours(one)), None)
-        if following is None:
-            return kind
-        holder = following
+        above = [one for one in gc.get_referrers(holder) if one is not variables and not _is_ours(one)]
+        if not above:
+            break
+        holder = above[0]
     return kind
 
 
+def _of_a_framework(value: Any) -> bool:
+    return str(getattr(type(value), "__module__", "")).startswith(_FRAMEWORKS)
+
+
 def _is_ours(value: Any) -> bool:
-    """Whether this is one of the lists that the search itself has made."""
-    return isinstance(value, list) and len(value) > 10_000
+    """Whether this is a frame, or a list or a generator of the search itself."""
+    if isinstance(value, GeneratorType):
+        return bool(value.gi_code.co_filename == __file__)
+    return type(value).__name__ in ("frame", "list_iterator") or (isinstance(value, list) and len(value) > 10_000)

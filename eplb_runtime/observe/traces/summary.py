@@ -43,7 +43,10 @@ def together(analyses: Sequence[Analysis]) -> dict[str, Any]:
     """JSON-able: of one trace all that is known of it; of several their means, and each of them in ``traces``."""
     if len(analyses) == 1:
         return analyses[0].to_dict()
-    mean = _mean_over(analyses)
+
+    def mean(value: Callable[[Analysis], float]) -> float:
+        return round(statistics.fmean(value(one) for one in analyses), 3)
+
     total, hidden = mean(lambda one: one.communication.us), mean(lambda one: one.communication.hidden_us)
     return {
         "span_us": mean(lambda one: one.span_us),
@@ -61,10 +64,6 @@ def together(analyses: Sequence[Analysis]) -> dict[str, Any]:
         "kernels": [{"file": one.file, **asdict(kernel)} for one in analyses for kernel in one.kernels],
         "traces": [one.to_dict() for one in analyses],
     }
-
-
-def _mean_over(analyses: Sequence[Analysis]) -> Callable[[Callable[[Analysis], float]], float]:
-    return lambda value: round(statistics.fmean(value(one) for one in analyses), 3)
 
 
 # -- two jobs --------------------------------------------------------------------------------------------------------

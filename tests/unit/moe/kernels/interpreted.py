@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from benchmarks import kernels as bench
 from water_filling_torch import assign_slots
 
 from eplb_runtime.load.counter import LoadCounter
@@ -22,7 +23,6 @@ from eplb_runtime.moe.routing.lookup import SlotTable
 from eplb_runtime.moe.routing.sources import split_for_rank
 from eplb_runtime.moe.routing.tables import SplitTables
 from eplb_runtime.placement import EMPTY, Placement
-from eplb_runtime.tools.bench import kernels as bench
 from eplb_runtime.utils import checksums_triton
 from eplb_runtime.utils.checksums import block_hashes
 
@@ -209,7 +209,7 @@ def test_a_rank_sends_to_copies_what_numba_says(case: str, ranks_per_node: int) 
 
 
 def test_the_benchmark_runs_each_of_them() -> None:
-    found = bench.run(CPU, repeats=1, tokens=40, top_k=2, experts=16, ranks=4, hidden=64, at_once=1)
+    found = bench.run(CPU, repeats=1, tokens=40, top_k=2, experts=16, ranks_of_job=4, hidden=64, calls=1)
     names = [row["kernel"] for row in found["kernels"]]
     assert len(names) == len(set(names)) == 11
     assert all(row[key] > 0 for row in found["kernels"] for key in ("us", "reference_us", "least_us", "ratio"))
