@@ -80,14 +80,5 @@ def _of_our_model(arguments: argparse.Namespace) -> Any:
         )
     runs = 5 if arguments.replica_slots else 4
     with progress("steps", runs * arguments.steps) if is_first() else nullcontext(lambda: None) as advance:
-        return run(
-            family=arguments.family,
-            model_config=arguments.model_config,
-            device=arguments.device,
-            dtype=arguments.dtype,
-            steps=arguments.steps,
-            replica_slots=arguments.replica_slots,
-            batch=arguments.batch,
-            length=arguments.length,
-            on_step=advance,
-        )
+        names = ("family", "model_config", "device", "dtype", "steps", "replica_slots", "batch", "length")
+        return run(*(getattr(arguments, name) for name in names), on_step=advance)

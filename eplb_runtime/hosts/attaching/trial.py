@@ -40,8 +40,8 @@ _CHUNK = 1 << 22
 """Elements that are read at once."""
 _ENOUGH_MEMORY = 0.8
 """Share of the free memory that the experts of a run with all of them on each rank may take."""
-KINDS = ("parameter", "gradient", "optimizer_state", "buffer", "range", "number")
-"""Of a tensor on record, as its number says; ``range`` and ``number``: of state that ranks have a part each of."""
+KINDS = ("gradient", "buffer", "optimizer_state", "range", "number", "parameter")
+"""Of a tensor on record, as its number says, causes first; ``range``, ``number``: state of which ranks have parts."""
 
 
 def without_replicas(config: BalancerConfig) -> BalancerConfig:

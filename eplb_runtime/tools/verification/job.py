@@ -13,11 +13,8 @@ from ..launch import process_group, repeat_every_bit
 from .report import Report
 from .runs import verify
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-
 
 def run(
-    *,
     family: str = "olmoe",
     model_config: str | Path | None = None,
     device: str = "cpu",
@@ -26,6 +23,7 @@ def run(
     replica_slots: int = 0,
     batch: int = 4,
     length: int = 32,
+    *,
     on_step: Callable[[], None] = lambda: None,
 ) -> Report:
     """Verify on the ranks that torchrun started, or on this process alone; arguments as those of the command.
@@ -39,22 +37,19 @@ def run(
         if here.type == "cuda":
             repeat_every_bit()
         experts = max(8, 4 * dist.get_world_size())
-        config = small_config(family, experts) if model_config is None else read_config(model_config)
-        vocabulary = config.get_text_config().vocab_size
+        model = small_config(family, experts) if model_config is None else read_config(model_config)
 
         def make_batch(step: int) -> dict[str, object]:
             generator = torch.Generator().manual_seed(step * 100_003 + dist.get_rank())
-            ids = torch.randint(vocabulary, (batch, length), generator=generator).to(here)
+            ids = torch.randint(model.get_text_config().vocab_size, (batch, length), generator=generator).to(here)
             return {"input_ids": ids, "labels": ids, "use_cache": False}
 
+        dispatch = DispatchConfig(split_least_tokens=0) if replica_slots else DispatchConfig()
         return verify(
-            lambda: make_model(config, here, DTYPES[dtype]),
+            lambda: make_model(model, here, getattr(torch, dtype)),
             lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1),
             make_batch,
             steps=steps,
-            config=BalancerConfig(
-                replica_slots=replica_slots,
-                dispatch=DispatchConfig(split_least_tokens=0) if replica_slots else DispatchConfig(),
-            ),
+            config=BalancerConfig(replica_slots=replica_slots, dispatch=dispatch),
             on_step=on_step,
         )

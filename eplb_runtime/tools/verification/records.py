@@ -14,17 +14,13 @@ from numpy.typing import NDArray
 from ...hosts.attaching.trial import KINDS, SKETCHES
 
 TIMES_SHAKEN = 12.0
-"""Runs are equal to rounding where they differ by no more than so many times what rounding errors in the gradients of
-each step come to in this job. Right jobs measured: `python -m tests.support.misuse.table`."""
+"""Of what rounding errors in the gradients of each step come to in this job: runs may differ by so much."""
 ROUNDINGS = 20.0
 """Rounding errors of a tensor that are allowed in any case."""
 DENSE_ROUNDINGS = 16.0
-"""Rounding errors of the whole model's gradients that are allowed: a gradient that is zero but for rounding, as that of
-a bias before a softmax, has any value below."""
+"""Of the whole model's gradients: one that is zero but for rounding (a bias before a softmax) has any value below."""
 LOSS_SHARE = 0.02
 """By which losses may differ once two runs send a token to different experts."""
-_FIRST = ("gradient", "buffer", "optimizer_state", "range", "number", "parameter")
-"""What is looked at first of a step: a gradient is the cause of a weight."""
 
 Key = tuple[str, int]
 """The name of a tensor, and the logical expert; -1: it is no expert's."""
@@ -60,7 +56,7 @@ class StepRecord:
     losses: tuple[tuple[float, ...], ...]
 
     def ordered(self) -> list[Key]:
-        return sorted(self.cells, key=lambda key: _FIRST.index(self.cells[key].kind))
+        return sorted(self.cells, key=lambda key: KINDS.index(self.cells[key].kind))
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,23 +142,14 @@ def first_difference(one: Run, other: Run) -> Difference | None:
 def _hint(here: StepRecord, there: StepRecord, odd: Sequence[Key]) -> str:
     """Say what a step's differences point to."""
     gradients = [key for key in odd if here.cells[key].kind == "gradient"]
-    if not gradients:
-        return (
-            "gradients are the same: the optimizer steps experts together, or something writes weights or keeps state "
-            "by place (an average, a snapshot: balancer.register_all)"
-        )
     of_experts = [key for key in gradients if key[1] >= 0]
+    if not gradients:
+        return "gradients are the same: the optimizer mixes experts, or something writes or keeps them by place"
     if all(_is_scaled(here.cells[key], there.cells[key]) for key in of_experts or gradients):
-        return (
-            "gradients differ by a factor: a rank scales gradients by a factor of its own (torch's clip_grad_norm_? "
-            "use balancer.clip_grad_norm_)"
-        )
+        return "a rank scales gradients by a factor of its own (torch's clip_grad_norm_? use balancer.clip_grad_norm_)"
     if of_experts == gradients:
-        return (
-            "gradients of experts alone differ: something changes them by rank or by place (an average over ranks, a "
-            "penalty over a rank's experts, a mask, a freeze)"
-        )
-    return "gradients outside the experts differ, too: a loss or a gradient depends on which experts a rank has"
+        return "only gradients of experts: something changes them by rank or by place (an average, a penalty, a freeze)"
+    return "gradients outside the experts, too: a loss or a gradient depends on which experts a rank has"
 
 
 def _is_scaled(one: Cell, other: Cell) -> bool:

@@ -15,18 +15,12 @@ class Report:
     """What the runs of a job have shown; equal on every rank.
 
     Args:
-        verdict: ``"unknown"`` where something could not be compared.
-        reason: why it is not right; empty: it is.
-        steps, tensors: that were compared.
-        repeats: whether two runs of the job are the same; None: not known.
-        moved: whether a run with homes moved after each step gave the same bits; None: there is none.
-        difference: the first one between the two.
+        reason: why the verdict is not ``"right"``.
+        moved: whether a run with homes moved after each step gave the same bits; ``difference``: the first that is not.
         moved_rounding: where bits cannot be the same (replicas, or what ``notes`` say): how close they are.
-        single: how close a run is with all experts on each rank.
-        single_reason: why there is none.
+        single: how close a run is with all experts on each rank; ``single_reason``: why there is none.
         unregistered: ``{"holder", "shape"}`` of tensors that may be experts and that nobody has registered.
-        said: lines of the guard in these runs.
-        notes: what ``attach`` says of bits.
+        said: lines of the guard. notes: what ``attach`` says of bits.
     """
 
     verdict: Verdict

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...config import BalancerConfig, Trial, launcher_environment, set_trial
+from ...distributed.consensus import gather_bytes
 from ...hosts import attach
 from .records import Closeness, Difference, Run, first_difference, to_rounding
 from .report import Report
@@ -29,10 +30,8 @@ SEED = 20250710
 LAST_LINES = 8
 """Lines of a job's output that are shown where it failed."""
 _LOOK_SECONDS = 0.2
-_PENALTY = (
-    "what a rank does with the experts that it has is not what plain training does with all (a penalty, a scale, a "
-    "mask over a rank's experts?)"
-)
+_NAMES = {"single": "all experts on each rank", "moved": "moved homes and replicas"}
+_PENALTY = ": what a rank does with its experts is not what plain training does with all (a penalty, a scale, a mask?)"
 
 Proof = Generator[tuple[str, bool], Run, Report]
 """Asks for runs: the layout of a `Trial`, and whether it keeps replica slots."""
@@ -86,7 +85,7 @@ def proof() -> Proof:
             return answer("unknown", f"the run with {_NAMES[layout]} routes tokens otherwise from its first step on")
         if not close.equal:
             why = f"{_NAMES[layout]} give another {close.tensor} after step {close.step} ({close.worst:.2g} off)"
-            return answer("wrong", f"{why}: {_PENALTY}" if layout == "single" else why)
+            return answer("wrong", why + _PENALTY * (layout == "single"))
     if said := answer("right").said:
         return answer("wrong", f"said in the job: {said[0]}")
     if report.unregistered:
@@ -94,9 +93,6 @@ def proof() -> Proof:
         why = f"{first['holder']} holds what may be experts, shape {tuple(first['shape'])}, and does not move with them"
         return answer("unknown", f"{why}: balancer.register_all(name, it), or make it new after each step")
     return answer("right")
-
-
-_NAMES = {"single": "all experts on each rank", "moved": "moved homes and replicas"}
 
 
 # -- a user's command --------------------------------------------------------------------------------------------------
@@ -178,18 +174,13 @@ def verify(
 ) -> Report:
     """Train with experts fixed, moved after each step, and all of them on each rank; compare. Collective.
 
-    Each run begins with ``make_model()``, ``make_optimizer(model)`` and ``attach``; then for each step, from 0, seeds
-    are set, ``model(make_batch(step))``, backward, ``optimizer.step()``. Gradients outside the experts are averaged by
-    the balancer.
+    Gradients outside the experts are averaged by the balancer. Seeds are set before each step.
 
     Args:
         make_model: a new model on its device, the same weights at each call and on every rank.
         make_optimizer: an optimizer for it.
-        make_batch: this rank's batch of a step, the same at each call: a mapping is given to the model as keyword
-            arguments, a tuple or list as positional ones, anything else as the only one.
-        steps: of each run.
-        config: of the balancer; what decides when experts move does not count here.
-        ep_group: as for ``attach``.
+        make_batch: this rank's batch of a step, from 0, the same at each call: keyword arguments of the model as a
+            mapping, positional ones as a tuple or list, or the only one.
         loss: ``(output, batch) -> scalar``.
         on_step: called after each step of each run.
 
@@ -198,7 +189,7 @@ def verify(
 
     Raises:
         AttachError: the model, optimizer or config cannot be balanced.
-        TypeError: a callback returns something else than it should.
+        TypeError: ``loss`` does not give one value.
         ValueError: ``steps`` is not positive.
     """
     if steps < 1:
@@ -215,7 +206,7 @@ def verify(
                         word["layout"] = next(asking) if run is None else asking.send(run)
                 except StopIteration as stop:
                     word["report"] = asdict(stop.value)
-                word = json.loads(_from_first(json.dumps(word).encode(), group))
+                word = json.loads(gather_bytes(json.dumps(word).encode(), group)[0])
                 if "report" in word:
                     return _report(word["report"])
                 (layout, replicas), own = word["layout"], Path(folder) / str(number)
@@ -227,14 +218,6 @@ def verify(
                 run, number = Run.of(own), number + 1
     finally:
         dist.destroy_process_group(group)
-
-
-def _from_first(message: bytes, group: dist.ProcessGroup) -> bytes:
-    size = torch.tensor([len(message)])
-    dist.broadcast(size, src=0, group=group)
-    text = bytearray(message.ljust(int(size))[: int(size)])
-    dist.broadcast(torch.frombuffer(text, dtype=torch.uint8), src=0, group=group)
-    return bytes(text)
 
 
 def _report(found: dict[str, Any]) -> Report:
@@ -254,10 +237,7 @@ def _train(
     on_step: Callable[[], None],
 ) -> None:
     torch.manual_seed(SEED)
-    if not isinstance(model := make_model(), nn.Module):
-        raise TypeError(f"make_model() must return a torch module, not {type(model).__name__}")
-    if not isinstance(optimizer := make_optimizer(model), torch.optim.Optimizer):
-        raise TypeError(f"make_optimizer(model) must return a torch optimizer, not {type(optimizer).__name__}")
+    optimizer = make_optimizer(model := make_model())
     balancer = attach(model, optimizer, config=config, ep_group=ep_group)
     try:
         model.train()
