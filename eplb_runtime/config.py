@@ -25,10 +25,12 @@ from .placement import Placement
 SPLITS = ("water_filling", "even")
 TRAINING_GATES = ("payoff", "always")
 TRAINING_POLICIES = ("incremental", "static")
-TRANSPORTS = ("torch", "shm", "cuda_ipc", "nixl", "nvshmem", "deepep", "auto")
+TRANSPORTS = ("torch", "cuda_ipc", "nixl", "nvshmem", "deepep", "auto")
 """A new one is named here, in `distributed.transports.TRANSPORTS` (a test holds both equal) and in what
 `MigrationConfig` says of ``transport``; `distributed.transports.automatic` may choose it, `tests/transport_contract.py`
 tries it."""
+GONE = {("transport", "shm"): "gone; gloo does it: leave transport out"}
+"""What became of values that earlier releases took."""
 COPIES_BY = ("torch", "copy_engine", "deepep")
 DISPATCHES = ("all_to_all", "hierarchical", "deepep", "auto")
 COMBINE_ORDERS = ("logical", "by_rank")
@@ -127,6 +129,8 @@ class _Settings:
 
     def _one_of(self, name: str, known: tuple[str, ...], shown_as: str = "") -> None:
         value = getattr(self, name)
+        if isinstance(value, str) and (name, value) in GONE:
+            raise ConfigError(f"{name}={_shown(value)} is {GONE[name, value]}")
         if not isinstance(value, str) or value not in known:
             raise ConfigError(f"{shown_as or name}={_shown(value)} is unknown; choose one of: {', '.join(known)}")
         self._set(name, str(value))
@@ -244,11 +248,11 @@ class MigrationConfig(_Settings):
             replay the layers.
         max_moves: at most so many experts move in one decision, over all layers; None: no limit.
         max_pause_seconds: a plan whose predicted pause is longer is trimmed to fit; None: no limit.
-        transport: what carries experts: ``"torch"`` (torch.distributed point to point: gloo or NCCL), ``"shm"`` (shared
-            memory between the ranks of one node, on a CPU), ``"cuda_ipc"`` (the same between the GPUs of one node, by
-            their copy engines), ``"nixl"`` (extra ``nixl``: RDMA or TCP), ``"nvshmem"`` (extra ``nvshmem-cu12`` or
-            ``nvshmem-cu13``, between GPUs), ``"deepep"`` (the package deep_ep, between Hopper GPUs and newer; not with
-            ``overlap``) or ``"auto"`` (inside nodes and across them what fits on every rank, of the first four).
+        transport: what carries experts: ``"torch"`` (torch.distributed point to point: gloo or NCCL), ``"cuda_ipc"``
+            (between the GPUs of one node, by their copy engines), ``"nixl"`` (extra ``nixl``: RDMA or TCP),
+            ``"nvshmem"`` (extra ``nvshmem-cu12`` or ``nvshmem-cu13``, between GPUs), ``"deepep"`` (the package deep_ep,
+            between Hopper GPUs and newer; not with ``overlap``) or ``"auto"`` (of the first three, the one that fits
+            on every rank).
         staging_bytes: bytes of received experts that a rank stages at once; bounds both memory and a round's size.
             Never less than one expert with its state.
         bytes_per_step: with ``overlap``, the most that a rank receives beside one step, up to ``staging_bytes``; None:
@@ -260,8 +264,8 @@ class MigrationConfig(_Settings):
         ConfigError: a value is out of range, a name is unknown, or a setting has no effect beside the others.
 
     Example:
-        >>> MigrationConfig(transport="shm", lag=0).transport
-        'shm'
+        >>> MigrationConfig(transport="auto", lag=0).transport
+        'auto'
     """
 
     lag: int = 1
@@ -366,9 +370,9 @@ class BalancerConfig(_Settings):
         ConfigError: a value is out of range, a name is unknown, or a setting has no effect beside the others.
 
     Example:
-        >>> config = BalancerConfig(interval=100, replica_slots=1, migration=MigrationConfig(transport="shm"))
+        >>> config = BalancerConfig(interval=100, replica_slots=1, migration=MigrationConfig(transport="auto"))
         >>> config.window_steps, config.horizon, config.gate, config.migration.transport
-        (400, 1000, 'payoff', 'shm')
+        (400, 1000, 'payoff', 'auto')
         >>> BalancerConfig(interval=0)
         Traceback (most recent call last):
             ...
@@ -602,8 +606,8 @@ def config_from_settings(settings: Mapping[str, Any]) -> BalancerConfig:
         ConfigError: as `BalancerConfig`; or a setting is given twice.
 
     Example:
-        >>> config_from_settings({"transport": "shm", "lag": 0, "interval": 20}).migration.transport
-        'shm'
+        >>> config_from_settings({"transport": "nixl", "lag": 0, "interval": 20}).migration.transport
+        'nixl'
     """
     sections: dict[str, dict[str, Any]] = {"": {}, **{section: {} for section in _SECTIONS}}
     for name, value in settings.items():

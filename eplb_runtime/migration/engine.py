@@ -28,9 +28,9 @@ from ..distributed.transports.base import Transport, TransportError
 from ..moe.experts.record import RecordFormat
 from ..moe.experts.registry import ExpertTensors
 from ..placement import HomeRows, Placement
-from ..utils.checksums import block_hashes
+from ..utils.checksums import HashBlocks, block_hashes
 from ..utils.spans import phase
-from .exchange import Exchange, HashBlocks, RoundExecutor
+from .exchange import Exchange, RoundExecutor
 from .records import Records, agree_on_records, formats_of
 from .schedule import Round, TransferSchedule, make_schedule
 

@@ -194,7 +194,7 @@ def what_other_transports_make_of_it(rank: int, transports: list[str], heaps: Pa
 
 
 def test_so_it_is_with_other_transports(tmp_path: Path) -> None:
-    transports = ["shm", "cuda_ipc", "nvshmem", *([] if nixl_agent.why_not() else ["nixl"])]
+    transports = ["cuda_ipc", "nvshmem", *([] if nixl_agent.why_not() else ["nixl"])]
     results = run_ranks(RANKS, what_other_transports_make_of_it, transports, tmp_path)
     for transport in transports:
         first = results[0][transport]

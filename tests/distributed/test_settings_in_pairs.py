@@ -55,7 +55,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "staging_bytes": (256 << 20, 20_000),
     "overlap": (False, True),
     "bytes_per_step": (None, 20_000),
-    "transport": ("torch", "shm", "auto") if nixl_agent.why_not() else ("torch", "shm", "nixl", "auto"),
+    "transport": ("torch", "auto") if nixl_agent.why_not() else ("torch", "nixl", "auto"),
     "dispatch": ("all_to_all", "hierarchical", "auto"),
     "combine_order": ("logical", "by_rank"),
     "dispatch_sms": (20, 24),

@@ -62,6 +62,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"interval": True}, "interval=True: give a whole number"),
     ({"most_tokens": False}, "most_tokens=False: give a whole number"),
     ({"overlap": 1}, "overlap=1: give True or False"),
+    ({"transport": "shm"}, "transport='shm' is gone; gloo does it: leave transport out"),
     ({"kernels": "yes"}, "kernels='yes': give True or False"),
     ({"timeout_seconds": "30"}, "timeout_seconds='30': give a positive number of seconds"),
     ({"timeout_seconds": 1e12}, "timeout_seconds=1000000000000.0: give at most"),
@@ -121,7 +122,7 @@ def test_a_value_of_the_wrong_type_is_refused_in_a_line(settings: dict[str, Any]
 
 
 def test_the_static_policy_stands_beside_anything() -> None:
-    lively = {"gate": "always", "overlap": True, "max_moves": 3, "bytes_per_step": 1000, "transport": "shm"}
+    lively = {"gate": "always", "overlap": True, "max_moves": 3, "bytes_per_step": 1000, "transport": "nixl"}
     assert replace(config_from_settings(lively), policy="static").gate == "always"
 
 
@@ -142,11 +143,13 @@ def test_an_old_flat_name_is_told_its_new_place(name: str) -> None:
 
 
 def test_names_that_are_not_known_get_the_nearest_with_its_place() -> None:
-    line = "BalancerConfig(transport=...) is MigrationConfig(transport=...): migration=MigrationConfig(transport='shm')"
-    assert refusal(BalancerConfig, {"transport": "shm"}) == line
+    line = (
+        "BalancerConfig(transport=...) is MigrationConfig(transport=...): migration=MigrationConfig(transport='auto')"
+    )
+    assert refusal(BalancerConfig, {"transport": "auto"}) == line
     line = refusal(BalancerConfig, {"dispatch": "deepep", "dispatch_sms": 24})
     assert line.endswith(": dispatch=DispatchConfig('deepep', sms=24)")
-    line = refusal(BalancerConfig, {"lag": 0, "migration": MigrationConfig(transport="shm")})
+    line = refusal(BalancerConfig, {"lag": 0, "migration": MigrationConfig(transport="nixl")})
     assert line.endswith(": migration=MigrationConfig(... as in your MigrationConfig, lag=0)")
     assert "nearest is BalancerConfig(interval=...)" in refusal(BalancerConfig, {"intervall": 3})
     assert "nearest is MigrationConfig(transport=...)" in refusal(BalancerConfig, {"transprot": "shm"})
@@ -186,7 +189,7 @@ OTHERS: dict[str, Any] = {
     "window": 3,
     "split": "even",
     "split_locality": False,
-    "transport": "shm",
+    "transport": "nixl",
     "lag": 0,
     "dispatch": "hierarchical",
     "kernels": True,
@@ -221,7 +224,7 @@ VALUES = st.one_of(
             "payoff",
             "always",
             "torch",
-            "shm",
+            "nixl",
             "copy_engine",
             "deepep",
             "hierarchical",

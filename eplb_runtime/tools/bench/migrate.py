@@ -27,7 +27,7 @@ from ...moe.experts.record import RecordFormat
 from ...moe.experts.registry import ExpertTensors
 from ...placement import Placement
 
-NAMES = ("torch", "shm", "cuda_ipc", "nixl")
+NAMES = ("torch", "cuda_ipc", "nixl")
 SHAPES = ((256, 512), (1024, 1024))
 """(hidden, width) of an expert: 3 x hidden x width parameters, three times that with Adam's state."""
 
@@ -237,11 +237,7 @@ def _usable_everywhere(device: torch.device, groups: ProcessGroups) -> list[str]
     votes = torch.tensor([name in usable for name in NAMES], dtype=torch.int64)
     dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=groups.control)
     one_node = len(set(gather_bytes(node_of_this_rank().encode(), groups.control, deadline=soon()))) == 1
-    return [
-        name
-        for name, vote in zip(NAMES, votes.tolist(), strict=True)
-        if vote and (name not in ("shm", "cuda_ipc") or one_node)
-    ]
+    return [name for name, vote in zip(NAMES, votes.tolist(), strict=True) if vote and (name != "cuda_ipc" or one_node)]
 
 
 def _row(

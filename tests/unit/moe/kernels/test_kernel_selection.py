@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from water_filling_torch import assign_slots
 
-from eplb_runtime.migration import exchange
 from eplb_runtime.moe.dispatch import permute
 from eplb_runtime.moe.dispatch.permute import PLAIN, Moves, sum_choices
 from eplb_runtime.moe.experts.aligned import regroup
@@ -21,7 +20,7 @@ from eplb_runtime.moe.kernel_selection import Candidate, Kernels, TrialBatch, ke
 from eplb_runtime.moe.routing.kernels import torch_count_and_map
 from eplb_runtime.moe.routing.splitter import BatchSplitter, SplitSettings, count_choices, deal_out
 from eplb_runtime.placement import Placement
-from eplb_runtime.utils.checksums import HASH_BLOCK_BYTES, block_hashes
+from eplb_runtime.utils.checksums import block_hashes
 
 CPU = torch.device("cpu")
 MOVES = ("leaving", "arriving", "sum_choices")
@@ -211,15 +210,3 @@ def test_a_splitter_deals_by_what_it_is_given() -> None:
         for deal in (None, dealt)
     ]
     assert len(batches) == 1 and torch.equal(*found)
-
-
-def test_hashes_of_a_device_come_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "HASH_CHUNK_BYTES", 4 * HASH_BLOCK_BYTES)
-    sizes = []
-
-    def hashed(data: Tensor) -> Tensor:
-        sizes.append(data.numel() // HASH_BLOCK_BYTES)
-        return block_hashes(data)
-
-    data = torch.randint(256, (10 * HASH_BLOCK_BYTES,), dtype=torch.uint8)
-    assert torch.equal(exchange.in_chunks(data, hashed), block_hashes(data)) and sizes == [4, 4, 2]
