@@ -59,7 +59,6 @@ def _end_threads(of: weakref.ref[Balancer]) -> None:
     balancer = of()
     if balancer is not None and not balancer._closed and not balancer._in_a_child:
         balancer._closed = True
-        balancer._runtime.watch.close()
         balancer._rebalancer.leave()
         balancer._close_listeners()
         balancer._runtime.groups.store.close()
@@ -210,7 +209,6 @@ class Balancer:
             self._runtime.maps.replicas.refresh()
         if self._training:
             self._guard.begin()
-        self._runtime.watch.start()
         atexit.register(_end_threads, weakref.ref(self))
 
     def __str__(self) -> str:
@@ -250,7 +248,6 @@ class Balancer:
         self._end_stream("the end of a training step")
         self._gradients.begin()
         self._in_step = False
-        self._runtime.watch.at(f"its own code, or a decision, after {self._runtime.counter.closed_steps + 1} steps")
         with phase("guard"):
             self._guard.after_step()
         with phase("step boundary", epoch=self.placement.epoch):
@@ -544,8 +541,7 @@ class Balancer:
         pass, already divided by the number of ranks as data parallelism does it.
         """
         self._guard.before_averaging()
-        with self._runtime.watch.waiting():
-            self._gradients.reduce()
+        self._gradients.reduce()
 
     @torch.compiler.disable
     @contextmanager
@@ -584,9 +580,8 @@ class Balancer:
                 "expert once, wherever it stands)"
             )
         rows_LH = self._logical_of_rows()
-        self._runtime.watch.at(f"clip_grad_norm_ after {self._runtime.counter.closed_steps} steps")
         self._guard.before_averaging()
-        with self._runtime.watch.waiting(), phase("clip"):
+        with phase("clip"):
             return self._gradients.clip(max_norm, rows_LH, self.placement.num_experts, parameters)
 
     def _square_of_experts(self, gradient_of: Callable[[Tensor], Tensor | None]) -> Tensor:
@@ -1098,7 +1093,6 @@ class Balancer:
         self._rebalancer.refuse_if_broken()
         self._phases.refuse("optimizer.step()")
         self._end_stream("optimizer.step()")
-        self._runtime.watch.at(f"optimizer.step() after {self._runtime.counter.closed_steps} steps")
         self._rebalancer.overlapped.withdraw()
         self._guard.before_reduction()
         self.reduce_gradients()
@@ -1131,7 +1125,6 @@ class Balancer:
             parts.callback(self._close_listeners)
             parts.callback(self._rebalancer.close)
             parts.callback(self._phases.end)
-            parts.callback(self._runtime.watch.close)
             for handle in reversed(self._hooks):
                 parts.callback(handle.remove)
             self._hooks.clear()

@@ -76,7 +76,6 @@ class Phases:
                 nbytes += replicas.free()
             except RuntimeError as error:  # homes that lie before them are cloned first
                 logger.warning("suspended, but replicas keep some of their memory: %s", one_line(error))
-        self._runtime.watch.at(f"a rollout, suspended, after {self._runtime.counter.closed_steps} steps")
         self._events.emit(Suspended(self._rebalancer.step, nbytes))
         return nbytes
 
@@ -98,7 +97,6 @@ class Phases:
         said = self._agreed_to_resume(STAGING, problem)
         self.is_suspended, seconds = False, time.perf_counter() - self._since
         self._rebalancer.exclude(seconds)
-        self._runtime.watch.at(f"its own code, resumed, after {self._runtime.counter.closed_steps} steps")
         self._events.emit(SuspensionEnded(self._rebalancer.step, seconds))
         if said:
             step, epoch = self._rebalancer.step, self._rebalancer.placement().epoch

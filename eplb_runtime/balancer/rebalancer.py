@@ -176,7 +176,6 @@ class Rebalancer:
             timeout_seconds=self._config.timeout_seconds,
             link_seconds_per_byte=1.0 / max(self._runtime.topology.slowest_bandwidth, 1.0),
             max_pause_seconds=self._config.migration.max_pause_seconds,
-            waiting=self._runtime.watch.waiting,
             held_outside=self._copies_outside,
         )
 

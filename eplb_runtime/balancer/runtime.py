@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..config import BalancerConfig
-from ..distributed.hang_watchdog import Watch
 from ..distributed.process_groups import ProcessGroups
 from ..distributed.ranks import Job
 from ..load.counter import LoadCounter
@@ -60,7 +59,6 @@ class Runtime:
         host_dispatches: whether the framework dispatches tokens and saves experts; equal on all ranks, also where
             ``layers`` is empty.
         channels: channels on which this rank exchanges tokens.
-        watch: measures how long this rank waits for others.
         model_check: notices changes of the model that the balancer cannot follow.
         kernels: the Triton and Numba kernels in use.
         divisors: of gradients of whole experts.
@@ -82,7 +80,6 @@ class Runtime:
     layers: Sequence[ExpertParallelLayer | HostDispatchedLayer]
     host_dispatches: bool
     channels: MicroBatchChannels
-    watch: Watch
     model_check: ModelCheck
     kernels: Kernels
     divisors: Divisors

@@ -12,15 +12,20 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import assess, bench, bubbles, completion, convert, doctor, plan, report, simulate, top, trace, verify, warmup
+from . import assess, bench, bubbles, completion, convert, doctor, plan, report, simulate, trace, verify, warmup
 from .arguments import BAD_INPUT, PROGRAM, InputError, Parser
 
-COMMANDS = (assess, plan, simulate, convert, verify, top, report, bench, bubbles, trace, doctor, warmup, completion)
+COMMANDS = (assess, plan, simulate, convert, verify, report, bench, bubbles, trace, doctor, warmup, completion)
 """Modules with ``add(commands)``, in the order in which ``--help`` names them."""
+GONE = {"top": "`report RUN` shows a run, and BalancerConfig(listen=...) serves the same page while the job runs"}
+"""Commands of earlier versions, and what to use instead."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if given and given[0] in GONE:
+        return _complain(f"{given[0]} is gone: {GONE[given[0]]}", BAD_INPUT)
     parsed = _parser().parse_args(arguments)
     _log(parsed.verbose)
     try:

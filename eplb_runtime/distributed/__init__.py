@@ -1,1 +1,1 @@
-"""Ranks of a job: their process groups, store, agreement, watchdog, links, and transports of expert bytes."""
+"""Ranks of a job: their process groups, store, agreement, step tag, links, and transports of expert bytes."""

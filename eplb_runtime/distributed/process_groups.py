@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -61,7 +61,6 @@ class ProcessGroups:
       experts (norms, gathering). It is ``dispatch``, unless rows are divided.
     * ``counts``: the device's backend, one EP group: what goes where, ahead of tokens. Apart from ``dispatch`` on gloo,
       which ends the process where messages that meet differ in size, as those of a forward and a backward would.
-    * ``backward``: gloo, one EP group: where each rank is in a backward pass. None on other backends.
     * ``replicas``: the device's backend, the ranks of ``rows``: weights to copies, gradients back.
 
     Every group of a device backend is used by all its ranks as soon as it is made: NCCL builds a communicator of the
@@ -107,7 +106,6 @@ class ProcessGroups:
         self._nccl: NcclGroups | None = None
         self._second_channel: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._is_balancing = True
-        self._end_watch: Callable[[], None] = lambda: None
         self._whole_world = len(self._members) == dist.get_world_size()
         world = dist.distributed_c10d._get_default_group().get_group_store()
         # Ranks meet in it when they connect, perhaps on a thread of ours: nobody else may have to wait for that.
@@ -133,7 +131,6 @@ class ProcessGroups:
             self.dispatch = self._new(job.ep_sets, self.backend, "dispatch")
             self.rows = self._new(job.row_sets, self.backend, "rows") if job.divided_rows else self.dispatch
             self.counts = self._new(job.ep_sets, "gloo", "counts") if self.backend == "gloo" else self.dispatch
-            self.backward = self._new(job.ep_sets, "gloo", "backward") if self.backend == "gloo" else None
             self.replicas = self._new(job.row_sets, self.backend, "replicas")
             self.expert_data: dist.ProcessGroup | None = None
             self.twins: dist.ProcessGroup | None = None
@@ -252,15 +249,11 @@ class ProcessGroups:
         sets = [ranks[first : first + each] for ranks in self.job.row_sets for first in range(0, len(ranks), each)]
         return self._new(sets, "gloo", "node")
 
-    def go_with(self, models: Sequence[nn.Module], end_watch: Callable[[], None]) -> None:
+    def go_with(self, models: Sequence[nn.Module]) -> None:
         """Note when the last of these models is gone, for `give_back_dropped`: a closed model still computes with some
         groups. Nothing ends where the collector runs, which is on any thread and in the middle of anything.
-
-        Args:
-            end_watch: ends what else a balancer that nobody has closed leaves. It holds on to no model.
         """
         here = [True for _ in models]
-        self._end_watch = end_watch
 
         def gone() -> None:
             here.pop()
@@ -293,7 +286,6 @@ class ProcessGroups:
                 "a balanced model was let go of without balancer.close(): its groups, threads and communicators stayed "
                 "until now; call close() on all ranks before you drop a model"
             )
-            self._end_watch()
         self.close()
 
     # -- making and giving back ----------------------------------------------------------------------------------------

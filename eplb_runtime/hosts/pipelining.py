@@ -215,9 +215,8 @@ class OverlappedForwardBackward:
 
     def arrived(self, works: Sequence[dist.Work]) -> None:
         """Wait for what a neighbour in the pipeline sends."""
-        with self._balancer._runtime.watch.waiting():
-            for work in works:
-                work.wait()
+        for work in works:
+            work.wait()
 
     def _here(self) -> dict[int, PipelineStage]:
         return {stage.stage_index: stage for stage in stages_of(self._schedule)}

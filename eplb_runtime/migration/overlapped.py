@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -114,7 +114,6 @@ class Overlapped:
         timeout_seconds: for the transfers of one step, and for each decision.
         link_seconds_per_byte: of the links, used until a migration has shown how fast experts travel.
         max_pause_seconds: longest wait of a step for late experts; None: as long as it pays.
-        waiting: entered while the training thread waits for other ranks.
         held_outside: names the holder of copies of experts that do not move along; empty: nobody.
 
     Attributes:
@@ -135,13 +134,11 @@ class Overlapped:
         timeout_seconds: float,
         link_seconds_per_byte: float,
         max_pause_seconds: float | None,
-        waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
         held_outside: Callable[[], str] = lambda: "",
     ) -> None:
         self.agreement = agreement
         self.in_flight = False
         self.late_rounds = self.late_bytes = 0
-        self._waiting = waiting
         self._held_outside = held_outside
         self._engine = engine
         self._worker = worker
@@ -329,8 +326,7 @@ class Overlapped:
         it still may. After an interruption (Ctrl-C) in here the next call completes it."""
         if flight.verdict is None:
             if patience:
-                with self._waiting():
-                    flight.ballot.wait(patience)
+                flight.ballot.wait(patience)
             self._refuse(flight, Verdict(False, f"layer {flight.layer}: {cause}", not kind, kind))
         if flight.here and not flight.committed and flight.verdict is not None and flight.verdict.commit:
             self._commit(flight)
@@ -408,10 +404,9 @@ class Overlapped:
 
     def _post_here(self, migration: PreparedMigration) -> None:
         """Post all rounds of a step, in their order, on the thread that trains; none if earlier ones do not end."""
-        if self._transferring is not None and not self._transferring.done():
-            with self._waiting():  # late rounds still arrive in the memory that is used again
-                if not wait([self._transferring], self._timeout + _A_LITTLE_SECONDS).done:
-                    return
+        late = [] if self._transferring is None else [self._transferring]
+        if late and not wait(late, self._timeout + _A_LITTLE_SECONDS).done:
+            return  # late rounds still arrive in the memory that is used again
         self._engine.restart()
         for flight in self._flights:
             flight.posted = self._engine.post(migration, flight.round_)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from ..distributed.hang_watchdog import ForwardTag
+from ..distributed.step_tag import ForwardTag
 from ..load.counter import LoadCounter, in_recompute
 from ..load.expert_clock import ExpertClock
 from ..utils.spans import phase
@@ -64,7 +64,6 @@ class LayerContext:
         exchange_counts: exchanges the counts that a split starts from.
         forward_tag: the forward that this rank is in, for comparison with other ranks.
         channels: the ways of this rank's exchanges.
-        check_backward: as `distributed.hang_watchdog.BackwardCheck`.
         count_and_map: as `moe.routing.kernels.count_and_map`; None: ``counter`` and ``table`` do it.
     """
 
@@ -75,7 +74,6 @@ class LayerContext:
     exchange_counts: CountExchange
     forward_tag: ForwardTag
     channels: MicroBatchChannels
-    check_backward: Callable[[int, int], None] = lambda layer, step: None
     count_and_map: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
 
 
@@ -115,7 +113,6 @@ class ExpertParallelLayer:
             lambda: context.channels.busy,
             lambda: int(context.table.changes_L[index]),
             context.channels.before_backward,
-            lambda: context.check_backward(index, context.counter.closed_steps),
         )
         self._one_at_a_time = Lock()  # of two batches at once: hosts' code may change a module while it computes
         self.counts_in_evaluation = True

@@ -1,4 +1,4 @@
-"""The imbalance of a load that was recorded without a balancer: what `top` and `report` show of such a folder."""
+"""The imbalance of a load that was recorded without a balancer: what `report` shows of such a folder."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RecordedLoad:
     experts: int
 
     def fields(self) -> dict[str, Any]:
-        """As ``eplb-runtime top --json`` prints it."""
+        """The summary that ``eplb-runtime report --json`` prints."""
         windows, layers = self.imbalance_TL.shape
         return {
             "ranks": self.ranks,

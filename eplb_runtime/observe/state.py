@@ -71,7 +71,6 @@ class RunState:
         placement, placement_before: int64 ``[L, P]``, now and before the newest rebalance.
         placed_at: step of the newest rebalance, or of the start.
         decisions: newest last, one row for each that was planned or migrated.
-        newest_rebalance: row of the newest decision that moved experts, also after it has left ``decisions``.
         troubles: newest last: what was dropped, found, paused or ended.
         curve: ``{"step", "steps", "mean", "worst", "start_mean", "start_worst", "step_seconds"}``, oldest first.
         decided, moved_experts, moved_bytes, phase_seconds, aborts: totals by decision and reason, link, phase, and
@@ -100,7 +99,6 @@ class RunState:
         self.placement_before: NDArray[np.int64] | None = None
         self.placed_at = 0
         self.decisions: deque[dict[str, Any]] = deque(maxlen=MOST_DECISIONS)
-        self.newest_rebalance: dict[str, Any] | None = None
         self.troubles: deque[dict[str, Any]] = deque(maxlen=MOST_TROUBLES)
         self.curve: list[dict[str, float]] = []
         self._of_a_point = 1
@@ -264,7 +262,6 @@ class RunState:
             moved_bytes=int(nbytes[link > 0].sum()),
             pause_seconds=pause,
         )
-        self.newest_rebalance = row
         horizon = row.get("horizon_steps") or self.job["horizon_steps"] or 1  # in logs of earlier versions: the job's
         self._promised_per_step = (row.get("seconds_saved") or 0.0) / max(1, int(horizon))
 

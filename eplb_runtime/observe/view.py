@@ -60,7 +60,6 @@ def view_of(state: RunState) -> dict[str, Any]:
             "placement": _packed(state.placement),
             "placement_before": _packed(state.placement_before),
             "decisions": list(state.decisions),
-            "newest_rebalance": state.newest_rebalance,
             "troubles": list(state.troubles),
             "curve": _columns(state.curve),
             "traffic": _traffic(state),

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 import eplb_runtime as eplb
 from eplb_runtime.config import config_from_settings
-from eplb_runtime.distributed.hang_watchdog import OutOfStepError
+from eplb_runtime.distributed.step_tag import OutOfStepError
 from eplb_runtime.moe import custom_ops, layer
 from eplb_runtime.planner.shuffle import plan_shuffle
 

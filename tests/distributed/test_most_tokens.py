@@ -24,7 +24,7 @@ from torch.nn import functional
 
 import eplb_runtime as eplb
 from eplb_runtime.config import ConfigError, DispatchConfig, config_from_settings
-from eplb_runtime.distributed.hang_watchdog import OutOfStepError
+from eplb_runtime.distributed.step_tag import OutOfStepError
 from eplb_runtime.distributed.transports import deepep_package
 from eplb_runtime.moe.dispatch import choosing
 from eplb_runtime.moe.dispatch.base import DispatchContext

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +21,7 @@ from recorded_group import Launch
 from eplb_runtime.distributed.process_groups import ProcessGroups
 from eplb_runtime.distributed.transports.torch_p2p import TorchPointToPoint
 from eplb_runtime.events import BalancingResumed, RebalanceCommitted
+from eplb_runtime.migration import overlapped
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 STAGING_BYTES = 40_000
@@ -39,20 +41,17 @@ def train(job: Job, migrations: int) -> tuple[list[float], list[Launch]]:
 @contextmanager
 def transfers_that_last(job: Job, said: dict[str, Any]) -> Iterator[None]:
     """The first rounds of this rank are under way when the step after them has ended."""
-    background, waiting, post_here = job.background, job.background._waiting, job.background._post_here
+    background, post_here = job.background, job.background._post_here
     said["waited"] = 0
 
-    @contextmanager
-    def released() -> Iterator[None]:
+    def released(*arguments: Any) -> Any:
         said["waited"] += recorded_group.held.is_set()
         recorded_group.held.clear()
-        with waiting():
-            yield
+        return wait(*arguments)
 
     def posting(*arguments: Any) -> None:
-        background._waiting = released
-        post_here(*arguments)
-        background._waiting = waiting
+        with patch.object(overlapped, "wait", released):
+            post_here(*arguments)
 
     background._post_here = posting
     recorded_group.held.set()

@@ -32,9 +32,9 @@ from ...checkpoint.exporter import Exporter
 from ...checkpoint.weights import weights_of
 from ...config import BalancerConfig, launcher_environment
 from ...distributed.bandwidth import measure
-from ...distributed.hang_watchdog import BackwardCheck, ForwardTag, Watch
 from ...distributed.process_groups import ProcessGroups, give_back_dropped, host_timeout
 from ...distributed.ranks import Job, Ranks
+from ...distributed.step_tag import ForwardTag
 from ...distributed.transports.base import Transport
 from ...load.counter import LoadCounter
 from ...load.expert_clock import ExpertClock
@@ -209,7 +209,6 @@ class _Attaching:
         if self._job.is_planner:
             warn_of_odd_rows(self.parameters)
         placement = self.placement
-        self.watch = Watch(self._job.ranks, self.groups.store, self.config.timeout_seconds)
         by_kernels = self.dispatch.name not in OVER_TORCH
         first = MicroBatchChannel(self.groups.dispatch, self.groups.counts)
         seconds = host_timeout(self.groups.backend).total_seconds()
@@ -246,7 +245,6 @@ class _Attaching:
                 parameters=self.parameters,
                 layers=self.layers,
                 host_dispatches=self._host_dispatches,
-                watch=self.watch,
                 channels=self.channels,
                 model_check=ModelCheck(
                     {stage.prefix: stage.model for stage in self.stages},
@@ -280,7 +278,7 @@ class _Attaching:
         else:
             self.hooked.add_container(self.container, _of_torch(self.optimizers))
         _forget_graphs()
-        self.groups.go_with([stage.model for stage in self.stages], self.balancer._runtime.watch.close)
+        self.groups.go_with([stage.model for stage in self.stages])
 
     def record(self) -> None:
         """Rank 0 writes down and shows what is measured, as far as that is wished."""
@@ -435,7 +433,7 @@ class _Attaching:
 
     def _install_layers(self, maps: Maps, counter: LoadCounter) -> list[ExpertParallelLayer | HostDispatchedLayer]:
         """Put the expert-parallel way in the place of each layer's own."""
-        forward_tag = ForwardTag(self._job.ep_ranks, self.watch)
+        forward_tag = ForwardTag(self._job.ep_ranks, self._job.rank)
         if self._job.is_planner and self.config.dispatch.name != "all_to_all":
             logger.info("dispatch: %s (%s)", self.dispatch.name, self.dispatch.why)
         dispatching = DispatchContext(
@@ -446,11 +444,6 @@ class _Attaching:
             logger.warning("%s", note)
         exchange_counts = CountExchange(self.channels, forward_tag)
         real_tokens = {id(layer): stage.host.real_tokens for stage in self.stages for layer in stage.host.layers}
-        apart = (
-            {}
-            if self.groups.backward is None or self._job.ep_size == 1
-            else {"check_backward": BackwardCheck(self.groups.backward, self.watch)}
-        )
         context = LayerContext(
             counter,
             maps.table,
@@ -459,7 +452,6 @@ class _Attaching:
             exchange_counts,
             forward_tag,
             self.channels,
-            **apart,
             count_and_map=self.kernels.count_and_map,
         )
         made: list[ExpertParallelLayer | HostDispatchedLayer] = []

@@ -149,8 +149,7 @@ class AllToAll(Dispatcher):
     def _wait(self, work: dist.Work | None, sent: Tensor) -> None:
         """``sent`` is an argument so that it lives while it is read."""
         if work is not None:
-            with self._watched():
-                work.wait()
+            work.wait()
 
     # -- metadata ------------------------------------------------------------------------------------------------------
 
@@ -185,10 +184,9 @@ class AllToAll(Dispatcher):
         Returns:
             int64 ``[2, R, W]``: sent to each rank, and received from it; and the latter on the device.
         """
-        with self._watched():
-            with self._channels.launching():
-                dist.all_to_all_single(counts_2RW[1], counts_2RW[0], group=self._channels.current().counts)
-            both: NDArray[np.int64] = counts_2RW.cpu().numpy()
+        with self._channels.launching():
+            dist.all_to_all_single(counts_2RW[1], counts_2RW[0], group=self._channels.current().counts)
+        both: NDArray[np.int64] = counts_2RW.cpu().numpy()
         if self._forward_tag is not None:
             self._forward_tag.check(both[1, :, -1])
         return both, counts_2RW[1]

@@ -10,7 +10,6 @@ R ranks, S slots a rank, P = R * S slots.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...distributed.hang_watchdog import ForwardTag
+from ...distributed.step_tag import ForwardTag
 from ...load.expert_clock import ExpertClock
 from ...utils.spans import phase
 from ..experts.compute import SlotCounts
@@ -36,7 +35,7 @@ class DispatchContext:
     Args:
         channels: of the EP group; nobody else has tokens in flight in these groups.
         slots_per_rank: S.
-        forward_tag: checks that ranks are in the same forward, and measures how long they wait; None: no check.
+        forward_tag: checks that ranks are in the same forward; None: no check.
         moves: how rows are permuted and summed.
         expert_clock: measures backward passes of layers in some steps.
     """
@@ -192,10 +191,6 @@ class Dispatcher(ABC):
     def layer_and_epoch(self) -> tuple[int, int] | tuple[None, None]:
         """Of the forward that this thread is in; names profiler spans."""
         return (None, None) if self._forward_tag is None else self._forward_tag.place
-
-    def _watched(self) -> AbstractContextManager[object]:
-        """A context in which waiting for other ranks counts as such."""
-        return nullcontext() if self._forward_tag is None else self._forward_tag.watch.waiting()
 
 
 class _Dispatch(torch.autograd.Function):

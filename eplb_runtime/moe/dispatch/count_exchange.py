@@ -4,7 +4,6 @@ in the same forward, which travels with them."""
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...distributed.consensus import all_gather_into
-from ...distributed.hang_watchdog import ForwardTag
+from ...distributed.step_tag import ForwardTag
 from .channels import MicroBatchChannels
 from .recompute import AsyncMismatchFlag
 
@@ -37,8 +36,7 @@ class CountExchange:
         """int64 ``[R, E]`` from each rank's int64 ``[E]``; valid until this thread's next call. Collective."""
         if self._forward_tag is None:
             return self._gather(counts_E)
-        with self._forward_tag.watch.waiting():
-            both = self._gather(torch.cat([counts_E, counts_E.new_full((1,), self._forward_tag.value)]))
+        both = self._gather(torch.cat([counts_E, counts_E.new_full((1,), self._forward_tag.value)]))
         self._forward_tag.check(both[:, -1])
         memory = self._memory
         if memory.counts_RE.shape != (both.shape[0], both.shape[1] - 1):
@@ -60,8 +58,7 @@ class CountExchange:
         if self._forward_tag is not None:
             mine = torch.cat([counts_E, counts_E.new_full((1,), self._forward_tag.value)])
         all_ = mine.new_empty(group.size(), mine.shape[0])
-        waiting = nullcontext() if self._forward_tag is None else self._forward_tag.watch.waiting()
-        with waiting, self._channels.launching():
+        with self._channels.launching():
             all_gather_into(all_.view(-1), mine, group=group)
         if self._forward_tag is None:
             return all_

@@ -256,7 +256,7 @@ class DeepEPDispatcher(Dispatcher):
     @contextmanager
     def _launching(self) -> Iterator[None]:
         """Inside, kernels that wait for other ranks are launched, and these may be waited for."""
-        with self._channels.launching(), self._watched():
+        with self._channels.launching():
             yield
 
     def _send(

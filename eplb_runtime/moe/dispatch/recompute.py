@@ -40,8 +40,6 @@ class RecomputeCache:
             first then may differ from rank to rank.
         changes: how often the layer's placement has changed.
         before_backward: called when a backward pass comes to the layer; raises where none may run now.
-        check_backward: called then, too, where the backward pass is about to exchange rows; raises on every rank if
-            one has come to another layer.
     """
 
     def __init__(
@@ -49,12 +47,10 @@ class RecomputeCache:
         is_overlapping: Callable[[], bool] = lambda: False,
         changes: Callable[[], int] = lambda: 0,
         before_backward: Callable[[], None] = lambda: None,
-        check_backward: Callable[[], None] = lambda: None,
     ) -> None:
         self._is_overlapping = is_overlapping
         self.changes = changes
         self.before_backward = before_backward
-        self._check_backward = check_backward
         self._lock = Lock()
         self._step = -1
         self._count = 0
@@ -91,16 +87,14 @@ class RecomputeCache:
         forward = None
         if only:
             forward = self._only = _Forward(topk_ids_TK.to(torch.int32, copy=True), metadata)
-        left: Tensor = _UntilBackward.apply(
-            combined_TD, _PendingForward(self, self._step, forward), self._check_backward
-        )
+        left: Tensor = _UntilBackward.apply(combined_TD, _PendingForward(self, self._step, forward))
         return left
 
     def track_recompute(self, combined_TD: Tensor) -> Tensor:
         """`track_backward` of a forward that is repeated: saves as much, since checkpointing counts."""
         if not combined_TD.requires_grad:
             return combined_TD
-        left: Tensor = _UntilBackward.apply(combined_TD, None, self._check_backward)
+        left: Tensor = _UntilBackward.apply(combined_TD, None)
         return left
 
     def repeated(self, topk_ids_TK: Tensor) -> Any:
@@ -201,8 +195,8 @@ class _PendingForward:
 
 class _UntilBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, combined_TD: Tensor, pending: _PendingForward | None, check: Callable[[], None]) -> Tensor:
-        ctx.pending, ctx.check = pending, check
+    def forward(ctx: Any, combined_TD: Tensor, pending: _PendingForward | None) -> Tensor:
+        ctx.pending = pending
         # Asking for something that was saved makes checkpointing repeat the forward, if it has not yet.
         ctx.save_for_backward(combined_TD.new_empty(0))
         ctx.mark_dirty(combined_TD)  # itself and no view of it: the model may go on in place
@@ -210,7 +204,7 @@ class _UntilBackward(torch.autograd.Function):
 
     @staticmethod
     @torch.compiler.disable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a backward pass with create_graph=True through MoE layers (a gradient penalty, second derivatives): "
@@ -219,8 +213,7 @@ class _UntilBackward(torch.autograd.Function):
             )
         if ctx.pending is not None:
             ctx.pending.check()
-        ctx.check()
         _ = ctx.saved_tensors
         if ctx.pending is not None:
             ctx.pending()
-        return grad_TD, None, None
+        return grad_TD, None

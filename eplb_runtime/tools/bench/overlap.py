@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ...balancer.balancer import Balancer
 from ...config import BalancerConfig
 from ...hosts import pipelining
 from ...moe.experts.compute import SlotCounts
-from .overlap_spans import BLOCK, OverlapSpans, SlowLink, Span, SpanBlocks, write_trace
+from .overlap_spans import BLOCK, TOKENS, OverlapSpans, SlowLink, Span, SpanBlocks, write_trace
 
 PIPELINE_RANKS, STAGES = 2, 4
 HIDDEN, EXPERTS, TOP_K = 256, 8, 2
@@ -214,7 +215,8 @@ class _OverlapJob:
         self._parameters = [p for n in held for p in modules[n].parameters()]
         generator = torch.Generator().manual_seed(1 + rank % ep)
         self._batch, self._target = torch.randn(2, micro_batches * tokens, HIDDEN, generator=generator)
-        self.link, self._spans = SlowLink(), OverlapSpans()
+        self._spans = OverlapSpans()
+        self.link = SlowLink(partial(self._spans.span, TOKENS))
         self._channels = _Measured(self.balancer, self._schedule, self.link, self._spans)
 
     def step(self, way: str) -> tuple[float, list[Span], list[Tensor]]:
@@ -245,13 +247,12 @@ class _Measured:
         self.way = IN_TURN
         together: Any = pipelining.overlap(schedule, balancer)
         layer: Any = balancer._runtime.layers[0]
-        channels, watch, dispatcher = balancer._runtime.channels, balancer._runtime.watch, layer._dispatcher
+        channels, dispatcher = balancer._runtime.channels, layer._dispatcher
         self._spans, self._at_once = spans, channels.both
         for instance, name, value in (
             (together, "forward", spans.part("forward", together.forward)),
             (together, "backward", spans.part("backward", together.backward)),
             (together, "arrived", spans.pipeline(together.arrived)),
-            (watch, "waiting", spans.watching(watch.waiting)),
             (dispatcher, "_exchange", link.slowed(dispatcher._exchange)),
             (channels, "both", self._both),
         ):

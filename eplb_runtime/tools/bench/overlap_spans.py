@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,12 +21,16 @@ TOKENS, PIPELINE, BLOCK = "waits for tokens", "waits for the pipeline", "block"
 class SlowLink:
     """A rank's way to the others: an exchange is over when so many bytes a second have carried it.
 
+    Args:
+        watched: entered while the rank waits for one.
+
     Attributes:
         bytes_per_second: None: as fast as it really is.
         shared: whether exchanges that are under way at once wait for each other; else each has this speed by itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watched: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._watched = watched
         self.shared = False
         self.bytes_per_second: float | None = None
         self.carried = 0
@@ -41,11 +45,13 @@ class SlowLink:
             size = max(out.nbytes, rows.nbytes)
             with self._lock:
                 self.carried += size
-                if work is None or self.bytes_per_second is None:
-                    return work
+                if work is None:
+                    return None
+                if self.bytes_per_second is None:
+                    return _Slowed(work, 0.0, self._watched)
                 begins = max(self._free, time.perf_counter()) if self.shared else time.perf_counter()
                 self._free = begins + size / self.bytes_per_second
-                return _Slowed(work, self._free)
+                return _Slowed(work, self._free, self._watched)
 
         return over_link
 
@@ -54,11 +60,13 @@ class SlowLink:
 class _Slowed:
     work: dist.Work
     due: float
+    watched: Callable[[], AbstractContextManager[None]]
 
     def wait(self) -> None:
         """Until the message is here, and the link had the time to carry it."""
-        self.work.wait()
-        time.sleep(max(0.0, self.due - time.perf_counter()))
+        with self.watched():
+            self.work.wait()
+            time.sleep(max(0.0, self.due - time.perf_counter()))
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,6 @@ class OverlapSpans:
     def __init__(self) -> None:
         self.taken: list[Span] = []
         self._first = threading.get_ident()
-        self._inside = threading.local()
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -88,25 +95,12 @@ class OverlapSpans:
             thread = int(threading.get_ident() != self._first)
             self.taken.append(Span(name, thread, began, time.perf_counter()))
 
-    def watching(self, waiting: Callable[[], Any]) -> Callable[[], Any]:
-        """``Watch.waiting``, noted; inside `pipeline` it is for the pipeline, else for tokens."""
-
-        @contextmanager
-        def noted() -> Iterator[None]:
-            with self.span(PIPELINE if getattr(self._inside, "pipeline", False) else TOKENS), waiting():
-                yield
-
-        return noted
-
     def pipeline(self, arrived: Callable[..., None]) -> Callable[..., None]:
         """``OverlappedForwardBackward.arrived``."""
 
         def noted(works: Sequence[dist.Work]) -> None:
-            self._inside.pipeline = True
-            try:
+            with self.span(PIPELINE):
                 arrived(works)
-            finally:
-                self._inside.pipeline = False
 
         return noted
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ... import hosts
 from ...balancer.balancer import Balancer
 from ...config import BalancerConfig
 from .overlap import AT_ONCE, HIDDEN, IN_TURN, OverlapLayer, compare, compute, slow_down
-from .overlap_spans import BLOCK, OverlapSpans, SlowLink, Span, SpanBlocks, write_trace
+from .overlap_spans import BLOCK, TOKENS, OverlapSpans, SlowLink, Span, SpanBlocks, write_trace
 
 
 def run(
@@ -76,11 +77,10 @@ class _TwoBatchesJob:
         self._model.eval()
         generator = torch.Generator().manual_seed(1 + dist.get_rank())
         self._batches = torch.randn(2, tokens, HIDDEN, generator=generator)
-        self.link, self._spans = SlowLink(), OverlapSpans()
+        self._spans = OverlapSpans()
+        self.link = SlowLink(partial(self._spans.span, TOKENS))
         layer: Any = self.balancer._runtime.layers[0]
-        watch, dispatcher = self.balancer._runtime.watch, layer._dispatcher
-        setattr(watch, "waiting", self._spans.watching(watch.waiting))  # noqa: B010
-        dispatcher._exchange = self.link.slowed(dispatcher._exchange)
+        layer._dispatcher._exchange = self.link.slowed(layer._dispatcher._exchange)
 
     def step(self, way: str) -> tuple[float, list[Span], list[Tensor]]:
         """Seconds, where they went, and what the model said."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from eplb_runtime.distributed import consensus
-from eplb_runtime.distributed.hang_watchdog import LostRankError, Watch
 from eplb_runtime.distributed.store import JobStore, StoreError, name_of_job
 from eplb_runtime.utils.worker import Worker
 
@@ -165,52 +163,3 @@ def test_a_wait_for_a_word_ends_with_the_word_or_its_time() -> None:
     assert store.wait("a key", 0.01)
     store.delete("a key")
     assert not store.word_of("a key")
-
-
-def watch_on(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> Watch:
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    return Watch([0, 1], store, 0.04)
-
-
-def test_a_watch_outlasts_a_silent_store_and_does_not_wait_for_it_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    asking, stuck = dist.HashStore(), Stuck(dist.HashStore())
-    for store in (stuck, Stuck(asking)):
-        watch = watch_on(JobStore(store, "job", 0.05), monkeypatch)  # type: ignore[arg-type]
-        failed, look = threading.Event(), watch._longest
-
-        def longest(failed: threading.Event = failed, store: JobStore = watch._store, look: Any = look) -> Any:
-            if store.silent:
-                failed.set()
-            return look()
-
-        watch._longest = longest  # type: ignore[method-assign]
-        watch.start()
-        assert failed.wait(10.0), "a look came after one without an answer"
-        if store is stuck:
-            Worker("closes").do(watch.close, 10.0)
-    store.release.set()
-    JobStore(asking, "job", 10.0).add("watch/asked", 1)
-    dist.PrefixStore("job", asking).wait(["watch/1/0"], timedelta(seconds=10))
-    watch.close()
-
-
-def test_a_wait_within_a_wait_is_a_part_of_it_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = watch_on(JobStore(dist.HashStore(), "job", 10.0), monkeypatch)
-    with pytest.raises(RuntimeError, match="waited in vain") as vain, watch.waiting():
-        outer = watch._longest()
-        with watch.waiting():
-            assert watch._longest() is outer
-        assert watch._longest() is outer, "the outer one goes on"
-        with watch.waiting():
-            raise RuntimeError("gloo: timed out")
-    assert str(vain.value).count("waited in vain") == 1
-    assert watch._longest() is None
-
-
-def test_a_rank_that_has_ended_is_told_from_one_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = watch_on(JobStore(dist.HashStore(), "job", 10.0), monkeypatch)
-    with pytest.raises(LostRankError, match="a rank has ended, and its own output says why; if it"), watch.waiting():
-        raise RuntimeError("[/src/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer. This is")
-    with pytest.raises(LostRankError) as slow, watch.waiting():
-        raise RuntimeError("[/src/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 10ms")
-    assert "has ended" not in str(slow.value) and "every rank must run equally many forwards" in str(slow.value)

@@ -6,13 +6,11 @@ from dataclasses import replace
 
 import pytest
 from observed import decisions, job, records, start
-from rich.console import Console
 
 from eplb_runtime.events import LoadMeasured, RebalancePlanned
 from eplb_runtime.observe.records import Record, record_of
 from eplb_runtime.observe.state import state_of
 from eplb_runtime.observe.summary import CAME_TRUE_TOLD, SAVED_TOLD, predictions_text, summary_of, summary_text
-from eplb_runtime.observe.terminal import screen
 from eplb_runtime.observe.view import view_of
 
 SAID = "of 87 s that plans predicted, 5 s came true (17 plans judged at 40 decisions): raise interval or window"
@@ -27,17 +25,13 @@ def predicting(**judged: float) -> list[Record]:
     ]
 
 
-def test_predictions_that_fail_are_called_so_in_summary_page_and_terminal() -> None:
+def test_predictions_that_fail_are_called_so_in_summary_and_page() -> None:
     found = predicting(judged_plans=17, judged_decisions=40, predicted_seconds=87.0, true_seconds=5.0)
     state, left_out = state_of(found)
     assert left_out == 0
     assert SAID in summary_text(summary_of(state))
     assert CAME_TRUE_TOLD in summary_text(summary_of(state)), "what they compare with, over which time, in full or not"
-    view = view_of(state)
-    assert view["predictions"] == SAID
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(screen(view, view["time"]))
-    assert SAID in console.export_text()
+    assert view_of(state)["predictions"] == SAID
 
 
 def test_a_run_without_judged_plans_says_nothing_of_them() -> None:
@@ -61,13 +55,10 @@ def measuring(share: float, source: str) -> list[Record]:
 
 
 def shown(records: list[Record]) -> list[str]:
-    """Summary, page and terminal."""
+    """Summary and page."""
     state, left_out = state_of(records)
     assert left_out == 0
-    view = view_of(state)
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(screen(view, view["time"]))
-    return [summary_text(summary_of(state)), view["expert_work"], console.export_text()]
+    return [summary_text(summary_of(state)), view_of(state)["expert_work"]]
 
 
 def test_the_share_of_a_step_in_expert_work_says_where_it_is_from() -> None:

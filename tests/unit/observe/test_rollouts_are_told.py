@@ -1,16 +1,14 @@
-"""Page, terminal, metrics and summary tell a rollout, in which the balancer is suspended, from training."""
+"""Page, metrics and summary tell a rollout, in which the balancer is suspended, from training."""
 
 from __future__ import annotations
 
 from observed import job, start
-from rich.console import Console
 
 from eplb_runtime.events import Suspended, SuspensionEnded, brief
 from eplb_runtime.observe.metrics import _of_trouble
 from eplb_runtime.observe.records import Record, record_of
 from eplb_runtime.observe.state import state_of
 from eplb_runtime.observe.summary import summary_of, summary_text
-from eplb_runtime.observe.terminal import screen
 from eplb_runtime.observe.view import view_of
 
 
@@ -19,18 +17,9 @@ def phases(count: int, *, ended: bool) -> list[Record]:
     return [job(), *(record_of(event, start(), 1001.0) for event in (events if ended else events[:-1]))]
 
 
-def shown(records: list[Record]) -> str:
-    view = view_of(state_of(records)[0])
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(screen(view, view["time"] + 3600.0))
-    return console.export_text()
-
-
 def test_a_rollout_under_way_is_no_job_without_news() -> None:
     view = view_of(state_of(phases(1, ended=False))[0])
     assert (view["standing"], view["cause"]) == ("suspended", "a rollout")
-    assert "suspended: a rollout" in shown(phases(1, ended=False))
-    assert "suspended" not in shown(phases(1, ended=True))
     assert view_of(state_of(phases(1, ended=True))[0])["standing"] == "balancing"
 
 

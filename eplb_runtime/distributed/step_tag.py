@@ -1,0 +1,121 @@
+"""The tag of a forward: layer, step, placement and mode as one number, which travels with the counts of every batch.
+
+Ranks that run unequal numbers of forwards exchange what does not belong together. They compare their tags with the
+counts, so all of them raise at once, and each says which rank is in which forward.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+_MEND = (
+    "every rank must run equally many forwards and steps (evaluation too; generate: synced_gpus=True), and no rank may "
+    "skip one alone"
+)
+_PLACEMENT = 0xFC
+"""Bits of a tag that name the placement of the layer."""
+_IN_GRAPH = 1 << 60
+"""Bit of a tag: gradients of replicas will be sent as from graphs of torch.compile."""
+
+
+class OutOfStepError(RuntimeError):
+    """Ranks exchanged counts in forwards that do not belong together."""
+
+
+class ForwardTag:
+    """The forward that each thread of this rank is in, as one number that travels with the counts of every batch.
+
+    Args:
+        ranks: of the EP group.
+        rank: this one.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        self._ranks = list(ranks)
+        self._rank = rank
+        self._here = threading.local()
+
+    @property
+    def value(self) -> int:
+        """Return the tag of the forward that this thread is in."""
+        value: int = getattr(self._here, "value", 0)
+        return value
+
+    @property
+    def training(self) -> bool:
+        """Return whether the forward that this thread is in trains the model."""
+        return bool(self.value >> 1 & 1)
+
+    @property
+    def place(self) -> tuple[int, int] | tuple[None, None]:
+        """Return layer and epoch of the forward that this thread is in."""
+        found: tuple[int, int] | tuple[None, None] = getattr(self._here, "place", (None, None))
+        return found
+
+    @property
+    def is_checked(self) -> bool:
+        """Return whether the ranks' tags of this thread's forward have been compared, on the device."""
+        return bool(getattr(self._here, "is_checked", False))
+
+    def mark_checked(self) -> None:
+        """Note that they have been (`is_checked`)."""
+        self._here.is_checked = True
+
+    def enter(self, layer: int, step: int, training: bool, epoch: int = 0, in_graph: bool = False) -> None:
+        """Begin a forward of a layer on this rank.
+
+        Args:
+            in_graph: of torch.compile, and with gradients of copies, which all ranks must send at the same time.
+        """
+        tag = (step << 24) | (layer << 8) | (training << 1) | torch.is_grad_enabled()
+        self._here.value = tag = tag | _IN_GRAPH if in_graph else tag
+        self._here.is_checked = False
+        self._here.place = layer, epoch
+
+    def set_placement(self, changes: int) -> None:
+        """Note the placement that this forward uses, as the number of changes that led to it."""
+        self._here.value = (self.value & ~_PLACEMENT) | (changes << 2 & _PLACEMENT)
+
+    def check(self, tags: NDArray[np.int64], own: int | None = None) -> None:
+        """Check that all ranks are in this forward; raises on every rank of the group.
+
+        Args:
+            tags: int64 ``[R]``, of each rank.
+            own: this rank's tag when they were exchanged; None: its current one.
+
+        Raises:
+            OutOfStepError: they are not equal.
+        """
+        own = self.value if own is None else own
+        if (tags != own).any():
+            self._check_placements(tags, own)
+            places: dict[int, list[int]] = {}
+            for rank, tag in zip(self._ranks, tags.tolist(), strict=True):
+                places.setdefault(tag, []).append(rank)
+            listed = "; ".join(
+                f"rank {', '.join(map(str, ranks[:8]))} in {_forward(tag)}" for tag, ranks in sorted(places.items())
+            )
+            raise OutOfStepError(f"ranks run different forwards at once: {listed}; {_MEND}")
+
+    def _check_placements(self, tags: NDArray[np.int64], own: int) -> None:
+        """Raises if all are in the same forward, and do not agree on where its experts are."""
+        if ((tags ^ own) & ~_PLACEMENT).any():
+            return
+        others = ", ".join(str(rank) for rank, tag in zip(self._ranks, tags, strict=True) if tag != own)
+        raise OutOfStepError(
+            f"ranks have parted: rank {self._rank} and rank {others} have different placements of MoE layer "
+            f"{own >> 8 & 0xFFFF}, a migration was committed on some of them only; go back to a checkpoint"
+        )
+
+
+def _forward(tag: int) -> str:
+    kind = "training" if tag >> 1 & 1 else "evaluation"
+    gradients = "" if tag & 1 else " without gradients"
+    graph = " in a graph of torch.compile" if tag & _IN_GRAPH else ""
+    layer, steps = tag >> 8 & 0xFFFF, (tag & ~_IN_GRAPH) >> 24
+    return f"the forward of MoE layer {layer} in {kind}{gradients}{graph} after {steps} steps"
