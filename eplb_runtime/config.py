@@ -26,9 +26,7 @@ SPLITS = ("water_filling", "even")
 TRAINING_GATES = ("payoff", "always")
 TRAINING_POLICIES = ("incremental", "static")
 TRANSPORTS = ("torch", "cuda_ipc", "nixl", "nvshmem", "deepep", "auto")
-"""A new one is named here, in `distributed.transports.TRANSPORTS` (a test holds both equal) and in what
-`MigrationConfig` says of ``transport``; `distributed.transports.automatic` may choose it, `tests/transport_contract.py`
-tries it."""
+"""A new one is named here and in `distributed.transports.TRANSPORTS`; `tests/transport_contract.py` tries it."""
 GONE = {("transport", "shm"): "gone; gloo does it: leave transport out"}
 """What became of values that earlier releases took."""
 COPIES_BY = ("torch", "copy_engine", "deepep")

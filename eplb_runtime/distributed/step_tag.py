@@ -19,8 +19,6 @@ _MEND = (
 )
 _PLACEMENT = 0xFC
 """Bits of a tag that name the placement of the layer."""
-_IN_GRAPH = 1 << 60
-"""Bit of a tag: gradients of replicas will be sent as from graphs of torch.compile."""
 
 
 class OutOfStepError(RuntimeError):
@@ -66,14 +64,10 @@ class ForwardTag:
         """Note that they have been (`is_checked`)."""
         self._here.is_checked = True
 
-    def enter(self, layer: int, step: int, training: bool, epoch: int = 0, in_graph: bool = False) -> None:
-        """Begin a forward of a layer on this rank.
-
-        Args:
-            in_graph: of torch.compile, and with gradients of copies, which all ranks must send at the same time.
-        """
+    def enter(self, layer: int, step: int, training: bool, epoch: int = 0) -> None:
+        """Begin a forward of a layer on this rank."""
         tag = (step << 24) | (layer << 8) | (training << 1) | torch.is_grad_enabled()
-        self._here.value = tag = tag | _IN_GRAPH if in_graph else tag
+        self._here.value = tag
         self._here.is_checked = False
         self._here.place = layer, epoch
 
@@ -116,6 +110,5 @@ class ForwardTag:
 def _forward(tag: int) -> str:
     kind = "training" if tag >> 1 & 1 else "evaluation"
     gradients = "" if tag & 1 else " without gradients"
-    graph = " in a graph of torch.compile" if tag & _IN_GRAPH else ""
-    layer, steps = tag >> 8 & 0xFFFF, (tag & ~_IN_GRAPH) >> 24
-    return f"the forward of MoE layer {layer} in {kind}{gradients}{graph} after {steps} steps"
+    layer, steps = tag >> 8 & 0xFFFF, tag >> 24
+    return f"the forward of MoE layer {layer} in {kind}{gradients} after {steps} steps"

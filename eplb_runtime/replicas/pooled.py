@@ -8,7 +8,6 @@ call, and recomputed in the backward pass once their weights have been fetched a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ class PooledReplicas(LocalExperts):
     """
 
     def __init__(self, compute: Compute, layer: int, bank: ReplicaBank, sync: ReplicaSync, divisor: float) -> None:
-        super().__init__(compute, lambda: bank.parameters, None if bank.is_sliced else bank.parameters, divisor)
+        super().__init__(compute, lambda: bank.parameters, divisor)
         self._layer = layer
         self._bank = bank
         self._sync = sync
@@ -48,16 +47,7 @@ class PooledReplicas(LocalExperts):
         ahead: Tensor = _FetchAhead.apply(combined_TD, self)
         return ahead
 
-    def within_a_graph(self) -> AbstractContextManager[bool]:
-        return self._sync.within_a_graph(self._layer)
-
-    def __call__(
-        self,
-        rows_MD: Tensor,
-        counts_S: SlotCounts,
-        weights_M: Tensor | None,
-        grad_inputs: Sequence[Tensor] | None = None,
-    ) -> Tensor:
+    def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None) -> Tensor:
         self._sync.check_homes(self._layer)
         rows = rows_MD.shape[0]
         rows_MD, counts_S, weights_M = without_spare(rows_MD, counts_S, weights_M)
@@ -66,7 +56,7 @@ class PooledReplicas(LocalExperts):
         home_rows = sum(counts[:homes])
         here, copied = slice(home_rows), slice(home_rows, None)
         home_weights, copied_weights = (None if weights_M is None else weights_M[part] for part in (here, copied))
-        grad_inputs = self._parameters() if grad_inputs is None else grad_inputs
+        grad_inputs = self._parameters()
         if not self._sync.has_copies(self._layer):
             out_MD = run_rows(self._compute, rows_MD[here], at_homes, self.at_homes(grad_inputs), home_weights)
             return with_spare(out_MD, rows)

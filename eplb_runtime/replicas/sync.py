@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from threading import RLock
 from typing import Any
 
@@ -20,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
 
 from ..moe.experts.slices import local, version
 from ..placement import EMPTY, Placement
@@ -28,14 +26,6 @@ from ..utils.spans import phase
 from .bank import ReplicaBank, accumulation_dtype, are_accumulated, slice_of_row
 from .broadcast_plan import NONE, BroadcastPlan, BroadcastPlanner, TreeEdge
 from .row_transport import RowTransport, TransferStage, Waiting
-
-
-@dataclass(frozen=True)
-class _Around:
-    """A backward pass that runs those of layers in graphs: its number, and the layers that have brought gradients."""
-
-    backward: int
-    collected: list[int]
 
 
 class ReplicaSync:
@@ -84,8 +74,6 @@ class ReplicaSync:
         self._held_gradients: dict[int, BroadcastPlan] = {}
         self._deferring = False
         self._handed_over = False
-        self._around: _Around | None = None
-        self._last_around: _Around | None = None
         self._arrivals: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
         self.is_freed = False
         self.free_too: list[Callable[[], int]] = []
@@ -254,18 +242,15 @@ class ReplicaSync:
         if not self.takes(layer, edges):
             return
         self._finish()
-        around = self._around
-        hold = self._banks[layer].is_sliced or self._defers or around is not None
-        backward = torch._C._current_graph_task_id() if around is None else around.backward
+        hold = self._banks[layer].is_sliced or self._defers
+        backward = torch._C._current_graph_task_id()
         with self.adding():
             self._banks[layer].collect(gradients, hold, backward)
         if hold:
             self._held_gradients[layer] = self._plans[layer]
         else:
             self._send(layer)
-        if around is not None:
-            around.collected.append(layer)
-        if self._handed_over or around is not None:
+        if self._handed_over:
             return
         # The engine calls them when this backward pass is over: then every gradient is whole.
         callback = self._banks[layer].note if hold else self._finish
@@ -273,47 +258,12 @@ class ReplicaSync:
 
     def takes(self, layer: int, edges: Sequence[tuple[Any, int]]) -> bool:
         """Whether the backward pass that runs is one whose gradients are to be collected; arguments as there."""
-        if self._around is not None:
-            return self.has_copies(layer)
         return self.has_copies(layer) and (self._handed_over or are_accumulated(edges))
 
     @property
     def _defers(self) -> bool:
         """Whether copies have memory to keep gradients back in, and shall."""
         return self._deferring and not self.shared
-
-    @contextmanager
-    def within_a_graph(self, layer: int) -> Iterator[bool]:
-        """As `moe.experts.compute.LocalExperts.within_a_graph`. Gradients of homes are there when the pass around ends,
-        so copies' are kept back until then, in memory of the layer's own; errors as for `bank.are_accumulated`."""
-        trained = [parameter for parameter in self._banks[layer].trained() if parameter.requires_grad]
-        edges = [(get_gradient_edge(parameter).node, 0) for parameter in trained]
-        if not self.has_copies(layer) or not trained:
-            yield True
-            return
-        if not self.takes(layer, edges):
-            yield False
-            return
-        backward = torch._C._current_graph_task_id()
-        if self._last_around is None or self._last_around.backward != backward:
-            self._last_around = _Around(backward, [])
-            if not self._handed_over:
-                Variable._execution_engine.queue_callback(self._pass_around_is_over)  # type: ignore[attr-defined]
-        self._around = self._last_around
-        try:
-            yield True
-        finally:
-            self._around = None
-
-    @torch.compiler.disable
-    def _pass_around_is_over(self) -> None:
-        """Every gradient of a home is whole."""
-        around, self._last_around = self._last_around, None
-        assert around is not None
-        for layer in around.collected:
-            self._banks[layer].note()
-        if not self._defers:
-            self.reduce_gradients(around.collected)
 
     def holds_gradients(self) -> bool:
         """Whether gradients of copies are held back that the optimizer is yet to see."""

@@ -107,7 +107,7 @@ def losses_of(
     balancer = eplb.attach(model, optimizer, layers=layers, config=config(**options))
     if move:
         balancer._plan_with(plan_shuffle)
-    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    run = torch.compile(model, backend="aot_eager") if compiled else model
     losses = []
     for step in range(STEPS):
         ids = ours.batch(rank, step)

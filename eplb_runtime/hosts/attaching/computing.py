@@ -53,7 +53,7 @@ def local_experts(
     if replicas is None and layer.live_weights is not None:
         return LocalExperts(compute, layer.live_weights, divisor=1.0 if sliced else divisor)
     if replicas is None:
-        return LocalExperts(compute, partial(_live_parameters, layer), None if sliced else leaves, divisor)
+        return LocalExperts(compute, partial(_live_parameters, layer), divisor)
     assert bank is not None
     if bank.is_sliced:
         live_weights = layer.live_weights or partial(_live_parameters, layer)

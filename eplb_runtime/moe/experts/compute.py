@@ -6,7 +6,6 @@ With replica slots, `replicas/persistent.py` and `replicas/pooled.py` (one buffe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -100,24 +99,13 @@ class LocalExperts:
     Args:
         compute: runs rows through slots with the host's own code.
         parameters: the weights that stand in the module now, ``[E/R, ...]`` each, asked for once a forward.
-        leaves: the same, where they are the parameters themselves and stay the same objects; None: they are not.
         divisor: of the gradients that this layer gives the weights.
-
-    Attributes:
-        leaves: as given.
     """
 
-    def __init__(
-        self,
-        compute: Compute,
-        parameters: Callable[[], Sequence[Tensor]],
-        leaves: Sequence[Tensor] | None = None,
-        divisor: float = 1.0,
-    ) -> None:
+    def __init__(self, compute: Compute, parameters: Callable[[], Sequence[Tensor]], divisor: float = 1.0) -> None:
         self._compute = compute
         self._parameters = parameters
         self._divisor = divisor
-        self.leaves = leaves
 
     def ahead_of_forward(self) -> None:
         """Rows are about to travel: what the compute will wait for can be sent for. On every rank."""
@@ -126,30 +114,18 @@ class LocalExperts:
         """The layer's output as it is; in the backward pass, gradients are about to travel. On every rank."""
         return combined_TD
 
-    def within_a_graph(self) -> AbstractContextManager[bool]:
-        """Inside, a backward pass over this layer alone runs within the pass of a graph that torch.compile made: what
-        it gives reaches ``.grad`` when that one ends. Gives whether the experts' gradients are wanted."""
-        return nullcontext(True)
-
-    def __call__(
-        self,
-        rows_MD: Tensor,
-        counts_S: SlotCounts,
-        weights_M: Tensor | None,
-        grad_inputs: Sequence[Tensor] | None = None,
-    ) -> Tensor:
+    def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None) -> Tensor:
         """Run the rows that arrived here, on every rank, also with none.
 
         Args:
             rows_MD: ``[M, D]``, ordered by local slot.
             counts_S: how many rows each local slot has.
             weights_M: router weights of the rows, if gradients will come unweighted; they get theirs here then.
-            grad_inputs: what takes the gradients in the place of ``leaves``, in their memory; None: they themselves.
 
         Returns:
             ``[M, D]``, unweighted.
         """
-        parameters = with_divided_gradients(self._parameters() if grad_inputs is None else grad_inputs, self._divisor)
+        parameters = with_divided_gradients(self._parameters(), self._divisor)
         return run_rows(self._compute, rows_MD, counts_S, parameters, weights_M)
 
 
