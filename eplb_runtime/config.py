@@ -27,9 +27,12 @@ TRAINING_GATES = ("payoff", "always")
 TRAINING_POLICIES = ("incremental", "static")
 TRANSPORTS = ("torch", "cuda_ipc", "nixl", "nvshmem", "deepep", "auto")
 """A new one is named here and in `distributed.transports.TRANSPORTS`; `tests/transport_contract.py` tries it."""
-GONE = {("transport", "shm"): "gone; gloo does it: leave transport out"}
-"""What became of values that earlier releases took."""
-COPIES_BY = ("torch", "copy_engine", "deepep")
+GONE = {
+    "transport='shm'": "gone; gloo does it: leave transport out",
+    "copies_by='deepep'": "gone: leave copies_by out, or choose 'copy_engine'",
+    "shared_between_layers": "gone: leave it out, each layer keeps its own replicas",
+}
+COPIES_BY = ("torch", "copy_engine")
 DISPATCHES = ("all_to_all", "hierarchical", "deepep", "auto")
 COMBINE_ORDERS = ("logical", "by_rank")
 DISPATCH_DTYPES = ("model", "float8")
@@ -127,8 +130,8 @@ class _Settings:
 
     def _one_of(self, name: str, known: tuple[str, ...], shown_as: str = "") -> None:
         value = getattr(self, name)
-        if isinstance(value, str) and (name, value) in GONE:
-            raise ConfigError(f"{name}={_shown(value)} is {GONE[name, value]}")
+        if (given := f"{name}={value!r}") in GONE:
+            raise ConfigError(f"{given} is {GONE[given]}")
         if not isinstance(value, str) or value not in known:
             raise ConfigError(f"{shown_as or name}={_shown(value)} is unknown; choose one of: {', '.join(known)}")
         self._set(name, str(value))
@@ -155,7 +158,7 @@ class DispatchConfig(_Settings):
             one node: a layer then never waits for the device, so that CUDA graphs can hold it, and its rows lie in
             memory for as many from every rank (in ``"logical"`` order for each choice): for small batches. A larger
             batch is refused. 0: not known; the number of rows comes to the host first.
-        sms: multiprocessors of a GPU that the kernels of DeepEP take, for tokens and for ``copies_by="deepep"``; even.
+        sms: multiprocessors of a GPU that DeepEP's kernels take; even.
         kernels: on GPUs, Triton kernels count, route and sum a layer's choices and hash experts for checksums; with
             ``most_tokens`` and replica slots they also split batches over copies, without the host. Each is tried at
             attach: one that does not give what plain torch gives there is not used, and the log says so.
@@ -355,14 +358,9 @@ class BalancerConfig(_Settings):
         rank_speed: how fast each rank of the EP group is beside the others, one number above 0 for each; a slow one is
             given fewer tokens, by homes and by the split over copies. None: all alike.
         initial_placement: a placement, or its file, to start from instead of logical order.
-        shared_between_layers: layers of equal shapes take turns with one set of k replica rows instead of keeping
-            theirs. Saves memory (both sizes are logged at attach); copies then travel in every forward and backward
-            instead of once a step, and are computed by a second call, again in the backward pass.
         copies_by: what carries weights to copies and their gradients home: ``"torch"`` (torch.distributed point to
-            point: gloo or NCCL), ``"copy_engine"`` (inside a node by the copy engines of its GPUs, through torch's
-            symmetric memory; between nodes as ``"torch"``) or ``"deepep"`` (weights to all copies of a layer in one
-            dispatch of the package deep_ep, with ``DispatchConfig.sms``; gradients as ``"torch"``). The same bits
-            either way.
+            point: gloo or NCCL) or ``"copy_engine"`` (inside a node by the copy engines of its GPUs, through torch's
+            symmetric memory; between nodes as ``"torch"``). The same bits either way.
 
     Raises:
         ConfigError: a value is out of range, a name is unknown, or a setting has no effect beside the others.
@@ -393,7 +391,6 @@ class BalancerConfig(_Settings):
     guard: Literal["auto", "raise", "warn", "off"] = "auto"
     rank_speed: Sequence[float] | None = None
     initial_placement: Placement | str | Path | None = None
-    shared_between_layers: bool = False
     copies_by: str = "torch"
 
     def __post_init__(self) -> None:
@@ -407,7 +404,6 @@ class BalancerConfig(_Settings):
         self._seconds("timeout_seconds")
         self._whole("window", 1)
         self._one_of("guard", GUARDS)
-        self._flag("shared_between_layers")
         self._one_of("copies_by", COPIES_BY)
         self._check_files()
         self._check_listening()
@@ -502,20 +498,16 @@ class BalancerConfig(_Settings):
         """Refuse what only copies use where there are none, and DeepEP's share of a GPU where nothing uses DeepEP."""
         if not self.replica_slots:
             mend = "without replica slots: give replica_slots=1 or more"
-            for name in ("shared_between_layers", "copies_by"):
-                if (value := getattr(self, name)) != self.__dataclass_fields__[name].default:
-                    raise ConfigError(f"{name}={value!r} {mend}")
+            if self.copies_by != BalancerConfig.copies_by:
+                raise ConfigError(f"copies_by={self.copies_by!r} {mend}")
             for name in _OF_COPIES:
                 if (value := getattr(self.dispatch, name)) != DispatchConfig.__dataclass_fields__[name].default:
                     raise ConfigError(f"{name}={value!r} {mend}")
-        if self.dispatch.sms != DispatchConfig.sms and not self._may_use_deepep():
+        if self.dispatch.sms != DispatchConfig.sms and self.dispatch.name not in ("deepep", "auto"):
             raise ConfigError(
                 f"sms={self.dispatch.sms} with dispatch={self.dispatch.name!r}: only DeepEP's kernels take it; choose "
-                "dispatch='deepep' or copies_by='deepep', or leave it out"
+                "dispatch='deepep', or leave it out"
             )
-
-    def _may_use_deepep(self) -> bool:
-        return self.dispatch.name in ("deepep", "auto") or self.copies_by == "deepep"
 
     def _check_files(self) -> None:
         for name, kinds in (("run", (str, Path)), ("initial_placement", (Placement, str, Path))):
@@ -667,6 +659,8 @@ def _said_of_unknown(cls: type[_Settings], settings: Mapping[str, object]) -> st
 
 def _nearest(name: object, cls: type[_Settings]) -> str:
     """Say which setting a name that ``cls`` does not know may have meant."""
+    if name in GONE:
+        return f": it is {GONE[str(name)]}"
     places = {**{inner: place for place in _PLACES.values() for inner in [place[1]]}, **_PLACES}
     found = difflib.get_close_matches(str(name).lower(), places, 1)
     if not found:

@@ -135,7 +135,6 @@ class ExpertParallelLayer:
             slots_TK, row_counts = counted.slots_TK, None
             if metadata is None and slots_TK is None:
                 slots_TK, row_counts = self._slots(topk_ids_TK, counted.counts)
-        self._experts.ahead_of_forward()
         clock = self._dispatcher.expert_clock
         begin = clock.mark() if clock.on and training else None
         with phase("dispatch", "F", self.index, epoch):
@@ -149,7 +148,6 @@ class ExpertParallelLayer:
             combined_TD = self._dispatcher.combine(out_MD, dispatched)
         if begin is not None:
             clock.forward_ends(begin)
-        combined_TD = self._experts.ahead_of_backward(combined_TD)
         if repeated:
             return self._in_flight.track_recompute(combined_TD)
         return self._in_flight.track_backward(combined_TD, topk_ids_TK, dispatched.metadata, training)

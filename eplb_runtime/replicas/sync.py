@@ -5,7 +5,7 @@ float32 (float64 for float64 weights) and in the order of the slots: timing chan
 when its backward is through and are added when the next layer's is: one exchange at a time is in flight, and overlaps
 the backward of the layers before it. Where FSDP slices experts, slices travel, and gradients leave after the backward
 pass, because FSDP may write those of the homes until its end. Both go along trees (`tree.py`), so that an expert
-crosses to a node once and no rank exchanges with all its replicas; a transport that needs no tree for weights says so.
+crosses to a node once and no rank exchanges with all its replicas.
 """
 
 from __future__ import annotations
@@ -36,11 +36,9 @@ class ReplicaSync:
         transport, rank, num_shards, ranks_per_node: as of `broadcast_plan.BroadcastPlanner`.
         gradient_divisor: what copies' gradients are divided by, as the homes' are
             (`distributed.ranks.Job.gradient_divisor`).
-        shared: the banks share their replica rows: copies are fetched layer by layer instead of refreshed at once.
 
     Attributes:
         is_freed: whether replicas have no memory now.
-        free_too: free memory that others keep for replicas, and return its bytes.
         launching: inside it rows of gradients are posted, where another batch's exchanges are launched as well.
         adding: inside it the gradients of homes are read and written, where another stream than the current one adds
             to them.
@@ -53,13 +51,11 @@ class ReplicaSync:
         transport: RowTransport,
         rank: int,
         gradient_divisor: int,
-        shared: bool,
         ranks_per_node: int,
         num_shards: int,
     ) -> None:
         self._banks = banks
         self._divisor = gradient_divisor
-        self.shared = shared
         self._num_shards = num_shards
         self._planner = BroadcastPlanner(transport, rank, num_shards, ranks_per_node, self._arrival_memory)
         self._plans = dict.fromkeys(banks, NONE)
@@ -69,14 +65,12 @@ class ReplicaSync:
         self._pending: dict[int, Sequence[Waiting]] = {layer: [] for layer in banks}
         self._to_hand_on: dict[int, list[TransferStage]] = {}
         self._one_waits = {layer: RLock() for layer in banks}  # a signal's handler may close the balancer inside
-        self._fetched: int | None = None
         self._sent: tuple[int, BroadcastPlan, Sequence[Waiting]] | None = None
         self._held_gradients: dict[int, BroadcastPlan] = {}
         self._deferring = False
         self._handed_over = False
         self._arrivals: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
         self.is_freed = False
-        self.free_too: list[Callable[[], int]] = []
         self.launching: Callable[[], AbstractContextManager[None]] = nullcontext
         self.adding: Callable[[], AbstractContextManager[None]] = nullcontext
         self.adds: Callable[[Tensor], None] = lambda parameter: None
@@ -101,7 +95,6 @@ class ReplicaSync:
         }
 
         def take_over() -> None:
-            self._fetched = None
             self._followed.update(followed)
             self._plans.update(plans)
 
@@ -116,11 +109,8 @@ class ReplicaSync:
         self._plans = dict.fromkeys(self._banks, NONE)  # they lead to live rows
         self._followed.clear()
         self._held_gradients.clear()
-        self._fetched = None
         nbytes = sum(rows.nbytes for rows in self._arrivals.values())
         self._arrivals.clear()
-        for free in self.free_too:
-            nbytes += free()
         return nbytes + sum(bank.free() for bank in self._banks.values())
 
     def take(self, placement: Placement) -> None:
@@ -167,26 +157,12 @@ class ReplicaSync:
     # -- weights -------------------------------------------------------------------------------------------------
 
     def refresh(self, layers: Collection[int] | None = None) -> None:
-        """The homes' weights are new, of these layers or all. Post them to their copies, in layer order; shared rows
-        are fetched when used."""
+        """The homes' weights are new, of these layers or all. Post them to their copies, in layer order."""
         if self.is_freed:
-            return
-        if self.shared:
-            self.wait_all()
-            self._fetched = None
             return
         for layer in self._banks:
             if layers is None or layer in layers:
                 self._post_weights(layer)
-
-    def fetch(self, layer: int) -> None:
-        """Post this layer's weights to their copies, unless the shared rows hold them already; then `wait`."""
-        if self._fetched == layer or not self.has_copies(layer):
-            return
-        if self._fetched is not None:
-            self.wait(self._fetched)
-        self._fetched = layer
-        self._post_weights(layer)
 
     def wait(self, layer: int) -> None:
         """Until this layer's copies are fresh and its homes may change again. On every rank: copies are handed on. Two
@@ -224,7 +200,7 @@ class ReplicaSync:
 
     @contextmanager
     def defer(self) -> Iterator[None]:
-        """Gradients of kept copies are held back, for as many backward passes as run inside."""
+        """Gradients of copies are held back, for as many backward passes as run inside."""
         before, self._deferring = self._deferring, True
         try:
             yield
@@ -242,7 +218,7 @@ class ReplicaSync:
         if not self.takes(layer, edges):
             return
         self._finish()
-        hold = self._banks[layer].is_sliced or self._defers
+        hold = self._banks[layer].is_sliced or self._deferring
         backward = torch._C._current_graph_task_id()
         with self.adding():
             self._banks[layer].collect(gradients, hold, backward)
@@ -259,11 +235,6 @@ class ReplicaSync:
     def takes(self, layer: int, edges: Sequence[tuple[Any, int]]) -> bool:
         """Whether the backward pass that runs is one whose gradients are to be collected; arguments as there."""
         return self.has_copies(layer) and (self._handed_over or are_accumulated(edges))
-
-    @property
-    def _defers(self) -> bool:
-        """Whether copies have memory to keep gradients back in, and shall."""
-        return self._deferring and not self.shared
 
     def holds_gradients(self) -> bool:
         """Whether gradients of copies are held back that the optimizer is yet to see."""

@@ -31,7 +31,7 @@ def nbytes(tensors: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def measured(rank: int, optimizer: str, shared: bool, folder: str) -> dict[str, int]:
+def measured(rank: int, optimizer: str, folder: str) -> dict[str, int]:
     whole = model()
     step = torch.optim.AdamW if optimizer == "adamw" else torch.optim.SGD
     optimizer_ = step(whole.parameters(), **({} if optimizer == "adamw" else {"momentum": 0.9}))
@@ -39,7 +39,6 @@ def measured(rank: int, optimizer: str, shared: bool, folder: str) -> dict[str, 
     slots[:, [4, 9]] = [5, 1]
     config = eplb.BalancerConfig(
         replica_slots=1,
-        shared_between_layers=shared,
         dense_gradients="allreduce",
         policy="static",
         initial_placement=eplb.Placement(slots, 8, RANKS, eplb.Placement.initial(2, 8, RANKS, 1).home),
@@ -66,21 +65,20 @@ def measured(rank: int, optimizer: str, shared: bool, folder: str) -> dict[str, 
         "dense_weights": nbytes(dense),
         "dense_gradients": nbytes(p.grad for p in dense),
         "dense_optimizer_state": sum(nbytes(state[id(p)]) for p in dense),
-        "copies_shared" if shared else "copies_kept": nbytes(rows.values()),
+        "copies_kept": nbytes(rows.values()),
         "copies_arriving": nbytes(balancer._runtime.maps.replicas._arrivals.values()),
         "logical_state_dict": nbytes(logical.values()),
     }
-    if not shared:
-        result["copies_kept_no_sync"] = sum(nbytes(bank._held) for bank in banks)
+    result["copies_kept_no_sync"] = sum(nbytes(bank._held) for bank in banks)
     balancer.close()
     return {**result, "export": memory.peak}
 
 
-@pytest.mark.parametrize(("optimizer", "shared"), [("adamw", False), ("sgd", True)], ids=["kept", "shared"])
-def test_the_figures_are_those_of_the_attached_model(optimizer: str, shared: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_the_figures_are_those_of_the_attached_model(optimizer: str, tmp_path: Path) -> None:
     model().config.save_pretrained(tmp_path)
     said = diagnose(tmp_path, ranks=RANKS, replica_slots=1, dtype="float32", optimizer=optimizer).to_dict()
-    results = run_ranks(RANKS, measured, optimizer, shared, str(tmp_path / "folder"))
+    results = run_ranks(RANKS, measured, optimizer, str(tmp_path / "folder"))
     row = 2 << 20
     for result in results:
         export = result.pop("export")

@@ -41,7 +41,6 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "window": (None, 3),
     "lag": (1, 0),
     "replica_slots": (0, 1, 2),
-    "shared_between_layers": (False, True),
     "split": ("water_filling", "even"),
     "split_locality": (True, False),
     "split_least_tokens": (64, 0),
@@ -79,7 +78,6 @@ REASONS: Mapping[str, str] = {
 """Why a field has no values above."""
 REFUSED: Sequence[Mapping[str, Any]] = (
     {"copies_by": "copy_engine", "replica_slots": 1},
-    {"copies_by": "deepep", "replica_slots": 1},
     {"dispatch": "deepep"},
     {"dispatch": "deepep", "combine_order": "by_rank", "dispatch_dtype": "float8"},
     {"dispatch": "deepep", "combine_order": "by_rank", "low_latency_tokens": 4},
@@ -137,7 +135,6 @@ def could_be(case: Case) -> bool:
         case.get("bytes_per_step") is not None and not case.get("overlap", True),
         case.get("dispatch_sms", 20) != 20 and case.get("dispatch", "auto") != "auto",
         case.get("lag", 0) >= case.get("interval", 2),
-        case.get("shared_between_layers") and not case.get("replica_slots", 1),
         case.get("overlap") and case.get("move_gradients"),
         case.get("combine_order") == "by_rank" and case.get("dispatch") == "all_to_all",
         not is_exact(case) and case.get("dtype", "float64") != "float64",

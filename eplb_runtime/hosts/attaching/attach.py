@@ -371,7 +371,6 @@ class _Attaching:
         slots = self.config.replica_slots
         parts = self._job.row_division
         zeros = self.copies.zeros
-        shared_rows = ReplicaPool(slots, zeros, parts) if self.config.shared_between_layers else None
         replica_gradients = ReplicaPool(slots, zeros, parts) if training else None
         rows_LH = rows_of_rank(self.placement, self._job.ep_rank)
         for index, name, layer in self._layers():
@@ -381,7 +380,7 @@ class _Attaching:
             spread, rows = spread_of(layer.experts) is not None, rows_LH[index]
             homes = [layer.parameter(n) if spread else cut(layer, n, rows, self.device) for n in layer.parameters]
             if self.config.replica_slots:
-                self.banks[index] = ReplicaBank(homes, slots, zeros, replica_gradients, shared_rows, parts)
+                self.banks[index] = ReplicaBank(homes, slots, zeros, replica_gradients, parts)
                 homes = self.banks[index].parameters
             for own_name, parameter in zip(layer.parameters, homes, strict=True):
                 if parameter is not (old := layer.parameter(own_name)):
@@ -408,7 +407,6 @@ class _Attaching:
             self.copies,
             self._job.row_rank,
             self._job.gradient_divisor,
-            self.config.shared_between_layers,
             self.topology.ranks_per_node,
             self._job.row_division,
         )
@@ -455,9 +453,7 @@ class _Attaching:
             count_and_map=self.kernels.count_and_map,
         )
         made: list[ExpertParallelLayer | HostDispatchedLayer] = []
-        whole = ReplicaGather(self.groups.parts, self.groups.twins)
-        if maps.replicas is not None:
-            maps.replicas.free_too.append(whole.free)
+        gather = ReplicaGather(self.groups.parts, self.groups.twins)
         for index, _, layer in self._layers():
             if layer.compute is None:
                 made.append(
@@ -482,7 +478,7 @@ class _Attaching:
                     self._divisors,
                     maps.replicas,
                     self.banks.get(index),
-                    whole,
+                    gather,
                     self.kernels.regroup,
                 ),
                 context,

@@ -1,6 +1,6 @@
 """The experts of one layer that a rank computes, without copies: what dispatch calls with the rows that arrived.
 
-With replica slots, `replicas/persistent.py` and `replicas/pooled.py` (one buffer for all layers) stand in its place.
+With replica slots, `replicas/persistent.py` and `replicas/sharded.py` take its place.
 """
 
 from __future__ import annotations
@@ -106,13 +106,6 @@ class LocalExperts:
         self._compute = compute
         self._parameters = parameters
         self._divisor = divisor
-
-    def ahead_of_forward(self) -> None:
-        """Rows are about to travel: what the compute will wait for can be sent for. On every rank."""
-
-    def ahead_of_backward(self, combined_TD: Tensor) -> Tensor:
-        """The layer's output as it is; in the backward pass, gradients are about to travel. On every rank."""
-        return combined_TD
 
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None) -> Tensor:
         """Run the rows that arrived here, on every rank, also with none.

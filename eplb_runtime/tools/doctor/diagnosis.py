@@ -212,7 +212,7 @@ def _memory(
     lent = max(sum(p[0].numel() * accumulation_dtype(p).itemsize for p in layer) for layer in homes)
     trained = (own + rest) * (2 + states)
     always, training, either = "always", "training", "device, host"
-    kept, shared = "copies kept", "copies shared between layers"
+    kept = "copies kept"
     items = [
         Item("homes_weights", "experts at home: weights", "device", always, own),
         Item("homes_gradients", "experts at home: gradients", "device", training, own),
@@ -226,7 +226,6 @@ def _memory(
         items += [
             Item("copies_kept", "copies: weights, gradients", "device", kept, copies.kept),
             Item("copies_kept_no_sync", "gradients held back", "device", f"{kept}, no_sync", copies.held_back),
-            Item("copies_shared", "copies: weights, gradients", "device", shared, copies.shared),
             Item("copies_arriving", "gradients that arrive, for each copy lent", "device", training, lent),
         ]
     node = f"the same on a node of {shape.ranks_per_node} ranks"

@@ -20,7 +20,6 @@ from ...balancer.balancer import Balancer
 from ...config import BalancerConfig, DispatchConfig
 from ...events import RebalanceAborted, RebalanceCommitted
 from ...hosts import attach
-from ...moe.dispatch import OVER_TORCH
 from ...moe.dispatch import notes as notes_of_dispatch
 from ...planner.shuffle import plan_shuffle
 from ...replicas.bank import accumulation_dtype
@@ -136,12 +135,9 @@ def without_replicas(config: BalancerConfig) -> BalancerConfig:
         split_locality=usual.split_locality,
         split_least_tokens=usual.split_least_tokens,
     )
-    if dispatch.name in OVER_TORCH:  # copies_by="deepep" alone had use for it
-        dispatch = replace(dispatch, sms=usual.sms)
     return replace(
         config,
         replica_slots=0,
-        shared_between_layers=False,
         copies_by="torch",
         initial_placement=None,
         dispatch=dispatch,
