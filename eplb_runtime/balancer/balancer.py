@@ -136,7 +136,6 @@ class Balancer:
             groups,
             runtime.watched(self._dense, self._optimizers, self._memory.name_of_freed),
             runtime.device,
-            None if config.interval is None else config.interval + config.migration.lag + 2,
             lone=self._lone_steps(),
             run=lambda work: self._rebalancer.run(work),
             number=lambda: self._rebalancer.step,
@@ -146,7 +145,6 @@ class Balancer:
             runtime,
             self._dense,
             follow=lambda: self._optimizer_hooks.follow(),
-            reduced=self._guard.gradients_are_reduced,
         )
         self._division = Division(
             runtime.parameters,
@@ -256,7 +254,6 @@ class Balancer:
             self._after_move()
         if self._training or moved:
             self._refresh_replicas()
-        self._guard.experts_are_left()
 
     @torch.compiler.disable
     def rebalance(self) -> bool:
@@ -359,7 +356,6 @@ class Balancer:
         self._schedule_running = what
         try:
             yield
-            self._guard.gradients_are_there()
         finally:
             self._schedule_running = ""
 
@@ -540,7 +536,6 @@ class Balancer:
         Expert gradients need no averaging inside the EP group: the tokens of all ranks reached them in the backward
         pass, already divided by the number of ranks as data parallelism does it.
         """
-        self._guard.before_averaging()
         self._gradients.reduce()
 
     @torch.compiler.disable
@@ -579,7 +574,6 @@ class Balancer:
                 "expert once, wherever it stands)"
             )
         rows_LH = self._logical_of_rows()
-        self._guard.before_averaging()
         with phase("clip"):
             return self._gradients.clip(max_norm, rows_LH, self.placement.num_experts, parameters)
 

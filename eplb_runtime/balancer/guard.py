@@ -3,7 +3,7 @@
 It checks facts, not names: ranks that share a tensor have the same bits in it; ranks with different experts have
 different ones; the optimizer steps the parameters that the model computes with; tokens are counted while the model
 computes. The first steps are sampled completely, with exchanges of their own. Later samples go along with each
-decision: all bits of shared tensors, a part of the rest, and the factors by which gradients were changed in each step.
+decision: all bits of shared tensors, and a part of the rest.
 All ranks come to the same finding before any of them raises.
 """
 
@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,7 +27,6 @@ from ..distributed.process_groups import ProcessGroups
 from ..load.aggregate import HostCopy
 from ..moe.experts.lone_step import LoneSteps
 from .gradients.division import foreign_hooks
-from .gradients.rescaled import DENSE, WATCHED, WEIGHTS, WHEN, GradientSampler
 from .guard_samples import SAMPLES, Sample, SampleDigest, Watched, bit_sums, options_of
 
 logger = logging.getLogger("eplb_runtime")
@@ -65,7 +63,6 @@ class Guard:
 
     Args:
         mode: ``"auto"`` raises in the first steps and warns later; ``"raise"``, ``"warn"``, ``"off"``.
-        steps: largest number of steps between two decisions; None: any number.
         lone: steps single experts alone; None: experts never move.
         run: does work on the control group, one task at a time and in the same order on every rank.
         number: of the last step that is over.
@@ -75,6 +72,7 @@ class Guard:
         lone: as given.
         seconds, clocked_steps: time that sampling took of the training thread after the first steps, and the number of
             those steps.
+        said: all findings and notices so far, in their order, each once.
     """
 
     def __init__(
@@ -83,7 +81,6 @@ class Guard:
         groups: ProcessGroups,
         watched: Watched,
         device: torch.device,
-        steps: int | None,
         *,
         lone: LoneSteps | None,
         run: Callable[[Callable[[], str]], str],
@@ -108,15 +105,12 @@ class Guard:
         self.seconds, self.clocked_steps = 0.0, 0
         self._snapshots: list[tuple[str, int, Tensor, object]] = []
         self._passed_over: set[int] = set()
-        self._steps_between = steps
-        self._gradient_sampler: GradientSampler | None = None
-        self._rescaled_by = ""
-        self._rescaled_was_reported = False
         self._sample_before_forward: Sample | None = None
         self.lone = lone
         self._run = run
         self._number = number
         self._on_finding = on_finding
+        self.said: list[str] = []
 
     def begin(self) -> None:
         """Begin with a new or another optimizer. Collective."""
@@ -126,7 +120,6 @@ class Guard:
             sample = self._take_sample("weights", dense=False)
             seen = self._exchange(sample, self._groups.data, on_device=True)
             self._distinct = not self._alike(sample, {rank: one.hashes for rank, one in seen.items()})
-            self._watch_gradients()
 
     @property
     def is_new(self) -> bool:
@@ -146,44 +139,9 @@ class Guard:
     def before_forward(self) -> None:
         """Sample expert weights ahead of the first forward of each of the first steps: nobody else has written them.
         They are compared ahead of the reduction: a rank may be in a different forward, which the layers find out."""
-        if self._gradient_sampler is not None:
-            with self.clocked():
-                self._gradient_sampler.forward_begins()
         if self.is_new and not self._sampled_before_forward:
             self._sampled_before_forward = True
             self._sample_before_forward = self._take_sample("weights", dense=False)
-
-    def _watch_gradients(self) -> None:
-        if self._gradient_sampler is not None:
-            self._gradient_sampler.end()
-        self._gradient_sampler = None
-        if len(self._groups.job.data_ranks) > 1:
-            watched = self._watched
-            dense, experts, average = watched.dense, watched.experts, watched.average_dense
-            self._gradient_sampler = GradientSampler(dense, experts, average, self._steps_between, self._device)
-
-    def gradients_are_there(self) -> None:
-        """Sample gradients again after a schedule of micro-batches, which may have scaled them."""
-        if self._gradient_sampler is not None:
-            self._gradient_sampler.again()
-
-    def before_averaging(self) -> None:
-        """Sample gradients ahead of their reduction: no rank has changed them by a factor of its own."""
-        if self._gradient_sampler is not None:
-            with self.clocked():
-                self._gradient_sampler.before_reduction()
-
-    def gradients_are_reduced(self) -> None:
-        """Sample gradients after their reduction."""
-        if self._gradient_sampler is not None:
-            with self.clocked():
-                self._gradient_sampler.reduced()
-
-    def optimizer_has_stepped(self) -> None:
-        """Sample gradients after the optimizer's step."""
-        if self._gradient_sampler is not None:
-            with self.clocked():
-                self._gradient_sampler.stepped()
 
     def before_reduction(self) -> None:
         """In the first steps, compare ahead of the first collective that a rank without a step would never reach."""
@@ -218,15 +176,6 @@ class Guard:
         self._steps += 1
         self._sampled_before_forward = False
         self._passed_over.clear()
-        if self._gradient_sampler is not None:
-            with self.clocked():
-                self._gradient_sampler.step_is_over(self._number() + 1)
-
-    def experts_are_left(self) -> None:
-        """Sample experts after a step: until the next forward no rank changes them by a factor of its own."""
-        if self._gradient_sampler is not None:
-            with self.clocked():
-                self._gradient_sampler.left()
 
     def sample(self) -> Sample | None:
         """Take the sample that a decision compares while training goes on; None: the guard is off."""
@@ -246,9 +195,13 @@ class Guard:
         """Raise or warn as the mode says; a reason why experts stay is only logged."""
         if stays and stays not in self._reported:
             self._reported.add(stays)
-            self._on_finding(stays)
+            self._say(stays)
             logger.warning("%s", stays)
         self._raise_or_warn(finding)
+
+    def _say(self, text: str) -> None:
+        self.said.append(text)
+        self._on_finding(text)
 
     def report_uncounted(self, layers: Sequence[str]) -> None:
         """Warn of MoE layers in evaluation mode while others train, of each once; a frozen part of a model is no error.
@@ -266,15 +219,12 @@ class Guard:
             "are not counted, so their experts are placed without knowing their load: call train() on these modules "
             "(frozen parameters stay frozen), or on the whole model"
         )
-        self._on_finding(text)
+        self._say(text)
         logger.warning("%s", text)
 
     def end(self) -> None:
         """Stop sampling; the thread that talks to the other ranks is gone."""
         self._mode = "off"
-        if self._gradient_sampler is not None:
-            self._gradient_sampler.end()
-            self._gradient_sampler = None
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
@@ -293,20 +243,13 @@ class Guard:
         sizes = tuple(piece.numel() for piece in pieces)
         problem, names_of_kinds = problem or self._misplaced(), (tuple(names[0]), tuple(names[1]))
         sums, summed = self._summed() if dense and what == "weights" and not freed else (None, ((), ()))
-        gradients = None
-        if dense and self._gradient_sampler is not None and not freed:
-            gradients = self._gradient_sampler.take() if decides else self._gradient_sampler.now(self._number() + 1)
         stays, lone = freed, None
-        if decides and freed:  # what other ranks compare next is chosen by how often each has taken
-            for sampler in (self._gradient_sampler, self.lone):
-                if sampler is not None:
-                    sampler.take()
+        if decides and freed and self.lone is not None:
+            self.lone.take()  # what other ranks compare next is chosen by how often each has taken
         if decides and not freed:
             stays, lone = self._row_hooks() or self._left_behind(), self._lone()
         options = options_of(self._watched.optimizers) if dense else ("", "")
-        return Sample(
-            what, problem, *names_of_kinds, HostCopy(together), sizes, sums, summed, gradients, stays, lone, options
-        )
+        return Sample(what, problem, *names_of_kinds, HostCopy(together), sizes, sums, summed, stays, lone, options)
 
     def _freed(self) -> str:
         """Name weights that have no memory now."""
@@ -478,8 +421,7 @@ class Guard:
             return SampleComparison("", freed)
         hashes = {rank: one.hashes for rank, one in seen.items()}
         finding = (
-            self._rescaled(sample, seen, group)
-            or self._other_options(seen)
+            self._other_options(seen)
             or self._differing(sample, hashes)
             or self._deviation(sample, seen, group)
             or self._alike(sample, hashes)
@@ -508,54 +450,6 @@ class Guard:
                         "same values on every rank"
                     )
         return ""
-
-    def _rescaled(self, sample: Sample, seen: Mapping[int, SampleDigest], group: dist.ProcessGroup) -> str:
-        """Find gradients or experts that ranks changed by different factors; the same on every rank."""
-        job, steps = self._groups.job, {one.steps for one in seen.values()}
-        samples, data_set_here = sample.gradients, job.data_sets.index(job.data_ranks)
-        if self._rescaled_was_reported or samples is None or steps != {len(samples.steps)} or steps == {0}:
-            return ""
-        own = samples.factors().transpose(1, 0, 2)
-        highest = np.full((2, len(samples.steps), len(WHEN), len(job.data_sets), WATCHED), -np.inf)
-        highest[0, :, :, data_set_here] = np.where(np.isnan(own), -np.inf, own)
-        highest[1, :, :, data_set_here] = np.where(np.isnan(own), -np.inf, -own)
-        numbers = maxima(torch.from_numpy(np.append(highest, samples.tolerance)), group)
-        high, low = numbers[:-1].numpy().reshape(highest.shape) * np.array([1, -1]).reshape(2, 1, 1, 1, 1)
-        with np.errstate(invalid="ignore"):
-            apart = high - low > float(numbers[-1]) * np.maximum(np.abs(high), np.abs(low))
-        apart &= np.isfinite(high) & np.isfinite(low)
-        if not apart.any():
-            return ""
-        step, window, data_set, position = map(int, np.argwhere(apart)[0])
-        value = own[step, window, position] if data_set == data_set_here else np.nan
-        values = gather_rows(torch.tensor([value], dtype=torch.float64), group)[:, 0].tolist()
-        here = {rank: one for rank, one in zip(seen, values, strict=True) if not np.isnan(one)}
-        first, second = sorted((min(here, key=lambda rank: here[rank]), max(here, key=lambda rank: here[rank])))
-        watched = samples.watched[position]
-        name = watched.name if data_set == data_set_here and watched is not None else "a parameter"
-        digits = 3 if f"{here[first]:.3g}" != f"{here[second]:.3g}" else 9
-        what = "weights" if window == WEIGHTS else "gradients"
-        text = (
-            f"the {what} of {name} were changed by a factor of {here[first]:.{digits}g} on rank {first} and "
-            f"{here[second]:.{digits}g} on rank {second} in step {samples.steps[step]}, "
-            + ("before they were averaged" if window == 0 and position < DENSE else WHEN[window])
-        )
-        return self._experts_finding(text) if window == WEIGHTS else self._rescaled_finding(text)
-
-    def _rescaled_finding(self, text: str) -> str:
-        self._rescaled_by = (
-            f"{text}, as clipping by each rank's own norm does: use balancer.clip_grad_norm_(value), or "
-            "balancer.clip_grad_norm_(value, parameters=...) for a part of them; whatever else changes gradients comes "
-            "after balancer.reduce_gradients(), and does the same on every rank"
-        )
-        return self._rescaled_by
-
-    def _experts_finding(self, text: str) -> str:
-        self._rescaled_by = (
-            f"{text}, as scaling by the norm of an expert parameter does, of which each rank has its own rows: scale "
-            "each expert by its own norm, or all by one over the rows of balancer.gather_experts(layer, parameter)"
-        )
-        return self._rescaled_by
 
     def _deviation(self, sample: Sample, seen: Mapping[int, SampleDigest], group: dist.ProcessGroup) -> str:
         """Find shared weights that differ between ranks in any bit; the same on every rank."""
@@ -643,8 +537,7 @@ class Guard:
         if not finding or finding in self._reported:
             return
         self._reported.add(finding)
-        self._rescaled_was_reported = self._rescaled_was_reported or finding == self._rescaled_by
-        self._on_finding(finding)
+        self._say(finding)
         if self._mode == "raise" or (self._mode == "auto" and self._steps < FIRST_STEPS):
             raise GuardError(finding)
         logger.warning("%s", finding)

@@ -11,7 +11,6 @@ import xxhash
 from torch import Tensor
 
 from ..load.aggregate import HostCopy
-from .gradients.rescaled import GradientSamples
 
 SAMPLES = 16
 """Tensors of each kind in one sample."""
@@ -61,7 +60,6 @@ class Sample:
         sizes: bytes of each piece, dense first; 0: there was nothing to sample.
         sums: int64, of all bits of each tensor named in ``summed``, in transfer to the host; None: not asked for.
         summed: names of tensors outside the experts, and of experts that other ranks have too.
-        gradients: of the last steps; None: not asked for.
         stays: reason for which experts must stay where they are; empty: they may move.
         lone: returns such a reason from steps of single experts; waits until these are on the host.
         options: the learning rates of the optimizers' groups, and all their other numbers.
@@ -75,14 +73,12 @@ class Sample:
     sizes: tuple[int, ...]
     sums: HostCopy | None = None
     summed: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    gradients: GradientSamples | None = None
     stays: str = ""
     lone: Callable[[], str] | None = None
     options: tuple[str, str] = ("", "")
 
     def encode(self) -> Tensor:
-        """uint8 of equal length on every rank: texts, an int64 hash of each piece and of the sums, and the number of
-        steps."""
+        """uint8 of equal length on every rank: texts, an int64 hash of each piece and of the sums."""
         stays = self.lone() if self.lone is not None else ""
         text = _padded(self.problem, _PROBLEM_BYTES) + _padded(self.stays or stays, _STAYS_BYTES)
         pieces = self.pieces.wait().split(list(self.sizes)) if self.sizes else ()
@@ -90,13 +86,12 @@ class Sample:
         for number, piece in enumerate(pieces[len(self.dense) :], len(self.dense)):
             # Other experts all the same have the same where everything overflows.
             values[number] = 0 if _is_one_value(piece) else values[number]
-        hashes = torch.zeros(2 * SAMPLES + 5, dtype=torch.int64)
+        hashes = torch.zeros(2 * SAMPLES + 4, dtype=torch.int64)
         hashes[: len(self.dense)] = torch.tensor(values[: len(self.dense)], dtype=torch.int64)
         hashes[SAMPLES : SAMPLES + len(self.experts)] = torch.tensor(values[len(self.dense) :], dtype=torch.int64)
         dense, experts = self.sums_of_kinds()
         options = [xxhash.xxh3_64_intdigest(text.encode()) >> 1 for text in self.options]
-        steps = len(self.gradients.steps) if self.gradients else 0
-        hashes[-5:] = torch.tensor([*options, _hash(dense), _hash(experts), steps])
+        hashes[-4:] = torch.tensor([*options, _hash(dense), _hash(experts)])
         return torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), hashes.view(torch.uint8)])
 
     def sums_of_kinds(self) -> tuple[Tensor, Tensor]:
@@ -115,7 +110,6 @@ class SampleDigest:
         stays: reason for which experts must stay where they are; empty: they may move.
         hashes: ``2 * SAMPLES``, dense first; 0: nothing to compare.
         sums: hashes of all bits, of tensors outside the experts and of experts; 0: nothing to compare.
-        steps: number of steps whose gradients were sampled.
         options: hashes of learning rates and of the optimizers' other numbers.
     """
 
@@ -123,16 +117,15 @@ class SampleDigest:
     stays: str
     hashes: Sequence[int]
     sums: Sequence[int]
-    steps: int
     options: Sequence[int]
 
     @staticmethod
     def decode(row: Tensor) -> SampleDigest:
         """The inverse of `Sample.encode`."""
         texts = bytes(row[:_TEXT_BYTES].tolist())
-        *hashes, rates, others, dense, experts, steps = row[_TEXT_BYTES:].clone().view(torch.int64).tolist()
+        *hashes, rates, others, dense, experts = row[_TEXT_BYTES:].clone().view(torch.int64).tolist()
         problem, stays = texts[:_PROBLEM_BYTES], texts[_PROBLEM_BYTES:]
-        return SampleDigest(_text(problem), _text(stays), hashes, (dense, experts), steps, (rates, others))
+        return SampleDigest(_text(problem), _text(stays), hashes, (dense, experts), (rates, others))
 
 
 def options_of(optimizers: Sequence[Stepper]) -> tuple[str, str]:

@@ -159,18 +159,6 @@ class ClippedByEachRank(Job):
         nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
 
 
-class ClippedAheadOfAveraging(Job):
-    """As a loop without us does it: the average of what each rank has clipped is the same on all."""
-
-    def before_step(self, step: int) -> None:
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
-
-
-class ClippedByValueAheadOfAveraging(Job):
-    def before_step(self, step: int) -> None:
-        nn.utils.clip_grad_value_(self.model.parameters(), 1e-4)
-
-
 class ScaledAlike(Job):
     """Right: by the same factor on every rank, then averaged, then clipped by value."""
 
@@ -204,62 +192,6 @@ class Later(Job):
         raise NotImplementedError
 
 
-class ClippedLaterAheadOfReduction(Later):
-    def change(self) -> None:
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
-
-
-class ClippedLaterOnHostWithDDP(Later):
-    """The dense gradients are averaged by then, and experts' are not: those tell."""
-
-    def __init__(self, rank: int, **options: object) -> None:
-        super().__init__(rank, dense_gradients="host", **options)
-        self.trained = DistributedDataParallel(self.model)
-
-    def change(self) -> None:
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
-
-
-class ClippedLaterInTwoCalls(Later):
-    """Its factor is 1 until the norm is large."""
-
-    def change(self) -> None:
-        self.balancer.reduce_gradients()
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        nn.utils.clip_grads_with_norm_(self.model.parameters(), 0.1 if self.rank else 1e9, norm)
-
-
-class ClippedLaterByParameter(Later):
-    """Experts' alone: their norms are over this rank's rows."""
-
-    def change(self) -> None:
-        self.balancer.reduce_gradients()
-        for name, parameter in self.model.named_parameters():
-            if ".experts." in name:
-                nn.utils.clip_grad_norm_([parameter], 1e-3)
-
-
-class ClippedLaterWithoutAVersion(Later):
-    """As fused kernels and old code write, whom autograd does not see; and once only."""
-
-    def change(self) -> None:
-        self.first = 10**9
-        self.balancer.reduce_gradients()
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.data.mul_(0.5 + 0.25 * self.rank)
-
-
-class ClippedLaterByAHookOfTheOptimizer(Later):
-    def change(self) -> None:
-        def clip(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
-
-        self.first = 10**9
-        self.optimizer.register_step_pre_hook(clip)
-
-
 class ClampedByAHookOfTheOptimizer(Later):
     """Right: element by element, with one bound everywhere."""
 
@@ -276,45 +208,6 @@ class ClampedByAHookOfTheOptimizer(Later):
 class ClippedByTheBalancerLater(Later):
     def change(self) -> None:
         self.balancer.clip_grad_norm_(0.1)
-
-
-class EachExpertByItself(Later):
-    """Right: goes with the expert, wherever it stands."""
-
-    def change(self) -> None:
-        self.balancer.reduce_gradients()
-        for name, parameter in self.model.named_parameters():
-            if ".experts." in name:
-                norms = parameter.grad.flatten(1).norm(dim=1)
-                parameter.grad.mul_((1e-3 / (norms + 1e-6)).clamp(max=1).view(-1, 1, 1))
-
-
-class ScaledByTheNormOfItsRows(Job):
-    """Between steps, once: experts' parameters to a norm, which is over this rank's rows."""
-
-    @torch.no_grad()
-    def after_step(self, step: int) -> None:
-        if step + 1 == 5:
-            for name, parameter in self.model.named_parameters():
-                if ".experts." in name:
-                    parameter.mul_(9 / parameter.norm())
-
-
-class ScaledByTheNormOfItsRowsAtOnce(ScaledByTheNormOfItsRows):
-    def after_step(self, step: int) -> None:
-        super().after_step(4)
-
-
-class EachExpertToItsNorm(Job):
-    """Right, and so is the decay that goes with it."""
-
-    @torch.no_grad()
-    def after_step(self, step: int) -> None:
-        for name, parameter in self.model.named_parameters():
-            if ".experts." in name:
-                if step % 2:
-                    parameter.mul_((2 / parameter.flatten(1).norm(dim=1)).view(-1, 1, 1))
-                parameter.mul_(0.99)
 
 
 class SummedByHand(Job):
@@ -435,24 +328,12 @@ CASES: dict[str, Callable[[int], dict]] = {
     "nobody averages": lambda rank: Job(rank, dense_gradients="host").run(),
     "DDP around a wrapper": lambda rank: InWrapper(rank).run(),
     "clipped by each rank": lambda rank: ClippedByEachRank(rank).run(),
-    "clipped ahead of averaging": lambda rank: ClippedAheadOfAveraging(rank).run(),
-    "clipped by value ahead of averaging": lambda rank: ClippedByValueAheadOfAveraging(rank).run(),
     "scaled alike": lambda rank: ScaledAlike(rank, gate="always", policy="incremental").run(),
     **{
         kind.__name__: lambda rank, kind=kind: kind(rank).run(10)
         for kind in (
-            ClippedLaterAheadOfReduction,
-            ClippedLaterOnHostWithDDP,
-            ClippedLaterInTwoCalls,
-            ClippedLaterByParameter,
-            ClippedLaterWithoutAVersion,
-            ClippedLaterByAHookOfTheOptimizer,
             ClampedByAHookOfTheOptimizer,
             ClippedByTheBalancerLater,
-            EachExpertByItself,
-            ScaledByTheNormOfItsRows,
-            ScaledByTheNormOfItsRowsAtOnce,
-            EachExpertToItsNorm,
             SummedByHand,
             AveragedByHand,
             RatesByOwnLoss,
@@ -486,8 +367,6 @@ def results() -> list[dict[str, dict]]:
         *(
             "ClampedByAHookOfTheOptimizer",
             "ClippedByTheBalancerLater",
-            "EachExpertByItself",
-            "EachExpertToItsNorm",
             "SummedByHand",
             "AveragedByHand",
         ),
@@ -511,11 +390,8 @@ def test_the_guard_changes_no_bit(results: list[dict[str, dict]]) -> None:
         ("nobody averages", 0, "dense_gradients='allreduce'"),
         ("DDP around a wrapper", 0, "which hold other experts"),
         ("clipped by each rank", 0, "use balancer.clip_grad_norm_"),
-        ("clipped ahead of averaging", 0, "balancer.clip_grad_norm_(value, parameters=...) for a part of them"),
-        ("clipped by value ahead of averaging", 0, "on rank 1 in step 1, before they were averaged"),
         ("unfrozen later", 0, "holds model.layers.0.mlp.experts"),
         ("writes nothing", 0, "and its step does not write it"),
-        ("ScaledByTheNormOfItsRowsAtOnce", 1, "the weights of model.layers.0.mlp.experts"),
         ("RatesByOwnLossAtOnce", 0, "the learning rates of the optimizer on rank 1 differ from rank 0's"),
     ],
 )
@@ -527,36 +403,6 @@ def test_a_mistake_is_raised_in_the_first_step_on_every_rank(
     for result in results:
         assert len(result[name]["losses"]) == steps
         assert "\n" not in result[name]["error"]
-
-
-@pytest.mark.parametrize(
-    ("name", "when"),
-    [
-        ("ClippedLaterAheadOfReduction", "before they were averaged"),
-        ("ClippedLaterOnHostWithDDP", "before they were reduced"),
-        ("ClippedLaterInTwoCalls", "between their reduction and the end of the optimizer's step"),
-        ("ClippedLaterByParameter", "between their reduction and the end of the optimizer's step"),
-        ("ClippedLaterWithoutAVersion", "between their reduction and the end of the optimizer's step"),
-        ("ClippedLaterByAHookOfTheOptimizer", "between their reduction and the end of the optimizer's step"),
-    ],
-)
-def test_clipping_by_each_ranks_own_norm_is_said_whenever_it_begins(
-    results: list[dict[str, dict]], name: str, when: str
-) -> None:
-    """It begins in step 5; the next decision is at the end of step 8, and acted on one step later."""
-    for result in results:
-        assert result[name]["error"] == "" and len(result[name]["losses"]) == 10
-        (step, finding), *others = result[name]["findings"]
-        assert step == 9 and f"in step 5, {when}, as clipping by each rank's own norm does" in finding
-        assert "factor of" in finding and "balancer.clip_grad_norm_(value, parameters=...)" in finding
-        assert not [other for _, other in others if "by a factor of" in other], "said once"
-
-
-def test_experts_scaled_by_the_norm_of_a_ranks_rows_are_said(results: list[dict[str, dict]]) -> None:
-    for result in results:
-        ((step, finding),) = result["ScaledByTheNormOfItsRows"]["findings"]
-        assert step == 9 and "the weights of model.layers.0.mlp.experts" in finding
-        assert "in step 6, ahead of its forward" in finding and "balancer.gather_experts" in finding
 
 
 def test_learning_rates_by_rank_are_said_whenever_they_begin(results: list[dict[str, dict]]) -> None:

@@ -21,7 +21,6 @@ class Gradients:
     Args:
         dense_parameters: all parameters outside the experts, by name; more may join.
         follow: called before each reduction, to learn of parameters that have joined.
-        reduced: called after each reduction of new gradients.
     """
 
     def __init__(
@@ -30,7 +29,6 @@ class Gradients:
         dense_parameters: Mapping[str, Tensor],
         *,
         follow: Callable[[], None],
-        reduced: Callable[[], None],
     ) -> None:
         groups = runtime.groups
         self._registry = runtime.registry
@@ -38,7 +36,6 @@ class Gradients:
         self._dense_parameters = dense_parameters
         self._groups = groups
         self._follow = follow
-        self._reduced = reduced
         self._sliced = any(is_sliced(parameter) for parameter in self._registry.parameters())
         self._averaged: list[Averaging] = []
         if runtime.averages_dense:
@@ -91,8 +88,6 @@ class Gradients:
             for averaging in self._averaged:
                 averaging.reduce(first=self._first)
         self._first = self._new = False
-        if new:  # else changes by the loop since the last time are still to be sampled
-            self._reduced()
 
     @torch.no_grad()
     def clip(

@@ -301,7 +301,6 @@ class Optimizers:
         self._stepping = False
         if optimizer is not None:
             self._stepped_alone(optimizer)
-        self._balancer._guard.optimizer_has_stepped()
         self._end_of_step(number, stepped=True)
 
     def _end_of_step(self, number: int, *, stepped: bool) -> None:
