@@ -30,6 +30,7 @@ TRANSPORTS = ("torch", "cuda_ipc", "nixl", "nvshmem", "deepep", "auto")
 GONE = {
     "transport='shm'": "gone; gloo does it: leave transport out",
     "copies_by='deepep'": "gone: leave copies_by out, or choose 'copy_engine'",
+    "most_tokens": "gone: leave it out",
     "shared_between_layers": "gone: leave it out, each layer keeps its own replicas",
 }
 COPIES_BY = ("torch", "copy_engine")
@@ -154,14 +155,9 @@ class DispatchConfig(_Settings):
         low_latency_tokens: in evaluation without gradients, batches of up to so many tokens on each rank go by DeepEP's
             low-latency kernels (RDMA or NVLink through NVSHMEM, in buffers made for as many): a multiple of 4, up to
             508. For ``"deepep"`` with ``combine_order="by_rank"``, on one node. 0: never.
-        most_tokens: no batch of any rank has more tokens than that, in training and in evaluation. For ``"deepep"`` on
-            one node: a layer then never waits for the device, so that CUDA graphs can hold it, and its rows lie in
-            memory for as many from every rank (in ``"logical"`` order for each choice): for small batches. A larger
-            batch is refused. 0: not known; the number of rows comes to the host first.
         sms: multiprocessors of a GPU that DeepEP's kernels take; even.
-        kernels: on GPUs, Triton kernels count, route and sum a layer's choices and hash experts for checksums; with
-            ``most_tokens`` and replica slots they also split batches over copies, without the host. Each is tried at
-            attach: one that does not give what plain torch gives there is not used, and the log says so.
+        kernels: on GPUs, Triton kernels count, route and sum a layer's choices. The first batch of each is compared
+            with plain torch, which is used, and the log says so, where the bits differ.
         split: how tokens are shared out over an expert's copies, batch by batch: ``"water_filling"`` (the busiest rank
             has as little as can be) or ``"even"``.
         split_locality: serve a token on its own rank or node where that does not change the balance.
@@ -180,7 +176,6 @@ class DispatchConfig(_Settings):
     combine_order: Literal["logical", "by_rank"] = "logical"
     dtype: Literal["model", "float8"] = "model"
     low_latency_tokens: int = 0
-    most_tokens: int = 0
     sms: int = 20
     kernels: bool = False
     split: Literal["water_filling", "even"] = "water_filling"
@@ -199,7 +194,6 @@ class DispatchConfig(_Settings):
         if self.dtype == "float8" and self.name != "deepep":
             raise ConfigError(f"dtype='float8' with dispatch={self.name!r}: only 'deepep' carries it")
         self._check_low_latency()
-        self._check_most_tokens()
         self._whole("sms", 2)
         if self.sms % 2:
             raise ConfigError(f"sms={self.sms}: give an even number")
@@ -219,18 +213,6 @@ class DispatchConfig(_Settings):
             raise ConfigError(
                 f"low_latency_tokens={tokens} with dispatch={self.name!r}, combine_order={self.combine_order!r}: "
                 "they need dispatch='deepep' and combine_order='by_rank'"
-            )
-
-    def _check_most_tokens(self) -> None:
-        self._whole("most_tokens", 0)
-        if self.most_tokens and self.name != "deepep":
-            raise ConfigError(
-                f"most_tokens={self.most_tokens} with dispatch={self.name!r}: only 'deepep' has use for it"
-            )
-        if self.most_tokens and self.low_latency_tokens:
-            raise ConfigError(
-                f"most_tokens={self.most_tokens} with low_latency_tokens={self.low_latency_tokens}, which wait for "
-                "numbers of rows: give one of them"
             )
 
 

@@ -55,20 +55,10 @@ class ForwardTag:
         found: tuple[int, int] | tuple[None, None] = getattr(self._here, "place", (None, None))
         return found
 
-    @property
-    def is_checked(self) -> bool:
-        """Return whether the ranks' tags of this thread's forward have been compared, on the device."""
-        return bool(getattr(self._here, "is_checked", False))
-
-    def mark_checked(self) -> None:
-        """Note that they have been (`is_checked`)."""
-        self._here.is_checked = True
-
     def enter(self, layer: int, step: int, training: bool, epoch: int = 0) -> None:
         """Begin a forward of a layer on this rank."""
         tag = (step << 24) | (layer << 8) | (training << 1) | torch.is_grad_enabled()
         self._here.value = tag
-        self._here.is_checked = False
         self._here.place = layer, epoch
 
     def set_placement(self, changes: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..distributed.transports.base import Message, Pending, PendingGroup, Transport
 from ..moe.experts.record import End, RecordFormat, piece
 from ..placement import HomeRows
-from ..utils.checksums import CHECKSUM_BYTES, HashBlocks, as_bytes, checksum
+from ..utils.checksums import CHECKSUM_BYTES, as_bytes, checksum
 from .records import Records
 from .schedule import Ints, Round, Transfer, TransferSchedule
 from .staging import DIRECT_BYTES, Arena, chains_of, packed_bytes, runs_of
@@ -96,7 +96,6 @@ class RoundExecutor:
         row_rank: this rank's number in the transport.
         device: of the live rows.
         nbytes: initial size of the staging memory; a migration that needs more reserves it.
-        hash_blocks: hashes experts on a GPU.
     """
 
     def __init__(
@@ -106,10 +105,8 @@ class RoundExecutor:
         row_rank: int,
         device: torch.device,
         nbytes: int,
-        hash_blocks: HashBlocks,
     ) -> None:
         self._transport = transport
-        self._hash_blocks = hash_blocks
         self._home_rows = home_rows
         self._row_rank = row_rank
         self._arrivals = Arena(self._staging, nbytes)
@@ -254,7 +251,7 @@ class RoundExecutor:
     def hash_arrived(self, exchange: Exchange, arrived: Sequence[Staged]) -> bool:
         """Hash arrived records; returns whether all are."""
         for s in arrived:
-            exchange.arrived_checksums.append(checksum(s.messages, self._hash_blocks))
+            exchange.arrived_checksums.append(checksum(s.messages))
         return len(exchange.arrived_checksums) == len(exchange.staged)
 
     def difference(self, exchange: Exchange) -> str:
@@ -379,7 +376,7 @@ class RoundExecutor:
         return [self._checksums_for(peer, experts) for peer, experts in departing.items()]
 
     def _checksums_for(self, peer: int, experts: Sequence[Sequence[Message]]) -> Message:
-        sums = b"".join(checksum([message.data for message in expert], self._hash_blocks) for expert in experts)
+        sums = b"".join(checksum([message.data for message in expert]) for expert in experts)
         return Message(peer, torch.frombuffer(bytearray(sums), dtype=torch.uint8).to(self.device))
 
     def _add(self, exchange: Exchange, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:

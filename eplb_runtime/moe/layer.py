@@ -195,14 +195,7 @@ class ExpertParallelLayer:
         if splitter is None:
             return self._table.slots(self.index, topk_ids_TK), None
         counts_E, begins = counts or splitter.counts(topk_ids_TK)
-        if splitter.wants_counts:
-            return splitter.route(self.index, topk_ids_TK, exchange_counts(counts_E), begins)
-        if topk_ids_TK.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"a CUDA graph of MoE layer {self.index}, whose experts have copies: replays would not wait for "
-                "the copies' new weights, nor follow a commit; capture with replica_slots=0"
-            )
-        return splitter.route_on_device(self.index, topk_ids_TK, exchange_counts.on_device(counts_E), begins), None
+        return splitter.route(self.index, topk_ids_TK, exchange_counts(counts_E), begins)
 
 
 class HostDispatchedLayer:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..distributed.consensus import all_gather_into, gather_rows
-from ..moe.experts.compute import Compute, LocalExperts, SlotCounts, run_rows, with_spare, without_spare
+from ..moe.experts.compute import Compute, LocalExperts, SlotCounts, run_rows
 from ..moe.experts.slices import with_divided_gradients
 from ..utils.checksums import as_bytes
 from ..utils.spans import phase
@@ -113,8 +113,6 @@ class ShardedReplicas(LocalExperts):
 
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None) -> Tensor:
         self._sync.check_homes(self._layer)
-        rows = rows_MD.shape[0]
-        rows_MD, counts_S, weights_M = without_spare(rows_MD, counts_S, weights_M)
         homes, counts = self._bank.homes_per_rank, counts_S.known()
         at_homes, at_copies = (SlotCounts.of(part, rows_MD.device) for part in (counts[:homes], counts[homes:]))
         home, copied = slice(sum(at_homes.known())), slice(sum(at_homes.known()), None)
@@ -125,7 +123,7 @@ class ShardedReplicas(LocalExperts):
         if self._sync.has_copies(self._layer):
             given = rows_MD[copied], at_copies, copied_M, *parameters
             out_MD = torch.cat([out_MD, checkpoint(self._at_copies, *given, use_reentrant=False)])
-        return with_spare(out_MD, rows)
+        return out_MD
 
     def _at_copies(self, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None, *homes: Tensor) -> Tensor:
         return run_rows(self._compute, rows_MD, counts_S, _WholeReplicas.apply(self, *homes), weights_M)

@@ -6,7 +6,7 @@ On a GPU the blocks are hashed there and only their hashes come to the host. No 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,6 @@ HASH_BLOCK_BYTES = 1024
 """Hashed to one number. Functions of @jit have it compiled in."""
 HASH_CHUNK_BYTES = 16 << 20
 """Hashed at once, which takes as much device memory again."""
-HashBlocks = Callable[[Tensor], Tensor]
-"""Hashes blocks of bytes, as `block_hashes`."""
 
 
 def as_bytes(row: Tensor) -> Tensor:
@@ -56,22 +54,18 @@ def host_array(data: Tensor) -> NDArray[np.uint8]:
     return np.asarray(_HostMemory(data)) if data.numel() else np.empty(0, np.uint8)
 
 
-def checksum(rows: Sequence[Tensor], hash_blocks: HashBlocks | None = None) -> bytes:
+def checksum(rows: Sequence[Tensor]) -> bytes:
     """16 bytes over flat uint8 tensors; on a GPU the blocks are hashed there and only their hashes come to the host.
 
     Rows on the CPU and on a GPU have different checksums: compare those of one transport.
-
-    Args:
-        hash_blocks: hashes blocks on a GPU; None: `block_hashes`.
     """
-    hash_blocks = hash_blocks or block_hashes
     hasher = xxhash.xxh3_128()
     for row in rows:
         rest = row
         if row.device.type != "cpu":
             whole = row.shape[0] // HASH_BLOCK_BYTES * HASH_BLOCK_BYTES
             for first in range(0, whole, HASH_CHUNK_BYTES):
-                hashes = hash_blocks(row[first : min(first + HASH_CHUNK_BYTES, whole)])
+                hashes = block_hashes(row[first : min(first + HASH_CHUNK_BYTES, whole)])
                 hasher.update(hashes.view(torch.uint8).cpu().numpy().data)
             rest = row[whole:].cpu()
         hasher.update(host_array(rest).data)

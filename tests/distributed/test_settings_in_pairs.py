@@ -71,7 +71,6 @@ REASONS: Mapping[str, str] = {
     "copies_by": "others than torch need GPUs: refused below; tests/distributed/test_copies_by.py",
     "dispatch_dtype": "float8 needs a dispatch on GPUs: refused below; tests/distributed/test_deepep.py",
     "low_latency_tokens": "needs DeepEP: refused below; tests/distributed/test_deepep.py",
-    "most_tokens": "needs DeepEP: refused below; tests/distributed/test_most_tokens.py",
     "run": "a folder of rank 0, which changes nothing on others: tests/distributed/test_recording.py",
     "listen_token": "for listeners beyond this machine: tests/unit/observe",
 }
@@ -81,7 +80,6 @@ REFUSED: Sequence[Mapping[str, Any]] = (
     {"dispatch": "deepep"},
     {"dispatch": "deepep", "combine_order": "by_rank", "dispatch_dtype": "float8"},
     {"dispatch": "deepep", "combine_order": "by_rank", "low_latency_tokens": 4},
-    {"dispatch": "deepep", "most_tokens": 64},
     {"transport": "cuda_ipc"},
     {"transport": "nvshmem"},
     {"transport": "deepep"},

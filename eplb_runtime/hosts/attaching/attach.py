@@ -39,7 +39,7 @@ from ...distributed.transports.base import Transport
 from ...load.counter import LoadCounter
 from ...load.expert_clock import ExpertClock
 from ...load.series import RecordedJob
-from ...moe.dispatch import OVER_TORCH, DispatchChoice, choose_together, make_dispatcher, notes, wants_counts
+from ...moe.dispatch import OVER_TORCH, DispatchChoice, choose_together, make_dispatcher, notes
 from ...moe.dispatch.base import DispatchContext
 from ...moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ...moe.dispatch.count_exchange import CountExchange
@@ -213,8 +213,7 @@ class _Attaching:
         first = MicroBatchChannel(self.groups.dispatch, self.groups.counts)
         seconds = host_timeout(self.groups.backend).total_seconds()
         self.channels = MicroBatchChannels(first, self.device, in_order=by_kernels, seconds=seconds)
-        sizes = placement.num_experts, placement.num_ranks, placement.slots_per_rank
-        self.kernels = kernels_for(self.device, *sizes) if self.config.dispatch.kernels else Kernels()
+        self.kernels = kernels_for(self.device) if self.config.dispatch.kernels else Kernels()
         self.maps = self._maps()
         self.counter = LoadCounter(placement.num_layers, placement.num_experts, self.config.interval, self.device)
         self.expert_clock = ExpertClock(self.device)
@@ -423,7 +422,6 @@ class _Attaching:
             ),
             count=self.kernels.count,
             deal=self.kernels.deal,
-            on_device=None if wants_counts(self.config) else self.kernels.split,
         )
         homes = [bank.parameters for bank in self.banks.values()]
         log_memory(self.config, homes, bool(self.optimizers), self._job.row_division)
@@ -479,7 +477,6 @@ class _Attaching:
                     maps.replicas,
                     self.banks.get(index),
                     gather,
-                    self.kernels.regroup,
                 ),
                 context,
                 real_tokens[id(layer)],

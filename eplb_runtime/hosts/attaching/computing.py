@@ -11,7 +11,7 @@ from torch import Tensor
 from ...balancer.gradients.division import Divisors
 from ...config import BalancerConfig
 from ...distributed.ranks import Job
-from ...moe.experts.aligned import Aligned, Regroup
+from ...moe.experts.aligned import Aligned
 from ...moe.experts.compute import LocalExperts
 from ...moe.experts.slices import is_sliced, local
 from ...replicas.bank import ReplicaBank, gathered_memory, replica_memory, slice_of_row
@@ -31,7 +31,6 @@ def local_experts(
     replicas: ReplicaSync | None,
     bank: ReplicaBank | None,
     gather: ReplicaGather,
-    regroup: Regroup,
 ) -> LocalExperts:
     """The slots of one layer, as dispatch calls them.
 
@@ -40,10 +39,9 @@ def local_experts(
         divisors: of gradients of whole experts.
         replicas, bank: None without replica slots.
         gather: where sliced copies are put together.
-        regroup: as of `Aligned`.
     """
     assert layer.compute is not None
-    compute = layer.compute if layer.alignment == 1 else Aligned(layer.compute, layer.alignment, regroup)
+    compute = layer.compute if layer.alignment == 1 else Aligned(layer.compute, layer.alignment)
     leaves = _live_parameters(layer)
     sliced = any(is_sliced(parameter) for parameter in leaves)
     # FSDP averages over EDP; the rest of the division is done before. A host that divides rows reduces by itself.
