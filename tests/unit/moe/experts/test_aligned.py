@@ -76,7 +76,7 @@ def test_memory_past_the_last_slot_is_not_read() -> None:
     offsets = torch.tensor([2, 2, 3], dtype=torch.int32)
     rows = torch.full((7, 2), torch.nan)
     rows[:3] = 1
-    spaced, places = aligned(SlotCounts(offsets, None, spare=True), 4, 7)
+    spaced, places = aligned(SlotCounts(offsets, None), 4, 7)
     filled = regroup(rows, offsets, spaced.offsets_S, offsets, places)
     assert int(filled.sum()) == 6
     back = regroup(filled, spaced.offsets_S, offsets, offsets, 7)
