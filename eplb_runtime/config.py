@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, Field, dataclass, field, fields
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import KW_ONLY, Field, asdict, dataclass, field, fields
 from math import inf, nan
 from numbers import Integral, Real
 from pathlib import Path
@@ -666,6 +667,41 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+VERIFY = "EPLB_RUNTIME_VERIFY"
+"""The environment variable by which ``eplb-runtime verify`` reaches the job that it runs: a `Trial` as JSON."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a user's job under ``eplb-runtime verify``, whose layout ``attach`` overrides.
+
+    Args:
+        layout: of experts: ``"fixed"`` homes, ``"moved"`` after each step, ``"single"``: EP groups of one rank, or
+            ``"shaken"``: fixed, with gradients changed by a rounding error.
+        steps: optimizer steps that are recorded.
+        folder: in which rank 0 writes the records.
+        replicas: whether replica slots are kept.
+        ends_process: whether the job ends after these steps.
+    """
+
+    layout: str
+    steps: int
+    folder: str
+    replicas: bool = True
+    ends_process: bool = True
+
+
+def take_trial() -> Trial | None:
+    """Return the trial that this process is part of, once: a second ``attach`` in it is left alone."""
+    text = os.environ.pop(VERIFY, "")
+    return Trial(**json.loads(text)) if text else None
+
+
+def set_trial(trial: Trial, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let the next ``attach`` of a process with this environment be part of a trial."""
+    environment[VERIFY] = json.dumps(asdict(trial))
 
 
 def launcher_environment() -> Mapping[str, str]:

@@ -144,7 +144,7 @@ class RebalanceAborted(Event):
 
 @dataclass(frozen=True)
 class BalancingPaused(Event):
-    """The ranks have lost each other: the placement stays until they have connected again, which they try for ever."""
+    """The ranks have lost each other: the placement stays until they have connected again. They try five times."""
 
     cause: str
 

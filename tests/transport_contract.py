@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from eplb_runtime.distributed import nccl_groups, private_groups
+from eplb_runtime.distributed import private_groups
 from eplb_runtime.distributed.transports import TRANSPORTS
 from eplb_runtime.distributed.transports.base import Message, Transport, TransportError
 from eplb_runtime.utils.checksums import as_bytes
@@ -62,9 +62,7 @@ def group_of_all(rank: int, backend: str, name: str) -> dist.ProcessGroup:
     if backend != "nccl":
         return dist.new_group(backend=backend, timeout=timeout)
     ranks, store = list(range(RANKS)), dist.distributed_c10d._get_default_store()
-    with nccl_groups.watchdog_that_ends_nothing():
-        nccl = nccl_groups.nccl_backend(store, name, ranks, rank, 4 * timeout)
-    return private_groups.make(store, name, ranks, rank, backend, timeout, "a test's", nccl)
+    return private_groups.make(store, name, ranks, rank, backend, 4 * timeout, "a test's")
 
 
 def give_back(group: dist.ProcessGroup) -> None:

@@ -128,6 +128,8 @@ class Balancer:
         self._schedule_running = ""
         self._one_begins = Lock()
         self._hooks: list[Removable] = []
+        self._before_steps: list[Callable[[], None]] = []
+        self._after_steps: list[Callable[[], None]] = []
         self._listeners: list[Callable[[], None]] = []
         self._on_all_ranks: list[Callable[[float], None]] = []
         self._shown: Any = None
@@ -254,6 +256,8 @@ class Balancer:
             self._after_move()
         if self._training or moved:
             self._refresh_replicas()
+        for follow in self._after_steps:
+            follow()
 
     @torch.compiler.disable
     def rebalance(self) -> bool:
@@ -265,7 +269,7 @@ class Balancer:
             Whether experts moved.
 
         Raises:
-            RuntimeError: inside ``quiesce``, after ``close``, while suspended or while the ranks connect anew after a
+            RuntimeError: inside ``quiesce``, after ``close``, while suspended or while the ranks connect again after a
                 failure, or between a backward pass and the optimizer's step.
         """
         self._refuse_if_closed("rebalance()")
@@ -295,7 +299,7 @@ class Balancer:
 
         Raises:
             RuntimeError: decisions are periodic; one was begun already; ``policy="static"``, after ``close``, inside
-                `logical_order`, or while the ranks connect anew after a failure; or a rank did not come.
+                `logical_order`, or while the ranks connect again after a failure; or a rank did not come.
         """
         self._refuse_if_closed("plan_ahead()")
         self._refuse_inside_schedule("plan_ahead()")
@@ -656,7 +660,7 @@ class Balancer:
         Raises:
             ExportError (RuntimeError): a rank has stopped or failed, or was given something else; the weights have no
                 memory now, or the framework does not let them be named.
-            RuntimeError: a rank did not come, the balancer is closed, or the ranks are connecting anew.
+            RuntimeError: a rank did not come, the balancer is closed, or the ranks are connecting again.
         """
         stream = self._export.stream(
             bucket_bytes, dtype, rank, self._begin_export("named_logical_tensors()", timeout_seconds)
@@ -874,6 +878,18 @@ class Balancer:
         """Plan with a function other than `planner.plan`, of the same arguments, from the next decision on."""
         self._rebalancer.decisions.planner = planner
 
+    def _follow_steps(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Call functions before each optimizer's step, with gradients reduced, and at the end of each training step."""
+        self._before_steps.append(before)
+        self._after_steps.append(after)
+
+    def _place(self, target: Placement) -> None:
+        """Bring experts to a placement, at the end of a step: at once, or in the next steps where migrations overlap
+        with them, unless one is in flight. Collective."""
+        self._rebalancer.place(target)
+        self._after_move()
+        self._refresh_replicas()
+
     def _record(self, write: Callable[[NDArray[np.int64], int, int, float], None]) -> None:
         """Call a function with the load of each decision, as `DecisionMaker.on_load`."""
         self._rebalancer.decisions.on_load = write
@@ -1085,6 +1101,8 @@ class Balancer:
         self._guard.before_reduction()
         self.reduce_gradients()
         self._guard.before_step()
+        for follow in self._before_steps:
+            follow()
 
     @property
     def _in_a_child(self) -> bool:

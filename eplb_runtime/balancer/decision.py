@@ -63,7 +63,7 @@ class Decision:
 
     Args:
         failure: reason for which there is no plan; empty: there is one.
-        connections_broken: a collective failed: the ranks have to connect anew.
+        connections_broken: a collective failed: the ranks have to connect again.
         imbalance: float64 ``[T, L]``, max/mean rank load of each measured row under the placement of its time.
         load: int64 ``[T, L, E]``, measured over all ranks.
         placements: placements of its rows, each with the row that it ends before.

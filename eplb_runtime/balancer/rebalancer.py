@@ -28,8 +28,8 @@ from ..config import BalancerConfig
 from ..distributed.ballot import Verdict
 from ..distributed.consensus import Agreement
 from ..distributed.points import Phase
-from ..distributed.process_groups import Connections, host_timeout
-from ..distributed.reconnect import RankState, Reconnection
+from ..distributed.process_groups import host_timeout
+from ..distributed.reconnect import Reconnection
 from ..distributed.transports import TRANSPORTS
 from ..distributed.transports.base import Transport
 from ..events import (
@@ -125,7 +125,7 @@ class Rebalancer:
         self._restores = 0
         self._attempts = 0
         self._known_home_bytes = 0
-        self._rank_state = RankState()
+        self._boundaries = 0
         self._pending: _Pending | None = None
         self._said: Future[object] | None = None
         self._committed_layers: set[int] = set()
@@ -141,7 +141,7 @@ class Rebalancer:
         self._between_steps = BetweenSteps(self._engine, self._get_ready, self._wait_for_replicas)
         self.overlapped = self._new_overlapped()
         self._migration: Migration = self.overlapped if config.overlap else self._between_steps
-        self._reconnection = Reconnection(groups, self._rank_state, self._make_transport, use_my_device, self._at_point)
+        self._reconnection = Reconnection(groups, self._make_transport, self._at_point)
         self._compiler = Worker("eplb_runtime compile")
         self._compiled = self._begin_compiling()
 
@@ -262,8 +262,7 @@ class Rebalancer:
         self._at_point(Phase.STEPPED, self.step)
         self._clock.tick()
         self._counter.advance()
-        self._rank_state.step_seconds = self._clock.step_seconds
-        self._rank_state.steps += 1
+        self._boundaries += 1
         interval = self._config.interval
         return interval is not None and self.step % interval == 0
 
@@ -365,7 +364,7 @@ class Rebalancer:
 
         Args:
             digest: 16 bytes; zeros: this rank has none.
-            what: name of the call that needs it; refused while the ranks connect anew.
+            what: name of the call that needs it; refused while the ranks connect again.
             subject: name of what is compared.
         """
         self._refuse_alone(what)
@@ -406,7 +405,7 @@ class Rebalancer:
             seconds: for all of it; None: the balancer's timeout.
 
         Raises:
-            RuntimeError: it failed, was not done in time, or the ranks are connecting anew.
+            RuntimeError: it failed, was not done in time, or the ranks are connecting again.
         """
         self._refuse_alone("a comparison of ranks")
         self.overlapped.withdraw()  # the thread may wait for training, and training is here
@@ -443,12 +442,21 @@ class Rebalancer:
         steps.
 
         Raises:
-            RuntimeError: the decision in flight is not made in time, or the ranks are connecting anew.
+            RuntimeError: the decision in flight is not made in time, or the ranks are connecting again.
         """
         self._refuse_alone("a migration")
         self.drain()
         self.run(lambda: None)  # a decision, or a word to the others, may be on the control group still
         return self._migrate(target)
+
+    def place(self, target: Placement) -> None:
+        """Migrate to a placement as after a decision: beside the next steps where migrations overlap with them, unless
+        one is in flight. Collective, at the end of a step."""
+        if not self._migration.in_flight:
+            self._refuse_alone("a migration")
+            self.run(lambda: None)  # a decision may be on the control group still
+            self._migrate(target, self._migration)
+            self.overlapped.step_begins()
 
     def forget_pending(self) -> None:
         """Drop the decision and the migration in flight. The worker has left the control group when this returns, or
@@ -470,7 +478,6 @@ class Rebalancer:
             parts.callback(self._compiler.close, A_LITTLE_SECONDS)
             parts.callback(self.decisions.close)
             parts.callback(self._worker.close, A_LITTLE_SECONDS)
-            parts.callback(self._reconnection.close, A_LITTLE_SECONDS)
             self.forget_pending()
 
     def _use_no_replicas(self) -> None:
@@ -481,8 +488,7 @@ class Rebalancer:
     def leave(self) -> None:
         """End the threads without telling the other ranks: this process ends."""
         self.overlapped.leave()
-        self._groups.hang_up(self._groups.current)  # ends waits in collectives
-        self._reconnection.close(A_LITTLE_SECONDS)
+        self._groups.hang_up()  # ends waits in collectives
         self._worker.close(A_LITTLE_SECONDS)
         self.decisions.close()
         self._compiler.close(A_LITTLE_SECONDS)
@@ -732,42 +738,41 @@ class Rebalancer:
     # -- finding together ------------------------------------------------------------------------------------------
 
     def _pause(self, cause: str) -> None:
-        """Connect the ranks anew, since this rank may have lost the others. No decisions until all are connected."""
+        """Stop deciding, since this rank may have lost the others, until all ranks have new connections."""
         if self._reconnection.under_way:
             return
         self._pending = None
         self.drain()  # it would go on with staging memory of the old connections
-        logger.warning("step %d: the ranks connect anew; nothing is rebalanced until they have: %s", self.step, cause)
+        logger.warning("step %d: the ranks connect again; nothing is rebalanced until they have: %s", self.step, cause)
         self._events.emit(BalancingPaused(self.step, cause))
-        self._rank_state.digest = bytes.fromhex(self.placement().digest())
-        self._reconnection.begin()
+        self._reconnection.begin(bytes.fromhex(self.placement().digest()))
 
     def _rejoin(self) -> None:
-        """Take over new connections at the end of a step, if all ranks have them."""
+        """Make new connections where all ranks meet at the end of this step."""
+        link = self._reconnection.at_boundary(self._boundaries)
         if self._reconnection.differing:
             self._engine.broken = self._reconnection.differing
             self._events.emit(BalancingEnded(self.step, self._engine.broken))
             self.refuse_if_broken()
-        link = self._reconnection.at_boundary()
         if link is None:
             return
-        before = self._groups.take_over(link.connections)
+        before = self._groups.take_over(link.control, link.migration)
         self._agreement = self.overlapped.agreement = self._new_agreement()
         self._engine.reconnect(link.transport, self._agreement)
-        self._reconnection.dispose(before)
+        self._groups.give_back(*before)
         logger.info("step %d: the ranks are connected again, after %d tries", self.step, self._reconnection.tries)
         self._events.emit(BalancingResumed(self.step, self._reconnection.tries))
 
     def _refuse_alone(self, what: str) -> None:
         if self._reconnection.under_way:
             raise RuntimeError(
-                f"{what} cannot work while the ranks connect anew (see the log): try again some steps later"
+                f"{what} cannot work while the ranks connect again (see the log): try again some steps later"
             )
 
-    def _make_transport(self, connections: Connections, seconds: float) -> Transport:
-        """Make a transport of experts on new connections, within so many seconds."""
+    def _make_transport(self, migration: dist.ProcessGroup, seconds: float) -> Transport:
+        """Make a transport of experts on a new migration group, within so many seconds."""
         device, backend = self._runtime.device, self._groups.backend
-        transport = new_transport(self._config, connections.migration, backend, device, seconds)
+        transport = new_transport(self._config, migration, backend, device, seconds)
         try:
             transport.warm_up(time.monotonic() + seconds)
         except BaseException:

@@ -42,7 +42,7 @@ class Barrier(Protocol):
 class Runtime:
     """A model's experts, ranks and settings, as attaching has made them. Passed down whole.
 
-    The transport is not in it: reconnecting replaces it.
+    The transport is not in it: `reconnect` replaces it.
 
     Args:
         topology: of one EP group, with measured bandwidths.

@@ -1,14 +1,17 @@
-"""``eplb-runtime verify``: training with and without migrations on this very cluster."""
+"""``eplb-runtime verify``: does a job train the same wherever its experts are?"""
 
 from __future__ import annotations
 
 import argparse
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from .arguments import InputError, add_command, adder, not_negative, positive
 from .inputs import require_extra
 from .printing import print_json, progress
+
+STATUS = {"right": 0, "wrong": 1, "unknown": 3}
 
 
 def add(commands: Any) -> None:
@@ -16,15 +19,17 @@ def add(commands: Any) -> None:
         commands,
         "verify",
         _run,
-        "train with and without migrations on this very cluster and say whether it makes any difference",
+        "run your job for a few steps with experts fixed, moved, and all on each rank, and compare every tensor",
         """
-  torchrun --nproc-per-node 4 -m eplb_runtime.cli verify
-  torchrun --nproc-per-node 8 -m eplb_runtime.cli verify --device cuda --model-config ./my-model --dtype bfloat16
-  torchrun --nproc-per-node 4 -m eplb_runtime.cli verify --replica-slots 1 --dtype float64 --json
+  eplb-runtime verify -- torchrun --nproc-per-node 4 train.py --lr 1e-3
+  eplb-runtime verify --steps 20 --json -- accelerate launch train.py
+  torchrun --nproc-per-node 4 -m eplb_runtime.cli verify         # a small model of ours, on your cluster
 
-exit status: 0 passed, 1 a difference or nothing proved, 2 bad input (torchrun itself makes 1 of both)
+exit status: 0 right, 1 wrong, 3 unknown, 2 bad input (torchrun itself makes 1 of all but 0)
 """,
     )
+    command.add_argument("job", nargs="*", metavar="COMMAND", help="what you type to train, after --; none: our model")
+    command.add_argument("--keep", metavar="FOLDER", type=Path, help="of a COMMAND: keep records and output there")
     model = command.add_mutually_exclusive_group()
     families = ("olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
     model.add_argument("--family", choices=families, default="olmoe", help="a small model of it (default: olmoe)")
@@ -34,24 +39,48 @@ exit status: 0 passed, 1 a difference or nothing proved, 2 bad input (torchrun i
         "--dtype", choices=("float32", "float64", "bfloat16"), default="float32", help="default: float32"
     )
     add = adder(command)
-    add("--steps", "N", positive, "of each run (default: 12)", default=12)
-    add("--replica-slots", "K", not_negative, "a further run with K copies a rank, held against a bound", default=0)
-    add("--batch", "N", positive, "sequences per rank and step (default: 4)", default=4)
-    add("--length", "N", positive, "tokens of a sequence (default: 32)", default=32)
+    add("--steps", "N", positive, "optimizer steps of each run (default: 12)", default=12)
+    add("--replica-slots", "K", not_negative, "of our model: replica slots a rank; compared to rounding", default=0)
+    add("--batch", "N", positive, "of our model: sequences per rank and step (default: 4)", default=4)
+    add("--length", "N", positive, "of our model: tokens of a sequence (default: 32)", default=32)
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from ..tools.launch import is_first
+
+    report = _of_command(arguments) if arguments.job else _of_our_model(arguments)
+    if arguments.job or is_first():
+        if arguments.json:
+            print_json(report.to_dict())
+        else:
+            print(report)
+    return STATUS[report.verdict]
+
+
+def _of_command(arguments: argparse.Namespace) -> Any:
+    from ..tools.verification import verify_command
+
+    if arguments.keep is not None and arguments.keep.exists() and any(arguments.keep.iterdir()):
+        raise InputError(f"--keep {arguments.keep}: the folder is not empty; name a new one")
+    return verify_command(arguments.job, arguments.steps, arguments.keep)
+
+
+def _of_our_model(arguments: argparse.Namespace) -> Any:
     require_extra("transformers", "verify")
     from ..tools.launch import is_first, launched
     from ..tools.verification.job import run
 
+    if arguments.keep is not None:
+        raise InputError(
+            "--keep is for a command of your own: eplb-runtime verify --keep FOLDER -- torchrun ... train.py"
+        )
     if not launched() and arguments.replica_slots:
         raise InputError(
             "verify --replica-slots needs ranks: torchrun --nproc-per-node 2 -m eplb_runtime.cli verify ..."
         )
-    runs = 3 if arguments.replica_slots else 2
+    runs = 5 if arguments.replica_slots else 4
     with progress("steps", runs * arguments.steps) if is_first() else nullcontext(lambda: None) as advance:
-        report = run(
+        return run(
             family=arguments.family,
             model_config=arguments.model_config,
             device=arguments.device,
@@ -62,9 +91,3 @@ def _run(arguments: argparse.Namespace) -> int:
             length=arguments.length,
             on_step=advance,
         )
-    if is_first():
-        if arguments.json:
-            print_json(report.to_dict())
-        else:
-            print(report)
-    return 0 if report.passed else 1

@@ -39,13 +39,9 @@ class Phase(Enum):
     COMMITTED = "committed"
     """A round is committed. The round."""
     MET = "met"
-    """All ranks are there to connect anew, on the thread that connects. The attempt."""
+    """A rank has come to the step at which all connect again. The attempt."""
     CONNECTED = "connected"
-    """New connections are made. The attempt."""
-    PROPOSED = "proposed"
-    """A step is proposed from which they hold. The step."""
-    RESUMED = "resumed"
-    """Training is about to take the new connections over. The step."""
+    """New connections are made, and nothing is recorded yet. The attempt."""
 
 
 Probe = Callable[[Phase, Any], None]

@@ -1,29 +1,25 @@
-"""Process groups under names of our own, on any thread: `torch.distributed.new_group` counts the groups of a process to
-name the next one, so it must be called by all ranks in one order, and what was destroyed changes the names that follow.
+"""Process groups under names of our own.
 
-torch.distributed's functions know these groups, and profilers that list all groups; the names that it counts do not.
+`torch.distributed.new_group` counts the groups of a process to name the next one. A rank that fails in it alone would
+give the host's later groups other names than the other ranks do. torch's functions and profilers know the groups made
+here; the names that torch counts do not.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Sequence
-from concurrent.futures import Future, wait
+import os
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .setting_up import OthersGaveUp, WatchedStore
-
-KNOWN = ("gloo", "nccl")
-"""Backends that groups can be made of here."""
-_LISTENS_EVERY_SECONDS, _HEARS_WITHIN_SECONDS = 0.25, 2.0
 _CLOSING = timedelta(milliseconds=1)
 _NOBODYS_TAG = 0x7FFFFF
 """Of a message that is never sent: one that met a real message of another size would end the process."""
+_BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class _Names(dict[dist.ProcessGroup, Any]):
@@ -43,32 +39,29 @@ def make(
     backend: str,
     timeout: timedelta,
     description: str,
-    nccl: Any = None,
 ) -> dist.ProcessGroup:
-    """A group of these ranks; each of them calls it with the same name, in any order with other calls.
+    """Make a group of these ranks; each of them calls it with the same name, in any order with other calls.
 
     Args:
         name: new, and equal on the ranks of the group only.
         ranks: global ones, in the order of the group.
         rank: this one's global number.
-        backend: one of ``KNOWN``.
-        nccl: that backend, if it is NCCL, of `nccl_groups`.
+        backend: gloo or nccl. NCCL connects at the group's first call.
 
     Raises:
-        RuntimeError: a rank did not come within the timeout (some backends notice at the first call only).
+        RuntimeError: a rank did not come within the timeout.
     """
     place = list(ranks).index(rank)
-    # A group is asked for its store, which others clone: only gloo, which waits in it, gets one that ends waits.
-    prefixed = dist.PrefixStore(name, getattr(store, "plain", store))
+    prefixed = dist.PrefixStore(name, store)
     group = dist.ProcessGroup(prefixed, place, len(ranks))
     kinds = dist.ProcessGroup.BackendType
     inner: Any
     if backend == "gloo":
         kind, device = kinds.GLOO, torch.device("cpu")
-        inner = _gloo(store, name, place, len(ranks), timeout)
+        inner = dist.ProcessGroupGloo(prefixed, place, len(ranks), timeout=timeout)
     else:
         kind, device = kinds.NCCL, torch.device("cuda")
-        inner = nccl
+        inner = _nccl(prefixed, name, ranks, place, timeout)
     inner._set_sequence_number_for_group()
     group._set_default_backend(kind)
     group._register_backend(device, kind, inner)
@@ -85,33 +78,33 @@ def make(
     return group
 
 
-def _gloo(store: dist.Store, name: str, place: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    """A backend whose ranks are connected.
+def _nccl(store: dist.Store, name: str, ranks: Sequence[int], place: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
+    options.is_high_priority_stream = False
+    options._timeout = timeout
+    options.global_ranks_in_group = list(ranks)
+    options.group_name = name  # type: ignore[assignment]
+    with _watchdog_that_ends_nothing():
+        return dist.ProcessGroupNCCL(store, place, len(ranks), options)  # type: ignore[attr-defined]
 
-    A rank whose address this one has may give up, and live on: then gloo connects until its timeout, where it reads no
-    store. So it connects on a thread of its own, and this one listens for the word that a rank has failed.
-    """
-    prefixed = dist.PrefixStore(name, store)
-    if not isinstance(store, WatchedStore):
-        return dist.ProcessGroupGloo(prefixed, place, size, timeout=timeout)
-    made: Future[dist.ProcessGroupGloo] = Future()
 
-    def connect() -> None:
-        try:
-            made.set_result(dist.ProcessGroupGloo(prefixed, place, size, timeout=timeout))
-        except BaseException as error:
-            made.set_exception(error)
-
-    threading.Thread(target=connect, name="eplb_runtime connect", daemon=True).start()
-    while not wait([made], _LISTENS_EVERY_SECONDS).done:
-        # Who waits in the store hears the word there, and then sooner.
-        if (word := store.given_up()) and not wait([made], _HEARS_WITHIN_SECONDS).done:
-            raise OthersGaveUp(word)
-    return made.result()
+@contextlib.contextmanager
+def _watchdog_that_ends_nothing() -> Iterator[None]:
+    """Inside, NCCL groups are made whose watchdog does not end the process: who waits on them has a deadline. A new
+    group reads it in the environment alone."""
+    before = os.environ.get(_BLOCKING)
+    os.environ[_BLOCKING] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_BLOCKING]
+        else:
+            os.environ[_BLOCKING] = before
 
 
 def forget(group: dist.ProcessGroup) -> None:
-    """torch's functions do not know it any more; with the last reference its threads and connections go."""
+    """Let torch's functions not know it any more; with the last reference its threads and connections go."""
     known = dist.distributed_c10d._world
     known.pg_map.pop(group, None)
     known.pg_backend_config.pop(group, None)
@@ -119,7 +112,7 @@ def forget(group: dist.ProcessGroup) -> None:
 
 
 def is_private(group: dist.ProcessGroup) -> bool:
-    """Whether it was made here and is in use."""
+    """Return whether it was made here and is in use."""
     known = dist.distributed_c10d._world
     return group in known.pg_map and group not in getattr(known, "pg_names", ())
 

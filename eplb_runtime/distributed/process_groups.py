@@ -1,7 +1,7 @@
 """The balancer's own process groups: made once, at attach, and shared with nobody (design rule 9).
 
-A timeout on gloo closes the connections of the group it happened on, and no other; `ProcessGroups.connect` makes those
-anew that a rebalance uses, beside training, so that one slow moment does not end balancing for ever.
+A timeout on gloo closes the connections of the group it happened on, and no other. `reconnect.py` makes control and
+migration again at a step boundary, so that one slow moment does not end balancing for ever.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,9 +19,8 @@ from torch import nn
 
 from . import private_groups
 from .consensus import first_problem, wait_on_host
-from .nccl_groups import NcclGroups
 from .ranks import GroupError, Job, Ranks, gather_job, job_ranks
-from .setting_up import SETUP_SECONDS, SettingUp, TooFewDescriptors, WatchedStore, lacks_descriptors
+from .setting_up import SETUP_SECONDS, lacks_descriptors, why_attach_failed
 from .store import JobStore, name_of_job
 
 logger = logging.getLogger("eplb_runtime")
@@ -32,25 +30,13 @@ _OF_BALANCING = ("control", "migration", "background")
 """Purposes of groups that a closed model does not compute with."""
 
 
-@dataclass(frozen=True)
-class Connections:
-    """What rebalancing talks over; made anew as a whole after a failure broke it.
-
-    Args:
-        control: gloo, all ranks of the job: counts, plans, votes.
-        migration: the device's backend, `Job.migration_ranks`: those that have each row of an expert tensor once (one
-            EP group, unless rows or the optimizer's state are divided), in the order of the rows: experts on their
-            way.
-    """
-
-    control: dist.ProcessGroup
-    migration: dist.ProcessGroup
-
-
 class ProcessGroups:
     """The process groups of one balancer.
 
-    * ``control``, ``migration``: the current `Connections`.
+    * ``control``: gloo, all ranks of the job: counts, plans, votes. Made again after a failure.
+    * ``migration``: the device's backend, `Job.migration_ranks`: those that have each row of an expert tensor once (one
+      EP group, unless rows or the optimizer's state are divided), in the order of the rows: experts on their way. Made
+      again with ``control``.
     * ``everyone``: the device's backend, all ranks of the job: norms over stages, agreement on a gradient's overflow.
     * ``data``: the device's backend, ranks that hold the same stages: gradients outside the experts.
     * ``expert_data``: the device's backend, ranks that hold the same experts; None when there is one.
@@ -103,7 +89,6 @@ class ProcessGroups:
         self._made: list[dist.ProcessGroup] = []
         self._times_made: Counter[str] = Counter()
         self._background: dist.ProcessGroup | None = None
-        self._nccl: NcclGroups | None = None
         self._second_channel: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._is_balancing = True
         self._whole_world = len(self._members) == dist.get_world_size()
@@ -113,17 +98,14 @@ class ProcessGroups:
         self._name = name_of_job(self._launcher_store, self._members, dist.get_rank())
         self.store = JobStore(world, self._name, timeout_seconds)
         self._launcher_store.set_timeout(self._setup)
-        self._setting_up = SettingUp(self._launcher_store, f"{self._name}/set up", self._members, dist.get_rank())
-        self._watched = WatchedStore(self._launcher_store, self._setting_up.key)
         try:
-            self._refuse_without_descriptors([len(self._members)])
             self.control = self._new([self._members], "gloo", "control", self._setup)
             self.job = gather_job(ranks, self._members, stage_layers, self.control)
             job = self.job
             if only_control:
                 return
-            if lacking := first_problem(lacks_descriptors(job.rank, self._gloo_sizes(job)), self.control):
-                raise TooFewDescriptors(lacking.text)
+            if lacking := first_problem(lacks_descriptors(self._gloo_sizes(job)), self.control):
+                raise GroupError(str(lacking))
             self.everyone = self._new([self._members], self.backend, "everyone")
             self.data = self.everyone
             if len(job.stage_sets) > 1:
@@ -141,7 +123,7 @@ class ProcessGroups:
             if any(len(ranks) > 1 for ranks in job.twin_sets):
                 self.parts = self._new(job.part_sets, self.backend, "parts") if job.row_division > 1 else None
                 self.twins = self._new(job.twin_sets, self.backend, "twins")
-            self.migration = self._new_migration(self.control, self._setup)
+            self.migration = self._new_migration("migration", self._setup)
         except BaseException as error:
             cause = self.explain(error)
             self.close()
@@ -152,7 +134,7 @@ class ProcessGroups:
     def explain(self, error: BaseException) -> str:
         """Setting up has failed on this rank: tell the others, who fail too, and hear why, in a line. Empty: by the
         error itself."""
-        return self._setting_up.cause(error, self._hang_up_on_all)
+        return why_attach_failed(self.store, self._members, dist.get_rank(), error, self._hang_up_on_all)
 
     def settle(self) -> None:
         """All is set up: from here on, control and migration have the balancer's timeout."""
@@ -160,69 +142,44 @@ class ProcessGroups:
         _give_time(self.control, "gloo", seconds)
         _give_time(self.migration, self.backend, self._of_migration(seconds))
 
-    @property
-    def connects_in_background(self) -> bool:
-        """True where `connect` and a transport's start may run on a thread of ours while training goes on.
+    def lacks_descriptors(self) -> str:
+        """Return what this rank lacks to make control and migration again, in a line; empty: nothing."""
+        sizes = [len(self.job.ranks), *[len(self.job.migration_ranks)] * (self.backend == "gloo")]
+        return lacks_descriptors(sizes)
 
-        A device's kernels wait for their peers on the device, and NVSHMEM's memory for its peers with the interpreter
-        locked. Beside training, in no order that all ranks share, each rank may so keep the next from what it waits
-        for. These run where training stands, at the same step on every rank.
-        """
-        return self.backend == "gloo" and self._device.type == "cpu"
-
-    def connect_control(self, attempt: int, key: str, seconds: float) -> dist.ProcessGroup:
-        """Control anew, beside the one that stands. On any thread; all ranks of the job call it.
+    def new_control(self, attempt: int, seconds: float) -> dist.ProcessGroup:
+        """Make another control group, which is not used until `take_over`. Collective.
 
         Args:
             attempt: a number that was never used before, the same on all ranks.
-            key: in ``store``: as soon as a word stands there, the attempt is given up.
             seconds: for it.
 
         Raises:
-            TooFewDescriptors: for this group and what `connect` makes.
-            RuntimeError: a rank did not come in time, or has given up.
+            RuntimeError: a rank did not come in time.
         """
-        job = self.job
-        self._refuse_without_descriptors([len(job.ranks), *[len(job.migration_ranks)] * (self.backend == "gloo")])
-        place = WatchedStore(self._launcher_store, f"{self._name}/{key}")
-        control = self._new([job.ranks], "gloo", f"control {attempt}", timedelta(seconds=seconds), place)
+        control = self._new([self.job.ranks], "gloo", f"control {attempt}", timedelta(seconds=seconds))
         _give_time(control, "gloo", timedelta(seconds=self.timeout_seconds))
         return control
 
-    def connect(self, control: dist.ProcessGroup, attempt: int, key: str, seconds: float) -> Connections:
-        """Migration anew, beside the one that stands; all ranks of the job call it (where: `connects_in_background`).
-
-        Args:
-            control: of `connect_control`; stays where this fails.
-            attempt, key, seconds: as there.
-
-        Raises:
-            NoGroupsLeft: over NCCL, after several times.
-            RuntimeError: a rank did not come in time, or has given up.
-        """
-        place = WatchedStore(self._launcher_store, f"{self._name}/{key}")
-        migration = self._new_migration(control, timedelta(seconds=seconds), attempt, place)
+    def new_migration(self, attempt: int, seconds: float) -> dist.ProcessGroup:
+        """Make another migration group, as `new_control` does."""
+        migration = self._new_migration(f"migration {attempt}", timedelta(seconds=seconds))
         _give_time(migration, self.backend, self._of_migration(timedelta(seconds=self.timeout_seconds)))
-        return Connections(control, migration)
+        return migration
 
-    def take_over(self, connections: Connections) -> Connections:
-        """Let these stand from now on; those that stood are returned, for `give_back`."""
-        before = self.current
-        self.control, self.migration = connections.control, connections.migration
+    def take_over(self, control: dist.ProcessGroup, migration: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+        """Use these groups from now on. Returns those before them, for `give_back`."""
+        before = [self.control, self.migration]
+        self.control, self.migration = control, migration
         return before
 
-    def hang_up(self, connections: Connections) -> None:
-        """Close them, so that a rank which waits for this one learns it at once."""
-        private_groups.hang_up(connections.control, "gloo")
-        private_groups.hang_up(connections.migration, self.backend)
-
-    @property
-    def current(self) -> Connections:
-        """The connections that rebalancing uses now."""
-        return Connections(self.control, self.migration)
+    def hang_up(self) -> None:
+        """Close the connections of control and migration, so that a rank which waits for this one learns it at once."""
+        private_groups.hang_up(self.control, "gloo")
+        private_groups.hang_up(self.migration, self.backend)
 
     def give_back(self, *groups: dist.ProcessGroup) -> None:
-        """What stands no more."""
+        """End these groups."""
         self._retire(*groups)
 
     def background(self) -> dist.ProcessGroup:
@@ -268,7 +225,6 @@ class ProcessGroups:
         gloo go with the last who holds a group: the others have let go of theirs."""
         self._retire(*(group for group in self._made if group.group_desc.split()[-1] in _OF_BALANCING))
         self._background = None
-        self._drop_spare()
         del self.control, self.migration
         self.store.close()
         self._is_balancing = False
@@ -276,7 +232,6 @@ class ProcessGroups:
     def close(self) -> None:
         """Give back all of them."""
         self._retire(*self._made)
-        self._drop_spare()
         self.store.close()
         self._is_balancing = False
 
@@ -290,24 +245,8 @@ class ProcessGroups:
 
     # -- making and giving back ----------------------------------------------------------------------------------------
 
-    def _new_migration(
-        self, control: dist.ProcessGroup, timeout: timedelta, attempt: int = 0, place: WatchedStore | None = None
-    ) -> dist.ProcessGroup:
-        purpose = f"migration {attempt}" if attempt else "migration"
-        if self.backend != "nccl":
-            return self._new(self.job.migration_sets, self.backend, purpose, self._of_migration(timeout), place)
-        ranks, rank, longest = self.job.migration_ranks, dist.get_rank(), self._of_migration(self._setup)
-        if self._nccl is None:
-            name = f"{self._name}/migration of {ranks[0]}"
-            self._nccl = NcclGroups(self._launcher_store, name, ranks, rank, longest)
-        name, backend = self._nccl.take(control)
-        description = "eplb_runtime migration"
-        group = private_groups.make(self._watched, name, ranks, rank, "nccl", longest, description, backend)
-        return self._used_by_all(group, "nccl", self._of_migration(timeout))
-
-    def _drop_spare(self) -> None:
-        if self._nccl is not None:
-            self._nccl.close()
+    def _new_migration(self, purpose: str, timeout: timedelta) -> dist.ProcessGroup:
+        return self._new(self.job.migration_sets, self.backend, purpose, self._of_migration(timeout), private=True)
 
     def _of_migration(self, timeout: timedelta) -> timedelta:
         """On a device backend the transport gives up by itself; the backend's own watchdog ends the process, so it must
@@ -322,12 +261,6 @@ class ProcessGroups:
         sizes = [everyone, len(job.data_ranks), experts, experts, experts, rows, rows, len(job.migration_ranks)]
         return [*sizes, len(job.edp_ranks), len(job.edp_ranks)]
 
-    def _refuse_without_descriptors(self, sizes: Sequence[int]) -> None:
-        """Raises `TooFewDescriptors` if this process cannot have gloo groups of so many ranks besides what it has."""
-        lacks = lacks_descriptors(dist.get_rank(), sizes)
-        if lacks:
-            raise TooFewDescriptors(lacks)
-
     def _hang_up_on_all(self) -> None:
         for group in self._made:
             if dist.get_backend(group) == "gloo":
@@ -339,13 +272,13 @@ class ProcessGroups:
         backend: str,
         purpose: str,
         timeout: timedelta | None = None,
-        place: WatchedStore | None = None,
+        private: bool = False,
     ) -> dist.ProcessGroup:
         """This rank's group of several that part the job's ranks; every rank of the job asks for all of them.
 
         Args:
             timeout: of the group, also while it is made; None: the host's, and for making it that of setting up.
-            place: where ranks meet; None: that of setting up.
+            private: also over NCCL, make it under a name of our own (`private_groups`), as over gloo always.
         """
         rank = dist.get_rank()
         # The store keeps the addresses of a group that is gone: one made again needs another name.
@@ -355,19 +288,12 @@ class ProcessGroups:
             raise GroupError(f"rank {rank} is in no group for {purpose}")
         kind = purpose.rstrip("0123456789 ")
         description = f"eplb_runtime {kind}"
-        usual = timeout if timeout is not None else host_timeout(backend)
-        if backend == "gloo":
-            group = private_groups.make(
-                place if place is not None else self._watched,
-                f"{self._name}/{purpose}/{self._times_made[purpose]} of {ranks[0]}",
-                ranks,
-                rank,
-                backend,
-                timeout if timeout is not None else self._setup,
-                description,
-            )
+        if backend == "gloo" or (private and backend == "nccl"):
+            name = f"{self._name}/{purpose}/{self._times_made[purpose]} of {ranks[0]}"
+            making = timeout if timeout is not None else self._setup
+            group = private_groups.make(self._launcher_store, name, ranks, rank, backend, making, description)
             if timeout is None:
-                _give_time(group, backend, usual)
+                _give_time(group, backend, host_timeout(backend))
         else:
             # They share the world's communicator where they can.
             group = self._new_of_torch(sets, backend, description, timeout)

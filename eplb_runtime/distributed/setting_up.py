@@ -1,5 +1,4 @@
-"""What ranks tell each other while they make something together: who fails says why, and nobody waits for what will not
-come.
+"""Why attach failed, as all ranks say it; and the file descriptors that groups of gloo take.
 
 Making groups, cutting models and measuring links take as long as a busy machine lets them: they have a deadline of
 their own, whatever a rebalance may take.
@@ -7,148 +6,45 @@ their own, whatever a rebalance may take.
 
 from __future__ import annotations
 
-import json
 import os
-import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from ..utils.errors import one_line
+from .store import JobStore, StoreError
 
 SETUP_SECONDS = 120.0
 """For each step of setting up, or the balancer's own timeout where that is longer."""
 ACCOUNT_SECONDS = 10.0
-"""Who has lost the others waits so long for what they say of it."""
+"""A rank that has lost the others waits so long for the one that says why."""
 SPARE_DESCRIPTORS = 32
 """Left for what else a process opens meanwhile: stores, shared memory, files of the user's."""
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
 
 
-class OthersGaveUp(RuntimeError):
-    """Another rank has given up what all were making together. Its words."""
-
-
-class TooFewDescriptors(RuntimeError):
-    """A process would run out of file descriptors: gloo's listener ends it then."""
-
-
-class WatchedStore(dist.Store):
-    """A store whose waits end as soon as a word stands under a key: what is waited for will not come any more.
+def why_attach_failed(
+    store: JobStore, ranks: Sequence[int], rank: int, error: BaseException, hang_up: Callable[[], None]
+) -> str:
+    """Return why it failed on all ranks, in a line; empty: by this rank's own error.
 
     Args:
-        store: whose keys these are.
-        key: of the word.
-
-    Attributes:
-        plain: that store.
-    """
-
-    def __init__(self, store: dist.Store, key: str) -> None:
-        super().__init__()
-        self.plain = store
-        self._key = key
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Raises `OthersGaveUp`, or a RuntimeError after the timeout."""
-        seconds = (self.plain.timeout if timeout is None else timeout).total_seconds()  # type: ignore[attr-defined]
-        deadline, pause = time.monotonic() + seconds, _SHORTEST_PAUSE
-        while not self.plain.check(keys):
-            if word := self.given_up():
-                raise OthersGaveUp(word)
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"a rank did not come to connect within {seconds:g} s")
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-
-    def given_up(self) -> str:
-        """The word; empty: there is none."""
-        return self.plain.get(self._key).decode() if self.plain.check([self._key]) else ""
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self.plain.get(key)
-
-    def set(self, key: str, value: str) -> None:
-        self.plain.set(key, value)
-
-    def add(self, key: str, amount: int) -> int:
-        return self.plain.add(key, amount)
-
-    def check(self, keys: list[str]) -> bool:
-        return self.plain.check(keys)
-
-    def has_extended_api(self) -> bool:
-        return bool(self.plain.has_extended_api())  # type: ignore[attr-defined]
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        self.wait(keys)
-        return self.plain.multi_get(keys)
-
-    def multi_set(self, keys: list[str], values: list[str]) -> None:
-        self.plain.multi_set(keys, values)  # type: ignore[attr-defined]
-
-
-class SettingUp:
-    """One rank's part in finding out why setting up failed.
-
-    Args:
-        store: of all ranks; used on one thread.
-        name: equal on all ranks, and new.
-        ranks: that set up together.
+        ranks: of the job, as far as this one knows.
         rank: this one.
+        error: of this rank: its own trouble, or what it has of another's.
+        hang_up: ends the waits of others for this rank.
     """
-
-    def __init__(self, store: dist.Store, name: str, ranks: Sequence[int], rank: int) -> None:
-        self._store = store
-        self._name = name
-        self._ranks = ranks
-        self._rank = rank
-
-    @property
-    def key(self) -> str:
-        """A word stands here as soon as a rank has failed."""
-        return f"{self._name}/failed"
-
-    def cause(self, error: BaseException, hang_up: Callable[[], None]) -> str:
-        """Why it failed, as all ranks say it; empty: by this rank's own error. Waits for what others say of it.
-
-        Args:
-            error: of this rank: its own trouble, or what it has of another's.
-            hang_up: ends the waits of others for this rank.
-        """
-        words: dict[int, tuple[bool, str]] = {}
-        own = is_echo(error), one_line(error, with_type=True)
-        try:
-            self._store.set(f"{self._name}/failed/{self._rank}", json.dumps(own))
-            self._store.compare_set(self.key, "", f"rank {self._rank}: {own[1]}")
-            hang_up()
-            if own[0]:
-                self._hear(words)
-        except Exception:
-            return ""  # the store is gone
-        first = next((rank for rank in sorted(words) if not words[rank][0]), None)
-        if first is not None:
-            return f"rank {first} failed at attach: {words[first][1]}"
-        if own[0] and (missing := [rank for rank in self._ranks if rank not in words]):
-            return f"rank {', '.join(map(str, missing[:8]))} was lost at attach: it has died, or does not answer"
+    own = not is_echo(error)
+    try:
+        store.compare_set(f"failed/{rank}", "failed")
+        if own:
+            store.compare_set("failed", f"rank {rank} failed at attach: {one_line(error, with_type=True)}")
+        hang_up()
+        if own or store.wait("failed", ACCOUNT_SECONDS):
+            return "" if own else store.word_of("failed")
+        missing = [str(other) for other in ranks if not store.word_of(f"failed/{other}")]
+    except StoreError:
         return ""
-
-    def _hear(self, words: dict[int, tuple[bool, str]]) -> None:
-        """Until somebody's own trouble is known, or all have failed by somebody else's."""
-        deadline = time.monotonic() + ACCOUNT_SECONDS
-        while time.monotonic() < deadline:
-            for rank in self._ranks:
-                key = f"{self._name}/failed/{rank}"
-                if rank not in words and self._store.check([key]):
-                    echo, text = json.loads(self._store.get(key))
-                    words[rank] = bool(echo), str(text)
-                    if not echo:
-                        return
-            if len(words) == len(self._ranks):
-                return
-            time.sleep(_LONGEST_PAUSE)
+    return f"rank {', '.join(missing[:8])} was lost at attach: it has died, or does not answer" if missing else ""
 
 
 def is_echo(error: BaseException) -> bool:
@@ -156,7 +52,7 @@ def is_echo(error: BaseException) -> bool:
     chain: BaseException | None = error
     while chain is not None:
         text = str(chain)
-        if isinstance(chain, OthersGaveUp | dist.DistNetworkError | dist.DistStoreError):
+        if isinstance(chain, dist.DistNetworkError | dist.DistStoreError):
             return True
         if any(sign in text for sign in ("gloo/", "gloo: ", "did not come", "not through in time", "does not answer")):
             return True
@@ -164,17 +60,14 @@ def is_echo(error: BaseException) -> bool:
     return False
 
 
-# -- file descriptors --------------------------------------------------------------------------------------------------
-
-
 def descriptors_of_gloo(ranks: int) -> int:
-    """That a group of so many ranks takes on each: a listener, its loop (two), an address, and a connection to each
-    other rank."""
+    """Return the descriptors that a group of so many ranks takes on each: a listener, its loop (two), an address, and a
+    connection to each other rank."""
     return 3 + ranks
 
 
 def descriptors_left() -> int | None:
-    """How many more this process can open; None: nobody says."""
+    """Return how many more this process can open; None: unknown."""
     try:
         import resource
 
@@ -185,12 +78,13 @@ def descriptors_left() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit - sum(number < limit for number in used) + 1
 
 
-def lacks_descriptors(rank: int, groups: Sequence[int]) -> str:
-    """What this rank lacks to make gloo groups of so many ranks each, in a line; empty: nothing."""
+def lacks_descriptors(groups: Sequence[int]) -> str:
+    """Return what this process lacks to make gloo groups of so many ranks each, in a line; empty: nothing. gloo's
+    listener ends a process that has none left."""
     left, needed = descriptors_left(), sum(map(descriptors_of_gloo, groups)) + SPARE_DESCRIPTORS
     if left is None or left >= needed:
         return ""
     return (
-        f"rank {rank} can open {left} more files, and connections to the other ranks need {needed} file descriptors: "
+        f"this process can open {left} more files, and connections to the other ranks need {needed} file descriptors: "
         "raise its limit (ulimit -n)"
     )

@@ -60,7 +60,7 @@ class MigrationProgress:
 
     @property
     def connections_broken(self) -> bool:
-        """Return whether the ranks have to connect anew."""
+        """Return whether the ranks have to connect again."""
         return self.verdict.connections_broken
 
     @property

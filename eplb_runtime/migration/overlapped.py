@@ -118,7 +118,7 @@ class Overlapped:
 
     Attributes:
         in_flight: whether a migration was begun and has not ended.
-        agreement: as above; replaced when ranks have connected anew.
+        agreement: as above; replaced when ranks have connected again.
         late_rounds, late_bytes: late rounds so far over all ranks, and the bytes of them that this rank received.
     """
 

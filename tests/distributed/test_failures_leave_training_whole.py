@@ -81,7 +81,7 @@ def train(
 
 
 def has_rebalanced_since_it_connected(events: EventLog) -> bool:
-    """Whether the ranks stand connected, and have decided a few times since they had to connect anew, if they had."""
+    """Whether the ranks stand connected, and have decided a few times since they had to connect again, if they had."""
     paused, resumed = events.of_type(BalancingPaused), events.of_type(BalancingResumed)
     decided = events.of_type(RebalancePlanned)
     return len(paused) == len(resumed) and all(

@@ -153,7 +153,7 @@ def test_each_fault_ends_one_rebalance_and_the_next_ones_work() -> None:
     assert "rank 2: KeyError" in first["one-sided"]
     assert first["paused so far"] == 0, "a fault that all ranks hear of needs no new connections"
     assert "homes only" in first["compiling"] and first["measured meanwhile"]
-    assert "connect anew" in first["while paused"]
+    assert "connect again" in first["while paused"]
     assert first["committed at"] > first["resumed"]
     assert first["late"] == "planned"
     assert first["ended"] == ["closed"]

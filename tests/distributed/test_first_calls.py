@@ -111,9 +111,8 @@ def rebuild_often(rank: int) -> list[tuple[int, int]]:
     groups = ProcessGroups(Ranks(), [1], torch.device("cpu"), 20.0)
     counts = []
     for attempt in range(1, 7):
-        control = groups.connect_control(attempt, f"given up {attempt}", 20.0)
-        before = groups.take_over(groups.connect(control, attempt, f"given up {attempt}", 20.0))
-        groups.give_back(before.control, before.migration)
+        control = groups.new_control(attempt, 20.0)
+        groups.give_back(*groups.take_over(control, groups.new_migration(attempt, 20.0)))
         dist.barrier(group=groups.control)
         counts.append((len(list(Path("/proc/self/task").iterdir())), len(os.listdir("/proc/self/fd"))))
         dist.barrier(group=groups.control)

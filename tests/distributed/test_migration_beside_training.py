@@ -98,7 +98,7 @@ def what_happens_on_the_way(rank: int) -> dict[str, Any]:
     job.until(RebalanceCommitted)
 
     said["paused so far"] = len(balancer.events.of_type(BalancingPaused))
-    with at(job, 0, Phase.STAGED, lambda staged: balancer._runtime.groups.hang_up(balancer._runtime.groups.current)):
+    with at(job, 0, Phase.STAGED, lambda staged: balancer._runtime.groups.hang_up()):
         said["lost"] = bool(job.until(BalancingPaused).cause)
     job.until(BalancingResumed, most=2000)
     job.until(RebalanceCommitted)

@@ -143,7 +143,7 @@ def paused_while_under_way(job: Job) -> tuple[str, bool]:
     """Connections break while experts are on their way, and a comparison notices. What it says, and whether the
     migration has ended with it."""
     job.until_sent()
-    job.balancer._runtime.groups.hang_up(job.balancer._runtime.groups.current)
+    job.balancer._runtime.groups.hang_up()
     said, rebalancer = "", job.balancer._rebalancer
     try:
         rebalancer.run(lambda: rebalancer._agreement.highest(torch.zeros(1, dtype=torch.int64)))

@@ -45,28 +45,38 @@ COMPILED = ("jit", "triton", "custom_op", "register_fake", "kernel")
 RATCHET = {
     "(root)": 1714,
     "utils": 1036,
-    "distributed": 6811,
+    "distributed": 6396,
     "load": 1729,
     "moe": 9548,
     "planner": 6686,
     "replicas": 2304,
     "migration": 2691,
-    "balancer": 5180,
+    "balancer": 5176,
     "observe": 4278,
     "checkpoint": 3358,
     "hosts": 10070,
-    "tools": 11640,
+    "tools": 11579,
     "cli": 2500,
-    "package": 69545,
-    "files of the package": 392,
+    "package": 69125,
+    "files of the package": 391,
     "page": 998,
-    "tests": 61113,
-    "files of tests": 376,
+    "tests": 60912,
+    "files of tests": 375,
     "Markdown, KB": 259,
 }
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""
-ALLOWANCE: dict[str, int] = {}
+ALLOWANCE = {  # the proof (verify -- JOB) beside the detectives that it replaces
+    "(root)": 40,
+    "balancer": 60,
+    "hosts": 600,
+    "cli": 40,
+    "package": 700,
+    "files of the package": 4,
+    "tests": 300,
+    "files of tests": 4,
+    "Markdown, KB": 2,
+}
 """Lines on top of a limit while an old and a new way stand side by side; with a comment that says for which part."""
 LAZY = {"eplb_runtime/__init__.py"}
 """Files that may name anything: the public names."""

@@ -13,7 +13,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from ...balancer.rebalancer import new_transport
 from ...balancer.runtime import Barrier, Runtime
 from ...checkpoint.exporter import Exporter
 from ...checkpoint.weights import weights_of
-from ...config import BalancerConfig, launcher_environment
+from ...config import BalancerConfig, launcher_environment, take_trial
 from ...distributed.bandwidth import measure
 from ...distributed.process_groups import ProcessGroups, give_back_dropped, host_timeout
 from ...distributed.ranks import Job, Ranks
@@ -66,8 +66,9 @@ from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
 from .forwards import Forwards
 from .meta import make_buffers, make_parameters
 from .optimizers import Optimizers, homes_of
-from .sharding import cut, install, rows_of_rank, warn_of_odd_rows
+from .sharding import cut, install, note_of_odd_rows, rows_of_rank
 from .state_hooks import Homes, PartialStateWarning, mark_state
+from .trial import TrialRun, layout_of, why_not_single
 from .undo import Before
 
 logger = logging.getLogger("eplb_runtime")
@@ -90,6 +91,10 @@ def attach_stages(
         device: where the experts are, or will be made.
         container: steps the optimizers, all in one step of its own; None: each steps by itself.
     """
+    trial, given = take_trial(), config
+    not_single = "" if trial is None else why_not_single(stages, ranks)
+    if trial is not None:
+        config, ranks = layout_of(trial, config, ranks)
     gc.collect()  # models that are gone, and attaches that failed, leave connections in cycles of references
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # nothing uses those groups any more, here and then on any rank
@@ -142,6 +147,12 @@ def attach_stages(
     transport.wait_at_most(config.timeout_seconds)
     if job.is_planner:
         _log_attached(attaching.balancer)
+    said = attaching.notes()
+    for line in said if job.is_planner else ():
+        logger.warning("%s", line)
+    if trial is not None:
+        attaching.balancer.config = replace(config, policy=given.policy)  # `declare` and the like are allowed as ever
+        TrialRun(trial, attaching.balancer, stages, said, not_single, given.replica_slots)
     return attaching.balancer
 
 
@@ -206,8 +217,6 @@ class _Attaching:
         self._cut_layers()
         for stage in self.stages:
             make_parameters(stage.model, self.device)
-        if self._job.is_planner:
-            warn_of_odd_rows(self.parameters)
         placement = self.placement
         by_kernels = self.dispatch.name not in OVER_TORCH
         first = MicroBatchChannel(self.groups.dispatch, self.groups.counts)
@@ -346,6 +355,12 @@ class _Attaching:
     def _job(self) -> Job:
         return self.groups.job
 
+    def notes(self) -> list[str]:
+        """Lines that say what makes bits depend on where experts are."""
+        of_hosts = [line for stage in self.stages for line in stage.host.notes]
+        odd = note_of_odd_rows(self.parameters)
+        return list(dict.fromkeys([*of_hosts, *notes(self.config), *([odd] if odd else [])]))
+
     @property
     def _divisors(self) -> Divisors:
         experts = {id(parameter) for parameter in self.registry.parameters()}
@@ -436,8 +451,6 @@ class _Attaching:
             self.channels, self.placement.slots_per_rank, forward_tag, self.kernels.moves, self.expert_clock
         )
         self.dispatcher = make_dispatcher(self.config, self.dispatch, self.topology, dispatching)
-        for note in notes(self.config) if self._job.is_planner else ():
-            logger.warning("%s", note)
         exchange_counts = CountExchange(self.channels, forward_tag)
         real_tokens = {id(layer): stage.host.real_tokens for stage in self.stages for layer in stage.host.layers}
         context = LayerContext(

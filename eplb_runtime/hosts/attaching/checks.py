@@ -427,6 +427,5 @@ def wait_for_ranks(
         AttachError: another rank cannot go on. This rank's own problem is raised as it is.
         RuntimeError: a rank did not come within the timeout, or the store does not answer.
     """
-    others_problem = barrier(everyone, what, timeout_seconds, problem, patient=patient)
-    if others_problem:
+    if others_problem := barrier(everyone, what, timeout_seconds, problem, patient=patient):
         raise AttachError(others_problem)

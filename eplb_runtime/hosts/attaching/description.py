@@ -156,6 +156,7 @@ class HostModel:
         weights: lists the tensors of the attached model as the framework's checkpoints name them, given the model and
             the number of its first MoE layer. Collective where weights are still on their way. None: under the model's
             own names.
+        notes: lines that say what makes bits depend on where experts are.
     """
 
     layers: tuple[MoELayer, ...]
@@ -173,6 +174,7 @@ class HostModel:
     refuses: Callable[[BalancerConfig], str] = lambda config: ""
     adapters: frozenset[str] = frozenset()
     weights: Callable[[nn.Module, int], Sequence[Weight]] | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

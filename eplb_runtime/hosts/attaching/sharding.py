@@ -96,20 +96,17 @@ STEADY_ROW_BYTES = 128
 end otherwise, with other last bits; with rows of this many bytes nothing is ever left, wherever a row stands."""
 
 
-def warn_of_odd_rows(parameters: Mapping[str, Tensor]) -> None:
-    """On a CPU the last bits of a result depend on where odd rows stand; say so, in one line, where there are such."""
+def note_of_odd_rows(parameters: Mapping[str, Tensor]) -> str:
+    """Return a line about odd rows, where there are such: on a CPU the last bits of a result depend on their place."""
     odd = {}
     for name, tensor in parameters.items():
         widths = [width * tensor.element_size() for width in tensor.shape[1:]]
         if tensor.device.type == "cpu" and tensor.ndim > 2 and any(width % STEADY_ROW_BYTES for width in widths):
             odd[name] = " and ".join(map(str, widths))
-    if odd:
-        first, rows = next(iter(odd.items()))
-        logger.warning(
-            "%d expert tensors, such as %s, make rows of %s bytes: on a CPU results may differ in the last bits by "
-            "placement; widths that are multiples of %d bytes avoid it",
-            len(odd),
-            first,
-            rows,
-            STEADY_ROW_BYTES,
-        )
+    if not odd:
+        return ""
+    first, rows = next(iter(odd.items()))
+    return (
+        f"{len(odd)} expert tensors, such as {first}, make rows of {rows} bytes: on a CPU results may differ in the "
+        f"last bits by placement; widths that are multiples of {STEADY_ROW_BYTES} bytes avoid it"
+    )

@@ -54,9 +54,6 @@ def describe(model: nn.Module) -> HostModel:
     for name, module in found:
         _check_layer(name, module)
         check_not_captured(model, module)
-    _warn_of_order([(name, module) for name, module in found if not keeps_every_bit(module)])
-    if found:
-        _warn_of_sums()
     layers = tuple(_describe_layer(name, module) for name, module in found)
     wrapped = _is_wrapped(model, layers)
     if layers and wrapped and not hasattr(model, "ddp_config"):
@@ -76,6 +73,7 @@ def describe(model: nn.Module) -> HostModel:
         problems=partial(_problems, model),
         refuses=partial(_refuses, layers, wrapped),
         weights=partial(weights, layers),
+        notes=_notes(found),
     )
 
 
@@ -220,29 +218,24 @@ def _check_layer(name: str, module: nn.Module) -> None:
         raise AttachError(f"{name} holds the experts {list(module.local_expert_indices)}, not {first} and following")
 
 
-def _warn_of_order(layers: Sequence[tuple[str, Any]]) -> None:
-    if layers and dist.get_rank() == 0:
-        name, module = layers[0]
-        logger.warning(
-            "%s and %d other layers: the %s dispatcher sums the results of a token's %d experts in an order that "
-            "depends on where they stand: with experts moved, training is equal to rounding, not to the bit",
-            name,
-            len(layers) - 1,
-            module.config.moe_token_dispatcher_type,
-            module.config.moe_router_topk,
+def _notes(layers: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
+    """Lines that say what makes bits depend on where experts are: sums of a token's results in the order of slots, and
+    sums of gradients of ranks that hold the same experts, which the backend may add up by their place in a buffer."""
+    notes = []
+    if inexact := [(name, module) for name, module in layers if not keeps_every_bit(module)]:
+        name, module = inexact[0]
+        notes.append(
+            f"{name} and {len(inexact) - 1} other layers: the {module.config.moe_token_dispatcher_type} dispatcher "
+            f"sums the results of a token's {module.config.moe_router_topk} experts in an order that depends on where "
+            "they are: with experts moved, training is equal to rounding, not to the bit"
         )
-
-
-def _warn_of_sums() -> None:
-    """Gradients of ranks that hold the same experts are summed by the backend, in an order that may depend on where an
-    expert lies in a buffer."""
-    holders = dist.get_world_size(parallel_state.get_expert_data_parallel_group())
-    if holders > EXACT_IN_ONE_SUM and dist.get_rank() == 0:
-        logger.warning(
-            "%d ranks hold the same experts, and the sum of their gradients depends on where an expert stands: with "
-            "experts moved, training is equal to rounding, not to the bit",
-            holders,
+    holders = dist.get_world_size(parallel_state.get_expert_data_parallel_group()) if layers else 0
+    if holders > EXACT_IN_ONE_SUM:
+        notes.append(
+            f"{holders} ranks hold the same experts, and the sum of their gradients depends on where an expert is: "
+            "with experts moved, training is equal to rounding, not to the bit"
         )
+    return tuple(notes)
 
 
 def _describe_layer(name: str, module: Any) -> MoELayer:

@@ -142,8 +142,14 @@ def _attach(
         # The loss is divided by the tokens of all ranks, and FSDP adds up without dividing.
         shards = parallel_dims.get_mesh("efsdp").size()
         ranks = Ranks(ep=ep_ranks, stages=numbers, gradient_divisor=1, divided_rows=shards)
+        notes = _notes(settings, max(shards, parallel_dims.dp_replicate))
         stages = [
-            Stage(number, part, _host(part, ep_ranks, settings), f"stages.{number}." if len(numbers) > 1 else "")
+            Stage(
+                number,
+                part,
+                replace(_host(part, ep_ranks, settings), notes=notes),
+                f"stages.{number}." if len(numbers) > 1 else "",
+            )
             for number, part in zip(numbers, model_parts, strict=True)
         ]
         device = device_of(stages, None)
@@ -155,13 +161,6 @@ def _attach(
     balancer = attach_stages(
         stages, optimizers.optimizers, config=config, ranks=ranks, device=device, container=optimizers
     )
-    added_up = max(parallel_dims.get_mesh("efsdp").size(), parallel_dims.dp_replicate)
-    if added_up > 2 and dist.get_rank() == 0:
-        logger.warning(
-            "FSDP adds up gradients of experts over %d ranks, perhaps in an order that follows a row's place: results "
-            "with other placements are equal to rounding; with at most 2 they are to the bit",
-            added_up,
-        )
     _say_of(settings)
     optimizers.order = order = LogicalOrder(balancer)
     for layer in (layer for stage in stages for layer in stage.host.layers):
@@ -185,18 +184,32 @@ def _say_of(settings: TorchtitanJobSettings) -> None:
             settings.moe_comm_backend,
             one.tested,
         )
+
+
+def _notes(settings: TorchtitanJobSettings, added_up: int) -> tuple[str, ...]:
+    """Lines that say what makes bits depend on where experts are.
+
+    Args:
+        added_up: ranks over which FSDP adds up gradients of experts.
+    """
+    notes = []
+    if added_up > 2:
+        notes.append(
+            f"FSDP adds up gradients of experts over {added_up} ranks, perhaps in an order that follows a row's place: "
+            "results with other placements are equal to rounding; with at most 2 they are to the bit"
+        )
     if settings.moe_comm_backend == "deepep" and not settings.deterministic:
-        logger.warning(
+        notes.append(
             "DeepEP receives tokens in any order unless debug.deterministic is set: no two trainings are equal to the "
             "bit, with experts moved or not"
         )
     if settings.moe_comm_backend in ("deepep", "hybridep") and settings.top_k > EXACT_BY_ITSELF:  # type: ignore[operator]
-        logger.warning(
-            "moe_comm_backend='%s' adds up the results of a token's %s experts in an order that depends on where they "
-            "stand: with experts moved, training is equal to rounding, not to the bit",
-            settings.moe_comm_backend,
-            settings.top_k,
+        notes.append(
+            f"moe_comm_backend='{settings.moe_comm_backend}' adds up the results of a token's {settings.top_k} experts "
+            "in an order that depends on where they are: with experts moved, training is equal to rounding, not to the "
+            "bit"
         )
+    return tuple(notes)
 
 
 def _try_dispatchers(model_parts: Sequence[nn.Module], device: torch.device) -> Exception | None:

@@ -28,7 +28,6 @@ SLOW_PASSES = 6
 NOT_RAISED: Mapping[Phase, str] = {
     Phase.STEPPED: "it is on the training thread: the error is the loop's",
     Phase.AWAITED: "it is on the training thread: the error is the forward's",
-    Phase.RESUMED: "it is on the training thread: the error is the loop's",
     Phase.DECIDED: "all ranks have agreed: an error ends the job, as it must",
     Phase.COMMITTING: "all ranks have agreed: an error ends the job, as it must",
     Phase.COMMITTED: "all ranks have agreed: an error ends the job, as it must",
@@ -136,7 +135,7 @@ class Faults:
 
     def cut(self) -> None:
         """End the connections that rebalancing talks over."""
-        self.groups.hang_up(self.groups.current)
+        self.groups.hang_up()
 
     def close(self) -> None:
         self._engine.probe = unobserved

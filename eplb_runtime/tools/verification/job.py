@@ -1,4 +1,4 @@
-"""The job behind ``eplb-runtime verify``: a model from a configuration, random batches, AdamW."""
+"""The job behind ``eplb-runtime verify`` without a command: a model from a configuration, random batches, AdamW."""
 
 from __future__ import annotations
 

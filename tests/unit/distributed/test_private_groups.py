@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
+import os
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from eplb_runtime.distributed import private_groups
-from eplb_runtime.distributed.setting_up import OthersGaveUp, WatchedStore
 
 WORLD = dist.distributed_c10d._world
 
@@ -65,32 +65,23 @@ def test_whoever_finds_a_group_finds_all_that_belongs_to_it(store: dist.Store, m
     assert found == [True]
 
 
-@pytest.mark.parametrize("fails", [True, False])
-def test_a_rank_that_fails_ends_the_wait_of_one_that_connects_to_it(
-    store: dist.Store, monkeypatch: pytest.MonkeyPatch, fails: bool
+@pytest.mark.parametrize("before", [None, "0"])
+def test_nccl_groups_are_made_with_a_watchdog_that_ends_nothing(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch, before: str | None
 ) -> None:
-    gloo, connecting, comes = dist.ProcessGroupGloo, threading.Event(), threading.Event()
+    name, seen = "TORCH_NCCL_BLOCKING_WAIT", []
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
 
-    def connects(*args: object, **named: object) -> dist.ProcessGroupGloo:
-        if fails:
-            store.set("failed", "rank 1: it has failed")
-        else:
-            threading.Timer(2 * private_groups._LISTENS_EVERY_SECONDS, comes.set).start()
-        connecting.set()
-        comes.wait()  # in gloo, which reads no store
-        return gloo(*args, **named)  # type: ignore[arg-type]
+    class Nccl:
+        Options = SimpleNamespace
 
-    monkeypatch.setattr(dist, "ProcessGroupGloo", connects)
-    monkeypatch.setattr(private_groups, "_HEARS_WITHIN_SECONDS", 0.05)
-    watched = WatchedStore(store, "failed")
-    try:
-        if fails:
-            with pytest.raises(OthersGaveUp, match="rank 1: it has failed"):
-                private_groups.make(watched, "a name", [0], 0, "gloo", timedelta(seconds=10), "a test's")
-        else:
-            group = private_groups.make(watched, "a name", [0], 0, "gloo", timedelta(seconds=10), "a test's")
-            dist.all_reduce(torch.ones(1), group=group)
-            private_groups.forget(group)
-        assert connecting.is_set()
-    finally:
-        comes.set()
+        def __init__(self, *arguments: object) -> None:
+            seen.append(os.environ.get(name))
+            raise RuntimeError("there is no NCCL here")
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    with pytest.raises(RuntimeError, match="no NCCL here"):
+        private_groups.make(store, "a name", [0], 0, "nccl", timedelta(seconds=9), "a test's")
+    assert seen == ["1"] and os.environ.get(name) == before

@@ -1,306 +1,244 @@
-"""Connections that are made anew: who gives up which."""
+"""New connections: taken over by all ranks at the same boundary or by none, whichever rank fails, is late or is lost.
+
+Ranks are threads of this process. A step is a barrier, so they are at most one boundary apart, as in training.
+"""
 
 from __future__ import annotations
 
 import logging
-import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from eplb_runtime.distributed import reconnect
-from eplb_runtime.distributed.nccl_groups import NoGroupsLeft
 from eplb_runtime.distributed.points import Phase
-from eplb_runtime.distributed.process_groups import Connections
-from eplb_runtime.distributed.reconnect import Link, RankState, Reconnection
-from eplb_runtime.distributed.store import StoreError
+from eplb_runtime.distributed.reconnect import MOST_TRIES, Link, Reconnection
+from eplb_runtime.distributed.store import JobStore
+
+RANKS = 3
 
 
-class Store:
-    """The launcher's, in this process."""
-
-    def __init__(self) -> None:
-        self.words: dict[str, str] = {}
-        self.counters: dict[str, int] = {}
-        self.silences = 0
-
-    def word_of(self, key: str) -> str:
-        return self.words.get(key, "")
-
-    def compare_set(self, key: str, word: str) -> str:
-        if self.silences:
-            self.silences -= 1
-            raise StoreError("the launcher's store does not answer: no answer in 3 s")
-        return self.words.setdefault(key, word)
-
-    def add(self, key: str, amount: int) -> int:
-        self.counters[key] = self.counters.get(key, 0) + amount
-        return self.counters[key]
-
-
-class Groups:
-    """Of a job of one rank; connections are names."""
+class Votes:
+    """The words of all ranks, by the control group on which they are said."""
 
     def __init__(self) -> None:
-        self.store = Store()
-        self.job = SimpleNamespace(ranks=(0,), rank=0)
-        self.timeout_seconds = self.setup_seconds = 5.0
-        self.current = Connections("first", "first")  # type: ignore[arg-type]
-        self.connects_in_background = True
-        self.attempts: list[int] = []
-        self.made_on: list[str] = []
-        self.hung_up: list[Any] = []
-        self.given_back: list[Any] = []
+        self._changed = threading.Condition()
+        self._said: dict[str, dict[int, Any]] = {}
 
-    def connect_control(self, attempt: int, key: str, seconds: float) -> Any:
-        return f"attempt {attempt}"
-
-    def connect(self, control: Any, attempt: int, key: str, seconds: float) -> Connections:
-        assert control == f"attempt {attempt}"
-        self.attempts.append(attempt)
-        self.made_on.append(threading.current_thread().name)
-        return Connections(control, f"migration {attempt}")  # type: ignore[arg-type]
-
-    def hang_up(self, connections: Connections) -> None:
-        self.hung_up.append(connections.control)
-
-    def give_back(self, *groups: Any) -> None:
-        self.given_back.extend(groups)
+    def all_of(self, control: str, rank: int, mine: Any) -> list[Any]:
+        with self._changed:
+            said = self._said.setdefault(control, {})
+            said[rank] = mine
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: len(said) == RANKS, 10.0):
+                raise RuntimeError("gloo: timed out")
+            return [said[each] for each in range(RANKS)]
 
 
 class Agreeing:
-    """The ranks, as far as there are any."""
+    """`Agreement` among threads."""
 
-    def __init__(self, *_: Any) -> None:
-        pass
+    def __init__(self, control: tuple[str, int, Votes], store: JobStore) -> None:
+        self._control, self._rank, self._votes = control
+        self.rank_priority = RANKS - self._rank
 
-    def highest(self, mine: torch.Tensor, seconds: float | None = None) -> torch.Tensor:
-        return mine
+    def highest(self, words: torch.Tensor, seconds: float) -> torch.Tensor:
+        return torch.stack(self._votes.all_of(self._control, self._rank, words)).amax(dim=0)
+
+    def problem_of(self, priority: int, problem: str) -> str:
+        rank = RANKS - priority
+        return f"rank {rank}: {self._votes.all_of(f'{self._control} why', self._rank, problem)[rank]}"
+
+    def who_differs(self, digest: bytes, what: str) -> Any:
+        return SimpleNamespace(cause=f"rank 2 has another {what} than rank 0")
+
+
+class Groups:
+    """`ProcessGroups` of one rank."""
+
+    setup_seconds = 10.0
+
+    def __init__(self, rank: int, store: dist.Store, votes: Votes) -> None:
+        self.job = SimpleNamespace(rank=rank, ranks=tuple(range(RANKS)))
+        self.timeout_seconds = 5.0
+        self.store = JobStore(store, "job", 5.0)
+        self._votes = votes
+        self.lacking = ""
+        self.hung_up = 0
+        self.held: list[Any] = []
+        self.made: list[int] = []
+        self.fails: Callable[[int], None] = lambda attempt: None
+
+    def lacks_descriptors(self) -> str:
+        return self.lacking
+
+    def new_control(self, attempt: int, seconds: float) -> Any:
+        self.held.append((f"control {attempt}", self.job.rank, self._votes))
+        return self.held[-1]
+
+    def new_migration(self, attempt: int, seconds: float) -> Any:
+        self.made.append(attempt)
+        self.fails(attempt)
+        self.held.append(f"migration {attempt}")
+        return self.held[-1]
+
+    def give_back(self, *groups: Any) -> None:
+        for group in groups:
+            self.held.remove(group)
+
+    def hang_up(self) -> None:
+        self.hung_up += 1
+
+
+class Job:
+    """All ranks, each of which has lost the others."""
+
+    def __init__(self) -> None:
+        store, votes = dist.HashStore(), Votes()
+        self.groups = [Groups(rank, store, votes) for rank in range(RANKS)]
+        self.closed = [0] * RANKS
+        self.probes: list[Callable[[Phase, Any], None]] = [lambda phase, subject: None] * RANKS
+        self.digests = [bytes(15) + bytes([1])] * RANKS
+        self.ranks = [self._of(rank) for rank in range(RANKS)]
+        self._stepped = threading.Barrier(RANKS)
+
+    def _of(self, rank: int) -> Reconnection:
+        def transport(migration: Any, seconds: float) -> Any:
+            def close() -> None:
+                self.closed[rank] += 1
+
+            return SimpleNamespace(close=close)
+
+        groups: Any = self.groups[rank]
+        return Reconnection(groups, transport, lambda phase, subject: self.probes[rank](phase, subject))
+
+    def train(
+        self, boundaries: int, notice: tuple[int, ...] = (0, 0, 0), skips: tuple[int, int] = (-1, -1)
+    ) -> list[dict[int, Link]]:
+        """What each rank has taken over, by boundary.
+
+        Args:
+            notice: the boundary at which each rank notices that it has lost the others.
+            skips: a rank, and a boundary at which it does not look.
+        """
+
+        def of(rank: int) -> dict[int, Link]:
+            taken = {}
+            for boundary in range(boundaries):
+                self._stepped.wait(60.0)
+                if boundary == notice[rank]:
+                    self.ranks[rank].begin(self.digests[rank])
+                link = None if (rank, boundary) == skips else self.ranks[rank].at_boundary(boundary)
+                if link is not None:
+                    taken[boundary] = link
+            return taken
+
+        with ThreadPoolExecutor(RANKS) as threads:
+            return list(threads.map(of, range(RANKS)))
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Reconnection, Groups, RankState]]:
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.setattr(reconnect, "Agreement", Agreeing)
-    groups, state = Groups(), RankState(step_seconds=1e-3)
-    made = Reconnection(groups, state, lambda connections, seconds: FakeTransport(), lambda: None)  # type: ignore[arg-type, return-value]
-    yield made, groups, state
-    made.close(5.0)
+    job = Job()
+    yield job
+    for groups in job.groups:
+        groups.store.close()
 
 
-def train_until_connected(made: Reconnection, groups: Groups, state: RankState) -> Link:
-    while True:
-        time.sleep(0)  # lets the other thread run
-        state.steps += 1
-        link = made.at_boundary()
-        if link is not None:
-            groups.current = link.connections
-            return link
+def raising(text: str, at: int) -> Callable[..., None]:
+    def fail(attempt: int) -> None:
+        if attempt == at:
+            raise RuntimeError(text)
+
+    return fail
 
 
-def test_connections_that_break_as_soon_as_they_hold_are_made_anew_once(
-    job: tuple[Reconnection, Groups, RankState],
+def held(job: Job) -> list[list[str]]:
+    """Names of the groups that each rank has and has not given back."""
+    return [[group if isinstance(group, str) else group[0] for group in groups.held] for groups in job.groups]
+
+
+def test_all_ranks_meet_at_one_boundary_whenever_each_has_noticed(job: Job) -> None:
+    taken = job.train(20, notice=(0, 7, 3))
+    (boundary,) = taken[0]
+    assert boundary > 7 and all(list(each) == [boundary] for each in taken)
+    assert [groups.hung_up for groups in job.groups] == [1] * RANKS
+    assert held(job) == [["control 1", "migration 1"]] * RANKS
+    assert not any(rank.under_way for rank in job.ranks)
+    again = job.train(12)
+    assert len({tuple(each) for each in again}) == 1 and len(again[0]) == 1
+    assert [group[-1] for group in held(job)] == ["migration 2"] * RANKS, "a later failure makes groups of new names"
+
+
+@pytest.mark.parametrize("where", ["the migration group", "the transport", "before they meet", "descriptors"])
+def test_one_rank_that_fails_leaves_all_without_and_the_next_try_holds(
+    job: Job, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Training loses them again before the thread that made them has seen that they hold: it must not try on for the
-    pause that is over, nor hang up what stands when it comes to the next one."""
-    made, groups, state = job
-    interval = sys.getswitchinterval()
-    stood = [groups.current]
-    made.begin()
-    try:
-        for _ in range(3):
-            sys.setswitchinterval(100.0)  # this thread goes on until it waits: the other learns all of it later
-            stood.append(train_until_connected(made, groups, state).connections)
-            made.begin()
-            sys.setswitchinterval(interval)
-        train_until_connected(made, groups, state)
-    finally:
-        sys.setswitchinterval(interval)
-    made.close(5.0)
-    assert groups.hung_up == [connections.control for connections in stood]
-    assert groups.current.control not in groups.hung_up + groups.given_back
+    caplog.set_level(logging.INFO, "eplb_runtime")
+    phase = {"before they meet": Phase.MET, "the transport": Phase.CONNECTED}.get(where)
+    if phase is not None:
+        job.probes[1] = lambda at, attempt: raising("made to fail", 1)(attempt) if at is phase else None
+    elif where == "descriptors":
+        job.groups[1].lacking = "this process can open 3 more files: made to fail"
+        job.probes[1] = lambda at, attempt: setattr(job.groups[1], "lacking", "") if attempt > 1 else None
+    else:
+        job.groups[1].fails = raising("made to fail", 1)
+    taken = job.train(20)
+    assert len({tuple(each) for each in taken}) == 1 and len(taken[0]) == 1
+    assert held(job) == [["control 2", "migration 2"]] * RANKS
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == RANKS and all("rank 1" in line and "made to fail" in line for line in lines)
+    if where in ("before they meet", "descriptors"):
+        assert [groups.made for groups in job.groups] == [[2]] * RANKS, "nobody has waited in the making of a group"
 
 
-def test_an_attempt_whose_record_a_silent_store_has_not_taken_is_not_made_again(
-    job: tuple[Reconnection, Groups, RankState],
+def test_a_rank_that_has_passed_the_step_is_named_and_the_next_try_holds(
+    job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Addresses that ranks have left in the store at the first would be taken for those of the second."""
-    made, groups, state = job
-
-    def at(phase: Phase, subject: Any) -> None:
-        if phase is Phase.MET and len(groups.attempts) == 0:
-            groups.store.silences = 3  # the thread's record, training's, and the first time that it is made good
-
-    made._probe = at
-    made.begin()
-    train_until_connected(made, groups, state)
-    assert groups.store.silences == 0
-    assert groups.attempts == [1, 2]
+    caplog.set_level(logging.INFO, "eplb_runtime")
+    for groups in job.groups:
+        groups.timeout_seconds = 0.5
+    taken = job.train(20, skips=(2, 2))
+    assert len({tuple(each) for each in taken}) == 1 and len(taken[0]) == 1
+    assert held(job) == [["control 2", "migration 2"]] * RANKS
+    assert any("rank 2" in record.getMessage() for record in caplog.records)
 
 
-class FakeTransport:
-    """Of experts; knows whether it was given back."""
-
-    def __init__(self) -> None:
-        self.closed = False
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_a_transport_whose_connections_never_held_is_closed_and_the_one_that_holds_is_not(
-    job: tuple[Reconnection, Groups, RankState],
+def test_a_rank_that_never_comes_is_named_and_balancing_stays_off_with_one_warning(
+    job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first try fails after its transport was warmed up, the second holds."""
-    made, groups, state = job
-    made_so_far: list[FakeTransport] = []
-
-    def make_transport(*_: Any) -> FakeTransport:
-        made_so_far.append(FakeTransport())
-        return made_so_far[-1]
-
-    def at(phase: Phase, subject: Any) -> None:
-        if phase is Phase.CONNECTED and subject == 1:
-            raise RuntimeError("made to fail")
-
-    made._make_transport, made._probe = make_transport, at  # type: ignore[assignment]
-    made.begin()
-    link = train_until_connected(made, groups, state)
-    assert groups.given_back == ["migration 1", "attempt 1"]
-    assert [one.closed for one in made_so_far] == [True, False]
-    assert link.transport is made_so_far[1]  # type: ignore[comparison-overlap]
+    caplog.set_level(logging.INFO, "eplb_runtime")
+    for groups in job.groups:
+        groups.timeout_seconds = 0.02
+    store = job.groups[2].store
+    for attempt in range(1, MOST_TRIES + 2):  # it is known to have lost the others, and does not meet them
+        store.add(f"connections/{attempt}/here", 1)
+    taken = job.train(100, notice=(0, 0, 1000))
+    assert taken == [{}, {}, {}] and held(job) == [[]] * RANKS
+    named = [record for record in caplog.records if "rank 2 did not come within" in record.getMessage()]
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(named) == 2 * MOST_TRIES
+    assert warnings == [f"the ranks could not connect in {MOST_TRIES} tries: nothing is rebalanced any more"] * 2
 
 
-def test_a_transport_that_training_never_took_over_is_closed_at_the_end(
-    job: tuple[Reconnection, Groups, RankState],
-) -> None:
-    made, *_ = job
-    transport = FakeTransport()
-    made._make_transport = lambda *_: transport  # type: ignore[assignment, return-value]
-    made.begin()
-    while made._proposal is None:
-        time.sleep(0)
-    made.close(5.0)
-    assert transport.closed
+def test_ranks_with_different_placements_say_so_and_do_not_go_on(job: Job) -> None:
+    job.digests[2] = bytes(15) + bytes([2])
+    assert job.train(5) == [{}, {}, {}]
+    assert all("rank 2 has another placement than rank 0: they parted" in rank.differing for rank in job.ranks)
 
 
-def test_without_groups_left_it_is_said_once_and_nothing_is_tried_again(
-    job: tuple[Reconnection, Groups, RankState], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    made, groups, _state = job
-    left = RuntimeError("made to fail"), NoGroupsLeft("no more are ready: experts stay where they are")
+def test_a_store_that_does_not_answer_ends_no_step(job: Job) -> None:
+    class Silent:
+        def clone(self) -> dist.Store:
+            raise RuntimeError("gone")
 
-    def connect(control: Any, attempt: int, key: str, seconds: float) -> Connections:
-        groups.attempts.append(attempt)
-        raise left[len(groups.attempts) - 1]
-
-    monkeypatch.setattr(groups, "connect", connect)
-    made.begin()
-    with caplog.at_level(logging.ERROR, "eplb_runtime"):
-        made._worker.submit(lambda: None).result(30)  # the same thread, after it
-    assert [record.getMessage() for record in caplog.records] == [str(left[1])]
-    assert groups.attempts == [1, 2] and made.under_way and made.at_boundary() is None
-
-
-def test_a_rank_that_waits_for_others_who_have_no_groups_left_ends_too(
-    job: tuple[Reconnection, Groups, RankState], caplog: pytest.LogCaptureFixture
-) -> None:
-    made, groups, _state = job
-    groups.job = SimpleNamespace(ranks=(0, 1), rank=0)  # the other never comes
-    groups.store.words["connections/ended"] = "no more are ready: experts stay where they are"
-    made.begin()
-    with caplog.at_level(logging.ERROR, "eplb_runtime"):
-        made._worker.submit(lambda: None).result(30)
-    assert [record.getMessage() for record in caplog.records] == ["no more are ready: experts stay where they are"]
-    assert groups.attempts == []
-
-
-def test_what_waits_on_a_device_is_made_by_the_thread_that_trains_and_the_rest_beside_it(
-    job: tuple[Reconnection, Groups, RankState],
-) -> None:
-    made, groups, state = job
-    made.begin()
-    train_until_connected(made, groups, state)
-    groups.connects_in_background = False
-    made.begin()
-    link = train_until_connected(made, groups, state)
-    assert groups.made_on == ["eplb_runtime connect", threading.current_thread().name]
-    assert link.connections.control == "attempt 2"  # type: ignore[comparison-overlap]
-    made.close(5.0)
-    assert groups.store.words["connections/2/step"] == groups.store.words["connections/2/hold"] == "yes"
-    assert groups.given_back == []
-
-
-@pytest.mark.parametrize("whose", ["this rank's", "another's"])
-def test_a_rank_that_cannot_make_it_at_that_step_lets_no_rank_take_it_over(
-    job: tuple[Reconnection, Groups, RankState], monkeypatch: pytest.MonkeyPatch, whose: str
-) -> None:
-    """The first try fails where training makes the transport, the second holds."""
-    made, groups, state = job
-    groups.connects_in_background = False
-    transports: list[FakeTransport] = []
-
-    def make_transport(*_: Any) -> FakeTransport:
-        if whose == "this rank's" and len(groups.attempts) == 1:
-            raise MemoryError("made to fail")
-        transports.append(FakeTransport())
-        return transports[-1]
-
-    def highest(agreeing: Agreeing, mine: torch.Tensor, seconds: float | None = None) -> torch.Tensor:
-        of_making = len(mine) == 1 and threading.current_thread() is threading.main_thread()
-        fails = of_making and whose == "another's" and len(groups.attempts) == 1
-        return torch.ones_like(mine) if fails else mine
-
-    made._make_transport = make_transport  # type: ignore[assignment]
-    monkeypatch.setattr(Agreeing, "highest", highest)
-    made.begin()
-    link = train_until_connected(made, groups, state)
-    made.close(5.0)
-    assert groups.store.words["connections/1/step"] == "yes" and groups.store.words["connections/1/hold"] == "no"
-    assert groups.given_back == ["migration 1", "attempt 1"]
-    assert link.transport is transports[-1]  # type: ignore[comparison-overlap]
-    assert [one.closed for one in transports] == ([False] if whose == "this rank's" else [True, False])
-
-
-def test_without_groups_left_where_training_makes_them_it_is_said_once_too(
-    job: tuple[Reconnection, Groups, RankState], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    made, groups, state = job
-    groups.connects_in_background = False
-
-    def connect(*_: Any) -> Connections:
-        groups.attempts.append(0)
-        raise NoGroupsLeft("no more are ready: experts stay where they are")
-
-    monkeypatch.setattr(groups, "connect", connect)
-    made.begin()
-    with caplog.at_level(logging.ERROR, "eplb_runtime"):
-        said = made._worker.submit(lambda: None)  # the same thread, after it
-        while not said.done():
-            time.sleep(0)
-            state.steps += 1
-            assert made.at_boundary() is None
-    assert [record.getMessage() for record in caplog.records] == ["no more are ready: experts stay where they are"]
-    assert len(groups.attempts) == 1 and made.under_way
-
-
-def test_training_that_is_interrupted_while_it_makes_them_leaves_no_thread_that_waits(
-    job: tuple[Reconnection, Groups, RankState], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, groups, state = job
-    groups.connects_in_background = False
-
-    def interrupted(*_: Any) -> Connections:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(groups, "connect", interrupted)
-    made.begin()
-    with pytest.raises(KeyboardInterrupt):
-        train_until_connected(made, groups, state)
-    made._closing.set()
-    made._worker.submit(lambda: None).result(30)
-    assert "attempt 1" in groups.given_back
+    job.groups[0].store = JobStore(Silent(), "job", 0.05)  # type: ignore[arg-type]
+    assert job.train(5) == [{}, {}, {}]
+    assert job.ranks[0].under_way

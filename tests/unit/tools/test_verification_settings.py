@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from eplb_runtime.config import BalancerConfig, config_from_settings
-from eplb_runtime.tools.verification.runs import without_replicas
+from eplb_runtime.hosts.attaching.trial import without_replicas
 
 
 @pytest.mark.parametrize(

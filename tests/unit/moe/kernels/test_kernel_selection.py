@@ -27,9 +27,7 @@ def fails(*_: Any) -> Tensor:
     raise RuntimeError("no registers\nare left")
 
 
-@pytest.mark.parametrize(
-    ("kernel", "said"), [(with_an_error, "it gives something else"), (fails, "no registers")]
-)
+@pytest.mark.parametrize(("kernel", "said"), [(with_an_error, "it gives something else"), (fails, "no registers")])
 def test_a_kernel_that_fails_or_writes_something_else_is_replaced_and_named_once(
     kernel: Any, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:

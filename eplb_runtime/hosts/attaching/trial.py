@@ -1,0 +1,372 @@
+"""One run of a user's job under ``eplb-runtime verify``: ``attach`` overrides the layout, each step is put on record,
+and the job ends after some steps. What the records mean is decided in `tools.verification`.
+
+A record has a few numbers for each tensor, and for each logical expert of it: a digest of all bits, the sum of squares,
+and random sums, from which the distance of two tensors is estimated that are never in one memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...balancer.balancer import Balancer
+from ...config import BalancerConfig, DispatchConfig, Trial
+from ...distributed.consensus import gather_bytes, gather_rows
+from ...distributed.ranks import Ranks
+from ...moe.experts.optimizer_state import state_of
+from ...moe.experts.slices import has_memory, local
+from ...planner.shuffle import shuffled
+from ...utils.files import write_file
+from .description import Stage, spread_of
+from .unregistered import unregistered
+
+SKETCHES = 16
+"""Random sums of a tensor, each of every sixteenth element with random signs; the distance of two tensors is about the
+norm of what these sums differ by."""
+_CHUNK = 1 << 22
+"""Elements that are read at once."""
+_ENOUGH_MEMORY = 0.8
+"""Share of the free memory that the experts of a run with all of them on each rank may take."""
+KINDS = ("parameter", "gradient", "optimizer_state", "buffer", "range", "number")
+"""Of a tensor on record, as its number says; ``range`` and ``number``: of state that ranks have a part each of."""
+
+
+def without_replicas(config: BalancerConfig) -> BalancerConfig:
+    """Return the same settings without replica slots and what only these use. An initial placement is for one number of
+    replica slots, so it goes, too."""
+    if not config.replica_slots:
+        return config
+    usual = DispatchConfig()
+    names = ("split", "split_locality", "split_least_tokens")
+    dispatch = replace(config.dispatch, **{name: getattr(usual, name) for name in names})
+    return replace(
+        config, replica_slots=0, initial_placement=None, dispatch=dispatch, copies_by=BalancerConfig.copies_by
+    )
+
+
+def layout_of(trial: Trial, config: BalancerConfig, ranks: Ranks) -> tuple[BalancerConfig, Ranks]:
+    """Return settings and ranks of a run: nothing is decided by load, and nothing is written but the records."""
+    own = replace(
+        config,
+        policy="static",
+        run=None,
+        listen=None,
+        listen_token=None,
+        guard="off" if config.guard == "off" else "warn",
+        migration=replace(config.migration, max_moves=None, max_pause_seconds=None),
+    )
+    if trial.layout == "single":
+        return replace(without_replicas(own), initial_placement=None), replace(ranks, ep=(dist.get_rank(),))
+    return own if trial.replicas else without_replicas(own), ranks
+
+
+def why_not_single(stages: Sequence[Stage], ranks: Ranks) -> str:
+    """Say why a job cannot run with all experts on each rank; empty: it can, if they fit."""
+    layers = [layer for stage in stages for layer in stage.host.layers]
+    if any(stage.host.dispatches or stage.host.ranks is not None for stage in stages) or any(
+        one.slots for one in layers
+    ):
+        return "the framework spreads the experts itself"
+    if ranks.ep is not None or ranks.divided_rows or ranks.divided_state:
+        return "the job chooses its EP groups itself"
+    if any(spread_of(layer.experts) is not None for layer in layers):
+        return "shard_experts has spread the experts before attach"
+    return ""
+
+
+@dataclass(frozen=True)
+class TrialEntry:
+    """A tensor on record; ``expert`` -1: it is no expert's. ``first``: where it begins in the whole row."""
+
+    name: str
+    kind: str
+    expert: int
+    tensor: Tensor
+    first: int = 0
+
+
+class TrialRun:
+    """Records the steps of a balancer, moves experts as the trial says, and ends the job.
+
+    Args:
+        stages: the attached models of this rank.
+        notes: what attach has said of bits.
+        not_single: why the job cannot run with all experts on each rank; empty: it can, if they fit.
+        replica_slots: of the job's own settings.
+    """
+
+    def __init__(
+        self,
+        trial: Trial,
+        balancer: Balancer,
+        stages: Sequence[Stage],
+        notes: Sequence[str],
+        not_single: str,
+        replica_slots: int,
+    ) -> None:
+        self._trial = trial
+        self._balancer = balancer
+        self._stages = stages
+        self._runtime = balancer._runtime
+        self._group = self._runtime.groups.background()
+        self._step = 0
+        self._began = balancer.placement.epoch
+        self._losses: list[Tensor] = []
+        self._gradients: dict[tuple[str, int], TrialEntry] = {}
+        self._shaken: set[int] = set()
+        self._rows: dict[tuple[str, int], tuple[TrialEntry, Tensor, Tensor]] = {}
+        self._coarsest = 0.0
+        self._not_single = not_single
+        self._meta: dict[str, Any] = {
+            "notes": list(notes),
+            "ranks": len(self._runtime.job.ranks),
+            "replica_slots": replica_slots,
+        }
+        self._modules = {
+            self._runtime.job.first_layer(stage.number) + position: stage.prefix + layer.name
+            for stage in stages
+            for position, layer in enumerate(stage.host.layers)
+        }
+        self._undo = _listen(self._losses, self._see_precision)
+        balancer._follow_steps(self._before_step, self._after_step)
+        balancer._close_with(self._undo)
+        self._write([])
+
+    def _see_precision(self, device: str) -> None:
+        if torch.is_autocast_enabled(device):
+            self._coarsest = max(self._coarsest, torch.finfo(torch.get_autocast_dtype(device)).eps)
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _before_step(self) -> None:
+        """Put reduced gradients on record; with several optimizers those that the last of them sees."""
+        if self._step >= self._trial.steps:
+            return
+        if self._trial.layout == "shaken":
+            self._shake()
+        for entry in self._entries_of_gradients():
+            self._rows[entry.name, entry.expert] = (entry, *_sketched(entry))
+        self._counts = self._runtime.counter.counts.clone()
+
+    @torch.no_grad()
+    def _after_step(self) -> None:
+        if self._step >= self._trial.steps:
+            return
+        self._step += 1
+        self._shaken.clear()
+        counts = self._write([float(loss) for loss in self._losses])
+        self._losses.clear()
+        if self._step == self._trial.steps:
+            self._end()
+        elif self._trial.layout == "moved":
+            placement = self._balancer.placement
+            self._balancer._place(shuffled(placement, counts.double().numpy()).with_epoch(placement.epoch + 1))
+
+    def _end(self) -> None:
+        """Finish the record; the job does not go on to what comes after its loop."""
+        self._undo()
+        _keys.cache_clear()
+        owned = [*self._balancer._known_tensors(), *(entry.tensor for entry in self._entries())]
+        found = unregistered([stage.model for stage in self._stages], self._runtime.registry, owned)
+        rank = self._runtime.job.rank
+        lines = [{"holder": f"rank {rank}: {holder}", "shape": list(shape)} for holder, shape in found]
+        everyone = gather_bytes(json.dumps(lines).encode(), self._group)
+        self._meta["unregistered"] = [line for of_rank in everyone for line in json.loads(of_rank)]
+        self._write_meta()
+        dist.barrier(self._group)
+        if self._trial.ends_process:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+
+    # -- what is there -------------------------------------------------------------------------------------------------
+
+    def _entries(self) -> Iterator[TrialEntry]:
+        """Weights, optimizer state and buffers, of experts by their logical ids."""
+        runtime, balancer = self._runtime, self._balancer
+        for layer in runtime.registry.layers:
+            experts = balancer.logical_expert_ids(layer)
+            for tensor in runtime.registry.of_home(layer):
+                kind = tensor.kind if tensor.part == "row" else tensor.part
+                for slot, expert in enumerate(experts):
+                    first = tensor.ranges[slot][self._part][0] if tensor.part == "range" else 0
+                    row = tensor.row(slot).detach()
+                    if row.numel():
+                        yield TrialEntry(f"{self._modules[layer]}.{tensor.name}", kind, expert, row, first)
+        for name, parameter in balancer._dense.items():
+            yield TrialEntry(name, "parameter", -1, local(parameter))
+            for optimizer in balancer._optimizers:
+                for key, value in sorted(state_of(optimizer, parameter).items(), key=lambda item: str(item[0])):
+                    if isinstance(value, Tensor):
+                        yield TrialEntry(f"{name}/{key}", "optimizer_state", -1, local(value))
+        for stage in self._stages:
+            for name, buffer in stage.model.named_buffers():
+                if not buffer.is_sparse:
+                    yield TrialEntry(stage.prefix + name, "buffer", -1, local(buffer))
+
+    @property
+    def _part(self) -> int:
+        job = self._runtime.job
+        return job.edp_ranks.index(job.rank)
+
+    def _entries_of_gradients(self) -> Iterator[TrialEntry]:
+        layer_of, slots = self._runtime.layer_of_parameter, self._runtime.registry.has_slots
+        for name, parameter in {} if slots else self._runtime.parameters.items():
+            if parameter.grad is not None:
+                rows = zip(self._balancer.logical_expert_ids(layer_of[name]), local(parameter.grad), strict=True)
+                yield from (TrialEntry(f"{name}/grad", "gradient", expert, row) for expert, row in rows)
+        for name, parameter in self._balancer._dense.items():
+            if parameter.grad is not None:
+                yield TrialEntry(f"{name}/grad", "gradient", -1, local(parameter.grad))
+
+    def _shake(self) -> None:
+        """Change gradients by about a rounding error, alike on all ranks that share them."""
+        for entry in self._entries_of_gradients():
+            gradient = entry.tensor
+            if not gradient.is_floating_point() or gradient.data_ptr() in self._shaken:
+                continue
+            self._shaken.add(gradient.data_ptr())
+            seed = zlib.crc32(f"{self._step} {entry.name} {entry.expert}".encode())
+            noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(seed)).to(gradient.device)
+            error = max(torch.finfo(gradient.dtype).eps, self._coarsest)
+            gradient.add_(noise * (error * gradient.float().pow(2).mean().sqrt()))
+
+    # -- the record ----------------------------------------------------------------------------------------------------
+
+    def _write(self, losses: list[float]) -> Tensor:
+        """Gather the record of a step, on rank 0 of the job. Returns int64 ``[L, E]``, the counts of all ranks."""
+        for entry in self._entries():
+            if has_memory(entry.tensor):
+                self._rows[entry.name, entry.expert] = (entry, *_sketched(entry))
+        rows, self._rows = list(self._rows.values()), {}
+        names = sorted({entry.name for entry, _, _ in rows})
+        place = {name: index for index, name in enumerate(names)}
+        whole = torch.tensor(
+            [(place[e.name], e.expert, KINDS.index(e.kind), e.tensor.numel()) for e, _, _ in rows], dtype=torch.int64
+        ).reshape(-1, 4)
+        digests = torch.stack([digest for _, digest, _ in rows]).cpu().reshape(-1, 1) if rows else whole[:, :1]
+        sums = torch.stack([sums for _, _, sums in rows]).cpu() if rows else torch.zeros(0, 1 + SKETCHES)
+        head = json.dumps({"names": names, "rows": len(rows), "losses": losses}).encode()
+        body = torch.cat([whole, digests, sums.double().view(torch.int64)], dim=1).numpy().tobytes()
+        counts = self._counts if self._step else torch.zeros_like(self._runtime.counter.counts)
+        total = gather_rows(counts.cpu().contiguous(), self._group).sum(dim=0)
+        received = _gather_on_first(len(head).to_bytes(8, "little") + head + body, self._group)
+        if self._runtime.job.is_planner:
+            folder = Path(self._trial.folder)
+            arrays: dict[str, Any] = {"counts": total.numpy()}
+            for rank, message in enumerate(received):
+                arrays[f"rank{rank}"] = np.frombuffer(message, dtype=np.uint8)
+            partial = folder / "partial.npz"
+            np.savez(partial, **arrays)
+            partial.replace(folder / f"step-{self._step:05d}.npz")
+        self._write_meta()
+        return total
+
+    def _write_meta(self) -> None:
+        not_single = self._not_single or self._does_not_fit()
+        if self._runtime.job.is_planner:
+            said = list(getattr(self._balancer._guard, "said", ()))
+            error = max([self._coarsest, *(torch.finfo(p.dtype).eps for p in self._floating())], default=0.0)
+            commits = self._balancer.placement.epoch - self._began
+            meta = {**self._meta, "said": said, "not_single": not_single, "rounding": error, "commits": commits}
+            write_file(Path(self._trial.folder) / "meta.json", json.dumps(meta))
+
+    def _floating(self) -> Iterator[Tensor]:
+        held = [*self._balancer._dense.values(), *self._runtime.registry.parameters()]
+        return (one for one in held if one.is_floating_point())
+
+    def _does_not_fit(self) -> str:
+        """Say that all experts do not fit on this rank. With Adam an expert takes four times its weights."""
+        job, device = self._runtime.job, self._runtime.device
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0]
+        else:
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // max(1, len(job.ranks))
+        here = sum(local(parameter).nbytes for parameter in self._runtime.registry.parameters())
+        needed = 4 * here * (job.ep_size - 1)
+        return f"all experts take {needed / 2**30:.1f} GiB more on a rank" if needed > _ENOUGH_MEMORY * free else ""
+
+
+def _sketched(entry: TrialEntry) -> tuple[Tensor, Tensor]:
+    """int64: a digest that a change of any element changes; float64 ``[1 + SKETCHES]``: the sum of squares and, of
+    gradients and weights, sums with random signs. All are added up over the parts of a row."""
+    tensor = entry.tensor.detach()
+    flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).contiguous().reshape(-1)
+    digest = torch.zeros((), dtype=torch.int64, device=flat.device)
+    sums = torch.zeros(1 + SKETCHES, dtype=torch.float64, device=flat.device)
+    for begin in range(0, flat.numel(), _CHUNK):
+        part = flat[begin : begin + _CHUNK]
+        first = entry.first + begin
+        keys = _keys(first, part.numel(), flat.device)
+        digest += (_words(part) * keys).sum()
+        if part.is_floating_point():
+            values = part.double()
+            sums[0] += values @ values
+            if entry.kind in ("gradient", "parameter"):
+                signed = torch.where(keys & 256 == 0, values, -values)
+                before, after = first % SKETCHES, -(first + part.numel()) % SKETCHES
+                sums[1:] += nn.functional.pad(signed, (before, after)).view(-1, SKETCHES).sum(dim=0)
+    return digest, sums
+
+
+def _words(part: Tensor) -> Tensor:
+    """The bits of each element as int64."""
+    if part.element_size() == 1:
+        return part.view(torch.uint8).to(torch.int64)
+    return part.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[part.element_size()]).to(torch.int64)
+
+
+@lru_cache(maxsize=16)
+def _keys(first: int, count: int, device: torch.device) -> Tensor:
+    """A random odd int64 for each place, the same on every rank and device."""
+    keys = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device)
+    for factor, shift in ((-7046029254386353131, 31), (-4658895280553007687, 29)):
+        keys = keys * factor
+        keys = keys ^ (keys >> shift)
+    return keys | 1
+
+
+def _gather_on_first(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """Bytes of all ranks, on the first rank of a gloo group; empty elsewhere."""
+    lengths = gather_rows(torch.tensor([len(mine)]), group).flatten().tolist()
+    padded = torch.frombuffer(bytearray(mine.ljust(max(lengths), b"\0")), dtype=torch.uint8)
+    is_first = group.rank() == 0
+    into = [torch.empty_like(padded) for _ in lengths] if is_first else None
+    dist.gather(padded, into, dst=dist.get_global_rank(group, 0), group=group)
+    return [row[:length].numpy().tobytes() for row, length in zip(into or (), lengths, strict=False)]
+
+
+def _listen(losses: list[Tensor], see_precision: Callable[[str], None]) -> Callable[[], None]:
+    """Collect what ``backward()`` is called on, and the precision of modules. Returns a function that ends both."""
+    inner = torch.autograd.backward
+
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        roots = [tensors] if isinstance(tensors, Tensor) else tensors
+        losses.extend(root.detach() for root in roots if isinstance(root, Tensor) and root.numel() == 1)
+        inner(tensors, *args, **kwargs)
+
+    def before_forward(module: nn.Module, given: tuple[Any, ...]) -> None:
+        see_precision("cuda" if torch.cuda.is_available() else "cpu")
+
+    torch.autograd.backward = backward
+    handle = nn.modules.module.register_module_forward_pre_hook(before_forward)
+
+    def undo() -> None:
+        torch.autograd.backward = inner
+        handle.remove()
+
+    return undo

@@ -1,0 +1,146 @@
+"""Looks for tensors and arrays whose rows may be experts and that would not move with them: averages, snapshots, masks.
+
+A plain walk over the objects of the garbage collector, at the end of a run under ``eplb-runtime verify``, in which
+nothing goes on. A running job never does it.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from types import CellType, FunctionType, GeneratorType, ModuleType
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from ...moe.experts.registry import ExpertTensors
+from ...moe.experts.slices import local
+
+MOST_FOUND = 20
+"""Findings of a rank that are listed."""
+_FRAMEWORKS = ("eplb_runtime", "torch.distributed", "torch.autograd", "megatron", "torchtitan")
+"""Modules whose objects hold buffers of their own."""
+_DEPTH = 3
+"""Containers inside containers that the collector does not follow, as a dict of arrays alone."""
+
+
+def unregistered(
+    models: Sequence[nn.Module], registry: ExpertTensors, owned: Iterable[Tensor]
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Return holders and shapes of what may be experts: the last dimensions are those of an expert's tensor, or it has
+    as many elements as an expert, as a parameter of experts or as the whole model.
+
+    Args:
+        owned: tensors that move with experts or are no experts, besides the models' parameters, gradients and buffers.
+    """
+    held = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    gradients = [getattr(tensor, name, None) for tensor in held for name in ("grad", "main_grad")]
+    known = {_memory_of(one) for one in (*held, *gradients, *owned, *registry.parameters()) if one is not None}
+    rows, sizes = _shapes(models, registry)
+    variables = list(_variables())
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for value, holder in _tensors(variables):
+        shape = tuple(value.shape)
+        is_like = any(shape[-len(row) :] == row for row in rows) or shape[-1:] in sizes or (value.numel,) in sizes
+        if is_like and value.memory not in known:
+            known.add(value.memory)
+            found.append((_named(holder, variables), shape))
+    return found[:MOST_FOUND]
+
+
+class _Candidate:
+    """A tensor or an array."""
+
+    def __init__(self, value: Tensor | np.ndarray[Any, Any]) -> None:
+        is_array = isinstance(value, np.ndarray)
+        self.shape = tuple(value.shape)
+        self.numel = value.size if isinstance(value, np.ndarray) else value.numel()
+        self.memory = value.__array_interface__["data"][0] if is_array else _memory_of(value)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Address of a tensor's storage; 0: it has none."""
+    try:
+        return local(tensor).untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def _shapes(models: Sequence[nn.Module], registry: ExpertTensors) -> tuple[set[tuple[int, ...]], set[tuple[int]]]:
+    """Shapes of an expert's matrices, and numbers of elements of what may hold experts."""
+    rows, numbers, experts = set(), set(), 0
+    for layer in registry.layers:
+        for tensor in registry.by_expert(layer):
+            parts = [local(part) for part in (tensor if isinstance(tensor, tuple) else (tensor,))]
+            row = parts[0].shape if isinstance(tensor, tuple) else parts[0].shape[1:]
+            rows |= {tuple(row)} if len(row) > 1 else set()
+            whole = sum(part.numel() for part in parts)
+            experts += whole
+            numbers |= {whole, row.numel() if len(row) > 1 else 0}
+    for trained in (False, True):
+        numbers.add(sum(p.numel() for model in models for p in model.parameters() if p.requires_grad or not trained))
+    return rows, {(number,) for number in numbers | {experts} if number}
+
+
+def _variables() -> Iterator[tuple[str, Any]]:
+    """Names and values of the local variables of all running functions, and of modules that are scripts."""
+    for frame in sys._current_frames().values():
+        inner: Any = frame
+        while inner is not None:
+            if not inner.f_globals.get("__name__", "").startswith(_FRAMEWORKS):
+                yield from ((f"{name} in {inner.f_code.co_name}()", value) for name, value in inner.f_locals.items())
+            inner = inner.f_back
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and module.__name__ == "__main__":
+            yield from vars(module).items()
+
+
+def _tensors(variables: Sequence[tuple[str, Any]]) -> Iterator[tuple[_Candidate, Any]]:
+    """All tensors and arrays, each with an object that holds it."""
+    objects = gc.get_objects()
+    for holder in objects:
+        if not str(getattr(type(holder), "__module__", "")).startswith(_FRAMEWORKS):
+            yield from _inside(gc.get_referents(holder), holder, _DEPTH)
+    yield from _inside([value for _, value in variables], None, _DEPTH)
+    yield from _inside([one for one in objects if issubclass(type(one), Tensor)], None, 0)
+
+
+def _inside(values: Sequence[Any], holder: Any, depth: int) -> Iterator[tuple[_Candidate, Any]]:
+    for value in values:
+        kind = type(value)  # isinstance() wakes objects that pretend to be of another class
+        if issubclass(kind, Tensor | np.ndarray):
+            is_activation = isinstance(value, Tensor) and value.grad_fn is not None
+            if not is_activation and value.ndim and (isinstance(value, np.ndarray) or not value.is_sparse):
+                yield _Candidate(value), holder if holder is not None else value
+        elif depth and issubclass(kind, dict | list | tuple) and not gc.is_tracked(value):
+            inner = [*value.values()] if isinstance(value, dict) else list(value)
+            yield from _inside(inner, holder if holder is not None else value, depth - 1)
+
+
+def _named(holder: Any, variables: Sequence[tuple[str, Any]]) -> str:
+    """A holder in words: the variable that it is, the function or the object that keeps it."""
+    for _ in range(3):
+        if name := next((name for name, value in variables if value is holder), ""):
+            return f"variable {name}"
+        if isinstance(holder, GeneratorType):
+            return f"generator {holder.__qualname__}"
+        if isinstance(holder, FunctionType):
+            return f"function {holder.__qualname__}"
+        if isinstance(holder, ModuleType):
+            return f"module {holder.__name__}"
+        if not isinstance(holder, dict | list | tuple | CellType | Tensor | np.ndarray):
+            return f"an object of {type(holder).__name__}"
+        above = [one for one in gc.get_referrers(holder) if type(one).__name__ not in ("frame", "list_iterator")]
+        kind = "a closure" if isinstance(holder, CellType) else f"a {type(holder).__name__}"
+        following = next((one for one in above if one is not variables and not _is_ours(one)), None)
+        if following is None:
+            return kind
+        holder = following
+    return kind
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether this is one of the lists that the search itself has made."""
+    return isinstance(value, list) and len(value) > 10_000

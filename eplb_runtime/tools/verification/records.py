@@ -1,0 +1,263 @@
+"""Reads what `hosts.attaching.trial` has put on record of a run, and compares two runs, to the bit or to rounding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...hosts.attaching.trial import KINDS, SKETCHES
+
+TIMES_SHAKEN = 12.0
+"""Runs are equal to rounding where they differ by no more than so many times what rounding errors in the gradients of
+each step come to in this job. Right jobs measured: `python -m tests.support.misuse.table`."""
+ROUNDINGS = 20.0
+"""Rounding errors of a tensor that are allowed in any case."""
+DENSE_ROUNDINGS = 16.0
+"""Rounding errors of the whole model's gradients that are allowed: a gradient that is zero but for rounding, as that of
+a bias before a softmax, has any value below."""
+LOSS_SHARE = 0.02
+"""By which losses may differ once two runs send a token to different experts."""
+_FIRST = ("gradient", "buffer", "optimizer_state", "range", "number", "parameter")
+"""What is looked at first of a step: a gradient is the cause of a weight."""
+
+Key = tuple[str, int]
+"""The name of a tensor, and the logical expert; -1: it is no expert's."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One tensor, or an expert's part of it, on the ranks that have it; ``sums`` is float64 ``[N, 1 + SKETCHES]``."""
+
+    kind: str
+    numel: int
+    ranks: tuple[int, ...]
+    digests: tuple[int, ...]
+    sums: NDArray[np.float64]
+
+    def same_bits(self, other: Cell) -> bool:
+        if self.kind == "range":  # in another slot ranks have other parts of an expert
+            return sum(self.digests) % 2**64 == sum(other.digests) % 2**64
+        return set(self.digests) == set(other.digests) if self.kind == "number" else self.digests == other.digests
+
+    @property
+    def norm(self) -> float:
+        """On its first rank."""
+        return float(np.sqrt(self.sums[0, 0]))
+
+
+@dataclass(frozen=True, eq=False)
+class StepRecord:
+    """State after a step (0: at ``attach``), counts of tokens, and of each rank what ``backward()`` was called on."""
+
+    cells: Mapping[Key, Cell]
+    counts: NDArray[np.int64]
+    losses: tuple[tuple[float, ...], ...]
+
+    def ordered(self) -> list[Key]:
+        return sorted(self.cells, key=lambda key: _FIRST.index(self.cells[key].kind))
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One run of the job; ``failure`` says how it ended, where that was not well."""
+
+    folder: Path
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    failure: str = ""
+
+    @classmethod
+    def of(cls, folder: Path) -> Run:
+        path = folder / "meta.json"
+        return cls(folder, json.loads(path.read_text()) if path.exists() else {})
+
+    @property
+    def length(self) -> int:
+        """Steps on record; -1: not even ``attach``."""
+        return len(list(self.folder.glob("step-*.npz"))) - 1
+
+    def step(self, number: int) -> StepRecord:
+        """Return what is on record of a step."""
+        with np.load(self.folder / f"step-{number:05d}.npz", allow_pickle=False) as arrays:
+            counts = arrays["counts"]
+            messages = [arrays[f"rank{rank}"].tobytes() for rank in range(len(arrays.files) - 1)]
+        gathered: dict[Key, list[Any]] = {}
+        losses = []
+        for rank, message in enumerate(messages):
+            end = 8 + int.from_bytes(message[:8], "little")
+            head = json.loads(message[8:end])
+            losses.append(tuple(head["losses"]))
+            words = np.frombuffer(message[end:], dtype=np.int64).reshape(head["rows"], 6 + SKETCHES)
+            for row, sums in zip(words[:, :5].tolist(), words[:, 5:].copy().view(np.float64), strict=True):
+                gathered.setdefault((head["names"][row[0]], row[1]), []).append(
+                    (KINDS[row[2]], row[3], rank, row[4], sums)
+                )
+        cells = {}
+        for key, found in gathered.items():
+            kinds, sizes, ranks, digests, of_ranks = zip(*found, strict=True)
+            cells[key] = Cell(kinds[0], sizes[0], ranks, digests, np.stack(of_ranks))
+        return StepRecord(cells, counts, tuple(losses))
+
+
+# -- to the bit --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first tensor that is not the same in two runs, and a rank that holds it."""
+
+    step: int
+    tensor: str
+    expert: int | None
+    rank: int
+    hint: str = ""
+
+    def __str__(self) -> str:
+        when = "before the first step" if self.step == 0 else f"after step {self.step}"
+        of = "" if self.expert is None else f" of expert {self.expert}"
+        return f"{when} {self.tensor}{of} differs on rank {self.rank}" + (f"; {self.hint}" if self.hint else "")
+
+
+def first_difference(one: Run, other: Run) -> Difference | None:
+    """Return the first difference of any bit, as far as both runs came; None: there is none."""
+    for number in range(min(one.length, other.length) + 1):
+        here, there = one.step(number), other.step(number)
+        losses = list(zip(map(repr, here.losses), map(repr, there.losses), strict=True))  # NaN is equal to itself
+        if (rank := next((rank for rank, (a, b) in enumerate(losses) if a != b), -1)) >= 0:
+            hint = "weights were the same: the model computes with something that does not move with its experts"
+            return Difference(number, "the loss", None, rank, hint)
+        lone = next(iter(here.cells.keys() ^ there.cells.keys()), None)
+        odd = [key for key in here.ordered() if lone is None and not here.cells[key].same_bits(there.cells[key])]
+        if lone is not None or odd:
+            name, expert = key = odd[0] if lone is None else lone
+            cells = [step.cells[key] for step in (here, there) if key in step.cells]
+            pairs = zip(cells[0].digests, cells[-1].digests, strict=False)
+            place = next((place for place, (a, b) in enumerate(pairs) if a != b), 0)
+            hint = "one run has it alone" if lone is not None else _hint(here, there, odd)
+            return Difference(number, name, expert if expert >= 0 else None, cells[-1].ranks[place], hint)
+    return None
+
+
+def _hint(here: StepRecord, there: StepRecord, odd: Sequence[Key]) -> str:
+    """Say what a step's differences point to."""
+    gradients = [key for key in odd if here.cells[key].kind == "gradient"]
+    if not gradients:
+        return (
+            "gradients are the same: the optimizer steps experts together, or something writes weights or keeps state "
+            "by place (an average, a snapshot: balancer.register_all)"
+        )
+    if all(_is_scaled(here.cells[key], there.cells[key]) for key in gradients):
+        return (
+            "gradients differ by a factor: a rank scales gradients by a factor of its own (torch's clip_grad_norm_? "
+            "use balancer.clip_grad_norm_)"
+        )
+    if all(expert >= 0 for _, expert in gradients):
+        return (
+            "gradients of experts alone differ: something changes them by rank or by place (an average over ranks, a "
+            "penalty over a rank's experts, a mask, a freeze)"
+        )
+    return "gradients outside the experts differ, too: a loss or a gradient depends on which experts a rank has"
+
+
+def _is_scaled(one: Cell, other: Cell) -> bool:
+    """Whether the two are the same but for a factor, as far as can be told."""
+    if not one.norm or not other.norm:
+        return one.norm == other.norm
+    factor = other.norm / one.norm
+    return abs(factor - 1) > 1e-4 and _apart(other.sums[0, 1:], factor * one.sums[0, 1:]) < 1e-3 * other.norm
+
+
+# -- to rounding -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Closeness:
+    """How far two runs are apart.
+
+    Args:
+        equal: to rounding; None: nothing could be compared.
+        worst, tensor, step: the difference that comes closest to what is allowed, or is above, relative to its tensor.
+        steps: compared tensor by tensor; later ones by their losses.
+    """
+
+    equal: bool | None
+    worst: float
+    tensor: str
+    step: int
+    steps: int
+
+
+def to_rounding(fixed: Run, other: Run, shaken: Run) -> Closeness:
+    """Compare gradients and updates of each step until tokens are routed otherwise, and then losses.
+
+    Args:
+        shaken: as ``fixed``, with gradients that were changed by rounding errors.
+    """
+    excess, worst, compared, routed_alike = 0.0, (0.0, "", 0), 0, True
+    rounding = float(fixed.meta["rounding"])
+    before: tuple[StepRecord, ...] = ()
+    for number in range(min(fixed.length, other.length, shaken.length) + 1):
+        steps = (fixed.step(number), other.step(number), shaken.step(number))
+        routed_alike = routed_alike and np.array_equal(steps[0].counts, steps[1].counts)
+        measures = _measures(steps, before, rounding) if routed_alike else _losses(steps)
+        for name, allowed, apart, scale in measures:
+            share = apart / scale if scale else float(apart > 0)
+            if apart > allowed:
+                return Closeness(False, share, name, number, compared)
+            if allowed and apart / allowed > excess:
+                excess, worst = apart / allowed, (share, name, number)
+        compared, before = number if routed_alike else compared, steps
+    return Closeness(True if compared else None, *worst, compared)
+
+
+Measure = tuple[str, float, float, float]
+"""A name, the difference that is allowed, that which is there, and what it is relative to."""
+
+
+def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], rounding: float) -> Iterator[Measure]:
+    """Measures of each gradient, and of each change of a weight."""
+    fixed, other, shaken = (step.cells for step in steps)
+    gradients = [cell for cell in fixed.values() if cell.kind == "gradient"]
+    typical = np.sqrt(sum(c.sums[0, 0] for c in gradients) / max(1, sum(c.numel for c in gradients)))
+    noise_only = set()
+    for key in steps[0].ordered():
+        cell = fixed[key]
+        if key not in other or key not in shaken or cell.kind not in ("gradient", "parameter"):
+            continue
+        sums = [one[key].sums[:, 1:] for one in (fixed, other, shaken)]
+        if cell.kind == "gradient":
+            scale, floor = cell.norm, DENSE_ROUNDINGS * rounding * typical * np.sqrt(cell.numel) * (key[1] < 0)
+            if scale <= floor:
+                noise_only.add(key[0].removesuffix("/grad"))
+        elif not before or key[0] in noise_only or any(key not in step.cells for step in before):
+            continue
+        else:
+            sums = [one - step.cells[key].sums[:, 1:] for one, step in zip(sums, before, strict=True)]
+            scale, floor = float(np.sqrt(np.max(np.sum(sums[0] ** 2, axis=1)))), rounding * cell.norm
+        if np.isfinite(scale + floor):
+            same = len(sums[0]) == len(sums[1])
+            apart = max(_apart(sums[0][place if same else 0], row) for place, row in enumerate(sums[1]))
+            noise = max(_apart(sums[0][place], row) for place, row in enumerate(sums[2]))
+            yield _shown(key), TIMES_SHAKEN * noise + ROUNDINGS * rounding * scale + floor, apart, scale
+
+
+def _losses(steps: Sequence[StepRecord]) -> Iterator[Measure]:
+    """Measures of each rank's losses."""
+    for of_rank in zip(*(step.losses for step in steps), strict=True):
+        for loss, other, shaken in zip(*of_rank, strict=False):
+            yield "the loss", LOSS_SHARE * abs(loss) + TIMES_SHAKEN * abs(loss - shaken), abs(loss - other), abs(loss)
+
+
+def _apart(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    """The distance of two tensors, by their random sums."""
+    apart = float(np.sqrt(np.sum((one - other) ** 2)))
+    return apart if np.isfinite(apart) else (0.0 if np.array_equal(one, other, equal_nan=True) else float("inf"))
+
+
+def _shown(key: Key) -> str:
+    return key[0] if key[1] < 0 else f"{key[0]} of expert {key[1]}"
