@@ -19,11 +19,12 @@ from ranks import run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.config import ConfigError
+from eplb_runtime.distributed import node_memory
+from eplb_runtime.distributed.node_memory import NodeMemory
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.hosts.attaching import attach, copies
 from eplb_runtime.hosts.attaching.description import AttachError
-from eplb_runtime.replicas import copy_engine, node_memory, tree
-from eplb_runtime.replicas.node_memory import NodeMemory
+from eplb_runtime.replicas import copy_engine, tree
 
 EXPERTS = 16
 CARRIED = {"bytes": 0}

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import symmetric_memory_double
 import torch
 from beside import RANKS, Job, at, fail, flip_a_bit, same
-from cuda_ipc_double import OfAnyMemory
 from moe_models import batch_of
 from nvshmem_double import Double as NvshmemDouble
 from ranks import run_ranks
@@ -160,7 +160,7 @@ def what_other_transports_make_of_it(rank: int, transports: list[str], heaps: Pa
     """A job over each of them, with a flipped bit, experts that come too late and a transport that ends; over the first
     with a rank that fails at the other points of the protocol, where no transport has anything to do. Then the same
     steps without migrations. Those of GPUs carry by doubles."""
-    TRANSPORTS["cuda_ipc"] = lambda *arguments: CudaIpc(*arguments, memory=OfAnyMemory())
+    TRANSPORTS["cuda_ipc"] = partial(CudaIpc, package=symmetric_memory_double)
     TRANSPORTS["nvshmem"] = partial(Nvshmem, library=NvshmemDouble(heaps).library())
     said: dict[str, dict[str, Any]] = {}
     for transport in transports:

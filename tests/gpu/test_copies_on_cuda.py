@@ -14,7 +14,7 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.replicas import node_memory
+from eplb_runtime.distributed import node_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 EXPERTS, STEPS = 8, 6

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from ...utils.errors import one_line
-from . import cuda_memory, deepep_package, nixl_agent, nvshmem_heap
+from ..node import node_of_this_rank
+from . import cuda_ipc, deepep_package, nixl_agent, nvshmem_heap
 from .base import Transport, TransportError, Wrapping, first_problem, gather_bytes
 from .cuda_ipc import CudaIpc
-from .neighbours import node_of_this_rank
 from .nixl import Nixl
 from .torch_p2p import TorchPointToPoint
 
@@ -45,7 +45,7 @@ class TransportChoice:
 
 
 _WHY_NOT: Mapping[str, Callable[[torch.device], str]] = {
-    "cuda_ipc": cuda_memory.why_not,
+    "cuda_ipc": cuda_ipc.why_not,
     "nixl": lambda device: nixl_agent.why_not(),
     "nvshmem": nvshmem_heap.why_not,
     "deepep": deepep_package.why_not,

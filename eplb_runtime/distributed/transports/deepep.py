@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...config import ConfigError
 from ...utils.errors import one_line
+from ..node import node_of_this_rank
 from . import deepep_package
 from .base import Message, Pending, Transport, TransportError, gather_bytes
 from .deepep_rows import (
@@ -36,7 +37,6 @@ from .deepep_rows import (
     spans_of,
     streams_of,
 )
-from .neighbours import node_of_this_rank
 from .progress import to_others
 from .side_stream import SideStream, wait_until
 

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from ...config import BalancerConfig
+from ...distributed.node_memory import NodeMemory, why_not
 from ...distributed.process_groups import ProcessGroups
 from ...replicas.copy_engine import CopyEngine
-from ...replicas.node_memory import NodeMemory, why_not
 from ...replicas.point_to_point import PointToPoint
 from ...replicas.row_transport import RowTransport
 from ...topology import Topology

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...distributed.consensus import Agreement, gather_bytes
+from ...distributed.node import node_of_this_rank
 from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Ranks
 from ...distributed.transports import TRANSPORTS
 from ...distributed.transports.automatic import probe
 from ...distributed.transports.base import Message, Pending, Transport, Wrapping
-from ...distributed.transports.neighbours import node_of_this_rank
 from ...migration.between_steps import BetweenSteps
 from ...migration.driver import MigrationProgress
 from ...migration.engine import MigrationEngine

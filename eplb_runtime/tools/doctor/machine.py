@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ...balancer.compile_ahead import compiles, functions_on_disk, is_compiled
+from ...distributed import node_memory
 from ...distributed.transports import deepep_package
-from ...replicas import node_memory
 from ...utils.jit import cache_folder
 from ...utils.tables import counted
 
