@@ -59,20 +59,20 @@ def compared_kernels() -> Kernels:
     from .routing import kernels as routing
 
     return Kernels(
-        Compared("counting choices", routing.count_by_blocks, count_choices),
-        Compared("dealing choices out to replicas", routing.deal_by_kernels, deal_out),
+        CheckedKernel("counting choices", routing.count_by_blocks, count_choices),
+        CheckedKernel("dealing choices out to replicas", routing.deal_by_kernels, deal_out),
         Moves(
-            Compared("the order of choices by slot", moves.leaving, permute.leaving, _of_leaving),
-            Compared("the order of rows that arrive", moves.arriving, permute.arriving),
-            Compared("sums of a token's choices", moves.sum_choices, permute.sum_choices),
-            Compared("rows that stay and that leave", moves.part, permute.part),
-            Compared("sums of the choices that are here", moves.sum_here, permute.sum_here),
+            CheckedKernel("the order of choices by slot", moves.leaving, permute.leaving, _of_leaving),
+            CheckedKernel("the order of rows that arrive", moves.arriving, permute.arriving),
+            CheckedKernel("sums of a token's choices", moves.sum_choices, permute.sum_choices),
+            CheckedKernel("rows that stay and that leave", moves.part, permute.part),
+            CheckedKernel("sums of the choices that are here", moves.sum_here, permute.sum_here),
         ),
-        Compared("counting and looking up", routing.count_and_map, routing.torch_count_and_map),
+        CheckedKernel("counting and looking up", routing.count_and_map, routing.torch_count_and_map),
     )
 
 
-class Compared:
+class CheckedKernel:
     """A kernel in the place of a function of plain torch. The first batch that has rows is computed by both.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eplb_runtime.moe.dispatch import permute
-from eplb_runtime.moe.kernel_selection import Compared, Kernels, _of_leaving, kernels_for
+from eplb_runtime.moe.kernel_selection import CheckedKernel, Kernels, _of_leaving, kernels_for
 from eplb_runtime.moe.routing.kernels import torch_count_and_map
 from eplb_runtime.moe.routing.splitter import count_choices
 
@@ -31,7 +31,7 @@ def fails(*_: Any) -> Tensor:
 def test_a_kernel_that_fails_or_writes_something_else_is_replaced_and_named_once(
     kernel: Any, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    look_up, counts = Compared("counting", kernel, torch_count_and_map), torch.zeros(3, dtype=torch.int64)
+    look_up, counts = CheckedKernel("counting", kernel, torch_count_and_map), torch.zeros(3, dtype=torch.int64)
     with caplog.at_level(logging.WARNING, "eplb_runtime"):
         for batch in (1, 2):
             assert torch.equal(look_up(IDS, TABLE, counts, None), TABLE[IDS])
@@ -47,7 +47,7 @@ def test_a_kernel_is_used_once_a_batch_with_rows_was_the_same() -> None:
         counts = count_choices(ids, experts)[0]
         return (counts if len(calls) < 4 else counts + 1), torch.ones(1)  # and what plain torch does not give
 
-    count = Compared("counting", kernel, count_choices)
+    count = CheckedKernel("counting", kernel, count_choices)
     assert count(IDS[:0], 0)[0].shape == (0,)
     assert count(IDS, 3)[0].tolist() == count(IDS, 3)[0].tolist() == [1, 1, 2]
     assert count(IDS, 3)[0].tolist() == [2, 2, 3] and len(calls) == 4, "it is not compared again"
@@ -62,7 +62,7 @@ def test_what_is_left_uninitialised_is_not_compared(dedup: bool) -> None:
             found.token_N[int(found.counts_2RW[0, :, 2].sum()) :] = -9
         return found
 
-    order = Compared("order", leaving, permute.leaving, _of_leaving)
+    order = CheckedKernel("order", leaving, permute.leaving, _of_leaving)
     order(torch.tensor([[0, 1], [2, 3]]), 0, 2, 2, dedup=dedup, tag=3)
     assert order._chosen is leaving
 
