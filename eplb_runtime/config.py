@@ -1,17 +1,16 @@
 """Keep what a user can choose, in frozen values that are checked when made; no other room reads the environment.
 
-`BalancerConfig` has what everybody may want, and holds a `DispatchConfig` and a `MigrationConfig`. Where settings come
-as one flat mapping (a command line, a file), `config_from_settings` makes the config of it. No torch.distributed here.
+`BalancerConfig` has what everybody may want, and holds a `DispatchConfig` and a `MigrationConfig`. No torch.distributed
+here.
 """
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import KW_ONLY, Field, asdict, dataclass, field, fields
 from math import inf, nan
 from numbers import Integral, Real
@@ -91,9 +90,14 @@ class _Settings:
         if len(given) > len(by_place):
             name = fields(cls)[len(by_place)].name
             raise ConfigError(f"{cls.__name__} takes settings by name: {name}={_shown(given[len(by_place)])}, ...")
-        known = {own.name for own in fields(cls)}
-        if not known.issuperset(settings):
-            raise ConfigError(_said_of_unknown(cls, settings))
+        for name in settings:
+            if name not in cls.__dataclass_fields__:
+                kinds = (BalancerConfig, DispatchConfig, MigrationConfig)
+                homes = [f"{kind.__name__} has it" for kind in kinds if name in kind.__dataclass_fields__]
+                there_are = f"there are: {', '.join(cls.__dataclass_fields__)}"
+                raise ConfigError(
+                    f"{cls.__name__} has no setting {name!r}; {homes[0] if homes else GONE.get(name, there_are)}"
+                )
         return super().__new__(cls)
 
     def _set(self, name: str, value: object) -> None:
@@ -309,12 +313,10 @@ class _DispatchField:
 class BalancerConfig(_Settings):
     """Settings of a balancer; the same on every rank (checked at attach).
 
-    A setting that has no effect beside the others is refused. ``policy="static"`` alone may stand beside anything: it
-    is the switch that turns rebalancing off in a config that stays as it is, to compare with.
+    A setting without effect is refused, but beside ``policy="static"``, which turns rebalancing off to compare with.
 
     Args:
-        interval: optimizer steps between decisions; None: decisions come from ``balancer.rebalance()`` alone, as where
-            rollouts and training take turns. Then a row of load history is what lies between two calls.
+        interval: optimizer steps between decisions; None: ``balancer.rebalance()`` alone decides, as between rollouts.
         replica_slots: k, weights-only copies that each rank can hold per layer; with 0, training is bit-identical.
         policy: ``"incremental"`` moves the few experts that pay; ``"static"`` measures and never moves.
         gate: ``"payoff"`` rebalances when predicted seconds saved exceed predicted seconds spent; ``"always"``
@@ -325,9 +327,8 @@ class BalancerConfig(_Settings):
             ``"allreduce"`` (the balancer, before the optimizer's step).
         timeout_seconds: a collective or transfer of the balancer that takes longer is given up, the rebalance dropped.
             Attaching is given two minutes for each of its steps, or this where it is longer.
-        run: a folder in which rank 0 puts down what the job shows of itself: the load that was measured, as a series in
-            ``load/`` that ``eplb-runtime simulate`` and ``convert`` read, and its events, in ``events.jsonl``. It is
-            added to, never written over, and ``summary.json`` at the end. None: no such folder.
+        run: a folder to which rank 0 adds the measured load (a series in ``load/`` that ``eplb-runtime simulate`` and
+            ``convert`` read), events (``events.jsonl``) and, at the end, ``summary.json``. None: none.
         listen: where rank 0 shows a live page (``/``) and metrics for Prometheus (``/metrics``): a port of this
             machine alone (0: any that is free), or ``"host:port"``. None: nothing listens.
         listen_token: that a browser or a scraper must bring; needed beyond this machine. In the page's address once
@@ -338,6 +339,7 @@ class BalancerConfig(_Settings):
             decisions, and None is 4.
         guard: what happens when a check in the running job finds a mistake that would spoil training: ``"auto"`` raises
             in the first 3 steps and warns later, ``"raise"``, ``"warn"``, ``"off"`` (no checks).
+        elementwise: the optimizers update each element by itself: those of an unknown class are not tried at attach.
         rank_speed: how fast each rank of the EP group is beside the others, one number above 0 for each; a slow one is
             given fewer tokens, by homes and by the split over copies. None: all alike.
         initial_placement: a placement, or its file, to start from instead of logical order.
@@ -372,6 +374,7 @@ class BalancerConfig(_Settings):
     migration: MigrationConfig = MigrationConfig()
     window: int | None = None
     guard: Literal["auto", "raise", "warn", "off"] = "auto"
+    elementwise: bool = False
     rank_speed: Sequence[float] | None = None
     initial_placement: Placement | str | Path | None = None
     copies_by: str = "torch"
@@ -387,6 +390,7 @@ class BalancerConfig(_Settings):
         self._seconds("timeout_seconds")
         self._whole("window", 1)
         self._one_of("guard", GUARDS)
+        self._flag("elementwise")
         self._one_of("copies_by", COPIES_BY)
         self._check_files()
         self._check_listening()
@@ -436,11 +440,12 @@ class BalancerConfig(_Settings):
 
     def described(self) -> dict[str, str]:
         """What ranks must have in common, by setting, in words that are equal where settings are."""
-        shown = {}
-        for name, value in settings_of(self).items():
-            if name not in _ON_RANK_0:  # which alone looks at them
-                shown[name] = value.digest() if isinstance(value, Placement) else str(value)
-        return shown
+        top = {own.name: getattr(self, own.name) for own in fields(self) if own.name not in _ON_RANK_0}
+        dispatch, migration = top.pop("dispatch"), top.pop("migration")
+        settings = {**top, **{f"dispatch.{name}": value for name, value in vars(dispatch).items()}, **vars(migration)}
+        return {
+            name: value.digest() if isinstance(value, Placement) else str(value) for name, value in settings.items()
+        }
 
     def describe(self) -> str:
         """One canonical line, equal on ranks whose settings are equal."""
@@ -538,122 +543,6 @@ class BalancerConfig(_Settings):
             raise ConfigError(
                 f"listen={self.listen!r} is open to other machines: give listen_token=..., or listen on {LOOPBACK}"
             )
-
-
-# -- flat names --------------------------------------------------------------------------------------------------------
-
-_SECTIONS: Mapping[str, type[DispatchConfig | MigrationConfig]] = {
-    "dispatch": DispatchConfig,
-    "migration": MigrationConfig,
-}
-_FLAT_NAMES: Mapping[tuple[str, str], str] = {
-    ("dispatch", "name"): "dispatch",
-    ("dispatch", "dtype"): "dispatch_dtype",
-    ("dispatch", "sms"): "dispatch_sms",
-}
-"""(field of `BalancerConfig`, setting in it) -> its name in a flat mapping, where that is not the setting's own."""
-
-
-def _places() -> Iterator[tuple[str, tuple[str, str]]]:
-    for own in fields(BalancerConfig):
-        if own.name not in _SECTIONS:
-            yield own.name, ("", own.name)
-            continue
-        for inner in fields(_SECTIONS[own.name]):
-            yield _FLAT_NAMES.get((own.name, inner.name), inner.name), (own.name, inner.name)
-
-
-_PLACES: Mapping[str, tuple[str, str]] = dict(_places())
-"""Flat name -> the field of `BalancerConfig` that holds it (empty: itself), and its name there."""
-
-
-def config_from_settings(settings: Mapping[str, Any]) -> BalancerConfig:
-    """Make a config of flat settings, as command lines, environments and files give them.
-
-    Args:
-        settings: name -> value: every setting of `BalancerConfig`, `DispatchConfig` and `MigrationConfig` by its own
-            name, but ``"dispatch"`` for the dispatcher's name, ``"dispatch_dtype"`` and ``"dispatch_sms"``. A whole
-            section may come instead: as its config, or as a mapping of what `dataclasses.asdict` gives.
-
-    Raises:
-        ConfigError: as `BalancerConfig`; or a setting is given twice.
-
-    Example:
-        >>> config_from_settings({"transport": "nixl", "lag": 0, "interval": 20}).migration.transport
-        'nixl'
-    """
-    sections: dict[str, dict[str, Any]] = {"": {}, **{section: {} for section in _SECTIONS}}
-    for name, value in settings.items():
-        for section, inner, one in _flattened(name, value):
-            if inner in sections[section]:
-                shown = _FLAT_NAMES.get((section, inner), inner)
-                raise ConfigError(f"{shown} is given twice: by its own name, and in {section}")
-            sections[section][inner] = one
-    made: dict[str, Any] = {section: kind(**sections[section]) for section, kind in _SECTIONS.items()}
-    return BalancerConfig(**sections[""], **made)
-
-
-def settings_of(config: BalancerConfig) -> dict[str, Any]:
-    """Return all settings by their flat names: what `config_from_settings` makes the same config of."""
-    holders = {"": config, **{section: getattr(config, section) for section in _SECTIONS}}
-    return {name: getattr(holders[section], inner) for name, (section, inner) in _PLACES.items()}
-
-
-def _flattened(name: str, value: Any) -> Iterator[tuple[str, str, Any]]:
-    """Section (empty: none), name there and value of a flat setting, or of each in a section."""
-    if name in _SECTIONS and isinstance(value, _SECTIONS[name]):
-        yield from ((name, own.name, getattr(value, own.name)) for own in fields(value))
-    elif name in _SECTIONS and isinstance(value, Mapping):
-        yield from ((name, str(inner), one) for inner, one in value.items())
-    elif name in _PLACES:
-        yield (*_PLACES[name], value)
-    elif name in _SECTIONS:
-        raise ConfigError(f"{name}={_shown(value)}: give {_SECTIONS[name].__name__}(...)")
-    else:
-        raise ConfigError(f"there is no setting {_shown(name)}{_nearest(name, BalancerConfig)}")
-
-
-def _said_of_unknown(cls: type[_Settings], settings: Mapping[str, object]) -> str:
-    """Where settings that ``cls`` does not have are found, in a line."""
-    known = {own.name for own in fields(cls)}
-    elsewhere: dict[str, dict[str, str]] = {}
-    for name in settings:
-        if name in known:
-            continue
-        if name not in _PLACES:
-            return f"{cls.__name__} has no setting {name!r}{_nearest(name, cls)}"
-        section, inner = _PLACES[name]
-        elsewhere.setdefault(section, {})[name] = inner
-    said = []
-    for section, names in elsewhere.items():
-        home = _home(section)
-        before, after = (", ".join(f"{name}=..." for name in some) for some in (names, names.values()))
-        line = f"{cls.__name__}({before}) is {home}({after})"
-        if section and cls is BalancerConfig:
-            values = [f"{inner}={_shown(settings[name])}" for name, inner in names.items()]
-            if section == "dispatch" and isinstance(chosen := settings.get("dispatch"), str):
-                values.insert(0, repr(chosen))
-            elif section in settings:
-                values.insert(0, f"... as in your {home}")
-            line += f": {section}={home}({', '.join(values)})"
-        said.append(line)
-    return "; ".join(said)
-
-
-def _nearest(name: object, cls: type[_Settings]) -> str:
-    """Say which setting a name that ``cls`` does not know may have meant."""
-    if name in GONE:
-        return f": it is {GONE[str(name)]}"
-    places = {**{inner: place for place in _PLACES.values() for inner in [place[1]]}, **_PLACES}
-    found = difflib.get_close_matches(str(name).lower(), places, 1)
-    if not found:
-        return f"; there are: {', '.join(own.name for own in fields(cls))}"
-    section, inner = places[found[0]]
-    return f": the nearest is {_home(section)}({inner}=...)"
-
-
-def _home(section: str) -> str:
-    return _SECTIONS[section].__name__ if section else BalancerConfig.__name__
 
 
 def _split(address: str | None) -> tuple[str, str, str]:

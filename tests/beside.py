@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 
 import eplb_runtime as eplb
-from eplb_runtime.config import config_from_settings
 from eplb_runtime.migration.engine import Phase
 from eplb_runtime.planner.shuffle import plan_shuffle
 

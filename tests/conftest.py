@@ -17,7 +17,6 @@ LONGEST_FIRST = (
     "test_pipelining",
     "test_migration_beside_training",
     "test_transports",
-    "test_outside_holders",
     "test_compiled_model",
     "test_settings_in_pairs",
     "test_reduced_once",
@@ -41,7 +40,6 @@ LONGEST_FIRST = (
     "test_unusual_backward",
     "test_mixed_precision",
     "test_fully_shard",
-    "test_averages_of_weights",
     "test_megatron_offload",
     "test_faults",
     "test_ways_past_the_layer",
@@ -51,7 +49,6 @@ LONGEST_FIRST = (
     "test_given_back",
     "test_megatron_newer",
     "test_votes_in_doubt",
-    "test_lone_steps",
 )
 """Files whose tests take longest: they begin first, so that no worker waits at the end for another's long file."""
 

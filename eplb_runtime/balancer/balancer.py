@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import logging
 import os
 import time
@@ -31,10 +30,8 @@ from ..load.declared import checked_declaration
 from ..moe.dispatch import choosing
 from ..moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ..moe.experts.gathering import in_logical_order, on_one_rank
-from ..moe.experts.lone_step import LONE_STEP_INTERVAL, LoneSteps, is_due
 from ..moe.experts.matching import MARK, arrays_in, matched
 from ..moe.experts.memory import WeightMemory
-from ..moe.experts.outside import Outside, holder_of, whole_average
 from ..moe.experts.registry import RegistryError, why_not_written
 from ..moe.experts.slices import is_sliced
 from ..placement import Placement
@@ -83,6 +80,9 @@ class OptimizerHooks(Protocol):
     def follow(self) -> None:
         """Take over parameters that ``add_param_group`` has added since."""
 
+    def forward_begins(self) -> None:
+        """Note a forward in training."""
+
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -121,10 +121,10 @@ class Balancer:
         self._sliced = any(is_sliced(parameter) for parameter in runtime.registry.parameters())
         self._extra_tensors: dict[str, tuple[int, Tensor]] = {}
         self._marks: list[tuple[int, Tensor]] = []
+        self._not_by_row: list[weakref.ref[Any]] = []
         self._closed = False
         self._process = os.getpid()
         self._in_step = False
-        self._replaced_was_reported = False
         self._schedule_running = ""
         self._one_begins = Lock()
         self._hooks: list[Removable] = []
@@ -136,9 +136,10 @@ class Balancer:
         self._guard = Guard(
             config.guard,
             groups,
-            runtime.watched(self._dense, self._optimizers, self._memory.name_of_freed),
+            runtime.watched(
+                self._dense, self._optimizers, self._memory.name_of_freed, lambda: list(self._extra_tensors)
+            ),
             runtime.device,
-            lone=self._lone_steps(),
             run=lambda work: self._rebalancer.run(work),
             number=lambda: self._rebalancer.step,
             on_finding=lambda finding: self.events.emit(GuardFinding(self._rebalancer.step, finding)),
@@ -154,18 +155,8 @@ class Balancer:
             config.replica_slots > 0,
             self._gradients.arrives,
         )
-        self._rebalancer = Rebalancer(
-            runtime, transport, self._guard, self.events, self._held_outside if self._searches_outside else None
-        )
+        self._rebalancer = Rebalancer(runtime, transport, self._guard, self.events)
         self._restorer = Restorer(runtime, self._rebalancer)
-        self._outside = Outside(
-            runtime.parameters,
-            list(runtime.model_check.models.values()),
-            self._known_tensors,
-            is_trained=lambda: self._training,
-            epoch=lambda: self._rebalancer.epoch_on_this_rank,
-            follows=config.overlap and self._searches_outside,
-        )
         for layer in runtime.layers:
             layer.before = self._rebalancer.overlapped.before_layer
         if runtime.job.is_planner:
@@ -183,25 +174,6 @@ class Balancer:
     def _export(self) -> WeightExport:
         """Exports of this balancer; made when the first one is asked for."""
         return self._export_with(self)
-
-    @property
-    def _searches_outside(self) -> bool:
-        """Return whether the heap is searched, before homes move, for tensors of the user's whose rows are experts."""
-        runtime = self._runtime
-        by_framework = runtime.host_dispatches and (runtime.registry.has_slots or not runtime.registry.layers)
-        return self.config.guard != "off" and runtime.job.ep_size > 1 and not by_framework
-
-    def _held_outside(self, patient: bool, copies_only: bool) -> str:
-        return self._outside.found(patient=patient, copies_only=copies_only)
-
-    def _lone_steps(self) -> LoneSteps | None:
-        """Steps of single experts; None: experts of this job never move, or the framework steps them."""
-        if not self._searches_outside or self.config.policy == "static":
-            return None
-        registry, interval = self._runtime.registry, self.config.interval or LONE_STEP_INTERVAL
-        return LoneSteps(
-            self._runtime.parameters, registry.moves_by_itself, lambda: is_due(self._rebalancer.step, interval)
-        )
 
     def _begin(self) -> None:
         """Begin once every rank has a balancer. Collective."""
@@ -409,10 +381,11 @@ class Balancer:
         return self._memory.why_freed()
 
     def _known_tensors(self) -> Iterator[Tensor]:
-        """Tensors that move with experts besides parameters and gradients, those in which experts travel, and the
-        optimizers' tensors."""
+        """Tensors that move with experts besides parameters and gradients, those in which experts travel, the
+        optimizers' tensors, and those that do not go by row (`register_all`)."""
         yield from self._rebalancer.staging
         yield from (tensor for _, tensor in self._extra_tensors.values())
+        yield from (torch.as_tensor(one) for ref in self._not_by_row if (one := ref()) is not None)
         for optimizer in self._optimizers:
             yield from arrays_in(getattr(optimizer, "state", None))
             yield from (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -466,24 +439,26 @@ class Balancer:
     def adopt(self, optimizer: torch.optim.Optimizer, *, instead_of: torch.optim.Optimizer | None = None) -> None:
         """Take over an optimizer that was made after ``attach``, as ``attach`` does; on every rank, between steps.
 
-        Each adopted optimizer steps once in a training step. Parameters that it holds besides the model's are taken
-        for a part of the model that is the same on every rank.
+        Collective. Each adopted optimizer steps once in a training step. Parameters that it holds besides the model's
+        are taken for a part of the model that is the same on every rank.
 
         Args:
             optimizer: element-wise; made from the attached model's parameters.
             instead_of: one that the balancer has, and that is let go: it may not step the model any more, and what it
-                keeps no longer moves with experts. With it the call is collective.
+                keeps no longer moves with experts.
 
         Raises:
             AttachError: it cannot be used, or the model was attached for inference with replica slots, which have no
                 place for gradients; or ``instead_of`` cannot be let go, or holds experts that nobody would train then.
-            RuntimeError: with ``instead_of``, after ``close``, or between a backward pass and the optimizer's step.
+            RuntimeError: a rank did not come; or, with ``instead_of``, after ``close`` or between a backward pass and
+                the optimizer's step.
         """
         began = self._training
         if instead_of is not None:
             self._refuse_if_closed("adopt()")
             self._refuse_inside_a_step("adopt()")
-            self._runtime.barrier("balancer.adopt(..., instead_of=...)")
+        self._runtime.barrier("balancer.adopt()")
+        if instead_of is not None:
             self._rebalancer.forget_pending()  # it was measured, and may be under way, with the state of the old one
         self._optimizer_hooks.adopt(optimizer, instead_of)
         if not began or instead_of is not None:
@@ -511,8 +486,6 @@ class Balancer:
         """
         self._optimizers[:] = [other for other in self._optimizers if other is not optimizer]
         self._runtime.registry.no_longer_stepped_by(optimizer)
-        if self._guard.lone is not None:
-            self._guard.lone.forget(optimizer)
         for name in outside:
             self._dense.pop(name, None)
             self._memory.forget(name)
@@ -802,14 +775,14 @@ class Balancer:
             tensors: a module with parameters of the model's names (`AveragedModel`), a dict by these names, a list or
                 tuple in the order of ``model.parameters()`` (or of those that are trained, or of experts), or one
                 vector (`parameters_to_vector`). Tensors, or arrays on a CPU, that are written in place from now on.
-            moves: False: it does not go by row with this model's experts, whatever its shape; nothing is registered,
-                and experts may move.
+            moves: False: it does not go by row with this model's experts, whatever its shape: nothing is registered,
+                and ``eplb-runtime verify`` passes over it.
 
         Raises:
             RegistryError: it has nothing for an expert parameter, or other shapes; or as `register`.
         """
         if not moves:
-            self._outside.skip(arrays_in(tensors))
+            self._not_by_row += map(weakref.ref, arrays_in(tensors))
             return
         parameters = {
             prefix + own: parameter
@@ -846,7 +819,7 @@ class Balancer:
 
     def _background_group(self) -> dist.ProcessGroup:
         """A gloo group over all ranks for a thread of an asynchronous save; made once. Collective."""
-        return self._runtime.groups.background()
+        return self._runtime.groups.background
 
     def _open_second_channel(self) -> MicroBatchChannels:
         """Let two batches of a rank exchange tokens at once (`moe.dispatch.channels`). Collective, between steps.
@@ -869,7 +842,7 @@ class Balancer:
                 replicas.launching = channels.launching
                 if runtime.device.type != "cpu":
                     channels.ahead = replicas.wait_all  # both streams wait for what the caller's has waited for
-            channels.open(MicroBatchChannel(*runtime.groups.second_channel()))
+            channels.open(MicroBatchChannel(*runtime.groups.second_channel))
         return channels
 
     # -- for other rooms ------------------------------------------------------------------------------------------
@@ -1048,40 +1021,13 @@ class Balancer:
                 with self._guard.clocked():
                     self._division.follow()
                     self._runtime.model_check.check(thoroughly=self._guard.is_new)
-                    if not self._replaced_was_reported and self._guard.is_new:
-                        self._warn_of_replaced()
                 self._in_step = True
                 if self._runtime.maps.replicas is not None and not in_recompute() and not self._runtime.channels.busy:
                     self._runtime.maps.replicas.abandon()
+                self._optimizer_hooks.forward_begins()
                 self._rebalancer.forward_begins()
                 self._gradients.forward_begins()
                 self._guard.before_forward()
-
-    def _warn_of_replaced(self) -> None:
-        """Warn once, when attach is over, of holders of parameters that it replaced."""
-        self._replaced_was_reported = True
-        if holder := whole_average(self._runtime.registry.parameters(), self.placement.num_experts):
-            logger.warning(
-                "%s is an AveragedModel from before attach, with all experts, and the model has this rank's from now "
-                "on: its update ends in an error of torch's (a size must match); call "
-                "eplb_runtime.shard_experts(model) first, make it then, attach, and let it move along: "
-                "balancer.register_all(name, it)",
-                holder,
-            )
-        if not self._runtime.model_check.replaced():
-            return
-        gc.collect()  # what is garbage already is still there
-        replaced = self._runtime.model_check.replaced()
-        # One alone is what a loop over parameters has left in its variable.
-        if len(replaced) > 1 and (holder := holder_of(list(replaced.values()))):
-            logger.warning(
-                "%s holds %d parameters as they were before attach, such as %s, with all experts in memory: the model "
-                "computes with others now, so whatever is done to these (freezing, a penalty, clipping, a new group of "
-                "an optimizer) has no effect; take model.parameters() after attach",
-                holder,
-                len(replaced),
-                next(iter(replaced)),
-            )
 
     @torch.compiler.disable
     def _after_forward(self, layers: Collection[int]) -> None:
@@ -1126,7 +1072,6 @@ class Balancer:
             parts.callback(self._runtime.groups.close_balancing)
             for close in reversed(self._on_all_ranks):
                 parts.callback(lambda close: close(time.monotonic() + self.config.timeout_seconds), close)
-            parts.callback(self._outside.close)
             parts.callback(self._guard.end)
             parts.callback(self._close_listeners)
             parts.callback(self._rebalancer.close)

@@ -1,10 +1,9 @@
-"""Checks the runtime's assumptions in a running job, and finds mistakes that would spoil training in silence.
+"""Checks facts in a running job, and finds mistakes that would spoil training in silence.
 
-It checks facts, not names: ranks that share a tensor have the same bits in it; ranks with different experts have
-different ones; the optimizer steps the parameters that the model computes with; tokens are counted while the model
-computes. The first steps are sampled completely, with exchanges of their own. Later samples go along with each
-decision: all bits of shared tensors, and a part of the rest.
-All ranks come to the same finding before any of them raises.
+Ranks that share a tensor have the same bits in it; ranks with different experts have different ones; all ranks have the
+same options, trained parameters and registered tensors; the optimizer steps what the model computes with; tokens are
+counted while the model computes. The first steps are sampled with exchanges of their own, later samples go
+along with each decision. All ranks come to the same finding before any of them raises.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -25,18 +23,19 @@ from torch.distributed.tensor import DTensor
 from ..distributed.consensus import gather_rows, maxima
 from ..distributed.process_groups import ProcessGroups
 from ..load.aggregate import HostCopy
-from ..moe.experts.lone_step import LoneSteps
 from .gradients.division import foreign_hooks
-from .guard_samples import SAMPLES, Sample, SampleDigest, Watched, bit_sums, options_of
+from .guard_samples import FACTS, PIECE, STEPS, Sample, SampleDigest, Watched, bit_sums
 
 logger = logging.getLogger("eplb_runtime")
 
 FIRST_STEPS = 3
 """Steps after attach that are sampled completely, and in which ``guard="auto"`` raises."""
-_SAMPLE_ELEMENTS = 1024
-"""Elements sampled of a tensor, at a place that moves on with each sample."""
 _FREED = "weights have no memory now"
 _POLL_SECONDS = 0.02
+_NAMED = 16
+"""Tensors of each kind whose update is looked at in one of the first steps."""
+_ELEMENTS = 1024
+"""Elements of each."""
 _MOST_NAMED = 8
 """Names of layers in a warning."""
 
@@ -63,13 +62,11 @@ class Guard:
 
     Args:
         mode: ``"auto"`` raises in the first steps and warns later; ``"raise"``, ``"warn"``, ``"off"``.
-        lone: steps single experts alone; None: experts never move.
         run: does work on the control group, one task at a time and in the same order on every rank.
         number: of the last step that is over.
         on_finding: called with each finding once.
 
     Attributes:
-        lone: as given.
         seconds, clocked_steps: time that sampling took of the training thread after the first steps, and the number of
             those steps.
         said: all findings and notices so far, in their order, each once.
@@ -82,7 +79,6 @@ class Guard:
         watched: Watched,
         device: torch.device,
         *,
-        lone: LoneSteps | None,
         run: Callable[[Callable[[], str]], str],
         number: Callable[[], int],
         on_finding: Callable[[str], None],
@@ -99,14 +95,13 @@ class Guard:
         self._calls_at_decision = 0
         self._reported: set[str] = set()
         self._uncounted_layers: set[str] = set()
-        self._sampled_before_forward = False
-        self._distinct = True
+        self._noted_before_forward = False
+        self._piece: tuple[str, Tensor, Tensor] | None = None
         self._comparisons = 0
+        self._broadcast = ""
         self.seconds, self.clocked_steps = 0.0, 0
         self._snapshots: list[tuple[str, int, Tensor, object]] = []
         self._passed_over: set[int] = set()
-        self._sample_before_forward: Sample | None = None
-        self.lone = lone
         self._run = run
         self._number = number
         self._on_finding = on_finding
@@ -117,9 +112,10 @@ class Guard:
         self._steps = 0
         if self._mode != "off":
             # Experts may start alike (copied from a dense model): then equal ones say nothing.
-            sample = self._take_sample("weights", dense=False)
-            seen = self._exchange(sample, self._groups.data, on_device=True)
-            self._distinct = not self._alike(sample, {rank: one.hashes for rank, one in seen.items()})
+            self._piece = self._choose_piece()
+            self._note_piece()
+            if self._alike(self._exchange(self._pieces_alone(), self._groups.data, on_device=True)):
+                self._piece = None
 
     @property
     def is_new(self) -> bool:
@@ -137,17 +133,34 @@ class Guard:
                 self.seconds += time.perf_counter() - began
 
     def before_forward(self) -> None:
-        """Sample expert weights ahead of the first forward of each of the first steps: nobody else has written them.
-        They are compared ahead of the reduction: a rank may be in a different forward, which the layers find out."""
-        if self.is_new and not self._sampled_before_forward:
-            self._sampled_before_forward = True
-            self._sample_before_forward = self._take_sample("weights", dense=False)
+        """Note a few elements of an expert ahead of the first forward of each step: nobody else has written them."""
+        if not self._noted_before_forward and self._mode != "off":
+            self._noted_before_forward = True
+            self._note_piece()
+
+    def _choose_piece(self) -> tuple[str, Tensor, Tensor] | None:
+        """Name of an expert tensor, a few of its elements that differ, and memory for them from some steps."""
+        known = not (self._groups.job.divided_state or self._watched.freed())
+        experts = _whole(self._watched.experts) if known else {}
+        for name, tensor in experts.items():
+            piece = tensor.detach().view(-1)[:PIECE] if tensor.is_contiguous() else None
+            if piece is not None and len(piece) == PIECE and bool((piece != piece[:1]).any()):
+                return name, tensor, piece.new_zeros(STEPS, PIECE)
+        return None
+
+    def _note_piece(self) -> None:
+        if self._piece is not None:
+            _, tensor, pieces = self._piece
+            if tensor.numel() >= PIECE and tensor.is_contiguous():
+                pieces[self._steps % STEPS].copy_(tensor.detach().view(-1)[:PIECE])
+
+    def _pieces_alone(self) -> Sample:
+        return Sample("weights", "", pieces=None if self._piece is None else HostCopy(self._piece[2].clone()))
 
     def before_reduction(self) -> None:
         """In the first steps, compare ahead of the first collective that a rank without a step would never reach."""
         if self.is_new:
-            nothing = Sample("weights", "", (), (), HostCopy(torch.empty(0, dtype=torch.uint8)), ())
-            sample, self._sample_before_forward = self._sample_before_forward or nothing, None
+            sample = replace(self._pieces_alone(), facts=self._watched.facts())
             self._raise_or_warn(self._compare_job(sample, "optimizer.step()"))
 
     def before_step(self) -> None:
@@ -157,7 +170,7 @@ class Guard:
             self._raise_or_warn(self._compare_job(sample, "the end of the reduction of gradients"))
             if not self._snapshots:  # with several optimizers: before the first of them
                 self._snapshots = [
-                    (name, p._version, self._piece(p).clone(), self._state_of(p)) for name, p in self._stepped()
+                    (name, p._version, self._elements(p).clone(), self._state_of(p)) for name, p in self._stepped()
                 ]
 
     def passed_over(self, optimizer: torch.optim.Optimizer) -> None:
@@ -174,7 +187,7 @@ class Guard:
             with self.clocked():
                 self._late_problem = self._late_problem or self._uncounted()
         self._steps += 1
-        self._sampled_before_forward = False
+        self._noted_before_forward = False
         self._passed_over.clear()
 
     def sample(self) -> Sample | None:
@@ -228,54 +241,49 @@ class Guard:
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
-    def _take_sample(self, what: str, *, dense: bool = True, problem: str = "", decides: bool = False) -> Sample:
-        """Sample pieces of gradients and experts, and all bits of weights that other ranks share."""
+    def _take_sample(self, what: str, *, problem: str = "", decides: bool = False) -> Sample:
+        """Sum the bits of tensors that other ranks share.
+
+        Args:
+            what: ``"weights"`` or ``"gradients"``.
+            decides: for a decision, which may move experts.
+        """
         self._sample_number += 1
-        freed = self._freed() if what == "weights" else ""
-        names, pieces = [], []
-        experts = self._watched.experts if what == "gradients" else self._comparable(self._watched.experts)
-        for kind in (self._watched.dense if what == "gradients" else {}, experts):
-            chosen = self._chosen(list(kind))
-            names.append(chosen)
-            found = [kind[name] if what == "weights" else kind[name].grad for name in chosen]
-            pieces += [self._piece(None if freed else tensor) for tensor in found]
-        together = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
-        sizes = tuple(piece.numel() for piece in pieces)
-        problem, names_of_kinds = problem or self._misplaced(), (tuple(names[0]), tuple(names[1]))
-        sums, summed = self._summed() if dense and what == "weights" and not freed else (None, ((), ()))
-        stays, lone = freed, None
-        if decides and freed and self.lone is not None:
-            self.lone.take()  # what other ranks compare next is chosen by how often each has taken
-        if decides and not freed:
-            stays, lone = self._row_hooks() or self._left_behind(), self._lone()
-        options = options_of(self._watched.optimizers) if dense else ("", "")
-        return Sample(what, problem, *names_of_kinds, HostCopy(together), sizes, sums, summed, stays, lone, options)
+        watched, job = self._watched, self._groups.job
+        stays = self._freed() if what == "weights" else ""
+        problem = problem or self._misplaced()
+        if stays:
+            return Sample(what, problem, stays=stays, facts=watched.facts())
+        if decides:
+            stays = self._row_hooks() or watched.immovable()
+        # Of divided state what another rank has stepped may come in the next forward alone.
+        experts = {} if job.divided_state else _whole(watched.experts)
+        dense = _whole(watched.dense) if len(job.data_ranks) > 1 else {}
+        twins = experts if len(job.edp_ranks) > 1 else {}
+        if what == "weights":
+            twins = {**twins, **self._states(twins)}
+            both: list[Tensor | None] = [*dense.values(), *twins.values()]
+        else:
+            both = [p.grad if p.grad is None or p.grad.layout is torch.strided else None for p in dense.values()]
+            both += [p.grad for p in twins.values()]
+        sums, pieces = HostCopy(bit_sums(both, self._device)), self._pieces_alone().pieces
+        return Sample(what, problem, sums, (tuple(dense), tuple(twins)), pieces, stays, watched.facts())
+
+    def _states(self, experts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Optimizer state of experts, by name."""
+        return {
+            f"{name} ({key} of {type(optimizer).__name__})": value
+            for optimizer in self._watched.optimizers
+            if isinstance(optimizer, torch.optim.Optimizer)
+            for name, parameter in experts.items()
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor) and value.shape == parameter.shape and not isinstance(value, DTensor)
+        }
 
     def _freed(self) -> str:
         """Name weights that have no memory now."""
         name = self._watched.freed()
         return f"{_FREED} ({name}): load them before a decision; experts stay where they are" if name else ""
-
-    def _left_behind(self) -> str:
-        """Name expert state that an optimizer has and that would not move."""
-        return "" if self.lone is None else self.lone.why_not_moved(self._watched.optimizers)
-
-    def _lone(self) -> Callable[[], str] | None:
-        """Return a function that judges the steps of single experts since the last decision."""
-        return None if self.lone is None else partial(self.lone.judge, self.lone.take())
-
-    def _summed(self) -> tuple[HostCopy, tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Sum the bits of tensors that other ranks share."""
-        job, watched = self._groups.job, self._watched
-        dense = _unsharded(watched.dense) if len(job.data_ranks) > 1 else {}
-        experts = _unsharded(self._comparable(watched.experts)) if len(job.edp_ranks) > 1 else {}
-        sums = bit_sums([*dense.values(), *experts.values()], self._device)
-        return HostCopy(sums), (tuple(dense), tuple(experts))
-
-    def _comparable(self, experts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Those of them whose weights are equal on the ranks that hold the same now: of divided state none, since what
-        another rank has stepped may come in the next forward alone."""
-        return {} if self._groups.job.divided_state else experts
 
     def _row_hooks(self) -> str:
         """Name foreign gradient hooks on experts. They may go by row: nobody can tell."""
@@ -290,16 +298,14 @@ class Guard:
 
     def _chosen(self, names: list[str]) -> list[str]:
         """The next few names in rotation."""
-        start = self._sample_number * SAMPLES % len(names) if len(names) > SAMPLES else 0
-        return [*names[start:], *names[:start]][:SAMPLES]
+        start = self._sample_number * _NAMED % len(names) if len(names) > _NAMED else 0
+        return [*names[start:], *names[:start]][:_NAMED]
 
-    def _piece(self, tensor: Tensor | None) -> Tensor:
-        """Some bytes of a tensor that is whole on this rank; none of others."""
-        if tensor is None or isinstance(tensor, DTensor) or not tensor.numel():
-            return torch.empty(0, dtype=torch.uint8, device=self._device)
+    def _elements(self, tensor: Tensor) -> Tensor:
+        """Some elements of a tensor, other ones in another step."""
         flat = (tensor if tensor.is_contiguous() else tensor[:1]).detach().reshape(-1)
-        first = self._sample_number * _SAMPLE_ELEMENTS % max(1, flat.numel() - _SAMPLE_ELEMENTS + 1)
-        return flat[first : first + _SAMPLE_ELEMENTS].view(torch.uint8)
+        first = self._sample_number * _ELEMENTS % max(1, flat.numel() - _ELEMENTS + 1)
+        return flat[first : first + _ELEMENTS]
 
     def _misplaced(self) -> str:
         """Check that the optimizers hold each expert parameter of the model once."""
@@ -336,15 +342,16 @@ class Guard:
 
     def _stepped(self) -> list[tuple[str, Tensor]]:
         """Some parameters with gradients that an optimizer is about to write."""
-        both = {**self._watched.experts, **self._watched.dense}
-        chosen = self._chosen(list(self._watched.experts)) + self._chosen(list(self._watched.dense))
+        experts, dense = _whole(self._watched.experts), _whole(self._watched.dense)
+        both, chosen = {**experts, **dense}, self._chosen(list(experts)) + self._chosen(list(dense))
         held = {
             id(p): group.get("lr", 1)
             for optimizer in self._watched.optimizers
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        return [(name, both[name]) for name in chosen if held.get(id(both[name])) and both[name].grad is not None]
+        stepped = [(name, both[name]) for name in chosen if held.get(id(both[name]))]
+        return [(name, p) for name, p in stepped if p.grad is not None and p.grad.layout is torch.strided]
 
     def _state_of(self, parameter: Tensor) -> object:
         """Identity and versions of an optimizer's state of a parameter: they change if the optimizer does anything."""
@@ -364,8 +371,9 @@ class Guard:
                 and parameter._version == version
                 and parameter.dtype in (torch.float32, torch.float64)
                 and piece.numel()
-                and bool(self._piece(parameter.grad).any())
-                and torch.equal(self._piece(parameter), piece)
+                and parameter.grad is not None
+                and bool(self._elements(parameter.grad).any())
+                and torch.equal(self._elements(parameter), piece)
                 and self._state_of(parameter) == state  # a warm-up may write its own state alone, for some steps
             ):
                 return (
@@ -419,13 +427,7 @@ class Guard:
         freed = next((f"rank {rank}: {one.stays}" for rank, one in seen.items() if one.stays.startswith(_FREED)), "")
         if freed:  # nothing of such a rank can be compared
             return SampleComparison("", freed)
-        hashes = {rank: one.hashes for rank, one in seen.items()}
-        finding = (
-            self._other_options(seen)
-            or self._differing(sample, hashes)
-            or self._deviation(sample, seen, group)
-            or self._alike(sample, hashes)
-        )
+        finding = self._other_facts(seen) or self._deviation(sample, seen, group) or self._alike(seen)
         return SampleComparison(finding, stays)
 
     def _exchange(
@@ -436,18 +438,17 @@ class Guard:
         rows = gather_rows(mine.to(self._device) if on_device else mine, group).cpu()
         return dict(zip(dist.get_process_group_ranks(group), map(SampleDigest.decode, rows), strict=True))
 
-    def _other_options(self, seen: Mapping[int, SampleDigest]) -> str:
-        """Find ranks with the same parameters whose optimizers have different options; the same on every rank."""
+    def _other_facts(self, seen: Mapping[int, SampleDigest]) -> str:
+        """Find ranks of the same stages that do not have the same `FACTS`; the same on every rank."""
         for together in self._groups.job.data_sets:
             here = [rank for rank in together if rank in seen]
-            for kind, what in enumerate(("learning rates", "options")):
-                deviating = [rank for rank in here if seen[rank].options[kind] != seen[here[0]].options[kind]]
+            for kind, what in enumerate(FACTS):
+                deviating = [rank for rank in here if seen[rank].facts[kind] != seen[here[0]].facts[kind]]
                 if deviating:
                     return (
-                        f"the {what} of the optimizer on rank {', '.join(map(str, deviating[:8]))} differ from rank "
-                        f"{here[0]}'s: what sets them (a scheduler, such as ReduceLROnPlateau by each rank's own loss, "
-                        "or the optimizer itself by norms of this rank's experts, as D-Adaptation does) must go by the "
-                        "same values on every rank"
+                        f"the {what} on rank {', '.join(map(str, deviating[:8]))} differ from rank {here[0]}'s: set "
+                        "them alike on every rank, and not by a rank's own loss (ReduceLROnPlateau), by norms of its "
+                        "experts (D-Adaptation) or by an if on the rank"
                     )
         return ""
 
@@ -477,25 +478,7 @@ class Guard:
         differs = torch.stack([rows[rank] != rows[here[0]] for rank in here])
         position = int(differs.any(dim=0).to(torch.uint8).argmax())
         deviating = [rank for rank, other in zip(here, differs[:, position].tolist(), strict=True) if other]
-        return self._name(sample.summed[kind], position, here), deviating
-
-    def _differing(self, sample: Sample, hashes: Mapping[int, Sequence[int]]) -> str:
-        """Find a sampled piece of a shared tensor that differs between ranks."""
-        job = self._groups.job
-        over_edp = "their averaging over the ranks that hold the same experts was disturbed"
-        for first, names, sets, hint in (
-            (0, sample.dense, job.data_sets, self._dense_hint()),
-            (SAMPLES, sample.experts, job.edp_sets, over_edp),
-        ):
-            for together in sets:
-                here = [rank for rank in together if rank in hashes]
-                for position in range(first, first + SAMPLES):
-                    deviating = [rank for rank in here if hashes[rank][position] != hashes[here[0]][position]]
-                    if deviating:
-                        name = self._name(names, position - first, together)
-                        listed = ", ".join(map(str, deviating[:8]))
-                        return f"the {sample.what} of {name} on rank {listed} differ from rank {here[0]}'s: {hint}"
-        return ""
+        return self._name(sample.names[kind], position, here), deviating
 
     def _name(self, names: Sequence[str], position: int, together: Sequence[int]) -> str:
         """Name of a tensor that these ranks have; ranks of other stages do not know it."""
@@ -515,22 +498,21 @@ class Guard:
             "the model in DistributedDataParallel after attach, or set BalancerConfig(dense_gradients='allreduce')"
         )
 
-    def _alike(self, sample: Sample, hashes: Mapping[int, Sequence[int]]) -> str:
+    def _alike(self, seen: Mapping[int, SampleDigest]) -> str:
         """Find ranks with different experts and identical weights: something has broadcast or averaged them."""
-        if not self._distinct:
-            return ""
         for together in self._groups.job.ep_sets:
-            here = [rank for rank in together if rank in hashes]
-            for position in range(SAMPLES if len(here) > 1 else 0):
-                values = {hashes[rank][SAMPLES + position] for rank in here}
+            here = [rank for rank in together if rank in seen]
+            for place in range(STEPS if len(here) > 1 else 0):
+                values = {seen[rank].pieces[place] for rank in here}
                 if len(values) == 1 and values != {0}:
-                    name = self._name(sample.experts, position, together)
-                    return (
-                        f"the {sample.what} of {name} are the same on ranks {here[0]} to {here[-1]}, which hold other "
-                        "experts each: something broadcasts or averages them, as DistributedDataParallel does "
-                        "around a wrapper or a compiled model; wrap the very module that was attached, or leave the "
-                        "wrapper out and set dense_gradients='allreduce'"
+                    known = self._groups.job.rank in together and self._piece is not None
+                    self._broadcast = (
+                        f"the weights of {self._piece[0] if known and self._piece else 'a parameter'} were the same on "
+                        f"ranks {here[0]} to {here[-1]}, which hold other experts each, ahead of a step: something "
+                        "broadcasts or averages them, as DistributedDataParallel does around a wrapper; wrap the very "
+                        "module that was attached, or set dense_gradients='allreduce'"
                     )
+                    return self._broadcast
         return ""
 
     def _raise_or_warn(self, finding: str) -> None:
@@ -538,7 +520,8 @@ class Guard:
             return
         self._reported.add(finding)
         self._say(finding)
-        if self._mode == "raise" or (self._mode == "auto" and self._steps < FIRST_STEPS):
+        lost = finding == self._broadcast  # the experts of other ranks are gone: nothing can go on
+        if self._mode == "raise" or (self._mode == "auto" and (lost or self._steps < FIRST_STEPS)):
             raise GuardError(finding)
         logger.warning("%s", finding)
 
@@ -548,6 +531,10 @@ def _writes_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _unsharded(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that are not sharded over ranks."""
-    return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor) and tensor.numel()}
+def _whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that are not sharded over ranks, and have numbers as wide as two bytes."""
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not isinstance(tensor, DTensor) and tensor.numel() and tensor.element_size() > 1
+    }

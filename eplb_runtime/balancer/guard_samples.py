@@ -12,8 +12,17 @@ from torch import Tensor
 
 from ..load.aggregate import HostCopy
 
-SAMPLES = 16
-"""Tensors of each kind in one sample."""
+STEPS = 64
+"""Last steps of which a few elements of an expert, ahead of the forward, are compared with other ranks'."""
+PIECE = 32
+"""Those elements."""
+FACTS = (
+    "learning rates of the optimizer",
+    "options of the optimizer",
+    "trained parameters",
+    "tensors given to balancer.register",
+)
+"""Things that are the same on all ranks which hold the same stages."""
 _PROBLEM_BYTES, _STAYS_BYTES = 384, 512
 _TEXT_BYTES = _PROBLEM_BYTES + _STAYS_BYTES
 
@@ -37,6 +46,8 @@ class Watched:
         calls: number of forwards of MoE layers so far that gradients can follow.
         uncounted: number of those whose tokens did not count, because the model was in evaluation mode.
         freed: names a weight that has no memory now; empty: all have.
+        immovable: says which optimizer state cannot move with experts; empty: all can.
+        registered: names of tensors of the user's that move with experts.
     """
 
     dense: Mapping[str, Tensor]
@@ -46,59 +57,61 @@ class Watched:
     calls: Callable[[], int]
     uncounted: Callable[[], int]
     freed: Callable[[], str]
+    immovable: Callable[[], str]
+    registered: Callable[[], Sequence[str]]
+
+    def facts(self) -> tuple[str, ...]:
+        """`FACTS` of this rank. Left out are numbers on a device, and optimizers of a framework's own, which may have
+        different groups on each rank."""
+        rates, others = [], []
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ():
+                rates.append(_numbers(group.get("lr")))
+                others.append([(key, _numbers(group[key])) for key in sorted(group) if key not in ("lr", "params")])
+        trained = [parameter.requires_grad for parameter in (*self.dense.values(), *self.experts.values())]
+        return repr(rates), repr(others), repr(trained), repr(list(self.registered()))
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample of one rank: a problem of its own, or pieces of tensors to compare with other ranks'.
+    """A sample of one rank.
 
     Args:
         what: ``"weights"`` or ``"gradients"``.
         problem: found on this rank alone; empty: none.
-        dense, experts: names of the sampled tensors, in the order of the pieces.
-        pieces: uint8, in transfer to the host.
-        sizes: bytes of each piece, dense first; 0: there was nothing to sample.
-        sums: int64, of all bits of each tensor named in ``summed``, in transfer to the host; None: not asked for.
-        summed: names of tensors outside the experts, and of experts that other ranks have too.
+        sums: int64, of all bits of each tensor that other ranks share, in transfer to the host; None: none.
+        names: of tensors outside the experts, and of experts that other ranks have too.
+        pieces: ``[STEPS, PIECE]``, elements of an expert; None: none.
         stays: reason for which experts must stay where they are; empty: they may move.
-        lone: returns such a reason from steps of single experts; waits until these are on the host.
-        options: the learning rates of the optimizers' groups, and all their other numbers.
+        facts: `FACTS`; empty: not asked for.
     """
 
     what: str
     problem: str
-    dense: tuple[str, ...]
-    experts: tuple[str, ...]
-    pieces: HostCopy
-    sizes: tuple[int, ...]
     sums: HostCopy | None = None
-    summed: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    pieces: HostCopy | None = None
     stays: str = ""
-    lone: Callable[[], str] | None = None
-    options: tuple[str, str] = ("", "")
+    facts: tuple[str, ...] = ()
 
     def encode(self) -> Tensor:
-        """uint8 of equal length on every rank: texts, an int64 hash of each piece and of the sums."""
-        stays = self.lone() if self.lone is not None else ""
-        text = _padded(self.problem, _PROBLEM_BYTES) + _padded(self.stays or stays, _STAYS_BYTES)
-        pieces = self.pieces.wait().split(list(self.sizes)) if self.sizes else ()
-        values = [_hash(piece) for piece in pieces]
-        for number, piece in enumerate(pieces[len(self.dense) :], len(self.dense)):
-            # Other experts all the same have the same where everything overflows.
-            values[number] = 0 if _is_one_value(piece) else values[number]
-        hashes = torch.zeros(2 * SAMPLES + 4, dtype=torch.int64)
-        hashes[: len(self.dense)] = torch.tensor(values[: len(self.dense)], dtype=torch.int64)
-        hashes[SAMPLES : SAMPLES + len(self.experts)] = torch.tensor(values[len(self.dense) :], dtype=torch.int64)
+        """uint8 of equal length on every rank: texts, hashes of facts, of sums and of pieces."""
+        text = _padded(self.problem, _PROBLEM_BYTES) + _padded(self.stays, _STAYS_BYTES)
+        numbers = torch.zeros(len(FACTS) + 2 + STEPS, dtype=torch.int64)
+        facts = [xxhash.xxh3_64_intdigest(fact.encode()) >> 1 for fact in self.facts]
+        numbers[: len(facts)] = torch.tensor(facts, dtype=torch.int64)
         dense, experts = self.sums_of_kinds()
-        options = [xxhash.xxh3_64_intdigest(text.encode()) >> 1 for text in self.options]
-        hashes[-4:] = torch.tensor([*options, _hash(dense), _hash(experts)])
-        return torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), hashes.view(torch.uint8)])
+        numbers[len(FACTS) : len(FACTS) + 2] = torch.tensor([_hash(dense), _hash(experts)])
+        if self.pieces is not None:
+            # Other experts may have the same where all is one value, or overflows.
+            tell = [_hash(one) if one.isfinite().all() and (one != one[:1]).any() else 0 for one in self.pieces.wait()]
+            numbers[len(FACTS) + 2 :] = torch.tensor(tell)
+        return torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), numbers.view(torch.uint8)])
 
-    def sums_of_kinds(self) -> tuple[Tensor, Tensor]:
-        """int64 sums of tensors outside the experts and of experts; waits for them."""
-        dense, experts = map(len, self.summed)
+    def sums_of_kinds(self) -> tuple[Tensor, ...]:
+        """int64 sums by kind, as ``names``; waits for them."""
         sums = self.sums.wait() if self.sums is not None else torch.empty(0, dtype=torch.int64)
-        return sums[:dense], sums[dense : dense + experts]
+        return sums.split([len(names) for names in self.names]) if len(sums) else (sums, sums)
 
 
 @dataclass(frozen=True)
@@ -106,37 +119,31 @@ class SampleDigest:
     """A rank's sample after `Sample.encode`.
 
     Args:
-        problem: found on that rank alone; empty: none.
-        stays: reason for which experts must stay where they are; empty: they may move.
-        hashes: ``2 * SAMPLES``, dense first; 0: nothing to compare.
+        problem, stays: as of `Sample`.
+        facts: a hash of each.
         sums: hashes of all bits, of tensors outside the experts and of experts; 0: nothing to compare.
-        options: hashes of learning rates and of the optimizers' other numbers.
+        pieces: a hash of each step's piece of an expert; 0: nothing to compare.
     """
 
     problem: str
     stays: str
-    hashes: Sequence[int]
+    facts: Sequence[int]
     sums: Sequence[int]
-    options: Sequence[int]
+    pieces: Sequence[int]
 
     @staticmethod
     def decode(row: Tensor) -> SampleDigest:
         """The inverse of `Sample.encode`."""
         texts = bytes(row[:_TEXT_BYTES].tolist())
-        *hashes, rates, others, dense, experts = row[_TEXT_BYTES:].clone().view(torch.int64).tolist()
-        problem, stays = texts[:_PROBLEM_BYTES], texts[_PROBLEM_BYTES:]
-        return SampleDigest(_text(problem), _text(stays), hashes, (dense, experts), (rates, others))
-
-
-def options_of(optimizers: Sequence[Stepper]) -> tuple[str, str]:
-    """Learning rates of the groups of torch's optimizers, and their other numbers. Left out are numbers on a device,
-    and optimizers of a framework's own, which may have different groups on each rank."""
-    rates, others = [], []
-    for optimizer in optimizers:
-        for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ():
-            rates.append(_numbers(group.get("lr")))
-            others.append([(key, _numbers(group[key])) for key in sorted(group) if key not in ("lr", "params")])
-    return repr(rates), repr(others)
+        numbers = row[_TEXT_BYTES:].clone().view(torch.int64).tolist()
+        sums_end = len(FACTS) + 2
+        return SampleDigest(
+            _text(texts[:_PROBLEM_BYTES]),
+            _text(texts[_PROBLEM_BYTES:]),
+            numbers[: len(FACTS)],
+            numbers[len(FACTS) : sums_end],
+            numbers[sums_end:],
+        )
 
 
 def _numbers(value: Any) -> Any:
@@ -155,15 +162,17 @@ def _text(padded: bytes) -> str:
     return padded.rstrip(b"\0").decode(errors="replace")
 
 
-def _hash(piece: Tensor) -> int:
-    """Hash of a piece; 0 if it is empty or all zeros (biases at the start, experts without tokens)."""
-    return (xxhash.xxh3_64_intdigest(piece.numpy().data) >> 1) or 1 if piece.any() else 0
+def _hash(numbers: Tensor) -> int:
+    """Hash of the bits; 0 if all are zeros."""
+    bits = numbers.contiguous().view(torch.uint8).numpy()
+    return (xxhash.xxh3_64_intdigest(bits.data) >> 1) or 1 if numbers.any() else 0
 
 
-def bit_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """int64: the sum of all bits of each tensor as whole numbers, which a change of any element changes. Computed on
-    their device without a sync; each tensor is read once."""
-    sums = [torch.sum(_words(tensor.detach()), dtype=torch.int64) for tensor in tensors]
+def bit_sums(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """int64: the sum of all bits of each tensor as whole numbers, which a change of any element changes; 0 of None.
+    Computed on their device without a sync; each tensor is read once."""
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    sums = [zero if one is None else torch.sum(_words(one.detach()), dtype=torch.int64) for one in tensors]
     return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=device)
 
 
@@ -175,9 +184,3 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _is_one_value(piece: Tensor) -> bool:
-    """Return whether all elements are equal, whatever their dtype."""
-    words = piece[: piece.numel() // 8 * 8].clone().view(torch.int64)  # a piece may begin anywhere
-    return bool((words == words[:1]).all())

@@ -43,16 +43,14 @@ from ..load.aggregate import HostCopy
 from ..load.clock import Progress, StepClock
 from ..load.expert_clock import REST_STEPS, SAMPLED_STEPS
 from ..migration.between_steps import BetweenSteps
-from ..migration.driver import Migration, MigrationProgress
 from ..migration.engine import MigrationBroken, MigrationEngine
-from ..migration.overlapped import HELD, Overlapped
-from ..moe.experts.lone_step import LONE_STEP_INTERVAL, is_due
+from ..migration.overlapped import Overlapped
+from ..migration.progress import MigrationProgress
 from ..moe.experts.optimizer_state import OptimizerStateError
-from ..moe.experts.outside import AGAIN, BESIDE
 from ..placement import Placement, PlacementError
 from ..utils.errors import one_line
 from ..utils.worker import Worker
-from .decision import Decision, DecisionMaker, Measurement, staying
+from .decision import Decision, DecisionMaker, Measurement
 from .guard import Guard
 from .runtime import Runtime
 
@@ -85,15 +83,12 @@ class Rebalancer:
     Args:
         transport: moves experts; warmed up.
         guard: checks the runtime's assumptions with each decision.
-        held_outside: names the holder of rows of experts that do not move along. Its flags: it may be asked again, and
-            only copies are asked for. None: nobody is asked.
 
     Attributes:
         step: optimizer steps since attach (or as restored).
         quiesced: nothing migrates while it is positive.
         declared: declared load for the next decision; None: it is forecast.
         decisions: makes the decisions, on the worker thread.
-        held_outside: as given.
     """
 
     def __init__(
@@ -102,7 +97,6 @@ class Rebalancer:
         transport: Transport,
         guard: Guard,
         events: EventLog,
-        held_outside: Callable[[bool, bool], str] | None,
     ) -> None:
         config, groups = runtime.config, runtime.groups
         self._runtime = runtime
@@ -111,7 +105,6 @@ class Rebalancer:
         self.step = 0
         self.quiesced = 0
         self.declared: NDArray[np.float64] | None = None
-        self.held_outside = held_outside
         self._events = events
         self._config = config
         self._groups = groups
@@ -121,7 +114,6 @@ class Rebalancer:
         self._guard = guard
         self._registry = runtime.registry
         self._maps = runtime.maps
-        self._asks_again = False
         self._restores = 0
         self._attempts = 0
         self._known_home_bytes = 0
@@ -140,7 +132,7 @@ class Rebalancer:
         self._worker = Worker("eplb_runtime", use_my_device)
         self._between_steps = BetweenSteps(self._engine, self._get_ready, self._wait_for_replicas)
         self.overlapped = self._new_overlapped()
-        self._migration: Migration = self.overlapped if config.overlap else self._between_steps
+        self._migration: BetweenSteps | Overlapped = self.overlapped if config.overlap else self._between_steps
         self._reconnection = Reconnection(groups, self._make_transport, self._at_point)
         self._compiler = Worker("eplb_runtime compile")
         self._compiled = self._begin_compiling()
@@ -175,7 +167,6 @@ class Rebalancer:
             timeout_seconds=self._config.timeout_seconds,
             link_seconds_per_byte=1.0 / max(self._runtime.topology.slowest_bandwidth, 1.0),
             max_pause_seconds=self._config.migration.max_pause_seconds,
-            held_outside=self._copies_outside,
         )
 
     def _begin_compiling(self) -> Future[None]:
@@ -239,21 +230,18 @@ class Rebalancer:
 
     def _is_sampled(self, step: int) -> bool:
         """Return whether expert work is measured in a step, the first of which is 0: in three shortly before a
-        decision, every thirty steps at most; without an interval, in three after one. Steps in which the guard steps
-        single experts are left out, but not with an interval below five, where they are most."""
+        decision, every thirty steps at most; without an interval, in three after one."""
         if self._config.migration.moe_share is not None:
             return False
         interval = self._config.interval
         if self._expert_clock.num_steps >= max(SAMPLED_STEPS, interval or 0):  # nobody has taken them: quiesced
             return False
         if interval is None:
-            return step >= self._next_sampled and not is_due(step, LONE_STEP_INTERVAL)
+            return step >= self._next_sampled
         to_decision = interval - step % interval
         if step + to_decision < self._next_sampled:
             return False
-        if interval <= SAMPLED_STEPS + 1:
-            return True
-        return 1 < to_decision <= SAMPLED_STEPS + 1 and not is_due(step, interval)
+        return interval <= SAMPLED_STEPS + 1 or 1 < to_decision <= SAMPLED_STEPS + 1
 
     def _count_step(self) -> bool:
         """Count the step that is over. Returns whether a decision is due."""
@@ -299,7 +287,7 @@ class Rebalancer:
         self.drain()
         if self._pending is None:
             self._pending = self._decide(0)
-        target = self._agree_on_target(self._pending, patient=False)
+        target = self._agree_on_target(self._pending)
         if target is not None:
             self._migrate(target)
         return self._placement is not before
@@ -545,7 +533,7 @@ class Rebalancer:
             logger.debug("experts cannot move: %s", error)
             return 0
 
-    def _agree_on_target(self, pending: _Pending, *, patient: bool = True) -> Placement | None:
+    def _agree_on_target(self, pending: _Pending) -> Placement | None:
         """The placement that all ranks have decided on; None: experts stay where they are."""
         decision, self._pending = self._outcome_of(pending), None
         self._guard.report(decision.finding, decision.stays)
@@ -555,38 +543,11 @@ class Rebalancer:
         if decision.failure:
             self._drop("planned", decision.failure, decision.connections_broken)
             return None
-        stays = self._why_homes_stay(decision.target, patient and not self._asks_again)
-        self._asks_again = False
-        if stays.connections_broken:
-            self._drop("planned", stays.cause, True)
+        if decision.target is not None and (lost := self._why_not_said()):
+            self._drop("planned", lost, True)
             return None
-        if not stays.commit and stays.cause.endswith(AGAIN):
-            self._asks_again = True
-            decision = replace(decision, target=None, summary=staying(self.placement(), AGAIN))
-        elif not stays.commit:
-            why = _held(stays.cause)
-            self._guard.report("", why)
-            decision = replace(decision, target=None, summary=staying(self.placement(), why))
         self._events.emit(decision.planned(self.step))
         return decision.target
-
-    def _why_homes_stay(self, target: Placement | None, patient: bool) -> Verdict:
-        """Veto a target with other homes if tensors of the user's on any rank would not move along. Collective if the
-        target has other homes."""
-        if target is None:
-            return Verdict(True)
-        if lost := self._why_not_said():
-            return Verdict(False, lost, True)
-        if self.held_outside is None or np.array_equal(target.homes_LRH, self.placement().homes_LRH):
-            return Verdict(True)
-        return self._agreement.check_equal(bytes([1]) * 16, "tensors of the user's", self.held_outside(patient, False))
-
-    def _copies_outside(self) -> str:
-        """The holder of copies of experts that do not move along, as far as this rank knows; empty: none."""
-        return f"rank {self._groups.job.rank}: {holder}" if (holder := self._held_by(False, True)) else ""
-
-    def _held_by(self, patient: bool, copies_only: bool) -> str:
-        return self.held_outside(patient, copies_only) if self.held_outside is not None else ""
 
     def _outcome_of(self, pending: _Pending) -> Decision:
         """Wait for a decision, but not for long. A rank whose wait times out records that, so no rank acts on the
@@ -602,7 +563,7 @@ class Rebalancer:
 
     # -- migrating -------------------------------------------------------------------------------------------------
 
-    def _migrate(self, target: Placement, migration: Migration | None = None) -> MigrationProgress:
+    def _migrate(self, target: Placement, migration: BetweenSteps | Overlapped | None = None) -> MigrationProgress:
         """Begin a migration, and advance it once.
 
         Args:
@@ -623,15 +584,8 @@ class Rebalancer:
         """Advance the migration in flight. If it cannot overlap with steps, training waits for the rest of it."""
         hold_back = bool(self.quiesced) or self._reconnection.under_way
         progress = self._migration.advance(hold_back=hold_back)
-        if progress.only_between_steps:
-            stays = self._why_homes_stay(self._target, False)
-            if not stays.commit:
-                verdict = stays if stays.connections_broken else replace(stays, kind=HELD)
-                progress = replace(progress, verdict=verdict, only_between_steps=False)
-        if progress.verdict.kind == HELD:
-            why = _held(progress.cause)
-            self._guard.report("", why)
-            progress = replace(progress, verdict=replace(progress.verdict, cause=why))
+        if progress.only_between_steps and (lost := self._why_not_said()):
+            progress = replace(progress, verdict=Verdict(False, lost, True), only_between_steps=False)
         self._take_over(progress)
         if progress.only_between_steps:
             self._migration = self._between_steps
@@ -708,11 +662,10 @@ class Rebalancer:
         if not was_in_flight or self.quiesced or self._reconnection.under_way:
             return self._placement is not before
         if not np.array_equal(self._placement.physical_to_logical, target.physical_to_logical):
-            stays = self._why_homes_stay(target, False)
-            if stays.commit:
-                self._migrate(target)
+            if lost := self._why_not_said():
+                self._drop("prepared", lost, True)
             else:
-                self._drop("prepared", _held(stays.cause), stays.connections_broken)
+                self._migrate(target)
         return self._placement is not before
 
     def _drop(
@@ -780,22 +733,6 @@ class Rebalancer:
             raise
         transport.wait_at_most(self._config.timeout_seconds)
         return transport
-
-
-def _held(who: str) -> str:
-    """Explain, as a finding, why experts stay where they are."""
-    if BESIDE in who:
-        return (
-            f"{who}: where that goes row by row (a mean teacher), it would mix different experts once homes of one "
-            "model have moved; experts stay where they are. Keep the average in tensors of your own "
-            "(balancer.register_all(name, them)); if all writes go by logical_state_dict, say that the model does not "
-            "go by row: balancer.register_all(name, model, moves=False)"
-        )
-    return (
-        f"{who}: they do not move with experts, and would be of other experts then; experts stay where they are. Let "
-        "them move along (balancer.register_all(name, them)), or say that they do not go by row (moves=False); what a "
-        "step needs for itself is to be deleted (del) before optimizer.step()"
-    )
 
 
 def new_transport(

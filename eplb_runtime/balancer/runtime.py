@@ -15,6 +15,7 @@ from ..distributed.ranks import Job
 from ..load.counter import LoadCounter
 from ..load.expert_clock import ExpertClock
 from ..moe.dispatch.channels import MicroBatchChannels
+from ..moe.experts.optimizer_state import OptimizerStateError
 from ..moe.experts.registry import ExpertTensors
 from ..moe.kernel_selection import Kernels
 from ..moe.layer import ExpertParallelLayer, HostDispatchedLayer
@@ -95,11 +96,18 @@ class Runtime:
         """Return whether the balancer averages gradients outside the experts, and not the host."""
         return self.config.dense_gradients == "allreduce"
 
-    def watched(self, dense: Mapping[str, Tensor], optimizers: Sequence[Stepper], freed: Callable[[], str]) -> Watched:
+    def watched(
+        self,
+        dense: Mapping[str, Tensor],
+        optimizers: Sequence[Stepper],
+        freed: Callable[[], str],
+        registered: Callable[[], Sequence[str]],
+    ) -> Watched:
         """The guard's view. Parameters and optimizers that join later appear in these very objects.
 
         Args:
             freed: names a weight that has no memory now.
+            registered: names of tensors of the user's that move with experts.
         """
         layers = self.layers
         return Watched(
@@ -110,4 +118,14 @@ class Runtime:
             calls=lambda: sum(layer.calls for layer in layers),
             uncounted=lambda: sum(layer.uncounted for layer in layers),
             freed=freed,
+            immovable=self._immovable,
+            registered=registered,
         )
+
+    def _immovable(self) -> str:
+        """Return why experts cannot move with what their optimizer keeps for them; empty: they can."""
+        try:
+            self.registry.largest_home_bytes()
+        except OptimizerStateError as error:
+            return f"{error}: experts stay where they are"
+        return ""

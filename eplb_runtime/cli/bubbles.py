@@ -17,7 +17,7 @@ from .arguments import (
     positive_float,
     windows,
 )
-from .inputs import read_windows, require_extra, require_output
+from .inputs import read_windows
 from .printing import print_json, print_table
 
 
@@ -29,15 +29,13 @@ def add(commands: Any) -> None:
         "play pipeline schedules and say how long ranks are idle",
         """
   eplb-runtime bubbles --ranks 2,4,8 --microbatches 32 --overlapped 3
-  eplb-runtime bubbles --schedule dualpipev --ranks 4 --microbatches 16 --forward 10 --input 11 --weight 9 --plot s.svg
+  eplb-runtime bubbles --schedule dualpipev --ranks 4 --microbatches 16 --forward 10 --input 11 --weight 9
   eplb-runtime bubbles --schedule 1f1b --ranks 4 --imbalance 1.8,1.4,1.3,1.2 --after 1.1,1.05,1.05,1.02
   eplb-runtime bubbles --schedule zbv --ranks 4 --microbatches 16 --load load.npz --ep-ranks 8 --slots-per-rank 5
-  eplb-runtime bubbles --table dumped.csv
 """,
     )
     add = adder(command)
     add("--schedule", "NAME,...", _schedules, "1f1b, zb1p, zbv, interleaved, dualpipe, dualpipev (default: all)")
-    add("--table", "FILE", str, "a schedule as torch.distributed.pipelining dumps it (.csv), in place of the others")
     add("--ranks", "P,...", _ranks, "ranks of the pipeline (default: 4)", default=[4])
     add("--microbatches", "M", positive, "of a step (default: 32)", default=32)
     add("--forward", "T", positive_float, "time of a stage's forward (default: 1)", default=1.0)
@@ -58,7 +56,6 @@ def add(commands: Any) -> None:
         default=0.6,
     )
     add_dense_layers(command)
-    add("--plot", "FILE", str, "draw the schedule, .png, .svg or .pdf (needs matplotlib); of one, on so many ranks")
 
 
 def _schedules(text: str) -> list[str]:
@@ -68,40 +65,28 @@ def _schedules(text: str) -> list[str]:
 
 def _run(arguments: argparse.Namespace) -> None:
     _check(arguments)
-    from ..tools.bubbles import SCHEDULES, Times, follow, plot, read_table, stages_of, table_of
+    from ..tools.bubbles import SCHEDULES, Times, follow, stages_of, table_of
 
     times = Times(arguments.forward, arguments.input, arguments.weight, arguments.overlapped)
-    if arguments.table is not None:
-        tables = {(arguments.table, None): read_table(arguments.table)}
-    else:
-        schedules = arguments.schedule or [
-            name for name in SCHEDULES if name != "dualpipe" or not any(ranks % 2 for ranks in arguments.ranks)
-        ]
-        tables = {
-            (name, ranks): table_of(name, ranks, arguments.microbatches)
-            for name in schedules
-            for ranks in arguments.ranks
-        }
-    if arguments.plot is not None and len(tables) > 1:
-        raise InputError("--plot draws one schedule: give one --schedule and one number of --ranks")
+    is_odd = any(ranks % 2 for ranks in arguments.ranks)
+    schedules = arguments.schedule or [name for name in SCHEDULES if name != "dualpipe" or not is_odd]
+    tables = [(name, table_of(name, ranks, arguments.microbatches)) for name in schedules for ranks in arguments.ranks]
     rows: list[dict[str, Any]] = []
-    for (name, _), table in tables.items():
+    for name, table in tables:
         stages = stages_of(table)
         for load, stretch_S in _loads(arguments, stages).items():
             played = follow(table, times, stretch_S)
-            formula = SCHEDULES[name].formula if name in SCHEDULES and stretch_S is None else None
+            formula = SCHEDULES[name].formula if stretch_S is None else None
             rows.append(
                 {
                     "schedule": name,
                     "ranks": len(table),
-                    "microbatches": 1 + max(part.microbatch for steps in table for step in steps for part in step),
+                    "microbatches": arguments.microbatches,
                     "load": load,
                     **played.summary(),
                     "formula": formula(len(table), times) if formula is not None else None,
                 }
             )
-            if arguments.plot is not None:  # the last of them: after a plan, if there is one
-                plot(played, times, stretch_S, arguments.plot)
     if arguments.json:
         print_json({"rows": rows})
         return
@@ -110,10 +95,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be told or drawn before anything is computed."""
-    require_output(arguments.plot, (".png", ".svg", ".pdf"))
-    if arguments.plot is not None:
-        require_extra("matplotlib", "--plot")
+    """Refuse arguments that do not fit together before anything is computed."""
     if arguments.after is not None and arguments.imbalance is None:
         raise InputError("--after needs --imbalance: what it was before")
     if arguments.load is not None:

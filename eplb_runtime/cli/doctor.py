@@ -32,6 +32,8 @@ def add(commands: Any) -> None:
   eplb-runtime doctor --recipe run-qwen3-30B-A3B.sh            # would it attach? by the flags alone
   eplb-runtime doctor --recipe torchtitan.models.deepseek_v3.config_registry.deepseek_v3_16b
   eplb-runtime doctor --recipe recipes.json run_verl.sh --json # several: a total
+
+exit status: 0; 1 if a recipe's job would not attach, 2 bad input
 """,
     )
     command.add_argument(
@@ -59,10 +61,9 @@ def add(commands: Any) -> None:
     )
 
 
-def _run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> int:
     if arguments.recipe is not None:
-        _judge(arguments.recipe, arguments.json)
-        return
+        return _judge(arguments.recipe, arguments.json)
     if arguments.model_config is not None and arguments.ranks is None:
         raise InputError("doctor --model-config needs --ranks: how many ranks share the experts")
     import torch
@@ -82,15 +83,15 @@ def _run(arguments: argparse.Namespace) -> None:
     )
     with process_group(device) as here, spinner() if is_first() else nullcontext() as shown:
         trials = try_transports(here, on_progress=lambda said: shown.update(said) if shown is not None else None)
-    if not is_first():
-        return
-    if arguments.json:
+    if is_first() and arguments.json:
         print_json({**found.to_dict(), "transports": [asdict(trial) for trial in trials]})
-        return
-    _show(found, trials)
+    elif is_first():
+        _show(found, trials)
+    return 0
 
 
-def _judge(paths: Sequence[str], as_json: bool) -> None:
+def _judge(paths: Sequence[str], as_json: bool) -> int:
+    """Returns 1 where one is refused."""
     from ..tools.recipes import answer, read_recipes, reasons, totals
 
     answers = [answer(recipe) for path in paths for recipe in read_recipes(path)]
@@ -106,13 +107,14 @@ def _judge(paths: Sequence[str], as_json: bool) -> None:
             {
                 "recipe": one.recipe.name,
                 "attaches": _YES_NO[one.attaches],
-                "refused": ", ".join(refusal.setting for refusal in one.judgement.refused),
+                "refused": ", ".join(refusal.setting for refusal in one.refused),
             }
             for one in answers
         ]
         print_table("recipes", rows)
         print_table("total", totals(answers))
         print_table("refused settings", reasons(answers))
+    return int(any(one.attaches is False for one in answers))
 
 
 _YES_NO = {True: "yes", False: "no", None: "not known"}
@@ -121,99 +123,68 @@ _YES_NO = {True: "yes", False: "no", None: "not known"}
 def _show_answer(found: RecipeAnswer) -> None:
     from ..config import MigrationConfig
 
-    judgement = found.judgement
-    framework = f" ({found.version})" if found.version else ""
-    number = len(judgement.refused)
+    number, version = len(found.refused), found.host.version if found.host else ""
     verdict = {
         True: "yes, it attaches",
         False: f"no, it does not attach: {number} {'setting is' if number == 1 else 'settings are'} refused",
-        None: f"not known: {', '.join(judgement.undecided)} decides, and the recipe does not show it",
+        None: f"not known: {', '.join(found.undecided)} decides, and the recipe does not show it",
     }
     staged = MigrationConfig().staging_bytes >> 20
+    ep, edp = ("not known" if size is None else size for size in (found.ep, found.edp))
     print_lines(
-        f"{found.recipe.name}: {verdict[found.attaches]}{framework}",
-        f"homes move: {_YES_NO[judgement.homes]}; replica slots: {_YES_NO[judgement.replicas]}"
-        + "".join(f" ({one.setting}: {one.why})" for one in judgement.without_replicas[:1]),
+        f"{found.recipe.name}: {verdict[found.attaches]}{f' ({version})' if version else ''}",
+        f"homes move: {_YES_NO[found.attaches]}; replica slots: {_YES_NO[found.replicas]}"
+        + "".join(f" ({one.setting}: {one.why})" for one in found.without_replicas[:1]),
         f"with homes moved, training is equal to: {found.exact or 'not known'}",
-        f"EP {_or_unknown(found.ep)}, EDP {_or_unknown(found.edp)}; a migration takes up to {2 * staged} MiB per rank "
-        f"({staged} in, {staged} out; more only where one expert with its state is larger)",
+        f"EP {ep}, EDP {edp}; a migration takes up to {2 * staged} MiB per rank ({staged} in, {staged} out; more only "
+        "where one expert with its state is larger)",
     )
-    if judgement.refused:
-        print_table(
-            "refused",
-            [
-                {"setting": one.setting, "value": str(one.value), "why": one.why, "instead": one.instead}
-                for one in judgement.refused
-            ],
-        )
-    if found.unknown:
-        rows = [{"setting": name, "value": text} for name, text in found.unknown.items()]
-        print_table("the recipe does not show", rows)
-    if found.assumed:
-        rows = [{"setting": name, "value": str(value)} for name, value in found.assumed.items()]
-        print_table(f"assumed: defaults of {found.version}, or of {found.recipe.source}", rows)
-    if found.emulated:
-        rows = [{"setting": one.setting, "tested with": one.tested} for one in found.emulated]
-        print_table("tested with a stand-in, and not on a GPU yet", rows)
-    if found.checked_at_attach:
-        print_lines("checked at attach:", *(f"  {what}" for what in found.checked_at_attach))
-
-
-def _or_unknown(size: int | None) -> str:
-    return "not known" if size is None else str(size)
+    said = found.to_dict()
+    for title, rows in (
+        ("refused", said["refused"]),
+        ("the recipe does not show", said["unknown"]),
+        (f"assumed: defaults of {version}, or of {found.recipe.source}", said["assumed"]),
+        ("tested with a stand-in, and not on a GPU yet", said["stand_in"]),
+    ):
+        if rows:
+            print_table(title, [{name: str(cell) for name, cell in row.items() if name != "of"} for row in rows])
+    if found.host:
+        print_lines("checked at attach:", *(f"  {what}" for what in found.host.checked_at_attach))
 
 
 def _show(found: Diagnosis, trials: Sequence[TransportTrial]) -> None:
-    if found.shape is not None:
-        shape = found.shape
+    if (shape := found.shape) is not None:
         title = (
-            f"{shape.model}: {shape.parameters / 1e9:.4g} billion parameters, {shape.layers} MoE layers of "
-            f"{shape.experts} experts, on {shape.ranks} ranks, {shape.replica_slots} replica slots, {shape.dtype}"
+            f"{shape['model']}: {shape['parameters'] / 1e9:.4g} billion parameters, {shape['layers']} MoE layers of "
+            f"{shape['experts']} experts, on {shape['ranks']} ranks, {shape['replica_slots']} replica slots, "
+            f"{shape['dtype']}"
         )
-        print_table(
-            title,
-            [
-                {"memory of each rank": item.what, "GiB": _gib(item.nbytes), "where": item.where, "when": item.when}
-                for item in found.memory
-            ],
-        )
-    if found.widths:
-        print_table(
-            "rows that experts make",
-            [
-                {
-                    "tensor": width.tensor,
-                    "bytes": " and ".join(map(str, width.row_bytes)),
-                    "on a CPU": "steady" if width.steady else "the last bits depend on where a row stands",
-                }
-                for width in found.widths
-            ],
-        )
-    print_table("versions", [{"package": name, "version": version} for name, version in found.versions.items()])
-    print_table(
-        "back ends",
+        rows = [(item.what, _gib(item.nbytes), item.where, item.when) for item in found.memory]
+        _print_rows(title, ("memory of each rank", "GiB", "where", "when"), rows)
+        steady = {True: "steady", False: "the last bits depend on where a row stands"}
+        rows_of_experts = [
+            (one.tensor, " and ".join(map(str, one.row_bytes)), steady[one.steady]) for one in found.widths
+        ]
+        _print_rows("rows that experts make", ("tensor", "bytes", "on a CPU"), rows_of_experts)
+    _print_rows("versions", ("package", "version"), list(found.versions.items()))
+    backends = [(one.name, _YES_NO[one.usable], one.why) for one in found.backends]
+    _print_rows("back ends", ("back end", "usable", "why"), backends)
+    speeds = [
         [
-            {"back end": b.name, "usable": "yes" if b.usable else "no", "why": b.why}
-            for b in (*found.backends, found.compiled)
-        ],
-    )
-    print_table("transports of experts", [_transport(trial) for trial in trials])
-    print_table(
-        "two trainings are the same",
-        [{"": said.what, "to": said.same, "why": said.why} for said in found.exactness],
-    )
+            "" if speed is None else f"{speed:.3g}"
+            for speed in (one.intra_node_gb_per_second, one.inter_node_gb_per_second)
+        ]
+        for one in trials
+    ]
+    tried = [(one.name, one.device, _YES_NO[one.usable], *of, one.why) for one, of in zip(trials, speeds, strict=True)]
+    _print_rows("transports of experts", ("transport", "on", "usable", "GB/s in node", "between", "why"), tried)
+    same = [(said.what, said.same, said.why) for said in found.exactness]
+    _print_rows("two trainings are the same", ("", "to", "why"), same)
 
 
-def _transport(trial: TransportTrial) -> dict[str, str]:
-    inside, between = trial.intra_node_gb_per_second, trial.inter_node_gb_per_second
-    return {
-        "transport": trial.name,
-        "on": trial.device,
-        "usable": "yes" if trial.usable else "no",
-        "GB/s in node": "" if inside is None else f"{inside:.3g}",
-        "between": "" if between is None else f"{between:.3g}",
-        "why": trial.why,
-    }
+def _print_rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    if rows:
+        print_table(title, [dict(zip(columns, row, strict=True)) for row in rows])
 
 
 def _gib(nbytes: int) -> str:

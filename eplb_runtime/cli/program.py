@@ -17,15 +17,21 @@ from .arguments import BAD_INPUT, PROGRAM, InputError, Parser
 
 COMMANDS = (assess, plan, simulate, convert, verify, report, bench, bubbles, trace, doctor, warmup, completion)
 """Modules with ``add(commands)``, in the order in which ``--help`` names them."""
-GONE = {"top": "`report RUN` shows a run, and BalancerConfig(listen=...) serves the same page while the job runs"}
-"""Commands of earlier versions, and what to use instead."""
+GONE = {
+    "top": "`report RUN` shows a run, and BalancerConfig(listen=...) serves the same page while the job runs",
+    "trace --plot": "`trace merge DIR` writes a file that ui.perfetto.dev draws",
+    "bubbles --plot": "`--json` says what each schedule leaves idle",
+    "bubbles --table": "give the schedule by name, as --schedule dualpipev",
+}
+"""Commands and options of earlier versions, and what to use instead."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     given = sys.argv[1:] if arguments is None else arguments
-    if given and given[0] in GONE:
-        return _complain(f"{given[0]} is gone: {GONE[given[0]]}", BAD_INPUT)
+    for gone, instead in GONE.items():
+        if given and given[0] == gone.split()[0] and set(gone.split()) <= set(given):
+            return _complain(f"{gone} is gone: {instead}", BAD_INPUT)
     parsed = _parser().parse_args(arguments)
     _log(parsed.verbose)
     try:

@@ -5,90 +5,55 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..utils.tables import counted
 from .arguments import add_command, adder, positive
-from .inputs import require_extra, require_output
+from .inputs import require_output
 from .printing import print_json, print_lines, print_table, progress
 
 if TYPE_CHECKING:
     from ..observe.traces import Analysis, Change, MarkedSteps
 
 LONG_BYTES = 4 * 2**20
-PICTURES = (".png", ".svg", ".pdf")
 
 
 def add(commands: Any) -> None:
     trace = commands.add_parser("trace", help="what profiler traces say: busy, hidden, exposed; compare, merge")
     actions = trace.add_subparsers(title="what to do", metavar="WHAT", required=True)
-    _add_analyse(actions)
-    _add_merge(actions)
-    _add_compare(actions)
-
-
-def _add_analyse(actions: Any) -> None:
-    command = add_command(
-        actions,
-        "analyse",
-        _analyse,
-        "say what ran, what was hidden under computing, and what each phase of a layer took",
-        """
+    text = "say what ran, what was hidden under computing, and what each phase of a layer took"
+    examples = """
   eplb-runtime trace analyse rank0.json.gz
-  eplb-runtime trace analyse traces/ --plot traces.png      # all ranks of a job
+  eplb-runtime trace analyse traces/                        # all ranks of a job
   eplb-runtime trace analyse rank0.json --layers --kernels 30 --json
-""",
-    )
-    command.add_argument("traces", metavar="FILE", nargs="+", help="a trace (.json, .json.gz), or a folder of them")
-    command.add_argument("--layers", action="store_true", help="phases by layer and micro-batch, not summed")
-    add = adder(command)
-    add("--kernels", "N", positive, "kernels shown, the longest first (default: 10)", default=10)
-    add("--plot", "FILE", str, "draw what ran when, .png, .svg or .pdf (needs matplotlib)")
-
-
-def _add_merge(actions: Any) -> None:
-    command = add_command(
-        actions,
-        "merge",
-        _merge,
-        "put the traces of all ranks into one file for Perfetto",
-        """
+"""
+    analyse = add_command(actions, "analyse", _analyse, text, examples)
+    analyse.add_argument("traces", metavar="FILE", nargs="+", help="a trace (.json, .json.gz), or a folder of them")
+    analyse.add_argument("--layers", action="store_true", help="phases by layer and micro-batch, not summed")
+    adder(analyse)("--kernels", "N", positive, "kernels shown, the longest first (default: 10)", default=10)
+    examples = """
   eplb-runtime trace merge traces/                          # writes traces/merged.json.gz
   eplb-runtime trace merge traces/ -o job.json
-""",
-    )
-    command.add_argument("folder", metavar="DIR", help="with a trace of each rank")
-    command.add_argument("-o", "--output", metavar="FILE", help=".json or .json.gz (default: DIR/merged.json.gz)")
-
-
-def _add_compare(actions: Any) -> None:
-    command = add_command(
-        actions,
-        "compare",
-        _compare,
-        "say what changed between two jobs",
-        """
+"""
+    merge = add_command(actions, "merge", _merge, "put the traces of all ranks into one file for Perfetto", examples)
+    merge.add_argument("folder", metavar="DIR", help="with a trace of each rank")
+    merge.add_argument("-o", "--output", metavar="FILE", help=".json or .json.gz (default: DIR/merged.json.gz)")
+    examples = """
   eplb-runtime bench train --profile traces
   eplb-runtime trace compare traces/static traces/homes
-""",
-    )
-    command.add_argument("a", metavar="A", help="a trace, or a folder with one of each rank")
-    command.add_argument("b", metavar="B", help="the same of the other job")
-    adder(command)("--kernels", "N", positive, "kernels shown, largest change first (default: 8)", default=8)
+"""
+    compare = add_command(actions, "compare", _compare, "say what changed between two jobs", examples)
+    compare.add_argument("a", metavar="A", help="a trace, or a folder with one of each rank")
+    compare.add_argument("b", metavar="B", help="the same of the other job")
+    adder(compare)("--kernels", "N", positive, "kernels shown, largest change first (default: 8)", default=8)
 
 
 def _analyse(arguments: argparse.Namespace) -> None:
     from ..observe.traces import together, traces_in
 
-    if arguments.plot is not None:
-        require_output(arguments.plot, PICTURES)
-        require_extra("matplotlib", "--plot")
     analyses = _read([path for given in arguments.traces for path in traces_in(Path(given))])
-    if arguments.plot is not None:
-        from ..observe.traces.picture import draw
-
-        draw(analyses, Path(arguments.plot))
     if arguments.json:
         print_json(together(analyses))
         return
@@ -113,9 +78,7 @@ def _print_one(one: Analysis, by_layer: bool, kernels: int) -> None:
     rows = [{"": what, "us": _us(us), "of span": _share(us, one.span_us)} for what, us in times.items()]
     print_table(f"{one.file}{rank} ({one.device.upper()})", rows)
     share = f"{travelled.hidden_share:.1%} of communication is hidden" if travelled.us else "nothing was sent"
-    steps = (
-        f"; {one.steps} {'step' if one.steps == 1 else 'steps'} of {_us(one.step_us)} us (median)" if one.steps else ""
-    )
+    steps = f"; {counted(one.steps, 'step')} of {_us(one.step_us)} us (median)" if one.steps else ""
     print_lines(f"{share}{steps}", "")
     print_table(
         "kinds of work",
@@ -146,22 +109,18 @@ def _print_one(one: Analysis, by_layer: bool, kernels: int) -> None:
 
 
 def _phases(one: Analysis, by_layer: bool) -> list[dict[str, Any]]:
-    """A row for each phase, over layers and micro-batches unless asked otherwise."""
-    rows: dict[tuple[str, int | None, int | None], list[float]] = {}
+    """Return a row for each phase, over layers and micro-batches unless ``by_layer``."""
+    rows: dict[tuple[Any, ...], list[float]] = {}
     for phase in one.phases:
-        name = f"{phase.phase}({phase.direction})" if phase.direction else phase.phase
-        key = (name, phase.layer, phase.micro_batch) if by_layer else (name, None, None)
+        key = (phase.name, phase.layer, phase.micro_batch) if by_layer else (phase.name,)
         took = (phase.spans, phase.host_us, phase.compute_us, phase.communication_us, phase.exposed_us)
         rows[key] = [a + b for a, b in zip(rows.get(key, [0.0] * 5), took, strict=True)]
     shown = []
-    in_batches = any(phase.micro_batch is not None for phase in one.phases)
-    for (name, layer, micro_batch), (spans, host, compute, communication, exposed) in rows.items():
-        row: dict[str, Any] = {"phase": name}
-        if by_layer:
-            row |= {"layer": "" if layer is None else layer}
-            row |= {"micro-batch": "" if micro_batch is None else micro_batch} if in_batches else {}
-        row |= {"spans": int(spans), "host us": _us(host), "compute us": _us(compute)}
-        shown.append(row | {"send us": _us(communication), "exposed us": _us(exposed)})
+    heads = ("phase", "layer", "micro-batch" if any(phase.micro_batch is not None for phase in one.phases) else None)
+    for key, (spans, *times) in rows.items():
+        place = {head: "" if value is None else value for head, value in zip(heads, key, strict=False) if head}
+        names = ("host us", "compute us", "send us", "exposed us")
+        shown.append({**place, "spans": int(spans), **dict(zip(names, map(_us, times), strict=True))})
     return shown
 
 
@@ -175,16 +134,7 @@ def _merge(arguments: argparse.Namespace) -> None:
     with _reading(2 * sum(path.stat().st_size for path in paths)) as advance:
         merged = merge(paths, output, advance)
     if arguments.json:
-        print_json(
-            {
-                "output": str(output),
-                "ranks": list(merged.ranks),
-                "events": merged.events,
-                "flows": merged.flows,
-                "dropped_flows": merged.dropped_flows,
-                "asynchronous": merged.asynchronous,
-            }
-        )
+        print_json({"output": str(output), **asdict(merged)})
         return
     print_lines(
         f"{output}: {len(merged.ranks)} ranks, {merged.events:,} events, {merged.flows:,} flows",

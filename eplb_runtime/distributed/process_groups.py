@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,17 +38,13 @@ class ProcessGroups:
     * ``migration``: the device's backend, `Job.migration_ranks`: those that have each row of an expert tensor once (one
       EP group, unless rows or the optimizer's state are divided), in the order of the rows: experts on their way. Made
       again with ``control``.
-    * ``everyone``: the device's backend, all ranks of the job: norms over stages, agreement on a gradient's overflow.
     * ``data``: the device's backend, ranks that hold the same stages: gradients outside the experts.
     * ``expert_data``: the device's backend, ranks that hold the same experts; None when there is one.
     * ``parts``: the device's backend, ranks that have the homes of this EP rank together; None when it is this one.
     * ``twins``: the device's backend, ranks that have the same part of them; None when it is this one.
     * ``dispatch``: the device's backend, one EP group: tokens.
-    * ``rows``: the device's backend, ranks that have each row of an expert tensor once: what concerns whole layers of
-      experts (norms, gathering). It is ``dispatch``, unless rows are divided.
     * ``counts``: the device's backend, one EP group: what goes where, ahead of tokens. Apart from ``dispatch`` on gloo,
       which ends the process where messages that meet differ in size, as those of a forward and a backward would.
-    * ``replicas``: the device's backend, the ranks of ``rows``: weights to copies, gradients back.
 
     Every group of a device backend is used by all its ranks as soon as it is made: NCCL builds a communicator of the
     whole group at its first call, and ranks that have nothing to send would never come to that call.
@@ -88,8 +85,6 @@ class ProcessGroups:
         self._members = job_ranks(ranks)
         self._made: list[dist.ProcessGroup] = []
         self._times_made: Counter[str] = Counter()
-        self._background: dist.ProcessGroup | None = None
-        self._second_channel: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._is_balancing = True
         self._whole_world = len(self._members) == dist.get_world_size()
         world = dist.distributed_c10d._get_default_group().get_group_store()
@@ -106,14 +101,9 @@ class ProcessGroups:
                 return
             if lacking := first_problem(lacks_descriptors(self._gloo_sizes(job)), self.control):
                 raise GroupError(str(lacking))
-            self.everyone = self._new([self._members], self.backend, "everyone")
-            self.data = self.everyone
-            if len(job.stage_sets) > 1:
-                self.data = self._new(job.data_sets, self.backend, "data")
+            self.data = self._new(job.data_sets, self.backend, "data")
             self.dispatch = self._new(job.ep_sets, self.backend, "dispatch")
-            self.rows = self._new(job.row_sets, self.backend, "rows") if job.divided_rows else self.dispatch
             self.counts = self._new(job.ep_sets, "gloo", "counts") if self.backend == "gloo" else self.dispatch
-            self.replicas = self._new(job.row_sets, self.backend, "replicas")
             self.expert_data: dist.ProcessGroup | None = None
             self.twins: dist.ProcessGroup | None = None
             if len(job.ep_sets) > len(job.stage_sets):
@@ -182,19 +172,36 @@ class ProcessGroups:
         """End these groups."""
         self._retire(*groups)
 
-    def background(self) -> dist.ProcessGroup:
-        """A gloo group over all ranks, for work in a thread beside training; made at the first call, collectively."""
-        if self._background is None:
-            self._background = self._new([self.job.ranks], "gloo", "background")
-        return self._background
+    # -- made where they are first asked for, which all ranks of the job do at the same place --------------------------
 
+    @cached_property
+    def everyone(self) -> dist.ProcessGroup:
+        """The device's backend, all ranks of the job: norms over stages, agreement on a gradient's overflow."""
+        if len(self.job.stage_sets) == 1:
+            return self.data
+        return self._new([self.job.ranks], self.backend, "everyone")
+
+    @cached_property
+    def rows(self) -> dist.ProcessGroup:
+        """The device's backend, ranks that have each row of an expert tensor once: what concerns whole layers of
+        experts (norms, gathering). It is ``dispatch``, unless rows are divided."""
+        return self._new(self.job.row_sets, self.backend, "rows") if self.job.divided_rows else self.dispatch
+
+    @cached_property
+    def replicas(self) -> dist.ProcessGroup:
+        """The device's backend, the ranks of ``rows``: weights to copies, gradients back."""
+        return self._new(self.job.row_sets, self.backend, "replicas")
+
+    @cached_property
+    def background(self) -> dist.ProcessGroup:
+        """A gloo group over all ranks, for work in a thread beside training."""
+        return self._new([self.job.ranks], "gloo", "background")
+
+    @cached_property
     def second_channel(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """``dispatch`` and ``counts`` once more, for a second batch at once; made at the first call, collectively."""
-        if self._second_channel is None:
-            dispatch = self._new(self.job.ep_sets, self.backend, "dispatch 2")
-            counts = self._new(self.job.ep_sets, "gloo", "counts 2") if self.backend == "gloo" else dispatch
-            self._second_channel = dispatch, counts
-        return self._second_channel
+        """``dispatch`` and ``counts`` once more, for a second batch at once."""
+        dispatch = self._new(self.job.ep_sets, self.backend, "dispatch 2")
+        return dispatch, self._new(self.job.ep_sets, "gloo", "counts 2") if self.backend == "gloo" else dispatch
 
     def of_nodes(self, ranks_per_node: int) -> dist.ProcessGroup:
         """A gloo group of the ranks of ``replicas`` that share this rank's node, to meet in. Collective.
@@ -224,7 +231,7 @@ class ProcessGroups:
         """Give back what only rebalancing needs; the model goes on with the other groups. Threads and connections of
         gloo go with the last who holds a group: the others have let go of theirs."""
         self._retire(*(group for group in self._made if group.group_desc.split()[-1] in _OF_BALANCING))
-        self._background = None
+        self.__dict__.pop("background", None)
         del self.control, self.migration
         self.store.close()
         self._is_balancing = False

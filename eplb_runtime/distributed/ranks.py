@@ -8,19 +8,14 @@ from these, in `process_groups.py`.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
-import torch
 import torch.distributed as dist
 
-from .consensus import gather_rows
-
-MAX_STAGES = 16
-"""Pipeline stages that one rank can hold."""
-_WORDS = 8
-"""Numbers that ranks exchange before those of stages and layers."""
+from .consensus import gather_bytes
 
 
 class GroupError(ValueError):
@@ -232,7 +227,7 @@ class _Said:
     rank: int
     ep_first: int
     ep_size: int
-    ep_name: int
+    ep_name: str
     divisor: int
     divided_rows: int
     divided_state: bool
@@ -242,12 +237,12 @@ class _Said:
 
 def gather_job(ranks: Ranks, everyone: tuple[int, ...], stage_layers: Sequence[int], control: dist.ProcessGroup) -> Job:
     """One small all-gather, and the same conclusions on all ranks."""
-    said = _exchange(ranks, everyone, stage_layers, control)
+    said = _exchange(ranks, stage_layers, control)
     for one in said:
         if one.stages == (-1,):
             raise GroupError(
                 f"rank {one.rank} does not name one stage for each model that it attaches: give Ranks(stages=...), "
-                f"ascending, at most {MAX_STAGES}"
+                "ascending"
             )
     layers: dict[int, int] = {}
     for one in said:
@@ -290,43 +285,31 @@ def gather_job(ranks: Ranks, everyone: tuple[int, ...], stage_layers: Sequence[i
     return job if job.gradient_divisor else replace(job, gradient_divisor=len(job.data_ranks))
 
 
-def _exchange(
-    ranks: Ranks, everyone: tuple[int, ...], stage_layers: Sequence[int], control: dist.ProcessGroup
-) -> list[_Said]:
-    stages = ranks.stages
-    if len(stages) != len(stage_layers) or len(stages) > MAX_STAGES or sorted(set(stages)) != list(stages):
-        stages = (-1,)
+def _exchange(ranks: Ranks, stage_layers: Sequence[int], control: dist.ProcessGroup) -> list[_Said]:
+    stages, layers = ranks.stages, tuple(stage_layers)
+    if len(stages) != len(layers) or sorted(set(stages)) != list(stages):
+        stages, layers = (-1,), (0,)
     # Without an EP group: all ranks with the same stages, which are not known yet; they are told apart by their stages.
     ep = tuple(sorted(ranks.ep)) if ranks.ep is not None else ()
-    name = hashlib.blake2b(repr((ep, () if ep else stages)).encode(), digest_size=7).digest()
-    mine = torch.full((_WORDS + 2 * MAX_STAGES,), -1, dtype=torch.int64)
-    mine[:_WORDS] = torch.tensor(
-        [
-            dist.get_rank(),
-            ep[0] if ep else -1,
-            len(ep),
-            int.from_bytes(name, "little"),
-            ranks.gradient_divisor or 0,
-            ranks.divided_rows,
-            int(ranks.divided_state),
-            len(stages),
-        ]
+    name = hashlib.blake2b(repr((ep, () if ep else stages)).encode(), digest_size=8).hexdigest()
+    mine = _Said(
+        rank=dist.get_rank(),
+        ep_first=ep[0] if ep else -1,
+        ep_size=len(ep),
+        ep_name=name,
+        divisor=ranks.gradient_divisor or 0,
+        divided_rows=ranks.divided_rows,
+        divided_state=ranks.divided_state,
+        stages=stages,
+        layers=layers,
     )
-    layers = (*stage_layers, *[0] * MAX_STAGES)[: len(stages)]
-    mine[_WORDS : _WORDS + len(stages)] = torch.tensor(stages)
-    mine[_WORDS + MAX_STAGES : _WORDS + MAX_STAGES + len(stages)] = torch.tensor(layers)
-    said = []
-    for row in gather_rows(mine, control).tolist():
-        rank, ep_first, ep_size, ep_name, divisor, divided_rows, divided_state, count = row[:_WORDS]
-        held, counts = row[_WORDS : _WORDS + count], row[_WORDS + MAX_STAGES : _WORDS + MAX_STAGES + count]
-        numbers = rank, ep_first, ep_size, ep_name, divisor, divided_rows
-        said.append(_Said(*numbers, bool(divided_state), tuple(held), tuple(counts)))
-    return said
+    said = [json.loads(text) for text in gather_bytes(json.dumps(asdict(mine)).encode(), control)]
+    return [_Said(**{**one, "stages": tuple(one["stages"]), "layers": tuple(one["layers"])}) for one in said]
 
 
 def _ep_sets(said: Sequence[_Said], everyone: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """The EP groups of the job, ordered by first rank."""
-    members: dict[int, list[_Said]] = {}
+    members: dict[str, list[_Said]] = {}
     for one in said:
         members.setdefault(one.ep_name, []).append(one)
     sets = []

@@ -8,8 +8,8 @@ thread, and a rank whose connections are whole asks the store nothing.
 2. A rank that finds all ranks in ``here`` writes the boundary at which they meet into ``step``: its own and a few more.
    Ranks that train together are at most one boundary apart, so all read the word before they come there.
 3. At that boundary each rank adds one to ``came``. The last one writes "yes" into ``go``; a rank that has passed the
-   boundary, or cannot make groups, writes why. The others wait for the word for the timeout times the number of tries.
-   Whoever waited in vain writes the ranks that did not come.
+   boundary, or cannot make groups, adds nothing and writes why. The others wait for the word for the timeout times the
+   number of tries. Whoever waited in vain writes the ranks that did not come.
 4. After "yes" all make the groups and the transport, within the same time, and vote; a rank that failed votes no. They
    also compare their placements.
 5. A rank that counted "yes" from all writes "yes" into ``hold``, any other writes why not. The first word decides: all
@@ -173,9 +173,10 @@ class Reconnection:
         except Exception as error:
             problem = one_line(error, with_type=True)
         store.compare_set(self._key(f"came/{groups.job.rank}"), "came")
-        came = store.add(self._key("came"), 1)
-        if problem or came == len(groups.job.ranks):
-            store.compare_set(self._key("go"), f"rank {groups.job.rank}: {problem}" if problem else _YES)
+        if problem:
+            store.compare_set(self._key("go"), f"rank {groups.job.rank}: {problem}")
+        elif store.add(self._key("came"), 1) == len(groups.job.ranks):
+            store.compare_set(self._key("go"), _YES)
         if not store.wait(self._key("go"), seconds):
             missing = [str(rank) for rank in groups.job.ranks if not store.word_of(self._key(f"came/{rank}"))]
             store.compare_set(self._key("go"), f"rank {', '.join(missing[:8])} did not come within {seconds:g} s")

@@ -1,7 +1,6 @@
-"""The tag of a forward: layer, step, placement and mode as one number, which travels with the counts of every batch.
+"""The tag of a forward: layer, step, placement, mode and top-k as one number, which travels with every batch's counts.
 
-Ranks that run unequal numbers of forwards exchange what does not belong together. They compare their tags with the
-counts, so all of them raise at once, and each says which rank is in which forward.
+Ranks compare tags with the counts: where they differ, all raise at once and say which rank is in which forward.
 """
 
 from __future__ import annotations
@@ -13,12 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-_MEND = (
-    "every rank must run equally many forwards and steps (evaluation too; generate: synced_gpus=True), and no rank may "
-    "skip one alone"
-)
+_MEND = "every rank must run the same forwards and steps (evaluation too; generate: synced_gpus=True)"
 _PLACEMENT = 0xFC
 """Bits of a tag that name the placement of the layer."""
+_TOP_K = 52  # first of 8 bits of a tag
 
 
 class OutOfStepError(RuntimeError):
@@ -41,8 +38,7 @@ class ForwardTag:
     @property
     def value(self) -> int:
         """Return the tag of the forward that this thread is in."""
-        value: int = getattr(self._here, "value", 0)
-        return value
+        return int(getattr(self._here, "value", 0))
 
     @property
     def training(self) -> bool:
@@ -55,9 +51,13 @@ class ForwardTag:
         found: tuple[int, int] | tuple[None, None] = getattr(self._here, "place", (None, None))
         return found
 
-    def enter(self, layer: int, step: int, training: bool, epoch: int = 0) -> None:
-        """Begin a forward of a layer on this rank."""
-        tag = (step << 24) | (layer << 8) | (training << 1) | torch.is_grad_enabled()
+    def enter(self, layer: int, step: int, training: bool, epoch: int = 0, top_k: int = 0) -> None:
+        """Begin a forward of a layer on this rank.
+
+        Args:
+            top_k: experts of each token; 0: it is not compared.
+        """
+        tag = (top_k % 256 << _TOP_K) | (step << 24) | (layer << 8) | (training << 1) | torch.is_grad_enabled()
         self._here.value = tag
         self._here.place = layer, epoch
 
@@ -100,5 +100,6 @@ class ForwardTag:
 def _forward(tag: int) -> str:
     kind = "training" if tag >> 1 & 1 else "evaluation"
     gradients = "" if tag & 1 else " without gradients"
-    layer, steps = tag >> 8 & 0xFFFF, tag >> 24
-    return f"the forward of MoE layer {layer} in {kind}{gradients} after {steps} steps"
+    layer, steps, top_k = tag >> 8 & 0xFFFF, (tag & (1 << _TOP_K) - 1) >> 24, tag >> _TOP_K
+    chosen = f" with top-k {top_k}" if top_k else ""
+    return f"the forward of MoE layer {layer} in {kind}{gradients} after {steps} steps{chosen}"

@@ -180,7 +180,7 @@ def _checked(config: object) -> tuple[BalancerConfig, BaseException | None]:
     if config is None or isinstance(config, BalancerConfig):
         return config or BalancerConfig(), None
     shown = config.__name__ if isinstance(config, type) else f"a {type(config).__name__}"
-    mend = "eplb_runtime.config.config_from_settings(them)" if isinstance(config, Mapping) else "BalancerConfig(...)"
+    mend = "BalancerConfig(**them)" if isinstance(config, Mapping) else "BalancerConfig(...)"
     return BalancerConfig(), AttachError(f"config={shown}: give {mend}")
 
 

@@ -25,7 +25,7 @@ from ..moe.experts.compute import SlotCounts
 from ..moe.layer import ExpertParallelLayer
 from .attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
 from .attaching.expert_spans import call_begins, call_ends
-from .tried import short, why_not_alike
+from .attaching.self_test import rows_like, same_to_rounding, seed_generators, try_layer, untouched, width_of_rows
 
 RowsThroughSlots = Callable[[Tensor, SlotCounts, Mapping[str, Tensor]], Tensor]
 
@@ -93,7 +93,13 @@ def stack_experts(model: nn.Module, layers: Sequence[MoE]) -> None:
                     f"{layer.experts} is no nn.ModuleList but {type(experts).__name__}: say by compute= how rows run "
                     "through its tensors"
                 )
-            made.append((layer.experts, _stacked(layer.experts, experts)))
+            stacked = _stacked(layer.experts, experts)
+            parent = model.get_submodule(layer.experts.rpartition(".")[0])
+            weights = [tensor.detach() for tensor in stacked.parameters()]
+            run = getattr(parent, layer.run, None)
+            if not weights[0].is_meta and (problem := try_layer([parent], stacked.compute, weights, run).problem):
+                raise AttachError(f"{layer.run} of {layer.experts} {problem}")
+            made.append((layer.experts, stacked))
     for name, stacked in made:
         owner, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(owner), own_name, stacked)
@@ -251,6 +257,7 @@ def _describe_layer(model: nn.Module, layer: MoE) -> MoELayer:
         num_experts=rows if spread is None else spread.rows * len(spread.ep_ranks),
         parameters=tuple(named),
         compute=experts.compute if isinstance(experts, StackedExperts) else _UsersCompute(layer, tuple(named)),
+        run=None if isinstance(experts, StackedExperts) else getattr(owner, layer.run),
         install=lambda parallel: setattr(owner, layer.run, _run(layer, getattr(owner, layer.run), parallel)),
         alignment=layer.alignment,
     )
@@ -343,9 +350,33 @@ def _stacked(name: str, experts: nn.ModuleList) -> StackedExperts:
         for key in named[0]
     }
     template = deepcopy(first).to("meta")
-    if problem := why_not_alike(name, list(experts), template):
-        raise AttachError(problem)
+    if not next(first.parameters()).is_meta:
+        _check_same_results(name, experts, template)
     return StackedExperts(template, tensors).train(experts.training)
+
+
+def _check_same_results(name: str, experts: nn.ModuleList, template: nn.Module) -> None:
+    """Each expert gives for a few rows, with dropout and without, what the one that computes all gives with its
+    weights."""
+    first = next(experts[0].parameters())
+    sizes = [size for tensor in experts[0].parameters() for size in reversed(tensor.shape)]
+    with untouched([experts, template], template, first.device), torch.no_grad():
+        if (width := width_of_rows(experts[0], sizes, first)) is None:
+            return
+        rows = rows_like(first, 4, width) * torch.tensor([[0.01], [1.0], [30.0], [1000.0]]).to(first)  # limits show
+        for number, expert in enumerate(experts):
+            for training in (False, True):
+                results = []
+                for module in (expert, template):
+                    seed_generators()
+                    given: dict[str, Tensor] = dict(expert.named_parameters())
+                    results.append(functional_call(module.train(training), given, (rows,)))
+                if not same_to_rounding(*results):
+                    raise AttachError(
+                        f"{name}.{number} gives other results for the same rows than {name}.0 gives with the weights "
+                        f"of {name}.{number}, and one of them computes all once they are stacked: make them equal, or "
+                        "keep tensors [E, ...] and say by MoE(..., compute=) how rows run through them"
+                    )
 
 
 def _check_same_code(name: str, expert: nn.Module, first_name: str, first: nn.Module) -> None:
@@ -357,11 +388,11 @@ def _check_same_code(name: str, expert: nn.Module, first_name: str, first: nn.Mo
     own, others = ways
     for path, key in {**own, **others}:
         if not _alike(own.get((path, key)), others.get((path, key))):
-            shown = f"{short(own.get((path, key)))}, not {short(others.get((path, key)))}"
+            one, other = (" ".join(repr(values.get((path, key))).split())[:60] for values in ways)
             raise AttachError(
-                f"{name} does not compute as {first_name} does ({f'{path}.{key}'.lstrip('.')} is {shown}), and one of "
-                "them computes all once they are stacked: make them equal, or keep tensors [E, ...] and say by "
-                "MoE(..., compute=) how rows run through them"
+                f"{name} does not compute as {first_name} does ({f'{path}.{key}'.lstrip('.')} is {one}, not {other}), "
+                "and one of them computes all once they are stacked: make them equal, or keep tensors [E, ...] and "
+                "say by MoE(..., compute=) how rows run through them"
             )
 
 

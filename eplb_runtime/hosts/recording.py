@@ -14,8 +14,7 @@ from ..distributed import private_groups
 from ..distributed.consensus import extremes
 from ..distributed.store import name_of_job
 from ..load.series import RecordedJob
-from ..observe.recorder import Recorder
-from ..observe.recording import Recording
+from ..observe.recording import Recorder, Recording
 from ..topology import Topology
 from ..utils.files import FileError
 from . import module, rooms

@@ -1,22 +1,18 @@
-"""Settings of a job, judged by one list of rules per framework.
-
-A framework's file or folder has a frozen class of settings with two readers: the options of a recipe, and the objects
-of the live job. Its list of rules is applied to both: by `attach`, and by ``eplb-runtime doctor --recipe``.
-"""
+"""Settings of a job, and the checks that refuse one. `attach` gives them the live configs, ``eplb-runtime doctor
+--recipe`` the options of a recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
 
 Exact = Literal["bit", "rounding"]
-Settings = TypeVar("Settings")
 
 
 @dataclass(frozen=True)
-class Unresolved:
+class Unknown:
     """A setting whose value is not known.
 
     Args:
@@ -29,50 +25,38 @@ class Unresolved:
         return self.text
 
 
-class UnresolvedError(Exception):
-    """A rule has asked for a setting whose value is not known."""
+class UnknownError(Exception):
+    """A check has read a setting whose value is not known; the message is its name."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One class of settings that cannot be balanced. Deleting its entry opens the class.
-
-    Args:
-        setting: name of a field of the settings.
-        refuses: true where the settings are of the class; it may read any field.
-        why: what stands against it.
-        instead: what to write.
-        replicas_only: homes move all the same; only replica slots are refused.
-    """
-
-    setting: str
-    refuses: Callable[[Any], bool]
-    why: str
-    instead: str
-    replicas_only: bool = False
-
-
-@dataclass(frozen=True)
-class Emulated:
-    """One class of settings that is balanced, and was tested with a stand-in for what it runs on.
+class JobSettings:
+    """Settings of a job, by its framework's names. Reading an `Unknown` one raises `UnknownError`.
 
     Args:
-        setting: name of a field of the settings.
-        applies: true where the settings are of the class.
-        tested: what stood in for what.
+        given: values; None is not given.
+        defaults: the framework's, of all settings that its checks read.
     """
 
-    setting: str
-    applies: Callable[[Any], bool]
-    tested: str
+    def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self.values = {**defaults, **{name: given[name] for name in defaults if given.get(name) is not None}}
+        self.assumed = tuple(name for name in defaults if given.get(name) is None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "values" or name not in self.values:
+            raise AttributeError(name)
+        if isinstance(self.values[name], Unknown):
+            raise UnknownError(name)
+        return self.values[name]
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A rule that refuses a job.
+    """A setting that cannot be balanced.
 
     Args:
         value: of the setting in this job.
+        why: the reason.
+        instead: what to write.
     """
 
     setting: str
@@ -84,120 +68,70 @@ class Refusal:
         return f"{self.setting}={self.value}: {self.why}; {self.instead}"
 
 
-@dataclass(frozen=True)
-class JobVerdict:
-    """What the rules say of a job's settings.
-
-    Args:
-        refused: what stands against moving homes.
-        without_replicas: what stands against replica slots besides.
-        undecided: settings that a rule needs and that are not known.
-    """
-
-    refused: tuple[Refusal, ...]
-    without_replicas: tuple[Refusal, ...]
-    undecided: tuple[str, ...]
-
-    @property
-    def homes(self) -> bool | None:
-        """Whether homes can move; None: not known."""
-        return False if self.refused else None if self.undecided else True
-
-    @property
-    def replicas(self) -> bool | None:
-        """Whether there can be replica slots; None: not known."""
-        return False if self.without_replicas else self.homes
+Check = Callable[[Any], Iterator[Refusal]]
+StandIn = tuple[str, str]
+"""A setting that is balanced, and what replaced a GPU or a library where it was tested."""
 
 
 @dataclass(frozen=True)
-class HostRules:
+class HostChecks:
     """How jobs of a framework are judged.
 
     Args:
         version: the framework's, as people name it.
         settings_of: makes settings of options by the framework's own names.
-        rules: what is refused.
-        exact: how equal training with and without moves is; raises `UnresolvedError`.
+        checks: what is refused; one ends at the first setting that it needs and that is not known.
+        without_replicas: what is refused for replica slots alone.
+        exact: how equal training with and without moves is.
+        stand_ins: what of a job that attaches was tested with a stand-in.
         checked_at_attach: what only a live job shows.
-        emulated: what of that which attaches was tested with a stand-in.
+        ranks, experts: the settings of the ranks and experts of a layer.
     """
 
     version: str
-    settings_of: Callable[[Mapping[str, Any]], Any]
-    rules: Sequence[Rule]
+    settings_of: Callable[[Mapping[str, Any]], JobSettings]
+    checks: Sequence[Check]
+    without_replicas: Check
     exact: Callable[[Any], Exact]
+    stand_ins: Callable[[Any], Iterator[StandIn]]
     checked_at_attach: Sequence[str]
-    emulated: Sequence[Emulated] = ()
+    ranks: str
+    experts: str
 
 
-class Resolved:
-    """View of settings that raises `UnresolvedError` where a value is not known."""
-
-    def __init__(self, settings: Any) -> None:
-        self._settings = settings
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._settings, name)
-        if isinstance(value, Unresolved):
-            raise UnresolvedError(name)
-        return value
+def refuse(job: Any, setting: str, why: str, instead: str) -> Refusal:
+    """The refusal of a setting, with its value in this job."""
+    return Refusal(setting, getattr(job, setting, ""), why, instead)
 
 
-def judge(settings: Any, rules: Sequence[Rule]) -> JobVerdict:
-    """Apply every rule."""
-    refused: list[Refusal] = []
-    without_replicas: list[Refusal] = []
-    undecided: dict[str, None] = {}
-    for rule in rules:
-        try:
-            if not rule.refuses(Resolved(settings)):
-                continue
-        except UnresolvedError as error:
-            undecided[str(error)] = None
-            continue
-        found = Refusal(rule.setting, getattr(settings, rule.setting, ""), rule.why, rule.instead)
-        (without_replicas if rule.replicas_only else refused).append(found)
-    return JobVerdict(tuple(refused), tuple(without_replicas), tuple(undecided))
+def run_checks(job: Any, checks: Iterable[Callable[[Any], Iterator[Any]]]) -> tuple[list[Any], list[str]]:
+    """Run every check on a job.
 
-
-def emulated_settings(settings: Any, emulated: Sequence[Emulated]) -> tuple[Emulated, ...]:
-    """Those that apply, as far as settings are known."""
-    found = []
-    for one in emulated:
-        with suppress(UnresolvedError):
-            found += [one] if one.applies(Resolved(settings)) else []
-    return tuple(found)
-
-
-def problems(settings: Any, rules: Sequence[Rule]) -> list[str]:
-    """One line for each rule that refuses a live job, whose unknown settings are let through."""
-    return [str(refusal) for refusal in judge(settings, rules).refused]
-
-
-def given_or_default(kind: type[Settings], options: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Fields of a class of settings that ``options`` gives, and the names of those that take their default.
-
-    Absent options and None take the default.
+    Returns:
+        what they find, and the settings that are not known and that they need.
     """
-    names = [field.name for field in fields(kind) if field.name != "assumed"]  # type: ignore[arg-type]
-    given = {name: options[name] for name in names if options.get(name) is not None}
-    return given, tuple(name for name in names if name not in given)
+    found: list[Any] = []
+    undecided: dict[str, None] = {}
+    for check in checks:
+        try:
+            found.extend(check(job))
+        except UnknownError as error:
+            undecided[str(error)] = None
+    return found, list(undecided)
 
 
-def copies_of_experts(world_size: Any, *sizes: int | Unresolved) -> int | Unresolved:
+def ranks_of_an_expert(world_size: Any, *sizes: Any) -> int | Unknown:
     """Number of ranks that hold the same experts (EDP).
 
     Args:
         world_size: ranks of the job; not an int: not known.
         sizes: of the dimensions over which experts are spread.
     """
-    product = 1
-    for size in sizes:
-        if isinstance(size, Unresolved):
-            return size
-        product *= size
+    unknown = next((size for size in sizes if isinstance(size, Unknown)), None)
+    if unknown is not None:
+        return unknown
     if not isinstance(world_size, int):
-        return Unresolved(str(world_size) if world_size is not None else "ranks of the job")
-    if world_size % product:
-        return Unresolved(f"{world_size} ranks are no multiple of {product}")
-    return world_size // product
+        return Unknown(str(world_size) if world_size is not None else "ranks of the job")
+    if world_size % prod(sizes):
+        return Unknown(f"{world_size} ranks are no multiple of {prod(sizes)}")
+    return world_size // prod(sizes)

@@ -10,13 +10,13 @@ import numpy as np
 from ..distributed.ballot import Ballot, Verdict
 from ..distributed.points import Phase
 from ..placement import Placement
-from .driver import MigrationProgress
 from .engine import GetReady, MigrationEngine, PreparedMigration, layers_that_differ
+from .progress import MigrationProgress
 from .schedule import Round
 
 
 class BetweenSteps:
-    """The driver (`driver.Migration`) of migrations for which training waits.
+    """The driver of migrations for which training waits.
 
     Args:
         get_ready: called for each round, before its vote.

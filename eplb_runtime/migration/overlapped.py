@@ -37,16 +37,16 @@ from ..placement import Placement
 from ..replicas.placement_maps import Maps
 from ..utils.errors import one_line
 from ..utils.worker import Worker
-from .driver import MigrationProgress
 from .engine import Formats, MigrationEngine, PostedRound, PreparedMigration, layers_that_differ
 from .pacing import Pace, StartTimes, next_batch
+from .progress import MigrationProgress
 from .schedule import Round
 
 logger = logging.getLogger("eplb_runtime")
 
-LATE, WRITTEN, REPLACED, HELD = "late", "written", "replaced", "held"
+LATE, WRITTEN, REPLACED = "late", "written", "replaced"
 """Kinds of verdicts. LATE: the round is sent again. WRITTEN: somebody writes its experts between steps. REPLACED: its
-tensors are not those with which the migration began. HELD: the user has copied its experts since then."""
+tensors are not those with which the migration began."""
 _REPLACED_TIMES = 2
 """Migrations in a row that found replaced tensors: once is a state that was loaded, twice is an optimizer that makes
 its state anew in each step."""
@@ -102,7 +102,7 @@ class InFlightRound:
 
 
 class Overlapped:
-    """The driver (`driver.Migration`) of migrations that overlap with training; one at a time, on one rank.
+    """The driver of migrations that overlap with training; one at a time, on one rank.
 
     Args:
         engine: of this rank; this driver is its only user during a migration.
@@ -114,7 +114,6 @@ class Overlapped:
         timeout_seconds: for the transfers of one step, and for each decision.
         link_seconds_per_byte: of the links, used until a migration has shown how fast experts travel.
         max_pause_seconds: longest wait of a step for late experts; None: as long as it pays.
-        held_outside: names the holder of copies of experts that do not move along; empty: nobody.
 
     Attributes:
         in_flight: whether a migration was begun and has not ended.
@@ -134,12 +133,10 @@ class Overlapped:
         timeout_seconds: float,
         link_seconds_per_byte: float,
         max_pause_seconds: float | None,
-        held_outside: Callable[[], str] = lambda: "",
     ) -> None:
         self.agreement = agreement
         self.in_flight = False
         self.late_rounds = self.late_bytes = 0
-        self._held_outside = held_outside
         self._engine = engine
         self._worker = worker
         self._registry = registry
@@ -301,13 +298,9 @@ class Overlapped:
         begins writes no experts."""
         if self._gate.is_set():
             return
-        # Copies that the user made during the migration have the rows of now, so these must not move.
-        moves = self._as_sent and not np.array_equal(self._current.homes_LRH, self._target.homes_LRH)
-        held, name = self._held_outside() if moves else "", self._written()
+        name = self._written()
         for flight in self._flights:
-            if held and flight.here:
-                self._refuse(flight, Verdict(False, held, kind=HELD))
-            elif name and flight.here:
+            if name and flight.here:
                 cause = f"{name} was written between the optimizer's step and the forward"
                 self._refuse(flight, Verdict(False, cause, kind=WRITTEN))
             elif flight.here and (problem := self._changed([flight.layer])):

@@ -125,7 +125,8 @@ class ExpertParallelLayer:
 
     def _forward(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         epoch, repeated, training = self._table.epoch, in_recompute(), self._module.training
-        self._context.forward_tag.enter(self.index, self._counter.closed_steps, training, epoch)
+        tag, top_k = self._context.forward_tag, topk_ids_TK.shape[-1]
+        tag.enter(self.index, self._counter.closed_steps, training, epoch, top_k)
         self._dispatcher.check(hidden_TD, topk_weights_TK)
         if repeated:  # nothing counts again, and metadata that is known is used again
             metadata, counted = self._in_flight.repeated(topk_ids_TK), _Counted()

@@ -1,22 +1,23 @@
-"""The numbers of a run by name, for whoever collects numbers: Prometheus, TensorBoard, Weights & Biases, MLflow.
+"""The numbers of a run by name: for Prometheus, TensorBoard, Weights & Biases, MLflow and the summary.
 
-All are read off the `RunState`, so they are what the page and the report show. Labels stay few: a layer, a rank, or a
-word from a list of ours; never a text. Names of the field are there with ours: overload factors as Megatron logs them,
+Labels are layers, ranks and words from short lists, never texts. Overload factors are named as Megatron logs them,
 MaxVio as in the paper on balancing without an auxiliary loss, balancedness as serving engines have it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..load.clock import Progress
-from .state import LINKS, RunState
+from .run_state import LINKS, RunState
 
 PREFIX = "eplb_"
+NOT_INSTALLED = "prometheus_client is not installed on rank 0: pip install 'eplb-runtime[metrics]'"
 
 Samples = list[tuple[dict[str, str], float]]
 
@@ -39,21 +40,19 @@ class Metric:
 
 
 def metrics_of(state: RunState, progress: Progress, now: float, left_out: int = 0) -> list[Metric]:
-    """All metrics of a run, the same names from the first scrape on.
+    """Return all metrics of a run; their names are the same from the first scrape on.
 
     Args:
         now: seconds since 1970.
-        left_out: events that the observer could not take.
+        left_out: events that were dropped because listeners were too slow.
     """
     with state.locked():
         return [
-            *_of_imbalance(state),
-            *_of_balance(state),
-            _of_expert_work(state),
-            *_of_layers_and_ranks(state),
+            *_of_load(state),
+            *_balance(state),
             *_of_decisions(state, progress),
-            *_of_moves(state),
-            *_of_trouble(state, left_out),
+            *_of_trouble(state),
+            _counter("left_out_events", "Events that could not be shown: a listener was too slow.", left_out),
             _gauge("steps", "Optimizer steps so far.", progress.step),
             _gauge("step_seconds", "Seconds of a training step, smoothed.", progress.step_seconds),
             _gauge("last_step_timestamp_seconds", "When the last step ended, since 1970.", now - progress.idle_seconds),
@@ -61,17 +60,16 @@ def metrics_of(state: RunState, progress: Progress, now: float, left_out: int = 
 
 
 def scalars_of(state: RunState, progress: Progress) -> dict[str, float]:
-    """The metrics without a layer or rank, for trackers of experiments: ``imbalance/measured/mean`` and so on."""
+    """Return the metrics without a layer or rank, for trackers: ``imbalance/measured/mean`` and so on."""
     return _flat(metrics_of(state, progress, 0.0))
 
 
 def balance_of(state: RunState) -> dict[str, float]:
-    """How even the newest measured load was, by the field's names; empty before anything was measured. Inside
-    ``locked``."""
-    return _flat(_of_balance(state))
+    """Return how even the newest measured load was, by the field's names; empty before. Call inside ``locked``."""
+    return _flat(_balance(state))
 
 
-def _flat(metrics: Sequence[Metric]) -> dict[str, float]:
+def _flat(metrics: Iterable[Metric]) -> dict[str, float]:
     found = {}
     for metric in metrics:
         for labels, value in metric.samples:
@@ -82,52 +80,58 @@ def _flat(metrics: Sequence[Metric]) -> dict[str, float]:
     return found
 
 
-def _of_imbalance(state: RunState) -> list[Metric]:
-    measured, planned = state.measured, state.planned
-    samples: Samples = []
+def _of_load(state: RunState) -> list[Metric]:
+    measured = state.measured
+    rows: dict[str, NDArray[np.float64]] = {}
+    violation: Samples = []
+    ranks: Samples = []
     if measured is not None:
-        samples += _of_kind("measured", measured["imbalance"]) + _of_kind("start", measured["imbalance_start"])
-    if planned is not None and planned["by_layer"] is not None:
-        samples += _of_kind("predicted", planned["by_layer"][1]) + _of_kind("bound", planned["by_layer"][2])
-    told = "Max / mean rank load over layers: measured, as experts stood at the start, predicted, and the bound."
-    return [Metric(PREFIX + "imbalance", "gauge", told, samples)]
+        rows |= {"measured": measured["imbalance"], "start": measured["imbalance_start"]}
+        tokens_R = measured["rank_load"][0].sum(axis=0) / max(1, measured["steps"])
+        ranks = [({"rank": str(rank)}, float(tokens)) for rank, tokens in enumerate(tokens_R)]
+        if measured["max_vio"] is not None:
+            violation = [({"layer": str(layer)}, float(value)) for layer, value in enumerate(measured["max_vio"])]
+    if state.by_layer is not None:
+        rows |= {"predicted": state.by_layer[1], "bound": state.by_layer[2]}
+    over: Samples = [({"kind": kind, **labels}, x) for kind, row_L in rows.items() for labels, x in _over(row_L, "max")]
+    layers: Samples = [
+        ({"layer": str(layer), "kind": kind}, float(x)) for kind, row_L in rows.items() for layer, x in enumerate(row_L)
+    ]
+    return [
+        _gauge("imbalance", "Max / mean rank load over layers: measured, at the start, predicted, the bound.", over),
+        _gauge("layer_imbalance", "Max / mean rank load of a layer.", layers),
+        _gauge("layer_max_vio", "Max / mean - 1 of a layer's experts' loads.", violation),
+        _gauge("rank_tokens_per_step", "(token, choice) pairs a step of each rank of the EP group, all layers.", ranks),
+        _gauge(
+            "moe_share",
+            "Share of a step from dispatch to combine: measured, given or assumed.",
+            [({"source": state.share.source}, state.share.value)],
+        ),
+    ]
 
 
-def _of_balance(state: RunState) -> list[Metric]:
+def _balance(state: RunState) -> list[Metric]:
     measured = state.measured
     average = most = cumulative = None
     violation: Samples = []
     balancedness: Samples = []
     if measured is not None:
-        imbalance_L, violation_L = measured["imbalance"], measured["max_vio"]
-        average, most = float(imbalance_L.mean()), float(imbalance_L.max())
+        average, most = float(measured["imbalance"].mean()), float(measured["imbalance"].max())
         cumulative = _cumulative_overload(measured["rank_load"][0], state.job.get("layers_of_stage"))
-        balance_L = measured["balancedness"]
-        balancedness = [({"over": "mean"}, float(balance_L.mean())), ({"over": "min"}, float(balance_L.min()))]
-        if violation_L is not None:
-            violation = [({"over": "mean"}, float(violation_L.mean())), ({"over": "max"}, float(violation_L.max()))]
-    told = "Max / mean - 1 of experts' loads in a step: of the router, the same under any placement."
+        balancedness = _over(measured["balancedness"], "min")
+        if measured["max_vio"] is not None:
+            violation = _over(measured["max_vio"], "max")
     return [
         _gauge("avg_overload_factor", "Mean over layers of the busiest rank's tokens over the mean.", average),
         _gauge("max_overload_factor", "Worst layer's busiest rank's tokens over the mean.", most),
         _gauge("max_cum_overload_factor", "Busiest rank's tokens over its stage's layers, over the mean.", cumulative),
-        Metric(PREFIX + "max_vio", "gauge", told, violation),
-        Metric(
-            PREFIX + "balancedness",
-            "gauge",
-            "Mean / max rank load of a step: mean over steps and layers, and worst layer.",
-            balancedness,
-        ),
+        _gauge("max_vio", "Max / mean - 1 of experts' loads in a step: the same under any placement.", violation),
+        _gauge("balancedness", "Mean / max rank load of a step: mean over steps and layers, and worst.", balancedness),
     ]
 
 
-def _of_expert_work(state: RunState) -> Metric:
-    told = "Share of a step from dispatch to combine: measured, given or assumed."
-    return Metric(PREFIX + "moe_share", "gauge", told, [({"source": state.share.source}, state.share.value)])
-
-
 def _cumulative_overload(rank_load_LR: NDArray[np.int64], layers_of_stage: Sequence[int] | None) -> float:
-    """Tokens whose activations the busiest rank holds for the backward pass, over those of an even load.
+    """Return the tokens whose activations the busiest rank holds for the backward pass, over those of an even load.
 
     Megatron (pull request 4110) follows the sum through forwards and backwards. Its peak is the sum over a stage's
     layers where each micro-batch has the same load, which is what counts per step can say.
@@ -137,92 +141,95 @@ def _cumulative_overload(rank_load_LR: NDArray[np.int64], layers_of_stage: Seque
     return max((float(load_R.max() / load_R.mean()) for load_R in of_stages if load_R.any()), default=1.0)
 
 
-def _of_layers_and_ranks(state: RunState) -> list[Metric]:
-    measured, planned = state.measured, state.planned
-    layers: Samples = []
-    violation: Samples = []
-    ranks: Samples = []
-    if measured is not None:
-        if measured["max_vio"] is not None:
-            violation = [({"layer": str(layer)}, float(value)) for layer, value in enumerate(measured["max_vio"])]
-        for kind in ("imbalance", "imbalance_start"):
-            word = "measured" if kind == "imbalance" else "start"
-            layers += [({"layer": str(layer), "kind": word}, float(x)) for layer, x in enumerate(measured[kind])]
-        tokens_R = measured["rank_load"][0].sum(axis=0) / max(1, measured["steps"])
-        ranks = [({"rank": str(rank)}, float(tokens)) for rank, tokens in enumerate(tokens_R)]
-    if planned is not None and planned["by_layer"] is not None:
-        for word, row in (("predicted", planned["by_layer"][1]), ("bound", planned["by_layer"][2])):
-            layers += [({"layer": str(layer), "kind": word}, float(x)) for layer, x in enumerate(row)]
-    told = "(token, choice) pairs that each rank of the EP group computes in a step, over all layers."
-    return [
-        Metric(PREFIX + "layer_imbalance", "gauge", "Max / mean rank load of a layer.", layers),
-        Metric(PREFIX + "layer_max_vio", "gauge", "Max / mean - 1 of a layer's experts' loads.", violation),
-        Metric(PREFIX + "rank_tokens_per_step", "gauge", told, ranks),
-    ]
-
-
 def _of_decisions(state: RunState, progress: Progress) -> list[Metric]:
-    decided = [({"decision": d, "reason": r}, float(n)) for (d, r), n in sorted(state.decided.items())]
-    phases = [({"phase": phase}, seconds) for phase, seconds in sorted(state.phase_seconds.items())]
-    saved = [({"kind": "measured"}, state.saved_seconds), ({"kind": "predicted"}, state.promised_seconds)]
-    predicted: Samples = []
-    if state.predictions is not None:
-        seconds = state.predictions
-        predicted = [
-            ({"kind": "predicted"}, seconds["predicted_seconds"]),
-            ({"kind": "true"}, seconds["true_seconds"]),
-        ]
-    of_saved = (
-        "Seconds saved: by the measured imbalance beside that of the start; as plans predicted for steps they stood."
-    )
+    decided: Samples = [({"decision": d, "reason": r}, n) for (d, r), n in sorted(state.decided.items())]
+    phases: Samples = [({"phase": phase}, seconds) for phase, seconds in sorted(state.phase_seconds.items())]
+    saved: Samples = [({"kind": "measured"}, state.saved_seconds), ({"kind": "predicted"}, state.promised_seconds)]
+    judged = state.predictions or {}
+    predicted: Samples = [({"kind": kind}, judged[f"{kind}_seconds"]) for kind in ("predicted", "true") if judged]
+    experts: Samples = [({"link": link}, state.moved_experts[link]) for link in LINKS]
+    nbytes: Samples = [({"link": link}, state.moved_bytes[link]) for link in LINKS]
     return [
         _gauge("placement_epoch", "Commits so far.", state.epoch),
         _gauge("placement_age_steps", "Steps since experts moved.", max(0, progress.step - state.placed_at)),
-        Metric(PREFIX + "decisions", "counter", "Decisions, by what was decided and why.", decided),
+        _counter("decisions", "Decisions, by what was decided and why.", decided),
         _counter("rebalances", "Rebalances that were carried out.", state.rebalances),
-        _counter("pause_seconds", "Seconds that training stood still for rebalances.", state.pause_seconds),
-        Metric(PREFIX + "phase_seconds", "counter", "Seconds of rank 0 in each phase of planning and moving.", phases),
-        Metric(PREFIX + "saved_seconds", "gauge", of_saved, saved),
-        Metric(PREFIX + "judged_seconds", "gauge", "Gains of judged plans: as predicted, and come true.", predicted),
+        _counter("pause_seconds", "Seconds that training stopped for rebalances.", state.pause_seconds),
+        _counter("phase_seconds", "Seconds of rank 0 in each phase of planning and moving.", phases),
+        _gauge("saved_seconds", "Seconds saved: by the measured imbalance; as plans predicted.", saved),
+        _gauge("judged_seconds", "Gains of judged plans: as predicted, and come true.", predicted),
+        _counter("moved_experts", "Experts that changed their home slot, in one EP group.", experts),
+        _counter("moved_bytes", "Bytes of experts with their state, in one EP group.", nbytes),
     ]
 
 
-def _of_moves(state: RunState) -> list[Metric]:
-    experts: Samples = [({"link": link}, float(state.moved_experts[link])) for link in LINKS]
-    nbytes: Samples = [({"link": link}, float(state.moved_bytes[link])) for link in LINKS]
+def _of_trouble(state: RunState) -> list[Metric]:
+    aborts: Samples = [({"phase": p, "cause": c}, n) for (p, c), n in sorted(state.aborts.items())]
+    balancing = state.standing == "balancing"
     return [
-        Metric(PREFIX + "moved_experts", "counter", "Experts that changed their home slot, in one EP group.", experts),
-        Metric(PREFIX + "moved_bytes", "counter", "Bytes of experts with their state, in one EP group.", nbytes),
-    ]
-
-
-def _of_trouble(state: RunState, left_out: int) -> list[Metric]:
-    aborts = [({"phase": p, "cause": c}, float(n)) for (p, c), n in sorted(state.aborts.items())]
-    return [
-        _gauge("balancing", "1 while ranks balance, 0 in rollouts, pauses and at the end.", _is_balancing(state)),
+        _gauge("balancing", "1 while ranks balance, 0 in rollouts, pauses and at the end.", balancing),
         _counter("rollouts", "How often the balancer was suspended.", state.rollouts),
         _counter("rollout_seconds", "Seconds of rollouts that are over.", state.rollout_seconds),
         _counter("pauses", "How often the ranks lost each other.", state.pauses),
-        Metric(PREFIX + "aborts", "counter", "Rebalances that were dropped, by where and why.", aborts),
+        _counter("aborts", "Rebalances that were dropped, by where and why.", aborts),
         _counter("guard_findings", "Mistakes that the guard found.", state.findings),
-        _counter("left_out_events", "Events that could not be shown: a listener was too slow.", left_out),
     ]
 
 
-def _is_balancing(state: RunState) -> bool:
-    return state.standing == "balancing"
+def _gauge(name: str, told: str, value: float | Samples | None, kind: str = "gauge") -> Metric:
+    """Return a metric of labelled samples, of one value, or of none yet."""
+    if not isinstance(value, list):
+        value = [] if value is None else [({}, value)]
+    return Metric(PREFIX + name, kind, told, [(labels, float(number)) for labels, number in value])
 
 
-def _gauge(name: str, told: str, value: float | None) -> Metric:
-    return Metric(PREFIX + name, "gauge", told, [] if value is None else [({}, float(value))])
+def _counter(name: str, told: str, value: float | Samples) -> Metric:
+    return _gauge(name, told, value, "counter")
 
 
-def _counter(name: str, told: str, value: float) -> Metric:
-    return Metric(PREFIX + name, "counter", told, [({}, float(value))])
+def _over(by_layer: NDArray[np.float64], worst: str) -> Samples:
+    extreme = by_layer.max() if worst == "max" else by_layer.min()
+    return [({"over": "mean"}, float(by_layer.mean())), ({"over": worst}, float(extreme))]
 
 
-def _of_kind(kind: str, by_layer: NDArray[np.float64]) -> Samples:
-    return [
-        ({"kind": kind, "over": "mean"}, float(by_layer.mean())),
-        ({"kind": kind, "over": "max"}, float(by_layer.max())),
-    ]
+# -- Prometheus, by its own client library ---------------------------------------------------------------------------
+
+
+class MetricsCollector:
+    """A collector for a registry of prometheus_client, also for one of the job's own.
+
+    Args:
+        read: returns the current metrics; called at each scrape.
+    """
+
+    def __init__(self, read: Callable[[], Sequence[Metric]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for metric in self._read():
+            family: Any = (CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily)(
+                metric.name, metric.help, labels=list(metric.samples[0][0]) if metric.samples else []
+            )
+            for labels, value in metric.samples:
+                family.add_metric(list(labels.values()), value)
+            yield family
+
+
+def exposition(read: Callable[[], Sequence[Metric]], accept: str) -> tuple[bytes, str]:
+    """Return the text that Prometheus reads, and its content type.
+
+    Args:
+        accept: the header of the request.
+
+    Raises:
+        ImportError: prometheus_client is missing.
+    """
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.exposition import choose_encoder
+
+    registry = CollectorRegistry()
+    registry.register(MetricsCollector(read))
+    encode, content_type = choose_encoder(accept)
+    return encode(registry), content_type

@@ -1,31 +1,85 @@
-"""Count the tokens that each expert of a model gets, as it is: nothing is moved, and nobody waits."""
+"""Record the load of a job: a series on disk that `simulate` plays through policies, and `eplb_runtime.record`."""
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..load.aggregate import HostCopy, aggregate
 from ..load.clock import StepClock
 from ..load.counter import LoadCounter, in_recompute
 from ..load.expert_clock import SAMPLED_STEPS, ExpertClock, SampledStep, median_time
-from ..load.series import RecordedJob
+from ..load.series import RecordedJob, SeriesWriter
+from ..utils.files import FileError
 from ..utils.worker import Worker
-from .recorder import Recorder
 
 logger = logging.getLogger("eplb_runtime")
 
-CLOSING_SECONDS = 30.0
+MOST_WAITING = 64
+"""Measurements that wait for the disk; more are left out."""
+WRITING_SECONDS, CLOSING_SECONDS = 10.0, 30.0
+"""Longest wait at the end for the disk, and for the other ranks."""
 SeeChoices = Callable[[Tensor, int, int], None]
 """Called with the experts that a forward of a layer has chosen: int64 ``[T, K]``, or bool ``[T, E]``; then the columns
 of a token, and K."""
+
+
+class Recorder:
+    """Appends to the series of a run, on a thread of its own; a disk that is full, slow or gone hurts nobody.
+
+    Args:
+        run: folder of the run.
+        num_layers, num_experts: L and E.
+        job: what is known of the job at its start.
+
+    Raises:
+        FileError: the run holds the load of another model.
+        OSError: the folder cannot be written to.
+    """
+
+    def __init__(self, run: Path, num_layers: int, num_experts: int, job: RecordedJob | None = None) -> None:
+        self._writer = SeriesWriter(run, num_layers, num_experts, job)
+        self._run = run
+        self._worker = Worker("eplb_runtime recorder")
+        self._room = threading.Semaphore(MOST_WAITING)
+        self._ended = ""
+
+    def write(self, load_TLE: NDArray[np.int64], steps: int, job: RecordedJob | None = None) -> None:
+        """Add windows, ``[T, L, E]`` summed over ranks, of so many training steps each, and what has been measured of
+        the job. Never waits, never raises."""
+        if self._ended or self._worker.closed:
+            return
+        if not self._room.acquire(blocking=False):
+            logger.warning("%s: the disk is too slow; %d windows of load are not recorded", self._run, len(load_TLE))
+            return
+        self._worker.submit(partial(self._append, load_TLE.copy(), steps, job))
+
+    def close(self) -> None:
+        """What was given is written, if the disk is quick enough."""
+        if not self._worker.closed:
+            self._worker.submit(self._writer.close)
+            self._worker.close(WRITING_SECONDS)
+
+    def _append(self, load_TLE: NDArray[np.int64], steps: int, job: RecordedJob | None) -> None:
+        self._room.release()
+        if self._ended:
+            return
+        try:
+            self._writer.append(load_TLE, steps, job)
+        except (OSError, FileError) as error:
+            self._ended = str(error)
+            logger.warning("%s: load is not recorded any more: %s", self._run, error)
 
 
 class Recording:

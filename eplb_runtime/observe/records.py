@@ -9,7 +9,7 @@ the job.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from ..config import BalancerConfig
 from ..events import Event, LoadMeasured, RebalanceCommitted, RebalancePlanned
 from ..load.expert_clock import ExpertShare
-from ..load.series import decode, encode
 from ..moe.routing.tables import SplitTables
 from ..placement import EMPTY, Placement
 from ..planner.evaluate import even_split_rank_load, filled_rank_load, imbalance, predicted_imbalance
@@ -29,12 +28,7 @@ Record = dict[str, Any]
 JOB = "JobAttached"
 """The first record of every file of a log."""
 FORMAT = "eplb-runtime-events"
-ARRAYS = ("load", "rank_load", "start", "placement", "transfers")
-"""Fields that are int64 arrays with three axes: ``[1, L, E]`` tokens; ``[2, L, R]`` tokens, measured and as experts
-stood at the start; ``[1, L, P]`` experts, -1: none, twice; ``[1, M, 4]`` layer, expert, source and destination rank."""
 _DIGITS = 6
-_LARGEST = 1 << 26
-"""Elements of an array that is read back: more than any job has."""
 
 
 class RecordError(ValueError):
@@ -128,35 +122,6 @@ def record_of(event: Event, start: Placement, now: float, speed_R: NDArray[np.fl
 def slots_of(placement: Placement) -> NDArray[np.int64]:
     """int64 ``[1, L, P]``."""
     return placement.physical_to_logical[None].astype(np.int64)
-
-
-def to_json(record: Mapping[str, Any]) -> Record:
-    """A record without arrays in it, as a line of the log holds it."""
-    return {name: encode(value, level=1) if isinstance(value, np.ndarray) else value for name, value in record.items()}
-
-
-def from_json(line: Any) -> Record:
-    """What `to_json` made.
-
-    Raises:
-        RecordError: it is something else.
-    """
-    if not isinstance(line, dict) or not isinstance(line.get("event"), str):
-        raise RecordError("not an event")
-    for name in ("time", "step"):
-        if isinstance(line.get(name), bool) or not isinstance(line.get(name), int | float):
-            raise RecordError(f"an event without its {name}")
-    return {name: _array(name, value) if name in ARRAYS else value for name, value in line.items()}
-
-
-def _array(name: str, saved: Any) -> NDArray[np.int64]:
-    try:
-        count, rows, columns = (int(length) for length in saved["shape"])
-        if min(count, rows, columns) < 0 or count * rows * columns > _LARGEST:
-            raise ValueError(f"shape {saved['shape']}")
-        return decode(saved, rows, columns, count)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise RecordError(f"{name} cannot be read: {error}") from None
 
 
 def max_violation(load_TLE: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -1,43 +1,47 @@
-"""What rank 0 of a job shows, put together from what the config asks for."""
+"""What rank 0 of a job shows, as its config asks for: event log, state, page, metrics, summary."""
 
 from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .. import __version__
 from ..config import BalancerConfig
-from ..events import EventLog
+from ..events import Event, EventLog
 from ..load.clock import Progress
 from ..placement import Placement
 from ..topology import Topology
 from ..utils.files import write_file
-from .event_log import EventWriter
-from .metrics import Metric, balance_of, metrics_of, scalars_of
-from .observer import Observer
-from .prometheus import NOT_INSTALLED, exposition
-from .records import Record, job_record
-from .report import SCRIPTS
-from .server import Answer, PageServer, Route, asset
-from .state import RunState
+from ..utils.worker import Worker
+from .events_file import EventWriter
+from .metrics import NOT_INSTALLED, Metric, balance_of, exposition, metrics_of, scalars_of
+from .page import finite, page, view_of
+from .records import Record, job_record, record_of
+from .run_state import RunState
+from .server import Answer, PageServer, Route
 from .summary import summary_of, summary_text
 from .trackers import Tracker
-from .view import as_json, progress_view, view_of
 
 logger = logging.getLogger("eplb_runtime")
 
 SUMMARY = "summary.json"
 """In the folder of a run, written when the job ends."""
-PAGE: Mapping[str, Route] = {
-    "/": asset("index.html", "text/html; charset=utf-8"),
-    **{f"/{name}": asset(name, "text/javascript; charset=utf-8") for name in SCRIPTS},
-    "/page.css": asset("page.css", "text/css; charset=utf-8"),
-}
+MOST_WAITING = 256
+"""Events that wait for the thread."""
+CLOSING_SECONDS = 10.0
+
+Sink = Callable[[Record], None]
 
 
 class Shown:
@@ -131,7 +135,8 @@ class Shown:
         if self._config.listen is None:
             return None
         host, port = self._config.listen_address
-        routes: dict[str, Route] = {**PAGE, "/state": self._state, "/metrics": partial(_metrics, self.metrics)}
+        html = Answer(page().encode(), "text/html; charset=utf-8")
+        routes: dict[str, Route] = {"/": lambda query: html, "/state": self._state, "/metrics": self._metrics}
         try:
             server = PageServer(host, port, self._config.listen_token, routes)
         except OSError as error:
@@ -146,14 +151,89 @@ class Shown:
         view = b"null"
         if query.get("after") != str(version):
             if self._cached[0] != version:
-                self._cached = (version, as_json(view_of(self.state)))
+                self._cached = (version, _json(view_of(self.state)))
             view = self._cached[1]
-        progress = as_json(progress_view(self._progress()))
+        progress = _json(finite(asdict(self._progress())))
         return Answer(b'{"progress":' + progress + b',"view":' + view + b"}", "application/json")
 
+    def _metrics(self, query: Mapping[str, str]) -> Answer:
+        try:
+            return Answer(*exposition(self.metrics, query["Accept"]))
+        except ImportError:
+            return Answer(f"{NOT_INSTALLED}\n".encode(), status=HTTPStatus.NOT_IMPLEMENTED)
 
-def _metrics(read: Callable[[], list[Metric]], query: Mapping[str, str]) -> Answer:
-    try:
-        return Answer(*exposition(read, query["Accept"]))
-    except ImportError:
-        return Answer(f"{NOT_INSTALLED}\n".encode(), "text/plain", HTTPStatus.NOT_IMPLEMENTED)
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+
+
+class Observer:
+    """Makes a record of each event on its own thread and hands it to sinks, in order. Training never waits for it.
+
+    A sink that fails is named once in the log, and tried again with the next record.
+
+    Args:
+        start: where the experts stand without a balancer.
+        speed_R: of the ranks, as the planner knows it.
+
+    Attributes:
+        left_out: events that were dropped because too many were waiting.
+    """
+
+    def __init__(self, start: Placement, speed_R: NDArray[np.float64] | None = None) -> None:
+        self._start = start
+        self._speed_R = speed_R
+        self._worker = Worker("eplb_runtime observer")
+        self._room = threading.Semaphore(MOST_WAITING)
+        self._sinks: dict[str, Sink] = {}
+        self._closers: list[Callable[[], None]] = []
+        self._failing: set[str] = set()
+        self.left_out = 0
+
+    def add(self, name: str, sink: Sink, close: Callable[[], None] = lambda: None) -> None:
+        """A function that takes records from now on, on the observer's thread, and how to end it."""
+        self._sinks = {**self._sinks, name: sink}
+        self._closers.append(close)
+
+    def __len__(self) -> int:
+        return len(self._sinks)
+
+    def hear(self, event: Event) -> None:
+        """Never waits, never raises."""
+        if self._worker.closed:
+            return
+        if not self._room.acquire(blocking=False):
+            self.left_out += 1
+            return
+        self._worker.submit(partial(self._hand_on, event, time.time()))
+
+    def close(self) -> None:
+        """All that was heard is handed on, if it is quick enough, and the sinks are closed."""
+        if self._worker.closed:
+            return
+        self._worker.submit(self._close_sinks)
+        self._worker.close(CLOSING_SECONDS)
+
+    def _hand_on(self, event: Event, now: float) -> None:
+        self._room.release()
+        try:
+            record = record_of(event, self._start, now, self._speed_R)
+        except Exception:
+            logger.exception("the event %s cannot be shown; the job goes on", event.name)
+            return
+        for name, sink in self._sinks.items():
+            try:
+                sink(record)
+            except Exception as error:
+                if name not in self._failing:
+                    logger.warning("%s: %s: %s; the job goes on", name, type(error).__name__, error)
+                self._failing.add(name)
+            else:
+                self._failing.discard(name)
+
+    def _close_sinks(self) -> None:
+        for close in self._closers:
+            try:
+                close()
+            except Exception as error:
+                logger.warning("what shows the job did not close: %s: %s", type(error).__name__, error)

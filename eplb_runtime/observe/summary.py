@@ -1,4 +1,4 @@
-"""What a run has come to, in a few lines and as one JSON object."""
+"""Summary of a run, in a few lines and as one JSON object."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 from ..load.clock import Progress
 from ..utils.tables import counted
 from .metrics import balance_of
-from .state import RunState
+from .run_state import RunState
 
-MIB = 2**20
 SURE_AFTER = 5
 """Judgements of plans, below which nothing is concluded."""
 SAVED_TOLD = (
-    "the estimate compares with experts as they stood at the start, in the steps that were measured",
+    "the estimate compares with the initial placement, in the steps that were measured",
     "the prediction compares with the placement before each plan, and is discounted by the record of earlier plans",
 )
 CAME_TRUE_TOLD = "both compare with the placement before each plan, over its horizon, in full"
@@ -23,7 +22,7 @@ MOSTLY_TRUE = 0.5
 
 
 def summary_of(state: RunState, progress: Progress | None = None) -> dict[str, Any]:
-    """Steps, imbalance with and without rebalancing, what was moved and what it cost and saved.
+    """Return steps, imbalance with and without rebalancing, what was moved, what it cost and saved.
 
     Returns:
         ``steps``, ``decisions``, ``rebalances``, ``dropped``, ``imbalance{start, measured, last}`` (means over layers
@@ -64,12 +63,12 @@ def summary_of(state: RunState, progress: Progress | None = None) -> dict[str, A
 
 
 def expert_work_text(share: float, source: str) -> str:
-    """Share of a step in expert work, and where the figure is from."""
+    """Return the share of a step in expert work, and where the figure is from."""
     return f"expert work {100 * share:.0f} % of a step ({source})"
 
 
 def predictions_text(predictions: Mapping[str, float] | None) -> str | None:
-    """Whether plans keep what they predict, how sure that is, and what to do about it; None: no plan was judged."""
+    """Return how much of what plans predict comes true, and what to do about it; None: no plan was judged."""
     if predictions is None:
         return None
     predicted, true = predictions["predicted_seconds"], predictions["true_seconds"]
@@ -84,7 +83,7 @@ def predictions_text(predictions: Mapping[str, float] | None) -> str | None:
 
 
 def summary_text(summary: dict[str, Any]) -> str:
-    """As a job prints it at its end."""
+    """Return the lines that a job prints at its end."""
     imbalance, saved = summary["imbalance"], summary["saved_seconds"]
     lines = [
         f"{counted(summary['steps'], 'step')}, {counted(summary['decisions'], 'decision')}, "
@@ -93,18 +92,18 @@ def summary_text(summary: dict[str, Any]) -> str:
     ]
     if imbalance["measured"] is not None:
         lines.append(
-            f"imbalance (max / mean rank load, mean over layers): {imbalance['start']:.3f} as experts stood at the "
-            f"start, {imbalance['measured']:.3f} as they stood, {imbalance['last']:.3f} last"
+            f"imbalance (max / mean rank load, mean over layers): {imbalance['start']:.3f} with the initial "
+            f"placement, {imbalance['measured']:.3f} measured, {imbalance['last']:.3f} last"
         )
     placed = summary["placed_replicas"]
     replicas = f"{counted(placed, 'replica')} placed, " if placed else ""
     lines.append(
         f"{counted(summary['moved_experts'], 'expert')} moved between ranks, "
-        f"{summary['moved_bytes'] / MIB:.1f} MiB, {replicas}training stood still for {summary['pause_seconds']:.3g} s"
+        f"{summary['moved_bytes'] / 2**20:.1f} MiB, {replicas}training stopped for {summary['pause_seconds']:.3g} s"
     )
     lines.append(
         f"seconds saved: {saved['measured']:.3g} estimated from the measured imbalance; {saved['predicted']:.3g} "
-        "predicted by the plans for the steps that they stood"
+        "predicted by the plans for the steps in which each was in use"
     )
     lines += [f"  {sentence}" for sentence in SAVED_TOLD]
     if (text := predictions_text(summary["predictions"])) is not None:

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..load.series import RecordedJob, holds_series, read_job, read_series
-from ..observe.event_log import holds_events
-from ..observe.report import state_of_run
+from ..observe.events_file import holds_events
+from ..observe.page import state_of_run
 from ..planner.cost import HYSTERESIS
 from ..planner.evaluate import predicted_imbalance
 from ..planner.terms import Gate

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from examples import load_example
+from flat_settings import config_from_settings
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,7 +18,6 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional
 
 import eplb_runtime as eplb
-from eplb_runtime.config import config_from_settings
 from eplb_runtime.hosts import AttachError
 from eplb_runtime.moe.experts.compute import SlotCounts
 from eplb_runtime.planner.shuffle import plan_shuffle

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-import logging.handlers
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
 
 import eplb_runtime as eplb
-from eplb_runtime.config import config_from_settings
 
 EXPERTS = 8
 AdamW = torch.optim.AdamW
@@ -487,15 +484,6 @@ def unfrozen_with_copies() -> None:
     train(model, optimizer)
 
 
-def scaled_by_torch() -> None:
-    model = moe_model()
-    optimizer = AdamW(model.parameters())
-    eplb.attach(model, optimizer, config=config())
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(loss_of(model, 0)).backward()
-    scaler.step(optimizer)
-
-
 def whole_in_ddp() -> None:
     whole = WithHead()
     optimizer = AdamW(whole.parameters())
@@ -541,7 +529,6 @@ REFUSED: dict[Callable[[], None], str] = {
     replaced: "model.layers.1.mlp.experts.down_proj was replaced after attach",
     evaluated_with_other_weights: "in an evaluation with other weights, with replica slots: copy them into",
     unfrozen_with_copies: "was frozen when the model was attached and is trained now",
-    scaled_by_torch: "use eplb.GradScaler(balancer)",
     whole_in_ddp: "wrap the very module that was attached",
     compiled_in_ddp: "wrap the very module that was attached",
     each_rank_a_part: "ZeroRedundancyOptimizer.optim is a AdamW with a state of its own",
@@ -588,33 +575,3 @@ def evaluated_without_copies(rank: int) -> tuple[float, float, float]:
 def test_an_evaluation_with_other_weights_is_computed_with_these() -> None:
     for called, halved, whole in run_ranks(2, evaluated_without_copies):
         assert called == halved != whole
-
-
-def kept_from_before(rank: int) -> list[list[str]]:
-    """What is said where a loop has a list of parameters from before attach, where it has let go of it, and where it
-    has an average of torch's."""
-    found = []
-    for keeps in (True, False, None):
-        heard = logging.handlers.BufferingHandler(1000)
-        logging.getLogger("eplb_runtime").addHandler(heard)
-        model = moe_model()
-        parameters = list(model.parameters())
-        optimizer = AdamW(parameters)
-        average = AveragedModel(model) if keeps is None else None  # noqa: F841
-        if not keeps:
-            del parameters
-        balancer = eplb.attach(model, optimizer, config=config())
-        train(model, optimizer, steps=2)
-        balancer.close()
-        logging.getLogger("eplb_runtime").removeHandler(heard)
-        found.append([line for record in heard.buffer if "before attach" in (line := record.getMessage())])
-    return found
-
-
-def test_parameters_that_a_loop_has_from_before_attach_are_told_of() -> None:
-    for kept, let_go, averaged in run_ranks(2, kept_from_before):
-        (line,) = kept
-        assert line.startswith("parameters in kept_from_before() holds 4 parameters as they were before attach")
-        assert let_go == []
-        (line,) = averaged
-        assert line.startswith("average in kept_from_before() is an AveragedModel") and "shard_experts" in line

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.balancer.guard import SampleComparison
-from eplb_runtime.config import config_from_settings
 from eplb_runtime.events import RebalanceAborted, RebalancePlanned
 from eplb_runtime.load.declared import DeclaredLoadError
 

@@ -16,11 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from dispatch_contract import BATCHES, SLOTS, Batch, assert_as_reference, assert_rows_in_order, there_and_back
+from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.config import ConfigError, DispatchConfig, config_from_settings
+from eplb_runtime.config import ConfigError, DispatchConfig
 from eplb_runtime.distributed.transports import TRANSPORTS, deepep_package
 from eplb_runtime.distributed.transports.deepep import DeepEP
 from eplb_runtime.moe.dispatch import choosing, float8

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from digests import digests
+from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from newest_window import plan_newest
 from ranks import run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.balancer.gradients import averaging
-from eplb_runtime.config import config_from_settings
 from eplb_runtime.distributed.ballot import Verdict
 from eplb_runtime.distributed.consensus import Agreement
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from digests import digests
+from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from torch import nn
@@ -17,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import eplb_runtime as eplb
-from eplb_runtime.config import config_from_settings
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.hosts import AttachError
 from eplb_runtime.moe.experts.registry import ExpertTensor, ExpertTensors

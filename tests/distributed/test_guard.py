@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from torch import nn
@@ -15,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import eplb_runtime as eplb
 from eplb_runtime.balancer.guard import GuardError
-from eplb_runtime.config import config_from_settings
 from eplb_runtime.events import GuardFinding, LoadMeasured
 
 EXPERTS = 8
@@ -259,6 +259,35 @@ class UnfrozenLater(Job):
         self.model.model.layers[0].mlp.experts.requires_grad_(True)
 
 
+class FrozenOnOneRank(Job):
+    def before_attach(self) -> None:
+        self.model.model.layers[0].mlp.experts.requires_grad_(self.rank == 0)
+
+
+class RegisteredOnOneRank(Job):
+    def before_step(self, step: int) -> None:
+        if step == 4 and self.rank == 1:
+            name = next(iter(self.balancer.layer_of_parameter))
+            self.balancer.register(name, "mask", torch.ones_like(self.model.get_parameter(name).detach()))
+
+
+class GroupOnOneRank(Job):
+    """A head of its own."""
+
+    def before_step(self, step: int) -> None:
+        if self.rank == 1:
+            self.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+class BroadcastLater(Job):
+    """Everything is brought to all ranks from rank 0, as after an evaluation that rank 0 alone has made."""
+
+    def after_step(self, step: int) -> None:
+        if step == 4:
+            for parameter in self.model.parameters():
+                torch.distributed.broadcast(parameter.data, 0)
+
+
 class SkippedOnOneRank(Job):
     """As torch's GradScaler does where an overflow shows on one rank alone."""
 
@@ -343,6 +372,10 @@ CASES: dict[str, Callable[[int], dict]] = {
     "begins with its state alone": lambda rank: BeginsWithItsStateAlone(rank).run(),
     "writes nothing": lambda rank: WritesNothing(rank).run(),
     "overflow": lambda rank: OverflowsEverywhere(rank).run(2),
+    "frozen on one rank": lambda rank: FrozenOnOneRank(rank).run(),
+    "registered on one rank": lambda rank: RegisteredOnOneRank(rank).run(10),
+    "group on one rank": lambda rank: GroupOnOneRank(rank).run(),
+    "broadcast later": lambda rank: BroadcastLater(rank).run(10),
     "unfrozen later": lambda rank: UnfrozenLater(rank).run(),
     "skipped on one rank": lambda rank: SkippedOnOneRank(rank, interval=1000).run(1),
     "written on one rank": lambda rank: WrittenOnOneRank(rank).run(14),
@@ -390,6 +423,8 @@ def test_the_guard_changes_no_bit(results: list[dict[str, dict]]) -> None:
         ("nobody averages", 0, "dense_gradients='allreduce'"),
         ("DDP around a wrapper", 0, "which hold other experts"),
         ("clipped by each rank", 0, "use balancer.clip_grad_norm_"),
+        ("frozen on one rank", 0, "the trained parameters on rank 1 differ from rank 0's"),
+        ("group on one rank", 0, "the learning rates of the optimizer on rank 1 differ from rank 0's"),
         ("unfrozen later", 0, "holds model.layers.0.mlp.experts"),
         ("writes nothing", 0, "and its step does not write it"),
         ("RatesByOwnLossAtOnce", 0, "the learning rates of the optimizer on rank 1 differ from rank 0's"),
@@ -409,6 +444,41 @@ def test_learning_rates_by_rank_are_said_whenever_they_begin(results: list[dict[
     for result in results:
         ((_, finding),) = result["RatesByOwnLoss"]["findings"]
         assert "the learning rates of the optimizer on rank 1 differ from rank 0's" in finding
+
+
+def test_what_one_rank_alone_registers_is_said(results: list[dict[str, dict]]) -> None:
+    for result in results:
+        ((_, finding),) = result["registered on one rank"]["findings"]
+        assert finding.startswith("the tensors given to balancer.register on rank 1 differ from rank 0's")
+
+
+def test_experts_that_somebody_has_broadcast_end_the_job_whenever(results: list[dict[str, dict]]) -> None:
+    for result in results:
+        assert "were the same on ranks 0 to 1, which hold other experts each" in result["broadcast later"]["error"]
+        assert len(result["broadcast later"]["losses"]) == 8
+
+
+def alone(rank: int) -> list[str]:
+    """Said to a rank that adopts an optimizer alone, and to ranks with another top-k each."""
+    settings = config_from_settings({"policy": "static", "dense_gradients": "allreduce", "timeout_seconds": 3.0})
+    model = make_model("olmoe", experts=EXPERTS, layers=1)
+    balancer = eplb.attach(model, config=settings)
+    said = []
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="rank 0 did not come") as raised:
+            balancer.adopt(torch.optim.SGD(model.parameters(), lr=0.1))
+        said.append(str(raised.value))
+    torch.distributed.barrier()
+    model.model.layers[0].mlp.gate.top_k = 1 + rank
+    with pytest.raises(RuntimeError, match="with top-k 1; rank 1 in") as raised:
+        model(input_ids=batch_of(rank, 0))
+    balancer.close()
+    return [*said, str(raised.value)]
+
+
+def test_a_rank_that_adopts_alone_and_ranks_of_another_top_k_get_a_line() -> None:
+    first, second = run_ranks(2, alone)
+    assert "balancer.adopt()" in second[0] and "with top-k 2" in first[0]
 
 
 def test_a_rank_that_skips_a_step_alone_is_named(results: list[dict[str, dict]]) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from torch import nn
 
 import eplb_runtime as eplb
-from eplb_runtime.config import config_from_settings
 from eplb_runtime.events import GuardFinding
 
 LAYERS, STEPS, INTERVAL = 11, 5, 3

@@ -18,11 +18,11 @@ import pytest
 import torch
 import torch._dynamo.utils
 from examples import FOLDER, load_example
+from flat_settings import config_from_settings
 from ranks import run_ranks
 from torch import Tensor
 
 import eplb_runtime as eplb
-from eplb_runtime.config import config_from_settings
 from eplb_runtime.events import LoadMeasured
 from eplb_runtime.hosts import AttachError
 from eplb_runtime.load.series import read_job

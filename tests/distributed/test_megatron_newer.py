@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,7 @@ WAYS = ("distributed optimizer, all-gather", "grouped experts")
 STAGES = "interleaved"
 REPEATED = "a layer of MTP that is passed twice"
 PARALLELISM = "tensor and sequence parallelism"
-NOT_OF_MEGATRON = {
-    "expert_data_parallel_size",
-    "saves_by_place",
-    "moe_use_legacy_grouped_gemm",  # 0.16.1 has it
-    "phase_offload",
-    "lora",
-    "lora_target_modules",
-    "assumed",
-}
+OLDER = "moe_use_legacy_grouped_gemm"  # 0.16.1 has it
 
 
 def on_two_ranks(rank: int, folder: str) -> dict[str, Any]:
@@ -76,18 +68,16 @@ def defaults(rank: int) -> dict[str, tuple[Any, Any]]:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from eplb_runtime.hosts.megatron.settings import DTYPES, MegatronJobSettings
+    from eplb_runtime.hosts.megatron.settings import DEFAULTS, DTYPES
 
     kinds = (DistributedDataParallelConfig, OptimizerConfig, TransformerConfig)
     theirs = {field.name: field.default for kind in kinds for field in fields(kind)}
     theirs |= {name: str(theirs[name]).removeprefix("torch.") for name in DTYPES}
     theirs["expert_tensor_parallel_size"] = 1  # None is the tensor-parallel size
-    ours = {field.name: field.default for field in fields(MegatronJobSettings) if field.name not in NOT_OF_MEGATRON}
-    assert MISSING not in ours.values()
     return {
         name: (theirs.get(name, "missing"), default)
-        for name, default in ours.items()
-        if theirs.get(name, "missing") != default
+        for name, default in DEFAULTS.items()
+        if name != OLDER and theirs.get(name, "missing") != default
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,8 @@ def live_job(rank: int, folder: str) -> dict[str, Any]:
     live = settings_of_job(model, [optimizer])
     assert live is not None
     plain, plain_optimizer = ours.wrapped(ours.model_of(moe_router_topk=3), distributed=False)
+    other = settings_of_job(plain, [plain_optimizer])
+    assert other is not None
     model.config.fp8, model.config.cuda_graph_impl = "e4m3", "local"
     try:
         eplb.attach([model], optimizer)
@@ -48,9 +49,9 @@ def live_job(rank: int, folder: str) -> dict[str, Any]:
     except AttachError as error:
         said = str(error)
     return {
-        "live": replace(live, phase_offload=False),
-        "written": written,
-        "other": settings_of_job(plain, [plain_optimizer]),
+        "live": live.values,
+        "written": written.values,
+        "other": other.values,
         "said": said,
     }
 
@@ -63,11 +64,11 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_a_live_job_and_its_command_line_have_the_same_settings(jobs: list[dict[str, Any]]) -> None:
     for job in jobs:
         assert job["live"] == job["written"]
-        assert job["live"].expert_data_parallel_size == 1 and job["live"].use_distributed_optimizer is True
+        assert job["live"]["expert_data_parallel_size"] == 1 and job["live"]["use_distributed_optimizer"] is True
 
 
 def test_control_another_optimizer_shows(jobs: list[dict[str, Any]]) -> None:
-    assert jobs[0]["other"].use_distributed_optimizer is False
+    assert jobs[0]["other"]["use_distributed_optimizer"] is False
 
 
 def test_attach_names_all_refused_settings_at_once(jobs: list[dict[str, Any]]) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import test_megatron as bare
 import torch
+from flat_settings import config_from_settings
 from ranks import run_ranks
 from torch import Tensor
 
 import eplb_runtime as eplb
-from eplb_runtime.config import config_from_settings
 from eplb_runtime.hosts import AttachError
 from eplb_runtime.planner.shuffle import plan_shuffle
 

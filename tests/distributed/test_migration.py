@@ -19,8 +19,8 @@ from eplb_runtime.distributed.ballot import Ballot
 from eplb_runtime.distributed.consensus import Agreement
 from eplb_runtime.distributed.transports.torch_p2p import TorchPointToPoint
 from eplb_runtime.migration.between_steps import BetweenSteps
-from eplb_runtime.migration.driver import MigrationProgress
 from eplb_runtime.migration.engine import MigrationBroken, MigrationEngine, Phase
+from eplb_runtime.migration.progress import MigrationProgress
 from eplb_runtime.migration.schedule import make_schedule
 from eplb_runtime.moe.experts.registry import ExpertTensors
 from eplb_runtime.moe.routing.lookup import SlotTable

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from torch import nn
 
 import eplb_runtime as eplb
-from eplb_runtime.config import config_from_settings
 from eplb_runtime.planner.shuffle import plan_shuffle, shuffled
 
 EXPERTS = 8

@@ -21,7 +21,7 @@ from scraping import prometheus_of, scraped
 import eplb_runtime as eplb
 from eplb_runtime.events import EventLog, LoadMeasured, RebalanceCommitted
 from eplb_runtime.load.series import read_job
-from eplb_runtime.observe.event_log import read_events
+from eplb_runtime.observe.events_file import read_events
 from eplb_runtime.observe.records import Record
 from eplb_runtime.observe.server import MOST_CONNECTIONS
 from eplb_runtime.observe.start import Shown

@@ -278,8 +278,6 @@ def test_the_bench_of_an_attached_step_gives_times_and_ratios() -> None:
         "attached_ms",
         "attached_over_not",
         "not_over_not",
-        "lone_step_ms",
-        "lone_step_share",
     }
     assert min(found.values()) > 0
 

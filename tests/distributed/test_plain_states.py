@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import eplb_runtime as eplb
-from eplb_runtime.config import config_from_settings
 
 EXPERTS = 6
 RANKS = 3

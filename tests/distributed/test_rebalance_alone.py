@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.cli import main
-from eplb_runtime.config import config_from_settings
 from eplb_runtime.events import LoadMeasured, RebalanceAborted, RebalanceCommitted, RebalancePlanned
 from eplb_runtime.load.series import read_series
 

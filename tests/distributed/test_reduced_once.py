@@ -10,6 +10,7 @@ from random import Random
 
 import pytest
 import torch
+from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 import eplb_runtime as eplb
 from eplb_runtime.balancer.gradients.averaging import Averaging
 from eplb_runtime.balancer.gradients.reduction import Gradients
-from eplb_runtime.config import config_from_settings
 from eplb_runtime.moe.experts.compute import SlotCounts
 from eplb_runtime.planner.shuffle import plan_shuffle
 

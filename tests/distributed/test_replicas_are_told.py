@@ -10,7 +10,7 @@ from ranks import run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceCommitted, brief
-from eplb_runtime.observe.report import state_of_run
+from eplb_runtime.observe.page import state_of_run
 from eplb_runtime.observe.summary import summary_of, summary_text
 from eplb_runtime.placement import EMPTY
 
@@ -45,4 +45,4 @@ def test_replicas_that_rebalances_placed_are_counted_in_each_view(tmp_path: Path
         assert f"{sum(placed)} replicas placed" in result["table"]
     summary = summary_of(state_of_run(tmp_path / "run")[0])
     assert summary["placed_replicas"] == sum(placed)
-    assert f"{sum(placed)} replicas placed, training stood still" in summary_text(summary)
+    assert f"{sum(placed)} replicas placed, training stopped" in summary_text(summary)

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.config import config_from_settings
 from eplb_runtime.config import settings_of as settings_of_config
 from eplb_runtime.distributed.transports import nixl_agent
 from eplb_runtime.events import RebalanceCommitted

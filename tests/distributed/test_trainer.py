@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from flat_settings import config_from_settings
 from moe_models import VOCABULARY, make_model
 from ranks import run_ranks
 from torch import Tensor
 from torch.utils.data import Dataset
 
 import eplb_runtime as eplb
-from eplb_runtime.config import config_from_settings
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 pytest.importorskip("accelerate", reason="the Trainer needs Accelerate: pip install '.[trainer]'")

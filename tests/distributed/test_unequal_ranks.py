@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.config import config_from_settings
 
 
 class Job:
@@ -159,7 +159,7 @@ def waits_as_the_host_says(rank: int) -> tuple[set[float], bool]:
     groups = job.balancer._runtime.groups
     waits = {
         group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        for group in (groups.everyone, groups.dispatch, groups.counts, groups.data, groups.replicas)
+        for group in (groups.everyone, groups.dispatch, groups.counts, groups.data)
     }
     control = groups.control._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     job.balancer.close()

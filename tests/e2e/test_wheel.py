@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from observed import records
 
-from eplb_runtime.observe.event_log import EventWriter
+from eplb_runtime.observe.events_file import EventWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKEND = 77
@@ -36,7 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_holds_page_samples_and_dashboards(wheel: Path) -> None:
     inside = {name.partition(".data/data/")[2] or name for name in zipfile.ZipFile(wheel).namelist()}
     page = {path.name for path in (ROOT / "eplb_runtime/observe/page").iterdir()}
-    assert {f"eplb_runtime/observe/page/{name}" for name in page} <= inside and len(page) == 5
+    assert {f"eplb_runtime/observe/page/{name}" for name in page} <= inside and len(page) == 4
     assert {"eplb_runtime/tools/formats/sample.npz", "eplb_runtime/py.typed"} <= inside
     monitoring = {path.name for path in (ROOT / "launch/monitoring").iterdir()}
     assert {f"share/eplb_runtime/monitoring/{name}" for name in monitoring} <= inside

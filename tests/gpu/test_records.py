@@ -9,7 +9,7 @@ import torch
 from device import DEVICE
 from records import pack
 
-from eplb_runtime.moe.experts.element_wise import check_element_wise
+from eplb_runtime.moe.experts.elementwise import check_elementwise
 from eplb_runtime.moe.experts.optimizer_state import OptimizerStateError
 from eplb_runtime.moe.experts.record import RecordFormat
 from eplb_runtime.moe.experts.registry import ExpertTensor
@@ -99,7 +99,7 @@ class OnAGpuAlone(torch.optim.Optimizer):
 
 def test_an_optimizer_is_tried_on_the_device_of_its_parameters() -> None:
     before = torch.cuda.get_rng_state()
-    check_element_wise(OnAGpuAlone([torch.nn.Parameter(torch.ones(4, 3, 5, device=DEVICE))]))
+    check_elementwise(OnAGpuAlone([torch.nn.Parameter(torch.ones(4, 3, 5, device=DEVICE))]))
     assert torch.equal(before, torch.cuda.get_rng_state())
     with pytest.raises(OptimizerStateError, match="OnAGpuAlone cannot update tensors of experts"):
-        check_element_wise(OnAGpuAlone([torch.nn.Parameter(torch.ones(4, 3, 5))]))
+        check_elementwise(OnAGpuAlone([torch.nn.Parameter(torch.ones(4, 3, 5))]))

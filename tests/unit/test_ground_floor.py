@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from flat_settings import config_from_settings
 
-from eplb_runtime.config import BalancerConfig, ConfigError, MigrationConfig, config_from_settings
+from eplb_runtime.config import BalancerConfig, ConfigError, MigrationConfig
 from eplb_runtime.events import EventLog, LoadMeasured, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.placement import Placement
 from eplb_runtime.topology import Topology

@@ -43,38 +43,38 @@ MOST_PARAMETERS = 8
 COMPILED = ("jit", "triton", "custom_op", "register_fake", "kernel")
 """In a decorator: numba, Triton and torch's operators, whose parameters are what a kernel reads."""
 RATCHET = {
-    "(root)": 1714,
-    "utils": 1036,
-    "distributed": 6396,
+    "(root)": 1639,
+    "utils": 964,
+    "distributed": 6387,
     "load": 1729,
-    "moe": 9548,
+    "moe": 8018,
     "planner": 6686,
     "replicas": 2304,
-    "migration": 2691,
-    "balancer": 5176,
-    "observe": 4278,
+    "migration": 2657,
+    "balancer": 5093,
+    "observe": 3588,
     "checkpoint": 3358,
     "hosts": 10070,
-    "tools": 11579,
-    "cli": 2500,
-    "package": 69125,
-    "files of the package": 391,
-    "page": 998,
-    "tests": 60912,
-    "files of tests": 375,
-    "Markdown, KB": 259,
+    "tools": 10712,
+    "cli": 2431,
+    "package": 65863,
+    "files of the package": 375,
+    "page": 698,
+    "tests": 59623,
+    "files of tests": 372,
+    "Markdown, KB": 257,
 }
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""
-ALLOWANCE = {  # the proof (verify -- JOB) beside the detectives that it replaces
+ALLOWANCE = {  # the proof (verify -- JOB) and the loops it is tried on, beside the detectives that they replace
     "(root)": 40,
     "balancer": 60,
     "hosts": 600,
     "cli": 40,
     "package": 700,
     "files of the package": 4,
-    "tests": 300,
-    "files of tests": 4,
+    "tests": 2300,
+    "files of tests": 13,
     "Markdown, KB": 2,
 }
 """Lines on top of a limit while an old and a new way stand side by side; with a comment that says for which part."""

@@ -49,7 +49,7 @@ from ...moe.kernel_selection import Kernels, kernels_for
 from ...moe.layer import ExpertParallelLayer, HostDispatchedLayer, LayerContext
 from ...moe.routing.lookup import SlotTable
 from ...moe.routing.splitter import BatchSplitter, SplitSettings
-from ...observe.recorder import Recorder
+from ...observe.recording import Recorder
 from ...observe.start import Shown
 from ...placement import Placement
 from ...replicas.bank import ReplicaBank, ReplicaPool
@@ -66,6 +66,7 @@ from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
 from .forwards import Forwards
 from .meta import make_buffers, make_parameters
 from .optimizers import Optimizers, homes_of
+from .self_test import try_layers
 from .sharding import cut, install, note_of_odd_rows, rows_of_rank
 from .state_hooks import Homes, PartialStateWarning, mark_state
 from .trial import TrialRun, layout_of, why_not_single
@@ -113,6 +114,8 @@ def attach_stages(
         peers = [job.migration_ranks.index(rank) for rank in job.ep_ranks]
         topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
         placement = check(stages, optimizers, config, groups, device)
+        problems, drawing = try_layers([layer for stage in stages for layer in stage.host.layers], config.guard)
+        raise_on_all("" if config.guard == "warn" else next(iter(problems), ""), groups)
         dispatch = choose_together(config, groups.dispatch, topology, device, seconds)
         raise_on_all(dispatch.problem, groups)
         copies = transport_of_copies(config, groups, topology, device)
@@ -125,7 +128,7 @@ def attach_stages(
             raise
         raise said from error
     attaching = _Attaching(
-        stages, optimizers, config, groups, topology, transport, placement, device, container, dispatch, copies
+        stages, optimizers, config, groups, topology, transport, placement, device, container, dispatch, copies, drawing
     )
     before = Before(
         [stage.model for stage in stages], _of_torch([*optimizers, *([container] if container is not None else [])])
@@ -136,6 +139,8 @@ def attach_stages(
         for part in (attaching.hook, attaching.record):
             _on_all_or_none(part, groups)
         attaching.balancer._begin()
+        for problem in problems:
+            attaching.balancer._guard.report(problem)
     except BaseException as error:
         said = as_all_say(error, groups)
         before.restore()
@@ -198,6 +203,7 @@ class _Attaching:
     container: torch.optim.Optimizer | None
     dispatch: DispatchChoice
     copies: RowTransport
+    drawing: list[str]
     banks: dict[int, ReplicaBank] = field(default_factory=dict)
     layer_of_parameter: dict[str, int] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -359,7 +365,13 @@ class _Attaching:
         """Lines that say what makes bits depend on where experts are."""
         of_hosts = [line for stage in self.stages for line in stage.host.notes]
         odd = note_of_odd_rows(self.parameters)
-        return list(dict.fromkeys([*of_hosts, *notes(self.config), *([odd] if odd else [])]))
+        drawing = (
+            f"experts of {self.drawing[0]} ({len(self.drawing)} layers in all) draw random numbers in training "
+            "(dropout): which ones they get depends on placement; without dropout in experts results do not"
+            if self.drawing
+            else ""
+        )
+        return list(dict.fromkeys(filter(None, [*of_hosts, *notes(self.config), odd, drawing])))
 
     @property
     def _divisors(self) -> Divisors:

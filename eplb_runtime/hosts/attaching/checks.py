@@ -15,10 +15,9 @@ from ...config import BalancerConfig
 from ...distributed.consensus import all_equal, barrier, extremes, first_problem, gather_rows, maxima
 from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Job
-from ...moe.experts.element_wise import check_element_wise
+from ...moe.experts.elementwise import check_elementwise
 from ...moe.experts.optimizer_state import OptimizerStateError
 from ...moe.experts.slices import has_divide_factor, local, why_not_rows, why_not_slices
-from ...moe.experts.unmoved import unmoved
 from ...placement import Placement, PlacementError, uneven
 from ...utils.checksums import as_bytes, checksum
 from ...utils.errors import one_line
@@ -131,7 +130,7 @@ def _check_here(
     if config.replica_slots and device.type != "cpu" and groups.backend == "gloo":
         raise AttachError("replica slots on a GPU need a backend for it: init_process_group('cpu:gloo,cuda:nccl')")
     check_current(device)
-    _check_optimizers(optimizers, layers)
+    _check_optimizers(optimizers, layers, config)
     if spread - {None}:
         for stage in stages:
             _check_sharded(stage.model, stage.host, config, groups.job)
@@ -297,7 +296,7 @@ def _check_slices(layer: MoELayer, name: str, parameter: DTensor, groups: Proces
         )
 
 
-def _check_optimizers(optimizers: Sequence[AnyOptimizer], layers: Sequence[MoELayer]) -> None:
+def _check_optimizers(optimizers: Sequence[AnyOptimizer], layers: Sequence[MoELayer], config: BalancerConfig) -> None:
     experts = {f"{layer.name}.{name}": layer.parameter(name) for layer in layers for name in layer.parameters}
     held_here = {id(parameter) for parameter in experts.values()}
     each = any(layer.slots for layer in layers)
@@ -308,11 +307,9 @@ def _check_optimizers(optimizers: Sequence[AnyOptimizer], layers: Sequence[MoELa
     for optimizer, of_experts in stepping:
         refuse_shared(optimizer)
         try:
-            check_element_wise(optimizer, of_experts, each=each)
+            check_elementwise(optimizer, of_experts, each=each, known=config.elementwise)
         except OptimizerStateError as error:
             raise AttachError(str(error)) from None
-        if seen := next(unmoved(optimizer, experts), None):
-            raise AttachError(seen.said)
         if any(
             isinstance(value, Tensor) and value.is_meta
             for state in optimizer.state.values()

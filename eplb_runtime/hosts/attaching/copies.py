@@ -26,7 +26,8 @@ def transport_of_copies(
     Raises:
         AttachError: ``config.copies_by`` cannot be had; on all ranks.
     """
-    transport: RowTransport = PointToPoint(groups.replicas, groups.job.row_ranks)
+    rows = groups.replicas if config.replica_slots else groups.rows
+    transport: RowTransport = PointToPoint(rows, groups.job.row_ranks)
     if config.copies_by == "torch":
         return transport
     # What can be seen before ranks meet.

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from ...checkpoint.weights import Weight
 
 
+Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Hidden states ``[T, D]``, expert ids and router weights ``[T, K]`` -> ``[T, D]``."""
+
+
 class AttachError(ValueError):
     """The model, optimizer or job cannot be balanced as it is; one line that says why and what would help."""
 
@@ -46,6 +50,7 @@ class MoELayer:
         alignment: ``compute`` wants every slot's rows filled up to a multiple of so many.
         by_expert: how whole parameters are seen as ``[E, ...]`` whose own first dimension is another. They are
             ``[E/R, ...]`` from then on.
+        run: the module's own way, before ``install``; None: it cannot be called alone.
     """
 
     name: str
@@ -58,6 +63,7 @@ class MoELayer:
     slots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     alignment: int = 1
     by_expert: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    run: Run | None = None
 
     def parameter(self, name: str) -> nn.Parameter:
         """One of ``parameters``, as it is now: a tensor that takes its place for one call, too."""

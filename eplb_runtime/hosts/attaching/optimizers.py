@@ -6,8 +6,6 @@ holds one of them is refused at its first step, whoever made it and whenever.
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ...balancer.balancer import Balancer
-from ...moe.experts.element_wise import check_element_wise
-from ...moe.experts.made_anew import Arguments
+from ...moe.experts.elementwise import check_elementwise
 from ...moe.experts.optimizer_state import OptimizerStateError
 from .description import AnyOptimizer, AttachError, HostOptimizer
 from .state_hooks import Homes, mark_optimizer
@@ -61,7 +58,8 @@ class Optimizers:
         self._held: list[int] = []
         self._done: dict[int, bool] = {}
         self._step_count: dict[int, int] = {}
-        self._last: dict[int, int] = {}
+        self._depth: Counter[int] = Counter()
+        self._in_closure = False
         self._strangers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._stepping = False
         ask = WeakMethod(self._refuse_strangers)  # torch's table lives as long as the process; a model need not
@@ -107,7 +105,8 @@ class Optimizers:
                     "is to be trained, or freeze this first (requires_grad_(False))"
                 )
         try:
-            check_element_wise(optimizer, self._experts, each=self._balancer._runtime.registry.has_slots)
+            each, known = self._balancer._runtime.registry.has_slots, self._balancer.config.elementwise
+            check_elementwise(optimizer, self._experts, each=each, known=known)
         except OptimizerStateError as error:
             raise AttachError(str(error)) from None
         if instead_of is not None:
@@ -160,11 +159,6 @@ class Optimizers:
         self._balancer._end_with(after)
         before = optimizer.register_step_pre_hook(self._before_step)
         self._hooks[number] = [*mark_optimizer(optimizer, self._experts, self._homes_of), before, after]
-        if self._balancer._guard.lone is not None:
-            last = optimizer.register_step_pre_hook(self._step_alone)
-            self._balancer._end_with(last)
-            self._hooks[number].append(last)
-            self._last[id(optimizer)] = last.id
 
     def add_container(self, container: torch.optim.Optimizer, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Hook what steps several optimizers in one step of its own. They are let alone, also where the container has
@@ -211,6 +205,8 @@ class Optimizers:
                 if name := self._replaced_in(optimizer):
                     raise RuntimeError(self._replaced_message(name))
                 self._held[number] = _count(optimizer)
+                # On one rank alone the average of gradients would be over other tensors than on the others.
+                self._balancer._runtime.barrier(f"add_param_group of a {type(optimizer).__name__}")
                 self._balancer._train_outside(self._outside(number))
 
     def _replaced_in(self, optimizer: AnyOptimizer) -> str:
@@ -234,7 +230,8 @@ class Optimizers:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Reduce gradients before the step, or, where a closure makes them inside it, after each call of that."""
-        if _steps_within_itself(optimizer):
+        if self._depth[id(optimizer)] > 0:  # its step calls that of its base, for which torch calls hooks, too
+            self._depth[id(optimizer)] += 1
             return None
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
@@ -242,47 +239,31 @@ class Optimizers:
                 "are still to come and none are reduced: step after backward()"
             )
         self._stepping = True
-        if self._balancer._guard.is_new:
-            _refuse_foreign_scaler()
-        call = Arguments(args[1:], kwargs)
-        closure = call.closure
-        if closure is None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
             self._balancer._before_optimizer()
+            self._depth[id(optimizer)] = 1
             return None
 
         def reduced() -> Any:
-            loss = closure()
+            self._in_closure = True
+            try:
+                loss = closure()
+            finally:
+                self._in_closure = False
             self._balancer._gradients.begin()
             self._balancer._before_optimizer()
-            if (lone := self._balancer._guard.lone) is not None:
-                with self._balancer._guard.clocked():
-                    lone.gradients_are_there(optimizer, loss)
             return loss
 
-        call = call.with_closure(reduced)
-        return (args[0], *call.positional), dict(call.named)
+        self._depth[id(optimizer)] = 1
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": reduced}
+        return (args[0], reduced, *args[2:]), kwargs
 
-    @torch.compiler.disable
-    def _step_alone(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Runs last before a step: gradients are what the optimizer will see."""
-        if _steps_within_itself(optimizer):
-            return
-        hooks = optimizer._optimizer_step_pre_hooks
-        if next(reversed(hooks)) != self._last[id(optimizer)]:  # another may change them yet: from the next step on
-            return
-        guard = self._balancer._guard
-        if guard.lone is not None and not self._balancer._closed:
-            with guard.clocked():
-                guard.lone.before(optimizer, Arguments(args[1:], kwargs))
-
-    def _stepped_alone(self, optimizer: torch.optim.Optimizer) -> None:
-        """Runs first after a step."""
-        guard, last = self._balancer._guard, self._last.get(id(optimizer))
-        if guard.lone is not None and last is not None:
-            with guard.clocked():
-                guard.lone.after(optimizer)
-            if last in optimizer._optimizer_step_pre_hooks:
-                optimizer._optimizer_step_pre_hooks.move_to_end(last)  # type: ignore[attr-defined]
+    def forward_begins(self) -> None:
+        """Forget steps that have raised: a forward between steps begins a new one."""
+        if not self._in_closure:
+            self._depth.clear()
 
     @contextmanager
     def around_step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -296,11 +277,11 @@ class Optimizers:
 
     @torch.compiler.disable
     def _after_step(self, number: int, optimizer: torch.optim.Optimizer | None = None, *_: Any) -> None:
-        if optimizer is not None and _steps_within_itself(optimizer):
-            return
-        self._stepping = False
         if optimizer is not None:
-            self._stepped_alone(optimizer)
+            self._depth[id(optimizer)] = max(0, self._depth[id(optimizer)] - 1)
+            if self._depth[id(optimizer)]:
+                return
+        self._stepping = False
         self._end_of_step(number, stepped=True)
 
     def _end_of_step(self, number: int, *, stepped: bool) -> None:
@@ -347,34 +328,3 @@ def homes_of(balancer: Balancer, layer: int) -> Homes:
 
 def _count(optimizer: AnyOptimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-def _refuse_foreign_scaler() -> None:
-    """A scaler of torch's own skips steps on each rank by what that rank saw. It is to be seen on the stack alone."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        caller = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
-        if type(caller) is torch.amp.GradScaler or type(caller) is torch.cuda.amp.GradScaler:
-            if caller.is_enabled():
-                raise RuntimeError(
-                    "torch's GradScaler decides on each rank by itself whether a step is skipped, and experts differ "
-                    "between ranks, so ranks would diverge: use eplb.GradScaler(balancer), which skips a step on all "
-                    "ranks or on none"
-                )
-            return
-        frame = frame.f_back  # type: ignore[assignment]
-
-
-_HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
-"""Of the function that torch puts around every class's ``step``."""
-
-
-def _steps_within_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a hook of ``optimizer`` runs in a step that the optimizer's own step has called: torch calls hooks for
-    both where a class's ``step`` calls that of its base, and the base has been made once by itself."""
-    steps, frame = 0, inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer:
-            steps += 1
-        frame = frame.f_back
-    return steps > 1

@@ -15,9 +15,10 @@ from ...distributed.ranks import Ranks
 from ...moe.experts.optimizer_state import replace_parameter
 from ...placement import Placement
 from ...utils.errors import one_line
-from .checks import as_all_say, check
+from .checks import as_all_say, check, raise_on_all
 from .description import AttachError, MoELayer, Spread, Stage, mark_spread
 from .meta import blank
+from .self_test import try_layers
 from .undo import Before
 
 logger = logging.getLogger("eplb_runtime")
@@ -37,6 +38,10 @@ def shard_stage(
     before = Before([stage.model], [])
     try:
         placement = check([stage], [], config, groups, device)
+        problems, _ = try_layers(host.layers, config.guard)
+        for problem in problems if config.guard == "warn" else ():
+            logger.warning("%s", problem)
+        raise_on_all("" if config.guard == "warn" else next(iter(problems), ""), groups)
         rows_LH = rows_of_rank(placement, groups.job.ep_rank)
         for layer, rows in zip(host.layers, rows_LH, strict=True):
             for name in layer.parameters:

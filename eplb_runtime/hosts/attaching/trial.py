@@ -121,11 +121,10 @@ class TrialRun:
         self._balancer = balancer
         self._stages = stages
         self._runtime = balancer._runtime
-        self._group = self._runtime.groups.background()
+        self._group = self._runtime.groups.background
         self._step = 0
         self._began = balancer.placement.epoch
         self._losses: list[Tensor] = []
-        self._gradients: dict[tuple[str, int], TrialEntry] = {}
         self._shaken: set[int] = set()
         self._rows: dict[tuple[str, int], tuple[TrialEntry, Tensor, Tensor]] = {}
         self._coarsest = 0.0
@@ -258,8 +257,8 @@ class TrialRun:
         whole = torch.tensor(
             [(place[e.name], e.expert, KINDS.index(e.kind), e.tensor.numel()) for e, _, _ in rows], dtype=torch.int64
         ).reshape(-1, 4)
-        digests = torch.stack([digest for _, digest, _ in rows]).cpu().reshape(-1, 1) if rows else whole[:, :1]
-        sums = torch.stack([sums for _, _, sums in rows]).cpu() if rows else torch.zeros(0, 1 + SKETCHES)
+        digests = torch.stack([digest for _, digest, _ in rows]).reshape(-1, 1) if rows else whole[:, :1]
+        sums = torch.stack([sums for _, _, sums in rows]) if rows else torch.zeros(0, 1 + SKETCHES)
         head = json.dumps({"names": names, "rows": len(rows), "losses": losses}).encode()
         body = torch.cat([whole, digests, sums.double().view(torch.int64)], dim=1).numpy().tobytes()
         counts = self._counts if self._step else torch.zeros_like(self._runtime.counter.counts)
@@ -279,7 +278,7 @@ class TrialRun:
     def _write_meta(self) -> None:
         not_single = self._not_single or self._does_not_fit()
         if self._runtime.job.is_planner:
-            said = list(getattr(self._balancer._guard, "said", ()))
+            said = self._balancer._guard.said
             error = max([self._coarsest, *(torch.finfo(p.dtype).eps for p in self._floating())], default=0.0)
             commits = self._balancer.placement.epoch - self._began
             meta = {**self._meta, "said": said, "not_single": not_single, "rounding": error, "commits": commits}
@@ -320,7 +319,7 @@ def _sketched(entry: TrialEntry) -> tuple[Tensor, Tensor]:
                 signed = torch.where(keys & 256 == 0, values, -values)
                 before, after = first % SKETCHES, -(first + part.numel()) % SKETCHES
                 sums[1:] += nn.functional.pad(signed, (before, after)).view(-1, SKETCHES).sum(dim=0)
-    return digest, sums
+    return digest.cpu(), sums.cpu()
 
 
 def _words(part: Tensor) -> Tensor:

@@ -46,7 +46,8 @@ def unregistered(
         is_like = any(shape[-len(row) :] == row for row in rows) or shape[-1:] in sizes or (value.numel,) in sizes
         if is_like and value.memory not in known:
             known.add(value.memory)
-            found.append((_named(holder, variables), shape))
+            if name := _named(holder, variables):
+                found.append((name, shape))
     return found[:MOST_FOUND]
 
 
@@ -101,7 +102,7 @@ def _tensors(variables: Sequence[tuple[str, Any]]) -> Iterator[tuple[_Candidate,
     """All tensors and arrays, each with an object that holds it."""
     objects = gc.get_objects()
     for holder in objects:
-        if not str(getattr(type(holder), "__module__", "")).startswith(_FRAMEWORKS):
+        if not _of_a_framework(holder):
             yield from _inside(gc.get_referents(holder), holder, _DEPTH)
     yield from _inside([value for _, value in variables], None, _DEPTH)
     yield from _inside([one for one in objects if issubclass(type(one), Tensor)], None, 0)
@@ -111,36 +112,49 @@ def _inside(values: Sequence[Any], holder: Any, depth: int) -> Iterator[tuple[_C
     for value in values:
         kind = type(value)  # isinstance() wakes objects that pretend to be of another class
         if issubclass(kind, Tensor | np.ndarray):
-            is_activation = isinstance(value, Tensor) and value.grad_fn is not None
-            if not is_activation and value.ndim and (isinstance(value, np.ndarray) or not value.is_sparse):
+            if value.ndim and _may_be_weights(value):
                 yield _Candidate(value), holder if holder is not None else value
         elif depth and issubclass(kind, dict | list | tuple) and not gc.is_tracked(value):
             inner = [*value.values()] if isinstance(value, dict) else list(value)
             yield from _inside(inner, holder if holder is not None else value, depth - 1)
 
 
+def _may_be_weights(value: Tensor | np.ndarray[Any, Any]) -> bool:
+    """Whether this is of a kind of which averages, snapshots and masks are: no ids, and nothing that has a gradient."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "fV" or value.dtype.itemsize == 1
+    return value.grad_fn is None and not value.is_sparse and (value.is_floating_point() or value.element_size() == 1)
+
+
 def _named(holder: Any, variables: Sequence[tuple[str, Any]]) -> str:
-    """A holder in words: the variable that it is, the function or the object that keeps it."""
-    for _ in range(3):
-        if name := next((name for name, value in variables if value is holder), ""):
-            return f"variable {name}"
-        if isinstance(holder, GeneratorType):
-            return f"generator {holder.__qualname__}"
-        if isinstance(holder, FunctionType):
-            return f"function {holder.__qualname__}"
+    """A holder in words: the variable that it is, the function or the object that keeps it; empty: a framework's."""
+    kind = "a variable"
+    for _ in range(_DEPTH):
+        for name, value in variables:  # a closure over `holder` would be a holder itself
+            if value is holder:
+                return f"variable {name}"
+        if isinstance(holder, GeneratorType | FunctionType):
+            return f"{'function' if isinstance(holder, FunctionType) else 'generator'} {holder.__qualname__}"
         if isinstance(holder, ModuleType):
             return f"module {holder.__name__}"
+        if _of_a_framework(holder):
+            return ""
         if not isinstance(holder, dict | list | tuple | CellType | Tensor | np.ndarray):
             return f"an object of {type(holder).__name__}"
-        above = [one for one in gc.get_referrers(holder) if type(one).__name__ not in ("frame", "list_iterator")]
         kind = "a closure" if isinstance(holder, CellType) else f"a {type(holder).__name__}"
-        following = next((one for one in above if one is not variables and not _is_ours(one)), None)
-        if following is None:
-            return kind
-        holder = following
+        above = [one for one in gc.get_referrers(holder) if one is not variables and not _is_ours(one)]
+        if not above:
+            break
+        holder = above[0]
     return kind
 
 
+def _of_a_framework(value: Any) -> bool:
+    return str(getattr(type(value), "__module__", "")).startswith(_FRAMEWORKS)
+
+
 def _is_ours(value: Any) -> bool:
-    """Whether this is one of the lists that the search itself has made."""
-    return isinstance(value, list) and len(value) > 10_000
+    """Whether this is a frame, or a list or a generator of the search itself."""
+    if isinstance(value, GeneratorType):
+        return bool(value.gi_code.co_filename == __file__)
+    return type(value).__name__ in ("frame", "list_iterator") or (isinstance(value, list) and len(value) > 10_000)

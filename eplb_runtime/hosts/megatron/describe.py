@@ -28,14 +28,14 @@ from ..attaching.description import (
     WatchedModel,
     mark_spread,
 )
-from ..settings import emulated_settings, problems
+from ..settings import JobSettings, run_checks
 from .delayed import why_not_delayed
 from .graphs import check_not_captured
 from .layer import install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of
 from .order import why_not_permuted
 from .quantized import why_not_followed
-from .settings import EMULATED, EXACT_IN_ONE_SUM, RULES, MegatronJobSettings, live_settings, reorders
+from .settings import EXACT_IN_ONE_SUM, HOST, reorders, settings_of
 from .weights import weights
 
 logger = logging.getLogger("eplb_runtime")
@@ -160,39 +160,38 @@ def _stage(model: nn.Module, pipeline_size: int) -> int:
     return (said[0] * pipeline_size if chunks > 1 else 0) + rank
 
 
-def settings_of_job(model: nn.Module, optimizers: Sequence[Any]) -> MegatronJobSettings | None:
+def settings_of_job(model: nn.Module, optimizers: Sequence[Any]) -> JobSettings | None:
     """Settings of a live job; None: the model has no MoE layer here."""
     layers = [module for module in model.modules() if isinstance(module, MegatronLayer)]
     if not layers:
         return None
-    of_optimizers = [options_of(optimizer) for optimizer in optimizers]
-    return live_settings(
-        vars(layers[0].config),
-        vars(model.ddp_config) if hasattr(model, "ddp_config") else {},
-        next(filter(None, of_optimizers), {}),
-        world_size=dist.get_world_size(),
-    )
+    options: dict[str, Any] = {"world_size": dist.get_world_size()}
+    of_ddp = vars(model.ddp_config) if hasattr(model, "ddp_config") else {}
+    of_optimizers = next(filter(None, map(options_of, optimizers)), {})
+    for one in (of_ddp, of_optimizers, vars(layers[0].config)):
+        options |= {name: value for name, value in one.items() if value is not None}
+    return settings_of(options)
 
 
 def _problems(model: nn.Module, optimizers: Sequence[Any]) -> list[str]:
     settings = settings_of_job(model, optimizers)
     if settings is None:
         return []
-    found = problems(settings, RULES)
+    found = [str(refusal) for refusal in run_checks(settings, HOST.checks)[0]]
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MegatronLayer)]
     found += [why for name, module in layers if (why := why_not_followed(name, module))][:1]
     found += [why for name, module in layers if (why := why_not_delayed(name, module))][:1]
     found += [why for _, module in layers[:1] if reorders(module.config) and (why := why_not_permuted(module))]
     if not found and dist.get_rank() == 0:
-        for one in emulated_settings(settings, EMULATED):
-            logger.warning("%s was tested with a stand-in (%s), and not on a GPU yet", one.setting, one.tested)
+        for name, tested in HOST.stand_ins(settings):
+            logger.warning("%s was tested with a stand-in (%s), and not on a GPU yet", name, tested)
     return found
 
 
 def _refuses(layers: Sequence[MoELayer], wrapped: bool, config: BalancerConfig) -> str:
     if config.replica_slots:
-        rule = next(rule for rule in RULES if rule.replicas_only)
-        return f"replica_slots with Megatron: {rule.why}; {rule.instead}"
+        refusal = next(HOST.without_replicas(config))
+        return f"replica_slots with Megatron: {refusal.why}; {refusal.instead}"
     if replace(config.dispatch, kernels=False) != DispatchConfig():  # kernels hash experts for checksums here, too
         return "dispatch with Megatron: its own dispatchers carry tokens; leave dispatch out"
     if config.overlap:

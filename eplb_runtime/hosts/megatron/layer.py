@@ -1,7 +1,7 @@
 """A Megatron MoE layer whose columns change places between its router and its dispatcher.
 
 Everything before is in logical ids: the router, its bias, its losses, its counters, the capacity of an expert.
-Everything after believes that slot p is expert p. Its distributed checkpoints are put right in `sharded_state.py`.
+Everything after believes that slot p is expert p. Its distributed checkpoints are put right in `saved_state.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..attaching.expert_spans import ExpertCall, call_begins, call_ends
 from .graphs import GraphedChoices, GraphedColumns, goes_on_after_graph, is_captured
 from .order import RowsInLogicalOrder
 from .quantized import WeightCaches
+from .saved_state import save_by_logical_expert
 from .settings import reorders, sums_in_order
-from .sharded_state import save_by_logical_expert
 
 
 def keeps_every_bit(module: Any) -> bool:

@@ -1,7 +1,7 @@
 """Megatron's optimizers: where they keep what belongs to an expert, and how a step begins, clips and ends.
 
 A distributed optimizer keeps a range of a flat buffer on each rank. Where no other rank holds the same experts, that
-range has each expert whole; else ranks that hold the same have ranges of each (`divided.py`). Its own accessor gives
+range has each expert whole; else ranks that hold the same have ranges of each (`kept_state.py`). Its own accessor gives
 them.
 """
 
@@ -27,10 +27,21 @@ from torch import Tensor
 
 from ...moe.experts.optimizer_state import Ranges
 from ..attaching.description import AnyOptimizer, AttachError, MoELayer
-from .divided import is_divided, ranges_of, ranks_of, stepped_by_all
-from .offloaded import OffloadedState, is_mixed, is_offloaded, offloaded_state, stepping_inside
-from .plain_state import refuse_places, say_experts
-from .precision_aware import check_layout, is_precision_aware, raw_state
+from .kept_state import (
+    OffloadedState,
+    check_layout,
+    is_divided,
+    is_mixed,
+    is_offloaded,
+    is_precision_aware,
+    offloaded_state,
+    ranges_of,
+    ranks_of,
+    raw_state,
+    stepped_by_all,
+    stepping_inside,
+)
+from .saved_state import refuse_places, say_experts
 
 logger = logging.getLogger("eplb_runtime")
 

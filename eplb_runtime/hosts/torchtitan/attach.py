@@ -26,20 +26,18 @@ from .. import _all_can_attach
 from ..attaching.attach import attach_stages
 from ..attaching.checks import device_of
 from ..attaching.description import AttachError, HostModel, Spread, Stage, mark_spread
-from ..settings import emulated_settings, judge
+from ..settings import JobSettings, run_checks
 from .dispatchers import why_elsewhere
 from .experts import balanced_experts, describe, routed_experts
 from .pipeline import accompany, build_pipeline, numbers_of
 from .settings import (
     BACKENDS,
-    EMULATED,
     EXACT_BY_ITSELF,
+    HOST,
     NEEDED_TORCH,
-    RULES,
-    SPMD_RULES,
     STANDARD,
-    TorchtitanJobSettings,
     backend_of,
+    check_spmd_backend,
     settings_of,
 )
 from .state import BalancedOptimizers, LogicalOrder, balanced_optimizers, keep_order, synchronize_state
@@ -98,9 +96,8 @@ def _parallelize(
     """Raises AttachError where torchtitan would fail itself, long before `_attach`: its default `spmd_backend` does not
     run with torch 2.13."""
     backend = parallel_dims.spmd_backend
-    judged = judge(TorchtitanJobSettings(spmd_backend=backend), SPMD_RULES)
-    if judged.refused:
-        raise AttachError(str(judged.refused[0]))
+    for refusal in check_spmd_backend(parallel_dims):
+        raise AttachError(str(refusal))
     if torch.__version__ < BACKENDS[backend]:
         older = next(name for name, needed in BACKENDS.items() if torch.__version__ >= needed)
         raise AttachError(
@@ -133,7 +130,7 @@ def _attach(
 ) -> Balancer:
     """Raises `AttachError` on every rank, or on none."""
     ranks, stages, problem = Ranks(), [], None
-    device, settings = torch.device("cpu"), TorchtitanJobSettings()
+    device, settings = torch.device("cpu"), settings_of({})
     try:
         settings = _live_settings(optimizers, model_parts, parallel_dims, trainer_config)
         _refuse(settings, optimizers, config)
@@ -173,20 +170,17 @@ def _attach(
     return balancer
 
 
-def _say_of(settings: TorchtitanJobSettings) -> None:
+def _say_of(settings: JobSettings) -> None:
     """Rank 0 warns of what torchtitan's own dispatchers come to."""
     if dist.get_rank():
         return
-    for one in emulated_settings(settings, EMULATED):
+    for name, tested in HOST.stand_ins(settings):
         logger.warning(
-            "%s='%s' was tested with a stand-in (%s), and not on a GPU yet",
-            one.setting,
-            settings.moe_comm_backend,
-            one.tested,
+            "%s='%s' was tested with a stand-in (%s), and not on a GPU yet", name, settings.moe_comm_backend, tested
         )
 
 
-def _notes(settings: TorchtitanJobSettings, added_up: int) -> tuple[str, ...]:
+def _notes(settings: JobSettings, added_up: int) -> tuple[str, ...]:
     """Lines that say what makes bits depend on where experts are.
 
     Args:
@@ -203,7 +197,7 @@ def _notes(settings: TorchtitanJobSettings, added_up: int) -> tuple[str, ...]:
             "DeepEP receives tokens in any order unless debug.deterministic is set: no two trainings are equal to the "
             "bit, with experts moved or not"
         )
-    if settings.moe_comm_backend in ("deepep", "hybridep") and settings.top_k > EXACT_BY_ITSELF:  # type: ignore[operator]
+    if settings.moe_comm_backend in ("deepep", "hybridep") and settings.top_k > EXACT_BY_ITSELF:
         notes.append(
             f"moe_comm_backend='{settings.moe_comm_backend}' adds up the results of a token's {settings.top_k} experts "
             "in an order that depends on where they are: with experts moved, training is equal to rounding, not to the "
@@ -226,7 +220,7 @@ def _try_dispatchers(model_parts: Sequence[nn.Module], device: torch.device) -> 
     return problem
 
 
-def _host(part: nn.Module, ep_ranks: tuple[int, ...], settings: TorchtitanJobSettings) -> HostModel:
+def _host(part: nn.Module, ep_ranks: tuple[int, ...], settings: JobSettings) -> HostModel:
     """A model, or a stage of it: which may have no routed experts. The experts are where torchtitan has put them."""
     backend = str(settings.moe_comm_backend)
     layers = [describe(name, routed, backend) for name, routed in routed_experts(part)]
@@ -243,15 +237,14 @@ def _host(part: nn.Module, ep_ranks: tuple[int, ...], settings: TorchtitanJobSet
     )
 
 
-def _refuse(settings: TorchtitanJobSettings, optimizers: Any, config: BalancerConfig) -> None:
+def _refuse(settings: JobSettings, optimizers: Any, config: BalancerConfig) -> None:
     """Raises AttachError for all that would go another way than the balancer knows; ranks have the same settings."""
-    judged = judge(settings, RULES)
-    refused = [str(refusal) for refusal in judged.refused]
+    refused = [str(refusal) for refusal in run_checks(settings, HOST.checks)[0]]
     if config.replica_slots:
         refused += [
             f"replica_slots={config.replica_slots} with "
             f"{'parallelism.' if refusal.setting.endswith('_degree') else ''}{refusal}"
-            for refusal in judged.without_replicas
+            for refusal in HOST.without_replicas(settings)
         ]
     if settings.moe_comm_backend != STANDARD and replace(config.dispatch, kernels=False) != DispatchConfig():
         refused.append(
@@ -271,7 +264,7 @@ def _refuse(settings: TorchtitanJobSettings, optimizers: Any, config: BalancerCo
 
 def _live_settings(
     optimizers: Any, model_parts: Sequence[nn.Module], parallel_dims: ParallelDims, trainer_config: Any
-) -> TorchtitanJobSettings:
+) -> JobSettings:
     blocks = [block for part in model_parts for block in part.modules()]
     dispatchers = _dispatchers(trainer_config)
     return settings_of(
@@ -279,7 +272,6 @@ def _live_settings(
             "expert_parallel_degree": parallel_dims.ep,
             "tensor_parallel_degree": parallel_dims.tp,
             "pipeline_parallel_degree": parallel_dims.pp,
-            "context_parallel_degree": parallel_dims.cp,
             "data_parallel_replicate_degree": parallel_dims.dp_replicate,
             "spmd_backend": parallel_dims.spmd_backend,
             "top_k": dispatchers[0].top_k if dispatchers else None,

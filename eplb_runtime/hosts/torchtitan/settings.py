@@ -1,13 +1,11 @@
-"""Settings of a torchtitan job that decide whether it can be balanced, by torchtitan's own names, and the rules over
-them."""
+"""Settings of a torchtitan job that the balancer cannot follow, by torchtitan's own names, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ..settings import Emulated, Exact, HostRules, Rule, Unresolved, copies_of_experts, given_or_default
+from ..settings import Exact, HostChecks, JobSettings, Refusal, StandIn, Unknown, ranks_of_an_expert, refuse
 
 VERSION = "torchtitan 0.3.0"
 BACKENDS = {"spmd_types": "2.14", "partial_dtensor": "2.11"}
@@ -26,57 +24,35 @@ OWN_BACKENDS = {
 NEEDED_TORCH = {"hybridep": "2.14"}
 """``moe_comm_backend`` -> the torch that torchtitan's part for it is imported with."""
 _STANDARD_DISPATCHERS = ("AllToAllTokenDispatcher", "TorchAOTokenDispatcher", "LocalTokenDispatcher")
+DEFAULTS: Mapping[str, Any] = {
+    "num_experts": None,
+    "top_k": Unknown("of the model's own config"),  # torchtitan has no default
+    "expert_parallel_degree": 1,
+    "tensor_parallel_degree": 1,
+    "pipeline_parallel_degree": 1,
+    "data_parallel_replicate_degree": 1,
+    "expert_data_parallel_size": Unknown("ranks of the job"),  # ranks that hold the same experts
+    "spmd_backend": "spmd_types",
+    "moe_comm_backend": STANDARD,
+    "non_blocking_capacity_factor": None,  # of HybridEP; below 1 it drops tokens
+    "disable_cuda_graphs": False,
+    "deterministic": False,  # of debug; DeepEP receives tokens in a fixed order
+    "compiled": (),  # components of the model
+    "optimizers": ("AdamW",),
+    "lora": False,
+}
+"""torchtitan's own, of the settings that are read here."""
 
 
-@dataclass(frozen=True)
-class TorchtitanJobSettings:
-    """Settings of a job, by the names of torchtitan's configs, with their defaults. Any may be `Unresolved`.
-
-    Args:
-        expert_data_parallel_size: ranks that hold the same experts, of the world's size.
-        top_k: experts a token; of the model, torchtitan has no default.
-        moe_comm_backend: the token dispatcher of the model: "standard", one of `OWN_BACKENDS`, or another one's class.
-        non_blocking_capacity_factor: of HybridEP; below 1 it drops tokens.
-        deterministic: of ``debug``; DeepEP receives tokens in a fixed order.
-        compiled: components of the model that are compiled.
-        optimizers: names of those that step the model.
-        assumed: fields that have their default, which nobody has given.
-    """
-
-    num_experts: int | Unresolved | None = None
-    top_k: int | Unresolved = field(default_factory=lambda: Unresolved("of the model's own config"))
-    expert_parallel_degree: int | Unresolved = 1
-    tensor_parallel_degree: int | Unresolved = 1
-    pipeline_parallel_degree: int | Unresolved = 1
-    context_parallel_degree: int | Unresolved = 1
-    data_parallel_replicate_degree: int | Unresolved = 1
-    expert_data_parallel_size: int | Unresolved = field(default_factory=lambda: Unresolved("ranks of the job"))
-    spmd_backend: str | Unresolved = "spmd_types"
-    moe_comm_backend: str | Unresolved = STANDARD
-    non_blocking_capacity_factor: float | Unresolved | None = None
-    disable_cuda_graphs: bool | Unresolved = False
-    deterministic: bool | Unresolved = False
-    compiled: Sequence[str] | Unresolved = ()
-    optimizers: Sequence[str] | Unresolved = ("AdamW",)
-    lora: bool | Unresolved = False
-    assumed: tuple[str, ...] = field(default=(), compare=False)
-
-
-def settings_of(options: Mapping[str, Any]) -> TorchtitanJobSettings:
-    """Settings of options by torchtitan's names; absent ones and None have torchtitan's default.
+def settings_of(options: Mapping[str, Any]) -> JobSettings:
+    """Settings of options by torchtitan's names.
 
     Args:
         options: also ``world_size``, the ranks of the job, where it is known.
     """
-    given, assumed = given_or_default(TorchtitanJobSettings, options)
-    settings = TorchtitanJobSettings(**given, assumed=assumed)
-    if "expert_data_parallel_size" in given:
-        return settings
-    known = tuple(name for name in assumed if name != "expert_data_parallel_size")
-    copies = copies_of_experts(
-        options.get("world_size"), settings.pipeline_parallel_degree, settings.expert_parallel_degree
-    )
-    return replace(settings, expert_data_parallel_size=copies, assumed=known)
+    sizes = (options.get(name) or 1 for name in ("pipeline_parallel_degree", "expert_parallel_degree"))
+    ranks = ranks_of_an_expert(options.get("world_size"), *sizes)
+    return JobSettings({"expert_data_parallel_size": ranks, **options}, DEFAULTS)
 
 
 def backend_of(dispatchers: Iterable[Any]) -> str:
@@ -88,123 +64,87 @@ def backend_of(dispatchers: Iterable[Any]) -> str:
     return " and ".join(sorted(named.get(name, name) for name in found)) or STANDARD
 
 
-def _captures(settings: Any) -> bool:
-    """Whether torchtitan makes CUDA graphs of forward and backward; with other dispatchers it refuses that itself."""
-    backend = settings.moe_comm_backend
-    without_waits = backend == "minimal_async_ep" or (
-        backend == "hybridep" and settings.non_blocking_capacity_factor is not None
-    )
-    return without_waits and not settings.disable_cuda_graphs
-
-
-def _exact(settings: Any) -> Exact:
-    backend = settings.moe_comm_backend
-    if backend in ("deepep", "hybridep") and settings.top_k > EXACT_BY_ITSELF:
+def _exact(job: Any) -> Exact:
+    backend = job.moe_comm_backend
+    if backend in ("deepep", "hybridep") and job.top_k > EXACT_BY_ITSELF:
         return "rounding"
-    if backend == "deepep" and not settings.deterministic:
+    if backend == "deepep" and not job.deterministic:
         return "rounding"
-    replicated = settings.data_parallel_replicate_degree
-    sharded = settings.expert_data_parallel_size // replicated
+    replicated = job.data_parallel_replicate_degree
+    sharded = job.expert_data_parallel_size // replicated
     return "bit" if max(sharded, replicated) <= EXACT_IN_ONE_SUM else "rounding"
 
 
-SPMD_RULES = (
-    Rule(
-        "spmd_backend",
-        lambda job: job.spmd_backend not in BACKENDS,
-        f"tried with {' and '.join(BACKENDS)} alone",
-        "set parallelism.spmd_backend='spmd_types', torchtitan's default",
-    ),
-)
-"""Applied before torchtitan parallelizes a model, too."""
+def check_spmd_backend(job: Any) -> Iterator[Refusal]:
+    """Needed before torchtitan parallelizes a model, too."""
+    if job.spmd_backend not in BACKENDS:
+        why = f"tried with {' and '.join(BACKENDS)} alone"
+        yield refuse(job, "spmd_backend", why, "set parallelism.spmd_backend='spmd_types', torchtitan's default")
 
-RULES = (
-    Rule(
-        "expert_parallel_degree",
-        lambda job: job.expert_parallel_degree == 1,
-        "every rank has all experts, nothing to balance",
-        "set parallelism.expert_parallel_degree",
-    ),
-    *SPMD_RULES,
-    Rule(
-        "compiled",
-        lambda job: any(part != "loss" for part in job.compiled),
-        "a block is compiled as one graph, and a batch meets other ranks in the middle of it",
-        "leave 'model' out of compile.components, or set compile.enable=False",
-    ),
-    Rule(
-        "moe_comm_backend",
-        lambda job: job.moe_comm_backend not in (STANDARD, *OWN_BACKENDS),
-        "nothing has been run with it",
-        f"choose the model with moe_comm_backend='standard', or one of {', '.join(OWN_BACKENDS)}",
-    ),
-    Rule(
-        "non_blocking_capacity_factor",
-        lambda job: (
-            job.moe_comm_backend == "hybridep"
-            and job.non_blocking_capacity_factor is not None
-            and job.non_blocking_capacity_factor < 1
-        ),
-        "HybridEP drops tokens of a rank that receives many, so which ones would follow the placement",
-        "set it to 1.0, or to None",
-    ),
-    Rule(
-        "disable_cuda_graphs",
-        _captures,
-        "a CUDA graph of forward and backward would begin no forward when it is replayed, and nothing would be counted",
-        "set training.disable_cuda_graphs",
-    ),
-    Rule(
-        "optimizers",
-        lambda job: any("muon" in name.lower() for name in job.optimizers),
-        "it multiplies the experts of a rank as one batch on a GPU, and no test shows that an expert's update has the "
-        "same bits at another place in the batch",
-        "use AdamW",
-    ),
-    Rule("lora", lambda job: job.lora, "adapters of experts are not supported", "train the experts themselves"),
-    Rule(
-        "moe_comm_backend",
-        lambda job: job.moe_comm_backend in OWN_BACKENDS,
-        "its dispatcher knows one place for an expert",
-        "set replica_slots=0, or choose the model with moe_comm_backend='standard'",
-        replicas_only=True,
-    ),
-    Rule(
-        "pipeline_parallel_degree",
-        lambda job: job.pipeline_parallel_degree > 1,
-        "copies of experts are not there for it yet",
-        "set replica_slots=0",
-        replicas_only=True,
-    ),
-    Rule(
-        "tensor_parallel_degree",
-        lambda job: job.tensor_parallel_degree > 1,
-        "copies of experts are not there for it yet",
-        "set replica_slots=0",
-        replicas_only=True,
-    ),
-)
-"""What torchtitan jobs are refused for; one entry for each class of settings."""
 
-EMULATED = (
-    Emulated(
-        "moe_comm_backend",
-        lambda job: job.moe_comm_backend in ("deepep", "hybridep"),
-        "buffers over torch.distributed that do what deep_ep's ElasticBuffer and HybridEPBuffer do",
-    ),
-    Emulated(
-        "moe_comm_backend",
-        lambda job: job.moe_comm_backend == "minimal_async_ep",
-        "its own operators, with memory that processes share and kernels in torch in the place of a GPU's",
-    ),
-)
-"""Settings that attach, run on a CPU with something else in the place of what a GPU or deep_ep has."""
+def _parallelism(job: Any) -> Iterator[Refusal]:
+    if job.expert_parallel_degree == 1:
+        why = "every rank has all experts, nothing to balance"
+        yield refuse(job, "expert_parallel_degree", why, "set parallelism.expert_parallel_degree")
+    if any(part != "loss" for part in job.compiled):
+        why = "a block is compiled as one graph, and a batch meets other ranks in the middle of it"
+        yield refuse(job, "compiled", why, "leave 'model' out of compile.components, or set compile.enable=False")
 
-HOST = HostRules(
+
+def _dispatcher(job: Any) -> Iterator[Refusal]:
+    backend = job.moe_comm_backend
+    if backend not in (STANDARD, *OWN_BACKENDS):
+        instead = f"choose the model with moe_comm_backend='standard', or one of {', '.join(OWN_BACKENDS)}"
+        yield refuse(job, "moe_comm_backend", "nothing has been run with it", instead)
+    capacity = job.non_blocking_capacity_factor if backend == "hybridep" else None
+    if capacity is not None and capacity < 1:
+        why = "HybridEP drops tokens of a rank that receives many, so which ones would follow the placement"
+        yield refuse(job, "non_blocking_capacity_factor", why, "set it to 1.0, or to None")
+    # torchtitan captures forward and backward with these; with others it refuses that itself.
+    if (backend == "minimal_async_ep" or capacity is not None) and not job.disable_cuda_graphs:
+        why = (
+            "a CUDA graph of forward and backward would begin no forward when it is replayed, and nothing would be "
+            "counted"
+        )
+        yield refuse(job, "disable_cuda_graphs", why, "set training.disable_cuda_graphs")
+
+
+def _trained(job: Any) -> Iterator[Refusal]:
+    if any("muon" in name.lower() for name in job.optimizers):
+        why = (
+            "it multiplies the experts of a rank as one batch on a GPU, and no test shows that an expert's update has "
+            "the same bits at another place in the batch"
+        )
+        yield refuse(job, "optimizers", why, "use AdamW")
+    if job.lora:
+        yield refuse(job, "lora", "adapters of experts are not supported", "train the experts themselves")
+
+
+def _replicas(job: Any) -> Iterator[Refusal]:
+    if job.moe_comm_backend in OWN_BACKENDS:
+        instead = "set replica_slots=0, or choose the model with moe_comm_backend='standard'"
+        yield refuse(job, "moe_comm_backend", "its dispatcher knows one place for an expert", instead)
+    for degree in ("pipeline_parallel_degree", "tensor_parallel_degree"):
+        if getattr(job, degree) > 1:
+            yield refuse(job, degree, "copies of experts are not there for it yet", "set replica_slots=0")
+
+
+def _stand_ins(job: Any) -> Iterator[StandIn]:
+    if job.moe_comm_backend in ("deepep", "hybridep"):
+        tested = "buffers over torch.distributed that do what deep_ep's ElasticBuffer and HybridEPBuffer do"
+        yield "moe_comm_backend", tested
+    if job.moe_comm_backend == "minimal_async_ep":
+        tested = "its own operators, with memory that processes share and kernels in torch in the place of a GPU's"
+        yield "moe_comm_backend", tested
+
+
+HOST = HostChecks(
     VERSION,
     settings_of,
-    RULES,
+    (_parallelism, check_spmd_backend, _dispatcher, _trained),
+    _replicas,
     _exact,
+    _stand_ins,
     (
         "spmd_backend='spmd_types', torchtitan's default, and moe_comm_backend='hybridep' have torch 2.14 or newer",
         "the overrides, pipelining_fn and post_optimizer_build_fn that balance() sets are in the config",
@@ -212,5 +152,6 @@ HOST = HostRules(
         "with replica slots: the ranks that hold the same experts divide dimension 1 of their tensors",
         "deepep, hybridep, minimal_async_ep: a batch sent through the dispatcher comes to its slots and back",
     ),
-    EMULATED,
+    "expert_parallel_degree",
+    "num_experts",
 )

@@ -150,6 +150,7 @@ def _describe_layer(name: str, outer: nn.Module, adapted: AdaptedExperts | None)
         compute=compute,
         install=install,
         by_expert={} if adapted is None or spread is not None else adapted.by_expert(),
+        run=outer.forward,
     )
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...distributed.consensus import all_gather_into
 from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
 from . import permute
@@ -36,10 +37,16 @@ class AllToAll(Dispatcher):
 
     combine_order: ClassVar[Literal["logical", "by_rank"]] = "logical"
 
+    def __init__(self, context: DispatchContext) -> None:
+        super().__init__(context)
+        self._agreed_top_k: set[int] = set()
+
     # -- the seam ------------------------------------------------------------------------------------------------------
 
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> AllToAllMetadata:
         slots, rank = self._slots_per_rank, self._rank
+        if counts is None and slots_TK.shape[1] not in self._agreed_top_k:
+            self._agree_on_top_k(slots_TK)
         dedup = counts is None and worth_deduplicating(self._num_ranks, slots_TK.shape[1])
         leaving = self._leaving(slots_TK, dedup, with_counts=counts is None)
         received_counts = None
@@ -174,6 +181,16 @@ class AllToAll(Dispatcher):
             arriving.slot_place_M,
             SlotCounts(arriving.ends_S, rows_S),
         )
+
+    def _agree_on_top_k(self, slots_TK: Tensor) -> None:
+        """Compare tags before the first batch of a top-k: with another one elsewhere, counts have other sizes there."""
+        self._agreed_top_k.add(slots_TK.shape[1])
+        if self._num_ranks > 1 and self._forward_tag is not None:
+            tags = slots_TK.new_empty(self._num_ranks, dtype=torch.int64)
+            group = self._channels.current().counts
+            with self._channels.launching():
+                all_gather_into(tags, tags.new_full((1,), self._forward_tag.value), group=group)
+            self._forward_tag.check(tags.cpu().numpy())
 
     def _exchange_counts(self, counts_2RW: Tensor) -> tuple[NDArray[np.int64], Tensor]:
         """The one host sync of a dispatch without known counts: torch.distributed takes sizes as host integers.

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .columns import Columns, read_columns
-from .intervals import NONE, Intervals, length, overlap, union, without
+from .columns import Columns, Spans, read_columns
+from .intervals import Intervals, length, overlap, union
 from .kinds import COMPUTE, STEP, kind_of_gloo
 from .phases import PhaseTime, phases_of
 from .reading import OnProgress, TraceError
@@ -54,16 +53,7 @@ class Kernel:
     us: float
 
 
-@dataclass(frozen=True, eq=False)
-class TraceTrack:
-    """When a stream did work of a kind: float64 ``[N, 2]``, microseconds since the first begin."""
-
-    stream: str
-    kind: str
-    spans_N2: Intervals
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Analysis:
     """One trace.
 
@@ -75,7 +65,6 @@ class Analysis:
         steps: that the profiler has marked; ``step_us``: median of them, 0 where there is none; ``step_spread_us``:
             from their first to their third quartile.
         kinds: by kind of work, runs and their durations added up.
-        tracks, exposed_N2: for drawing: what ran when, and when communication was exposed.
     """
 
     file: str
@@ -93,13 +82,10 @@ class Analysis:
     streams: tuple[StreamTimes, ...]
     kernels: tuple[Kernel, ...]
     phases: tuple[PhaseTime, ...]
-    tracks: tuple[TraceTrack, ...] = field(repr=False)
-    exposed_N2: Intervals = field(repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; without what is only drawn."""
-        fields = asdict(replace(self, tracks=(), exposed_N2=NONE))
-        return {key: value for key, value in fields.items() if key not in ("tracks", "exposed_N2")}
+        """Return it JSON-able."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -159,8 +145,6 @@ def analyse(path: Path, on_progress: OnProgress = lambda count: None) -> Analysi
         streams=_streams(work, columns, span),
         kernels=_kernels(work),
         phases=phases_of(columns, work.spans_N2, work.computes_N, computing),
-        tracks=tuple(_tracks(work, columns, begin)),
-        exposed_N2=without(communicating, computing) - begin,
     )
 
 
@@ -171,36 +155,19 @@ def _communication(communicating: Intervals, computing: Intervals) -> Communicat
 
 
 def work_of(columns: Columns) -> Work:
-    """Kernels of a GPU; else operators and gloo's spans of a CPU."""
-    if len(columns.device):
-        device = columns.device
-        names = [name for name, _ in _pairs(columns)]
-        kind_of_name = {number: columns.kind_of_device(number) for number in np.unique(device.name_N).tolist()}
-        return _work(device.spans_N2, device.where_N, device.name_N, kind_of_name, names)
-    operators, gloo = columns.operators, columns.gloo
+    """Return kernels of a GPU; else operators and gloo's spans of a CPU."""
     names = [name if isinstance(name, str) else name[0] for name in columns.names.all]
-    spans_N2, where_N, name_N = _outermost(operators.spans_N2, operators.where_N, operators.name_N)
-    kind_of_name = {number: kind_of_gloo(names[number]) or COMPUTE for number in range(len(names))}
-    return _work(
-        np.concatenate([spans_N2, gloo.spans_N2]),
-        np.concatenate([where_N, gloo.where_N]),
-        np.concatenate([name_N, gloo.name_N]),
-        kind_of_name,
-        names,
-    )
-
-
-def _pairs(columns: Columns) -> list[tuple[str, str]]:
-    return [name if isinstance(name, tuple) else (name, "") for name in columns.names.all]
-
-
-def _work(
-    spans_N2: Intervals,
-    where_N: NDArray[np.int64],
-    name_N: NDArray[np.int64],
-    kind_of_name: dict[int, str],
-    names: list[str],
-) -> Work:
+    device = columns.device
+    if len(device):
+        kind_of_name = {number: columns.kind_of_device(number) for number in np.unique(device.name_N).tolist()}
+        spans_N2, where_N, name_N = device.spans_N2, device.where_N, device.name_N
+    else:
+        kind_of_name = {number: kind_of_gloo(name) or COMPUTE for number, name in enumerate(names)}
+        gloo = columns.gloo
+        spans_N2, where_N, name_N = (
+            np.concatenate(both)
+            for both in zip(_outermost(columns.operators), (gloo.spans_N2, gloo.where_N, gloo.name_N), strict=True)
+        )
     kinds = sorted(set(kind_of_name.values()))
     number_of = np.zeros(len(names) or 1, dtype=np.int64)
     for number, kind in kind_of_name.items():
@@ -208,10 +175,9 @@ def _work(
     return Work(spans_N2, where_N, number_of[name_N], name_N, kinds, names)
 
 
-def _outermost(
-    spans_N2: Intervals, where_N: NDArray[np.int64], name_N: NDArray[np.int64]
-) -> tuple[Intervals, NDArray[np.int64], NDArray[np.int64]]:
-    """Of operators that call each other, those that nobody called."""
+def _outermost(operators: Spans) -> tuple[Intervals, NDArray[np.int64], NDArray[np.int64]]:
+    """Return spans, places and names of the operators that no other called."""
+    spans_N2, where_N, name_N = operators.spans_N2, operators.where_N, operators.name_N
     order_N = np.lexsort((-spans_N2[:, 1], spans_N2[:, 0], where_N))
     spans_N2, where_N, name_N = spans_N2[order_N], where_N[order_N], name_N[order_N]
     keep_N = np.ones(len(order_N), dtype=bool)
@@ -252,14 +218,6 @@ def _streams(work: Work, columns: Columns, span: float) -> tuple[StreamTimes, ..
     return tuple(sorted(found, key=lambda stream: -stream.busy_us))
 
 
-def _tracks(work: Work, columns: Columns, begin: float) -> Iterator[TraceTrack]:
-    for place, name in _place_names(work, columns).items():
-        for n, kind in enumerate(work.kinds):
-            chosen_N = (work.where_N == place) & (work.kind_N == n)
-            if chosen_N.any():
-                yield TraceTrack(name, kind, work.union_of(chosen_N) - begin)
-
-
 def _place_names(work: Work, columns: Columns) -> dict[int, str]:
     """Of the streams that have work."""
     places: list[int] = np.unique(work.where_N).tolist()
@@ -276,14 +234,12 @@ def _kernels(work: Work) -> tuple[Kernel, ...]:
     took_N = work.spans_N2[:, 1] - work.spans_N2[:, 0]
     count = np.bincount(work.name_N, minlength=len(work.names))
     total = np.bincount(work.name_N, weights=took_N, minlength=len(work.names))
-    kind_of = dict(zip(work.name_N.tolist(), work.kind_N.tolist(), strict=True))
-    counts: dict[tuple[str, str], int] = defaultdict(int)
-    totals: dict[tuple[str, str], float] = defaultdict(float)
-    for number, kind in kind_of.items():
-        key = (work.names[number], work.kinds[kind])
-        counts[key] += int(count[number])
-        totals[key] += float(total[number])
-    kernels = [Kernel(name, kind, counts[name, kind], _rounded(totals[name, kind])) for name, kind in counts]
+    found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+    for number, kind in dict(zip(work.name_N.tolist(), work.kind_N.tolist(), strict=True)).items():
+        row = found[work.names[number], work.kinds[kind]]
+        row[0] += int(count[number])
+        row[1] += float(total[number])
+    kernels = [Kernel(name, kind, int(count), _rounded(us)) for (name, kind), (count, us) in found.items()]
     return tuple(sorted(kernels, key=lambda kernel: (-kernel.us, kernel.name)))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .kinds import STEP, computes, kind_of_copy, kind_of_gloo, kind_of_kernel, micro_batch_of, phase_of
-from .reading import OnProgress, TraceError, name_of, number, read_events
+from .reading import OnProgress, TraceError, duration_of, name_of, number, read_events
 
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "xpu_runtime")
@@ -104,7 +104,7 @@ class Columns:
     rank: int | None = None
 
     def kind_of_device(self, number: int) -> str:
-        """Of a span of ``device`` with this name's number."""
+        """Return the kind of a span of ``device`` with this name's number."""
         name, category = self.names.all[number]
         return kind_of_kernel(name) if category == "kernel" else kind_of_copy(name)
 
@@ -121,56 +121,53 @@ def read_columns(path: Path, on_progress: OnProgress = lambda count: None) -> Co
     origin: float | None = None
     for event in read_events(path, head, on_progress):
         kind = event.get("ph")
-        if kind == "M":
-            _take_name(found, event)
-        if kind != "X":
-            continue
-        begin = number(path, event, "ts")
-        origin = begin if origin is None else origin
-        _take_span(found, event, begin - origin)
+        if kind == "M" and event.get("name") == "thread_name":
+            arguments = event.get("args")
+            name = arguments.get("name") if isinstance(arguments, dict) else None
+            if isinstance(name, str):
+                found.place_names.setdefault(place_of(event), name[:80])
+        if kind == "X":
+            begin = number(path, event, "ts")
+            origin = begin if origin is None else origin
+            _add_span(found, event, begin - origin)
     if MERGED in head:
         raise TraceError(f"{path}: it holds several ranks, merged for looking at: give the ranks' own traces")
-    info = head.get("distributedInfo")
-    rank = info.get("rank") if isinstance(info, dict) else None
-    found.rank = rank if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < 2**31 else None
+    found.rank = rank_of(head)
     return found
 
 
-def _take_span(found: Columns, event: dict[str, Any], begin: float) -> None:
-    category, name = event.get("cat"), name_of(event)
-    duration = number(found.path, event, "dur") if "dur" in event else 0.0
-    if duration < 0:
-        raise TraceError(f"{found.path}: an event lasts {duration:g} us: times run forwards")
+def _add_span(found: Columns, event: dict[str, Any], begin: float) -> None:
+    category, name, duration = event.get("cat"), name_of(event), duration_of(found.path, event)
+    arguments = event.get("args")
+    link = arguments.get("correlation") if isinstance(arguments, dict) else None
+    link = link if isinstance(link, int) and 0 <= link < 2**62 else NO_CORRELATION
+    label: Any = name
     if category in DEVICE_CATEGORIES:
         if not len(found.device):
             found.operators = Spans()  # a GPU's trace: its CPU only launches
-        found.device.add(begin, duration, _place(found, event), found.names.number((name, category)), _link(event))
-    elif category in LAUNCH_CATEGORIES:
-        link = _link(event)
-        if link != NO_CORRELATION:
-            found.launches.add(begin, duration, _place(found, event), 0, link)
-    elif category == "cpu_op":
-        if not len(found.device) and computes(name):
-            found.operators.add(begin, duration, _place(found, event), found.names.number(name))
-    elif category in ("user_annotation", None):
-        if kind_of_gloo(name) is not None:
-            found.gloo.add(begin, duration, _place(found, event), found.names.number(name))
-        elif phase_of(name) is not None or micro_batch_of(name) is not None or STEP.match(name):
-            found.marks.add(begin, duration, _place(found, event), found.names.number(name))
+        spans, label = found.device, (name, category)
+    elif category in LAUNCH_CATEGORIES and link != NO_CORRELATION:
+        spans, label = found.launches, ""
+    elif category == "cpu_op" and not len(found.device) and computes(name):
+        spans = found.operators
+    elif category in ("user_annotation", None) and kind_of_gloo(name) is not None:
+        spans = found.gloo
+    elif category in ("user_annotation", None) and (
+        phase_of(name) or micro_batch_of(name) is not None or STEP.match(name)
+    ):
+        spans = found.marks
+    else:
+        return
+    spans.add(begin, duration, found.places.number(place_of(event)), found.names.number(label), link)
 
 
-def _place(found: Columns, event: dict[str, Any]) -> int:
-    return found.places.number((str(event.get("pid", ""))[:80], str(event.get("tid", ""))[:80]))
+def place_of(event: dict[str, Any]) -> tuple[str, str]:
+    """Return process and thread of an event; of a GPU, device and stream."""
+    return str(event.get("pid", ""))[:80], str(event.get("tid", ""))[:80]
 
 
-def _take_name(found: Columns, event: dict[str, Any]) -> None:
-    arguments = event.get("args")
-    if event.get("name") == "thread_name" and isinstance(arguments, dict) and isinstance(arguments.get("name"), str):
-        place = (str(event.get("pid", ""))[:80], str(event.get("tid", ""))[:80])
-        found.place_names.setdefault(place, arguments["name"][:80])
-
-
-def _link(event: dict[str, Any]) -> int:
-    arguments = event.get("args")
-    link = arguments.get("correlation") if isinstance(arguments, dict) else None
-    return link if isinstance(link, int) and 0 <= link < 2**62 else NO_CORRELATION
+def rank_of(head: dict[str, Any]) -> int | None:
+    """Return the rank that a trace names; None: it names none."""
+    info = head.get("distributedInfo")
+    rank = info.get("rank") if isinstance(info, dict) else None
+    return rank if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < 2**20 else None

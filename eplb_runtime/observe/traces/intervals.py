@@ -39,22 +39,3 @@ def covered(union_N2: Intervals, at_M: NDArray[np.float64]) -> NDArray[np.float6
     inside_M = np.minimum(at_M, union_N2[np.maximum(index_M - 1, 0), 1]) - union_N2[np.maximum(index_M - 1, 0), 0]
     past_M = before_N[np.maximum(index_M - 1, 0)] + inside_M
     return np.where(index_M > 0, past_M, 0.0)
-
-
-def without(one_N2: Intervals, other_N2: Intervals) -> Intervals:
-    """What of one `union` lies outside another."""
-    if not len(one_N2) or not len(other_N2):
-        return one_N2
-    edges = np.unique(np.concatenate([one_N2.ravel(), other_N2.ravel()]))
-    middle = (edges[:-1] + edges[1:]) / 2
-    keep = inside(one_N2, middle) & ~inside(other_N2, middle)
-    return union(np.stack([edges[:-1], edges[1:]], axis=1)[keep])
-
-
-def inside(union_N2: Intervals, at_M: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Whether each time lies in a `union`."""
-    if not len(union_N2):
-        return np.zeros(len(at_M), dtype=bool)
-    index_M = np.searchsorted(union_N2[:, 0], at_M, side="right") - 1
-    found: NDArray[np.bool_] = (index_M >= 0) & (at_M < union_N2[np.maximum(index_M, 0), 1])
-    return found

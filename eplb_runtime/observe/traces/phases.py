@@ -40,6 +40,11 @@ class PhaseTime:
     communication_us: float
     exposed_us: float
 
+    @property
+    def name(self) -> str:
+        """Return phase and direction, as ``dispatch(F)``."""
+        return f"{self.phase}({self.direction})" if self.direction else self.phase
+
 
 _Key = tuple[str, str, int, int]
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
-import math
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,8 +22,7 @@ LONGEST_VALUE = 16 * MIB
 """Characters of one event, or of one other value of a trace."""
 _CHUNK = 4 * MIB
 _MOST_US = 2.0**62
-_SPACE = " \t\r\n"
-_COMMA = re.compile(r"[ \t\r\n]*,[ \t\r\n]*")
+_SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
 
 OnProgress = Callable[[int], None]
@@ -49,8 +48,6 @@ def read_events(
     """
     try:
         require_readable(path, MOST_BYTES)
-    except TraceError:
-        raise
     except FileError as error:
         raise TraceError(f"{path}: {error}") from None
     with open(path, "rb") as file:
@@ -62,9 +59,7 @@ def read_events(
         except (EOFError, zlib.error, gzip.BadGzipFile):
             raise TraceError(f"{path}: the gzipped file is broken off or damaged: write it anew") from None
         except UnicodeDecodeError:
-            raise TraceError(
-                f"{path}: not text: give a trace as torch.profiler exports it (.json or .json.gz)"
-            ) from None
+            raise TraceError(f"{path}: not text: give what torch.profiler exports (.json, .json.gz)") from None
 
 
 def _events(text: _Text, head: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -83,10 +78,7 @@ def _events(text: _Text, head: dict[str, Any]) -> Iterator[dict[str, Any]]:
             head[key] = text.value()
         else:
             raise text.broken()
-        if text.peek() == ",":
-            text.expect(",")
-        elif text.peek() != "}":
-            raise text.broken()
+        text.next_item("}")
     if not found:
         raise TraceError(f'{text.path}: it has no "traceEvents": give a trace as torch.profiler exports it')
 
@@ -94,15 +86,11 @@ def _events(text: _Text, head: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _list(text: _Text) -> Iterator[dict[str, Any]]:
     text.expect("[")
     while text.peek() != "]":
-        yield from text.whole_objects()
         event = text.value()
         if not isinstance(event, dict):
             raise TraceError(f"{text.path}: an event is {_short(event)}, not an object")
         yield event
-        if text.peek() == ",":
-            text.expect(",")
-        elif text.peek() != "]":
-            raise text.broken()
+        text.next_item("]")
     text.expect("]")
 
 
@@ -115,30 +103,32 @@ class _Text:
         self._file: Any = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file  # type: ignore[attr-defined]
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._on_progress = on_progress
-        self._reported = 0
-        self._unpacked = 0
+        self._reported = self._unpacked = self._at = 0
         self._buffer = ""
-        self._at = 0
         self._ended = False
 
     def peek(self) -> str:
-        """The next character that is not white space."""
+        """Return the next character that is not white space."""
         while True:
-            while self._at < len(self._buffer):
-                character = self._buffer[self._at]
-                if character not in _SPACE:
-                    return character
-                self._at += 1
+            space = _SPACE.match(self._buffer, self._at)
+            self._at = space.end() if space is not None else self._at
+            if self._at < len(self._buffer):
+                return self._buffer[self._at]
             if not self._more():
-                raise TraceError(f"{self.path}: the trace is broken off at its end: write it anew")
+                raise TraceError(f"{self.path}: the trace is broken off at its end: write it again")
 
     def expect(self, character: str) -> None:
         if self.peek() != character:
             raise self.broken()
         self._at += 1
 
+    def next_item(self, end: str) -> None:
+        """Go on to the next item of a list or object, or to its end."""
+        if self.peek() != end:
+            self.expect(",")
+
     def value(self) -> Any:
-        """The JSON value that begins here."""
+        """Return the JSON value that begins here."""
         self.peek()
         while True:
             try:
@@ -153,24 +143,6 @@ class _Text:
                 return value
             if len(self._buffer) - self._at > LONGEST_VALUE or not self._more():
                 raise self.broken()
-
-    def whole_objects(self) -> Iterator[dict[str, Any]]:
-        """The objects of a list that begin here, one after the other, as far as this piece goes and all is as usual.
-
-        What it stops at is left to the slower way, which reads on and says what is wrong. Empty where it is not at an
-        object.
-        """
-        buffer, at = self._buffer, self._at
-        while buffer.startswith("{", at):
-            try:
-                value, end = _DECODER.raw_decode(buffer, at)
-            except ValueError:  # broken off here, or broken
-                return
-            comma = _COMMA.match(buffer, end)
-            if comma is None or comma.end() == len(buffer):
-                return
-            self._at = at = comma.end()
-            yield value
 
     def broken(self) -> TraceError:
         around = self._buffer[self._at : self._at + 30]
@@ -193,11 +165,8 @@ class _Text:
         return True
 
 
-# -- what stands in an event -----------------------------------------------------------------------------------------
-
-
 def number(path: Path, event: dict[str, Any], key: str) -> float:
-    """A time of an event, in microseconds.
+    """Return a time of an event, in microseconds.
 
     Raises:
         TraceError: it is missing or no finite number.
@@ -206,20 +175,24 @@ def number(path: Path, event: dict[str, Any], key: str) -> float:
     if type(value) is float and -_MOST_US < value < _MOST_US:
         return value
     if isinstance(value, str):  # some writers quote them
-        try:
+        with suppress(ValueError):
             value = float(value)
-        except ValueError:
-            value = None
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or abs(value) > _MOST_US
-        or not math.isfinite(value)
-    ):
-        raise TraceError(
-            f"{path}: an event's {key} is {_short(event.get(key, 'missing'))}, not a number of microseconds"
-        )
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _MOST_US:
+        said = _short(event.get(key, "missing"))
+        raise TraceError(f"{path}: an event's {key} is {said}, not a number of microseconds")
     return float(value)
+
+
+def duration_of(path: Path, event: dict[str, Any]) -> float:
+    """Return the duration of an event in microseconds.
+
+    Raises:
+        TraceError: it is negative or no finite number.
+    """
+    duration = number(path, event, "dur") if "dur" in event else 0.0
+    if duration < 0:
+        raise TraceError(f"{path}: an event lasts {duration:g} us: times run forwards")
+    return duration
 
 
 def name_of(event: dict[str, Any]) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,24 +36,17 @@ def traces_in(path: Path) -> list[Path]:
     ]
     if not found:
         raise TraceError(f"{path}: no traces in this folder (*.json, *.json.gz)")
-    return sorted(found, key=lambda entry: [(len(part), part) for part in _split_numbers(entry.name)])
-
-
-def _split_numbers(name: str) -> list[str]:
-    parts: list[str] = []
-    for character in name:
-        if parts and parts[-1][-1].isdigit() == character.isdigit():
-            parts[-1] += character
-        else:
-            parts.append(character)
-    return parts
+    return sorted(found, key=lambda entry: [(len(part), part) for part in re.findall(r"\d+|\D+", entry.name)])
 
 
 def together(analyses: Sequence[Analysis]) -> dict[str, Any]:
     """JSON-able: of one trace all that is known of it; of several their means, and each of them in ``traces``."""
     if len(analyses) == 1:
         return analyses[0].to_dict()
-    mean = _mean_over(analyses)
+
+    def mean(value: Callable[[Analysis], float]) -> float:
+        return round(statistics.fmean(value(one) for one in analyses), 3)
+
     total, hidden = mean(lambda one: one.communication.us), mean(lambda one: one.communication.hidden_us)
     return {
         "span_us": mean(lambda one: one.span_us),
@@ -70,10 +64,6 @@ def together(analyses: Sequence[Analysis]) -> dict[str, Any]:
         "kernels": [{"file": one.file, **asdict(kernel)} for one in analyses for kernel in one.kernels],
         "traces": [one.to_dict() for one in analyses],
     }
-
-
-def _mean_over(analyses: Sequence[Analysis]) -> Callable[[Callable[[Analysis], float]], float]:
-    return lambda value: round(statistics.fmean(value(one) for one in analyses), 3)
 
 
 # -- two jobs --------------------------------------------------------------------------------------------------------
@@ -174,19 +164,23 @@ def compare(a: Sequence[Analysis], b: Sequence[Analysis], name_a: str, name_b: s
         name_a, name_b: what to call them.
     """
     by_step = all(one.steps for one in (*a, *b))
-    first, second = _TracesOfJob(a, by_step), _TracesOfJob(b, by_step)
     steps_a, steps_b = MarkedSteps.of(a), MarkedSteps.of(b)
     is_noise = None
     if min(steps_a.count, steps_b.count) > 1:
         is_noise = abs(steps_b.median_us - steps_a.median_us) <= math.hypot(steps_a.error_us, steps_b.error_us)
+
+    def totals(rows: Callable[[Analysis], Iterable[tuple[str, float]]]) -> tuple[Change, ...]:
+        return _changes(_totals(a, by_step, rows), _totals(b, by_step, rows))
+
+    kernels = totals(lambda one: ((kernel.name, kernel.us) for kernel in one.kernels))
     return TraceComparison(
         name_a,
         name_b,
         "step" if by_step else "trace",
-        _changes(first.summary(), second.summary()),
-        _changes(first.phases(), second.phases()),
-        _changes(first.kinds(), second.kinds()),
-        tuple(sorted(_changes(first.kernels(), second.kernels()), key=lambda row: -abs(row.b - row.a))),
+        _changes(_summary(a, by_step), _summary(b, by_step)),
+        totals(lambda one: ((row.name, row.host_us) for row in one.phases)),
+        totals(lambda one: ((kind, row["us"]) for kind, row in one.kinds.items())),
+        tuple(sorted(kernels, key=lambda row: -abs(row.b - row.a))),
         steps_a,
         steps_b,
         is_noise,
@@ -197,56 +191,39 @@ def _changes(a: dict[str, float], b: dict[str, float]) -> tuple[Change, ...]:
     return tuple(Change.of(what, a.get(what, 0.0), b.get(what, 0.0)) for what in dict.fromkeys([*a, *b]))
 
 
-class _TracesOfJob:
-    """The ranks of a job, times by step."""
+def _summary(ranks: Sequence[Analysis], by_step: bool) -> dict[str, float]:
+    computing = [_of(one, one.compute_us, by_step) for one in ranks]
 
-    def __init__(self, ranks: Sequence[Analysis], by_step: bool) -> None:
-        self._ranks = ranks
-        self._by_step = by_step
+    def mean(value: Callable[[Analysis], float]) -> float:
+        return statistics.fmean(_of(one, value(one), by_step) for one in ranks)
 
-    def summary(self) -> dict[str, float]:
-        computing = [self._of(one, one.compute_us) for one in self._ranks]
-        mean = statistics.fmean(computing)
-        travelled = self._mean(lambda one: one.communication.us)
-        hidden = self._mean(lambda one: one.communication.hidden_us)
-        took = {"step, median": statistics.fmean(one.step_us for one in self._ranks)} if self._by_step else {}
-        return {
-            **took,
-            "span": self._mean(lambda one: one.span_us),
-            "computing": mean,
-            "computing, busiest rank": max(computing),
-            "computing, max / mean over ranks": max(computing) / mean if mean else 0.0,
-            "communication": travelled,
-            "communication, hidden": hidden,
-            "communication, exposed": self._mean(lambda one: one.communication.exposed_us),
-            "communication, hidden share": hidden / travelled if travelled else 0.0,
-            "idle": self._mean(lambda one: one.idle_us),
-        }
+    computed = statistics.fmean(computing)
+    travelled, hidden = mean(lambda one: one.communication.us), mean(lambda one: one.communication.hidden_us)
+    took = {"step, median": statistics.fmean(one.step_us for one in ranks)} if by_step else {}
+    return {
+        **took,
+        "span": mean(lambda one: one.span_us),
+        "computing": computed,
+        "computing, busiest rank": max(computing),
+        "computing, max / mean over ranks": max(computing) / computed if computed else 0.0,
+        "communication": travelled,
+        "communication, hidden": hidden,
+        "communication, exposed": mean(lambda one: one.communication.exposed_us),
+        "communication, hidden share": hidden / travelled if travelled else 0.0,
+        "idle": mean(lambda one: one.idle_us),
+    }
 
-    def phases(self) -> dict[str, float]:
-        found: dict[str, float] = defaultdict(float)
-        for one in self._ranks:
-            for row in one.phases:
-                name = f"{row.phase}({row.direction})" if row.direction else row.phase
-                found[name] += self._of(one, row.host_us) / len(self._ranks)
-        return dict(found)
 
-    def kinds(self) -> dict[str, float]:
-        found: dict[str, float] = defaultdict(float)
-        for one in self._ranks:
-            for kind, row in one.kinds.items():
-                found[kind] += self._of(one, row["us"]) / len(self._ranks)
-        return dict(found)
+def _totals(
+    ranks: Sequence[Analysis], by_step: bool, rows: Callable[[Analysis], Iterable[tuple[str, float]]]
+) -> dict[str, float]:
+    """Return microseconds by name, mean over ranks."""
+    found: dict[str, float] = defaultdict(float)
+    for one in ranks:
+        for name, microseconds in rows(one):
+            found[name] += _of(one, microseconds, by_step) / len(ranks)
+    return dict(found)
 
-    def kernels(self) -> dict[str, float]:
-        found: dict[str, float] = defaultdict(float)
-        for one in self._ranks:
-            for kernel in one.kernels:
-                found[kernel.name] += self._of(one, kernel.us) / len(self._ranks)
-        return dict(found)
 
-    def _mean(self, value: Callable[[Analysis], float]) -> float:
-        return statistics.fmean(self._of(one, value(one)) for one in self._ranks)
-
-    def _of(self, one: Analysis, microseconds: float) -> float:
-        return microseconds / one.steps if self._by_step else microseconds
+def _of(one: Analysis, microseconds: float, by_step: bool) -> float:
+    return microseconds / one.steps if by_step else microseconds

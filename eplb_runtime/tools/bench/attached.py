@@ -2,8 +2,7 @@
 not.
 
 The model is a stack of MoE blocks as OLMoE has them, in bfloat16: a router, the library's experts, a norm. There is no
-attention, so a balancer's share of a step is larger here than in a model. Both train in one run and take turns. What a
-step takes longer that ends in a decision, in which one expert of each tensor is stepped alone, is measured with AdamW.
+attention, so a balancer's share of a step is larger here than in a model. Both train in one run and take turns.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -23,8 +21,6 @@ from torch.nn import functional
 from ...balancer.balancer import Balancer
 from ...config import BalancerConfig
 from ...hosts import attach
-from ...moe.experts.lone_step import LoneSteps
-from ...moe.experts.made_anew import Arguments
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,6 @@ class Block:
 
 
 ON_A_CPU = Block(layers=2, experts=16, top_k=4, hidden=512, width=256, tokens=1024)
-INTERVAL = BalancerConfig().interval or 1
 WARM_UP = 3
 """Steps of each before timing."""
 
@@ -119,9 +114,7 @@ def run(
 
     Returns:
         JSON-able. ``step_ms`` not attached and ``attached_ms``: medians; ``attached_over_not`` and, as control,
-        ``not_over_not``: medians of the ratios of steps that followed each other. ``lone_step_ms``: what one expert of
-        each tensor takes that is stepped alone, twice, median; ``lone_step_share``: of all steps, at an interval of 50,
-        in which it happens in two steps.
+        ``not_over_not``: medians of the ratios of steps that followed each other.
 
     Raises:
         ValueError: there are more ranks.
@@ -144,44 +137,12 @@ def run(
             variant.step()
     assert attached.balancer is not None
     attached.balancer.close()
-    on_progress("steps of single experts")
-    lone, step = _lone_steps(work, device, repeats)
     return {
         "step_ms": median(plain.seconds) * 1e3,
         "attached_ms": median(attached.seconds) * 1e3,
-        "lone_step_ms": lone * 1e3,
-        "lone_step_share": 2 * lone / (INTERVAL * step),
         "attached_over_not": _ratio(attached, plain),
         "not_over_not": _ratio(again, plain),
     }
-
-
-def _lone_steps(work: Block, device: torch.device, repeats: int) -> tuple[float, float]:
-    """Seconds of what is done beside a step that ends in a decision, and of the step without that: medians."""
-    torch.manual_seed(0)
-    model = StepBlocks(work).to(device, torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    experts = {name: p for name, p in model.named_parameters() if name.startswith("experts.")}
-    lone = LoneSteps(experts, set, lambda: True)
-    hidden_TD = torch.randn(work.tokens, work.hidden).to(device, torch.bfloat16)
-    alone, steps = [], []
-    for _ in range(WARM_UP + repeats):
-        _finish(device)
-        times = [time.perf_counter()]
-        model(hidden_TD).backward()
-        for part in (lambda: lone.before(optimizer, Arguments()), optimizer.step, lambda: lone.after(optimizer)):
-            _finish(device)
-            times.append(time.perf_counter())
-            part()
-        _finish(device)
-        times.append(time.perf_counter())
-        optimizer.zero_grad()
-        computing, before, step, after = (end - begin for begin, end in pairwise(times))
-        alone.append(before + after)
-        steps.append(computing + step)
-    if said := lone.judge(lone.take()):
-        raise RuntimeError(said)
-    return median(alone[WARM_UP:]), median(steps[WARM_UP:])
 
 
 def _ratio(one: _AttachedVariant, other: _AttachedVariant) -> float:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...config import config_from_settings
+from ...config import BalancerConfig
 from ...events import RebalanceAborted, RebalanceCommitted, RebalancePlanned
 from ...hosts import attach
 from ...planner.shuffle import plan_shuffle
@@ -69,9 +69,7 @@ class _OverlapVariant:
         self.name = name
         self._model = _Stack(WORK, elsewhere)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
-        config = config_from_settings(
-            {"interval": INTERVAL, "window": INTERVAL, "dense_gradients": "allreduce", **options}
-        )
+        config = BalancerConfig(interval=INTERVAL, window=INTERVAL, dense_gradients="allreduce", **options)
         self.balancer = attach(self._model, self._optimizer, config=config)
         self.balancer._wait_until_compiled()
         self.balancer._plan_with(plan_shuffle)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...config import DISPATCHES, BalancerConfig, ConfigError, config_from_settings
+from ...config import DISPATCHES, BalancerConfig, ConfigError, DispatchConfig
 from ...distributed.setting_up import SETUP_SECONDS
 from ...moe.dispatch import OVER_TORCH, choose_together, make_dispatcher
 from ...moe.dispatch.base import DispatchContext, Dispatched, Dispatcher
@@ -99,7 +99,7 @@ def _ways(
                 left_out.append({"dispatch": title, "why": f"not for rows of {hidden}: --hidden 7168"})
                 continue
             try:
-                config = config_from_settings({"dispatch": name, "combine_order": order, **more})
+                config = BalancerConfig(dispatch=DispatchConfig(name, combine_order=order, **more))
                 context = replace(plain, moves=by_kernels) if config.dispatch.kernels else plain
                 made[title, order] = make_dispatcher(config, choice, topology, context)
             except ConfigError as error:
@@ -114,7 +114,7 @@ def _variants(name: str) -> list[tuple[str, Literal["logical", "by_rank"], dict[
     if name in OVER_TORCH:
         variants += [(f"{name}, kernels", order, {"kernels": True}) for order in orders]
     if name == "deepep":
-        variants += [(f"{name}, float8", order, {"dispatch_dtype": "float8"}) for order in ("logical", "by_rank")]
+        variants += [(f"{name}, float8", order, {"dtype": "float8"}) for order in ("logical", "by_rank")]
         variants += [(f"{name}, low latency", "by_rank", {"low_latency_tokens": FEW_TOKENS})]
     return variants
 

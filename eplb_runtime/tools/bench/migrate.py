@@ -20,8 +20,8 @@ from ...distributed.transports import TRANSPORTS
 from ...distributed.transports.automatic import probe
 from ...distributed.transports.base import Message, Pending, Transport, Wrapping
 from ...migration.between_steps import BetweenSteps
-from ...migration.driver import MigrationProgress
 from ...migration.engine import MigrationEngine
+from ...migration.progress import MigrationProgress
 from ...moe.experts.optimizer_state import Ranges
 from ...moe.experts.record import RecordFormat
 from ...moe.experts.registry import ExpertTensors

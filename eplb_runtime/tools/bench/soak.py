@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...balancer.balancer import Balancer
 from ...checkpoint.state import logical_state_dict
-from ...config import BalancerConfig, config_from_settings
+from ...config import BalancerConfig, MigrationConfig
 from ...distributed.consensus import is_one_value, two_sided
 from ...distributed.points import Phase
 from ...events import BalancingPaused, BalancingResumed, Event, RebalanceAborted, RebalanceCommitted
@@ -153,15 +153,13 @@ class Soak:
         work = Workload(layers=3, experts=4 * dist.get_world_size(), hidden=32, width=64, tokens=64)
         static = BalancerConfig(policy="static", interval=None, guard="off")
         self._twin = _SoakJob(work, static, self._exact)
-        config = config_from_settings(
-            {
-                "interval": INTERVAL,
-                "gate": "always",
-                "timeout_seconds": TIMEOUT_SECONDS,
-                "guard": "raise",
-                "staging_bytes": 1 << 18,
-                **SETTINGS[life.settings],
-            }
+        config = BalancerConfig(
+            interval=INTERVAL,
+            gate="always",
+            timeout_seconds=TIMEOUT_SECONDS,
+            guard="raise",
+            migration=MigrationConfig(staging_bytes=1 << 18),
+            **SETTINGS[life.settings],
         )
         self._job = _SoakJob(work, config, self._exact)
         self._job.balancer._wait_until_compiled()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...balancer.balancer import Balancer
-from ...config import BalancerConfig, config_from_settings
+from ...config import BalancerConfig, MigrationConfig
 from ...events import LoadMeasured, RebalanceCommitted
 from ...hosts import attach
 from ...observe.profiling import Profiler
@@ -307,7 +307,8 @@ def _share(static: list[float], blocks: list[float], best: list[float]) -> float
 
 
 def _config(work: Workload, **options: Any) -> BalancerConfig:
-    return config_from_settings({"interval": work.interval, "window": 2 * work.interval, "moe_share": 1.0, **options})
+    migration = MigrationConfig(moe_share=1.0)
+    return BalancerConfig(interval=work.interval, window=2 * work.interval, migration=migration, **options)
 
 
 def _alternate(variants: Sequence[_TrainVariant], on_progress: Callable[[str], None]) -> None:

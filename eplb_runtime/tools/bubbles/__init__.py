@@ -4,8 +4,8 @@ A schedule is a table: for each rank, what it does, in order. `follow` plays it 
 gradient of inputs, of that of weights, and of a forward run together with a backward. Messages take no time here.
 """
 
-from .playing import BubbleError, Part, Played, Times, follow, plot, stages_of
-from .tables import SCHEDULES, read_table, table_of
+from .playing import BubbleError, Part, Played, Times, follow, stages_of
+from .tables import SCHEDULES, table_of
 from .uneven import stage_imbalance, stretch
 
 __all__ = [
@@ -15,8 +15,6 @@ __all__ = [
     "Played",
     "Times",
     "follow",
-    "plot",
-    "read_table",
     "stage_imbalance",
     "stages_of",
     "stretch",

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from ...utils.files import replacing
 
 FORWARD, INPUT, WEIGHT, BACKWARD = "F", "I", "W", "B"
 """What is done with one micro-batch on one stage; ``B`` is ``I`` and ``W`` in one."""
@@ -188,42 +185,3 @@ def _most_in_flight(steps: list[Step]) -> int:
 
 def stages_of(table: Table) -> int:
     return 1 + max((part.stage for steps in table for step in steps for part in step), default=-1)
-
-
-def plot(played: Played, times: Times, stretch_S: Sequence[float] | None, path: str | Path) -> None:
-    """Draw a row a rank: forwards, backwards, weights and what runs together, with micro-batches' numbers.
-
-    Args:
-        path: .png, .svg or .pdf; needs matplotlib.
-    """
-    from matplotlib.figure import Figure
-
-    colours = {FORWARD: "#7fb3e6", INPUT: "#8fcf9f", BACKWARD: "#5fae77", WEIGHT: "#f2c572"}
-    stretch_S = [1.0] * stages_of(played.table) if stretch_S is None else stretch_S
-    figure = Figure(figsize=(min(40.0, 2 + played.span / 5), 1 + 0.5 * len(played.table)))
-    axes = figure.add_subplot()
-    for rank, (steps, begins) in enumerate(zip(played.table, played.began, strict=True)):
-        for step, begin in zip(steps, begins, strict=True):
-            width = times.of(step, stretch_S)
-            height = 0.9 / len(step)
-            for level, part in enumerate(step):
-                bottom = rank - 0.45 + level * height
-                axes.add_patch(_rectangle(begin, bottom, width, height, colours[part.kind]))
-                axes.text(
-                    begin + width / 2, bottom + height / 2, str(part.microbatch), ha="center", va="center", size=6
-                )
-    axes.set_xlim(0, played.span)
-    axes.set_ylim(len(played.table) - 0.5, -0.5)
-    axes.set_yticks(range(len(played.table)), [f"rank {rank}" for rank in range(len(played.table))])
-    axes.set_xlabel(
-        "time; blue forward, green backward (light: of inputs alone), yellow of weights; two rows: together"
-    )
-    figure.tight_layout()
-    with replacing(Path(path)) as file:
-        figure.savefig(file, format=Path(path).suffix[1:])
-
-
-def _rectangle(left: float, bottom: float, width: float, height: float, colour: str) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((left, bottom), width, height, facecolor=colour, edgecolor="white", linewidth=0.5)

@@ -6,15 +6,11 @@ here.
 
 from __future__ import annotations
 
-import csv
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ...utils.files import MIB, require_readable
 from .playing import BACKWARD, FORWARD, INPUT, WEIGHT, BubbleError, Part, Step, Table, Times
 
 MOST_STEPS = 4_000_000
@@ -160,40 +156,6 @@ def _steps_of_torch(actions: Sequence[Any]) -> list[Step]:
         if step:
             steps.append(step)
     return steps
-
-
-_MOST_BYTES = 64 * MIB
-_PART = re.compile(r"(\d+)([FIWB])(\d+)")
-
-
-def read_table(path: str | Path) -> Table:
-    """A table as `torch.distributed.pipelining` dumps it: a row a rank, cells as ``0F3`` and ``(0F3;1B2)OVERLAP_F_B``.
-
-    Cells of other actions (sends, reductions) are left out.
-
-    Raises:
-        BubbleError: it holds nothing else, or is no text.
-        FileError: a device or a pipe, or more than 64 MiB.
-        OSError: it cannot be read.
-    """
-    require_readable(Path(path), _MOST_BYTES)
-    try:
-        with open(path, newline="") as file:
-            rows = [[cell.strip() for cell in row] for row in csv.reader(file)]
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise BubbleError(f"{path} is no table of a schedule: {error}") from None
-    table: Table = []
-    for row in rows:
-        steps = []
-        for cell in row:
-            inner = cell[1:].split(")")[0].split(";") if cell.startswith("(") else [cell]
-            found = [_PART.fullmatch(text.strip()) for text in inner]
-            if all(found) and cell:
-                steps.append(tuple(Part(m[2], int(m[1]), int(m[3])) for m in found if m is not None))
-        table.append(steps)
-    if not any(table):
-        raise BubbleError(f"{path}: no cell names a forward or backward, as 0F3")
-    return table
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
 """What a job will find, before it is started: memory of each choice, what is usable here, what will be exact."""
 
-from .diagnosis import Diagnosis, DoctorError, Item, ModelShape, diagnose
-from .exactness import Exactness, Width
 from .links import TransportTrial, try_transports
-from .machine import Backend
+from .machine import Backend, Exactness, Width
+from .memory import Diagnosis, DoctorError, Item, diagnose
 
 __all__ = [
     "Backend",
@@ -11,7 +10,6 @@ __all__ = [
     "DoctorError",
     "Exactness",
     "Item",
-    "ModelShape",
     "TransportTrial",
     "Width",
     "diagnose",

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,6 @@ from ...topology import Topology
 from ...utils.errors import one_line
 
 TIMEOUT_SECONDS = 30.0
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,41 +59,32 @@ def try_transports(
 
 
 def _tried(name: str, device: torch.device, control: dist.ProcessGroup) -> TransportTrial:
-    backend = backend_for(device)
+    backend, made = backend_for(device), list[Transport]()
     group = dist.new_group(backend=backend, timeout=timedelta(seconds=TIMEOUT_SECONDS))
-    transport: Transport | None = None
+    topology = Topology.from_launcher(launcher_environment(), dist.get_world_size())
+    steps: tuple[Callable[[], Any], ...] = (
+        lambda: made.append(TRANSPORTS[name](group, backend, device, TIMEOUT_SECONDS)),
+        lambda: made[0].warm_up(time.monotonic() + TIMEOUT_SECONDS),
+        lambda: measure(topology, made[0], dist.get_rank(), control, TIMEOUT_SECONDS),
+    )
+    found: Any = None
     try:
-        made, problem = _attempt(lambda: TRANSPORTS[name](group, backend, device, TIMEOUT_SECONDS))
-        transport = made
-        failed = first_problem(problem, control)
-        if failed or transport is None:
-            return TransportTrial(name, device.type, False, str(failed), None, None)
-        made = transport
-        _, problem = _attempt(lambda: made.warm_up(time.monotonic() + TIMEOUT_SECONDS))
-        failed = first_problem(problem, control)
-        if failed:
-            return TransportTrial(name, device.type, False, str(failed), None, None)
-        topology = Topology.from_launcher(launcher_environment(), dist.get_world_size())
-        measured, problem = _attempt(lambda: measure(topology, made, dist.get_rank(), control, TIMEOUT_SECONDS))
-        failed = first_problem(problem, control)
-        if failed or measured is None:
-            return TransportTrial(name, device.type, False, str(failed), None, None)
-        return _trial(name, device, measured)
+        for step in steps:
+            found, problem = _attempt(step)
+            if failed := first_problem(problem, control):
+                return TransportTrial(name, device.type, False, str(failed), None, None)
     finally:
-        if transport is not None:
-            _attempt(transport.close)
+        if made:
+            _attempt(made[0].close)
         dist.destroy_process_group(group)
-
-
-def _trial(name: str, device: torch.device, measured: Topology) -> TransportTrial:
-    alone = measured.num_ranks == 1
-    inside = None if measured.ranks_per_node == 1 else measured.intra_node_bandwidth / 1e9
-    between = None if measured.num_nodes == 1 else measured.inter_node_bandwidth / 1e9
-    why = "made ready; start it with torchrun to measure links" if alone else f"tried on {measured.num_ranks} ranks"
+    inside = None if found.ranks_per_node == 1 else found.intra_node_bandwidth / 1e9
+    between = None if found.num_nodes == 1 else found.inter_node_bandwidth / 1e9
+    ranks = found.num_ranks
+    why = f"tried on {ranks} ranks" if ranks > 1 else "made ready; start it with torchrun to measure links"
     return TransportTrial(name, device.type, True, why, inside, between)
 
 
-def _attempt(work: Callable[[], T]) -> tuple[T | None, str]:
+def _attempt(work: Callable[[], Any]) -> tuple[Any, str]:
     """What it gives, or why it gives nothing."""
     try:
         return work(), ""

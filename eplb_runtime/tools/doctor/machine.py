@@ -1,19 +1,23 @@
-"""What of this machine can be used: versions, back ends, compiled code."""
+"""What of this machine can be used - versions, back ends, compiled code - and what will be equal to the bit here."""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ...balancer.compile_ahead import compiles, functions_on_disk, is_compiled
 from ...distributed import node_memory
 from ...distributed.transports import deepep_package
+from ...hosts.attaching.sharding import STEADY_ROW_BYTES
 from ...utils.jit import cache_folder
 from ...utils.tables import counted
 
@@ -31,28 +35,22 @@ class Backend:
     why: str
 
 
-def compiled() -> Backend:
-    """Whether what decisions need is compiled already, and where it is kept."""
-    if not compiles():
-        return Backend("numba cache", False, "numba compiles nothing here (NUMBA_DISABLE_JIT): plans take minutes")
-    folder = cache_folder()
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return Backend("numba cache", False, f"{_home(folder)} cannot be written: each job compiles for itself")
-    if is_compiled(POLICY):
-        return Backend("numba cache", True, f"compiled, in {_home(folder)}")
-    if functions := functions_on_disk():
-        found = f"partly: {counted(functions, 'function')} in {_home(folder)}"
-        why = f"{found}; the rest is compiled by eplb-runtime warmup, or beside the first job's training"
-        return Backend("numba cache", True, why)
-    return Backend("numba cache", True, f"empty: the first job compiles beside training, into {_home(folder)}")
+@dataclass(frozen=True)
+class Width:
+    """Rows that an expert tensor makes. ``steady``: on a CPU their place in memory changes no bit."""
+
+    tensor: str
+    row_bytes: tuple[int, ...]
+    steady: bool
 
 
-def _home(path: Path) -> str:
-    """As people write it."""
-    try:
-        return f"~/{path.relative_to(Path.home())}"
-    except (ValueError, RuntimeError):
-        return str(path)
+@dataclass(frozen=True)
+class Exactness:
+    """A comparison of two trainings. ``same``: ``"verify"``: ask `eplb-runtime verify` on the machine in question."""
+
+    what: str
+    same: Literal["bits", "rounding", "verify"]
+    why: str
 
 
 def versions() -> dict[str, str]:
@@ -66,46 +64,90 @@ def versions() -> dict[str, str]:
 
 
 def backends() -> tuple[Backend, ...]:
-    """What carries tokens and experts, and what optional parts need."""
+    """What carries tokens and experts, what optional parts need, and whether decisions are compiled already."""
     gloo = dist.is_available() and dist.is_gloo_available()
+    has_nccl = dist.is_available() and dist.is_nccl_available()
+    nccl = "torch sees no CUDA device" if has_nccl else "torch was built without it"
+    if has_nccl and torch.cuda.is_available():
+        version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        nccl = f"version {version}, {torch.cuda.device_count()} devices"
+    deep_ep, symmetric = deepep_package.why_not(), node_memory.why_not(torch.device("cuda"))
+    purpose = "tokens (dispatch='auto' takes it where ranks fit), experts, copies"
+    of_copies = "copies of experts inside a node, if asked for (copies_by='copy_engine')"
+    extras = (
+        ("transformers", "transformers", "Hugging Face models"),
+        ("matplotlib", "matplotlib", "trace analyse --plot, bubbles --plot"),
+        ("yaml", "pyyaml", "TensorRT-LLM's placement files"),
+        ("accelerate", "accelerate", "Transformers' Trainer"),
+    )
     return (
         Backend("gloo", gloo, "experts and tokens between CPUs" if gloo else "torch was built without it"),
-        _nccl(),
-        _deepep(),
-        _symmetric_memory(),
+        Backend("nccl", has_nccl and torch.cuda.is_available(), nccl),
+        Backend("deep_ep", not deep_ep, deep_ep or purpose),
+        Backend("symmetric memory", not symmetric, f"{symmetric or of_copies}: it has not been run on GPUs yet"),
         Backend("hierarchical", True, "tokens cross to a node once, without deep_ep: dispatch='hierarchical'"),
-        _extra("transformers", "Hugging Face models"),
-        _extra("matplotlib", "simulate --plot"),
-        _extra("yaml", "TensorRT-LLM's placement files", "pyyaml"),
-        _extra("accelerate", "Transformers' Trainer"),
-        _extra("shtab", "completion in a shell"),
+        *(
+            Backend(module, True, what)
+            if util.find_spec(module) is not None
+            else Backend(module, False, f"{what}: pip install {package}")
+            for module, package, what in extras
+        ),
+        compiled(),
     )
 
 
-def _nccl() -> Backend:
-    if not (dist.is_available() and dist.is_nccl_available()):
-        return Backend("nccl", False, "torch was built without it")
-    if not torch.cuda.is_available():
-        return Backend("nccl", False, "torch sees no CUDA device")
-    version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return Backend("nccl", True, f"version {version}, {torch.cuda.device_count()} devices")
+def compiled() -> Backend:
+    """Whether what decisions need is compiled already, and where it is kept."""
+    folder, name = cache_folder(), "numba cache"
+    shown = f"~/{folder.relative_to(Path.home())}" if folder.is_relative_to(Path.home()) else str(folder)
+    if not compiles():
+        return Backend(name, False, "numba compiles nothing here (NUMBA_DISABLE_JIT): plans take minutes")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return Backend(name, False, f"{shown} cannot be written: each job compiles for itself")
+    if is_compiled(POLICY):
+        return Backend(name, True, f"compiled, in {shown}")
+    if functions := functions_on_disk():
+        rest = "the rest is compiled by eplb-runtime warmup, or beside the first job's training"
+        return Backend(name, True, f"partly: {counted(functions, 'function')} in {shown}; {rest}")
+    return Backend(name, True, f"empty: the first job compiles beside training, into {shown}")
 
 
-def _deepep() -> Backend:
-    missing = deepep_package.why_not()
-    return Backend(
-        "deep_ep", not missing, missing or "tokens (dispatch='auto' takes it where ranks fit), experts, copies"
+def widths_of(parameters: Mapping[str, Tensor]) -> tuple[Width, ...]:
+    """Of expert tensors ``[E, ...]``, one of each name."""
+    found = []
+    for name, tensor in parameters.items():
+        if tensor.ndim > 2:
+            row_bytes = tuple(width * tensor.element_size() for width in tensor.shape[1:])
+            found.append(Width(name, row_bytes, not any(width % STEADY_ROW_BYTES for width in row_bytes)))
+    return tuple(found)
+
+
+def exactness(widths: Sequence[Width] | None, replica_slots: int) -> tuple[Exactness, ...]:
+    """What will be equal in two trainings.
+
+    Args:
+        widths: of the model's experts; None: no model is known.
+        replica_slots: copies that a rank can hold per layer.
+    """
+    on_cpu, on_gpu = "experts moved or not, on CPUs", "experts moved or not, on GPUs"
+    odd = next((width for width in widths or () if not width.steady), None)
+    if widths is None:
+        why = f"where experts make rows of multiples of {STEADY_ROW_BYTES} bytes: give --model-config"
+        moved = Exactness(on_cpu, "verify", why)
+    elif odd is None:
+        moved = Exactness(on_cpu, "bits", f"all rows are multiples of {STEADY_ROW_BYTES} bytes")
+    else:
+        rows = " and ".join(map(str, odd.row_bytes))
+        why = f"{odd.tensor} makes rows of {rows} bytes, no multiples of {STEADY_ROW_BYTES}"
+        moved = Exactness(on_cpu, "rounding", why)
+    copies = "copies split an expert's tokens, so sums are added in another order"
+    with_copies = Exactness(f"with {replica_slots} replica slots or without", "rounding", copies)
+    why_gpu = "it depends on the kernels: run verify --device cuda on this very cluster"
+    return (
+        moved,
+        Exactness(on_gpu, "verify", why_gpu),
+        *([with_copies] if replica_slots else []),
+        Exactness("saved and loaded on as many ranks", "bits", "checkpoints hold every bit, in logical order"),
+        Exactness("on another number of ranks", "rounding", "gradients are summed over other batches of tokens"),
+        Exactness("beside the model whole in one process", "rounding", "its sums run over all tokens at once"),
     )
-
-
-def _symmetric_memory() -> Backend:
-    missing = node_memory.why_not(torch.device("cuda"))
-    why = "it has not been run on GPUs yet"
-    purpose = "copies of experts inside a node, if asked for (copies_by='copy_engine')"
-    return Backend("symmetric memory", not missing, f"{missing or purpose}: {why}")
-
-
-def _extra(module: str, purpose: str, package: str | None = None) -> Backend:
-    if util.find_spec(module) is not None:
-        return Backend(module, True, purpose)
-    return Backend(module, False, f"{purpose}: pip install {package or module}")

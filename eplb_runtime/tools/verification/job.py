@@ -28,13 +28,7 @@ def run(
     length: int = 32,
     on_step: Callable[[], None] = lambda: None,
 ) -> Report:
-    """Verify on the ranks that torchrun started, or on this process alone.
-
-    Args:
-        family: a small model of it, four experts a rank and no fewer than 8.
-        model_config: a folder with ``config.json``, or that file, in its place.
-        batch, length: sequences and tokens of each, per rank and step.
-        on_step: as for `verify`.
+    """Verify on the ranks that torchrun started, or on this process alone; arguments as those of the command.
 
     Raises:
         LaunchError, ModelError, AttachError: what was asked for cannot be run.

@@ -151,12 +151,13 @@ def _hint(here: StepRecord, there: StepRecord, odd: Sequence[Key]) -> str:
             "gradients are the same: the optimizer steps experts together, or something writes weights or keeps state "
             "by place (an average, a snapshot: balancer.register_all)"
         )
-    if all(_is_scaled(here.cells[key], there.cells[key]) for key in gradients):
+    of_experts = [key for key in gradients if key[1] >= 0]
+    if all(_is_scaled(here.cells[key], there.cells[key]) for key in of_experts or gradients):
         return (
             "gradients differ by a factor: a rank scales gradients by a factor of its own (torch's clip_grad_norm_? "
             "use balancer.clip_grad_norm_)"
         )
-    if all(expert >= 0 for _, expert in gradients):
+    if of_experts == gradients:
         return (
             "gradients of experts alone differ: something changes them by rank or by place (an average over ranks, a "
             "penalty over a rank's experts, a mask, a freeze)"

@@ -45,7 +45,7 @@ def bare() -> Iterator[Any]:
     rebalancer._migration = SimpleNamespace(in_flight=False)
     rebalancer.overlapped = SimpleNamespace(withdraw=lambda: None)
     rebalancer._placement = INITIAL
-    rebalancer._pending = rebalancer._said = rebalancer.held_outside = None
+    rebalancer._pending = rebalancer._said = None
     rebalancer._groups = SimpleNamespace(job=SimpleNamespace(rank=1))
     rebalancer._agreement = None
     yield rebalancer
@@ -69,8 +69,7 @@ def test_a_move_waits_for_the_decision_on_the_worker_and_leaves_it_for_later(bar
     assert said == ["decided", "migrated"] and bare._pending is pending
 
 
-@pytest.mark.parametrize("what", ["a comparison", "a decision"])
-def test_words_to_other_ranks_are_said_before_the_control_group_is_used_here(bare: Any, what: str) -> None:
+def test_words_to_other_ranks_are_said_before_the_control_group_is_used_here(bare: Any) -> None:
     goes_on, said = Event(), []
 
     def word(agreement: Any) -> None:
@@ -90,12 +89,7 @@ def test_words_to_other_ranks_are_said_before_the_control_group_is_used_here(bar
         return wait_for_it()
 
     bare._why_not_said = waits
-    if what == "a comparison":
-        assert bare.compare(bytes(16), "it", "it").commit
-    else:
-        bare.held_outside = lambda patient, copies_only: ""
-        other = Placement([[1, 0, 2, 3]], 4, 2, [[1, 0, 2, 3]])
-        assert bare._why_homes_stay(other, False).commit
+    assert bare.compare(bytes(16), "it", "it").commit
     word_is_said.result(20.0)
     assert said == ["the word", "compared"]
 
@@ -104,6 +98,7 @@ def test_a_word_that_is_never_said_means_that_ranks_are_lost(bare: Any) -> None:
     bare._config.timeout_seconds = -0.99
     goes_on = Event()
     bare.say(lambda agreement: goes_on.wait(20.0))
-    verdict = bare._why_homes_stay(INITIAL, False)
+    bare._pause = lambda cause: None
+    verdict = bare.compare(bytes(16), "it", "it")
     goes_on.set()
     assert not verdict.commit and verdict.connections_broken and "stream of weights" in verdict.cause

@@ -194,7 +194,7 @@ def test_one_rank_that_fails_leaves_all_without_and_the_next_try_holds(
     assert len({tuple(each) for each in taken}) == 1 and len(taken[0]) == 1
     assert held(job) == [["control 2", "migration 2"]] * RANKS
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == RANKS and all("rank 1" in line and "made to fail" in line for line in lines)
+    assert lines and all("rank 1" in line and "made to fail" in line for line in lines)
     if where in ("before they meet", "descriptors"):
         assert [groups.made for groups in job.groups] == [[2]] * RANKS, "nobody has waited in the making of a group"
 

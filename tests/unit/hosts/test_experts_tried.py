@@ -76,7 +76,6 @@ WAYS: dict[str, tuple[Callable[[float], Any], Callable[[Any, Tensor], Any]]] = {
     "a lambda's default": (lambda slope: lambda hidden, by=slope: hidden * by, lambda way, hidden: way(hidden)),
     "a tensor": (lambda slope: torch.tensor(slope), lambda way, hidden: way),
     "a limit": (lambda slope: {"limit": 14 * slope}, lambda way, hidden: hidden.clamp(max=way["limit"])),
-    "a gradient that is cut": (lambda slope: [slope], lambda way, hidden: hidden if way[0] == 1 else hidden.detach()),
 }
 
 
@@ -96,19 +95,11 @@ def refusal(model: nn.Module) -> str:
 
 
 @pytest.mark.parametrize("kept_as", WAYS)
-def test_an_expert_with_another_setting_is_named_with_its_attribute(kept_as: str) -> None:
+def test_an_expert_with_another_setting_is_named(kept_as: str) -> None:
     way, slope_of = WAYS[kept_as]
     said = refusal(odd_one(way, slope_of))
-    assert f"experts.{ODD} gives other results" in said and "(_way is " in said
+    assert f"experts.{ODD} gives other results" in said
     eplb.stack_experts(model_of(*[way(1.0)] * EXPERTS, slope_of=slope_of), LAYERS)
-
-
-def test_zeros_at_the_start_hide_nothing() -> None:
-    model = odd_one(*WAYS["a dict"])
-    for expert in model.experts:
-        nn.init.zeros_(expert.down.weight)
-        nn.init.zeros_(expert.down.bias)
-    assert "(_way is {'slope': 0.5}, not {'slope': 1.0})" in refusal(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -117,17 +108,10 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     eplb.stack_experts(model_of(*[1.0] * EXPERTS).to(dtype), LAYERS)
 
 
-def test_experts_on_the_meta_device_are_tried_with_weights_made_up() -> None:
-    assert f"experts.{ODD}" in refusal(odd_one(*WAYS["a dict"]).to("meta"))
-    model = model_of(*[1.0] * EXPERTS).to("meta")
-    eplb.stack_experts(model, LAYERS)
-    assert all(parameter.is_meta for parameter in model.parameters())
-
-
 def test_a_rebound_forward_computes_with_another_experts_weights() -> None:
     model = model_of(*[1.0] * EXPERTS)
     model.experts[ODD].forward = model.experts[0].forward
-    assert "(forward is " in refusal(model)
+    assert f"experts.{ODD} does not compute as experts.0 does (forward is" in refusal(model)
     model = model_of(*[1.0] * EXPERTS)
     for expert in model.experts:
         expert.forward = model.experts[0].forward
@@ -157,7 +141,7 @@ def test_dropout_is_tried_in_training_and_draws_nothing() -> None:
     model = nn.Module()
     model.experts = nn.ModuleList(Random(0.5 if number == ODD else 0.1) for number in range(EXPERTS))
     model.experts.eval()
-    assert "(_share is 0.5, not 0.1)" in refusal(model)
+    assert f"experts.{ODD} gives other results" in refusal(model)
     assert not any(expert.training for expert in model.experts)
 
     def of_numpy() -> float:
@@ -192,41 +176,3 @@ def test_a_setting_without_effect_is_no_difference_and_no_trace_is_left() -> Non
     experts = list(model.experts)
     eplb.stack_experts(model, LAYERS)
     assert all(expert._calls == 0 and not hasattr(expert, "_seen") for expert in experts)
-
-
-class OfTwo(nn.Module):
-    """Cannot be called with rows alone."""
-
-    def __init__(self, slope: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(WIDTH, WIDTH))
-        self._way = {"slope": slope}
-
-    def forward(self, rows: Tensor, scale: Tensor) -> Tensor:
-        return rows @ self.weight * scale * self._way["slope"]
-
-
-def test_experts_that_cannot_be_called_are_compared_by_all_settings() -> None:
-    model = nn.Module()
-    model.experts = nn.ModuleList(OfTwo(0.5 if number == ODD else 1.0) for number in range(EXPERTS))
-    assert "does not compute as" in (said := refusal(model)) and "without calling" in said
-    model.experts = nn.ModuleList(OfTwo(1.0) for _ in range(EXPERTS))
-    eplb.stack_experts(model, LAYERS)
-
-
-class Heads(nn.Module):
-    """Its rows are as wide as no dimension of a tensor."""
-
-    def __init__(self, slope: float) -> None:
-        super().__init__()
-        self.mix = nn.Parameter(torch.rand(3, 5, 5))
-        self._slope = slope
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return torch.einsum("mhd,hde->mhe", rows.unflatten(1, (3, 5)), self.mix).flatten(1) * self._slope
-
-
-def test_rows_of_a_width_that_no_tensor_has() -> None:
-    model = nn.Module()
-    model.experts = nn.ModuleList(Heads(0.5 if number == ODD else 1.0) for number in range(EXPERTS))
-    assert "gives other results" in refusal(model)

@@ -70,7 +70,7 @@ def part(key: str, slot: int, of: int = 4) -> Any:
 def test_parts_of_tensors_are_renumbered_also_those_that_a_factory_makes_later() -> None:
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
-    from eplb_runtime.hosts.megatron.sharded_state import _placed
+    from eplb_runtime.hosts.megatron.saved_state import _placed
 
     logical = {2: 0, 3: 2}
     assert _placed(part("experts.weight", 3), 1, logical).global_offset == (1, 2, 0)
@@ -86,7 +86,7 @@ def test_parts_of_tensors_are_renumbered_also_those_that_a_factory_makes_later()
 
 
 def test_keys_with_numbers_are_renamed_and_others_refused() -> None:
-    from eplb_runtime.hosts.megatron.sharded_state import _named
+    from eplb_runtime.hosts.megatron.saved_state import _named
 
     entry = part("mlp.experts.experts.3.linear_fc1.weight", 0, of=1)
     renamed = _named(entry, "mlp.experts.experts.", {2: 0, 3: 12})

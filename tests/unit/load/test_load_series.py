@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from eplb_runtime.load import series
 from eplb_runtime.load.series import RecordedJob, SeriesWriter, read_job, read_series
-from eplb_runtime.observe import recorder as recorder_module
-from eplb_runtime.observe.recorder import Recorder
+from eplb_runtime.observe import recording as recorder_module
+from eplb_runtime.observe.recording import Recorder
 from eplb_runtime.tools.formats.errors import LoadFileError
 from eplb_runtime.tools.formats.loads import read_load
 from eplb_runtime.utils.files import FileError
@@ -141,7 +141,7 @@ def test_a_disk_that_hangs_makes_nobody_wait(
 
     free = threading.Event()
     monkeypatch.setattr(SeriesWriter, "append", lambda *_: free.wait())
-    monkeypatch.setattr(recorder_module, "CLOSING_SECONDS", 0.0)
+    monkeypatch.setattr(recorder_module, "WRITING_SECONDS", 0.0)
     recorder = Recorder(tmp_path, LAYERS, EXPERTS)
     for number in range(recorder_module.MOST_WAITING + 3):
         recorder.write(windows(number, 1), 1)

@@ -16,10 +16,18 @@ from hypothesis import strategies as st
 from observed import LAYERS, RANKS, decisions, job, records, start, troubles
 
 from eplb_runtime.events import EventLog, LoadMeasured, RebalanceCommitted
-from eplb_runtime.observe import observer as observer_module
-from eplb_runtime.observe.event_log import NAME, EventReader, EventWriter, files_aside, holds_events, read_events
-from eplb_runtime.observe.observer import Observer
-from eplb_runtime.observe.records import Record, RecordError, from_json, to_json
+from eplb_runtime.observe import start as observer_module
+from eplb_runtime.observe.events_file import (
+    NAME,
+    EventWriter,
+    files_aside,
+    from_json,
+    holds_events,
+    read_events,
+    to_json,
+)
+from eplb_runtime.observe.records import Record, RecordError
+from eplb_runtime.observe.start import Observer
 from eplb_runtime.planner.evaluate import predicted_imbalance
 from eplb_runtime.utils.files import FileError
 
@@ -105,31 +113,12 @@ def test_a_crash_costs_the_last_line_at_most(cut: int, tmp_path_factory: pytest.
     assert names(read_events(run))[-1] == "JobAttached" and len(read_events(run)) == lines + 1
 
 
-def test_a_reader_follows_a_job_through_new_files(tmp_path: Path) -> None:
-    """Each record once, also one that was half written when it was looked at."""
-    reader, found, heard = EventReader(tmp_path), [], records()[1:]
-    assert list(reader.new()) == []
-    writer = written(tmp_path, file_bytes=3000)
-    for record in heard:
-        writer.write(record)
-        with open(tmp_path / NAME, "r+b") as file:
-            whole = file.read()
-            file.truncate(len(whole) - 7)
-            found += [record for record in reader.new() if record["event"] != "JobAttached"]
-            file.seek(len(whole) - 7)
-            file.write(whole[-7:])
-        found += [record for record in reader.new() if record["event"] != "JobAttached"]
-    assert len(files_aside(tmp_path)) > 1 and reader.skipped == 0
-    assert names(found) == names(heard) and list(reader.new()) == []
-
-
 def test_lines_of_others_are_left_out(tmp_path: Path) -> None:
     written(tmp_path, *records()[1:3]).close()
     with open(tmp_path / NAME, "ab") as file:
         file.write(b'nonsense\n\n[1]\n{"event": "LoadMeasured"}\n' + b"[" * 5000 + b"\n\xff\xfe\n")
         file.write(b'{"event": "LoadMeasured", "time": 1, "step": 2, "load": {"shape": [1, 9e9, 9], "data": ""}}\n')
-    reader = EventReader(tmp_path)
-    assert len(list(reader.new())) == 3 and reader.skipped == 7
+    assert len(read_events(tmp_path)) == 3
 
 
 def test_a_log_of_another_kind_is_refused(tmp_path: Path) -> None:
@@ -215,15 +204,14 @@ def test_of_two_jobs_in_one_folder_the_older_stops(tmp_path: Path) -> None:
 
 
 def test_a_line_beyond_all_bounds_hides_none_that_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eplb_runtime.observe.event_log.MOST_LINE_BYTES", 1 << 14)
+    monkeypatch.setattr("eplb_runtime.observe.events_file.MOST_LINE_BYTES", 1 << 14)
     heard = records()[1:3]
     writer = written(tmp_path, heard[0])
     with open(tmp_path / NAME, "ab") as file:
         file.write(b"x" * 40_000 + b"\n")
     writer.write(heard[1])
     writer.close()
-    reader = EventReader(tmp_path)
-    assert names(list(reader.new())) == ["JobAttached", *names(heard)] and reader.skipped == 1
+    assert names(read_events(tmp_path)) == ["JobAttached", *names(heard)]
 
 
 def test_who_shows_a_job_never_holds_it_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

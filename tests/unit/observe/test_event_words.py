@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eplb_runtime.events import LoadMeasured, RebalanceCommitted, RebalancePlanned, brief
-from eplb_runtime.migration.driver import MigrationProgress
+from eplb_runtime.migration.progress import MigrationProgress
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
 from eplb_runtime.topology import Topology

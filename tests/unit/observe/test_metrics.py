@@ -28,10 +28,10 @@ from observed import (
 
 from eplb_runtime.events import LoadMeasured, RebalanceCommitted, RebalancePlanned
 from eplb_runtime.load.clock import Progress
-from eplb_runtime.observe import prometheus, trackers
+from eplb_runtime.observe import metrics, trackers
 from eplb_runtime.observe.metrics import metrics_of, scalars_of
 from eplb_runtime.observe.records import Record, max_violation
-from eplb_runtime.observe.state import MOST_DECISIONS, MOST_POINTS, RunState, state_of
+from eplb_runtime.observe.run_state import MOST_DECISIONS, MOST_POINTS, RunState, state_of
 from eplb_runtime.observe.summary import summary_of
 from eplb_runtime.planner.evaluate import predicted_imbalance
 
@@ -228,7 +228,7 @@ def test_prometheus_reads_back_what_stands() -> None:
 
     assert client is not None
     of = state()
-    text, content_type = prometheus.exposition(lambda: metrics_of(of, PROGRESS, 5000.0), "text/plain")
+    text, content_type = metrics.exposition(lambda: metrics_of(of, PROGRESS, 5000.0), "text/plain")
     assert content_type.startswith("text/plain")
     read = {
         f"{sample.name.removesuffix('_total')}{sorted(sample.labels.items())}": sample.value

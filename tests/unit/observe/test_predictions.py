@@ -8,10 +8,10 @@ import pytest
 from observed import decisions, job, records, start
 
 from eplb_runtime.events import LoadMeasured, RebalancePlanned
+from eplb_runtime.observe.page import view_of
 from eplb_runtime.observe.records import Record, record_of
-from eplb_runtime.observe.state import state_of
+from eplb_runtime.observe.run_state import state_of
 from eplb_runtime.observe.summary import CAME_TRUE_TOLD, SAVED_TOLD, predictions_text, summary_of, summary_text
-from eplb_runtime.observe.view import view_of
 
 SAID = "of 87 s that plans predicted, 5 s came true (17 plans judged at 40 decisions): raise interval or window"
 

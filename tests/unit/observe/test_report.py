@@ -11,10 +11,9 @@ import pytest
 from observed import job, records
 
 from eplb_runtime.cli import main
-from eplb_runtime.observe.event_log import NAME, EventWriter
-from eplb_runtime.observe.report import report_of, state_of_run
-from eplb_runtime.observe.state import state_of
-from eplb_runtime.observe.view import view_of
+from eplb_runtime.observe.events_file import NAME, EventWriter
+from eplb_runtime.observe.page import report_of, state_of_run, view_of
+from eplb_runtime.observe.run_state import state_of
 
 
 @pytest.fixture
@@ -86,11 +85,11 @@ def test_a_simulation_is_shown_too(tmp_path: Path, capsys: pytest.CaptureFixture
         assert shown["mean"] == summary["imbalance"]["mean"]
         own = [window for window in saved["windows"] if window["policy"] == shown["policy"]]
         assert shown["imbalance"] == [window["imbalance_mean"] for window in own]
-        assert shown["moved_slots"] == sum(window["moved_slots"] for window in own)
+        assert shown["moved_bytes"] == sum(w["bytes_intra_node"] + w["bytes_inter_node"] for w in own)
 
 
-WINDOW = {"window": 1, "policy": "a", "imbalance_mean": 1.0, "step_seconds": float("nan")}
-WINDOW |= dict.fromkeys(("moved_slots", "bytes_intra_node", "bytes_inter_node"), 0)
+WINDOW = {"window": 1, "policy": "a", "imbalance_mean": float("nan")}
+WINDOW |= dict.fromkeys(("bytes_intra_node", "bytes_inter_node"), 0)
 POLICY = {"policy": "a", "imbalance": {"mean": 1.0, "max": 1.0}, "balancedness": {"mean": 1.0}}
 NOT_A_NUMBER = {"windows": [WINDOW], "policies": [{**POLICY, "rebalances": 0, "step_seconds": 1.0}]}
 

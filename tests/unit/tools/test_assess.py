@@ -13,7 +13,7 @@ from observed import job as job_record
 
 from eplb_runtime.cli import main
 from eplb_runtime.load.series import RecordedJob, SeriesWriter, read_series
-from eplb_runtime.observe.event_log import EventWriter
+from eplb_runtime.observe.events_file import EventWriter
 from eplb_runtime.tools.assess import (
     LEAST_SAVED,
     MOE_SHARE,

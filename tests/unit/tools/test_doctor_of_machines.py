@@ -10,8 +10,8 @@ import torch
 
 from eplb_runtime.distributed.transports.base import TransportError
 from eplb_runtime.tools.doctor import links, machine
-from eplb_runtime.tools.doctor.exactness import exactness, widths_of
 from eplb_runtime.tools.doctor.links import try_transports
+from eplb_runtime.tools.doctor.machine import exactness, widths_of
 from eplb_runtime.tools.launch import process_group
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from flat_settings import config_from_settings
 
-from eplb_runtime.config import BalancerConfig, config_from_settings
+from eplb_runtime.config import BalancerConfig
 from eplb_runtime.hosts.attaching.trial import without_replicas
 
 

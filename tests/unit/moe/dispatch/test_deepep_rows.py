@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import deepep_double
 import pytest
 import torch
+from flat_settings import config_from_settings
 
 from eplb_runtime.config import (
     DISPATCHES,
@@ -20,7 +21,6 @@ from eplb_runtime.config import (
     ConfigError,
     DispatchConfig,
     MigrationConfig,
-    config_from_settings,
 )
 from eplb_runtime.distributed.transports import deepep_package
 from eplb_runtime.moe.dispatch import choosing, float8, row_bytes

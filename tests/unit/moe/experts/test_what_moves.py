@@ -8,7 +8,7 @@ from records import pack
 from torch import nn
 
 from eplb_runtime.migration.records import formats_of
-from eplb_runtime.moe.experts.element_wise import check_element_wise
+from eplb_runtime.moe.experts.elementwise import check_elementwise
 from eplb_runtime.moe.experts.optimizer_state import (
     OptimizerStateError,
     expert_state,
@@ -45,7 +45,7 @@ def stepped(name: str, parameter: nn.Parameter) -> torch.optim.Optimizer:
 def test_every_tensor_that_an_optimizer_keeps_per_element_is_found(name: str) -> None:
     parameter = nn.Parameter(torch.randn(4, 3, 5))
     optimizer = stepped(name, parameter)
-    check_element_wise(optimizer)
+    check_elementwise(optimizer)
     found = dict(expert_state(optimizer, parameter))
     kept = {k: v for k, v in optimizer.state[parameter].items() if isinstance(v, torch.Tensor) and v.numel() > 1}
     assert found.keys() == kept.keys()
@@ -68,7 +68,7 @@ def test_state_that_does_not_exist_yet_is_not_in_the_record() -> None:
 def test_optimizers_that_mix_experts_are_refused(name: str) -> None:
     optimizer = getattr(torch.optim, name)([nn.Parameter(torch.randn(4, 3))])
     with pytest.raises(OptimizerStateError, match=name):
-        check_element_wise(optimizer)
+        check_elementwise(optimizer)
 
 
 class PerTensorTrust(torch.optim.SGD):
@@ -98,39 +98,39 @@ def test_an_optimizer_is_judged_by_what_it_does_and_not_by_its_name() -> None:
     parameters = [nn.Parameter(torch.randn(4, 3, 5))]
     for mixing in (PerTensorTrust(parameters, lr=0.1), transformers.Adafactor(parameters)):
         with pytest.raises(OptimizerStateError, match="mixes the experts"):
-            check_element_wise(mixing)
+            check_elementwise(mixing)
 
 
 @pytest.mark.parametrize(
     "options", [{"fused": True}, {"lr": torch.tensor(1e-3)}, {"amsgrad": True}, {"lr": 0.0}, {"maximize": True}]
 )
-def test_options_of_an_element_wise_optimizer_change_nothing(options: dict, caplog: pytest.LogCaptureFixture) -> None:
+def test_options_of_an_elementwise_optimizer_change_nothing(options: dict, caplog: pytest.LogCaptureFixture) -> None:
     parameters = [nn.Parameter(torch.randn(4, 3, 5))]
-    check_element_wise(torch.optim.AdamW(parameters, **options))
+    check_elementwise(torch.optim.AdamW(parameters, **options))
     assert not caplog.records and all(p.grad is None for p in parameters)
 
 
 def test_an_optimizer_that_cannot_be_tried_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     muon = torch.optim.Muon([nn.Parameter(torch.randn(4, 3))])
     muon.param_groups[0]["params"] = [nn.Parameter(torch.randn(4, 3, 5))]
-    check_element_wise(muon)
+    check_elementwise(muon)
     assert ["Muon cannot be tried" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_experts_that_are_matrices_of_their_own_are_tried_so(caplog: pytest.LogCaptureFixture) -> None:
     parameters = [nn.Parameter(torch.randn(4, 3)) for _ in range(2)]
     for optimizer in (torch.optim.Muon(parameters), torch.optim.AdamW(parameters), PerTensorTrust(parameters, lr=0.1)):
-        check_element_wise(optimizer, each=True)
+        check_elementwise(optimizer, each=True)
     assert not caplog.records
     with pytest.raises(OptimizerStateError, match="mixes the experts of a rank"):
-        check_element_wise(OneNorm(parameters, lr=0.1), each=True)
+        check_elementwise(OneNorm(parameters, lr=0.1), each=True)
 
 
 def test_biases_of_experts_in_one_matrix_are_tried_as_such() -> None:
     stacked = [nn.Parameter(torch.randn(4, 3))]
-    check_element_wise(torch.optim.AdamW(stacked))
+    check_elementwise(torch.optim.AdamW(stacked))
     with pytest.raises(OptimizerStateError, match="Muon mixes the experts of a tensor"):
-        check_element_wise(torch.optim.Muon(stacked))
+        check_elementwise(torch.optim.Muon(stacked))
 
 
 def test_state_of_another_shape_is_refused() -> None:
@@ -156,7 +156,7 @@ def test_state_inside_of_containers_is_refused_because_it_would_stay_behind() ->
     parameter = nn.Parameter(torch.randn(4, 3))
     optimizer = KeepsAList([parameter], lr=0.1)
     with pytest.raises(OptimizerStateError, match="'history' is a dict that holds tensors"):
-        check_element_wise(optimizer)
+        check_elementwise(optimizer)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     with pytest.raises(OptimizerStateError, match="would stay behind"):

@@ -134,15 +134,6 @@ def test_merge_writes_beside_what_it_reads(said: Any, tmp_path: Path) -> None:
     assert (folder / "merged.json.gz").exists() and (tmp_path / "all.json").exists()
 
 
-@pytest.mark.parametrize("ending", [".png", ".svg"])
-def test_a_picture_is_drawn(said: Any, tmp_path: Path, ending: str) -> None:
-    pytest.importorskip("matplotlib")
-    folder = a_job(tmp_path / "job", [100, 300])
-    said("trace", "analyse", folder, "--plot", tmp_path / f"p{ending}")
-    drawn = (tmp_path / f"p{ending}").read_bytes()
-    assert drawn.startswith(b"\x89PNG") if ending == ".png" else b"communication exposed" in drawn or b"<svg" in drawn
-
-
 def test_what_cannot_work_is_said_in_one_line(said: Any, tmp_path: Path) -> None:
     path = of_rank(tmp_path / "a.json", 0, gpu_events())
     (tmp_path / "b.json").write_text("{")
@@ -150,7 +141,6 @@ def test_what_cannot_work_is_said_in_one_line(said: Any, tmp_path: Path) -> None
     assert "broken off" in said("trace", "analyse", tmp_path / "b.json", status=2)
     assert "no traces in this folder" in said("trace", "analyse", tmp_path / "empty", status=2)
     assert "No such file" in said("trace", "compare", path, tmp_path / "none.json", status=2)
-    assert "must end in" in said("trace", "analyse", path, "--plot", tmp_path / "p.txt", status=2)
     assert "must end in" in said("trace", "merge", tmp_path, "-o", tmp_path / "p.txt", status=2)
     (tmp_path / "b.json").write_bytes(path.read_bytes())
     assert "both of rank 0" in said("trace", "merge", tmp_path, status=2)

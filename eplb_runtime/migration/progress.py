@@ -1,13 +1,14 @@
-"""How a rebalancer drives a migration, and the progress it learns; one protocol for both drivers.
+"""Progress of a migration, as both drivers tell it.
 
 `BetweenSteps` carries out a migration at once, while training waits. `Overlapped` spreads it over the following steps.
+Both have ``begin``, ``advance``, ``current_placement``, ``drain`` and ``in_flight``; the last three calls are
+collective.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,31 +97,3 @@ def _placed_replicas(before: Placement, after: Placement) -> int:
     """Number of replica slots that hold another expert than before."""
     now = after.replicas_LRK
     return int(((now != before.replicas_LRK) & (now != EMPTY)).sum())
-
-
-class Migration(Protocol):
-    """Brings experts from one placement to another; one migration at a time, on every rank at the same step."""
-
-    @property
-    def in_flight(self) -> bool:
-        """Return whether a migration was begun and has not ended."""
-
-    def begin(self, current: Placement, target: Placement, key: str) -> None:
-        """Begin a migration between two steps; `advance` goes on with it at once.
-
-        Args:
-            key: names its decisions; new for each migration, equal on every rank.
-        """
-
-    def advance(self, *, hold_back: bool = False) -> MigrationProgress:
-        """Go on at the end of a step, and return what has changed since the last call.
-
-        Args:
-            hold_back: nothing new may be sent.
-        """
-
-    def current_placement(self) -> Placement:
-        """The placement with all that was committed so far, of the migration in flight. Collective."""
-
-    def drain(self) -> MigrationProgress:
-        """Drop what is not committed yet, and return what was committed since the last call. Collective."""

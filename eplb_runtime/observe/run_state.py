@@ -1,7 +1,7 @@
-"""What a run has come to: its records, folded into a state of bounded size that page, metrics and report all show.
+"""State of a run: its records folded into a value of bounded size, which page, metrics, report and summary show.
 
-An hour or a month of records leaves a state of the same size: totals are sums, the curve of imbalance gets coarser as
-it gets longer, and of decisions and troubles the newest stay.
+A month of records leaves a state of the same size as an hour: totals are sums, the curve of imbalance becomes coarser,
+and the newest decisions and troubles stay.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from ..load.expert_clock import ExpertShare
 from .records import JOB, Record, RecordError
 
-MOST_DECISIONS = 400
-MOST_TROUBLES = 50
+MOST_DECISIONS, MOST_TROUBLES = 400, 50
 MOST_POINTS = 600
 """Of the curve; when there are more, each two become one."""
 LONGEST_TEXT = 400
@@ -47,86 +46,73 @@ _CAUSES = (
     ("timeout", "timeout"),
     ("connect", "connection"),
 )
-
-Fields = Mapping[str, Any]
+_PREDICTED = ("imbalance_before", "imbalance_after", "seconds_saved", "seconds_spent", "horizon_steps")
+_PREDICTIONS = ("judged_plans", "judged_decisions", "predicted_seconds", "true_seconds")
+_PHASES = ("prepare", "post", "transfer", "verify", "maps", "vote", "commit")
+_ABORT_PHASES = tuple((phase, phase) for phase in ("planned", "prepared", "staged", "verified", "decided", "committed"))
 
 
 class RunState:
-    """A run as its records tell it. `apply` may run on one thread while others look, inside `locked`.
+    """A run as its records tell it. `apply` may run on one thread while others read inside `locked`.
 
     Attributes:
-        version: counts records, so that who looks again knows whether anything is new.
-        job: its record; empty before.
-        step: of the newest record.
-        standing: ``"balancing"``, ``"suspended"`` (a rollout is under way), ``"paused"`` or ``"ended"``, and ``cause``,
-            why.
-        rollouts, rollout_seconds: suspensions, and the seconds of those that are over.
+        version: number of records applied.
+        job: the job's record; empty before it.
+        step, time: of the newest record.
+        standing, cause: ``"balancing"``, ``"suspended"`` (during a rollout), ``"paused"`` or ``"ended"``, and why.
         starts: how often the job was started on this run.
         measured: the newest ``LoadMeasured``, its imbalance, balancedness (1 / imbalance) and MaxVio as means over
             rows, float64 ``[L]``; None before.
-        planned: the newest ``RebalancePlanned``.
-        predictions: ``{"judged_plans", "judged_decisions", "predicted_seconds", "true_seconds"}`` of the newest
-            decision; None: no plan could be judged yet.
-        share: of a step in expert work, as the newest measurement has it, or the job at its start.
+        by_layer: float64 ``[3, L]``, imbalance before, predicted and bound of the newest plan; None before.
+        predictions: of the newest decision, `_PREDICTIONS`; None: no plan could be judged yet.
+        share: of a step in expert work.
         placement, placement_before: int64 ``[L, P]``, now and before the newest rebalance.
         placed_at: step of the newest rebalance, or of the start.
-        decisions: newest last, one row for each that was planned or migrated.
-        troubles: newest last: what was dropped, found, paused or ended.
-        curve: ``{"step", "steps", "mean", "worst", "start_mean", "start_worst", "step_seconds"}``, oldest first.
+        decisions, troubles: rows of the newest, oldest first.
+        curve: ``{"step", "steps", "mean", "worst", "start_mean", "start_worst", "step_seconds", "windows"}``.
         decided, moved_experts, moved_bytes, phase_seconds, aborts: totals by decision and reason, link, phase, and
             phase and cause.
-        placed_replicas: replica slots that a rebalance gave another expert, in all.
-        traffic_RR: int64 ``[R, R]``, bytes of experts from rank to rank.
-        saved_seconds: as the gate's model has it, on the measured imbalance beside that of experts that never moved.
-        promised_seconds: what the plans that were carried out were to save, each beside the placement before it, in
-            the steps that it stood.
+        saved_seconds: by the gate's model, measured imbalance compared with that of the initial placement.
+        promised_seconds: predicted by the plans that were carried out, for the steps in which each was in use.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.version = 0
+        self.version = self.step = self.starts = self.epoch = self.placed_at = 0
         self.job: Record = {}
-        self.step = 0
         self.time = 0.0
         self.standing, self.cause = "balancing", ""
-        self.starts = 0
-        self.epoch = 0
         self.measured: Record | None = None
-        self.planned: Record | None = None
+        self.by_layer: NDArray[np.float64] | None = None
         self.predictions: dict[str, float] | None = None
         self.share = ExpertShare.before_measuring(None)
         self.placement: NDArray[np.int64] | None = None
         self.placement_before: NDArray[np.int64] | None = None
-        self.placed_at = 0
         self.decisions: deque[dict[str, Any]] = deque(maxlen=MOST_DECISIONS)
         self.troubles: deque[dict[str, Any]] = deque(maxlen=MOST_TROUBLES)
         self.curve: list[dict[str, float]] = []
-        self._of_a_point = 1
-        self._promised_per_step = 0.0
+        self._windows_of_a_point, self._promised_per_step = 1, 0.0
         self.decided: Counter[tuple[str, str]] = Counter()
         self.moved_experts: Counter[str] = Counter()
         self.moved_bytes: Counter[str] = Counter()
         self.phase_seconds: defaultdict[str, float] = defaultdict(float)
         self.aborts: Counter[tuple[str, str]] = Counter()
-        self.traffic_RR: NDArray[np.int64] = np.zeros((0, 0), dtype=np.int64)
-        self.placed_replicas = 0
-        self.rebalances = self.findings = self.pauses = self.measured_steps = self.rollouts = 0
-        self.rollout_seconds = 0.0
-        self.pause_seconds = self.saved_seconds = self.promised_seconds = 0.0
+        self.rebalances = self.findings = self.pauses = self.measured_steps = self.rollouts = self.placed_replicas = 0
+        self.pause_seconds = self.rollout_seconds = self.saved_seconds = self.promised_seconds = 0.0
 
     @contextmanager
     def locked(self) -> Iterator[RunState]:
-        """Inside, nothing changes; not for long."""
+        """Nothing changes inside the block, which must be short."""
         with self._lock:
             yield self
 
     def apply(self, record: Record) -> None:
-        """Take a record in.
+        """Add a record.
 
         Raises:
-            RecordError: it contradicts the job; nothing has changed then but what was counted before.
+            RecordError: it contradicts the job; nothing has changed but totals added before the contradiction.
         """
-        take = self._TAKES.get(record["event"])
+        take = _TAKES.get(record["event"])
         if take is None:
             return  # of a later version
         with self._lock:
@@ -138,7 +124,7 @@ class RunState:
             finally:
                 self.version += 1
 
-    # -- what each record says -------------------------------------------------------------------------------------
+    # -- one method a kind of record -------------------------------------------------------------------------------
 
     def _attached(self, record: Record) -> None:
         shape = tuple(int(record[name]) for name in ("layers", "experts", "ranks", "slots_per_rank", "ranks_per_node"))
@@ -151,13 +137,9 @@ class RunState:
         share = _share(record)
         if self.job and record["job"] == self.job["job"]:
             return  # the same job in its next file
-        changed = tuple(self.job.get(n) for n in ("layers", "experts", "ranks")) != (layers, shape[1], ranks)
-        if changed:
-            self.traffic_RR = np.zeros((ranks, ranks), dtype=np.int64)
-        self.job, self.starts = record, self.starts + 1
+        self.job, self.share, self.starts = record, share, self.starts + 1
         self.placement, self.placement_before, self.placed_at = placement, None, int(record["step"])
-        self.measured = self.planned = self.predictions = None
-        self.share = share
+        self.measured = self.by_layer = self.predictions = None
         self._promised_per_step = 0.0
         self.epoch = int(record["epoch"])
         self.standing, self.cause = "balancing", ""
@@ -171,13 +153,12 @@ class RunState:
         if "max_vio" in record:
             violation_L = np.array(record["max_vio"], dtype=np.float64).reshape(layers)
         steps, seconds = int(record["steps"]), _seconds(record["step_seconds"])
-        if rank_load.shape != (2, layers, ranks) or not all(
-            np.isfinite(values).all()
-            for values in (imbalance, at_start, *([] if violation_L is None else [violation_L]))
-        ):
+        values = [imbalance, at_start] if violation_L is None else [imbalance, at_start, violation_L]
+        if rank_load.shape != (2, layers, ranks) or not all(np.isfinite(each).all() for each in values):
             raise ValueError("a load of another job")
         if record.get("moe_share") is not None:  # none in logs of earlier versions
             self.share = _share(record)
+        now_L, start_L = imbalance.mean(axis=0), at_start.mean(axis=0)
         self.measured = {
             "max_vio": violation_L,
             "step": int(record["step"]),
@@ -185,36 +166,24 @@ class RunState:
             "step_seconds": seconds,
             "load": load,
             "rank_load": rank_load,
-            "imbalance": imbalance.mean(axis=0),
-            "imbalance_start": at_start.mean(axis=0),
+            "imbalance": now_L,
+            "imbalance_start": start_L,
             "balancedness": (1.0 / np.maximum(imbalance, 1.0)).mean(axis=0),
         }
-        now, start = imbalance.mean(axis=0), at_start.mean(axis=0)
-        gain = float((start - now).mean()) / max(1.0, float(now.mean()))
+        gain = float((start_L - now_L).mean()) / max(1.0, float(now_L.mean()))
         self.saved_seconds += steps * seconds * self.share.value * gain
         self.promised_seconds += steps * self._promised_per_step
         self.measured_steps += steps
-        self._add_point(
-            {
-                "step": int(record["step"]),
-                "steps": steps,
-                "mean": float(now.mean()),
-                "worst": float(now.max()),
-                "start_mean": float(start.mean()),
-                "start_worst": float(start.max()),
-                "step_seconds": seconds,
-            }
-        )
+        point = {"mean": now_L.mean(), "worst": now_L.max(), "start_mean": start_L.mean(), "start_worst": start_L.max()}
+        point = {name: float(value) for name, value in point.items()}
+        self._add_point({**point, "step": self.measured["step"], "steps": steps, "step_seconds": seconds, "windows": 1})
 
     def _planned(self, record: Record) -> None:
-        kind = _kind(record["reason"], _REASONS)
-        row: dict[str, Any] = {"decision": record["decision"], "reason": str(record["reason"])[:LONGEST_TEXT]}
-        for name in _OF_A_DECISION:
-            value = record.get(name)
-            row[name] = None if value is None else float(value)
-        row["imbalance_start"] = None if self.measured is None else float(self.measured["imbalance_start"].mean())
         if record["decision"] not in ("rebalance", "stay"):
             raise ValueError(f"decision {record['decision']!r}")
+        row: dict[str, Any] = {"decision": record["decision"], "reason": str(record["reason"])[:LONGEST_TEXT]}
+        row |= {name: None if record.get(name) is None else float(record[name]) for name in _PREDICTED}
+        row |= {"step": int(record["step"]), "time": float(record["time"])}
         by_layer = record.get("by_layer")
         if by_layer is not None:
             by_layer = np.array(by_layer, dtype=np.float64).reshape(3, self.job["layers"])
@@ -224,27 +193,21 @@ class RunState:
             raise ValueError(f"predictions {predictions}")
         if predictions["judged_plans"] > 0:
             self.predictions = predictions
-        self.planned = {**row, "by_layer": by_layer}
-        self.decided[record["decision"], kind] += 1
+        self.by_layer = by_layer
+        self.decided[record["decision"], _kind(record["reason"], _REASONS)] += 1
         self.phase_seconds["plan"] += plan_seconds
-        self.decisions.append({**row, "step": int(record["step"]), "time": float(record["time"]), "outcome": "stay"})
-        if record["decision"] == "rebalance":
-            self.decisions[-1]["outcome"] = "under way"
+        self.decisions.append({**row, "outcome": "under way" if record["decision"] == "rebalance" else "stay"})
 
     def _committed(self, record: Record) -> None:
-        layers, slots, node = (
-            self.job["layers"],
-            self.job["ranks"] * self.job["slots_per_rank"],
-            self.job["ranks_per_node"],
-        )
-        placement = _array(record, "placement", layers, slots)
+        layers, ranks, node = (int(self.job[name]) for name in ("layers", "ranks", "ranks_per_node"))
+        placement = _array(record, "placement", layers, ranks * int(self.job["slots_per_rank"]))
         pause = _seconds(record["pause_seconds"])
         phases = {name: _seconds(value) for name, value in record["phase_seconds"].items() if name in _PHASES}
-        transfers = record["transfers"][0]
-        layer, _, source, destination = transfers.T
+        layer, _, source, destination = record["transfers"][0].T
+        if ((source < 0) | (source >= ranks) | (destination < 0) | (destination >= ranks)).any():
+            raise ValueError("transfers of another job")
         nbytes = np.array([*record["expert_bytes"], *[0] * layers], dtype=np.int64)[layer]
         link = np.where(source == destination, 0, np.where(source // node == destination // node, 1, 2))
-        np.add.at(self.traffic_RR, (source, destination), np.where(source == destination, 0, nbytes))
         for number, name in enumerate(LINKS):
             self.moved_experts[name] += int((link == number).sum())
             self.moved_bytes[name] += int(nbytes[link == number].sum())
@@ -252,16 +215,14 @@ class RunState:
             self.phase_seconds[name] += seconds
         self.pause_seconds += pause
         self.rebalances += 1
-        self.placed_replicas += int(record.get("placed_replicas", 0))  # logs of earlier versions have none
+        self.placed_replicas += int(record.get("placed_replicas", 0))  # none in logs of earlier versions
         self.placement_before, self.placement, self.placed_at = self.placement, placement, int(record["step"])
         self.epoch = int(record["epoch"])
-        row = self._row_of(record)
-        row.update(
-            outcome="committed",
-            moved_experts=int(record["moved_experts"]),
-            moved_bytes=int(nbytes[link > 0].sum()),
-            pause_seconds=pause,
-        )
+        if not (self.decisions and self.decisions[-1]["outcome"] == "under way"):
+            row: dict[str, Any] = {**dict.fromkeys(_PREDICTED), "decision": "restore", "reason": "a saved placement"}
+            self.decisions.append({**row, "step": int(record["step"]), "time": record["time"]})
+        row = self.decisions[-1]
+        row |= {"outcome": "committed", "moved_experts": int(record["moved_experts"]), "pause_seconds": pause}
         horizon = row.get("horizon_steps") or self.job["horizon_steps"] or 1  # in logs of earlier versions: the job's
         self._promised_per_step = (row.get("seconds_saved") or 0.0) / max(1, int(horizon))
 
@@ -297,69 +258,38 @@ class RunState:
         self.findings += 1
         self._trouble("found", record["finding"], record)
 
-    # -- small words -----------------------------------------------------------------------------------------------
-
-    def _row_of(self, record: Record) -> dict[str, Any]:
-        """Of the decision that a migration carries out; a restored placement had none."""
-        if not (self.decisions and self.decisions[-1]["outcome"] == "under way"):
-            row = dict.fromkeys(_OF_A_DECISION, None)
-            row.update(decision="restore", reason="a saved placement", step=int(record["step"]), time=record["time"])
-            self.decisions.append(row)
-        return self.decisions[-1]
-
     def _trouble(self, kind: str, text: object, record: Record) -> None:
-        said = {
-            "kind": kind,
-            "text": str(text)[:LONGEST_TEXT],
-            "step": int(record["step"]),
-            "time": float(record["time"]),
-        }
-        self.troubles.append(said)
+        self.troubles.append({"kind": kind, "text": str(text)[:LONGEST_TEXT], "step": int(record["step"])})
 
     def _add_point(self, point: dict[str, float]) -> None:
-        last = self.curve[-1] if self.curve else None
-        if last is not None and last["windows"] < self._of_a_point:
-            _merge(last, point)
+        if self.curve and self.curve[-1]["windows"] < self._windows_of_a_point:
+            _merge(self.curve[-1], point)
             return
-        self.curve.append({**point, "windows": 1})
+        self.curve.append(point)
         if len(self.curve) > MOST_POINTS:
             for first, second in zip(self.curve[::2], self.curve[1::2], strict=False):
                 _merge(first, second)
             self.curve = self.curve[::2]
-            self._of_a_point *= 2
-
-    _TAKES: Mapping[str, Callable[[RunState, Record], None]] = {
-        JOB: _attached,
-        "LoadMeasured": _load_measured,
-        "RebalancePlanned": _planned,
-        "RebalanceCommitted": _committed,
-        "RebalanceAborted": _aborted,
-        "BalancingPaused": _paused,
-        "BalancingResumed": _resumed,
-        "Suspended": _suspended,
-        "SuspensionEnded": _suspension_ended,
-        "BalancingEnded": _ended,
-        "GuardFinding": _found,
-    }
+            self._windows_of_a_point *= 2
 
 
-_OF_A_DECISION = (
-    "imbalance_before",
-    "imbalance_after",
-    "imbalance_bound",
-    "plan_seconds",
-    "seconds_saved",
-    "seconds_spent",
-    "horizon_steps",
-    "moves",
-)
-_PREDICTIONS = ("judged_plans", "judged_decisions", "predicted_seconds", "true_seconds")
-_PHASES = ("prepare", "post", "transfer", "verify", "maps", "vote", "commit")
-_ABORT_PHASES = tuple((phase, phase) for phase in ("planned", "prepared", "staged", "verified", "decided", "committed"))
+_TAKES: Mapping[str, Callable[[RunState, Record], None]] = {
+    JOB: RunState._attached,
+    "LoadMeasured": RunState._load_measured,
+    "RebalancePlanned": RunState._planned,
+    "RebalanceCommitted": RunState._committed,
+    "RebalanceAborted": RunState._aborted,
+    "BalancingPaused": RunState._paused,
+    "BalancingResumed": RunState._resumed,
+    "Suspended": RunState._suspended,
+    "SuspensionEnded": RunState._suspension_ended,
+    "BalancingEnded": RunState._ended,
+    "GuardFinding": RunState._found,
+}
 
 
 def state_of(records: Iterable[Record]) -> tuple[RunState, int]:
-    """The state that records lead to, and how many of them were left out because they contradict the job."""
+    """Return the state after all records, and how many of them were left out because they contradict the job."""
     state, left_out = RunState(), 0
     for record in records:
         try:
@@ -370,11 +300,10 @@ def state_of(records: Iterable[Record]) -> tuple[RunState, int]:
 
 
 def _merge(into: dict[str, float], point: Mapping[str, float]) -> None:
-    """Two points of the curve, weighed by the windows that they stand for; the worst stay the worst."""
-    windows = point.get("windows", 1)
-    total = into["windows"] + windows
+    """Add a point of the curve to another, weighted by their windows; the worst stay the worst."""
+    total = into["windows"] + point["windows"]
     for name in ("mean", "start_mean", "step_seconds"):
-        into[name] += (point[name] - into[name]) * windows / total
+        into[name] += (point[name] - into[name]) * point["windows"] / total
     for name in ("worst", "start_worst"):
         into[name] = max(into[name], point[name])
     into["steps"] += point["steps"]
@@ -382,7 +311,7 @@ def _merge(into: dict[str, float], point: Mapping[str, float]) -> None:
 
 
 def _kind(text: object, known: Iterable[tuple[str, str]]) -> str:
-    """One of a few words for a sentence: labels of metrics must stay few."""
+    """Return one of a few words for a sentence: labels of metrics must stay few."""
     lowered = str(text).lower()
     return next((word for begins, word in known if begins in lowered), "other")
 
@@ -395,7 +324,7 @@ def _share(record: Record) -> ExpertShare:
 
 
 def _seconds(value: Any) -> float:
-    """One that is not a number would stay in a sum for ever, and a negative one would make it fall."""
+    """Return finite seconds from 0 on: others would stay in a sum for ever."""
     seconds = float(value)
     if not 0.0 <= seconds < np.inf:
         raise ValueError(f"{value} seconds")

@@ -2,19 +2,24 @@
 
 A start of the job, and a file that has grown large, sets the file before aside under a number
 (``events-000001.jsonl``); the oldest go when there are too many. Every file begins with the job's record and where its
-experts stand by then, so each can be read alone. What stands in a record is `records.py`'s business.
+experts stand by then, so each can be read alone. Records are made in `records.py`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ..load.series import decode, encode
 from ..utils.files import FileError
-from .records import FORMAT, JOB, Record, RecordError, from_json, to_json
+from .records import FORMAT, JOB, Record, RecordError
 
 NAME = "events.jsonl"
 FILE_BYTES = 16 << 20
@@ -23,6 +28,11 @@ MOST_FILES = 64
 """Beside the one that is written; the oldest is removed."""
 MOST_LINE_BYTES = 64 << 20
 """A longer line is no event of ours."""
+ARRAYS = ("load", "rank_load", "start", "placement", "transfers")
+"""Fields that are int64 arrays with three axes: ``[1, L, E]`` tokens; ``[2, L, R]`` tokens, measured and with the
+initial placement; ``[1, L, P]`` experts, -1: none, twice; ``[1, M, 4]`` layer, expert, source and destination rank."""
+MOST_ELEMENTS = 1 << 26
+"""Of an array that is read back: more than any job has."""
 
 
 class EventWriter:
@@ -118,82 +128,50 @@ class EventWriter:
             raise FileError(f"another job writes to {self._run} now: events of this one are not written any more")
 
 
-class EventReader:
-    """Reads the log of a run, also while it is written.
-
-    Lines that a crash cut off or that no job of ours wrote are left out, and counted in ``skipped``; a line that is
-    still being written is read when it is whole.
-
-    Args:
-        run: folder of the run.
-    """
-
-    def __init__(self, run: Path) -> None:
-        self._run = run
-        self._offsets: dict[int, int] = {}
-        self.skipped = 0
-
-    def new(self) -> Iterator[Record]:
-        """Records that were written since the last call, oldest first.
-
-        Raises:
-            FileError: a file is of another kind or a later version.
-            OSError: a file cannot be read.
-        """
-        present: set[int] = set()
-        newest = self._run / NAME
-        for path in [*files_aside(self._run), newest]:
-            try:
-                file = open(path, "rb")  # noqa: SIM115
-            except FileNotFoundError:
-                continue
-            with file:
-                status = os.fstat(file.fileno())
-                if status.st_ino in present:
-                    continue  # set aside while we were reading
-                present.add(status.st_ino)
-                offset = self._offsets.get(status.st_ino, 0)
-                file.seek(offset if offset <= status.st_size else 0)
-                while (line := _next_line(file)) is not None:
-                    self._offsets[status.st_ino] = file.tell()
-                    record = self._record(line)
-                    if record is not None:
-                        yield record
-        self._offsets = {inode: offset for inode, offset in self._offsets.items() if inode in present}
-
-    def _record(self, line: bytes) -> Record | None:
-        try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError):
-            self.skipped += 1
-            return None
-        if isinstance(fields, dict) and fields.get("event") == JOB:
-            _require_known(fields)
-        try:
-            return from_json(fields)
-        except RecordError:
-            self.skipped += 1
-            return None
-
-
-def _next_line(file: BinaryIO) -> bytes | None:
-    """The next whole line, empty where it is longer than any of ours; None: there is none yet."""
-    line = part = file.readline(MOST_LINE_BYTES)
-    while len(part) == MOST_LINE_BYTES and not part.endswith(b"\n"):
-        line, part = b"", file.readline(MOST_LINE_BYTES)
-    return line if part.endswith(b"\n") else None
-
-
 def read_events(run: Path) -> list[Record]:
-    """All records of a run that are left, oldest first.
+    """Return all records of a run that are left, oldest first, also while it is written.
+
+    Lines that a crash cut off or that are no record of ours are left out.
 
     Raises:
-        FileError: there is no log, or one of another kind.
+        FileError: there is no log, or one of another kind or a later version.
         OSError: it cannot be read.
     """
     if not holds_events(run):
         raise FileError(f"{run} is no folder of a run: it has no {NAME} (BalancerConfig(run=...) writes one)")
-    return list(EventReader(run).new())
+    found: list[Record] = []
+    seen: set[int] = set()
+    for path in [*files_aside(run), run / NAME]:
+        with suppress(FileNotFoundError), open(path, "rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            if inode in seen:
+                continue  # set aside while we were reading
+            seen.add(inode)
+            while (line := _next_line(file)) is not None:
+                record = _record(line)
+                if record is not None:
+                    found.append(record)
+    return found
+
+
+def _record(line: bytes) -> Record | None:
+    try:
+        fields = json.loads(line)
+        if isinstance(fields, dict) and fields.get("event") == JOB:
+            _require_known(fields)
+        return from_json(fields)
+    except FileError:
+        raise
+    except (ValueError, RecursionError):
+        return None
+
+
+def _next_line(file: BinaryIO) -> bytes | None:
+    """Return the next whole line, empty where it is longer than any of ours; None: there is none yet."""
+    line = part = file.readline(MOST_LINE_BYTES)
+    while len(part) == MOST_LINE_BYTES and not part.endswith(b"\n"):
+        line, part = b"", file.readline(MOST_LINE_BYTES)
+    return line if part.endswith(b"\n") else None
 
 
 def holds_events(run: Path) -> bool:
@@ -212,3 +190,35 @@ def _require_known(fields: Mapping[str, Any]) -> None:
         raise FileError(
             f"events of format {fields.get('format')!r}, version {fields.get('version')!r}: not ours, or newer"
         )
+
+
+# -- records as lines -------------------------------------------------------------------------------------------------
+
+
+def to_json(record: Mapping[str, Any]) -> Record:
+    """A record without arrays in it, as a line of the log holds it."""
+    return {name: encode(value, level=1) if isinstance(value, np.ndarray) else value for name, value in record.items()}
+
+
+def from_json(line: Any) -> Record:
+    """What `to_json` made.
+
+    Raises:
+        RecordError: it is something else.
+    """
+    if not isinstance(line, dict) or not isinstance(line.get("event"), str):
+        raise RecordError("not an event")
+    for name in ("time", "step"):
+        if isinstance(line.get(name), bool) or not isinstance(line.get(name), int | float):
+            raise RecordError(f"an event without its {name}")
+    return {name: _array(name, value) if name in ARRAYS else value for name, value in line.items()}
+
+
+def _array(name: str, saved: Any) -> NDArray[np.int64]:
+    try:
+        count, rows, columns = (int(length) for length in saved["shape"])
+        if min(count, rows, columns) < 0 or count * rows * columns > MOST_ELEMENTS:
+            raise ValueError(f"shape {saved['shape']}")
+        return decode(saved, rows, columns, count)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise RecordError(f"{name} cannot be read: {error}") from None

@@ -1,0 +1,214 @@
+"""Runs a few rows through an MoE layer before its experts are spread: its own way, and the way that replaces it.
+
+Both must give the same to rounding, also row by row and with experts in other slots. What is called leaves no trace in
+modules, buffers and generators. A layer that cannot be called alone is left out.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...moe.experts.compute import Compute, SlotCounts
+from .description import MoELayer, Run, spread_of
+
+_SLOTS, _ROWS = 3, 3
+"""Experts whose weights are made up, and rows of each."""
+_CROWD = 24
+"""Tokens of which each chooses the first expert besides another: a capacity shows."""
+_ROUNDING = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
+"""Differences, of the largest value, that are rounding; of wider dtypes 1e-3 (TF32)."""
+_SEED = 20
+
+
+@dataclass(frozen=True)
+class LayerTest:
+    """What a test of a layer found.
+
+    Args:
+        problem: how it computes otherwise than what replaces it, in words that follow the layer's name; empty: not.
+        draws: whether its experts draw random numbers in training.
+    """
+
+    problem: str = ""
+    draws: bool = False
+
+
+def try_layers(layers: Sequence[MoELayer], guard: str) -> tuple[list[str], list[str]]:
+    """Try those whose experts are whole here, and plain tensors with memory.
+
+    Args:
+        guard: the config's; ``"off"``: none is tried.
+
+    Returns:
+        Problems, a line for a layer; and names of layers whose experts draw random numbers.
+    """
+    problems, drawing = [], []
+    for layer in layers if guard != "off" else ():
+        weights = [layer.of_experts(name, layer.parameter(name).detach()) for name in layer.parameters]
+        whole = spread_of(layer.experts) is None and not layer.slots and layer.live_weights is None
+        if layer.compute is None or not whole or layer.alignment > 1 or any(tensor.is_meta for tensor in weights):
+            continue
+        owner = getattr(layer.run, "__self__", None)
+        modules = [layer.experts, *([owner] if isinstance(owner, nn.Module) else [])]
+        tried = try_layer(modules, layer.compute, weights, layer.run)
+        problems += [f"{layer.name} {tried.problem}"] * bool(tried.problem)
+        drawing += [layer.name] * tried.draws
+    return problems, drawing
+
+
+def try_layer(modules: Sequence[nn.Module], compute: Compute, weights: Sequence[Tensor], run: Run | None) -> LayerTest:
+    """Call a layer's experts.
+
+    Args:
+        modules: those that are called, with all inside.
+        weights: of all experts, ``[E, ...]`` each.
+        run: the layer's own way; None: it cannot be called now.
+    """
+    device = weights[0].device
+    with untouched(modules, compute, device), torch.no_grad(), suppress(Exception):  # it fails in its own words later
+        generator = torch.Generator(device).manual_seed(_SEED)
+        made_up = [_made_up(tensor, generator) for tensor in weights]
+        sizes = [size for tensor in weights for size in reversed(tensor.shape[1:])]
+        number = _ROWS * len(made_up[0])
+        width = width_of_rows(lambda rows: _through(compute, rows, made_up), sizes, weights[0], number)
+        if width is None:
+            return LayerTest()
+        rows = rows_like(weights[0], number, width)
+
+        def draws() -> bool:
+            before = _generators(device)
+            _through(compute, rows, made_up)
+            return before != _generators(device)
+
+        if draws():  # in evaluation, too: two calls give two things
+            return LayerTest(draws=True)
+        if problem := _why_slots_count(compute, rows, made_up):
+            return LayerTest(problem)
+        with suppress(Exception):
+            if run is not None and (problem := _why_run_differs(run, compute, width, weights)):
+                return LayerTest(problem)
+        for module in modules:
+            module.train()
+        return LayerTest(draws=draws())
+    return LayerTest()
+
+
+def _why_slots_count(compute: Compute, rows: Tensor, weights: Sequence[Tensor]) -> str:
+    """Whether a row's result depends on other rows, or on the slot of its expert."""
+    together = _through(compute, rows, weights)
+    for row in range(0, len(rows), _ROWS):
+        counts = [int(slot == row // _ROWS) for slot in range(len(weights[0]))]
+        alone = compute(rows[row : row + 1], SlotCounts.of(counts, rows.device), weights)
+        if not same_to_rounding(alone, together[row : row + 1]):
+            return "gives other results for a row by itself than among others: a row's result must depend on it alone"
+    turned = [tensor.roll(1, 0) for tensor in weights]
+    if not same_to_rounding(_through(compute, rows.roll(_ROWS, 0), turned), together.roll(_ROWS, 0)):
+        return "goes by the number of an expert's slot: experts move, so keep what is an expert's in its tensors"
+    return ""
+
+
+def _why_run_differs(run: Run, compute: Compute, width: int, weights: Sequence[Tensor]) -> str:
+    experts, hidden_TD = len(weights[0]), rows_like(weights[0], _CROWD, width)
+    ids = torch.stack([torch.zeros(_CROWD), 1 + torch.arange(_CROWD) % max(1, experts - 1)], dim=1)
+    ids_TK = ids.long()[:, : min(2, experts)].to(hidden_TD.device)
+    weights_TK = torch.tensor([0.55, 0.25], device=hidden_TD.device).to(hidden_TD.dtype)[: ids_TK.shape[1]]
+    weights_TK = weights_TK.expand(_CROWD, -1).contiguous()
+    own_TD = run(hidden_TD, ids_TK, weights_TK)
+    order = ids_TK.flatten().argsort(stable=True)
+    counts = torch.bincount(ids_TK.flatten(), minlength=experts).tolist()
+    rows_MD = hidden_TD.repeat_interleave(ids_TK.shape[1], 0)[order]
+    out_MD = compute(rows_MD, SlotCounts.of(counts, rows_MD.device), list(weights))
+    weighed = torch.empty_like(out_MD).index_copy_(0, order, out_MD) * weights_TK.reshape(-1, 1)
+    expected_TD = weighed.unflatten(0, ids_TK.shape).sum(1)
+    if own_TD.shape != expected_TD.shape or same_to_rounding(own_TD, expected_TD):
+        return ""
+    return (
+        "computes more, or less, than the sum over a token's choices of router weight times expert (a shared expert, a "
+        "factor, a capacity, weights that it changes): do that outside of the method that attach replaces"
+    )
+
+
+def width_of_rows(
+    call: Callable[[Tensor], Tensor], sizes: Sequence[int], like: Tensor, number: int = _ROWS
+) -> int | None:
+    """The first of these sizes whose rows the call takes and gives; None: it takes none."""
+    for width in dict.fromkeys(size for size in [*sizes, 8] if size > 0):
+        with suppress(Exception):
+            rows = rows_like(like, number, width)
+            if call(rows).shape == rows.shape:
+                return width
+    return None
+
+
+def same_to_rounding(one: Tensor, other: Tensor) -> bool:
+    """Whether two results are equal, as far as dtypes can tell."""
+    most = _ROUNDING.get(one.dtype, 1e-3) * other.abs().amax(-1, keepdim=True).nan_to_num(0.0, 0.0)
+    return one.shape == other.shape and bool(
+        ((one - other).abs() <= most).logical_or(one.isnan() & other.isnan()).all()
+    )
+
+
+def _through(compute: Compute, rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    slots = len(weights[0])
+    return compute(rows, SlotCounts.of([len(rows) // slots] * slots, rows.device), weights)
+
+
+def rows_like(like: Tensor, number: int, width: int) -> Tensor:
+    """Rows ``[number, width]``, the same ones in each call."""
+    rows = torch.randn(number, width, generator=torch.Generator().manual_seed(_SEED))
+    return rows.to(like.device, like.dtype)
+
+
+def _made_up(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Values of the size that weights have, for a few experts: zeros at the start hide all that is behind them."""
+    shape = min(_SLOTS, len(tensor)), *tensor.shape[1:]
+    made = torch.rand(shape, generator=generator, dtype=tensor.dtype, device=tensor.device)
+    return made.sub_(0.4).mul_(2 * tensor.shape[-1] ** -0.5)
+
+
+def _generators(device: torch.device) -> tuple[object, ...]:
+    """States of all generators from which experts may draw."""
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return bytes(state.tolist()), random.getstate(), str(np.random.get_state())  # noqa: NPY002
+
+
+def seed_generators() -> None:
+    """Let experts draw the same numbers in the next call, inside of `untouched`."""
+    torch.manual_seed(_SEED)
+    random.seed(_SEED)
+    np.random.seed(_SEED)  # noqa: NPY002
+
+
+@contextmanager
+def untouched(modules: Sequence[nn.Module], compute: object, device: torch.device) -> Iterator[None]:
+    """Inside, modules are in evaluation mode; at the end they and all generators are as they were."""
+    inside = {id(part): part for module in modules for part in module.modules()}.values()
+    attributes = [(part, dict(vars(part))) for part in (*inside, compute) if hasattr(part, "__dict__")]
+    buffers = [(buffer, buffer.clone()) for part in inside for buffer in part.buffers(recurse=False)]
+    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        compiled = "torch._dynamo" in sys.modules  # else nothing is, and the import takes seconds
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
+        ):
+            for module in modules:
+                module.eval()
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)  # noqa: NPY002
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for part, own in attributes:
+            vars(part).clear()
+            vars(part).update(own)

@@ -1,0 +1,202 @@
+"""What a model will take on each rank, for each choice; nothing is trained.
+
+A model's shapes come from its configuration on the meta device, which has no memory. All numbers are bytes of one rank,
+of tensors that this package makes or cuts; activations and what a framework keeps for itself are not in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...config import MigrationConfig
+from ...moe.experts.gathering import rows_per_call
+from ...moe.experts.record import RecordFormat
+from ...moe.experts.registry import ExpertTensor
+from ...placement import Placement
+from ...replicas.bank import accumulation_dtype, replica_memory
+from .machine import Backend, Exactness, Width, backends, exactness, versions, widths_of
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+STATE_TENSORS = {"adamw": 2, "sgd": 1}
+"""Tensors of a parameter's size and dtype that an optimizer keeps for it; SGD with momentum."""
+
+
+class DoctorError(ValueError):
+    """The question cannot be answered as it is put; one line that says why."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """Memory for one purpose on one rank.
+
+    Args:
+        key: the purpose in JSON.
+        where: ``"device"``, ``"host"`` (the CPU's memory, which all ranks of a node share), either, or ``"disk"``.
+        when: ``"always"``, or what asks for it.
+        nbytes: bytes.
+    """
+
+    key: str
+    what: str
+    where: str
+    when: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Memory of the model in question, and what of this machine can be used. ``shape``: the model; None: none."""
+
+    shape: Mapping[str, Any] | None
+    memory: Sequence[Item]
+    widths: Sequence[Width]
+    exactness: Sequence[Exactness]
+    versions: Mapping[str, str]
+    backends: Sequence[Backend]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; memory by key, in bytes a rank."""
+        said = asdict(self)
+        return {
+            "shape": said.pop("shape"),
+            "memory_bytes": {one["key"]: one["nbytes"] for one in said.pop("memory")},
+        } | said
+
+
+def diagnose(
+    model_config: str | Path | None = None,
+    *,
+    ranks: int = 1,
+    ranks_per_node: int | None = None,
+    replica_slots: int = 0,
+    dtype: str = "bfloat16",
+    optimizer: str = "adamw",
+    staging_bytes: int | None = None,
+) -> Diagnosis:
+    """Look at this machine and, if one is given, at a model.
+
+    Args:
+        model_config: a folder with ``config.json``, or that file; None: no model.
+        ranks: R of the EP group.
+        ranks_per_node: that share a host's memory; None: 8, or all.
+        replica_slots: k.
+        dtype: of weights, gradients and optimizer state, one of DTYPES.
+        optimizer: one of STATE_TENSORS.
+        staging_bytes: as in `MigrationConfig`; None: its default.
+
+    Raises:
+        DoctorError, ModelError, PlacementError, AttachError: this model cannot be spread so.
+    """
+    if model_config is None:
+        return Diagnosis(None, (), (), exactness(None, 0), versions(), backends())
+    from ...hosts.transformers.describe import describe
+    from ...hosts.transformers.models import choices_per_token, meta_model, read_config
+
+    described = read_config(model_config)
+    model = meta_model(described, DTYPES[dtype])
+    layers = describe(model).layers
+    counts = sorted({layer.num_experts for layer in layers})
+    if not layers:
+        raise DoctorError(f"{model_config}: {type(model).__name__} has no MoE layer that can be spread")
+    if len(counts) > 1:
+        raise DoctorError(f"{model_config}: its MoE layers have {counts} experts: all must have as many")
+    if (chosen := choices_per_token(described)) > counts[0]:
+        raise DoctorError(f"{model_config}: it picks {chosen} of {counts[0]} experts for a token")
+    Placement.initial(len(layers), counts[0], ranks, replica_slots)  # says what cannot be spread
+    own = counts[0] // ranks
+    if replica_slots > counts[0] - own:
+        raise DoctorError(
+            f"{replica_slots} replica slots: a rank has only {counts[0] - own} experts of other ranks to copy"
+        )
+    node = min(ranks, 8) if ranks_per_node is None else ranks_per_node
+    if ranks % node:
+        raise DoctorError(f"{ranks} ranks do not fill nodes of {node}: give --ranks-per-node")
+    stacks = {name: getattr(layer.experts, name) for layer in layers for name in layer.parameters}
+    homes = [
+        [
+            nn.Parameter(stack.detach()[:own], stack.requires_grad)
+            for stack in (getattr(layer.experts, name) for name in layer.parameters)
+        ]
+        for layer in layers
+    ]
+    spread = {id(getattr(layer.experts, name)) for layer in layers for name in layer.parameters}
+    shape = {
+        "model": type(model).__name__,
+        "dtype": dtype,
+        "optimizer": optimizer,
+        "layers": len(layers),
+        "experts": counts[0],
+        "ranks": ranks,
+        "ranks_per_node": node,
+        "replica_slots": replica_slots,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
+    dense = [parameter for parameter in model.parameters() if id(parameter) not in spread]
+    buffers = [one for one in model.state_dict(keep_vars=True).values() if not isinstance(one, nn.Parameter)]
+    migration = MigrationConfig() if staging_bytes is None else MigrationConfig(staging_bytes=staging_bytes)
+    memory = _memory(shape, homes, dense, buffers, migration.staging_bytes)
+    widths = widths_of(stacks)
+    return Diagnosis(shape, memory, widths, exactness(widths, replica_slots), versions(), backends())
+
+
+def _memory(
+    shape: Mapping[str, Any],
+    homes: Sequence[Sequence[Tensor]],
+    dense: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    staging_bytes: int,
+) -> list[Item]:
+    states, ranks, name = STATE_TENSORS[shape["optimizer"]], shape["ranks"], shape["optimizer"]
+    own = sum(parameter.nbytes for layer in homes for parameter in layer)
+    rest = sum(parameter.nbytes for parameter in dense)
+    staging = max(staging_bytes, *(_record_bytes(layer, states) for layer in homes))
+    row = max(rows_per_call(parameter) * parameter[:1].nbytes for layer in homes for parameter in layer)
+    export = 2 * row + max((parameter.nbytes for parameter in dense), default=0)
+    whole = (own * ranks + rest) * (1 + states) + sum(buffer.nbytes for buffer in buffers) + row
+    always, training, move = "always", "training", "a migration"
+    items = [
+        Item("homes_weights", "experts at home: weights", "device", always, own),
+        Item("homes_gradients", "experts at home: gradients", "device", training, own),
+        Item("homes_optimizer_state", f"experts at home: {name} state", "device", training, own * states),
+        Item("dense_weights", "the rest of the model, not sharded: weights", "device", always, rest),
+        Item("dense_gradients", "the rest: gradients", "device", training, rest),
+        Item("dense_optimizer_state", f"the rest: {name} state", "device", training, rest * states),
+        Item("training", "all of this", "device", training, (own + rest) * (2 + states)),
+    ]
+    if shape["replica_slots"]:
+        copies, kept = replica_memory(homes, shape["replica_slots"], gradients=True), "copies kept"
+        lent = max(sum(p[0].numel() * accumulation_dtype(p).itemsize for p in layer) for layer in homes)
+        items += [
+            Item("copies_kept", "copies: weights, gradients", "device", kept, copies.kept),
+            Item("copies_kept_no_sync", "gradients held back", "device", f"{kept}, no_sync", copies.held_back),
+            Item("copies_arriving", "gradients that arrive, for each copy lent", "device", training, lent),
+        ]
+    node = shape["ranks_per_node"]
+    what = "an expert, its conversion, a dense tensor"
+    return [
+        *items,
+        Item("migration_staging", "experts on their way in", "device", move, staging),
+        Item("migration_peak", "experts on their way in and out, at most", "device", move, 2 * staging),
+        Item("export_peak", what, "device, host", "export_pretrained", export),
+        Item("export_written", "what it writes, on average", "disk", "export_pretrained", own + rest // ranks),
+        Item("logical_state_dict", "the whole state", "host", "logical_state_dict", whole),
+        Item(
+            "logical_state_dict_node", f"the same on a node of {node} ranks", "host", "logical_state_dict", whole * node
+        ),
+    ]
+
+
+def _record_bytes(layer: Sequence[Tensor], states: int) -> int:
+    """One expert on the wire: its rows and the optimizer's."""
+    tensors = [
+        ExpertTensor(f"{position}/{number}", parameter, "parameter" if number == 0 else "optimizer_state")
+        for position, parameter in enumerate(layer)
+        for number in range(1 + states)
+    ]
+    return RecordFormat.of(tensors).nbytes

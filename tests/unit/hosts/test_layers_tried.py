@@ -1,0 +1,145 @@
+"""What `attach` finds out of a layer by a few rows, before its experts are spread."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from moe_models import make_model
+from torch import Tensor, nn
+from torch.nn import functional
+
+import eplb_runtime as eplb
+from eplb_runtime.hosts import module as own
+from eplb_runtime.hosts.attaching.self_test import try_layers
+from eplb_runtime.hosts.transformers import describe
+from eplb_runtime.moe.experts.compute import SlotCounts
+
+EXPERTS, WIDTH = 6, 32
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH**0.5)
+
+
+class Layer(nn.Module):
+    """A sum over choices, and what a case adds."""
+
+    def __init__(self, more: Callable[[Layer, Tensor, Tensor], Tensor] = lambda layer, out, hidden: out) -> None:
+        super().__init__()
+        self.experts = Experts()
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls = 0
+        self._more = more
+
+    def run_experts(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen += len(hidden)
+        out = torch.zeros_like(hidden)
+        for expert, matrix in enumerate(self.experts.weight):
+            token, choice = (ids == expert).nonzero(as_tuple=True)
+            out = out.index_add(0, token, hidden[token] @ matrix * weights[token, choice, None])
+        return self._more(self, out, hidden)
+
+
+def rows_through(rows: Tensor, counts: SlotCounts, tensors: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat(
+        [part @ matrix for part, matrix in zip(rows.split(counts.known()), tensors["weight"], strict=True)]
+    )
+
+
+def said(layer: nn.Module, compute: Any = rows_through, **config: Any) -> tuple[str, list[str]]:
+    host = own.describe(layer, [eplb.MoE("experts", run="run_experts", compute=compute)])
+    return first(try_layers(host.layers, **{"guard": "auto", **config}))
+
+
+def first(found: tuple[list[str], list[str]]) -> tuple[str, list[str]]:
+    return next(iter(found[0]), ""), found[1]
+
+
+def capped(layer: Layer, out: Tensor, hidden: Tensor) -> Tensor:
+    return torch.cat([out[:8], torch.zeros_like(out[8:])])
+
+
+def first_doubled(rows: Tensor, counts: SlotCounts, tensors: Mapping[str, Tensor]) -> Tensor:
+    out = rows_through(rows, counts, tensors)
+    return torch.cat([2 * out[: counts.known()[0]], out[counts.known()[0] :]])
+
+
+def centred(rows: Tensor, counts: SlotCounts, tensors: Mapping[str, Tensor]) -> Tensor:
+    out = rows_through(rows, counts, tensors)
+    return out - out.mean(dim=0)
+
+
+RUNS = {
+    "a shared expert": lambda layer, out, hidden: out + layer.shared(hidden),
+    "a factor": lambda layer, out, hidden: 2.5 * out,
+    "a capacity": capped,
+}
+
+
+@pytest.mark.parametrize("more", RUNS)
+def test_a_run_that_does_more_than_its_experts_is_said(more: str) -> None:
+    problem, _ = said(Layer(RUNS[more]))
+    assert problem.startswith("experts computes more, or less, than the sum") and "\n" not in problem
+    assert said(Layer(RUNS[more]), guard="off") == ("", [])
+
+
+@pytest.mark.parametrize(
+    ("compute", "words"), [(first_doubled, "the number of an expert's slot"), (centred, "a row by")]
+)
+def test_a_compute_that_goes_by_slots_or_by_other_rows_is_said(compute: Any, words: str) -> None:
+    assert words in said(Layer(), compute)[0]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_in_experts_is_said_and_is_no_problem(training: bool) -> None:
+    layer = Layer().train(training)
+
+    def dropped(rows: Tensor, counts: SlotCounts, tensors: Mapping[str, Tensor]) -> Tensor:
+        return functional.dropout(rows_through(rows, counts, tensors), 0.5, layer.training)
+
+    assert said(layer, dropped) == ("", ["experts"])
+    assert layer.training == layer.experts.training == training
+
+
+def test_right_layers_are_silent_and_stay_as_they_were() -> None:
+    layer = Layer()
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]  # noqa: NPY002
+    assert said(layer) == ("", [])
+    assert layer.calls == 0 and layer.seen == 0
+    assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
+    assert states[2] == np.random.get_state()[2]  # noqa: NPY002
+
+
+def test_a_run_that_cannot_be_called_by_itself_is_left_out() -> None:
+    def refuses(layer: Layer, out: Tensor, hidden: Tensor) -> Tensor:
+        raise RuntimeError("not now")
+
+    assert said(Layer(refuses)) == ("", [])
+
+
+@pytest.mark.parametrize("family", ["olmoe", "gpt_oss", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_of_the_library_are_silent(family: str, dtype: torch.dtype) -> None:
+    model = make_model(family, experts=8).to(dtype)
+    layers = describe(model).layers
+    assert layers and first(try_layers(layers, "auto")) == ("", [])
+
+
+def test_weights_that_a_module_of_the_library_changes_itself_are_said() -> None:
+    model = make_model("olmoe", experts=8)
+    experts = model.model.layers[0].mlp.experts
+    forward = experts.forward
+    experts.forward = lambda *given: 1.5 * forward(*given)
+    # Its rows go through the forward that it has, too: weights in the router's place tell them apart.
+    assert first(try_layers(describe(model).layers, "auto")) == ("", [])
+    experts.forward = lambda hidden, ids, weights: forward(hidden, ids, weights / weights.sum(-1, keepdim=True))
+    assert "computes more, or less" in first(try_layers(describe(model).layers, "auto"))[0]
