@@ -130,9 +130,9 @@ def count_rows(model: torch.nn.Module) -> list[list[int]]:
         own = parallel._experts
 
         class Counting(type(own)):
-            def __call__(self, rows_MD, counts_S, weights_M, standing=None, index=index):
+            def __call__(self, rows_MD, counts_S, weights_M, index=index):
                 rows[index].append(len(rows_MD))
-                return super().__call__(rows_MD, counts_S, weights_M, standing)
+                return super().__call__(rows_MD, counts_S, weights_M)
 
         own.__class__ = Counting
     return rows
