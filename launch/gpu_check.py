@@ -90,12 +90,12 @@ def _tests(call: int, name: str, seconds: float, *arguments: str) -> Stage:
 
 
 def _bench(name: str, seconds: float, *arguments: str) -> Stage:
-    return Stage(3, f"bench {name}", seconds, ("-m", "eplb_runtime.cli", "bench", name, *arguments), lines=BENCH_LINES)
+    return Stage(3, f"bench {name}", seconds, ("-m", f"tests.benchmarks.{name}", *arguments), lines=BENCH_LINES)
 
 
 def _bench_of_two_ranks(name: str, seconds: float) -> Stage:
     """Its own command refuses ranks that share a GPU: their figures say nothing but as ratios."""
-    return Stage(3, f"bench {name}", seconds, ("tests/gpu/bench_of_two_ranks.py", name), lines=BENCH_LINES)
+    return Stage(3, name, seconds, ("tests/gpu/bench_of_two_ranks.py", name), lines=BENCH_LINES)
 
 
 _ONE_RANK = "world_size_1 or known_counts or starts_as_the_whole or between_slots"
@@ -119,10 +119,11 @@ STAGES = (
     _tests(2, "copies", 180, "test_copies_on_cuda.py"),
     _compiled(3),
     _check(3, "sanitized kernels", 150, on_cpu=False),
-    _bench("kernels", 120),
+    _bench("kernels", 120, "--device", "cuda"),
     _bench("attached", 120, "--device", "cuda"),
-    _bench_of_two_ranks("dispatch", 90),
-    _bench_of_two_ranks("migrate", 90),
+    _bench_of_two_ranks("eplb_runtime.tools.bench.dispatch", 90),
+    _bench_of_two_ranks("benchmarks.dispatch", 90),
+    _bench_of_two_ranks("eplb_runtime.tools.bench.migrate", 90),
     _tests(3, "three ranks", 150, "test_three_ranks_on_cuda.py"),
     _tests(3, "Megatron", 120, "test_megatron_on_cuda.py"),
 )

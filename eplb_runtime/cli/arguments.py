@@ -4,9 +4,7 @@ file."""
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Callable, Iterable
-from difflib import get_close_matches
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 PROGRAM = "eplb-runtime"
@@ -31,34 +29,10 @@ class InputError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong with the arguments in one line, as every other refusal, and what was probably meant."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does it; a mistyped option is noticed before those that are missing for want of it."""
-        if self._subparsers is None:
-            for text in args or ():
-                name = text.partition("=")[0]
-                if text == "--":
-                    break
-                if name.startswith("--") and not any(known.startswith(name) for known in self._option_string_actions):
-                    self.error(f"unrecognized arguments: {name}{_suggestion(name, self._option_string_actions)}")
-        return super().parse_known_args(args, namespace)
+    """Says what is wrong with the arguments in one line, as every other refusal."""
 
     def error(self, message: str) -> NoReturn:
-        wrong = _INVALID_CHOICE.search(message)
-        if wrong is not None:
-            message += _suggestion(wrong["choice"], _QUOTED.findall(wrong["choices"]) or wrong["choices"].split(", "))
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
-
-
-_INVALID_CHOICE = re.compile(r"invalid choice: '(?P<choice>.*)' \(choose from (?P<choices>.*)\)")
-_QUOTED = re.compile(r"'([^']*)'")
-
-
-def _suggestion(text: str, known: Iterable[str]) -> str:
-    """A question whether the name most like ``text`` was meant; empty: none is like it."""
-    near = get_close_matches(text, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def add_command(commands: Any, name: str, run: Run, summary: str, examples: str) -> argparse.ArgumentParser:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from .inputs import read_windows
 from .printing import COLUMNS, COMPILED_FIRST, note, print_json, print_lines, print_table, progress
 
 if TYPE_CHECKING:
-    from ..tools.assess import Assessment, Given, Placing
+    from ..tools.assess import Placing
 
 
 def add(commands: Any) -> None:
@@ -47,35 +48,19 @@ def add(commands: Any) -> None:
     add("--ranks", "R", positive, "ranks of the EP group (default: as recorded)")
     add("--ranks-per-node", "G", positive, "ranks that share a node (default: as recorded)")
     add("--every", "N", positive, "training steps between plans (default: as recorded)")
-    add(
-        "--replica-slots",
-        "K",
-        not_negative,
-        "of a rank, in the second plan; 0: move homes alone (default: 1; of Megatron's trace, 0)",
-    )
+    second = "of a rank, in the second plan; 0: move homes alone (default: 1; of Megatron's trace, 0)"
+    add("--replica-slots", "K", not_negative, second)
     add("--windows", "A:B", windows, "of the record, only these, as 0:50", default=slice(None))
     add_dense_layers(command)
     add = adder(command.add_argument_group("figures", "what the record says, and else what is assumed"))
-    add(
-        "--moe-share",
-        "X",
-        share,
-        "share of a step in expert work, dispatch to combine (default: as recorded, or .4, and .2 to .6)",
-    )
+    of_step = "share of a step in expert work, dispatch to combine (default: as recorded, or .4, and .2 to .6)"
+    add("--moe-share", "X", share, of_step)
     add("--step-seconds", "S", positive_float, "seconds of a training step (default: as recorded, or 1)")
-    add(
-        "--steps-per-window",
-        "N",
-        positive,
-        "training steps that a window stands for (default: as recorded, or by its tokens)",
-    )
+    steps = "training steps that a window stands for (default: as recorded, or by its tokens)"
+    add("--steps-per-window", "N", positive, steps)
     add("--expert-parameters", "N", positive, "of one expert (default: as recorded, or DeepSeek-V3's)")
-    add(
-        "--optimizer-bytes",
-        "N",
-        not_negative,
-        "that the optimizer keeps for one expert (default: as recorded, or Adam's)",
-    )
+    kept = "that the optimizer keeps for one expert (default: as recorded, or Adam's)"
+    add("--optimizer-bytes", "N", not_negative, kept)
     fast = "of a rank, inside its node (default: as measured, or 400; 1 on CPUs)"
     add("--intra-node-bandwidth", "GB/S", positive_float, fast)
     slow = "of a rank, to other nodes (default: as measured, or 50; 1 on CPUs)"
@@ -84,12 +69,13 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from ..tools.assess import assess, count_plans, recorded
+    from ..tools.assess import Given, assess, count_plans, recorded
     from ..tools.formats.loads import resolved_path
     from ..utils.jit import cache_folder
 
     load = read_windows(arguments.record, arguments)
-    found, given = recorded(Path(resolved_path(arguments.record)), load), _given(arguments)
+    found = recorded(Path(resolved_path(arguments.record)), load)
+    given = Given(**{entry.name: getattr(arguments, entry.name) for entry in fields(Given)})
     try:
         plans = count_plans(found, given)
         if plans and not any(cache_folder().rglob("*.nbc")):
@@ -110,36 +96,13 @@ def _run(arguments: argparse.Namespace) -> None:
     print_lines(*textwrap.wrap(said, COLUMNS, break_on_hyphens=False))
     if assessment.pays is None:
         return
-    _print_ways(assessment)
+    ways = (assessment.now, assessment.homes, assessment.replicas)
+    print_lines("")
+    title = "Imbalance is max / mean rank load, over all layers and judged windows."
+    print_table(title, [_row(way) for way in ways if way is not None])
     if assessment.assumed:
         print_lines("", "Assumed, since neither the record nor an option says it:")
         print_lines(*(f"  {one.what}: {_figure(one.value)} ({one.option})" for one in assessment.assumed))
-
-
-def _given(arguments: argparse.Namespace) -> Given:
-    from ..tools.assess import Given
-
-    return Given(
-        ranks=arguments.ranks,
-        ranks_per_node=arguments.ranks_per_node,
-        every=arguments.every,
-        steps_per_window=arguments.steps_per_window,
-        step_seconds=arguments.step_seconds,
-        moe_share=arguments.moe_share,
-        expert_parameters=arguments.expert_parameters,
-        optimizer_bytes=arguments.optimizer_bytes,
-        intra_node_bandwidth=arguments.intra_node_bandwidth,
-        inter_node_bandwidth=arguments.inter_node_bandwidth,
-        stall_seconds=arguments.stall_seconds,
-        replica_slots=arguments.replica_slots,
-    )
-
-
-def _print_ways(assessment: Assessment) -> None:
-    ways = (assessment.now, assessment.homes, assessment.replicas)
-    rows = [_row(way) for way in ways if way is not None]
-    print_lines("")
-    print_table("Imbalance is max / mean rank load, over all layers and judged windows.", rows)
 
 
 def _row(way: Placing) -> dict[str, str]:

@@ -26,12 +26,11 @@ def add(commands: Any) -> None:
     command.add_argument("source", metavar="IN", help="a placement or a load; known by its content")
     command.add_argument("destination", metavar="OUT", help="the file to write")
     add = adder(command)
-    formats = "eplb-runtime, sglang, vllm, vllm-ascend or tensorrt-llm"
+    formats = "eplb-runtime, sglang, vllm or tensorrt-llm"
     add("--to", "FORMAT", str, f"{formats} (default by ending: .yaml tensorrt-llm, .pt sglang, others eplb-runtime)")
     add("--ranks", "R", positive, "EP size, which most engines' maps do not say")
     layouts = "home: the map's homes must be found; free: they are left out (default: found where the map allows it)"
     command.add_argument("--layout", choices=("home", "free"), help=layouts)
-    add("--model", "NAME", str, "which model's placement, where a file (Hygon's) holds several")
     add_dense_layers(command)
 
 
@@ -47,7 +46,6 @@ def _run(arguments: argparse.Namespace) -> None:
         num_ranks=arguments.ranks,
         dense_layers=arguments.dense_layers,
         layout=arguments.layout,
-        model=arguments.model,
     )
     if arguments.json:
         print_json(asdict(done))

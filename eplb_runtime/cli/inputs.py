@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ..topology import Topology
 
-EXTRAS = {"transformers": "transformers", "matplotlib": "plot", "yaml": "convert", "shtab": "completion"}
+EXTRAS = {"transformers": "transformers", "matplotlib": "plot", "yaml": "convert"}
 """Module that is not always installed -> the extra that installs it."""
 
 

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import assess, bench, bubbles, completion, convert, doctor, plan, report, simulate, trace, verify, warmup
+from . import assess, bench, bubbles, convert, doctor, plan, report, simulate, trace, verify, warmup
 from .arguments import BAD_INPUT, PROGRAM, InputError, Parser
 
-COMMANDS = (assess, plan, simulate, convert, verify, report, bench, bubbles, trace, doctor, warmup, completion)
+COMMANDS = (assess, plan, simulate, convert, verify, report, bench, bubbles, trace, doctor, warmup)
 """Modules with ``add(commands)``, in the order in which ``--help`` names them."""
 GONE = {
     "top": "`report RUN` shows a run, and BalancerConfig(listen=...) serves the same page while the job runs",
@@ -86,7 +86,6 @@ def _parser() -> Parser:
     made = Parser(prog=PROGRAM, description="Expert-parallel load balancing for MoE models.")
     made.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = made.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    made.set_defaults(whole=made)
     for command in COMMANDS:
         command.add(commands)
     return made

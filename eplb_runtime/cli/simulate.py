@@ -16,7 +16,7 @@ from .arguments import (
     positive,
     positive_float,
 )
-from .inputs import read_windows, require_extra, require_output, require_policies, topology_of, with_tokens
+from .inputs import read_windows, require_output, require_policies, topology_of, with_tokens
 from .printing import noting_compilation, print_json, print_table, progress
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
         """
   eplb-runtime simulate series.npz --ranks 8 --ranks-per-node 8 --slots-per-rank 5 --every 5
   eplb-runtime simulate series.npz --ranks 8 --ranks-per-node 8 --slots-per-rank 5 --every 5 \\
-      --policies static,deepseek,incremental --gate payoff -o windows.csv --plot balance.png
+      --policies static,deepseek,incremental --gate payoff -o windows.json
 """,
     )
     command.add_argument("trace", metavar="TRACE", help="a series of windows; " + LOAD)
@@ -51,9 +51,8 @@ def add(commands: Any) -> None:
     )
     add("--merge", "N", positive, "first merge every N windows of the series into one", default=1)
     add("--history", "N", positive, "windows of the past that a plan sees (default: 4 K)")
+    add("-o", "FILE", str, "write every judged window, .json, for `report`", dest="output")
     command.add_argument("--gate", choices=("always", "payoff", "off"), default="always", help=GATE)
-    add("-o", "FILE", str, "write every judged window, .csv or .json", dest="output")
-    add("--plot", "FILE", str, "draw balance and moves over time, .png, .svg or .pdf (needs matplotlib)")
     add = adder(command.add_argument_group("step times", "a model that compares policies, not one that predicts"))
     add("--steps-per-window", "N", positive, "training steps that a window stands for (default: 1)", default=1)
     add("--hidden-size", "N", positive, "of the model (default: 7168, DeepSeek-V3)", default=7168)
@@ -65,24 +64,18 @@ def add(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     from ..tools.simulate import (
-        PLOT_ENDINGS,
-        WINDOW_ENDINGS,
         Asked,
         Series,
         StepModel,
         merge_windows,
         num_replans,
-        plot,
         simulate,
         write_windows,
     )
 
     require_policies(arguments.policies)
     policies = arguments.policies if "static" in arguments.policies else ["static", *arguments.policies]
-    require_output(arguments.output, WINDOW_ENDINGS)
-    require_output(arguments.plot, PLOT_ENDINGS)
-    if arguments.plot is not None:
-        require_extra("matplotlib", "--plot")
+    require_output(arguments.output, (".json",))
     topology = topology_of(arguments)
     load = merge_windows(with_tokens(arguments.trace, read_windows(arguments.trace, arguments)), arguments.merge)
     total = len(policies) * num_replans(len(load), arguments.every)
@@ -104,8 +97,6 @@ def _run(arguments: argparse.Namespace) -> None:
         )
     if arguments.output is not None:
         write_windows(runs, arguments.output)
-    if arguments.plot is not None:
-        plot(runs, arguments.plot)
     summaries = [run.summary() for run in runs]
     if arguments.json:
         print_json({"policies": summaries})

@@ -1,6 +1,6 @@
 """The named points of the protocol: where a rank can stand still, die or fail, in the order in which it comes to them.
 
-The code calls a probe at each of them; tests and `bench soak` put faults there. What is reached without a name here, or
+The code calls a probe at each of them; tests and `tests/soak` put faults there. What is reached without a name here, or
 named and never reached, is found by `tests/unit/distributed/test_points.py`.
 """
 

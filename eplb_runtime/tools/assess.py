@@ -241,12 +241,9 @@ def recorded(path: Path, load: FloatArray) -> Recorded:
         FileError: a file of the folder is broken.
         OSError: it cannot be read.
     """
-    if path.is_dir() and (files := trace_files(path)):
-        return Recorded(load, 1, RecordedJob(ranks=len(files), takes_no_replicas=1))
-    if path.is_file() and path in trace_files(path.parent):
-        return Recorded(load, 1, RecordedJob(takes_no_replicas=1))
-    if path.is_dir() and rollout_files(path):  # which Megatron trains on
-        return Recorded(load, 1, RecordedJob(takes_no_replicas=1))
+    files = trace_files(path if path.is_dir() else path.parent)
+    if path in files or (path.is_dir() and (files or rollout_files(path))):  # Megatron trains on slime's rollouts
+        return Recorded(load, 1, RecordedJob(ranks=len(files) if path.is_dir() else 0, takes_no_replicas=1))
     if not path.is_dir() or not holds_series(path):
         return Recorded(load)
     job, steps_T = read_job(path), read_series(path)[1]
@@ -265,15 +262,14 @@ def recorded(path: Path, load: FloatArray) -> Recorded:
     # A class of links that the job did not have was not measured.
     intra = state.job["intra_node_bandwidth"] / 1e9 if job.ranks_per_node > 1 else 0.0
     inter = state.job["inter_node_bandwidth"] / 1e9 if job.ranks > job.ranks_per_node > 0 else 0.0
-    bandwidths = (intra, inter)
+    found = replace(found, bandwidths=(intra, inter))
     if state.measured is None:
-        return replace(found, bandwidths=bandwidths)
+        return found
     step_seconds = float(state.measured["step_seconds"])
     job = replace(job, step_seconds=step_seconds)
     if state.share.source == "measured":  # of the same time as the seconds of a step
         job = replace(job, expert_seconds=state.share.value * step_seconds)
-    imbalance = float(state.measured["imbalance"].mean())
-    return replace(found, job=job, imbalance=imbalance, bandwidths=bandwidths)
+    return replace(found, job=job, imbalance=float(state.measured["imbalance"].mean()))
 
 
 def count_plans(recorded: Recorded, given: Given) -> int:
@@ -338,13 +334,12 @@ def assess(recorded: Recorded, given: Given, on_progress: Callable[[], None] = l
     refresh = model.refresh_seconds(series.load.shape[1], slots, topology)
     named = f"with {'one' if slots == 1 else slots} replica slot{'s' if slots > 1 else ''}"
 
-    def judge(name: str, run: PolicyRun, refresh_seconds: float = 0.0) -> Placing:
-        return _placing(name, run, static, refresh_seconds, settled.moe_share, now_seconds)
-
     def best_gate(name: str, slots_per_rank: int, refresh_seconds: float = 0.0) -> Placing:
         """With the default gate unless another one saves more."""
         ways = [
-            replace(judge(name, play("incremental", slots_per_rank, gate), refresh_seconds), gate=gate)
+            _placing(
+                name, play("incremental", slots_per_rank, gate), static, settled, (refresh_seconds, now_seconds), gate
+            )
             for gate in GATES
         ]
         moving = [way.move_seconds / settled.interval / now_seconds for way in ways]
@@ -358,7 +353,8 @@ def assess(recorded: Recorded, given: Given, on_progress: Callable[[], None] = l
     steps = int(recorded.load.any(axis=(1, 2)).sum()) * settled.steps_per_window
     total_TL = series.load.sum(axis=2)
     hottest = float((series.load.max(axis=2) * settled.ranks / np.maximum(total_TL, 1)).mean())
-    now, by_homes = judge("as it is", static), best_gate("homes moved", homes)
+    now = _placing("as it is", static, static, settled, (0.0, now_seconds))
+    by_homes = best_gate("homes moved", homes)
     by_replicas = best_gate(named, homes + slots, refresh) if slots else None
     found = _weigh(settled, now_seconds, steps, len(static.windows), hottest, now, by_homes, by_replicas)
     return replace(found, left_out=recorded.left_out, notes=_notes(recorded, settled), measured_as=measured_as)
@@ -397,67 +393,47 @@ class _Settled:
         return (MOST_INTERVALS + 1) * self.every_windows
 
 
-class _Settling:
-    """Takes what was given, else what was recorded, else a default, and notes each default."""
-
-    def __init__(self) -> None:
-        self.assumed: list[Assumed] = []
-
-    def settle(self, given: Any, known: Any, default: Any, what: str, option: str) -> Any:
-        if given is not None:
-            return given
-        if known:
-            return known
-        self.assumed.append(Assumed(what, default, option))
-        return default
-
-
 def _settle(recorded: Recorded, given: Given) -> _Settled:
-    job, settling = recorded.job, _Settling()
-    settle = settling.settle
+    job, assumed = recorded.job, list[Assumed]()
+
+    def settle(option: str, known: Any, default: Any, what: str) -> Any:
+        """The figure that was given, else what was recorded, else a default, which is noted."""
+        chosen = getattr(given, option.removeprefix("--").replace("-", "_"))
+        if chosen is None and not known:
+            assumed.append(Assumed(what, default, option))
+        return chosen if chosen is not None else known or default
+
     windows, _, experts = recorded.load.shape
     fitting = next((ranks for ranks in (8, 4, 2) if experts % ranks == 0), 1)
-    ranks = settle(given.ranks, job.ep_size if job.ep_size > 1 else job.ranks, fitting, "ranks", "--ranks")
+    ranks = settle("--ranks", job.ep_size if job.ep_size > 1 else job.ranks, fitting, "ranks")
     node = 0
     if ranks <= max(1, job.ranks_per_node):
         node = ranks
     elif job.ranks > job.ranks_per_node and ranks % max(1, job.ranks_per_node) == 0:
         node = job.ranks_per_node  # a job on one node does not say how many ranks another may have there
     whole_nodes = next(size for size in range(min(ranks, 8), 0, -1) if ranks % size == 0)
-    node = settle(given.ranks_per_node, node, whole_nodes, "ranks of a node", "--ranks-per-node")
+    node = settle("--ranks-per-node", node, whole_nodes, "ranks of a node")
     choices = float(recorded.load.sum(axis=2).mean()) / ranks
     steps = max(1, round(choices / STEP_CHOICES))
-    steps = settle(given.steps_per_window, recorded.steps_per_window, steps, "steps of a window", "--steps-per-window")
+    steps = settle("--steps-per-window", recorded.steps_per_window, steps, "steps of a window")
     cut = steps * max(1, windows // DEFAULT_INTERVALS, min(SHORT_INTERVAL // steps, windows // FEW_INTERVALS))
-    interval = settle(given.every, job.interval, cut, "steps between plans", "--every")
+    interval = settle("--every", job.interval, cut, "steps between plans")
     interval = steps * max(1, interval // steps)  # plans are made between windows
-    seconds = settle(given.step_seconds, job.step_seconds, STEP_SECONDS, "seconds of a step", "--step-seconds")
-    share = settle(given.moe_share, _recorded_share(job), MOE_SHARE, "share of a step in expert work", "--moe-share")
-    parameters = settle(
-        given.expert_parameters,
-        job.expert_parameters,
-        EXPERT_PARAMETERS,
-        "parameters of an expert",
-        "--expert-parameters",
-    )
+    seconds = settle("--step-seconds", job.step_seconds, STEP_SECONDS, "seconds of a step")
+    share = settle("--moe-share", _recorded_share(job), MOE_SHARE, "share of a step in expert work")
+    parameters = settle("--expert-parameters", job.expert_parameters, EXPERT_PARAMETERS, "parameters of an expert")
     known = job.expert_bytes and job.expert_parameters
     weights = round(parameters * job.expert_bytes / job.expert_parameters) if known else 2 * parameters
     of_adam = (8 if weights >= 4 * parameters else 12) * parameters  # float32 moments, and weights beside bfloat16 ones
-    state = settle(
-        given.optimizer_bytes, job.optimizer_bytes, of_adam, "bytes of an expert's optimizer state", "--optimizer-bytes"
-    )
-    intra, inter = recorded.bandwidths
-    on_cpu, giga = job.device == "cpu", 1e9
-    default = CPU_BANDWIDTH if on_cpu else DEFAULT_INTRA_NODE_BANDWIDTH / giga
-    option = "--intra-node-bandwidth"
-    intra = settle(given.intra_node_bandwidth, intra, default, "GB/s of a rank inside its node", option)
+    state = settle("--optimizer-bytes", job.optimizer_bytes, of_adam, "bytes of an expert's optimizer state")
+    giga, intra, inter = 1e9, *recorded.bandwidths
+    defaults = (DEFAULT_INTRA_NODE_BANDWIDTH / giga, DEFAULT_INTER_NODE_BANDWIDTH / giga)
+    if job.device == "cpu":
+        defaults = (CPU_BANDWIDTH, CPU_BANDWIDTH)
+    intra = settle("--intra-node-bandwidth", intra, defaults[0], "GB/s of a rank inside its node")
     if ranks > node:
-        default = CPU_BANDWIDTH if on_cpu else DEFAULT_INTER_NODE_BANDWIDTH / giga
-        option = "--inter-node-bandwidth"
-        inter = settle(given.inter_node_bandwidth, inter, default, "GB/s of a rank to other nodes", option)
-    stall = settle(
-        given.stall_seconds, None, STALL_SECONDS, "seconds of a rebalance besides its bytes", "--stall-seconds"
-    )
+        inter = settle("--inter-node-bandwidth", inter, defaults[1], "GB/s of a rank to other nodes")
+    stall = settle("--stall-seconds", None, STALL_SECONDS, "seconds of a rebalance besides its bytes")
     source = "given" if given.moe_share is not None else "measured" if _recorded_share(job) else "assumed"
     return _Settled(
         topology=Topology(ranks, node, giga * intra, giga * inter if inter else DEFAULT_INTER_NODE_BANDWIDTH),
@@ -474,7 +450,7 @@ def _settle(recorded: Recorded, given: Given) -> _Settled:
         stall_seconds=stall,
         replica_slots=int(recorded.takes_replicas) if given.replica_slots is None else given.replica_slots,
         was_on_one_rank=given.ranks is None and job.ranks == 1,
-        assumed=tuple(settling.assumed),
+        assumed=tuple(assumed),
     )
 
 
@@ -565,8 +541,16 @@ def _calibrated(recorded: Recorded, settled: _Settled) -> tuple[_Settled, StepMo
 
 
 def _placing(
-    name: str, run: PolicyRun, static: PolicyRun, refresh_seconds: float, share: float, now_seconds: float
+    name: str,
+    run: PolicyRun,
+    static: PolicyRun,
+    settled: _Settled,
+    seconds: tuple[float, float],
+    gate: Gate = "payoff",
 ) -> Placing:
+    """A way to place experts; ``seconds`` of a step's refresh of replicas, and of a step with experts in logical
+    order."""
+    refresh_seconds, now_seconds = seconds
     expert_seconds = sum(window.step_seconds for window in run.windows)
     relative = expert_seconds / sum(window.step_seconds for window in static.windows)
     replans = run.replans
@@ -575,11 +559,12 @@ def _placing(
         imbalance=float(run.imbalance.mean()),
         worst=float(np.percentile(run.imbalance, 95)),
         expert_seconds=relative,
-        step_saved=share * (1 - relative) - refresh_seconds / now_seconds,
+        step_saved=settled.moe_share * (1 - relative) - refresh_seconds / now_seconds,
         refresh_seconds=refresh_seconds,
         move_seconds=_mean_of_a_job([replan.migration_seconds for replan in replans]),
         rebalances=sum(replan.decision == "rebalance" for replan in replans),
         plans=len(replans),
+        gate=gate,
     )
 
 

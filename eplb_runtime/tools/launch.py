@@ -31,10 +31,10 @@ def is_first() -> bool:
     return launcher_environment().get("RANK", "0") == "0"
 
 
-def start_ranks(arguments: Sequence[str], ranks: int) -> int:
-    """Run ``eplb-runtime`` with these arguments on so many ranks of this machine, one thread each; its exit status."""
+def start_ranks(arguments: Sequence[str], ranks: int, module: str = "eplb_runtime.cli") -> int:
+    """Run a module with these arguments on so many ranks of this machine, one thread each; its exit status."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.run([*torchrun, "-m", "eplb_runtime.cli", *arguments], check=False).returncode
+    return subprocess.run([*torchrun, "-m", module, *arguments], check=False).returncode
 
 
 @contextmanager

@@ -7,11 +7,9 @@ judged window by window with the split that its layout really uses. Step times c
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +25,12 @@ from ..planner.terms import Gate
 from ..planner.track_record import TrackRecord
 from ..planner.traffic import checked_sources, received
 from ..topology import Topology
-from ..utils.files import replacing, write_file
+from ..utils.files import write_file
 
 FloatArray = NDArray[np.float64]
 
 HORIZON_REPLANS = 10
 """Replans over which a plan counts what it saves, as a job does by default."""
-WINDOW_ENDINGS = (".csv", ".json")
-PLOT_ENDINGS = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -267,7 +263,6 @@ def simulate(
         crossing = crossing_seconds(mean_tokens, model.token_bytes, topology)
         share_LNE = checked_sources(asked.sources, layers, experts, topology)
     starts = [start_placement(policy, layers, experts, topology.num_ranks, slots_per_rank) for policy in policies]
-    game = _Game(series, topology, model, share_LNE)
     runs = []
     for policy, current in zip(policies, starts, strict=True):
         cost = CostModel(
@@ -279,16 +274,23 @@ def simulate(
             stall_seconds=model.stall_seconds,
             crossing_seconds=crossing,
         )
-        runs.append(game.play(policy, current, cost, _asking(policy, topology, cost, asked), on_progress))
+        runs.append(_play(policy, current, cost, (series, topology, asked, model, share_LNE), on_progress))
     return runs
 
 
-def _asking(
-    policy: str, topology: Topology, cost: CostModel, asked: Asked
-) -> Callable[[FloatArray, Placement, float], Plan]:
-    """The policy as a function of the past, the current placement and the trust in gains; its refusals name it."""
+def _play(
+    policy: str,
+    current: Placement,
+    cost: CostModel,
+    game: tuple[Series, Topology, Asked, StepModel, FloatArray | None],
+    on_progress: Callable[[], None],
+) -> PolicyRun:
+    """Replan every few windows on what is over; judge on what comes until the next replan."""
+    series, topology, asked, model, share_LNE = game
+    load, every, steps = series.load, series.every, series.steps_per_window
+    history = series.history or 4 * every
 
-    def ask(past: FloatArray, current: Placement, trust: float) -> Plan:
+    def ask(past: FloatArray, trust: float) -> Plan:
         try:
             return plan(
                 past,
@@ -307,62 +309,47 @@ def _asking(
         except PlanError as error:
             raise PlanError(f"policy {policy}: {error}") from None
 
-    return ask
-
-
-@dataclass(frozen=True)
-class _Game:
-    """A series, and what is asked of everyone who plays through it."""
-
-    series: Series
-    topology: Topology
-    model: StepModel
-    share_LNE: FloatArray | None
-
-    def play(
-        self,
-        policy: str,
-        current: Placement,
-        cost: CostModel,
-        ask: Callable[[FloatArray, Placement, float], Plan],
-        on_progress: Callable[[], None],
-    ) -> PolicyRun:
-        """Replan every few windows on what is over; judge on what comes until the next replan."""
-        load, every = self.series.load, self.series.every
-        history = self.series.history or 4 * every
-        ask(load[:1], current, 1.0)  # compiles, so that no measured plan does
-        imbalance: list[FloatArray] = []
-        windows: list[WindowResult] = []
-        record = TrackRecord(horizon=HORIZON_REPLANS)
-        for start in range(every, len(load), every):
-            record.observe(load[start - every : start].sum(axis=0))
-            planned = ask(load[max(0, start - history) : start], current, record.trust)
-            record.note(planned)
-            moves, slots = planned.moves, current.slots_per_rank
-            migration = cost.transfer_seconds(moves, self.topology, slots) if len(moves) else 0.0
-            current = planned.placement
-            for window in range(start, min(start + every, len(load))):
-                judged = predicted_imbalance(load[window], current)
-                imbalance.append(judged)
-                result = self._result(policy, window, judged, current)
-                windows.append(result if window > start else _with_replan(result, planned, migration, self.model))
-            on_progress()
-        slots, steps = current.num_slots, self.series.steps_per_window
-        return PolicyRun(policy, current.layout, slots, steps, np.array(imbalance), tuple(windows))
-
-    def _result(self, policy: str, window: int, judged: FloatArray, placement: Placement) -> WindowResult:
-        load_LE, steps = self.series.load[window], self.series.steps_per_window
-        received_LR2 = received(load_LE, placement, self.topology, self.share_LNE)
-        mean_tokens = load_LE.sum(axis=1) / self.topology.num_ranks / steps
+    def judged(window: int) -> WindowResult:
+        load_LE = load[window]
+        received_LR2 = received(load_LE, current, topology, share_LNE)
+        mean_tokens = load_LE.sum(axis=1) / topology.num_ranks / steps
+        imbalance.append(of_window := predicted_imbalance(load_LE, current))
         return WindowResult(
             policy=policy,
             window=window,
-            balancedness_mean=float((1 / judged).mean()),
-            imbalance_mean=float(judged.mean()),
-            imbalance_max=float(judged.max()),
-            step_seconds=self.model.seconds(judged * mean_tokens, self.topology, received_LR2 / steps),
+            balancedness_mean=float((1 / of_window).mean()),
+            imbalance_mean=float(of_window.mean()),
+            imbalance_max=float(of_window.max()),
+            step_seconds=model.seconds(of_window * mean_tokens, topology, received_LR2 / steps),
             crossing_share=float(received_LR2[:, :, 1].sum() / max(load_LE.sum(), 1e-300)),
         )
+
+    ask(load[:1], 1.0)  # compiles, so that no measured plan does
+    imbalance: list[FloatArray] = []
+    windows: list[WindowResult] = []
+    record = TrackRecord(horizon=HORIZON_REPLANS)
+    for start in range(every, len(load), every):
+        record.observe(load[start - every : start].sum(axis=0))
+        planned = ask(load[max(0, start - history) : start], record.trust)
+        record.note(planned)
+        migration = (
+            cost.transfer_seconds(planned.moves, topology, current.slots_per_rank) if len(planned.moves) else 0.0
+        )
+        current = planned.placement
+        first, *others = [judged(window) for window in range(start, min(start + every, len(load)))]
+        first = replace(
+            first,
+            decision=planned.decision,
+            moved_slots=planned.moved_slots,
+            moved_homes=planned.moved_homes,
+            bytes_intra_node=planned.bytes_intra_node,
+            bytes_inter_node=planned.bytes_inter_node,
+            plan_seconds=planned.plan_seconds,
+            migration_seconds=migration + model.stall_seconds * (planned.decision == "rebalance"),
+        )
+        windows += [first, *others]
+        on_progress()
+    return PolicyRun(policy, current.layout, current.num_slots, steps, np.array(imbalance), tuple(windows))
 
 
 def num_replans(num_windows: int, every: int) -> int:
@@ -410,64 +397,10 @@ def merge_windows(load: FloatArray, count: int) -> FloatArray:
 
 
 def write_windows(runs: Sequence[PolicyRun], path: str | Path) -> None:
-    """Every judged window of every policy, as ``.csv`` (one row each) or ``.json`` (with the summaries).
+    """Write every judged window of every policy, and the summaries, as JSON for `report`.
 
     Raises:
-        PlanError: another ending.
+        OSError: it cannot be written.
     """
-    path = Path(path)
     rows = [asdict(window) for run in runs for window in run.windows]
-    if path.suffix == ".csv":
-        table = io.StringIO(newline="")
-        writer = csv.DictWriter(table, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-        write_file(path, table.getvalue())
-    elif path.suffix == ".json":
-        write_file(path, json.dumps({"policies": [run.summary() for run in runs], "windows": rows}))
-    else:
-        raise PlanError(f"{path}: results are written as .csv or .json")
-
-
-def plot(runs: Sequence[PolicyRun], path: str | Path) -> None:
-    """Balancedness by window, and slots moved so far, one line a policy, as ``.png``, ``.svg`` or ``.pdf``.
-
-    Raises:
-        PlanError: matplotlib is missing, or another ending.
-    """
-    path = Path(path)
-    if path.suffix not in PLOT_ENDINGS:
-        raise PlanError(f"{path}: a plot is drawn as .png, .svg or .pdf")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PlanError("a plot needs matplotlib: pip install 'eplb-runtime[plot]'") from None
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    upper, lower = figure.subplots(2, sharex=True)
-    for run in runs:
-        numbers = [window.window for window in run.windows]
-        moved = np.cumsum([window.moved_slots for window in run.windows])
-        upper.plot(numbers, [window.balancedness_mean for window in run.windows], label=run.policy)
-        lower.step(numbers, moved / (run.num_slots * run.imbalance.shape[1]), where="post", label=run.policy)
-    upper.set_ylabel("balancedness, mean over layers")
-    upper.legend()
-    lower.set_ylabel("slots moved so far / all slots")
-    lower.set_xlabel("window")
-    with replacing(path) as file:
-        figure.savefig(file, format=path.suffix[1:])
-
-
-def _with_replan(result: WindowResult, planned: Plan, migration_seconds: float, model: StepModel) -> WindowResult:
-    moved = planned.decision == "rebalance"
-    return WindowResult(
-        **{
-            **asdict(result),
-            "decision": planned.decision,
-            "moved_slots": planned.moved_slots,
-            "moved_homes": planned.moved_homes,
-            "bytes_intra_node": planned.bytes_intra_node,
-            "bytes_inter_node": planned.bytes_inter_node,
-            "plan_seconds": planned.plan_seconds,
-            "migration_seconds": migration_seconds + model.stall_seconds * moved,
-        }
-    )
+    write_file(Path(path), json.dumps({"policies": [run.summary() for run in runs], "windows": rows}))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.attached import Block, run
 from dispatch_contract import SLOTS, Batch, there_and_back
 from host_waits import ON_CPUS_ALONE, HostWaitsError, no_waits
 from moe_models import batch_of, make_model
@@ -22,7 +23,6 @@ from eplb_runtime.moe.dispatch.base import DispatchContext, Dispatcher
 from eplb_runtime.moe.experts.compute import LocalExperts, SlotCounts
 from eplb_runtime.moe.layer import ExpertParallelLayer
 from eplb_runtime.moe.routing.splitter import RowCounts
-from eplb_runtime.tools.bench.attached import Block, run
 
 THREE = (0, 1, 2)
 BATCHES = {
@@ -273,12 +273,7 @@ def measured(rank: int) -> dict[str, float]:
 
 def test_the_bench_of_an_attached_step_gives_times_and_ratios() -> None:
     (found,) = run_ranks(1, measured)
-    assert set(found) == {
-        "step_ms",
-        "attached_ms",
-        "attached_over_not",
-        "not_over_not",
-    }
+    assert set(found) == {"step_ms", "attached_ms", "attached_over_not", "not_over_not"}
     assert min(found.values()) > 0
 
 

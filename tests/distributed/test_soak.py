@@ -1,4 +1,4 @@
-"""`bench soak` for a while: faults drawn at points of the protocol, lives that end with a kill; and what it notices."""
+"""The soak for a while: faults drawn at points of the protocol, lives that end with a kill; and what it notices."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from soak.faults import FAULTS, KILL, NOT_RAISED, RAISE, Deck
+from soak.life import SETTINGS, Life, Soak
+from soak.lives import of_life
 
 from eplb_runtime.distributed.points import Phase
 from eplb_runtime.migration.exchange import RoundExecutor
-from eplb_runtime.tools.bench.soak import SETTINGS, Life, Soak
-from eplb_runtime.tools.bench.soak_faults import FAULTS, KILL, NOT_RAISED, RAISE, Deck
-from eplb_runtime.tools.bench.soak_lives import of_life
 
 RANKS, BOUTS, SECONDS = 3, 2, 100.0
 
@@ -26,7 +26,7 @@ def break_nothing() -> None:
 
 def live(rank: int, settings: str, first: int, kill: bool, damage: Callable[[], None]) -> dict[str, Any]:
     damage()
-    return Soak(life_of(settings, first, kill), lambda line: None).run()
+    return Soak(life_of(settings, first, kill)).run()
 
 
 def life_of(settings: str, first: int = 0, kill: bool = True) -> Life:

@@ -215,14 +215,6 @@ def test_planners_are_measured_on_a_load_file(load_file: Path, capsys: pytest.Ca
     assert {row["planner"] for row in result["planner"]} >= {"deepseek", "free"}  # type: ignore[attr-defined]
     assert main(["bench", "planner", str(load_file), "--repeats", "1"]) == 0
     assert "balancedness" in capsys.readouterr().out
-    assert "peer 'x' is unknown" in refusal(capsys, "bench", "planner", load_file, "--peers", "x")
-
-
-def test_the_splitter_is_measured_on_a_load_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("eplb_runtime.tools.bench.split")
-    write_load(tmp_path / "load.npz", np.random.default_rng(0).integers(1, 1000, (2, 64)))
-    result = answer(capsys, "bench", "split", tmp_path / "load.npz", "--repeats", "1")
-    assert all(row["water_filling"] <= row["even"] for row in result["split"])  # type: ignore[attr-defined]
 
 
 def test_layers_without_tokens_are_pointed_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""A bench of ranks, by two of them that may share the GPU: ``python tests/gpu/bench_of_two_ranks.py migrate``.
+"""A bench of ranks, by two of them that may share the GPU: ``python tests/gpu/bench_of_two_ranks.py MODULE``.
 
 The command ``bench`` refuses ranks that share one, as their seconds are no figures; their ratios in one run are.
 """
@@ -23,7 +23,7 @@ REPEATS = 5
 def measured(rank: int, name: str) -> dict[str, Any]:
     device = device_of(rank)
     torch.cuda.set_device(device)
-    return import_module(f"eplb_runtime.tools.bench.{name}").run(device, REPEATS)
+    return import_module(name).run(device, REPEATS)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Run a command of eplb-runtime on hosts of this machine with slow links between them, as root:
+"""Run a module on hosts of this machine with slow links between them, as root:
 
-python tests/multinode/slow_links.py 1gbit 2 bench dispatch --repeats 5 --json
+python tests/multinode/slow_links.py 1gbit 2 eplb_runtime.cli bench dispatch --repeats 5 --json
 
 starts two ranks on each of two hosts (network namespaces), whose cables carry 1 Gbit/s outwards, and prints what host 0
 says.
@@ -15,9 +15,9 @@ from tempfile import TemporaryDirectory
 from namespaces import Cluster
 
 
-def main(rate: str, ranks_per_host: int, *command: str) -> None:
+def main(rate: str, ranks_per_host: int, *module: str) -> None:
     with TemporaryDirectory() as folder, Cluster(2, Path(folder), rate) as cluster:
-        cluster.start(ranks_per_host, Path("-m"), "eplb_runtime.cli", *command)
+        cluster.start(ranks_per_host, Path("-m"), *module)
         cluster.wait(900)
         print((Path(folder) / "host0.log").read_text())
 

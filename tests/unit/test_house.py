@@ -55,10 +55,10 @@ RATCHET = {
     "observe": 3588,
     "checkpoint": 3358,
     "hosts": 10070,
-    "tools": 10712,
-    "cli": 2431,
-    "package": 65863,
-    "files of the package": 375,
+    "tools": 5717,
+    "cli": 1873,
+    "package": 60311,
+    "files of the package": 344,
     "page": 698,
     "tests": 59623,
     "files of tests": 372,
@@ -73,8 +73,8 @@ ALLOWANCE = {  # the proof (verify -- JOB) and the loops it is tried on, beside 
     "cli": 40,
     "package": 700,
     "files of the package": 4,
-    "tests": 2300,
-    "files of tests": 13,
+    "tests": 2300 + 2800,  # and benchmarks and soak, which were in the package
+    "files of tests": 13 + 16,
     "Markdown, KB": 2,
 }
 """Lines on top of a limit while an old and a new way stand side by side; with a comment that says for which part."""
@@ -129,7 +129,6 @@ def test_torch_compile_looks_into_no_backward_pass() -> None:
     seen = [
         f"{module}:{line}"
         for module, path in modules()
-        if not module.startswith("tools.bench.")
         for line, decorators in backward_passes(parsed(path))
         if "torch.compiler.disable" not in decorators
     ]

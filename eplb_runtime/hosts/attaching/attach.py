@@ -152,12 +152,12 @@ def attach_stages(
     transport.wait_at_most(config.timeout_seconds)
     if job.is_planner:
         _log_attached(attaching.balancer)
-    said = attaching.notes()
-    for line in said if job.is_planner else ():
+    of_bits = attaching.notes()
+    for line in of_bits if job.is_planner else ():
         logger.warning("%s", line)
     if trial is not None:
         attaching.balancer.config = replace(config, policy=given.policy)  # `declare` and the like are allowed as ever
-        TrialRun(trial, attaching.balancer, stages, said, not_single, given.replica_slots)
+        TrialRun(trial, attaching.balancer, stages, of_bits, not_single, given.replica_slots)
     return attaching.balancer
 
 

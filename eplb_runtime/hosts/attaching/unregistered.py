@@ -55,10 +55,11 @@ class _Candidate:
     """A tensor or an array."""
 
     def __init__(self, value: Tensor | np.ndarray[Any, Any]) -> None:
-        is_array = isinstance(value, np.ndarray)
         self.shape = tuple(value.shape)
-        self.numel = value.size if isinstance(value, np.ndarray) else value.numel()
-        self.memory = value.__array_interface__["data"][0] if is_array else _memory_of(value)
+        if isinstance(value, np.ndarray):
+            self.numel, self.memory = value.size, value.ctypes.data
+        else:
+            self.numel, self.memory = value.numel(), _memory_of(value)
 
 
 def _memory_of(tensor: Tensor) -> int:

@@ -1,1 +1,1 @@
-"""Measurements on this machine, one file a subject, the public peers beside ours in the same run."""
+"""Measurements on the user's machine: planner, dispatch, migration, training. Others: ``tests/benchmarks``."""

@@ -1,6 +1,6 @@
-"""Measure the policies on this machine: how balanced, how near to the bound, how long; beside other planners.
+"""Plans of this package's policies on this machine: how balanced, how near to the bound, how long.
 
-Every row of a load and shape comes from one run on one thread, so ratios mean something where milliseconds do not.
+Every row of a load and shape comes from one run on one thread: ratios mean something where milliseconds do not.
 """
 
 from __future__ import annotations
@@ -18,17 +18,12 @@ from ...placement import Placement
 from ...planner.evaluate import predicted_imbalance
 from ...planner.planning import plan
 from ...planner.policies.deepseek import balance as balance_deepseek
-from ...planner.policies.free import balance as balance_free
-from ...planner.policies.hierarchical import balance as balance_hierarchical
 from ...planner.search.bounds import lower_bound
 from ...topology import Topology
-from . import next_windows
-from .peers import Peer, as_placement, find_peer
+from ..formats.loads import read_load
 
 MAX_WINDOWS = 24
 """Longer series are merged into at most so many windows; each is planned for and judged by itself."""
-MAX_SLOTS_OF_PEERS = 50_000
-"""Peers plan shapes of at most so many slots over all layers: some take minutes beyond."""
 
 FloatArray = NDArray[np.float64]
 
@@ -47,63 +42,45 @@ class PlanShape:
         return self.ranks * self.slots_per_rank
 
     @property
-    def nodes(self) -> int:
-        return self.ranks // self.ranks_per_node
+    def topology(self) -> Topology:
+        return Topology(self.ranks, self.ranks_per_node)
+
+
+Planner = Callable[[FloatArray, PlanShape], Placement]
+"""Plans a window ``[L, E]``."""
 
 
 def run(
     load_files: Sequence[str | Path] = (),
-    peers: Sequence[str] = (),
     repeats: int = 5,
     on_progress: Callable[[str], None] = lambda what: None,
+    others: Mapping[str, Planner] | None = None,
 ) -> dict[str, Any]:
     """Plan every load for every shape that fits its number of experts.
 
     Args:
         load_files: load files; none: :func:`generated_loads`.
-        peers: names or files of other planners, see :func:`peers.find_peer`.
         repeats: timings of a load's first window; each further window is timed once. The median counts.
         on_progress: called with what is measured next.
+        others: planners of other projects by name, for every shape.
 
     Returns:
-        JSON-able, ``{"planner": rows, "next_windows": rows}``; the latter, without load files, as
-        :func:`next_windows.run` says. A row of the former has ``load``, ``layers``, ``experts``, ``ranks``, ``slots``,
-        ``groups``, ``planner``, ``balancedness`` and ``bound`` (mean / max rank load, mean over layers and windows:
-        even split in the free layout, water-filling in the home layout; the bound is that of the free layout without
-        the group rule), ``ms`` (CPU time of one plan of all layers) and ``time_ratio`` (to our ``deepseek`` in the same
-        shape).
+        JSON-able, ``{"planner": rows}``. A row has ``load``, ``layers``, ``experts``, ``ranks``, ``slots``, ``groups``,
+        ``planner``, ``balancedness`` and ``bound`` (mean / max rank load, mean over layers and windows; the bound is
+        that of slots that may hold any expert), ``ms`` (CPU time of one plan of all layers) and ``time_ratio`` (to
+        ``deepseek`` in the same shape).
 
     Raises:
-        PlanError, LoadFileError: a peer or a file cannot be used.
+        PlanError, LoadFileError: a planner or a file cannot be used.
     """
-    others = {name: find_peer(name) for name in peers}
-    rows = measure(measured_loads(load_files) or generated_loads(), others, repeats, on_progress)
-    return {"planner": rows} | ({} if load_files else {"next_windows": next_windows.run(others, on_progress)})
-
-
-def measured_loads(load_files: Sequence[str | Path]) -> dict[str, FloatArray]:
-    """Loads ``[T, L, E]`` by the names of their files, at most `MAX_WINDOWS` windows of each.
-
-    Raises:
-        LoadFileError: a file cannot be used.
-    """
-    from ..formats.loads import read_load
-
-    return {Path(path).name: _few_windows(read_load(path)) for path in load_files}
-
-
-def measure(
-    loads: Mapping[str, FloatArray],
-    others: Mapping[str, Peer],
-    repeats: int,
-    on_progress: Callable[[str], None] = lambda what: None,
-) -> list[dict[str, Any]]:
-    """Rows as `run` has them, for loads ``[T, L, E]`` by name."""
+    loads = {Path(path).name: _few_windows(read_load(path)) for path in load_files} or generated_loads()
     rows: list[dict[str, Any]] = []
     for name, load in loads.items():
         for shape in shapes_for(load.shape[2]):
-            rows += _rows(name, load, shape, others, repeats, on_progress)
-    return rows
+            rows += _rows(
+                name, load, shape, {**_planners(load.shape[2], shape), **(others or {})}, repeats, on_progress
+            )
+    return {"planner": rows}
 
 
 def generated_loads(seed: int = 0) -> dict[str, FloatArray]:
@@ -130,7 +107,7 @@ def draw_load(generator: np.random.Generator, layers: int, experts: int, low: fl
 
 
 def shapes_for(experts: int) -> list[PlanShape]:
-    """Clusters worth planning for: about four experts a rank, without copies and with one copy slot a rank.
+    """Clusters worth planning for: about four experts a rank, without replicas and with one replica slot a rank.
 
     256 experts also get the shapes in which DeepSeek-V3 is served: 32 ranks with and without the rule that its 8
     groups stay on a node each, and 144 ranks of two slots; 1,024 experts get 1,024 ranks of two slots instead.
@@ -147,36 +124,48 @@ def shapes_for(experts: int) -> list[PlanShape]:
     return [shape for shape in shapes if shape.slots_per_rank <= experts]  # no rank could use more
 
 
+def _planners(experts: int, shape: PlanShape) -> dict[str, Planner]:
+    """Ours that can plan for the shape; DeepSeek's rule comes first."""
+    made: dict[str, Planner] = {"deepseek": _deepseek}
+    made["hierarchical" if shape.groups > 1 else "free"] = _by_policy("hierarchical" if shape.groups > 1 else "free")
+    if shape.groups == 1 and experts % shape.ranks == 0:
+        made["incremental (home layout)"] = _by_policy("incremental")
+    return made
+
+
+def _deepseek(window: FloatArray, shape: PlanShape) -> Placement:
+    nodes = shape.ranks // shape.ranks_per_node if shape.groups > 1 else 1
+    slots = balance_deepseek(window, shape.slots, shape.groups, nodes, shape.ranks)[0]
+    return Placement(slots, window.shape[1], shape.ranks)
+
+
+def _by_policy(policy: str) -> Planner:
+    def planned(window: FloatArray, shape: PlanShape) -> Placement:
+        per_rank, groups = shape.slots_per_rank, shape.groups
+        return plan(window, shape.topology, slots_per_rank=per_rank, policy=policy, groups=groups).placement
+
+    return planned
+
+
 def _rows(
     name: str,
     load: FloatArray,
     shape: PlanShape,
-    peers: Mapping[str, Peer],
+    planners: Mapping[str, Planner],
     repeats: int,
     on_progress: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     windows, layers, experts = load.shape
-    ours: dict[str, Callable[[FloatArray], Placement]] = {
-        "deepseek": _by_rows(shape, lambda w: _deepseek(w, shape)),
-    }
-    if shape.groups > 1:
-        ours["hierarchical"] = _by_rows(shape, lambda w: _hierarchical(w, shape))
-    else:
-        ours["free"] = _by_rows(shape, lambda w: balance_free(w, shape.ranks, shape.slots_per_rank))
-        if experts % shape.ranks == 0:
-            ours["incremental (home layout)"] = lambda w: _from_scratch(w, shape)
-    if layers * shape.slots <= MAX_SLOTS_OF_PEERS:
-        ours |= {peer: _by_rows(shape, _asked(function, shape)) for peer, function in peers.items()}
     bound = np.mean([1 / lower_bound(window, shape.ranks, shape.slots_per_rank) for window in load])
     rows = []
-    for planner, function in ours.items():
+    for planner, function in planners.items():
         on_progress(f"{name}, {shape.ranks} ranks, {shape.slots} slots: {planner}")
-        function(load[0, :1])  # compiles
+        function(load[0, :1], shape)  # compiles
         seconds, balance = [], []
         for index, window in enumerate(load):
             for _ in range(repeats if index == 0 else 1):
                 began = time.process_time()
-                placement = function(window)
+                placement = function(window, shape)
                 seconds.append(time.process_time() - began)
             balance.append(1 / predicted_imbalance(window, placement))
         rows.append(
@@ -195,28 +184,6 @@ def _rows(
         )
     reference = rows[0]["ms"]
     return [row | {"time_ratio": row["ms"] / reference if reference else None} for row in rows]
-
-
-def _by_rows(shape: PlanShape, balance: Callable[[FloatArray], NDArray[np.int32]]) -> Callable[[FloatArray], Placement]:
-    return lambda window: as_placement(balance(window), window.shape[1], shape.ranks)
-
-
-def _deepseek(window: FloatArray, shape: PlanShape) -> NDArray[np.int32]:
-    nodes = shape.nodes if shape.groups > 1 else 1
-    return balance_deepseek(window, shape.slots, shape.groups, nodes, shape.ranks)[0]
-
-
-def _hierarchical(window: FloatArray, shape: PlanShape) -> NDArray[np.int32]:
-    return balance_hierarchical(window, shape.ranks, shape.slots_per_rank, shape.groups, shape.nodes)
-
-
-def _asked(peer: Peer, shape: PlanShape) -> Callable[[FloatArray], NDArray[np.int32]]:
-    nodes = shape.nodes if shape.groups > 1 else 1
-    return lambda window: peer(window, shape.slots, shape.groups, nodes, shape.ranks)
-
-
-def _from_scratch(window: FloatArray, shape: PlanShape) -> Placement:
-    return plan(window, Topology(shape.ranks, shape.ranks_per_node), slots_per_rank=shape.slots_per_rank).placement
 
 
 def _few_windows(load: FloatArray) -> FloatArray:

@@ -7,10 +7,9 @@ said to be. All variants train in one run and take turns in blocks of steps, so 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,8 +21,7 @@ from ...config import BalancerConfig, MigrationConfig
 from ...events import LoadMeasured, RebalanceCommitted
 from ...hosts import attach
 from ...observe.profiling import Profiler
-from ..assess import Given, assess, recorded
-from ..formats.loads import read_load
+from .timing import median, over_ranks, ratio
 
 
 @dataclass(frozen=True)
@@ -112,9 +110,6 @@ class _TrainVariant:
         with Profiler(folder, self.work.interval - 1, skip=0) as profiler:
             self.steps(self.work.interval, profiler.step)
 
-    def block(self) -> None:
-        self.block_seconds.append(self.steps(self.work.interval))
-
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
         work = self.work
         generator = torch.Generator().manual_seed(step * 1009 + dist.get_rank())
@@ -140,9 +135,10 @@ def choices(work: Workload, skew: float, generator: torch.Generator) -> Tensor:
 def run(
     device: torch.device,
     blocks: int = 8,
-    work: Workload | None = None,
     *,
+    brief: bool = False,
     width: int = Workload.width,
+    work: Workload | None = None,
     profile: Path | None = None,
     on_progress: Callable[[str], None] = lambda said: None,
 ) -> dict[str, Any]:
@@ -151,159 +147,59 @@ def run(
     Args:
         device: of this rank; the CPU.
         blocks: of ten steps, timed, of each variant.
-        work: None: the usual one, of ``blocks`` and ``width``.
+        brief: train experts fixed and homes moved alone.
+        width, work: of the experts' hidden layer; or all sizes.
         profile: folder for traces of a block of each variant, after those that are timed: ``static/rank0.json.gz`` and
             so on.
-        on_progress: told what is trained next.
+        on_progress: called with what is trained next.
 
     Returns:
         JSON-able. ``"train"``: a row for each variant of skewed load (``static``, ``homes``, ``replicas``) and for
-        ``even``, the same model with fixed experts and as many tokens for each. ``step_ms``; ``imbalance`` (max / mean
-        rank load by the placement and split used, in the timed steps); ``guard_ms`` (of a step's training thread, spent
-        in the guard, averaged over all steps but the first three); ``homes_moved`` and ``copies`` (that stand at
-        the end); steps in the time of a static one: ``over_static``, and in that of one with even load:
-        ``of_even_throughput``; of what static loses against even load, measured: ``share_of_even_gain``; against its
-        own step x mean / max: ``share_of_ideal_gain`` (supposes that a step is nothing but the busiest rank's load).
-        ``"ideal_step_ms"``, ``"static_imbalance"``. ``"overhead"``: ``static_step_ms`` (``even``'s),
-        ``attached_step_ms`` (even load, and a balancer that decides every interval), ``overhead``, ``homes_moved``.
-        ``"assess"``: a row for homes and one for replicas of what `tools.assess` says from the record of the static
-        variant, which has no other figures: ``predicted_step_ms`` beside ``step_ms``, and ``difference`` of the two.
-        Times are medians over blocks; shares and overhead are medians over blocks that stood side by side.
+        ``even``, the same model with fixed experts and as many tokens for each: ``step_ms``, ``slowest_over_fastest``
+        of its blocks (near 1 on a quiet machine), ``imbalance`` (max / mean rank load by the placement and split used,
+        in the timed steps), ``homes_moved``, ``copies`` (replicas at the end), ``over_static`` (steps in the time of a
+        static one) and ``share_of_even_gain`` (of what static loses against even load). ``"speed_up"`` of homes.
+        ``"overhead"``: ``static_step_ms`` (``even``'s), ``attached_step_ms`` (even load, and a balancer that decides
+        every interval), ``guard_ms`` (of a step's training thread, spent in the guard, without the first three steps),
+        ``overhead``, ``homes_moved``. Times are medians over blocks; shares, speed-up and overhead are medians over
+        blocks that followed each other.
+
+    Raises:
+        ValueError: the device is no CPU.
     """
-    work = work or Workload(blocks=blocks, width=width)
     if device.type != "cpu":
         raise ValueError("bench train measures on CPUs")
     torch.set_num_threads(1)
-    record = TemporaryDirectory(prefix="eplb-bench-")  # the first rank writes into its own
+    work = work or Workload(blocks=blocks, width=width, settle_blocks=3 if brief else Workload.settle_blocks)
     variants = [
-        *_pair(work, {"run": record.name, "moe_share": None}),
-        _TrainVariant("replicas", work, work.skew, _config(work, policy="incremental", replica_slots=1)),
-        _TrainVariant("even", work, 1.0, BalancerConfig(policy="static", interval=None)),
-        _TrainVariant("attached", work, 1.0, _config(work, policy="incremental")),
+        _TrainVariant("static", work, work.skew, _config(work, policy="static")),
+        _TrainVariant("homes", work, work.skew, _config(work)),
     ]
-    _alternate(variants, on_progress)
-    static, _, _, even, attached = (_over_ranks(variant.block_seconds) for variant in variants)
-    imbalance = _imbalance(variants[0])
-    ideal = [block / imbalance for block in static]
-    result: dict[str, Any] = {
-        "ranks": dist.get_world_size(),
-        "train": [_row(variant, static, even, ideal) for variant in variants[:-1]],
-        "ideal_step_ms": _step_ms(ideal, work),
-        "static_imbalance": imbalance,
-        "overhead": [
+    if not brief:
+        variants += [
+            _TrainVariant("replicas", work, work.skew, _config(work, replica_slots=1)),
+            _TrainVariant("even", work, 1.0, BalancerConfig(policy="static", interval=None)),
+            _TrainVariant("attached", work, 1.0, _config(work)),
+        ]
+    taken = _alternate(variants, on_progress)
+    rows = [_row(*one, taken) for one in zip(variants, taken, strict=True)]
+    result: dict[str, Any] = {"ranks": dist.get_world_size(), "train": rows, "speed_up": ratio(taken[0], taken[1])}
+    if not brief:
+        even, attached = rows[-2], rows.pop()
+        result["overhead"] = [
             {
-                "static_step_ms": _step_ms(even, work),
-                "attached_step_ms": _step_ms(attached, work),
+                "static_step_ms": even["step_ms"],
+                "attached_step_ms": attached["step_ms"],
                 "guard_ms": _guard_ms(variants[-1]),
-                "overhead": _median([b / a - 1 for a, b in zip(even, attached, strict=True)]),
-                "homes_moved": _moved(variants[-1]),
+                "overhead": ratio(taken[-1], taken[-2]) - 1,
+                "homes_moved": attached["homes_moved"],
             }
-        ],
-    }
+        ]
     for variant in variants:
         if profile is not None:
             variant.profiled(profile / variant.name)
         variant.balancer.close()
-    result["assess"] = _assessed(Path(record.name), result["train"], work)
-    record.cleanup()
     return result
-
-
-def run_brief(
-    device: torch.device,
-    blocks: int = 3,
-    work: Workload | None = None,
-    *,
-    width: int = Workload.width,
-    on_progress: Callable[[str], None] = lambda said: None,
-) -> dict[str, Any]:
-    """Train experts fixed and homes moved alone, and say how much faster a step has become. Collective.
-
-    Args:
-        device, on_progress: as of `run`.
-        blocks: of ten steps, timed, of each variant.
-        work: None: the usual one, of ``blocks`` and ``width``.
-
-    Returns:
-        JSON-able: ``ranks``; ``"train"``, a row for ``static`` and ``homes`` with ``step_ms``, ``imbalance`` and
-        ``homes_moved`` as in `run`, and ``slowest_over_fastest`` of its blocks, near 1 where nobody else computes;
-        ``speed_up``, steps in the time of a static one, the median over blocks that stood side by side.
-    """
-    work = work or Workload(blocks=blocks, width=width, settle_blocks=3)
-    if device.type != "cpu":
-        raise ValueError("bench train measures on CPUs")
-    torch.set_num_threads(1)
-    variants = _pair(work)
-    _alternate(variants, on_progress)
-    static, homes = (_over_ranks(variant.block_seconds) for variant in variants)
-    result = {
-        "ranks": dist.get_world_size(),
-        "train": [
-            {
-                "variant": variant.name,
-                "step_ms": _step_ms(seconds, work),
-                "slowest_over_fastest": max(seconds) / min(seconds),
-                "imbalance": _imbalance(variant),
-                "homes_moved": _moved(variant),
-            }
-            for variant, seconds in zip(variants, (static, homes), strict=True)
-        ],
-        "speed_up": _median([a / b for a, b in zip(static, homes, strict=True)]),
-    }
-    for variant in variants:
-        variant.balancer.close()
-    return result
-
-
-def _pair(work: Workload, recorded_by: Mapping[str, Any] | None = None) -> list[_TrainVariant]:
-    return [
-        _TrainVariant("static", work, work.skew, _config(work, policy="static", **(recorded_by or {}))),
-        _TrainVariant("homes", work, work.skew, _config(work, policy="incremental")),
-    ]
-
-
-def _assessed(folder: Path, train: Sequence[Mapping[str, Any]], work: Workload) -> list[dict[str, Any]]:
-    """What `assess` makes of the static variant's record, beside what was measured; empty but on the first rank."""
-    if dist.get_rank():
-        return []
-    found = assess(recorded(folder, read_load(folder)), Given(every=work.interval, replica_slots=1))
-    step_ms = {row["variant"]: row["step_ms"] for row in train}
-    rows = []
-    for name, way in (("homes", found.homes), ("replicas", found.replicas)):
-        if way is not None and found.shares is not None:
-            predicted = step_ms["static"] * (1 - way.step_saved)
-            rows.append(
-                {
-                    "variant": name,
-                    "expert_share": found.shares[0],
-                    "imbalance": way.imbalance,
-                    "predicted_step_ms": predicted,
-                    "step_ms": step_ms[name],
-                    "difference": predicted / step_ms[name] - 1,
-                }
-            )
-    return rows
-
-
-def _row(variant: _TrainVariant, static: list[float], even: list[float], ideal: list[float]) -> dict[str, Any]:
-    blocks = _over_ranks(variant.block_seconds)
-    return {
-        "variant": variant.name,
-        "step_ms": _step_ms(blocks, variant.work),
-        "imbalance": _imbalance(variant),
-        "guard_ms": _guard_ms(variant),
-        "over_static": _median([before / now for before, now in zip(static, blocks, strict=True)]),
-        "of_even_throughput": _median([best / now for best, now in zip(even, blocks, strict=True)]),
-        "share_of_even_gain": _share(static, blocks, even),
-        "share_of_ideal_gain": _share(static, blocks, ideal),
-        "homes_moved": _moved(variant),
-        "copies": int((variant.balancer.placement.copy_count - 1).sum()),
-    }
-
-
-def _share(static: list[float], blocks: list[float], best: list[float]) -> float:
-    """Of the time between ``static`` and ``best``, how much is won."""
-    return _median([(s - b) / (s - i) if s > i else 0.0 for s, b, i in zip(static, blocks, best, strict=True)])
 
 
 def _config(work: Workload, **options: Any) -> BalancerConfig:
@@ -311,7 +207,8 @@ def _config(work: Workload, **options: Any) -> BalancerConfig:
     return BalancerConfig(interval=work.interval, window=2 * work.interval, migration=migration, **options)
 
 
-def _alternate(variants: Sequence[_TrainVariant], on_progress: Callable[[str], None]) -> None:
+def _alternate(variants: Sequence[_TrainVariant], on_progress: Callable[[str], None]) -> list[list[float]]:
+    """Seconds of the timed blocks of each variant, on the slowest rank. Collective."""
     work = variants[0].work
     for variant in variants:
         on_progress(f"{variant.name}: experts find their places")
@@ -320,35 +217,31 @@ def _alternate(variants: Sequence[_TrainVariant], on_progress: Callable[[str], N
     for block in range(work.blocks):
         on_progress(f"block {block + 1}/{work.blocks} of each variant")
         for variant in variants if block % 2 == 0 else reversed(variants):
-            variant.block()
+            variant.block_seconds.append(variant.steps(work.interval))
+    return [over_ranks(variant.block_seconds) for variant in variants]
 
 
-def _imbalance(variant: _TrainVariant) -> float:
-    """Mean over layers and steps of the timed part, as far as decisions have measured it."""
-    measured = [e for e in variant.balancer.events if isinstance(e, LoadMeasured)][-variant.work.blocks :]
-    values = [value for event in measured for row in event.imbalance for value in row]
-    return sum(values) / len(values) if values else 1.0
-
-
-def _moved(variant: _TrainVariant) -> int:
-    return sum(e.moved_experts for e in variant.balancer.events if isinstance(e, RebalanceCommitted))
+def _row(variant: _TrainVariant, blocks: Sequence[float], taken: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Figures of a variant; ``taken`` has the blocks of all, static first and even last but one."""
+    static, events = taken[0], variant.balancer.events
+    measured = [event for event in events if isinstance(event, LoadMeasured)][-variant.work.blocks :]
+    imbalance = [value for event in measured for row in event.imbalance for value in row]
+    row = {
+        "variant": variant.name,
+        "step_ms": median(blocks) / variant.work.interval * 1e3,
+        "slowest_over_fastest": max(blocks) / min(blocks),
+        "imbalance": sum(imbalance) / len(imbalance) if imbalance else 1.0,
+        "homes_moved": sum(event.moved_experts for event in events if isinstance(event, RebalanceCommitted)),
+        "copies": int((variant.balancer.placement.copy_count - 1).sum()),
+        "over_static": ratio(static, blocks),
+    }
+    if len(taken) > 2:
+        won = [(s - b) / (s - e) if s > e else 0.0 for s, b, e in zip(static, blocks, taken[-2], strict=True)]
+        row["share_of_even_gain"] = median(won)
+    return row
 
 
 def _guard_ms(variant: _TrainVariant) -> float:
     """Of the slowest rank, a step, without the first ones."""
     guard = variant.balancer._guard
-    return _over_ranks([guard.seconds / max(1, guard.clocked_steps) * 1e3])[0]
-
-
-def _over_ranks(seconds: Sequence[float]) -> list[float]:
-    slowest = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return [float(value) for value in slowest]
-
-
-def _median(values: Sequence[float]) -> float:
-    return float(torch.tensor(values, dtype=torch.float64).quantile(0.5))
-
-
-def _step_ms(block_seconds: Sequence[float], work: Workload) -> float:
-    return _median(block_seconds) / work.interval * 1e3
+    return over_ranks([guard.seconds / max(1, guard.clocked_steps) * 1e3])[0]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import FormatError
-from .readers import json_text, npz, pt, safetensors_file, yaml_text
+from .readers import SafetensorsArrays, read_json, read_npz, read_pt, read_yaml
 
 KINDS = {
     ".npz": "npz",
@@ -34,21 +34,19 @@ class Content:
         value: what the reader found: for ``npz`` and ``safetensors`` arrays by name, each read when it is asked for,
             for a directory and for lines of JSON nothing.
         metadata: the texts in a safetensors file's header.
-        model: which model is meant, where a file holds several.
     """
 
     path: Path
     kind: str
     value: Any = None
     metadata: Mapping[str, str] = field(default_factory=dict)
-    model: str | None = None
 
     def holds(self, *names: str) -> bool:
         """Whether it is a mapping with all these names."""
         return isinstance(self.value, Mapping) and all(name in self.value for name in names)
 
 
-def open_content(path: Path, model: str | None = None) -> Content:
+def open_content(path: Path) -> Content:
     """Read a file, or note that it is a directory.
 
     Raises:
@@ -56,16 +54,15 @@ def open_content(path: Path, model: str | None = None) -> Content:
         OSError: it cannot be read.
     """
     if path.is_dir():
-        return Content(path, "directory", model=model)
+        return Content(path, "directory")
     if not path.exists():
         raise FileNotFoundError(ENOENT, strerror(ENOENT), str(path))
     kind = KINDS.get(path.suffix)
     if kind is None:
         raise FormatError(f"cannot tell what kind of file this is by its ending; give {', '.join(KINDS)}")
     if kind == "jsonl":
-        return Content(path, kind, model=model)
+        return Content(path, kind)
     if kind == "safetensors":
-        arrays = safetensors_file.read(path)
-        return Content(path, kind, arrays, arrays.metadata, model)
-    reader = {"npz": npz.read, "json": json_text.read, "pt": pt.read, "yaml": yaml_text.read}[kind]
-    return Content(path, kind, reader(path), model=model)
+        arrays = SafetensorsArrays(path)
+        return Content(path, kind, arrays, arrays.metadata)
+    return Content(path, kind, {"npz": read_npz, "json": read_json, "pt": read_pt, "yaml": read_yaml}[kind](path))

@@ -51,7 +51,6 @@ def convert(
     num_ranks: int | None = None,
     dense_layers: int | None = None,
     layout: str | None = None,
-    model: str | None = None,
 ) -> Conversion:
     """Read a placement or a load and write it in another format.
 
@@ -59,11 +58,11 @@ def convert(
         source: any file that :func:`read_placement` or :func:`loads.read_load` understands.
         destination: the file to write.
         to: one of ``FORMATS``; None: by the ending (``.yaml`` TensorRT-LLM, ``.pt`` SGLang, others our own).
-        num_ranks: EP size R; engine maps do not say it, so our own files and vLLM-Ascend's need it told.
+        num_ranks: EP size R; engines' maps do not say it, and our own files need it.
         dense_layers: leading layers of the model without experts, which SGLang and TensorRT-LLM number too: left out
             when read, put back when written. None: none, or what the file says itself; it is asked for where leading
             layers look like dense ones.
-        layout, model: as in :func:`read_placement`.
+        layout: as in :func:`read_placement`.
 
     Raises:
         ConvertError, PlacementError: what is wrong with which file.
@@ -74,7 +73,7 @@ def convert(
     with _about(destination, reading=False):
         require_writable(destination, sorted({*target.placement_endings, *target.load_endings}))
     with _about(source):
-        content = open_content(source, model)
+        content = open_content(source)
         found = _find_placement(content)
         if found is None:
             engine, load, dense = _read_load(content, target, dense_layers)
@@ -86,9 +85,9 @@ def convert(
             placement, homes = _as_placement(held, num_ranks, skipped, layout)
     numbered_from_0 = dense_layers is None and target.numbers_dense_layers and not engine.numbers_dense_layers
     if found is None:
-        ignored = {"--ranks": num_ranks, "--layout": layout, "--model": model}
+        ignored = {"--ranks": num_ranks, "--layout": layout}
         if unused := [option for option, value in ignored.items() if value is not None]:
-            raise ConvertError(f"{source}: it holds a load, which has no ranks, homes or models: leave {unused[0]} out")
+            raise ConvertError(f"{source}: it holds a load, which has no ranks or homes: leave {unused[0]} out")
         with _about(destination, reading=False):
             _require_ending(destination, target, target.load_endings, "load")
             target.save_load(destination, load, dense)
@@ -104,7 +103,6 @@ def read_placement(
     dense_layers: int = 0,
     *,
     layout: str | None = None,
-    model: str | None = None,
 ) -> Placement:
     """A placement from our own file or from an engine's map.
 
@@ -113,14 +111,13 @@ def read_placement(
         dense_layers: leading rows of an SGLang map that are left out.
         layout: maps know no homes. None: the home layout where an engine's map allows it (see ``slots.restore_homes``),
             else the free one; ``"home"``: it must; ``"free"``: homes are left out.
-        model: which model's, where a file holds several.
 
     Raises:
         ConvertError, PlacementError: the file holds no placement, or one for another number of ranks.
     """
     path = Path(path)
     with _about(path):
-        content = open_content(path, model)
+        content = open_content(path)
         found = _find_placement(content)
         if found is None:
             is_load = find_load(content) is not None

@@ -16,7 +16,7 @@ from .arrays import LoadArray, expert_ids, names_in, numbers, require_few
 from .base import Engine, ExpertMap
 from .content import Content
 from .errors import FormatError
-from .readers import pt
+from .readers import read_pt
 
 
 class SGLang(Engine):
@@ -114,7 +114,7 @@ def _load_of(dump: Mapping[str, Any]) -> LoadArray:
 
 def _read_dump(path: Path) -> dict[str, Any]:
     try:
-        return pt.read(path)
+        return read_pt(path)
     except FileError as error:
         raise FormatError(f"{path.name}: {error}") from None
 

@@ -15,7 +15,7 @@ from .arrays import MOST_EXPERTS, LoadArray, expert_ids, require_few
 from .base import Engine
 from .content import Content
 from .errors import FormatError
-from .readers import pt
+from .readers import read_pt
 
 FIELDS = ("rollout_id", "samples")
 ROUTING = "rollout_routed_experts"
@@ -46,7 +46,7 @@ def rollout_files(directory: Path) -> list[Path]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return pt.read(path)
+        return read_pt(path)
     except FileError as error:
         raise FormatError(f"{path.name}: {error}") from None
 

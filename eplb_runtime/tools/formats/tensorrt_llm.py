@@ -16,7 +16,7 @@ from .arrays import LoadArray, numbers, require_few
 from .base import Engine, ExpertMap
 from .content import Content
 from .errors import ConvertError, FormatError
-from .readers import safetensors_file
+from .readers import SafetensorsArrays
 
 
 class TensorRTLLM(Engine):
@@ -94,7 +94,7 @@ def expert_statistics(directory: Path) -> LoadArray:
 def _vectors(file: Path) -> Iterator[tuple[tuple[int, int], LoadArray]]:
     """Each count vector of one rank's file with its (iteration, layer)."""
     try:
-        for name, values in safetensors_file.read(file).items():
+        for name, values in SafetensorsArrays(file).items():
             match = re.fullmatch(r"([0-9]{1,18})_([0-9]{1,18})", name)
             if match is None:
                 raise FormatError(f"it holds {name[:80]!r}, which is no <iteration>_<layer>")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 from collections.abc import Iterator
 
 import pytest
 
 from eplb_runtime.cli import main, printing
-from eplb_runtime.cli.program import COMMANDS
 
 
 @pytest.fixture
@@ -72,12 +70,6 @@ def test_a_narrow_table_is_not_turned(capsys: pytest.CaptureFixture[str]) -> Non
     assert "┃ policy ┃ moved ┃" in capsys.readouterr().out
 
 
-def test_equal_heads_of_a_turned_table_are_numbered(capsys: pytest.CaptureFixture[str]) -> None:
-    printing.print_table("t", wide("one", "one", "one"))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[2] == "┃ policy          ┃   one (1) ┃   one (2) ┃   one (3) ┃"
-
-
 def test_many_rows_of_a_wide_table_become_tables_of_as_many_as_fit(capsys: pytest.CaptureFixture[str]) -> None:
     heads = [f"row{n}" for n in range(8)]
     printing.print_table("t", wide(*heads))
@@ -85,12 +77,6 @@ def test_many_rows_of_a_wide_table_become_tables_of_as_many_as_fit(capsys: pytes
     assert max(map(len, lines)) <= 80
     shown = [[word for word in line.split() if word.startswith("row")] for line in lines if "policy" in line]
     assert shown == [heads[:4], heads[4:]]
-
-
-def test_a_row_whose_head_leaves_no_place_for_another_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    heads = [f"row{n}-{'x' * 40}" for n in range(3)]
-    printing.print_table("t", wide(*heads))
-    assert [line.split()[3] for line in capsys.readouterr().out.splitlines() if "policy" in line] == heads
 
 
 def test_what_is_quick_says_it_is_done(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,12 +93,3 @@ def test_verbose_says_more(
     its_logger.setLevel(logging.NOTSET)
     assert main(["bubbles", "--schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--json", *flags]) == 0
     assert its_logger.level == level
-
-
-def test_completion_is_a_script_that_bash_reads_and_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("shtab")
-    assert main(["completion", "bash"]) == 0
-    script = capsys.readouterr().out
-    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
-    names = {module.__name__.rpartition(".")[2] for module in COMMANDS}
-    assert all(name in script for name in names)

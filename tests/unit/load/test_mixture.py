@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from benchmarks.planner.loads import autoregressive, normal, rotating, skewed
 
 from eplb_runtime.load.forecast import foretell
 from eplb_runtime.load.mixture import FORECASTERS, LEAST_WINDOWS, Mixture, foretold, mixture
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
-from eplb_runtime.tools.bench.workloads import autoregressive, normal, rotating, skewed
 from eplb_runtime.topology import Topology
 
 

@@ -7,12 +7,12 @@ from itertools import product
 
 import numpy as np
 import pytest
+from benchmarks.planner.windows import judge
 
 from eplb_runtime.placement import EMPTY, Placement
 from eplb_runtime.planner import plan
 from eplb_runtime.planner.policies.incremental import Trajectory
 from eplb_runtime.planner.search.budget import share_out
-from eplb_runtime.tools.bench.next_windows import judge
 from eplb_runtime.topology import Topology
 
 pytest.importorskip("scipy")

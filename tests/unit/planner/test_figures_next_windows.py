@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.planner.loads import normal
+from benchmarks.planner.windows import judge, plain_graph
 
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
 from eplb_runtime.planner.policies.incremental import Trajectory
-from eplb_runtime.tools.bench.next_windows import judge, plain_graph
-from eplb_runtime.tools.bench.workloads import normal
 from eplb_runtime.tools.simulate import Series, merge_windows, simulate
 from eplb_runtime.topology import Topology
 

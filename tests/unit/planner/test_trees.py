@@ -6,12 +6,12 @@ import importlib
 
 import numpy as np
 import pytest
+from benchmarks.planner.loads import skewed
 
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, plan
 from eplb_runtime.planner.evaluate import predicted_imbalance
 from eplb_runtime.planner.search.trees import grow_trees
-from eplb_runtime.tools.bench.workloads import skewed
 from eplb_runtime.topology import Topology
 
 incremental = importlib.import_module("eplb_runtime.planner.policies.incremental")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,7 @@ from eplb_runtime.tools.simulate import (
     StepModel,
     merge_windows,
     num_replans,
-    plot,
     simulate,
-    write_windows,
 )
 from eplb_runtime.topology import Topology
 
@@ -139,30 +135,6 @@ def test_merged_windows_keep_all_tokens_of_whole_windows() -> None:
     assert np.array_equal(merged[1], load[4:8].sum(axis=0))
     with pytest.raises(PlanError, match="a series of 11 windows cannot be merged by 12"):
         merge_windows(load, 12)
-
-
-def test_windows_are_written_as_csv_and_json(tmp_path: Path) -> None:
-    runs = list(run(series(), ["static", "incremental"]).values())
-    write_windows(runs, tmp_path / "windows.csv")
-    with (tmp_path / "windows.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * 9
-    assert {row["policy"] for row in rows} == {"static", "incremental"}
-    assert float(rows[0]["imbalance_mean"]) == pytest.approx(runs[0].imbalance[0].mean())
-    write_windows(runs, tmp_path / "windows.json")
-    content = json.loads((tmp_path / "windows.json").read_text())
-    assert content["policies"] == [done.summary() for done in runs] and len(content["windows"]) == 18
-    with pytest.raises(PlanError, match=r"written as \.csv or \.json"):
-        write_windows(runs, tmp_path / "windows.xls")
-
-
-def test_a_plot_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    runs = list(run(series(), ["static", "incremental"]).values())
-    plot(runs, tmp_path / "balance.png")
-    assert (tmp_path / "balance.png").stat().st_size > 10_000
-    with pytest.raises(PlanError, match=r"balance\.nothing"):
-        plot(runs, tmp_path / "balance.nothing")
 
 
 @pytest.mark.parametrize(

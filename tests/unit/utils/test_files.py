@@ -14,17 +14,11 @@ from eplb_runtime.tools.formats.convert import write_placement
 from eplb_runtime.tools.formats.loads import write_load
 from eplb_runtime.tools.formats.own import Own
 from eplb_runtime.tools.formats.sglang import SGLang
-from eplb_runtime.tools.simulate import Series, plot, simulate, write_windows
-from eplb_runtime.topology import Topology
 from eplb_runtime.utils import files
 from eplb_runtime.utils.files import FileError, replacing, require_readable, require_writable, write_file
 
 PLACEMENT = Placement.initial(2, 4, 2, replica_slots=1)
 LOAD = np.arange(1.0, 25).reshape(3, 2, 4)
-
-
-def runs() -> list:
-    return simulate(Series(LOAD, every=1), Topology(2, 2), slots_per_rank=2, policies=["static"])
 
 
 def to_engine(name: str) -> Callable[[Path], object]:
@@ -41,20 +35,10 @@ WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "sglang map.pt": ("m.pt", to_engine("sglang")),
     "sglang load.pt": ("l.pt", lambda path: SGLang().save_load(path, LOAD, 0)),
     "vllm": ("m.json", to_engine("vllm")),
-    "vllm-ascend": ("m.json", to_engine("vllm-ascend")),
     "tensorrt-llm": ("m.yaml", to_engine("tensorrt-llm")),
     "own load": ("l.json", lambda path: Own().save_load(path, LOAD, 0)),
-    "windows.csv": ("w.csv", lambda path: write_windows(runs(), path)),
-    "windows.json": ("w.json", lambda path: write_windows(runs(), path)),
-    "plot": ("b.svg", lambda path: plot(runs(), path)),
 }
 each_writer = pytest.mark.parametrize("writer", WRITERS)
-
-
-@pytest.fixture(autouse=True)
-def _matplotlib(request: pytest.FixtureRequest) -> None:
-    if "plot" in request.node.name:
-        pytest.importorskip("matplotlib")
 
 
 # -- writing -------------------------------------------------------------------------------------------------------

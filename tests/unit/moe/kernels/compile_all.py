@@ -1,8 +1,11 @@
-"""Compile every kernel for compute capabilities 8.0, 9.0 and 10.0, which needs no GPU; prints them."""
+"""Compile every kernel for compute capabilities 8.0, 9.0 and 10.0, which needs no GPU; prints these, and on stderr the
+registers and spilled bytes of each kernel."""
 
 from __future__ import annotations
 
-from eplb_runtime.tools.bench.compiled_kernels import ASSERTING, CAPABILITIES, SUMS, compiled, kernels
+import sys
+
+from compiled_kernels import ASSERTING, CAPABILITIES, SUMS, compiled, kernels
 
 VARYING = {"choices", "blocks", "tag", "rows", "staying_rows", "places", "least", "stride"}
 """Numbers that differ from batch to batch."""
@@ -18,6 +21,10 @@ if __name__ == "__main__":
     for capability in CAPABILITIES:
         for kernel, types, constants in kernels():
             done = compiled(kernel, types, constants, capability)
+            print(
+                f"sm_{capability} {kernel.__name__}: {done.registers} registers, {done.spilled_bytes} B",
+                file=sys.stderr,
+            )
             assert done.registers > 0
             assert done.spilled_bytes <= FEW, f"{kernel.__name__} {constants}: {done.spilled_bytes} bytes spilled"
             sums, code = kernel in SUMS, done.ptx

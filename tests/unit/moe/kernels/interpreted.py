@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from benchmarks import kernels as bench
 from water_filling_torch import assign_slots
 
 from eplb_runtime.load.counter import LoadCounter
 from eplb_runtime.moe.routing import kernels
 from eplb_runtime.moe.routing.lookup import SlotTable
 from eplb_runtime.placement import Placement
-from eplb_runtime.tools.bench import kernels as bench
 
 CPU = torch.device("cpu")
 
@@ -95,7 +95,7 @@ def deal_alike(tokens: int, top_k: int, experts: int, copies: int, dtype: torch.
 
 
 def test_the_benchmark_runs_each_of_them() -> None:
-    found = bench.run(CPU, repeats=1, tokens=40, top_k=2, experts=16, ranks=4, hidden=64, at_once=1)
+    found = bench.run(CPU, repeats=1, tokens=40, top_k=2, experts=16, ranks_of_job=4, hidden=64, calls=1)
     names = [row["kernel"] for row in found["kernels"]]
     assert len(names) == len(set(names)) == 7
     assert all(row[key] > 0 for row in found["kernels"] for key in ("us", "reference_us", "least_us", "ratio"))

@@ -107,16 +107,7 @@ def test_vllm_map_is_one_list_of_slots_a_moe_layer(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "map.json").read_text()) == free_placement().physical_to_logical.tolist()
 
 
-def test_vllm_ascend_map_lists_each_devices_experts(tmp_path: Path) -> None:
-    write_placement(tmp_path / "map.json", free_placement(), "vllm-ascend")
-    content = json.loads((tmp_path / "map.json").read_text())
-    assert content["moe_layer_count"] == LAYERS
-    for layer, row in zip(content["layer_list"], free_placement().physical_to_logical, strict=True):
-        assert layer["device_count"] == RANKS == len(layer["device_list"])
-        assert [expert for device in layer["device_list"] for expert in device["device_expert"]] == row.tolist()
-
-
-@pytest.mark.parametrize("to", ["sglang", "vllm", "vllm-ascend", "tensorrt-llm"])
+@pytest.mark.parametrize("to", ["sglang", "vllm", "tensorrt-llm"])
 def test_no_engine_gets_an_empty_slot(tmp_path: Path, to: str) -> None:
     path = tmp_path / f"map{ENDING.get(to, '.json')}"
     filled = write_placement(path, Placement.initial(LAYERS, EXPERTS, RANKS, replica_slots=1), to)
@@ -146,10 +137,10 @@ def test_a_load_goes_to_sglang_and_back(tmp_path: Path, ending: str) -> None:
     assert np.array_equal(read_load(tmp_path / "back.safetensors"), load)
 
 
-@pytest.mark.parametrize("setting", [{"num_ranks": 2}, {"layout": "free"}, {"model": "other"}])
+@pytest.mark.parametrize("setting", [{"num_ranks": 2}, {"layout": "free"}])
 def test_what_a_load_has_not_is_refused_and_not_ignored(tmp_path: Path, setting: dict[str, Any]) -> None:
     write_load(tmp_path / "load.json", [[1, 2]])
-    with pytest.raises(ConvertError, match="it holds a load, which has no ranks, homes or models: leave --"):
+    with pytest.raises(ConvertError, match="it holds a load, which has no ranks or homes: leave --"):
         convert(tmp_path / "load.json", tmp_path / "out.json", **setting)
     assert not (tmp_path / "out.json").exists()
 
@@ -180,7 +171,6 @@ def test_what_cannot_be_converted_is_refused_in_one_line_that_names_the_file(tmp
         (text("other.yaml", "num_slots: 3"), {}, "neither a placement nor a load: it holds 'num_slots'"),
         (text("none.yaml", "initial_global_assignments: []"), {}, "initial_global_assignments holds no layers"),
         (text("layers.yaml", "initial_global_assignments: {a: [0]}"), {}, "a layer of initial_global_assignments"),
-        (text("ascend.json", '{"layer_list": [{"device_list": [{}]}]}'), {}, "without 'device_expert'"),
         (text("no.safetensors", "hello"), {}, "not a safetensors file"),
         (tmp_path / "own.json", {"num_ranks": 4}, "the placement is for 2 ranks, not 4"),
         (tmp_path / "load.json", {"to": "vllm"}, "vllm reads no load file"),
@@ -207,11 +197,10 @@ LEAF = (
     st.none() | st.booleans() | st.integers(-3, 10) | st.floats() | st.just("eplb-runtime-placement") | st.just(10**30)
 )
 ROWS = st.lists(st.lists(st.integers(-1, 4), min_size=2, max_size=3), min_size=1, max_size=3)
-MAP_KEYS = ["physical_to_logical_map", "layer_list", "device_list", "device_expert", "initial_global_assignments", "3"]
+MAP_KEYS = ["physical_to_logical_map", "initial_global_assignments", "3"]
 LOAD_KEYS = ["load", "logical_count", "records", "last_physical_to_logical_map"]
-HYGON_KEYS = ["model_maps", "model_class", "num_moe_layers", "num_logical_experts", "expert_map"]
 OWN_KEYS = ["format", "version", "layers", "experts", "ranks", "slots_per_rank", "epoch", "physical_to_logical", "home"]
-KEYS = st.sampled_from(MAP_KEYS + LOAD_KEYS + HYGON_KEYS + OWN_KEYS)
+KEYS = st.sampled_from(MAP_KEYS + LOAD_KEYS + OWN_KEYS)
 ANYTHING = st.recursive(
     LEAF | ROWS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=5), max_leaves=12
 )

@@ -24,9 +24,7 @@ def sglang(tmp_path: Path) -> Path:
     return tmp_path / "sglang.json"
 
 
-@pytest.mark.parametrize(
-    ("to", "name"), [("eplb-runtime", "o.json"), ("vllm", "o.json"), ("vllm-ascend", "o.json"), (None, "o.yaml")]
-)
+@pytest.mark.parametrize(("to", "name"), [("eplb-runtime", "o.json"), ("vllm", "o.json"), (None, "o.yaml")])
 def test_dense_layers_of_an_sglang_map_are_asked_for(sglang: Path, to: str | None, name: str) -> None:
     out = sglang.with_name(name)
     with pytest.raises(ConvertError) as refusal:

@@ -13,7 +13,7 @@ from eplb_runtime.placement import EMPTY, Placement
 from eplb_runtime.tools.formats.convert import ConvertError, convert, read_placement, write_placement
 from eplb_runtime.tools.formats.slots import restore_homes
 
-ENGINES = {"sglang": "m.json", "vllm": "m.json", "vllm-ascend": "m.json", "tensorrt-llm": "m.yaml"}
+ENGINES = {"sglang": "m.json", "vllm": "m.json", "tensorrt-llm": "m.yaml"}
 
 
 def some_placement() -> Placement:

@@ -1,0 +1,70 @@
+"""Timings that can be compared: the ways take turns in one run, the slowest rank counts, medians over repeats."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def timed(
+    ways: Sequence[Callable[[], object]],
+    repeats: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    calls: int = 1,
+) -> Tensor:
+    """Time the ways in turns, after one call of each that warms up. Collective with a ``group``.
+
+    Args:
+        device: waited for at the end of each timing.
+        calls: of a way in one timing.
+
+    Returns:
+        Seconds of a call, float64 ``[repeats, ways]``; with a ``group`` those of its slowest rank.
+    """
+    seconds = torch.zeros(repeats, len(ways), dtype=torch.float64)
+    for repeat in range(-1, repeats):
+        for index, work in enumerate(ways):
+            if group is not None:
+                dist.barrier(group=group)
+            synchronize(device)
+            began = time.perf_counter()
+            for _ in range(calls):
+                work()
+            synchronize(device)
+            if repeat >= 0:
+                seconds[repeat, index] = (time.perf_counter() - began) / calls
+    return seconds if group is None else slowest(seconds, group, device)
+
+
+def slowest(seconds: Tensor, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """The largest value over ranks of each number, on the host. Collective."""
+    over_ranks = seconds.to(device)
+    dist.all_reduce(over_ranks, op=dist.ReduceOp.MAX, group=group)
+    return over_ranks.cpu()
+
+
+def over_ranks(seconds: Sequence[float]) -> list[float]:
+    """The largest of the default group's ranks for each number. Collective."""
+    assert dist.group.WORLD is not None
+    return slowest(torch.tensor(seconds, dtype=torch.float64), dist.group.WORLD, torch.device("cpu")).tolist()
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value, or the mean of the two in the middle."""
+    return float(torch.tensor(values, dtype=torch.float64).quantile(0.5))
+
+
+def ratio(one: Sequence[float], other: Sequence[float]) -> float:
+    """Median of the ratios of timings that were taken one after the other."""
+    return median([a / b for a, b in zip(one, other, strict=True)])
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

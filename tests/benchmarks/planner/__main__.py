@@ -1,0 +1,64 @@
+"""The planner's tables: plans beside other planners, the windows that come next, the suite, copies for each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb_runtime.placement import Placement
+from eplb_runtime.tools.bench import planner
+from eplb_runtime.tools.bench.planner import PlanShape
+
+from ..harness import command
+from . import per_batch, suite, windows
+from .peers import Peer, as_placement, find_peer
+
+TABLES = ("plans", "windows", "suite", "batches")
+
+
+def run(
+    loads: Sequence[str] = (),
+    repeats: int = 5,
+    peers: tuple[str, ...] = (),
+    tables: tuple[str, ...] = TABLES,
+    on_progress: Callable[[str], None] = lambda what: None,
+) -> dict[str, Any]:
+    """Measure what the tables hold.
+
+    Args:
+        loads: load files for the table of plans; none: generated ones.
+        repeats: timings of a plan.
+        peers: other planners to run beside ours, see :func:`peers.find_peer`.
+        tables: names out of `TABLES`.
+
+    Returns:
+        JSON-able, by table: rows of `bench.planner.run`, `windows.run`, `suite.run` and `per_batch.run`.
+
+    Raises:
+        PlanError, LoadFileError: a peer or a file cannot be used.
+    """
+    found = {name: find_peer(name) for name in peers}
+    others = {name: _planner(peer) for name, peer in found.items()}
+    made: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "plans": lambda: planner.run(loads, repeats, on_progress, others)["planner"],
+        "windows": lambda: windows.run(found, on_progress),
+        "suite": lambda: suite.run(on_progress=on_progress),
+        "batches": lambda: per_batch.run(on_progress=on_progress),
+    }
+    return {name: made[name]() for name in tables}
+
+
+def _planner(peer: Peer) -> planner.Planner:
+    def planned(window: NDArray[np.float64], shape: PlanShape) -> Placement:
+        nodes = shape.ranks // shape.ranks_per_node if shape.groups > 1 else 1
+        slots = peer(window, shape.slots, shape.groups, nodes, shape.ranks)
+        return as_placement(slots, window.shape[1], shape.ranks)
+
+    return planned
+
+
+if __name__ == "__main__":
+    command(run)

@@ -1,0 +1,201 @@
+"""The planner's suite: families of loads that stay, drift, jump or are dominated, planned on what is over and judged on
+the window that follows.
+
+Loads are drawn from seeds, several series of each family. None of the planner's constants was chosen on them but for
+those of its trees of copies, on the first two with one window known. Where a family drifts every planner plans anew
+before each window; elsewhere once. Judged by the exact split, as in ``next_windows``; moves are counted from experts in
+logical order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb_runtime.placement import Placement
+from eplb_runtime.planner.cost import CostModel
+from eplb_runtime.planner.planning import plan
+from eplb_runtime.planner.policies.deepseek import balance as balance_deepseek
+from eplb_runtime.planner.terms import Terms
+from eplb_runtime.topology import Topology
+
+from .loads import (
+    autoregressive,
+    dominated,
+    hash_layers,
+    jumping,
+    megatron,
+    near_uniform,
+    normal,
+    rotating,
+    shifting,
+    skewed,
+)
+from .windows import judge
+
+FloatArray = NDArray[np.float64]
+SEEDS = (11, 12, 13)
+"""Of the series of each family."""
+LAYERS = 2
+PAST, JUDGED = 8, 12
+"""Windows planned on, and windows judged after them."""
+TRAINING = CostModel(home_bytes=226_000_000, step_seconds=4.0)
+"""Qwen3-235B's expert with its optimizer state, and a step of training; over links of 50 GB/s, for 500 steps."""
+LINK_BANDWIDTH = 50e9
+"""Bytes a second."""
+Draw = Callable[[int, int, int, int], FloatArray]
+"""(windows, layers, experts, seed) -> float64 ``[T, L, E]``."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of load on a cluster.
+
+    Args:
+        replicas: replica slots of a rank.
+        drifts: planned anew before each window, not once.
+        priced: ours has to pay its seconds (`TRAINING`, gate ``"payoff"``), as in a job.
+        past: windows planned on.
+        layers: of each series.
+    """
+
+    name: str
+    draw: Draw
+    experts: int
+    ranks: int
+    replicas: int
+    drifts: bool = False
+    priced: bool = False
+    past: int = PAST
+    layers: int = LAYERS
+
+
+def _skewed(spread: float, jitter: float) -> Draw:
+    return lambda windows, layers, experts, seed: skewed(windows, (layers, experts), spread, jitter, seed)
+
+
+def _dominated(share: float) -> Draw:
+    return lambda windows, layers, experts, seed: dominated(windows, layers, experts, share, seed)
+
+
+def _zipf(windows: int, layers: int, experts: int, seed: int) -> FloatArray:
+    return hash_layers(windows, layers, experts, seed, vocabulary=experts, exponent=1.5, hashes=1)
+
+
+def _normal(windows: int, layers: int, experts: int, seed: int) -> FloatArray:
+    return normal(windows, layers, experts, seed=seed)
+
+
+def _burst(windows: int, layers: int, experts: int, seed: int) -> FloatArray:
+    return megatron("W7 burst", windows, layers, experts, seed)
+
+
+FAMILIES = (
+    Family("steady, spread .8, seconds known", _skewed(0.8, 0.2), 256, 64, 0, priced=True),
+    Family("steady, spread .3, seconds known", _skewed(0.3, 0.2), 256, 64, 0, priced=True),
+    Family("steady, spread .8, seconds known, 32 windows", _skewed(0.8, 0.2), 256, 32, 0, priced=True, past=32),
+    Family("steady, spread .8", _skewed(0.8, 0.2), 256, 64, 0),
+    Family("steady, spread .8", _skewed(0.8, 0.2), 256, 64, 1),
+    Family("one window known", _skewed(0.8, 0.2), 256, 256, 1, past=1, layers=1),
+    Family("one window known", _skewed(0.8, 0.2), 1024, 1024, 1, past=1, layers=1),
+    Family("one window known, jitter .12", _skewed(0.8, 0.12), 256, 256, 1, past=1, layers=1),
+    Family("one window known, jitter .12", _skewed(0.8, 0.12), 1024, 1024, 1, past=1, layers=1),
+    Family("jitter, normal(1, .3)", _normal, 256, 32, 1),
+    Family("jitter, normal(1, .3)", _normal, 256, 32, 2),
+    Family("one expert with 30 %", _dominated(0.3), 256, 32, 1),
+    Family("one expert with 30 %", _dominated(0.3), 512, 64, 2),
+    Family("one expert with 12.5 %", _dominated(0.125), 256, 64, 1),
+    Family("Zipf 1.5", _zipf, 512, 64, 2),
+    Family("AR(1), .9 a window", autoregressive, 256, 32, 1, drifts=True),
+    Family("AR(1), .9 a window", autoregressive, 256, 64, 0, drifts=True),
+    Family("rotating, 8 regimes", rotating, 256, 32, 1, drifts=True),
+    Family("rotating, 8 regimes", rotating, 64, 8, 1, drifts=True),
+    Family("rotating, 8 regimes", rotating, 64, 8, 0, drifts=True),
+    Family("shift after window 14", shifting, 256, 32, 1, drifts=True),
+    Family("jumps, another hot each window", jumping, 256, 32, 1, drifts=True),
+    Family("W7 burst", _burst, 64, 8, 2, drifts=True),
+    Family("K3-like, near uniform", near_uniform, 896, 16, 0),
+    Family("K3-like, near uniform", near_uniform, 896, 64, 0),
+    Family("K3-like, near uniform", near_uniform, 896, 64, 1),
+    Family("K3-like, near uniform", near_uniform, 896, 128, 1),
+    Family("hash layers, token frequencies", hash_layers, 256, 32, 0),
+    Family("hash layers, token frequencies", hash_layers, 256, 32, 1),
+    Family("hash layers, token frequencies", hash_layers, 256, 64, 1),
+)
+
+
+def run(
+    families: Sequence[Family] = FAMILIES,
+    seeds: Sequence[int] = SEEDS,
+    on_progress: Callable[[str], None] = lambda what: None,
+) -> list[dict[str, Any]]:
+    """All families, each over several series.
+
+    Args:
+        seeds: of the series.
+
+    Returns:
+        rows: ``load``, ``experts``, ``ranks``, ``replicas``, ``drifts``, ``windows`` planned on; imbalance of the next
+        windows, mean over series, layers and windows: ``no_planner``, ``deepseek`` (its rule on the same slots, from
+        the mean of the past, where loads drift from the newest window), ``ours``, and ``ours_worst`` of the series;
+        ``deepseek_moved`` and ``moved``, slots moved as a share of all, where loads drift a window.
+    """
+    rows = []
+    for family in families:
+        on_progress(f"{family.name}: {family.experts} experts, {family.ranks} ranks, {family.replicas} copies")
+        series = [_series(family, seed) for seed in seeds]
+        mean = {name: float(np.mean([one[name] for one in series])) for name in series[0]}
+        rows.append(
+            {
+                "load": family.name,
+                "experts": family.experts,
+                "ranks": family.ranks,
+                "replicas": family.replicas,
+                "drifts": family.drifts,
+                "windows": family.past,
+                **mean,
+                "ours_worst": max(one["ours"] for one in series),
+            }
+        )
+    return rows
+
+
+def _series(family: Family, seed: int) -> dict[str, float]:
+    """One series of a family."""
+    load = family.draw(family.past + JUDGED, family.layers, family.experts, seed)
+    slots = family.experts // family.ranks + family.replicas
+    topology = Topology(
+        family.ranks, min(8, family.ranks), intra_node_bandwidth=LINK_BANDWIDTH, inter_node_bandwidth=LINK_BANDWIDTH
+    )
+    terms = Terms(cost=TRAINING, gate="payoff") if family.priced else Terms()
+    initial = Placement.initial(family.layers, family.experts, family.ranks, family.replicas)
+    in_order = np.broadcast_to(np.arange(family.ranks * slots) % family.experts, (family.layers, family.ranks * slots))
+    ours, theirs = initial, Placement(in_order, family.experts, family.ranks)
+    judged: dict[str, list[FloatArray]] = {"no_planner": [], "deepseek": [], "ours": []}
+    moved = {"deepseek_moved": 0.0, "moved": 0.0}
+    ends = range(family.past, len(load)) if family.drifts else [family.past]
+    for end in ends:
+        past = load[end - family.past : end]
+        made = plan(past, topology, slots_per_rank=slots, current=ours, **terms)
+        known = past[-1] if family.drifts else past.mean(axis=0)
+        planned = balance_deepseek(known, family.ranks * slots, 1, 1, family.ranks)[0]
+        renewed = Placement(planned, family.experts, family.ranks)
+        moved["moved"] += made.moved_slots / planned.size / len(ends)
+        moved["deepseek_moved"] += _new_on_rank(theirs, renewed) / planned.size / len(ends)
+        ours, theirs = made.placement, renewed
+        following = load[end : end + 1] if family.drifts else load[end:]
+        for name, placement in (("no_planner", initial), ("deepseek", theirs), ("ours", ours)):
+            judged[name].append(judge(placement, following)[0])
+    return {name: float(np.mean(values)) for name, values in judged.items()} | moved
+
+
+def _new_on_rank(before: Placement, after: Placement) -> int:
+    """Slots whose rank did not hold that expert before."""
+    held_LRE = np.zeros((before.num_layers, before.num_ranks, before.num_experts), dtype=bool)
+    rank_P = np.arange(before.num_slots) // before.slots_per_rank
+    held_LRE[np.arange(before.num_layers)[:, None], rank_P, before.physical_to_logical] = True
+    return int((~held_LRE[np.arange(before.num_layers)[:, None], rank_P, after.physical_to_logical]).sum())
