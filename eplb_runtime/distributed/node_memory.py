@@ -103,7 +103,10 @@ class NodeMemory:
         self._timeout_ms = int(timeout_seconds * 1000)
         self._package = package
         self._blocks: list[_SymmetricBlock] = []
-        torch._C._distributed_c10d._register_process_group(group.group_name, group)
+        try:
+            torch._C._distributed_c10d._resolve_process_group(group.group_name)
+        except RuntimeError:  # torch does not know groups that it has not made
+            torch._C._distributed_c10d._register_process_group(group.group_name, group)
 
     def meet(self, deadline: float) -> None:
         """Compare what ranks see of their node. Collective; waits on the host.
