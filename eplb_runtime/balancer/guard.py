@@ -114,7 +114,7 @@ class Guard:
             # Experts may start alike (copied from a dense model): then equal ones say nothing.
             self._piece = self._choose_piece()
             self._note_piece()
-            if self._alike(self._exchange(self._pieces_alone(), self._groups.data, on_device=True)):
+            if self._alike("weights", self._exchange(self._pieces_alone(), self._groups.data, on_device=True)):
                 self._piece = None
 
     @property
@@ -156,6 +156,13 @@ class Guard:
 
     def _pieces_alone(self) -> Sample:
         return Sample("weights", "", pieces=None if self._piece is None else HostCopy(self._piece[2].clone()))
+
+    def _gradient_pieces(self) -> HostCopy | None:
+        """A few elements from all over the gradient of an expert tensor."""
+        gradient = None if self._piece is None else self._piece[1].grad
+        if gradient is None or not gradient.is_contiguous() or gradient.numel() < STEPS * PIECE:
+            return None
+        return HostCopy(gradient.view(-1)[: gradient.numel() // STEPS * STEPS].view(STEPS, -1)[:, :PIECE].clone())
 
     def before_reduction(self) -> None:
         """In the first steps, compare ahead of the first collective that a rank without a step would never reach."""
@@ -266,7 +273,8 @@ class Guard:
         else:
             both = [p.grad if p.grad is None or p.grad.layout is torch.strided else None for p in dense.values()]
             both += [p.grad for p in twins.values()]
-        sums, pieces = HostCopy(bit_sums(both, self._device)), self._pieces_alone().pieces
+        pieces = self._pieces_alone().pieces if what == "weights" else self._gradient_pieces()
+        sums = HostCopy(bit_sums(both, self._device))
         return Sample(what, problem, sums, (tuple(dense), tuple(twins)), pieces, stays, watched.facts())
 
     def _states(self, experts: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -427,7 +435,7 @@ class Guard:
         freed = next((f"rank {rank}: {one.stays}" for rank, one in seen.items() if one.stays.startswith(_FREED)), "")
         if freed:  # nothing of such a rank can be compared
             return SampleComparison("", freed)
-        finding = self._other_facts(seen) or self._deviation(sample, seen, group) or self._alike(seen)
+        finding = self._other_facts(seen) or self._deviation(sample, seen, group) or self._alike(sample.what, seen)
         return SampleComparison(finding, stays)
 
     def _exchange(
@@ -488,17 +496,16 @@ class Guard:
     def _dense_hint(self) -> str:
         if self._watched.average_dense:
             return (
-                "weights were written on some ranks alone, gradients were put aside before they were averaged and "
-                "copied back later, or something changes gradients by another measure on each rank, such as clipping "
-                "by its own norm (use balancer.clip_grad_norm_(value), with parameters=... for a part of the model)"
+                "weights were written on some ranks alone, or a rank changes gradients by a measure of its own, as "
+                "clipping does: use balancer.clip_grad_norm_(value), with parameters=... for a part of the model"
             )
         return (
-            "nobody averages the gradients outside the experts, or they were changed afterwards (clipping by each "
-            "rank's own norm: use balancer.clip_grad_norm_(value), with parameters=... for a part of the model); wrap "
-            "the model in DistributedDataParallel after attach, or set BalancerConfig(dense_gradients='allreduce')"
+            "nobody averages the gradients outside the experts, or a rank clips them by its own norm (use "
+            "balancer.clip_grad_norm_): wrap the model in DistributedDataParallel after attach, or set "
+            "BalancerConfig(dense_gradients='allreduce')"
         )
 
-    def _alike(self, seen: Mapping[int, SampleDigest]) -> str:
+    def _alike(self, what: str, seen: Mapping[int, SampleDigest]) -> str:
         """Find ranks with different experts and identical weights: something has broadcast or averaged them."""
         for together in self._groups.job.ep_sets:
             here = [rank for rank in together if rank in seen]
@@ -507,10 +514,10 @@ class Guard:
                 if len(values) == 1 and values != {0}:
                     known = self._groups.job.rank in together and self._piece is not None
                     self._broadcast = (
-                        f"the weights of {self._piece[0] if known and self._piece else 'a parameter'} were the same on "
-                        f"ranks {here[0]} to {here[-1]}, which hold other experts each, ahead of a step: something "
-                        "broadcasts or averages them, as DistributedDataParallel does around a wrapper; wrap the very "
-                        "module that was attached, or set dense_gradients='allreduce'"
+                        f"the {what} of {self._piece[0] if known and self._piece else 'a parameter'} were the same on "
+                        f"ranks {here[0]} to {here[-1]}, which hold other experts each: something broadcasts or "
+                        "averages them (DistributedDataParallel around a wrapper?): wrap the very module that was "
+                        "attached, or set dense_gradients='allreduce'"
                     )
                     return self._broadcast
         return ""

@@ -1,43 +1,29 @@
-"""Our own checkpoint folder: a safetensors file from each rank, and an index that is written last.
-
-A save writes files with names of their own beside what is there, and then puts its index in the place of the old one,
-in one step: whoever dies on the way leaves the old checkpoint whole. A load checks everything, names, shapes and every
-byte, before it writes to the model.
-"""
+"""Save to and load from our own folders, jointly on all ranks (`disk` has the format)."""
 
 from __future__ import annotations
 
 import json
-import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
-from ..utils.files import PARTIALS, write_file
+from ..utils.errors import one_line
+from . import disk, old_folder
+from .disk import Named, SavedTensors
 from .joint_access import JointAccess
-from .manifest import INDEX, Manifest, index_checksum, names_of
+from .pretrained import folders_of
 from .restoring import options_of, restore_placement, set_options
-from .schema import FORMAT, VERSION
-from .shards import Shard, local_shards, shards_to_write
-from .state import (
-    CheckpointError,
-    Entry,
-    LogicalView,
-    new_state_tensor,
-    set_optimizer_state,
-    split_key,
-)
-from .tensor_file import DTYPE_NAMES, DTYPES, TensorFile, TensorSpec
+from .state import CheckpointError, Entry, LogicalView, new_state_tensor, set_optimizer_state, split_key
 
-_OURS = re.compile(r"tensors-\d{5}-of-\d{5}-([0-9a-f]{16})\.safetensors")
 _TOKEN_BYTES = 8
 
 
@@ -46,10 +32,16 @@ _TOKEN_BYTES = 8
 
 @dataclass(frozen=True)
 class _Content:
-    """What this rank writes: its shards, the optimizer's state that is no tensor (JSON), and the balancer's state."""
+    """What this rank writes.
 
-    shards: Sequence[Shard]
-    optimizer: str
+    Args:
+        tensors: its share of them.
+        numbers: of its pipeline stage, as JSON: names of tensors, and the optimizer's options and numbers.
+        balancer: state of the balancer.
+    """
+
+    tensors: Iterable[Named]
+    numbers: str
     balancer: dict[str, Any] | None
 
 
@@ -60,28 +52,26 @@ def save(folder: Path, view: LogicalView, process_group: dist.ProcessGroup | Non
     access = JointAccess.of(view, process_group)
     found: list[_Content] = []
     access.trying(lambda: found.append(_content(view, access)))
-    _write(folder, access, found)
+    _write(folder, view, access, found)
 
 
 def async_save(folder: Path, view: LogicalView) -> Future[None]:
     """`saving.async_save` in our own format: what this rank writes is copied to the CPU when this returns."""
     view.refuse_freed("async_save")
+    if view.balancer is None:
+        wait_for_saving(view)  # its thread talks over the same group
     access = JointAccess.of(view)
+    live: list[_Content] = []
+    access.trying(lambda: live.append(_content(view, access)))
+    access.agree(f"{folder} was not saved")
+    found = [replace(live[0], tensors=_on_host(live[0].tensors))]
     if view.balancer is not None:
         access = JointAccess(view.balancer._background_group(), torch.device("cpu"))
-    found: list[_Content] = []
-
-    def copy() -> None:
-        live = _content(view, access)
-        copies = [replace(shard, tensor=shard.tensor.to("cpu", copy=True)) for shard in live.shards]
-        found.append(replace(live, shards=copies))
-
-    access.trying(copy)
     before = _saving(view)
 
     def write() -> None:
         _ended(before)
-        _write(folder, access, found)
+        _write(folder, view, access, found)
 
     worker = ThreadPoolExecutor(1, thread_name_prefix="eplb_runtime save")
     saving = worker.submit(write)
@@ -90,8 +80,12 @@ def async_save(folder: Path, view: LogicalView) -> Future[None]:
     return saving
 
 
+def _on_host(tensors: Iterable[Named]) -> list[Named]:
+    return [(part, name, value.to("cpu", copy=True)) for part, name, value in tensors]
+
+
 def wait_for_saving(view: LogicalView) -> None:
-    """Until an `async_save` of this model has ended, well or not: a folder has one writer, and no reader meanwhile."""
+    """Wait until an `async_save` of this model has ended, well or not: a folder has one writer and no reader then."""
     _ended(_saving(view))
 
 
@@ -106,89 +100,52 @@ def _saving(view: LogicalView) -> Future[None] | None:
 
 
 def _content(view: LogicalView, access: JointAccess) -> _Content:
+    balancer = view.balancer.state_dict() if view.balancer is not None else None  # first: all ranks meet in it
     ranks = view.balancer._runtime.job.data_ranks if view.balancer is not None else access.ranks
-    shards = shards_to_write(view, list(view.entries()), ranks)
-    balancer = view.balancer.state_dict() if view.balancer is not None else None
-    return _Content(shards, json.dumps(_optimizer_of(view)), balancer)
+    layout, tied = disk.layout_of(view)
+    renamed = {key: asdict(stored) for key, stored in layout.items() if stored.names != (key.partition(".")[2],)}
+    numbers = json.dumps({"layout": renamed, "tied": tied, "optimizer": _optimizer_of(view)})
+    is_first = access.ranks[access.number] == ranks[0]  # of its stage
+    return _Content(disk.tensors_of_rank(view, layout, ranks), numbers if is_first else "", balancer)
 
 
 @torch.no_grad()
-def _write(folder: Path, access: JointAccess, found: Sequence[_Content]) -> None:
-    """``found``: what this rank writes; empty: it could not be had, and all ranks hear of it."""
-    access.agree(f"{folder} was not saved")
+def _write(folder: Path, view: LogicalView, access: JointAccess, found: list[_Content]) -> None:
+    """Write a checkpoint.
+
+    Args:
+        found: what this rank writes; empty: it could not be had, and all ranks hear of it.
+    """
+    problem = f"{folder} was not saved"
+    access.agree(problem)
     (content,) = found
-    shards = content.shards
-    token = bytes(access.gather(_bytes(secrets.token_bytes(_TOKEN_BYTES)))[0].tolist()).hex()
-    names = [f"tensors-{i:05d}-of-{access.size:05d}-{token}.safetensors" for i in range(access.size)]
-    sizes = {shard.key: shard.size for shard in shards}
-    metadata = {"format": FORMAT, "sizes": json.dumps(sizes), "optimizer": content.optimizer}
-    specs = {shard.name: TensorSpec(tuple(shard.tensor.shape), shard.tensor.dtype) for shard in shards}
-    path = folder / names[access.number]
-    files: list[TensorFile] = []
-    sums = bytes(16)
-
-    def write() -> None:
-        nonlocal sums
-        folder.mkdir(parents=True, exist_ok=True)
-        files.append(TensorFile(path, specs, metadata, checksums=True))
-        for shard in shards:
-            files[0].write(shard.name, shard.tensor)
-        sums = files[0].finish()
-
+    token = access.gather_bytes(secrets.token_bytes(_TOKEN_BYTES))[0].hex()
+    files: dict[str, tuple[int, str]] = {}
+    access.trying(lambda: files.update(disk.write_tensors(folder, access.number, token, content.tensors)))
     try:
-        access.trying(write)
-        access.agree(f"{folder} was not saved")
-        access.trying(lambda: files[0].publish())
-        size = path.stat().st_size if path.exists() else 0
-        headers = access.gather(_bytes(sums + size.to_bytes(8, "little")))
-        access.agree(f"{folder} was not saved")
-        index = {
-            "format": FORMAT,
-            "version": VERSION,
-            "save": token,
-            "balancer": content.balancer,
-            "files": [
-                {
-                    "name": name,
-                    "bytes": int.from_bytes(bytes(row[16:].tolist()), "little"),
-                    "checksum": bytes(row[:16].tolist()).hex(),
-                }
-                for name, row in zip(names, headers, strict=True)
-            ],
-        }
-        access.trying(lambda: _switch(folder, index), first_only=True)
-        access.agree(f"{folder} was not saved")
-    finally:
-        # What has its name stays: the index may stand for it already, though a rank did not live to say so.
-        for file in files:
-            file.discard()
-
-
-def _switch(folder: Path, index: Mapping[str, Any]) -> None:
-    """Check the new files, replace the index, then remove the files of the old checkpoint."""
-    try:
-        Manifest.of(folder, index)
-        write_file(folder / INDEX, json.dumps({**index, "checksum": index_checksum(index)}))
-    except Exception:
-        _clear(folder, lambda token: token == index["save"])
+        access.agree(problem)
+        of_ranks = [json.loads(text) for text in access.gather_bytes(json.dumps(files).encode())]
+        stages = [json.loads(text) for text in access.gather_bytes(content.numbers.encode()) if text]
+    except BaseException:
+        disk.remove_files(folder, lambda name, other: name in files)
         raise
-    _clear(folder, lambda token: token != index["save"])
-    for left_by_a_crash in folder.glob(PARTIALS):
-        with suppress(OSError):
-            left_by_a_crash.unlink()
-
-
-def _clear(folder: Path, unwanted: Callable[[str], bool]) -> None:
-    """Remove files of other saves; what cannot be removed is in nobody's way."""
-    for file in folder.iterdir():
-        match = _OURS.fullmatch(file.name)
-        if match is not None and unwanted(match[1]):
-            with suppress(OSError):
-                file.unlink()
-
-
-def _bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    folders = folders_of(view)
+    access.trying(
+        lambda: disk.publish(
+            folder,
+            token,
+            {name: tuple(known) for one in of_ranks for name, known in one.items()},
+            {
+                "layout": {key: stored for stage in stages for key, stored in stage["layout"].items()},
+                "tied": {key: other for stage in stages for key, other in stage["tied"].items()},
+                "optimizers": [stage["optimizer"] for stage in stages if stage["optimizer"] is not None],
+                "balancer": content.balancer,
+            },
+            lambda: None if folders is None else folders.describe(view, folder),
+        ),
+        first_only=True,
+    )
+    access.agree(problem)
 
 
 # -- loading ---------------------------------------------------------------------------------------------------------
@@ -199,21 +156,38 @@ def load(folder: Path, view: LogicalView, *, warm_start: bool, process_group: di
     """`saving.load` of our own format."""
     access = JointAccess.of(view, process_group)
     problem = f"{folder} was not loaded, nothing is changed"
-    found: list[Any] = []
-    access.trying(lambda: found.extend(_checked(folder, view)))
-    access.agree(problem)
-    manifest, options, numbers = found
-    access.trying(lambda: manifest.verify(access.number, access.size))
-    access.agree(problem)
+    markers: list[dict[str, Any]] = []
+    opened: list[SavedTensors] = []
+    options: list[dict[str, Any]] = []
     states: dict[str, dict[str, Any]] = {}
-    access.trying(lambda: states.update(_new_states(view, manifest, numbers)))
-    access.agree(problem)
-    restore_placement(view, manifest.index["balancer"], warm_start)
+
+    def verify() -> None:
+        markers.append(disk.read_marker(folder))
+        verify = old_folder.verify if markers[0]["version"] == old_folder.VERSION else disk.verify
+        verify(folder, markers[0], access.number, access.size)
+
+    def check() -> None:
+        open_folder = old_folder.OldFolder if markers[0]["version"] == old_folder.VERSION else disk.Folder
+        try:
+            opened.append(open_folder(folder, markers[0]))
+            numbers = _checked(folder, view, opened[0])
+            options.extend(_options(view, opened[0]))
+            states.update(_new_states(view, opened[0], numbers))
+        except CheckpointError:
+            raise
+        except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(f"{folder} cannot be used: {one_line(error, with_type=True)}") from error
+
+    for action in (verify, check):
+        access.trying(action)
+        access.agree(problem)
+    (saved,) = opened
+    restore_placement(view, saved.balancer, warm_start)
 
     def fill() -> None:
-        entries = [*view.entries("model", "extra"), *_state_entries(view, states)]
-        for shard in (shard for entry in entries for shard in local_shards(view, entry)):
-            manifest.fill(shard)
+        for entry in [*view.entries("model", "extra"), *_state_entries(view, states)]:
+            for offsets, block in disk.blocks_here(view, entry):
+                saved.fill(entry.key, offsets, block)
         for name, values in states.items():
             set_optimizer_state(view, name, values)
         set_options(view, options)
@@ -223,46 +197,43 @@ def load(folder: Path, view: LogicalView, *, warm_start: bool, process_group: di
     view.weights_changed()
 
 
-def _checked(folder: Path, view: LogicalView) -> tuple[Manifest, list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Check a checkpoint without writing anything.
-
-    Returns:
-        The manifest, the options of each live param group, and the optimizer state that is no tensor.
-    """
-    manifest = Manifest.read(folder)
-    saved = manifest.tensors
+def _checked(folder: Path, view: LogicalView, saved: SavedTensors) -> dict[str, dict[str, Any]]:
+    """Compare names and shapes; returns the optimizer state that is no tensor."""
     wanted = {entry.key: entry for entry in view.entries("model", "extra")}
     for key, entry in wanted.items():
-        if key not in saved:
+        if key not in saved.tensors:
             raise CheckpointError(f"{folder} has no {key}: it was saved from another model")
-        size = tuple(view.whole_size(entry))
-        if saved[key].size != size:
-            raise CheckpointError(f"{key} has shape {saved[key].size} in {folder}, {size} in the model")
-    unknown = sorted(set(names_of(saved, "model")) - set(wanted))
+        size, shape = tuple(view.whole_size(entry)), tuple(saved.tensors[key].shape)
+        if shape != size:
+            raise CheckpointError(f"{key} has shape {shape} in {folder}, {size} in the model")
+    unknown = sorted({key for key in saved.tensors if key.startswith("model.")} - set(wanted))
     if unknown and not _in_stages(view):
         raise CheckpointError(f"{unknown[0]} in {folder} has no place in the model ({len(unknown)} such entries)")
     if view.optimizer is None:
-        return manifest, [], {}
-    if not manifest.optimizers:
+        return {}
+    if not saved.optimizers:
         raise CheckpointError(f"{folder} has no optimizer: load it with optimizer=None")
-    groups = [group for optimizer in manifest.optimizers for group in optimizer["param_groups"]]
-    decoded = {
-        number: {option: _from_json(value) for option, value in group.items()} for number, group in enumerate(groups)
-    }
-    numbers = {name: values for optimizer in manifest.optimizers for name, values in optimizer["numbers"].items()}
+    numbers = {name: values for optimizer in saved.optimizers for name, values in optimizer["numbers"].items()}
     for name in numbers:
         if name not in view.parameters and not _in_stages(view):
             raise CheckpointError(f"{folder} has optimizer state of {name}, which is no parameter of the model")
-    return manifest, options_of(view, decoded), numbers
+    return numbers
+
+
+def _options(view: LogicalView, saved: SavedTensors) -> list[dict[str, Any]]:
+    """Options of each live param group."""
+    groups = [group for optimizer in saved.optimizers for group in optimizer["param_groups"]]
+    decoded = [{option: _from_json(value) for option, value in group.items()} for group in groups]
+    return options_of(view, dict(enumerate(decoded)))
 
 
 def _in_stages(view: LogicalView) -> bool:
-    """Whether the model here is a stage, and the checkpoint has others."""
+    """Return whether the model here is a stage, and the checkpoint has others."""
     return view.balancer is not None and len(view.balancer._runtime.job.layers_of_stage) > 1
 
 
 def _new_states(
-    view: LogicalView, manifest: Manifest, numbers: Mapping[str, Mapping[str, Any]]
+    view: LogicalView, saved: SavedTensors, numbers: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """Optimizer state to fill: the live tensors where they fit, else new ones."""
     if view.optimizer is None:
@@ -271,15 +242,15 @@ def _new_states(
     for name, values in numbers.items():
         if name in states:
             states[name].update({key: _from_json(value) for key, value in values.items()})
-    for key in names_of(manifest.tensors, "optimizer"):
+    for key in sorted(key for key in saved.tensors if key.startswith("optimizer.")):
         try:
             name, state = split_key(view, key.removeprefix("optimizer."))
         except CheckpointError:
             if _in_stages(view):
                 continue
             raise
-        saved = manifest.tensors[key]
-        states[name][state] = new_state_tensor(view, name, state, torch.Size(saved.size), saved.dtype, reuse=True)
+        spec = saved.tensors[key]
+        states[name][state] = new_state_tensor(view, name, state, torch.Size(spec.shape), spec.dtype, reuse=True)
     return states
 
 
@@ -312,7 +283,7 @@ def _optimizer_of(view: LogicalView) -> dict[str, Any] | None:
 
 def _to_json(value: Any, name: Any) -> Any:
     if isinstance(value, Tensor):
-        return {"tensor": value.tolist(), "dtype": DTYPE_NAMES[value.dtype]}
+        return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
     plain = list(value) if isinstance(value, tuple) else value
     try:
         retained = not isinstance(value, dict) and json.loads(json.dumps(plain)) == plain
@@ -325,6 +296,4 @@ def _to_json(value: Any, name: Any) -> Any:
 
 
 def _from_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return torch.tensor(value["tensor"], dtype=DTYPES[value["dtype"]])
-    return value
+    return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"])) if isinstance(value, dict) else value

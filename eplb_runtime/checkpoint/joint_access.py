@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed.consensus import gather_rows
+from ..distributed.consensus import gather_bytes, gather_rows
 from .state import CheckpointError, LogicalView
 
 
@@ -79,6 +79,10 @@ class JointAccess:
         if self._group is None:
             return mine.unsqueeze(0)
         return gather_rows(mine.to(self._device), self._group).cpu()
+
+    def gather_bytes(self, mine: bytes) -> list[bytes]:
+        """Every rank's."""
+        return [mine] if self._group is None else gather_bytes(mine, self._group, self._device)
 
     def folder_has(self, path: Path) -> bool:
         """Whether a file is there, for all ranks alike.

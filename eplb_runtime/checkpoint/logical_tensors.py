@@ -25,8 +25,7 @@ from torch import Tensor
 from ..distributed.consensus import all_equal, first_problem
 from ..moe.experts.gathering import whole_rows
 from ..utils.errors import one_line
-from .tensor_file import DTYPE_NAMES, DTYPES, TensorSpec
-from .weights import Weight, value_of
+from .weights import TensorSpec, Weight, value_of
 
 if TYPE_CHECKING:
     from ..balancer.balancer import Balancer
@@ -319,12 +318,10 @@ class LogicalTensorList:
 
 
 def _fields_of(item: StreamItem) -> list[Any]:
-    if item.spec.dtype not in DTYPE_NAMES:
-        raise ExportError(f"{item.name} is of {item.spec.dtype}, for which checkpoints have no name: cast it")
     return [
         item.name,
         item.spec.shape,
-        DTYPE_NAMES[item.spec.dtype],
+        str(item.spec.dtype).removeprefix("torch."),
         item.weight,
         item.key,
         item.layer,
@@ -336,7 +333,9 @@ def _fields_of(item: StreamItem) -> list[Any]:
 
 def _item_of(stage: int, fields: Sequence[Any]) -> StreamItem:
     name, shape, dtype, weight, key, layer, expert, joint, shared = fields
-    return StreamItem(name, TensorSpec(tuple(shape), DTYPES[dtype]), stage, weight, key, layer, expert, joint, shared)
+    return StreamItem(
+        name, TensorSpec(tuple(shape), getattr(torch, dtype)), stage, weight, key, layer, expert, joint, shared
+    )
 
 
 def _from_rank(text: str, rank: int, group: dist.ProcessGroup) -> str:

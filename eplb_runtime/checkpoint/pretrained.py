@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
 
 from .state import CheckpointError, LogicalView
+from .weights import Stored
 
 
 class PretrainedFolders(Protocol):
@@ -19,13 +21,21 @@ class PretrainedFolders(Protocol):
     def read(self, view: LogicalView, folder: Path) -> None:
         """Read weights into the live tensors, each rank its own experts."""
 
+    def names(self, view: LogicalView) -> Mapping[str, Stored]:
+        """How the framework's folders store tensors of the model, by its own names, where they store no more than
+        parts of them. Not collective."""
+
+    def describe(self, view: LogicalView, folder: Path) -> None:
+        """Write the configuration that the framework reads a folder with. Not collective."""
+
 
 def export_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> None:
     """Write what ``save_pretrained`` of the whole model would, a piece at a time. Collective, between steps.
 
     A model that is larger than a shard is written by all ranks, each its own experts, in shards of its own; a smaller
-    one is one file, written by rank 0. Beside its model a rank needs the memory of one expert and of one dense tensor.
-    Files get their names when all of them are whole, the index last.
+    one is one file, written by rank 0. Beside its model a rank needs the memory of one expert and of one dense tensor,
+    and on the host that of its shards, as far as they are not its own live memory. Files get their names when all of
+    them are whole, the index last.
 
     Args:
         model: attached.
@@ -61,11 +71,16 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     _folders(view, "from_pretrained").read(view, Path(folder))
 
 
-def _folders(view: LogicalView, by_library: str) -> PretrainedFolders:
+def folders_of(view: LogicalView) -> PretrainedFolders | None:
+    """Return the folders of the attached host's framework; None: it has none, or the model is not attached."""
     stage = view.model.__dict__.get("_eplb_runtime_stage")
-    if stage is None:
+    return stage.host.folders if stage is not None else None
+
+
+def _folders(view: LogicalView, by_library: str) -> PretrainedFolders:
+    if view.balancer is None:
         raise CheckpointError(f"the model is not attached: use the library's own {by_library}")
-    if stage.host.folders is None:
+    folders = folders_of(view)
+    if folders is None:
         raise CheckpointError("this framework has no checkpoint folders of its own: use checkpoint.save and load")
-    folders: PretrainedFolders = stage.host.folders
     return folders

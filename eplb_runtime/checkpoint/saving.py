@@ -13,8 +13,8 @@ from torch import nn
 
 from . import dcp
 from . import folder as own
+from .disk import MARKER
 from .joint_access import JointAccess
-from .manifest import INDEX
 from .optimizers import Given
 from .state import CheckpointError, LogicalView
 
@@ -39,9 +39,10 @@ def save(
 
     Args:
         folder: one that all ranks see.
-        format: ``"safetensors"``: a file from each rank and ``checkpoint.json``, with checksums of all bytes;
-            ``"dcp"``: torch.distributed.checkpoint's, which plain DCP reads. Its ``.metadata`` is a pickle: load such
-            folders only from people you trust. It has no checksums and needs a new folder.
+        format: ``"safetensors"``: files of each rank with one tensor per expert, an index as Hugging Face's, and
+            ``checkpoint.json`` with checksums of all bytes, which is written last; ``"dcp"``:
+            torch.distributed.checkpoint's, which plain DCP reads. Its ``.metadata`` is a pickle: load such folders only
+            from people you trust. It has no checksums and needs a new folder.
         storage_writer: of DCP, for storage other than a file system.
         process_group: of the ranks that save a model that is not attached; None: all.
 
@@ -115,7 +116,7 @@ def load(
     view = LogicalView(model, optimizer)
     view.refuse_freed("load", patient=True)
     own.wait_for_saving(view)
-    if storage_reader is None and JointAccess.of(view, process_group).folder_has(Path(folder) / INDEX):
+    if storage_reader is None and JointAccess.of(view, process_group).folder_has(Path(folder) / MARKER):
         if key:
             raise CheckpointError(f"{folder} has no keys, as DCP's checkpoints may have: leave out key={key!r}")
         own.load(Path(folder), view, warm_start=warm_start, process_group=process_group)

@@ -6,7 +6,8 @@ ranks, and `export_check.py` compares them with what somebody else has exported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +16,52 @@ from torch.distributed.tensor import DTensor
 
 from ..moe.experts.slices import has_memory
 from .state import LogicalView
-from .tensor_file import TensorSpec
 
 Place = tuple[str, int | None]
 """A tensor of the checkpoint, and a row of it, or None: all of it."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor, without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How one tensor of the training state is stored.
+
+    Args:
+        names: of its parts; ``*`` in them is the number of the expert.
+        experts: E, where each expert has tensors of its own; 0: the tensor is stored whole.
+        sizes: of the parts along ``dim``; empty: there is one part.
+        dim: dimension of the tensor (of one expert, without E) along which it is cut into parts.
+    """
+
+    names: tuple[str, ...]
+    experts: int = 0
+    sizes: tuple[int, ...] = ()
+    dim: int = 0
+
+    def names_of(self, expert: int) -> tuple[str, ...]:
+        """Names of the parts of one expert, or of the tensor."""
+        return tuple(name.replace("*", str(expert), 1) for name in self.names) if self.experts else self.names
+
+    def all_names(self) -> Iterator[str]:
+        """Names of all parts of all experts."""
+        for expert in range(max(1, self.experts)):
+            yield from self.names_of(expert)
+
+    def cut(self, value: Tensor, expert: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and values of each part."""
+        parts = value.split(list(self.sizes), self.dim) if self.sizes else (value,)
+        return zip(self.names_of(expert), parts, strict=True)
 
 
 @dataclass(frozen=True)
@@ -91,3 +134,35 @@ def value_of(tensor: Tensor) -> Tensor:
     """A tensor that is no expert's, whole. Collective over the ranks that have parts of it."""
     with torch.no_grad():
         return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def patterns_of(by_expert: Sequence[Mapping[str, Place]]) -> tuple[str, ...]:
+    """Names with ``*`` for the number of the expert; empty where there is no such name."""
+    patterns = []
+    for key, (first, _) in by_expert[0].items():
+        cuts = [f"{first[: match.start()]}*{first[match.end() :]}" for match in re.finditer(r"\b0\b", first)]
+        fits = (
+            cut
+            for cut in cuts
+            if all(cut.replace("*", str(number), 1) == names[key][0] for number, names in enumerate(by_expert))
+        )
+        patterns.append(next(fits, ""))
+    return tuple(patterns)
+
+
+def cut_by(convert: Callable[[Tensor], Sequence[Tensor]], shape: torch.Size) -> tuple[tuple[int, ...], int] | None:
+    """Return sizes and dimension of the parts, in order, that a conversion makes of a tensor; None: it is no cut."""
+    # Each element says where it is along one dimension, without memory for all of them.
+    places = [
+        torch.arange(length, dtype=torch.int32).view(-1, *(1 for _ in shape[dim + 1 :])).expand(shape)
+        for dim, length in enumerate(shape)
+    ]
+    made = [convert(each) for each in places]
+    for dim in range(len(shape)):
+        sizes = tuple(part.shape[dim] if part.ndim == len(shape) else 0 for part in made[dim])
+        if sum(sizes) == shape[dim] and all(
+            all(torch.equal(part, own) for part, own in zip(parts, each.split(list(sizes), dim), strict=True))
+            for parts, each in zip(made, places, strict=True)
+        ):
+            return (sizes if len(sizes) > 1 else ()), dim
+    return None

@@ -97,7 +97,9 @@ def stack_experts(model: nn.Module, layers: Sequence[MoE]) -> None:
             parent = model.get_submodule(layer.experts.rpartition(".")[0])
             weights = [tensor.detach() for tensor in stacked.parameters()]
             run = getattr(parent, layer.run, None)
-            if not weights[0].is_meta and (problem := try_layer([parent], stacked.compute, weights, run).problem):
+            if not weights[0].is_meta and (
+                problem := try_layer([parent, stacked], stacked.compute, weights, run).problem
+            ):
                 raise AttachError(f"{layer.run} of {layer.experts} {problem}")
             made.append((layer.experts, stacked))
     for name, stacked in made:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from ..balancer.balancer import Balancer
 from ..balancer.gradients.scaler import GradScaler
 from ..checkpoint import load, load_pretrained, save
+from ..checkpoint.disk import MARKER
 from ..checkpoint.joint_access import JointAccess
-from ..checkpoint.manifest import INDEX
 from ..checkpoint.restoring import restore_placement
 from ..checkpoint.state import CheckpointError, LogicalView
 from ..config import BalancerConfig
@@ -237,7 +237,7 @@ class BalancedTrainerMixin(_TrainerBase):
             return
         folder, view = Path(checkpoint), LogicalView(self.model)
         joint = JointAccess.of(view)
-        if joint.folder_has(folder / STATE / INDEX):
+        if joint.folder_has(folder / STATE / MARKER):
             load(folder / STATE, self.model, self._bare_optimizer)
         else:
             if self._exports:

@@ -5,10 +5,15 @@ What plain equality needs is in test_checkpoint.py; here are disks that fail, ra
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import random
+import resource
 import shutil
+import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,17 +24,15 @@ import torch
 import torch.distributed as dist
 from moe_models import make_model
 from ranks import run_ranks
-from safetensors import safe_open
+from safetensors.torch import load_file
 from test_checkpoint import Job, State, build, different, load_and_go_on, train
 from test_pipeline_stages import make_stages
 from torch import nn
 
 import eplb_runtime as eplb
-from eplb_runtime.checkpoint import CheckpointError
+from eplb_runtime.checkpoint import CheckpointError, disk
 from eplb_runtime.checkpoint import folder as own
-from eplb_runtime.checkpoint.manifest import Manifest
 from eplb_runtime.checkpoint.state import LogicalView
-from eplb_runtime.checkpoint.tensor_file import TensorFile
 from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import RebalanceCommitted
 
@@ -41,23 +44,82 @@ def saved(rank: int, folder: str, job: Job, steps: int = 3) -> State:
     return eplb.logical_state_dict(model, optimizer)
 
 
-def nbytes(folder: Path) -> int:
-    found = 0
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as opened:
-            found += sum(opened.get_tensor(name).nbytes for name in opened.keys())  # noqa: SIM118
-    return found
-
-
-@pytest.mark.parametrize("job", [Job(), Job(ep_size=2)], ids=["one EP group", "two"])
-def test_each_rank_writes_its_share_of_a_state_that_is_written_once(job: Job, tmp_path: Path) -> None:
+@pytest.mark.parametrize("job", [Job(), Job("mixtral", ep_size=2)], ids=["one EP group", "two, other names"])
+def test_the_library_reads_what_each_rank_has_written_a_share_of(job: Job, tmp_path: Path) -> None:
     (state, *_) = run_ranks(4, saved, str(tmp_path), job)
-    files = sorted(path.name for path in tmp_path.iterdir())
-    assert files[0] == "checkpoint.json"
-    assert [name.rpartition("-")[0] for name in files[1:]] == [f"tensors-{rank:05d}-of-00004" for rank in range(4)]
-    assert nbytes(tmp_path) == sum(tensor.nbytes for tensor in state.values())
-    sizes = [path.stat().st_size for path in tmp_path.glob("*.safetensors")]
-    assert max(sizes) < 1.5 * min(sizes)
+    tensors = {}
+    for part in ("model", "optimizer"):
+        weight_map = json.loads((tmp_path / f"{part}.safetensors.index.json").read_text())["weight_map"]
+        files = sorted(set(weight_map.values()))
+        assert [file.split("-")[:2] for file in files] == [[part, f"{rank:05d}"] for rank in range(4)]
+        loaded = {file: load_file(tmp_path / file) for file in files}
+        assert {name: file for file in files for name in loaded[file]} == weight_map, "each tensor is there once"
+        tensors |= {f"{part}.{name}": loaded[file][name] for name, file in weight_map.items()}
+        nbytes = [sum(tensor.nbytes for tensor in loaded[file].values()) for file in files]
+        assert max(nbytes) < 1.5 * min(nbytes)
+    assert sum(tensor.nbytes for tensor in tensors.values()) == sum(tensor.nbytes for tensor in state.values())
+    name = "model.layers.0.mlp.experts"
+    for expert in range(8):
+        one = tensors[f"optimizer.{name}.{expert}.down_proj.exp_avg"]
+        assert torch.equal(one, state[f"optimizer.{name}.down_proj.exp_avg"][expert])
+    if job.family == "olmoe":
+        assert torch.equal(tensors[f"model.{name}.7.down_proj.weight"], state[f"model.{name}.down_proj"][7])
+    model = make_model(job.family, seed=1).from_pretrained(tmp_path)
+    assert different({f"model.{name}": value for name, value in model.state_dict().items()}, of_model(state)) == []
+
+
+def of_model(state: State) -> State:
+    return {name: value for name, value in state.items() if name.startswith("model.")}
+
+
+def save_tied(rank: int, folder: str) -> State:
+    model = make_model("olmoe", tied=True)
+    eplb.attach(model, None)
+    eplb.checkpoint.save(folder, model)
+    return eplb.logical_state_dict(model)
+
+
+def test_tied_tensors_are_stored_once_and_read_by_who_does_not_tie_them(tmp_path: Path) -> None:
+    state = run_ranks(2, save_tied, str(tmp_path))[0]
+    names = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+    model = make_model("olmoe", seed=1)
+    eplb.checkpoint.load(tmp_path, model)
+    assert different(state, eplb.logical_state_dict(model)) == []
+
+
+OLD = Path(__file__).parents[1] / "data" / "checkpoint_version_2"
+"""Saved by two ranks of the last release that wrote such folders, with its state's digest."""
+OLD_DIGEST = "45b5244285172bf3c54e1385a694964bbfd7cdfa1a639abd9c7bedb44baf9d98"
+
+
+def load_old(rank: int, folder: Path) -> str:
+    model = make_model("olmoe", experts=4, layers=1, width=8, seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    eplb.attach(model, optimizer, config=eplb.BalancerConfig(dense_gradients="allreduce"))
+    eplb.checkpoint.load(folder, model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    digest, state = hashlib.sha256(), eplb.logical_state_dict(model, optimizer)
+    for name in sorted(state):
+        digest.update(name.encode())
+        digest.update(state[name].reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def test_a_folder_of_the_last_release_is_read_and_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "old"
+    shutil.copytree(OLD, folder)
+    for ranks in (1, 2, 4):
+        assert set(run_ranks(ranks, load_old, folder)) == {OLD_DIGEST}
+    model = make_model("olmoe", experts=4, layers=1, width=8, seed=1)
+    eplb.checkpoint.load(folder, model)
+    eplb.checkpoint.save(folder, model)
+    assert not list(folder.glob("tensors-*"))
+    tensors = next(OLD.glob("tensors-*"))
+    shutil.copytree(OLD, tmp_path / "damaged")
+    flip(tmp_path / "damaged" / tensors.name, tensors.stat().st_size - 3, 5)
+    with pytest.raises(CheckpointError, match=f"{tensors.name} is damaged"):
+        eplb.checkpoint.load(tmp_path / "damaged", model)
 
 
 def load_damaged(rank: int, folder: str, positions: list[tuple[str, int, int]], believe: bool) -> list[str]:
@@ -66,7 +128,7 @@ def load_damaged(rank: int, folder: str, positions: list[tuple[str, int, int]], 
     train(model, optimizer, range(1), rank, dist.get_world_size())
     before = eplb.logical_state_dict(model, optimizer)
     if believe:
-        Manifest.verify = lambda self, number, of: None
+        disk.verify = lambda *_: None
     said = []
     for name, at, bit in positions:
         path = Path(folder) / name
@@ -98,7 +160,7 @@ def flip(path: Path, at: int, bit: int) -> None:
 def places(folder: Path, count: int) -> list[tuple[str, int, int]]:
     """Bits all over the files, headers and data alike."""
     choice = random.Random(3)
-    files = sorted(folder.iterdir())
+    files = sorted(file for file in folder.iterdir() if file.name != "config.json")
     found = [
         (file.name, choice.randrange(file.stat().st_size), choice.randrange(8)) for file in files for _ in range(4)
     ]
@@ -110,74 +172,100 @@ def places(folder: Path, count: int) -> list[tuple[str, int, int]]:
 
 def test_every_flipped_bit_is_noticed_before_anything_is_written(tmp_path: Path) -> None:
     run_ranks(2, saved, str(tmp_path), Job())
-    positions = places(tmp_path, 16)
-    for said in run_ranks(2, load_damaged, str(tmp_path), positions, False):
-        assert "loaded" not in said
-        assert all("\n" not in text for text in said)
+    positions = places(tmp_path, 40)
+    of_ranks = run_ranks(2, load_damaged, str(tmp_path), positions, False)
+    for said in zip(*of_ranks, strict=True):
+        assert "loaded" not in said and not any("\n" in text for text in said)
+    for (name, *_), *said in zip(positions, *of_ranks, strict=True):
+        assert any(name in text for text in said), (name, said)
     # The control: what the checksums over data are for.
-    data = [place for place in positions if place[0] != "checkpoint.json"]
+    data = [place for place in positions if place[0].endswith(".safetensors")]
     assert "loaded" in run_ranks(2, load_damaged, str(tmp_path), data, True)[0]
 
 
 # -- dying on the way ------------------------------------------------------------------------------------------------
 
 
-def die_while_writing() -> None:
-    write, calls = TensorFile.write, []
-
-    def dying(self: TensorFile, name: str, value: torch.Tensor, row: int | None = None) -> None:
-        calls.append(name)
-        if len(calls) == 20:
-            os._exit(9)
-        write(self, name, value, row)
-
-    TensorFile.write = dying
-
-
-def die_before_the_switch() -> None:
-    own._switch = lambda folder, index: os._exit(9)
-
-
-def die_while_clearing_away() -> None:
-    unlink, calls = Path.unlink, []
-
-    def dying(self: Path, missing_ok: bool = False) -> None:
-        calls.append(self)
-        if len(calls) == 2:
-            os._exit(9)
-        unlink(self, missing_ok=missing_ok)
-
-    Path.unlink = dying
-
-
-def save_over(rank: int, folder: str, dies: Callable[[], None], victim: int) -> None:
+def save_over(rank: int, folder: str) -> None:
+    """Save over a checkpoint, without the last rank while another makes the new one the folder's."""
     model, optimizer, _ = build(Job())
     train(model, optimizer, range(2), rank, dist.get_world_size())
-    if rank == victim:
-        dies()
+    if rank == 0:
+        disk.publish = lambda *_: os._exit(9)
     try:
         eplb.checkpoint.save(folder, model, optimizer)
     finally:
         os._exit(1)  # without its peer a rank can only end
 
 
-@pytest.mark.parametrize(
-    ("dies", "victim", "stands"),
-    [(die_while_writing, 1, "old"), (die_before_the_switch, 0, "old"), (die_while_clearing_away, 0, "new")],
-)
-def test_a_rank_that_dies_while_saving_over_a_checkpoint_leaves_a_whole_one(
-    dies: Callable[[], None], victim: int, stands: str, old_and_new: tuple[Path, dict[str, State]], tmp_path: Path
-) -> None:
-    before, states = old_and_new
-    folder = tmp_path / "folder"
-    shutil.copytree(before, folder)
-    run_ranks(2, save_over, str(folder), dies, victim, expect_exit=(0, 1))
-    loaded = run_ranks(2, loaded_and_saved, str(folder))[0]
-    assert different(states[stands], loaded) == []
-    other = "old" if stands == "new" else "new"
-    assert different(states[other], loaded) != [], "the control"
-    # The next save clears away what the dead one left.
-    assert len([path for path in folder.iterdir() if path.is_file()]) == 3
+def test_a_rank_that_dies_while_saving_over_a_checkpoint_leaves_the_old_one(tmp_path: Path) -> None:
+    old = run_ranks(2, saved, str(tmp_path), Job(), 1)[0]
+    files = len(list(tmp_path.iterdir()))
+    run_ranks(2, save_over, str(tmp_path), expect_exit=(0, 1))
+    assert len(list(tmp_path.iterdir())) > files
+    assert different(old, run_ranks(2, loaded_and_saved, str(tmp_path))[0]) == []
+    assert len(list(tmp_path.iterdir())) == files, "the next save clears away what the dead one left"
+
+
+def kill_while_saving(folder: Path) -> tuple[list[str], set[str]]:
+    """Save over a checkpoint in processes that are killed, each later than the one before it; what stands then."""
+    model = make_model("olmoe", experts=4, layers=1, width=8)
+    other = make_model("olmoe", experts=4, layers=1, width=8, seed=1)
+    eplb.checkpoint.save(folder, model)
+    states = {"old": eplb.logical_state_dict(model)}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    states["new"] = eplb.logical_state_dict(model)
+    standing: list[str] = []
+    nbytes = max(path.stat().st_size for path in folder.iterdir())
+    for kill in range(30):
+        child = os.fork()
+        if not child:
+            try:
+                if kill < 15:  # in the midst of a file, by its size
+                    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+                    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes * kill // 15,) * 2)
+                else:  # between two changes of the folder
+                    kill_at(kill - 14)
+                eplb.checkpoint.save(folder, model)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        eplb.checkpoint.load(folder, other)
+        loaded = eplb.logical_state_dict(other)
+        found = [name for name, state in states.items() if different(state, loaded) == []]
+        assert len(found) == 1, (kill, "a mixture")
+        weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+        of_others = {f"model.{name}": load_file(folder / file)[name] for name, file in weight_map.items()}
+        assert any(different(state, of_others) == [] for state in states.values()), kill
+        standing += found
+    eplb.checkpoint.save(folder, model)
+    return standing, {path.name.partition("-")[0] for path in folder.iterdir()}
+
+
+def kill_at(number: int) -> None:
+    """Kill this process at its change of that number in the file system."""
+    count = 0
+
+    def watch(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal count
+        if event in ("os.rename", "os.remove") or (
+            event == "open" and isinstance(args[2], int) and args[2] & os.O_CREAT
+        ):
+            count += 1
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+
+
+def test_thirty_kills_at_any_time_leave_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:
+    standing, files = kill_while_saving(tmp_path)
+    assert standing == sorted(standing, reverse=True), "once it is there, the new one stays"
+    assert {"old", "new"} == set(standing)
+    assert files == {"model", "numbers", "checkpoint.json", "model.safetensors.index.json"}
 
 
 def loaded_and_saved(rank: int, folder: str) -> State:
@@ -188,41 +276,24 @@ def loaded_and_saved(rank: int, folder: str) -> State:
     return eplb.logical_state_dict(model, optimizer)
 
 
-def save_old_and_new(rank: int, folder: str) -> dict[str, State]:
-    """A checkpoint, and the state that is saved over it later."""
-    model, optimizer, _ = build(Job())
-    states = {}
-    for name, steps in {"old": range(1), "new": range(1, 2)}.items():
-        train(model, optimizer, steps, rank, dist.get_world_size())
-        eplb.checkpoint.save(f"{folder}/{name}", model, optimizer)
-        states[name] = eplb.logical_state_dict(model, optimizer)
-    return states
-
-
-@pytest.fixture(scope="module")
-def old_and_new(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, State]]:
-    folder = tmp_path_factory.mktemp("old and new")
-    return folder / "old", run_ranks(2, save_old_and_new, str(folder))[0]
-
-
 def full_disk(rank: int, folder: str) -> str:
-    write = TensorFile.write
+    write = disk.save_file
 
-    def full(self: TensorFile, name: str, value: torch.Tensor, row: int | None = None) -> None:
+    def full(*args: Any) -> None:
         if rank == 1:
             raise OSError(28, "No space left on device")
-        write(self, name, value, row)
+        write(*args)
 
     model, optimizer, _ = build(Job())
     eplb.checkpoint.save(folder, model, optimizer)
     before = sorted(path.name for path in Path(folder).iterdir())
     dist.barrier()
-    TensorFile.write = full
+    disk.save_file = full
     with pytest.raises(OSError if rank == 1 else CheckpointError) as raised:
         eplb.checkpoint.save(folder, model, optimizer)
     dist.barrier()
     assert sorted(path.name for path in Path(folder).iterdir()) == before
-    TensorFile.write = write
+    disk.save_file = write
     eplb.checkpoint.save(folder, model, optimizer)
     dist.barrier()
     after = sorted(path.name for path in Path(folder).iterdir())
@@ -252,7 +323,7 @@ def save_in_the_background(rank: int, folder: str, tear: bool) -> tuple[State, S
 
     own._write = waiting
     if tear:
-        own.replace = lambda box, **_: box
+        own._on_host = list
     first = eplb.checkpoint.async_save(f"{folder}/first", model, optimizer)
     before = len(balancer.events.of_type(RebalanceCommitted))
     train(model, optimizer, range(3, 9), rank, 2)
@@ -282,15 +353,15 @@ def save_and_load_beside_a_save(rank: int, folder: str) -> list[list[str]]:
     """A save to the same folder, and a load from a new one, while a save in the background is held."""
     model, optimizer, balancer = build(Job())
     train(model, optimizer, range(2), rank, 2)
-    finish, found = TensorFile.finish, []
+    write, found = disk.write_tensors, []
     held = threading.Event()
 
-    def slow(self: TensorFile) -> bytes:
+    def slow(*args: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
             assert held.wait(60)
-        return finish(self)
+        return write(*args)
 
-    TensorFile.finish = slow
+    disk.write_tensors = slow
     saving = eplb.checkpoint.async_save(f"{folder}/one", model, optimizer)
     groups = [balancer._background_group().group_name]
     before = eplb.logical_state_dict(model, optimizer)
@@ -407,7 +478,7 @@ def test_what_cannot_be_saved_or_read_gets_one_line(tmp_path: Path) -> None:
 
     def copy(name: str, text: str = index, content: bytes = file.read_bytes()) -> Path:
         folder = tmp_path / name
-        folder.mkdir()
+        shutil.copytree(tmp_path / "good", folder)
         (folder / "checkpoint.json").write_text(text)
         (folder / file.name).write_bytes(content)
         return folder
@@ -420,6 +491,17 @@ def test_what_cannot_be_saved_or_read_gets_one_line(tmp_path: Path) -> None:
         optimizer.param_groups[0]["schedule"] = print
         eplb.checkpoint.save(tmp_path / "odd", model, optimizer)
 
+    def odd_dtype() -> None:
+        odd = nn.ModuleDict({"complex": nn.Linear(1, 1)})
+        sgd = torch.optim.SGD(odd.parameters())
+        sgd.state[odd["complex"].weight]["momentum"] = torch.zeros(1, 1, dtype=torch.complex128)
+        eplb.checkpoint.save(tmp_path / "dtype", odd, sgd)
+
+    def beside_weights() -> None:
+        (tmp_path / "weights").mkdir()
+        (tmp_path / "weights" / "model.safetensors").touch()
+        eplb.checkpoint.save(tmp_path / "weights", model)
+
     def dcp_twice() -> None:
         for _ in range(2):
             eplb.checkpoint.save(tmp_path / "dcp", model, format="dcp")
@@ -428,21 +510,23 @@ def test_what_cannot_be_saved_or_read_gets_one_line(tmp_path: Path) -> None:
     for words, action in [
         ("cannot be read as a checkpoint", lambda: load(copy("text", "{"), model)),
         (
-            "of version 3; this reads",
-            lambda: load(copy("version", index.replace('"version": 2', '"version": 3')), model),
+            "of version 4; this reads",
+            lambda: load(copy("version", index.replace('"version": 3', '"version": 4')), model),
         ),
         (
             "is damaged: it has another checksum",
-            lambda: load(copy("index", index.replace('"bytes": ', '"bytes": 1')), model),
+            lambda: load(copy("index", index.replace('"files": {', '"files": {"x": [1, ""], ')), model),
         ),
         (
-            "its size or its header is not what was saved",
+            "another size or checksum than when it was saved",
             lambda: load(copy("cut", content=file.read_bytes()[:-1]), model),
         ),
         ("cannot be read: No such file", lambda: load(missing(copy("missing")), model)),
         ("has no optimizer: load it with optimizer=None", lambda: load(tmp_path / "good", model, optimizer)),
         ("optimizer's schedule is a builtin_function_or_method, which JSON does not keep", odd_option),
         ("format='torch' is unknown", lambda: eplb.checkpoint.save(tmp_path / "x", model, format="torch")),
+        ("complex.weight.momentum: safetensors has no torch.complex128", odd_dtype),
+        ("has a model.safetensors, which would be read", beside_weights),
         ("has a checkpoint already, which DCP cannot replace", dcp_twice),
     ]:
         with pytest.raises(CheckpointError) as raised:

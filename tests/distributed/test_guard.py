@@ -232,6 +232,15 @@ class AveragedByHand(Job):
                 parameter.grad /= 2
 
 
+class AllAveragedByHand(Job):
+    """Those of experts, too, of which each rank has other ones."""
+
+    def before_step(self, step: int) -> None:
+        for parameter in self.model.parameters():
+            torch.distributed.all_reduce(parameter.grad)
+            parameter.grad /= 2
+
+
 class RatesByOwnLoss(Later):
     """Of experts alone: nothing that ranks share shows it."""
 
@@ -365,6 +374,7 @@ CASES: dict[str, Callable[[int], dict]] = {
             ClippedByTheBalancerLater,
             SummedByHand,
             AveragedByHand,
+            AllAveragedByHand,
             RatesByOwnLoss,
             RatesByOwnLossAtOnce,
         )
@@ -423,6 +433,7 @@ def test_the_guard_changes_no_bit(results: list[dict[str, dict]]) -> None:
         ("nobody averages", 0, "dense_gradients='allreduce'"),
         ("DDP around a wrapper", 0, "which hold other experts"),
         ("clipped by each rank", 0, "use balancer.clip_grad_norm_"),
+        ("AllAveragedByHand", 0, "the gradients of model.layers.0.mlp.experts"),
         ("frozen on one rank", 0, "the trained parameters on rank 1 differ from rank 0's"),
         ("group on one rank", 0, "the learning rates of the optimizer on rank 1 differ from rank 0's"),
         ("unfrozen later", 0, "holds model.layers.0.mlp.experts"),

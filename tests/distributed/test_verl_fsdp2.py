@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import load_example
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -23,7 +24,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import eplb_runtime as eplb
-from eplb_runtime.hosts import walks
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 pytestmark = [
@@ -82,7 +82,7 @@ def trained(functions: Any, policy: str, rank: int) -> dict[str, Any]:
         balancer._wait_until_compiled()
         balancer._plan_with(plan_shuffle)
     engine = SimpleNamespace(module=module)
-    walks.follow_verl_fsdp(balancer, engine)
+    load_example("verl_weights").follow_verl_fsdp(balancer, engine)
     found: dict[str, Any] = {"losses": [], "norms": [], "exports": []}
     module.train()
     for step in range(STEPS):

@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from examples import load_example
 from ranks import run_ranks
 from torch import Tensor
 
@@ -157,7 +158,7 @@ class ByGathering:
                 yield f"{head}.weight{rank * EXPERTS // RANKS + int(index)}", one
 
     def follow(self, balancer: eplb.Balancer) -> None:
-        walks.follow_verl(balancer, self.engine)
+        load_example("verl_weights").follow_verl(balancer, self.engine)
 
     def export(self) -> STATE:
         return copied(self.engine.bridge.export_weights(self.models))
@@ -209,7 +210,7 @@ class ByTasks:
         return "saved"
 
     def follow(self, balancer: eplb.Balancer) -> None:
-        walks.follow_verl(balancer, self.engine)
+        load_example("verl_weights").follow_verl(balancer, self.engine)
 
     def export(self) -> STATE:
         self.tasks = self.tasks or self.get_conversion_tasks(self.model)  # verl keeps them
@@ -276,7 +277,7 @@ class MBridge:
         self.bridge.make_vocab_size_divisible_by = None
 
     def follow(self, balancer: eplb.Balancer) -> None:
-        walks.follow_verl(balancer, SimpleNamespace(bridge=self.bridge, vanilla_bridge=True))
+        load_example("verl_weights").follow_verl(balancer, SimpleNamespace(bridge=self.bridge, vanilla_bridge=True))
 
     def export(self) -> STATE:
         return copied(self.bridge.export_weights(self.models))
@@ -364,7 +365,7 @@ class Bridge:
         return self.own.stream_weights_megatron_to_hf([model], theirs, **options)
 
     def follow(self, balancer: eplb.Balancer) -> None:
-        walks.follow_verl(balancer, self.engine)
+        load_example("verl_weights").follow_verl(balancer, self.engine)
 
     def export(self) -> STATE:
         return copied(self.engine.bridge.export_hf_weights(self.model.module, conversion_tasks=self.tasks))

@@ -14,8 +14,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from ...checkpoint.state import CheckpointError
-from ...checkpoint.tensor_file import TensorSpec
-from ...checkpoint.weights import Weight
+from ...checkpoint.weights import TensorSpec, Weight
 from ..attaching.description import MoELayer
 
 _WRAPPERS = re.compile(r"^(?:module\.)*")

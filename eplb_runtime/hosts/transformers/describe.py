@@ -8,7 +8,7 @@ the rows that arrive here, whatever the model.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ from .adapters import (
 from .compute import RowCompute
 
 if TYPE_CHECKING:
-    from ...checkpoint.weights import Weight
+    from ...checkpoint.weights import Stored, Weight
 
 
 def describe(model: nn.Module) -> HostModel:
@@ -206,6 +206,16 @@ class _Folders:
         from . import weights
 
         weights.read(view, folder)
+
+    def names(self, view: Any) -> Mapping[str, Stored]:
+        from . import naming
+
+        return naming.stored_names(view)
+
+    def describe(self, view: Any, folder: Path) -> None:
+        from . import naming
+
+        naming.write_config(view.model, folder)
 
 
 def _weights(model: nn.Module, first_layer: int) -> Sequence[Weight]:

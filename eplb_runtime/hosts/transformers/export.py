@@ -1,13 +1,14 @@
 """Write a Hugging Face folder from an attached model: each rank its own experts, a piece at a time.
 
 What fits into one shard is one file, written by rank 0; of anything larger each rank writes shards of its own, and
-nothing travels but experts that the folder stores stacked. A rank holds one expert (or a block of small ones) beside
-its model, and one dense tensor.
+nothing travels but experts that the folder stores stacked. A rank holds on the host what has come for its shards,
+besides one expert (or a block of small ones) and one dense tensor.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,13 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ...checkpoint.disk import save_tensors
 from ...checkpoint.joint_access import JointAccess
 from ...checkpoint.state import CheckpointError, Entry, LogicalView
-from ...checkpoint.tensor_file import TensorFile, TensorSpec
+from ...checkpoint.weights import TensorSpec
 from ...distributed.ranks import Job
 from ...moe.experts.gathering import rows_per_call
-from ...utils.files import write_file
+from ...utils.files import PARTIALS, write_file
 from .adapters import is_saved_with_adapters
 from .naming import Convert, Piece, State, converter, pieces_of, saved_entries
 
@@ -86,10 +88,8 @@ def write(view: LogicalView, folder: Path, **options: Any) -> None:
     joint = JointAccess.of(view)
     failed = f"{folder} was not exported"
     try:
-        joint.trying(files.open)
         for step in plan.steps:
             _write(view, entries, convert, step, files, joint)
-        joint.trying(files.finish)
         joint.agree(failed)
         # The files get their names only when all of them are whole; in between there is no index, so nothing loads.
         joint.trying(lambda: _renew_folder(view, folder, variant, options), first_only=True)
@@ -155,11 +155,10 @@ def _plan(
             steps.append(_Whole(piece, least_busy(piece)))
         elif piece.stacked or at_once:
             steps.extend(_rows_of(view, entries[piece.names[0]], piece, least_busy(piece)))
-    shards = [
-        (rank, shard)
-        for rank in load
-        for shard in _shards({key: made[key] for key in made if writer_of[key] == rank}, shard_size)
-    ]
+    shards_of = {rank: _shards({key: made[key] for key in made if writer_of[key] == rank}, shard_size) for rank in load}
+    shards = [(rank, shard) for rank, of_rank in shards_of.items() for shard in of_rank]
+    place = {key: at for of_rank in shards_of.values() for at, shard in enumerate(of_rank) for key in shard}
+    steps.sort(key=lambda step: place[_first_key(view, entries, step)])  # a rank fills one file after the other
     names = [f"model{variant}.safetensors"]
     if len(shards) > 1:
         names = [f"model{variant}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
@@ -175,6 +174,13 @@ def _rows_of(view: LogicalView, entry: Entry, piece: Piece, destination: int | N
             own = ep_sets[(number + (entry.layer or 0)) % len(ep_sets)][source]
             to = own if destination is None else destination
             yield _Rows(piece, source, first, min(first + step, homes), to)
+
+
+def _first_key(view: LogicalView, entries: Mapping[str, Entry], step: _Rows | _Whole) -> str:
+    """The first tensor of the folder that a step adds to."""
+    if isinstance(step, _Rows) and step.piece.by_expert is not None:
+        return next(iter(step.piece.by_expert[_experts(view, entries, step)[0]].values()))[0]
+    return next(iter(step.piece.made))
 
 
 def _experts(view: LogicalView, entries: Mapping[str, Entry], rows: _Rows) -> list[int]:
@@ -194,25 +200,20 @@ def _shards(tensors: Mapping[str, TensorSpec], shard_size: int | str) -> list[di
 
 
 class _OwnFiles:
-    """The files of this rank."""
+    """The files of this rank, each written as soon as it has all of its tensors."""
 
     def __init__(self, plan: _Plan, folder: Path) -> None:
-        self._plan = plan
         self._folder = folder
-        self._files: list[TensorFile] = []
-        self._file_of: dict[str, TensorFile] = {}
-
-    def open(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for name, (rank, tensors) in self._plan.files.items():
-            if rank == dist.get_rank():
-                self._files.append(TensorFile(self._folder / name, tensors, {"format": "pt"}))
-                self._file_of.update(dict.fromkeys(tensors, self._files[-1]))
+        self._tensors = {name: tensors for name, (rank, tensors) in plan.files.items() if rank == dist.get_rank()}
+        self._file_of = {key: name for name, tensors in self._tensors.items() for key in tensors}
+        self._arrived: dict[str, State] = {name: {} for name in self._tensors}
+        self._missing = {name: sum(spec.nbytes for spec in tensors.values()) for name, tensors in self._tensors.items()}
+        self._partial = {name: folder / PARTIALS.replace("*", secrets.token_hex(16)) for name in self._tensors}
 
     def write_whole(self, piece: Piece, values: State, convert: Convert) -> None:
         made = convert(values) if piece.convert else dict(zip(piece.made, values.values(), strict=True))
         for key, value in made.items():
-            self._file_of[key].write(key, value)
+            self._put(key, None, value)
 
     def write_experts(self, piece: Piece, rows: Tensor, experts: Sequence[int], convert: Convert) -> None:
         """``rows``: one for each of ``experts``."""
@@ -220,20 +221,27 @@ class _OwnFiles:
         for row, expert in enumerate(experts):
             state = {piece.names[0]: rows[row : row + 1]}
             for key, value in (convert(state) if piece.convert else state).items():
-                to, at = piece.by_expert[expert][key]
-                self._file_of[to].write(to, value, at)
+                self._put(*piece.by_expert[expert][key], value)
 
-    def finish(self) -> None:
-        for file in self._files:
-            file.finish()
+    def _put(self, key: str, row: int | None, value: Tensor) -> None:
+        name = self._file_of[key]
+        arrived, spec = self._arrived[name], self._tensors[name][key]
+        if row is None:
+            arrived[key] = value.cpu()
+        else:
+            arrived.setdefault(key, torch.empty(spec.shape, dtype=spec.dtype))[row : row + 1] = value
+        self._missing[name] -= value.nbytes
+        if not self._missing[name]:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            save_tensors(self._partial[name], self._arrived.pop(name))
 
     def publish(self) -> None:
-        for file in self._files:
-            file.publish()
+        for name, partial in self._partial.items():
+            partial.rename(self._folder / name)
 
     def discard(self) -> None:
-        for file in self._files:
-            file.discard()
+        for partial in self._partial.values():
+            partial.unlink(missing_ok=True)
 
 
 def _write(

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from ...checkpoint.state import CheckpointError, Entry, LogicalView
-from ...checkpoint.tensor_file import TensorSpec
+from ...checkpoint.weights import Place, Stored, TensorSpec, cut_by, patterns_of
+from ...utils.files import write_file
 
 State = dict[str, Tensor]
 Convert = Callable[[State], State]
-Place = tuple[str, int | None]
-"""A tensor of the folder, and a row of it, or None: all of it."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,51 @@ def pieces_of(view: LogicalView, entries: Mapping[str, Entry], convert: Convert)
         )
     _check_experts(pieces, whole, convert)
     return pieces
+
+
+def stored_names(view: LogicalView) -> dict[str, Stored]:
+    """How the library's folders store tensors of the model, by name: those that it renames or cuts into parts.
+
+    Experts that its folders store stacked are left out, and what it changes otherwise.
+    """
+    if not isinstance(view.model, PreTrainedModel) or getattr(view.model, "hf_quantizer", None) is not None:
+        return {}
+    convert, entries = converter(view.model), saved_entries(view)
+    try:
+        pieces = pieces_of(view, entries, convert)
+    except CheckpointError:
+        return {}
+    found: dict[str, Stored] = {}
+    cuts: dict[tuple[str, torch.Size], tuple[tuple[int, ...], int] | None] = {}
+    for piece in pieces:
+        name = piece.names[0]
+        spread = entries[name].layer is not None
+        if len(piece.names) > 1 or piece.stacked or (spread and piece.by_expert is None):
+            continue
+        names = tuple(piece.made) if piece.by_expert is None else patterns_of(piece.by_expert)
+        kind = name.rpartition(".")[2], view.whole_size(entries[name])[int(spread) :]
+        if not piece.convert:
+            found[name] = Stored(names)
+            continue
+        if kind not in cuts:
+            cuts[kind] = cut_by(partial(_converted, convert, name, spread), kind[1])
+        cut = cuts[kind]
+        if cut is not None and all(names) and len(names) == max(1, len(cut[0])):
+            found[name] = Stored(names, view.num_experts if spread else 0, *cut)
+    return found
+
+
+def _converted(convert: Convert, name: str, spread: bool, value: Tensor) -> list[Tensor]:
+    return list(convert({name: value.unsqueeze(0) if spread else value}).values())
+
+
+def write_config(model: nn.Module, folder: Path) -> None:
+    """Write the ``config.json`` that ``from_pretrained`` reads with the weights; none of a model with adapters."""
+    if isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
+        config = deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        config.dtype = model.dtype
+        write_file(folder / "config.json", config.to_json_string())
 
 
 def _by_expert(

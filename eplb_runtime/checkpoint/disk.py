@@ -1,0 +1,440 @@
+"""Checkpoints as files that everybody can read: safetensors with Hugging Face's index, one tensor per expert.
+
+A folder has tensor files of each rank for three parts (model, optimizer, extra tensors), an index for each part,
+`numbers-*.json` for all that is no tensor, and `checkpoint.json`, which is written last and has size and checksum of
+every other file. File names are new in each save, so a save that ends early leaves the old checkpoint whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..moe.experts.gathering import whole_rows
+from ..moe.experts.slices import columns, is_sliced, local
+from ..utils.checksums import as_bytes
+from ..utils.errors import one_line
+from ..utils.files import PARTIALS, FileError, require_readable, write_file
+from .pretrained import folders_of
+from .state import CheckpointError, Entry, LogicalView
+from .weights import Stored, TensorSpec, value_of
+
+MARKER = "checkpoint.json"
+FORMAT, VERSION = "eplb-runtime-checkpoint", 3
+PARTS = ("model", "optimizer", "extra")
+FILE_BYTES = 4 << 30
+"""Tensors of one file; on a GPU a rank needs as much memory on the host to write them."""
+_OURS = re.compile(r"(?:(?:model|optimizer|extra)-\d{5}-\d{5}|tensors-\d{5}-of-\d{5}|numbers)-([0-9a-f]{16})\.[a-z]+")
+LIBRARY_PARTIALS = ".tmp??????"
+"""Files that the library has begun; they are there for long where a process was killed."""
+_MOST_BYTES = 1 << 30
+_BLOCK_BYTES = 16 << 20
+
+Named = tuple[str, str, Tensor]
+"""Part, name and values of a stored tensor."""
+
+
+class SavedTensors(Protocol):
+    """A checkpoint that is open for reading.
+
+    Attributes:
+        tensors: by the keys of `logical_state_dict`.
+        optimizers: param groups and state that is no tensor, of each pipeline stage.
+        balancer: `Balancer.state_dict`, or None.
+    """
+
+    tensors: Mapping[str, TensorSpec]
+    optimizers: Sequence[Mapping[str, Any]]
+    balancer: Mapping[str, Any] | None
+
+    def fill(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
+        """Fill a block of a tensor, which begins at ``offsets``; values are cast to its dtype."""
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+def layout_of(view: LogicalView) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Return how each tensor is stored, by key; and the keys of tied tensors, with the key that they are stored under.
+
+    Weights have the names of the framework's own checkpoints where the host knows them, else the model's own, with the
+    number of the expert before the parameter's: ``experts.17.down_proj``. Optimizer state has the model's own.
+    """
+    folders = folders_of(view)
+    by_host = folders.names(view) if folders is not None else {}
+    entries = list(view.entries())  # alive together: no two have one id by chance
+    layout: dict[str, Stored] = {}
+    tied: dict[str, str] = {}
+    first: dict[tuple[str, int], str] = {}
+    for entry in entries:
+        known = first.setdefault((entry.part, id(entry.tensor)), entry.key)
+        if known != entry.key:
+            tied[entry.key] = known
+        elif entry.part == "model" and entry.name in by_host:
+            layout[entry.key] = by_host[entry.name]
+        else:
+            layout[entry.key] = _by_default(view, entry)
+    return layout, tied
+
+
+def _by_default(view: LogicalView, entry: Entry) -> Stored:
+    name = entry.key.partition(".")[2]
+    if entry.layer is None:
+        return Stored((name,))
+    parameter = entry.name.partition("/")[0]
+    head = parameter[: parameter.rfind(".") + 1]
+    return Stored((f"{head}*.{name.removeprefix(head)}",), view.num_experts)
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def tensors_of_rank(view: LogicalView, layout: Mapping[str, Stored], ranks: Sequence[int]) -> Iterator[Named]:
+    """Yield what this rank writes: its share of its experts and of the rest, in live memory where that is whole.
+
+    Collective where experts are sliced or tensors sharded: every rank goes through to the end.
+
+    Args:
+        ranks: that hold the model; they share out by size what all of them hold.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    nbytes = dict.fromkeys(ranks, 0)
+    for entry in view.entries():
+        stored = layout.get(entry.key)
+        if stored is None:
+            continue  # tied: stored under another name
+        if entry.layer is None:
+            writer = min(nbytes, key=lambda rank: nbytes[rank])
+            nbytes[writer] += entry.tensor.nbytes
+            if writer == rank or isinstance(entry.tensor, DTensor):
+                whole = value_of(entry.tensor)
+                yield from ((entry.part, *part) for part in stored.cut(whole) if writer == rank)
+            continue
+        assert view.balancer is not None
+        holders = view.balancer._runtime.job.edp_ranks
+        for row, expert in enumerate(view.experts_here(entry.layer)):
+            writer = holders[expert % len(holders)]
+            if writer == rank or is_sliced(entry.tensor):
+                one = _whole_row(view, entry.tensor, row)
+                yield from ((entry.part, *part) for part in stored.cut(one, expert) if writer == rank)
+
+
+def _whole_row(view: LogicalView, rows: Tensor, row: int) -> Tensor:
+    if not is_sliced(rows):
+        return rows.detach()[row]
+    assert view.balancer is not None
+    out = torch.empty((1, *rows.shape[1:]), dtype=rows.dtype, device=local(rows).device)
+    return whole_rows(rows, row, out, view.balancer._runtime.groups)[0]
+
+
+def write_tensors(folder: Path, number: int, token: str, tensors: Iterable[Named]) -> dict[str, tuple[int, str]]:
+    """Write tensors into files of this rank.
+
+    Returns:
+        Bytes and checksum of each file, by name.
+
+    Raises:
+        CheckpointError: the library has no name for a dtype.
+        OSError: a file cannot be written. Files that were are removed.
+    """
+    written: dict[str, tuple[int, str]] = {}
+    batch: dict[str, Tensor] = {}
+    of, nbytes = "", 0
+
+    def write() -> None:
+        path = folder / f"{of}-{number:05d}-{len(written):05d}-{token}.safetensors"
+        save_tensors(path, batch)
+        written[path.name] = path.stat().st_size, file_checksum(path)
+        batch.clear()
+
+    remaining = iter(tensors)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for part, name, value in remaining:
+            if batch and (part != of or nbytes + value.nbytes > FILE_BYTES):
+                write()
+                nbytes = 0
+            batch[name] = value
+            of, nbytes = part, nbytes + value.nbytes
+        if batch:
+            write()
+    except BaseException:
+        for _ in remaining:
+            pass  # other ranks gather what is sharded with this one
+        remove_files(folder, lambda name, other: other == token and f"-{number:05d}-" in name)
+        raise
+    return written
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file and bring it to the disk.
+
+    Raises:
+        CheckpointError: the library has no name for a dtype.
+        OSError: it cannot be written.
+    """
+    whole: dict[str, Tensor] = {}
+    memory: set[int] = set()
+    for name, tensor in tensors.items():
+        value = tensor.detach().contiguous()
+        whole[name] = value.clone() if value.data_ptr() in memory else value  # the library takes no memory twice
+        memory.add(value.data_ptr())
+    try:
+        save_file(whole, path, {"format": "pt"})
+    except KeyError as error:
+        names = [name for name, value in whole.items() if value.dtype == error.args[0]]
+        raise CheckpointError(f"{names[0]}: safetensors has no {error}: save with format='dcp'") from None
+    except SafetensorError as error:
+        raise OSError(f"{path}: {one_line(error)}") from error
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def publish(
+    folder: Path,
+    token: str,
+    files: Mapping[str, tuple[int, str]],
+    numbers: Mapping[str, Any],
+    describe: Callable[[], None],
+) -> None:
+    """Make the files of all ranks the checkpoint of this folder, in one step, and remove those of the old one.
+
+    Args:
+        numbers: all that is no tensor.
+        describe: writes what else a framework wants in a folder.
+    """
+    path = folder / f"numbers-{token}.json"
+    try:
+        if (folder / "model.safetensors").exists():
+            raise CheckpointError(
+                f"{folder} has a model.safetensors, which would be read in its place: give another folder"
+            )
+        indexes = _indexes(folder, files)
+        write_file(path, json.dumps(numbers))
+        describe()
+        marker: dict[str, Any] = {"format": FORMAT, "version": VERSION, "save": token}
+        marker["files"] = {**files, path.name: (path.stat().st_size, file_checksum(path))}
+        marker["files"] |= {name: (len(data), xxhash.xxh3_128_hexdigest(data)) for name, data in indexes.items()}
+    except BaseException:
+        remove_files(folder, lambda name, other: other == token)
+        raise
+    # Between two of these, others read the new checkpoint and we the old one; both are whole.
+    for name, data in indexes.items():
+        write_file(folder / name, data)
+    write_file(folder / MARKER, json.dumps({**marker, "checksum": _checksum_of(marker)}))
+    remove_files(folder, lambda name, other: other != token)
+    unused = [folder / _index_name(part) for part in PARTS if _index_name(part) not in indexes]
+    for file in (*unused, *folder.glob(PARTIALS), *folder.glob(LIBRARY_PARTIALS)):
+        with suppress(OSError):
+            file.unlink()
+
+
+def _indexes(folder: Path, files: Mapping[str, tuple[int, str]]) -> dict[str, bytes]:
+    """Hugging Face's index of each part, by the name of its file."""
+    maps: dict[str, dict[str, str]] = defaultdict(dict)
+    nbytes: dict[str, int] = defaultdict(int)
+    for file, (size, _) in sorted(files.items()):
+        part = file.partition("-")[0]
+        nbytes[part] += size
+        with _opened(folder / file) as opened:
+            for name in opened.keys():  # noqa: SIM118
+                other = maps[part].setdefault(name, file)
+                if other == file:
+                    continue
+                with _opened(folder / other) as same:
+                    if not torch.equal(as_bytes(same.get_tensor(name)), as_bytes(opened.get_tensor(name))):
+                        raise CheckpointError(
+                            f"{folder}: ranks have different tensors under the name {name}: pipeline stages need names "
+                            "of their own"
+                        )
+    return {
+        _index_name(part): json.dumps(
+            {"metadata": {"total_size": nbytes[part]}, "weight_map": weight_map}, indent=2, sort_keys=True
+        ).encode()
+        for part, weight_map in maps.items()
+    }
+
+
+def _index_name(part: str) -> str:
+    return f"{part}.safetensors.index.json"
+
+
+def remove_files(folder: Path, unwanted: Callable[[str, str], bool]) -> None:
+    """Remove files of saves, given name and save of each; those that cannot be removed do no harm."""
+    with suppress(OSError):
+        for file in list(folder.iterdir()):
+            match = _OURS.fullmatch(file.name)
+            if match is not None and unwanted(file.name, match[1]):
+                with suppress(OSError):
+                    file.unlink()
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_marker(folder: Path) -> dict[str, Any]:
+    """Read `checkpoint.json`, of any version, and compare its own checksum.
+
+    Raises:
+        CheckpointError: it is damaged, or none.
+    """
+    path = folder / MARKER
+    try:
+        require_readable(path, _MOST_BYTES)
+        marker: dict[str, Any] = json.loads(path.read_text())
+        own, version = marker.pop("checksum"), (marker["format"], marker["version"])
+    except (OSError, FileError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {one_line(error, with_type=True)}") from None
+    if version not in ((FORMAT, VERSION), (FORMAT, 2)):
+        raise CheckpointError(
+            f"{path} is {version[0]!r} of version {version[1]!r}; this reads versions 2 and {VERSION}"
+        )
+    if own != _checksum_of(marker):
+        raise CheckpointError(f"{path} is damaged: it has another checksum than when it was saved")
+    return marker
+
+
+def _checksum_of(marker: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(marker, sort_keys=True).encode())
+
+
+def verify(folder: Path, marker: Mapping[str, Any], number: int, of: int) -> None:
+    """Read this rank's share of all files and compare sizes and checksums.
+
+    Args:
+        number, of: this rank among those that verify together.
+
+    Raises:
+        CheckpointError: names the first file that is damaged.
+    """
+    shares = [0] * of
+    for name, (nbytes, checksum) in marker["files"].items():
+        mine = shares.index(min(shares))
+        shares[mine] += nbytes
+        path = folder / name
+        if mine != number or (_OURS.fullmatch(name) is None and _of_another_save(path, marker["save"])):
+            continue
+        try:
+            intact = path.stat().st_size == nbytes and file_checksum(path) == checksum
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        if not intact:
+            raise CheckpointError(f"{path} is damaged: it has another size or checksum than when it was saved")
+
+
+def _of_another_save(index: Path, save: str) -> bool:
+    """Return whether an index was written by a later save that did not come to its end."""
+    with suppress(OSError):
+        return save.encode() not in index.read_bytes()
+    return False
+
+
+def file_checksum(path: Path) -> str:
+    hasher, block = xxhash.xxh3_128(), bytearray(_BLOCK_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            hasher.update(memoryview(block)[:count])
+    return hasher.hexdigest()
+
+
+class Folder:
+    """A verified folder, open for reading (`SavedTensors`)."""
+
+    def __init__(self, folder: Path, marker: Mapping[str, Any]) -> None:
+        self._files: dict[tuple[str, str], Any] = {}
+        numbers = json.loads((folder / f"numbers-{marker['save']}.json").read_text())
+        for name in marker["files"]:
+            if name.endswith(".safetensors"):
+                opened, part = _opened(folder / Path(name).name), name.partition("-")[0]
+                self._files.update({(part, key): opened for key in opened.keys()})  # noqa: SIM118
+        layout = {
+            key: Stored(tuple(stored["names"]), stored["experts"], tuple(stored["sizes"]), stored["dim"])
+            for key, stored in numbers["layout"].items()
+        }
+        unnamed = set(self._files)
+        for key, stored in layout.items():
+            if not 0 <= stored.experts <= len(self._files):
+                raise CheckpointError(f"{folder} has no {stored.experts} experts of {key}")
+            unnamed.difference_update((key.partition(".")[0], name) for name in stored.all_names())
+        layout |= {f"{part}.{name}": Stored((name,)) for part, name in unnamed}
+        self._layout = layout | {key: layout[other] for key, other in numbers["tied"].items()}
+        self.tensors: Mapping[str, TensorSpec] = {key: self._spec(key, one) for key, one in self._layout.items()}
+        self.optimizers: Sequence[Mapping[str, Any]] = numbers["optimizers"]
+        self.balancer: Mapping[str, Any] | None = numbers["balancer"]
+
+    def _spec(self, key: str, stored: Stored) -> TensorSpec:
+        """Shape and dtype of a whole tensor, from those of its parts."""
+        part = key.partition(".")[0]
+        slices = [self._slice(part, name) for name in stored.names_of(0)]
+        kinds = [(each.get_shape(), each.get_dtype()) for each in slices]
+        shape = list(kinds[0][0])
+        if stored.sizes:
+            shape[stored.dim] = sum(stored.sizes)
+        for expert in range(max(1, stored.experts)):
+            for (wanted, dtype), name in zip(kinds, stored.names_of(expert), strict=True):
+                found = self._slice(part, name)
+                if (found.get_shape(), found.get_dtype()) != (wanted, dtype):
+                    raise CheckpointError(f"{name} has another shape or dtype than the same tensor of expert 0")
+        whole = (stored.experts, *shape) if stored.experts else tuple(shape)
+        return TensorSpec(whole, slices[0][(slice(0, 0),) if kinds[0][0] else ()].dtype)
+
+    def _slice(self, part: str, name: str) -> Any:
+        return self._files[part, name].get_slice(name)
+
+    def fill(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
+        """`SavedTensors.fill`, an expert at a time."""
+        stored = self._layout[key]
+        if not stored.experts:
+            self._fill(key, stored, 0, offsets, block)
+            return
+        for row, one in enumerate(block):
+            self._fill(key, stored, offsets[0] + row, offsets[1:], one)
+
+    def _fill(self, key: str, stored: Stored, expert: int, offsets: Sequence[int], block: Tensor) -> None:
+        begin, part = 0, key.partition(".")[0]
+        for number, name in enumerate(stored.names_of(expert)):
+            found = self._slice(part, name)
+            if not block.ndim:
+                block.copy_(found[()])
+                return
+            end = begin + (stored.sizes[number] if stored.sizes else found.get_shape()[stored.dim])
+            first = offsets[stored.dim]
+            low, high = max(begin, first), min(end, first + block.shape[stored.dim])
+            if low < high:
+                inside = [slice(at, at + length) for at, length in zip(offsets, block.shape, strict=True)]
+                inside[stored.dim] = slice(low - begin, high - begin)
+                block.narrow(stored.dim, low - first, high - low).copy_(found[tuple(inside)])
+            begin = end
+
+
+def _opened(path: Path) -> Any:
+    return safe_open(path, framework="pt")
+
+
+def blocks_here(view: LogicalView, entry: Entry) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Yield each block of a tensor that this rank holds, live, and where it begins in the whole tensor."""
+    here = local(entry.tensor).detach()
+    zeros = (0,) * here.ndim
+    if entry.layer is not None:
+        for row, expert in enumerate(view.experts_here(entry.layer)):
+            yield (expert, *(columns(entry.tensor).start or 0, *zeros)[: here.ndim - 1]), here[row : row + 1]
+    elif isinstance(entry.tensor, DTensor):
+        for chunk in entry.tensor.__create_chunk_list__():
+            if here.numel():
+                yield tuple(chunk.offsets), here
+    else:
+        yield zeros, here

@@ -1,0 +1,100 @@
+"""Reads checkpoint folders of version 2, whose files have blocks of tensors; such folders are written no more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..utils.checksums import as_bytes, checksum
+from ..utils.errors import one_line
+from .state import CheckpointError
+from .weights import TensorSpec
+
+VERSION = 2
+
+_Block = tuple[tuple[int, ...], str, Any]
+"""Where a block begins, its name in its file, and the file."""
+
+
+def verify(folder: Path, index: Mapping[str, Any], number: int, of: int) -> None:
+    """Compare the checksums of this rank's share of all blocks.
+
+    Raises:
+        CheckpointError: names the first file that is damaged.
+    """
+    for file in index["files"][number::of]:
+        path = folder / file["name"]
+        try:
+            with path.open("rb") as opened:
+                length = opened.read(8)
+                header = length + opened.read(min(int.from_bytes(length, "little"), file["bytes"]))
+            whole = path.stat().st_size == file["bytes"]
+            if not whole or xxhash.xxh3_128_hexdigest(header) != file["checksum"]:
+                raise CheckpointError(f"{path} is damaged: its size or its header is not what was saved")
+            with safe_open(path, framework="pt") as tensors:
+                for name, known in json.loads(tensors.metadata()["checksums"]).items():
+                    if checksum([as_bytes(tensors.get_tensor(name))]).hex() != known:
+                        raise CheckpointError(f"{path} is damaged: {name} has another checksum than when it was saved")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read: {one_line(error)}") from None
+
+
+class OldFolder:
+    """A verified folder, open for reading (`disk.SavedTensors`)."""
+
+    def __init__(self, folder: Path, index: Mapping[str, Any]) -> None:
+        self._blocks: dict[str, list[_Block]] = {}
+        tensors: dict[str, TensorSpec] = {}
+        self.balancer: Mapping[str, Any] | None = index["balancer"]
+        optimizers: dict[str, Any] = {}
+        for file in index["files"]:
+            opened: Any = safe_open(folder / file["name"], framework="pt")
+            metadata = opened.metadata()
+            optimizers[metadata["optimizer"]] = json.loads(metadata["optimizer"])
+            sizes = json.loads(metadata["sizes"])
+            for name in opened.keys():  # noqa: SIM118
+                key, _, offsets = name.rpartition("@")
+                begin = tuple(int(offset) for offset in offsets.split(",")) if offsets else ()
+                if key not in tensors:
+                    dtype = opened.get_slice(name)[(slice(0, 0),) if begin else ()].dtype
+                    tensors[key] = TensorSpec(tuple(sizes[key]), dtype)
+                if begin not in {other for other, *_ in self._blocks.get(key, ())}:
+                    self._blocks.setdefault(key, []).append((begin, name, opened))
+        for key, spec in tensors.items():
+            found = sum(torch.Size(file.get_slice(name).get_shape()).numel() for _, name, file in self._blocks[key])
+            if found != torch.Size(spec.shape).numel():
+                raise CheckpointError(f"{folder}: blocks of {key} are missing, or overlap")
+        self.tensors: Mapping[str, TensorSpec] = tensors
+        self.optimizers: Sequence[Mapping[str, Any]] = [
+            {**optimizer, "param_groups": [_as_now(group) for group in optimizer["param_groups"]]}
+            for optimizer in optimizers.values()
+            if optimizer is not None
+        ]
+
+    def fill(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
+        """`disk.SavedTensors.fill`, from the saved blocks that overlap it."""
+        for begin, name, file in self._blocks[key]:
+            saved = file.get_slice(name)
+            inside, outside = [], []
+            for first, length, offset, here in zip(begin, saved.get_shape(), offsets, block.shape, strict=True):
+                low, high = max(first, offset), min(first + length, offset + here)
+                inside.append(slice(low - first, high - first))
+                outside.append(slice(low - offset, high - offset))
+            if all(cut.start < cut.stop for cut in inside):
+                block[tuple(outside)].copy_(saved[tuple(inside)])
+
+
+def _as_now(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group, whose tensors have torch's names of their dtypes."""
+    names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "BOOL": "bool"}
+    return {
+        option: {**value, "dtype": names[value["dtype"]]} if isinstance(value, dict) else value
+        for option, value in group.items()
+    }
