@@ -792,6 +792,7 @@ class Balancer:
         }
         for parameter, tensor in matched(tensors, parameters, list(self.layer_of_parameter)).items():
             self.register(parameter, name, tensor)
+        self._not_by_row += map(weakref.ref, arrays_in(tensors))  # the rest belongs to other parameters
         if isinstance(tensors, Mapping):
             # A copied state dict carries a mark of its placement.
             layers = {parameter.rpartition(".")[0]: layer for parameter, layer in self.layer_of_parameter.items()}

@@ -30,6 +30,7 @@ def live_job(rank: int, folder: str) -> dict[str, Any]:
     from eplb_runtime.hosts.megatron.describe import settings_of_job
     from eplb_runtime.hosts.megatron.settings import settings_of
     from eplb_runtime.tools.recipes import read_recipes
+    from eplb_runtime.tools.recipes.reading import BY_FLAGS
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     script = Path(folder) / f"run{rank}.sh"
@@ -42,6 +43,9 @@ def live_job(rank: int, folder: str) -> dict[str, Any]:
     plain, plain_optimizer = ours.wrapped(ours.model_of(moe_router_topk=3), distributed=False)
     other = settings_of_job(plain, [plain_optimizer])
     assert other is not None
+    for settings in (live, written, other):
+        for name in BY_FLAGS:  # flags have other defaults than configs, and neither means anything in this job
+            del settings.values[name]
     model.config.fp8, model.config.cuda_graph_impl = "e4m3", "local"
     try:
         eplb.attach([model], optimizer)

@@ -183,7 +183,9 @@ class TrialRun:
         self._undo()
         _keys.cache_clear()
         owned = [*self._balancer._known_tensors(), *(entry.tensor for entry in self._entries())]
-        found = unregistered([stage.model for stage in self._stages], self._runtime.registry, owned)
+        found = []
+        if self._trial.layout == "fixed":  # what a job keeps is the same in the other runs
+            found = unregistered([stage.model for stage in self._stages], self._runtime.registry, owned)
         rank = self._runtime.job.rank
         lines = [{"holder": f"rank {rank}: {holder}", "shape": list(shape)} for holder, shape in found]
         everyone = gather_bytes(json.dumps(lines).encode(), self._group)

@@ -40,15 +40,18 @@ def unregistered(
     known = {_memory_of(one) for one in (*held, *gradients, *owned, *registry.parameters()) if one is not None}
     rows, sizes = _shapes(models, registry)
     variables = list(_variables())
-    found: list[tuple[str, tuple[int, ...]]] = []
+    shapes: list[tuple[int, ...]] = []
+    holders: list[Any] = []
     for value, holder in _tensors(variables):
         shape = tuple(value.shape)
         is_like = any(shape[-len(row) :] == row for row in rows) or shape[-1:] in sizes or (value.numel,) in sizes
         if is_like and value.memory not in known:
             known.add(value.memory)
-            if name := _named(holder, variables):
-                found.append((name, shape))
-    return found[:MOST_FOUND]
+            shapes.append(shape)
+            holders.append(holder)
+    # The walk is over: lists of its own, which held what it looked at, are gone.
+    named = [(_named(holders[place], (variables, holders)), shape) for place, shape in enumerate(shapes)]
+    return [one for one in named if one[0]][:MOST_FOUND]
 
 
 class _Candidate:
@@ -127,11 +130,15 @@ def _may_be_weights(value: Tensor | np.ndarray[Any, Any]) -> bool:
     return value.grad_fn is None and not value.is_sparse and (value.is_floating_point() or value.element_size() == 1)
 
 
-def _named(holder: Any, variables: Sequence[tuple[str, Any]]) -> str:
-    """A holder in words: the variable that it is, the function or the object that keeps it; empty: a framework's."""
+def _named(holder: Any, ours: tuple[Sequence[tuple[str, Any]], list[Any]]) -> str:
+    """A holder in words: the variable that it is, the function or the object that keeps it; empty: a framework's.
+
+    Args:
+        ours: names and values of variables, and what is held in a list of the search.
+    """
     kind = "a variable"
-    for _ in range(_DEPTH):
-        for name, value in variables:  # a closure over `holder` would be a holder itself
+    for _ in range(2 * _DEPTH):
+        for name, value in ours[0]:  # a closure over `holder` would be a holder itself
             if value is holder:
                 return f"variable {name}"
         if isinstance(holder, GeneratorType | FunctionType):
@@ -143,7 +150,7 @@ def _named(holder: Any, variables: Sequence[tuple[str, Any]]) -> str:
         if not isinstance(holder, dict | list | tuple | CellType | Tensor | np.ndarray):
             return f"an object of {type(holder).__name__}"
         kind = "a closure" if isinstance(holder, CellType) else f"a {type(holder).__name__}"
-        above = [one for one in gc.get_referrers(holder) if one is not variables and not _is_ours(one)]
+        above = [one for one in gc.get_referrers(holder) if all(one is not own for own in ours) and not _is_ours(one)]
         if not above:
             break
         holder = above[0]

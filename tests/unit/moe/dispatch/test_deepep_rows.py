@@ -30,7 +30,6 @@ from eplb_runtime.moe.dispatch.choosing import DispatchChoice, choose
 from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
 from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer
 from eplb_runtime.moe.dispatch.hierarchical import Hierarchical, HierarchicalByRank
-from eplb_runtime.tools.verification import runs
 from eplb_runtime.topology import Topology
 
 SOURCE = "EPLB_RUNTIME_DEEPEP_SOURCE"
@@ -364,10 +363,8 @@ def test_ranks_that_deepep_has_no_settings_for_are_something_that_a_rank_lacks(m
     assert choosing.lacks(torch.device("cuda"), 16, 8) == ""
 
 
-def test_a_verification_notes_that_sums_are_by_rank() -> None:
-    task = SimpleNamespace(ep_sets=[[0, 1]])
+def test_attach_notes_what_makes_bits_depend_on_placement() -> None:
     by_rank = BalancerConfig(dispatch=DispatchConfig("deepep", combine_order="by_rank"))
-    assert runs._notes(task, by_rank, 3) == (choosing.SUMS_BY_RANK,)  # type: ignore[arg-type]
-    assert runs._notes(task, BalancerConfig(), 3) == ()  # type: ignore[arg-type]
+    assert choosing.notes(by_rank) == (choosing.SUMS_BY_RANK,) and choosing.notes(BalancerConfig()) == ()
     in_float8 = BalancerConfig(dispatch=DispatchConfig("deepep", dtype="float8"))
-    assert runs._notes(task, in_float8, 3) == (choosing.IN_FLOAT8,)  # type: ignore[arg-type]
+    assert choosing.notes(in_float8) == (choosing.IN_FLOAT8,)
