@@ -25,11 +25,15 @@ from .placement import Placement
 SPLITS = ("water_filling", "even")
 TRAINING_GATES = ("payoff", "always")
 TRAINING_POLICIES = ("incremental", "static")
-TRANSPORTS = ("torch", "shm", "cuda_ipc", "nixl", "nvshmem", "deepep", "auto")
-"""A new one is named here, in `distributed.transports.TRANSPORTS` (a test holds both equal) and in what
-`MigrationConfig` says of ``transport``; `distributed.transports.automatic` may choose it, `tests/transport_contract.py`
-tries it."""
-COPIES_BY = ("torch", "copy_engine", "deepep")
+TRANSPORTS = ("torch", "cuda_ipc", "nixl", "nvshmem", "deepep", "auto")
+"""A new one is named here and in `distributed.transports.TRANSPORTS`; `tests/transport_contract.py` tries it."""
+GONE = {
+    "transport='shm'": "gone; gloo does it: leave transport out",
+    "copies_by='deepep'": "gone: leave copies_by out, or choose 'copy_engine'",
+    "most_tokens": "gone: leave it out",
+    "shared_between_layers": "gone: leave it out, each layer keeps its own replicas",
+}
+COPIES_BY = ("torch", "copy_engine")
 DISPATCHES = ("all_to_all", "hierarchical", "deepep", "auto")
 COMBINE_ORDERS = ("logical", "by_rank")
 DISPATCH_DTYPES = ("model", "float8")
@@ -91,7 +95,9 @@ class _Settings:
                 kinds = (BalancerConfig, DispatchConfig, MigrationConfig)
                 homes = [f"{kind.__name__} has it" for kind in kinds if name in kind.__dataclass_fields__]
                 there_are = f"there are: {', '.join(cls.__dataclass_fields__)}"
-                raise ConfigError(f"{cls.__name__} has no setting {name!r}; {homes[0] if homes else there_are}")
+                raise ConfigError(
+                    f"{cls.__name__} has no setting {name!r}; {homes[0] if homes else GONE.get(name, there_are)}"
+                )
         return super().__new__(cls)
 
     def _set(self, name: str, value: object) -> None:
@@ -130,6 +136,8 @@ class _Settings:
 
     def _one_of(self, name: str, known: tuple[str, ...], shown_as: str = "") -> None:
         value = getattr(self, name)
+        if (given := f"{name}={value!r}") in GONE:
+            raise ConfigError(f"{given} is {GONE[given]}")
         if not isinstance(value, str) or value not in known:
             raise ConfigError(f"{shown_as or name}={_shown(value)} is unknown; choose one of: {', '.join(known)}")
         self._set(name, str(value))
@@ -152,14 +160,9 @@ class DispatchConfig(_Settings):
         low_latency_tokens: in evaluation without gradients, batches of up to so many tokens on each rank go by DeepEP's
             low-latency kernels (RDMA or NVLink through NVSHMEM, in buffers made for as many): a multiple of 4, up to
             508. For ``"deepep"`` with ``combine_order="by_rank"``, on one node. 0: never.
-        most_tokens: no batch of any rank has more tokens than that, in training and in evaluation. For ``"deepep"`` on
-            one node: a layer then never waits for the device, so that CUDA graphs can hold it, and its rows lie in
-            memory for as many from every rank (in ``"logical"`` order for each choice): for small batches. A larger
-            batch is refused. 0: not known; the number of rows comes to the host first.
-        sms: multiprocessors of a GPU that the kernels of DeepEP take, for tokens and for ``copies_by="deepep"``; even.
-        kernels: on GPUs, Triton kernels count, route and sum a layer's choices and hash experts for checksums; with
-            ``most_tokens`` and replica slots they also split batches over copies, without the host. Each is tried at
-            attach: one that does not give what plain torch gives there is not used, and the log says so.
+        sms: multiprocessors of a GPU that DeepEP's kernels take; even.
+        kernels: on GPUs, Triton kernels count, route and sum a layer's choices. The first batch of each is compared
+            with plain torch, which is used, and the log says so, where the bits differ.
         split: how tokens are shared out over an expert's copies, batch by batch: ``"water_filling"`` (the busiest rank
             has as little as can be) or ``"even"``.
         split_locality: serve a token on its own rank or node where that does not change the balance.
@@ -178,7 +181,6 @@ class DispatchConfig(_Settings):
     combine_order: Literal["logical", "by_rank"] = "logical"
     dtype: Literal["model", "float8"] = "model"
     low_latency_tokens: int = 0
-    most_tokens: int = 0
     sms: int = 20
     kernels: bool = False
     split: Literal["water_filling", "even"] = "water_filling"
@@ -197,7 +199,6 @@ class DispatchConfig(_Settings):
         if self.dtype == "float8" and self.name != "deepep":
             raise ConfigError(f"dtype='float8' with dispatch={self.name!r}: only 'deepep' carries it")
         self._check_low_latency()
-        self._check_most_tokens()
         self._whole("sms", 2)
         if self.sms % 2:
             raise ConfigError(f"sms={self.sms}: give an even number")
@@ -219,18 +220,6 @@ class DispatchConfig(_Settings):
                 "they need dispatch='deepep' and combine_order='by_rank'"
             )
 
-    def _check_most_tokens(self) -> None:
-        self._whole("most_tokens", 0)
-        if self.most_tokens and self.name != "deepep":
-            raise ConfigError(
-                f"most_tokens={self.most_tokens} with dispatch={self.name!r}: only 'deepep' has use for it"
-            )
-        if self.most_tokens and self.low_latency_tokens:
-            raise ConfigError(
-                f"most_tokens={self.most_tokens} with low_latency_tokens={self.low_latency_tokens}, which wait for "
-                "numbers of rows: give one of them"
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class MigrationConfig(_Settings):
@@ -247,11 +236,11 @@ class MigrationConfig(_Settings):
             replay the layers.
         max_moves: at most so many experts move in one decision, over all layers; None: no limit.
         max_pause_seconds: a plan whose predicted pause is longer is trimmed to fit; None: no limit.
-        transport: what carries experts: ``"torch"`` (torch.distributed point to point: gloo or NCCL), ``"shm"`` (shared
-            memory between the ranks of one node, on a CPU), ``"cuda_ipc"`` (the same between the GPUs of one node, by
-            their copy engines), ``"nixl"`` (extra ``nixl``: RDMA or TCP), ``"nvshmem"`` (extra ``nvshmem-cu12`` or
-            ``nvshmem-cu13``, between GPUs), ``"deepep"`` (the package deep_ep, between Hopper GPUs and newer; not with
-            ``overlap``) or ``"auto"`` (inside nodes and across them what fits on every rank, of the first four).
+        transport: what carries experts: ``"torch"`` (torch.distributed point to point: gloo or NCCL), ``"cuda_ipc"``
+            (between the GPUs of one node, by their copy engines), ``"nixl"`` (extra ``nixl``: RDMA or TCP),
+            ``"nvshmem"`` (extra ``nvshmem-cu12`` or ``nvshmem-cu13``, between GPUs), ``"deepep"`` (the package deep_ep,
+            between Hopper GPUs and newer; not with ``overlap``) or ``"auto"`` (of the first three, the one that fits
+            on every rank).
         staging_bytes: bytes of received experts that a rank stages at once; bounds both memory and a round's size.
             Never less than one expert with its state.
         bytes_per_step: with ``overlap``, the most that a rank receives beside one step, up to ``staging_bytes``; None:
@@ -263,8 +252,8 @@ class MigrationConfig(_Settings):
         ConfigError: a value is out of range, a name is unknown, or a setting has no effect beside the others.
 
     Example:
-        >>> MigrationConfig(transport="shm", lag=0).transport
-        'shm'
+        >>> MigrationConfig(transport="auto", lag=0).transport
+        'auto'
     """
 
     lag: int = 1
@@ -354,22 +343,17 @@ class BalancerConfig(_Settings):
         rank_speed: how fast each rank of the EP group is beside the others, one number above 0 for each; a slow one is
             given fewer tokens, by homes and by the split over copies. None: all alike.
         initial_placement: a placement, or its file, to start from instead of logical order.
-        shared_between_layers: layers of equal shapes take turns with one set of k replica rows instead of keeping
-            theirs. Saves memory (both sizes are logged at attach); copies then travel in every forward and backward
-            instead of once a step, and are computed by a second call, again in the backward pass.
         copies_by: what carries weights to copies and their gradients home: ``"torch"`` (torch.distributed point to
-            point: gloo or NCCL), ``"copy_engine"`` (inside a node by the copy engines of its GPUs, through torch's
-            symmetric memory; between nodes as ``"torch"``) or ``"deepep"`` (weights to all copies of a layer in one
-            dispatch of the package deep_ep, with ``DispatchConfig.sms``; gradients as ``"torch"``). The same bits
-            either way.
+            point: gloo or NCCL) or ``"copy_engine"`` (inside a node by the copy engines of its GPUs, through torch's
+            symmetric memory; between nodes as ``"torch"``). The same bits either way.
 
     Raises:
         ConfigError: a value is out of range, a name is unknown, or a setting has no effect beside the others.
 
     Example:
-        >>> config = BalancerConfig(interval=100, replica_slots=1, migration=MigrationConfig(transport="shm"))
+        >>> config = BalancerConfig(interval=100, replica_slots=1, migration=MigrationConfig(transport="auto"))
         >>> config.window_steps, config.horizon, config.gate, config.migration.transport
-        (400, 1000, 'payoff', 'shm')
+        (400, 1000, 'payoff', 'auto')
         >>> BalancerConfig(interval=0)
         Traceback (most recent call last):
             ...
@@ -393,7 +377,6 @@ class BalancerConfig(_Settings):
     elementwise: bool = False
     rank_speed: Sequence[float] | None = None
     initial_placement: Placement | str | Path | None = None
-    shared_between_layers: bool = False
     copies_by: str = "torch"
 
     def __post_init__(self) -> None:
@@ -408,7 +391,6 @@ class BalancerConfig(_Settings):
         self._whole("window", 1)
         self._one_of("guard", GUARDS)
         self._flag("elementwise")
-        self._flag("shared_between_layers")
         self._one_of("copies_by", COPIES_BY)
         self._check_files()
         self._check_listening()
@@ -504,20 +486,16 @@ class BalancerConfig(_Settings):
         """Refuse what only copies use where there are none, and DeepEP's share of a GPU where nothing uses DeepEP."""
         if not self.replica_slots:
             mend = "without replica slots: give replica_slots=1 or more"
-            for name in ("shared_between_layers", "copies_by"):
-                if (value := getattr(self, name)) != self.__dataclass_fields__[name].default:
-                    raise ConfigError(f"{name}={value!r} {mend}")
+            if self.copies_by != BalancerConfig.copies_by:
+                raise ConfigError(f"copies_by={self.copies_by!r} {mend}")
             for name in _OF_COPIES:
                 if (value := getattr(self.dispatch, name)) != DispatchConfig.__dataclass_fields__[name].default:
                     raise ConfigError(f"{name}={value!r} {mend}")
-        if self.dispatch.sms != DispatchConfig.sms and not self._may_use_deepep():
+        if self.dispatch.sms != DispatchConfig.sms and self.dispatch.name not in ("deepep", "auto"):
             raise ConfigError(
                 f"sms={self.dispatch.sms} with dispatch={self.dispatch.name!r}: only DeepEP's kernels take it; choose "
-                "dispatch='deepep' or copies_by='deepep', or leave it out"
+                "dispatch='deepep', or leave it out"
             )
-
-    def _may_use_deepep(self) -> bool:
-        return self.dispatch.name in ("deepep", "auto") or self.copies_by == "deepep"
 
     def _check_files(self) -> None:
         for name, kinds in (("run", (str, Path)), ("initial_placement", (Placement, str, Path))):

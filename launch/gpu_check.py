@@ -112,7 +112,6 @@ STAGES = (
     _tests(1, "CUDA graphs", 120, "test_cuda_graphs.py"),
     _tests(1, "training of one rank", 180, "test_training_on_cuda.py", "-k", _ONE_RANK),
     _compiled(2),
-    _tests(2, "CUDA IPC", 90, "test_cuda_ipc_on_cuda.py"),
     _tests(2, "training", 300, "test_training_on_cuda.py", "-k", f"not ({_ONE_RANK})"),
     _tests(2, "transports", 240, "test_transports_on_cuda.py"),
     _tests(2, "DeepEP", 240, "test_deepep_on_cuda.py"),

@@ -43,7 +43,6 @@ LONGEST_FIRST = (
     "test_megatron_offload",
     "test_faults",
     "test_ways_past_the_layer",
-    "test_most_tokens",
     "test_megatron_stages",
     "test_megatron_slime_shape",
     "test_fully_shard_copies",

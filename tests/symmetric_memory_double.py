@@ -7,6 +7,7 @@ rank puts it and one takes it, so plain reads and writes do for the atomic ones 
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from collections.abc import Sequence
@@ -16,13 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eplb_runtime.distributed.transports.segments import Segment, open_segment
-
 PAD_BYTES = 2048
 """What torch had for long; newer ones have more."""
 LOST: list[tuple[int, int]] = []
 """Signals ``(peer, channel)`` of this process that do not arrive."""
-_segments: dict[int, tuple[Segment, Tensor]] = {}
+_segments: dict[int, tuple[int, Tensor]] = {}
+"""Descriptor and memory of each piece, by its address."""
+
+
+def _mapped(descriptor: int, nbytes: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
 
 
 def get_backend(device: Any) -> str | None:
@@ -38,22 +42,31 @@ def empty(*size: Any, dtype: torch.dtype | None = None, device: Any = None) -> T
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
     dtype = dtype or torch.get_default_dtype()
     nbytes = dtype.itemsize * torch.Size(shape).numel()
-    segment = Segment(PAD_BYTES + max(16, nbytes))
-    whole = segment.hand_out()
+    descriptor = os.memfd_create("eplb_runtime")
+    os.ftruncate(descriptor, PAD_BYTES + max(16, nbytes))
+    whole = _mapped(descriptor, PAD_BYTES + max(16, nbytes))
     data = whole[PAD_BYTES : PAD_BYTES + nbytes].fill_(0xAB)
-    _segments[data.data_ptr()] = segment, whole
+    _segments[data.data_ptr()] = descriptor, whole
     return data.view(dtype).view(shape)
 
 
 def rendezvous(tensor: Tensor, group: Any) -> SymmetricMemory:
-    segment, whole = _segments[tensor.data_ptr()]
+    descriptor, whole = _segments[tensor.data_ptr()]
     assert torch._C._distributed_c10d._resolve_process_group(group.group_name) is not None, "torch must find it"
     words: list[Any] = [None] * group.size()
-    dist.all_gather_object(words, (os.getpid(), segment.descriptor, segment.identity, segment.nbytes), group=group)
+    dist.all_gather_object(words, (os.getpid(), descriptor, whole.nbytes), group=group)
     assert len({nbytes for *_, nbytes in words}) == 1, "pieces are the same on all ranks"
-    return SymmetricMemory(
-        group.rank(), [whole if rank == group.rank() else open_segment(*word) for rank, word in enumerate(words)]
-    )
+    memory = [whole if rank == group.rank() else _opened(*word) for rank, word in enumerate(words)]
+    dist.barrier(group)  # before anybody's may go
+    return SymmetricMemory(group.rank(), memory)
+
+
+def _opened(process: int, descriptor: int, nbytes: int) -> Tensor:
+    opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
+    try:
+        return _mapped(opened, nbytes)
+    finally:
+        os.close(opened)
 
 
 class SymmetricMemory:

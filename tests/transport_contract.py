@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from eplb_runtime.distributed import private_groups
 from eplb_runtime.distributed.transports import TRANSPORTS
 from eplb_runtime.distributed.transports.base import Message, Transport, TransportError
-from eplb_runtime.utils.checksums import HASH_BLOCK_BYTES, as_bytes, block_hashes
+from eplb_runtime.utils.checksums import as_bytes
 
 RANKS = 3
 TIMEOUT = 30.0
@@ -326,24 +326,6 @@ def what_comes_is_posted_first_and_what_goes_bit_by_bit(rank: int, transport: Tr
             transport.post([Message(0, random_bytes(number, size, transport.device))], []).wait(soon())
 
 
-def what_is_read_is_hashed_before_the_next_message_is_filled(rank: int, transport: Transport) -> None:
-    """For transports that say so; the last message says what the ones before it were hashed to."""
-    if not transport.hashes:
-        return
-    to, source = (rank + 1) % RANKS, (rank - 1) % RANKS
-    rows = [random_bytes(rank + 3 * number, size, transport.device) for number, size in enumerate((20 << 20, 1024 + 5))]
-    hashes = [torch.zeros(row.numel() // HASH_BLOCK_BYTES, dtype=torch.int64) for row in rows]
-    said = torch.empty(16, dtype=torch.uint8)
-    sends = [Message(to, row, hashes=of_row) for row, of_row in zip(rows, hashes, strict=True)]
-    sends.append(Message(to, said, fill=lambda: said.copy_(as_bytes(torch.stack([h.sum() for h in hashes])))))
-    arrived = [transport.empty(message.data.numel()) for message in sends]
-    transport.post(sends, [Message(source, into) for into in arrived]).wait(soon())
-    for row, of_row in zip(rows, hashes, strict=True):
-        assert torch.equal(of_row, block_hashes(row[: of_row.numel() * HASH_BLOCK_BYTES]))
-    sums = [block_hashes(into[: into.numel() // HASH_BLOCK_BYTES * HASH_BLOCK_BYTES]).sum() for into in arrived[:2]]
-    assert torch.equal(arrived[2], as_bytes(torch.stack(sums)))
-
-
 CASES: list[Case] = [
     messages_of_a_pair_arrive_in_order,
     messages_of_any_size,
@@ -362,5 +344,4 @@ CASES: list[Case] = [
     what_is_done_stays_done_after_an_abort,
     a_message_that_is_said_to_be_here_is,
     what_comes_is_posted_first_and_what_goes_bit_by_bit,
-    what_is_read_is_hashed_before_the_next_message_is_filled,
 ]

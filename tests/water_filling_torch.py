@@ -57,8 +57,7 @@ class DeviceTables:
     @classmethod
     def _of_layer(cls, tables: SplitTables, layer: int, device: torch.device) -> DeviceTables:
         count = int((tables.order_LN[layer] >= 0).sum())
-        color = tables.color_LN[layer, :count].tolist()
-        bounds = [0, *(i for i in range(1, count) if color[i] != color[i - 1]), count] if count else []
+        bounds = list(range(count + 1))
 
         def long(array: object) -> Tensor:
             return torch.as_tensor(array, dtype=torch.int64).to(device)

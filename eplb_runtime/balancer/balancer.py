@@ -428,7 +428,7 @@ class Balancer:
             What both return.
 
         Raises:
-            RuntimeError: replicas are shared between layers, two run at once already, one has a backward pass; or on a
+            RuntimeError: two run at once already, one has a backward pass; or on a
                 device migrations overlap with training, ``fully_shard`` is there, or its multiprocessors are too few.
         """
         return self._open_second_channel().both(first, second, forwards_only=True)
@@ -520,9 +520,8 @@ class Balancer:
     def no_sync(self) -> Iterator[None]:
         """Hold gradients of replicas back in backward passes inside; for all micro-batches but the last.
 
-        They are added up in float32 and travel once, with the first backward outside. Replicas that are shared between
-        layers have no memory for them and send them all the same. Those of experts that ``fully_shard`` slices wait
-        for `reduce_gradients`, inside or outside.
+        They are added up in float32 and travel once, with the first backward outside. Those of experts that
+        ``fully_shard`` slices wait for `reduce_gradients`, inside or outside.
         """
         if self._runtime.maps.replicas is None:
             yield
@@ -831,11 +830,6 @@ class Balancer:
         """
         if self._runtime.host_dispatches:
             raise RuntimeError("two batches at once need our own dispatch, and the framework carries tokens itself")
-        if self.config.shared_between_layers:
-            raise RuntimeError(
-                "copies that layers share (shared_between_layers=True) serve one layer at a time, and two batches at "
-                "once are in two: keep copies, or run one batch after the other"
-            )
         if self._sliced and self._runtime.maps.replicas is not None:
             raise RuntimeError(
                 "whole copies of experts that fully_shard slices are gathered for one layer at a time, and two batches "

@@ -34,7 +34,6 @@ from ..planner.search.explore import POURED_FROM
 from ..planner.search.starts import pack_near
 from ..planner.search.staying import left_out, pack_staying
 from ..topology import Topology
-from ..utils.checksums_numba import warm_up as compile_copies
 from ..utils.jit import _MARK as COMPILED_MARK
 from ..utils.jit import _PACKAGE as PACKAGE
 from ..utils.jit import cache_folder, remove_older
@@ -57,7 +56,6 @@ def compile_here(policy: str) -> None:
         policy: of a rank that plans, or `UNDER_A_BUDGET`; empty: this rank does not.
     """
     compile_schedules()
-    compile_copies()
     replicated = Placement(np.array([[0, 1, 1, 0]]), 2, 2, np.array([[0, 2]]))
     predicted_imbalance(np.ones((1, 2)), replicated)
     split_for_rank(np.ones((2, 2), dtype=np.int64), SplitTables.of(replicated), 0, 0, ranks_per_node=1)

@@ -147,7 +147,6 @@ class Rebalancer:
             job.migration_rank,
             self._config.migration.staging_bytes,
             self._config.timeout_seconds,
-            self._runtime.kernels.hash_blocks,
         )
         staging = self._config.migration.staging_bytes
         engine.bytes_per_step = min(self._config.migration.bytes_per_step or staging, staging)

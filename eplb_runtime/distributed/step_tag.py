@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 _MEND = "every rank must run the same forwards and steps (evaluation too; generate: synced_gpus=True)"
 _PLACEMENT = 0xFC
 """Bits of a tag that name the placement of the layer."""
-_IN_GRAPH = 1 << 60
-"""Bit of a tag: gradients of replicas will be sent as from graphs of torch.compile."""
 _TOP_K = 52  # first of 8 bits of a tag
 
 
@@ -53,27 +51,14 @@ class ForwardTag:
         found: tuple[int, int] | tuple[None, None] = getattr(self._here, "place", (None, None))
         return found
 
-    @property
-    def is_checked(self) -> bool:
-        """Return whether the ranks' tags of this thread's forward have been compared, on the device."""
-        return bool(getattr(self._here, "is_checked", False))
-
-    def mark_checked(self) -> None:
-        """Note that they have been (`is_checked`)."""
-        self._here.is_checked = True
-
-    def enter(
-        self, layer: int, step: int, training: bool, epoch: int = 0, in_graph: bool = False, top_k: int = 0
-    ) -> None:
+    def enter(self, layer: int, step: int, training: bool, epoch: int = 0, top_k: int = 0) -> None:
         """Begin a forward of a layer on this rank.
 
         Args:
-            in_graph: of torch.compile, and with gradients of copies, which all ranks must send at the same time.
             top_k: experts of each token; 0: it is not compared.
         """
         tag = (top_k % 256 << _TOP_K) | (step << 24) | (layer << 8) | (training << 1) | torch.is_grad_enabled()
-        self._here.value = tag = tag | _IN_GRAPH if in_graph else tag
-        self._here.is_checked = False
+        self._here.value = tag
         self._here.place = layer, epoch
 
     def set_placement(self, changes: int) -> None:
@@ -115,7 +100,6 @@ class ForwardTag:
 def _forward(tag: int) -> str:
     kind = "training" if tag >> 1 & 1 else "evaluation"
     gradients = "" if tag & 1 else " without gradients"
-    graph = " in a graph of torch.compile" if tag & _IN_GRAPH else ""
-    layer, steps, top_k = tag >> 8 & 0xFFFF, (tag & (1 << _TOP_K) - 1) >> 24, (tag & ~_IN_GRAPH) >> _TOP_K
+    layer, steps, top_k = tag >> 8 & 0xFFFF, (tag & (1 << _TOP_K) - 1) >> 24, tag >> _TOP_K
     chosen = f" with top-k {top_k}" if top_k else ""
-    return f"the forward of MoE layer {layer} in {kind}{gradients}{graph} after {steps} steps{chosen}"
+    return f"the forward of MoE layer {layer} in {kind}{gradients} after {steps} steps{chosen}"

@@ -28,9 +28,8 @@ from ..distributed.transports.base import Transport, TransportError
 from ..moe.experts.record import RecordFormat
 from ..moe.experts.registry import ExpertTensors
 from ..placement import HomeRows, Placement
-from ..utils.checksums import block_hashes
 from ..utils.spans import phase
-from .exchange import Exchange, HashBlocks, RoundExecutor
+from .exchange import Exchange, RoundExecutor
 from .records import Records, agree_on_records, formats_of
 from .schedule import Round, TransferSchedule, make_schedule
 
@@ -106,7 +105,6 @@ class MigrationEngine:
             follow one another.
         staging_bytes: bytes of received experts staged at once; at least one expert.
         timeout_seconds: for the transfers of one round.
-        hash_blocks: hashes experts on a GPU, as `utils.checksums.block_hashes`.
 
     Attributes:
         broken: reason for which this rank cannot go on; empty: it can.
@@ -122,7 +120,6 @@ class MigrationEngine:
         row_rank: int,
         staging_bytes: int,
         timeout_seconds: float,
-        hash_blocks: HashBlocks = block_hashes,
     ) -> None:
         self._registry = registry
         self._agreement = agreement
@@ -131,7 +128,7 @@ class MigrationEngine:
         self._timeout = timeout_seconds
         self._device = next((parameter.device for parameter in registry.parameters()), transport.device)
         nbytes = min(staging_bytes, _largest_layer_bytes(registry))
-        self._executor = RoundExecutor(transport, home_rows, row_rank, self._device, nbytes, hash_blocks)
+        self._executor = RoundExecutor(transport, home_rows, row_rank, self._device, nbytes)
         self._seconds: dict[str, float] = defaultdict(float)
         self._epoch = 0
         self.broken = ""

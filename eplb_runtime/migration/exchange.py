@@ -6,27 +6,22 @@ Until the commit staged memory belongs to this file, and live rows are only read
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product, takewhile
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ..distributed.transports.base import Message, Pending, PendingGroup, Transport
 from ..moe.experts.record import End, RecordFormat, piece
 from ..placement import HomeRows
-from ..utils.checksums import CHECKSUM_BYTES, HASH_BLOCK_BYTES, HASH_CHUNK_BYTES, as_bytes, block_hashes, host_array
-from ..utils.checksums_numba import fast_host_hashes
+from ..utils.checksums import CHECKSUM_BYTES, as_bytes, checksum
 from .records import Records
 from .schedule import Ints, Round, Transfer, TransferSchedule
 from .staging import DIRECT_BYTES, Arena, chains_of, packed_bytes, runs_of
-
-HashBlocks = Callable[[Tensor], Tensor]
-"""Hashes blocks of bytes, as `utils.checksums.block_hashes`."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +96,6 @@ class RoundExecutor:
         row_rank: this rank's number in the transport.
         device: of the live rows.
         nbytes: initial size of the staging memory; a migration that needs more reserves it.
-        hash_blocks: hashes experts on a GPU.
     """
 
     def __init__(
@@ -111,10 +105,8 @@ class RoundExecutor:
         row_rank: int,
         device: torch.device,
         nbytes: int,
-        hash_blocks: HashBlocks,
     ) -> None:
         self._transport = transport
-        self._hash_blocks = hash_blocks
         self._home_rows = home_rows
         self._row_rank = row_rank
         self._arrivals = Arena(self._staging, nbytes)
@@ -259,7 +251,7 @@ class RoundExecutor:
     def hash_arrived(self, exchange: Exchange, arrived: Sequence[Staged]) -> bool:
         """Hash arrived records; returns whether all are."""
         for s in arrived:
-            exchange.arrived_checksums.append(checksum_of(s.messages, [None] * len(s.messages), self._hash_blocks))
+            exchange.arrived_checksums.append(checksum(s.messages))
         return len(exchange.arrived_checksums) == len(exchange.staged)
 
     def difference(self, exchange: Exchange) -> str:
@@ -368,7 +360,7 @@ class RoundExecutor:
         messages = []
         for first, end, direct in runs_of(record_format, self.device):
             if direct is not None:
-                messages.append(self._message(shipment.destination, as_bytes(direct.live_row(row))))
+                messages.append(Message(shipment.destination, as_bytes(direct.live_row(row))))
                 continue
             packed = self._departures.take(end - first)
             for part in record_format.fields:
@@ -376,7 +368,7 @@ class RoundExecutor:
                     part.in_bytes(packed[part.offset - first : part.offset - first + part.nbytes]).copy_(
                         part.live_row(row)
                     )
-            messages.append(self._message(shipment.destination, packed))
+            messages.append(Message(shipment.destination, packed))
         return messages
 
     def _checksums(self, departing: Mapping[int, Sequence[Sequence[Message]]]) -> list[Message]:
@@ -384,23 +376,8 @@ class RoundExecutor:
         return [self._checksums_for(peer, experts) for peer, experts in departing.items()]
 
     def _checksums_for(self, peer: int, experts: Sequence[Sequence[Message]]) -> Message:
-        sums = torch.empty(len(experts) * CHECKSUM_BYTES, dtype=torch.uint8, device=self.device)
-
-        def fill() -> None:
-            checksums = b"".join(
-                checksum_of([m.data for m in expert], [m.hashes for m in expert], self._hash_blocks)
-                for expert in experts
-            )
-            sums.copy_(torch.frombuffer(bytearray(checksums), dtype=torch.uint8))
-
-        if self._transport.hashes:  # it hashes what it reads
-            return Message(peer, sums, fill=fill)
-        fill()
-        return Message(peer, sums)
-
-    def _message(self, peer: int, data: Tensor) -> Message:
-        blocks = data.numel() // HASH_BLOCK_BYTES
-        return Message(peer, data, torch.empty(blocks, dtype=torch.int64) if self._transport.hashes else None)
+        sums = b"".join(checksum([message.data for message in expert]) for expert in experts)
+        return Message(peer, torch.frombuffer(bytearray(sums), dtype=torch.uint8).to(self.device))
 
     def _add(self, exchange: Exchange, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         pending = self._transport.post(sends, receives)
@@ -420,32 +397,3 @@ class RoundExecutor:
 
     def _staging(self, nbytes: int) -> Tensor:
         return self._transport.empty(nbytes)
-
-
-def checksum_of(
-    rows: Sequence[Tensor], hashes: Sequence[Tensor | None], hash_blocks: HashBlocks = block_hashes
-) -> bytes:
-    """16 bytes over flat uint8 rows, the same for rows on the CPU and on a GPU.
-
-    Args:
-        hashes: of each row, the hashes of its whole blocks, on the host; None: they are computed here.
-        hash_blocks: what computes them on a GPU.
-    """
-    hasher = xxhash.xxh3_128()
-    for row, known in zip(rows, hashes, strict=True):
-        whole = row.numel() // HASH_BLOCK_BYTES * HASH_BLOCK_BYTES
-        hasher.update((_hashes(row[:whole], hash_blocks) if known is None else known).numpy().data)
-        hasher.update(host_array(row[whole:].cpu()).data)
-    return hasher.digest()
-
-
-def _hashes(blocks: Tensor, hash_blocks: HashBlocks) -> Tensor:
-    return fast_host_hashes(blocks) if blocks.device.type == "cpu" else in_chunks(blocks, hash_blocks)
-
-
-def in_chunks(blocks: Tensor, hash_blocks: HashBlocks) -> Tensor:
-    """Hash uint8 ``[B * 1024]`` to int64 ``[B]`` on the host, in chunks, so that little memory is taken at once."""
-    firsts = range(0, blocks.numel(), HASH_CHUNK_BYTES)
-    return torch.cat(
-        [torch.empty(0, dtype=torch.int64), *(hash_blocks(blocks[f : f + HASH_CHUNK_BYTES]).cpu() for f in firsts)]
-    )

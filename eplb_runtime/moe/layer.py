@@ -4,7 +4,7 @@ framework; or count and slots alone, where the framework does the rest."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -22,13 +22,11 @@ from ..distributed.step_tag import ForwardTag
 from ..load.counter import LoadCounter, in_recompute
 from ..load.expert_clock import ExpertClock
 from ..utils.spans import phase
-from .custom_ops import in_graphs
 from .dispatch.base import Dispatcher
 from .dispatch.channels import MicroBatchChannels
 from .dispatch.count_exchange import CountExchange
 from .dispatch.recompute import RecomputeCache
 from .experts.compute import LocalExperts
-from .layer_op import LayerInGraph
 from .routing.lookup import SlotTable
 from .routing.splitter import BatchSplitter, Counted, RowCounts
 
@@ -118,34 +116,17 @@ class ExpertParallelLayer:
         self.counts_in_evaluation = True
         self.calls = self.uncounted = 0
         self.before: Callable[[int], None] = lambda index: None
-        leaves = experts.leaves if in_graphs() else None
-        self._in_graph = None if leaves is None else LayerInGraph(self._by_itself, experts, leaves)
-
-    def __call__(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        """``[T, D]`` -> ``[T, D]``; ids are logical."""
-        if torch.compiler.is_compiling() and self._in_graph is not None:
-            return self._in_graph(hidden_TD, topk_ids_TK, topk_weights_TK)
-        return self._by_itself(hidden_TD, topk_ids_TK, topk_weights_TK)
 
     @torch.compiler.disable
-    def _by_itself(
-        self,
-        hidden_TD: Tensor,
-        topk_ids_TK: Tensor,
-        topk_weights_TK: Tensor,
-        grad_inputs: Sequence[Tensor] | None = None,
-    ) -> Tensor:
-        """Outside of graphs; grad_inputs: as of `LocalExperts`."""
+    def __call__(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
+        """``[T, D]`` -> ``[T, D]``; ids are logical. A graph of torch.compile breaks here."""
         with _unseen_by_selective_checkpointing():
-            return self._forward(hidden_TD, topk_ids_TK, topk_weights_TK, grad_inputs)
+            return self._forward(hidden_TD, topk_ids_TK, topk_weights_TK)
 
-    def _forward(
-        self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, grad_inputs: Sequence[Tensor] | None
-    ) -> Tensor:
+    def _forward(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         epoch, repeated, training = self._table.epoch, in_recompute(), self._module.training
-        replicas = grad_inputs is not None and self._splitter is not None
         tag, top_k = self._context.forward_tag, topk_ids_TK.shape[-1]
-        tag.enter(self.index, self._counter.closed_steps, training, epoch, replicas, top_k)
+        tag.enter(self.index, self._counter.closed_steps, training, epoch, top_k)
         self._dispatcher.check(hidden_TD, topk_weights_TK)
         if repeated:  # nothing counts again, and metadata that is known is used again
             metadata, counted = self._in_flight.repeated(topk_ids_TK), _Counted()
@@ -155,7 +136,6 @@ class ExpertParallelLayer:
             slots_TK, row_counts = counted.slots_TK, None
             if metadata is None and slots_TK is None:
                 slots_TK, row_counts = self._slots(topk_ids_TK, counted.counts)
-        self._experts.ahead_of_forward()
         clock = self._dispatcher.expert_clock
         begin = clock.mark() if clock.on and training else None
         with phase("dispatch", "F", self.index, epoch):
@@ -164,12 +144,11 @@ class ExpertParallelLayer:
                 metadata = self._dispatcher.plan(slots_TK, row_counts)
             dispatched = self._dispatcher.dispatch(hidden_TD, topk_weights_TK, metadata)
         with phase("compute", "F", self.index, epoch), self._one_at_a_time:
-            out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S, dispatched.weights_M, grad_inputs)
+            out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S, dispatched.weights_M)
         with phase("combine", "F", self.index, epoch):
             combined_TD = self._dispatcher.combine(out_MD, dispatched)
         if begin is not None:
             clock.forward_ends(begin)
-        combined_TD = self._experts.ahead_of_backward(combined_TD)
         if repeated:
             return self._in_flight.track_recompute(combined_TD)
         return self._in_flight.track_backward(combined_TD, topk_ids_TK, dispatched.metadata, training)
@@ -217,14 +196,7 @@ class ExpertParallelLayer:
         if splitter is None:
             return self._table.slots(self.index, topk_ids_TK), None
         counts_E, begins = counts or splitter.counts(topk_ids_TK)
-        if splitter.wants_counts:
-            return splitter.route(self.index, topk_ids_TK, exchange_counts(counts_E), begins)
-        if topk_ids_TK.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"a CUDA graph of MoE layer {self.index}, whose experts have copies: replays would not wait for "
-                "the copies' new weights, nor follow a commit; capture with replica_slots=0"
-            )
-        return splitter.route_on_device(self.index, topk_ids_TK, exchange_counts.on_device(counts_E), begins), None
+        return splitter.route(self.index, topk_ids_TK, exchange_counts(counts_E), begins)
 
 
 class HostDispatchedLayer:

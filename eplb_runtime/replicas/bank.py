@@ -65,9 +65,6 @@ class ReplicaBank:
         replica_slots: k, rows for replicas (zeros until they are refreshed).
         zeros: makes memory for replicas, unless ``rows`` has it.
         gradients: memory for gradients of replicas, shared by the banks of one `ReplicaSync`. None: inference.
-        rows: replica rows shared with other layers. None: they follow the home rows in one tensor, so that a grouped
-            GEMM reads all slots without a copy; the homes' Parameters are new ones in that memory. (Slices of homes
-            stay where they are: FSDP has its own memory for whole ones.)
         num_shards: D, number of ranks over which each rank's homes are divided (`distributed.ranks.Job.row_division`):
             ``homes`` have ``[H/D, ...]`` then, whole ones, and replicas are slices.
     """
@@ -78,7 +75,6 @@ class ReplicaBank:
         replica_slots: int,
         zeros: Zeros,
         gradients: ReplicaPool | None,
-        rows: ReplicaPool | None = None,
         num_shards: int = 1,
     ) -> None:
         self.homes_per_rank = local(homes[0]).shape[0] * num_shards
@@ -86,12 +82,10 @@ class ReplicaBank:
         self.is_sliced = is_sliced(homes[0])
         self.parameters = [home if self.is_sliced else _in_one_piece(home) for home in homes]
         self.slots: list[Tensor] = []
-        if rows is not None:
-            self.replicas = [rows.rows(position, p, p.dtype) for position, p in enumerate(homes)]
-        elif self.is_sliced:
+        if self.is_sliced:  # the homes stay where they are: FSDP has its own memory for whole ones
             own = ReplicaPool(replica_slots, zeros, num_shards)
             self.replicas = [own.rows(position, p, p.dtype) for position, p in enumerate(homes)]
-        else:
+        else:  # replica rows follow the homes in one tensor, which a grouped GEMM reads without a copy
             self.slots = [_with_rows(p.detach(), replica_slots, zeros) for p in homes]
             self.replicas = [slots[self.homes_per_rank :] for slots in self.slots]
             self.parameters = [
@@ -312,17 +306,15 @@ def accumulation_dtype(parameter: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ReplicaMemory:
-    """Bytes of one rank's replica slots, for each way to have them.
+    """Bytes of one rank's replica slots.
 
     Args:
         kept: weights of each layer, one set of gradients for layers of equal shapes.
         held_back: what ``no_sync`` adds to it.
-        shared: one set of weights and gradients for layers of equal shapes.
     """
 
     kept: int
     held_back: int
-    shared: int
 
 
 def gathered_memory(homes: Sequence[Sequence[Tensor]], replica_slots: int) -> int:
@@ -352,5 +344,4 @@ def replica_memory(homes: Sequence[Sequence[Tensor]], replica_slots: int, gradie
     return ReplicaMemory(
         kept=replica_slots * (sum(weights) + one_set),
         held_back=replica_slots * sum(sums),
-        shared=replica_slots * (sum(dict(zip(shapes, weights, strict=True)).values()) + one_set),
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..moe.experts.slices import local
 from ..placement import EMPTY, HomeRows
 from .bank import ReplicaBank, slice_of_row
-from .row_transport import ReplicatedExpert, Row, RowTransport, TransferStage
+from .row_transport import Row, RowTransport, TransferStage
 from .tree import Tree, tree_of
 
 
@@ -124,22 +124,11 @@ class BroadcastPlanner:
         at_homes = [edge.home_row != EMPTY for edge in edges]
         return BroadcastPlan(
             [edge for edge, at_home in zip(edges, at_homes, strict=True) if at_home],
-            self._broadcast(bank, home_RK, home_rows) or self._weights(layer, bank, tree, edges, held),
+            self._weights(layer, bank, tree, edges, held),
             self._gradients(layer, bank, tree, edges, arrivals, held),
             [rows for rows, at_home in zip(arrivals, at_homes, strict=True) if at_home],
             bool((home_RK != EMPTY).any()),
         )
-
-    def _broadcast(self, bank: ReplicaBank, home_RK: np.ndarray, home_rows: HomeRows) -> list[TransferStage]:
-        """Return the one stage of a transport that needs no trees; empty if it needs them or there are no replicas."""
-        experts = []
-        for home in np.unique(home_RK[home_RK != EMPTY]).tolist() if self._transport.spreads else ():
-            source, held = int(home_rows.rank_of(np.array(home))), np.argwhere(home_RK == home).tolist()
-            here = [row for rank, replica in held if rank == self._rank for row in bank.replica_rows(replica)]
-            if source == self._rank:
-                here = [_live_row(local(p).detach(), home_rows.row_of(home)) for p in bank.parameters]
-            experts.append(ReplicatedExpert(home, source, tuple(rank for rank, _ in held), here))
-        return [self._transport.spread(experts, [row.nbytes for row in bank.replica_rows(0)])] if experts else []
 
     def _weights(
         self, layer: int, bank: ReplicaBank, tree: Tree, edges: Sequence[TreeEdge], above_K: np.ndarray

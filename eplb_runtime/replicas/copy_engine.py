@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .node_memory import LEAST_CHANNELS, NodeMemory
+from ..distributed.node_memory import LEAST_CHANNELS, NodeMemory
 from .row_transport import Row, RowChannel, RowTransport, TransferStage, Waiting
 
 MOST_DEPTH = 32

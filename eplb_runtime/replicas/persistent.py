@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,24 +25,15 @@ class PersistentReplicas(LocalExperts):
     """
 
     def __init__(self, compute: Compute, layer: int, bank: ReplicaBank, sync: ReplicaSync, divisor: float) -> None:
-        super().__init__(compute, lambda: bank.parameters, bank.parameters, divisor)
+        super().__init__(compute, lambda: bank.parameters, divisor)
         self._layer = layer
         self._bank = bank
         self._sync = sync
 
-    def within_a_graph(self) -> AbstractContextManager[bool]:
-        return self._sync.within_a_graph(self._layer)
-
-    def __call__(
-        self,
-        rows_MD: Tensor,
-        counts_S: SlotCounts,
-        weights_M: Tensor | None,
-        grad_inputs: Sequence[Tensor] | None = None,
-    ) -> Tensor:
+    def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None) -> Tensor:
         self._sync.check_homes(self._layer)
         self._sync.wait(self._layer)
-        slots = _AllSlots.apply(self, *(self._bank.parameters if grad_inputs is None else grad_inputs))
+        slots = _AllSlots.apply(self, *self._bank.parameters)
         return run_rows(self._compute, rows_MD, counts_S, slots, weights_M)
 
     def all_slots(self) -> list[Tensor]:

@@ -58,28 +58,8 @@ class RowChannel(ABC):
         """The next one; both ends list the rows between them in the same order."""
 
 
-@dataclass(frozen=True)
-class ReplicatedExpert:
-    """An expert with copies, as all ranks know it.
-
-    Args:
-        home: its home slot.
-        source: the rank that has it.
-        ranks: those that have copies, ascending.
-        here: the live rows of its tensors on this rank, where it is one of these; else none.
-    """
-
-    home: int
-    source: int
-    ranks: tuple[int, ...]
-    local: Sequence[Tensor]
-
-
 class RowTransport(ABC):
     """One way between the ranks that have each row of an expert tensor once."""
-
-    spreads = False
-    """Whether weights go from homes to all replicas at once (`spread`); else along trees, in stages of a channel."""
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for rows of copies and for their gradients, on this rank: where `Row.at_copy` lies."""
@@ -91,15 +71,6 @@ class RowTransport(ABC):
         Raises:
             RuntimeError: it cannot be opened.
         """
-
-    def spread(self, experts: Sequence[ReplicatedExpert], nbytes: Sequence[int]) -> TransferStage:
-        """Weights of a layer from homes to all copies; all ranks post it.
-
-        Args:
-            experts: in the order of their homes.
-            nbytes: of each of their tensors.
-        """
-        raise NotImplementedError
 
     @abstractmethod
     def channel(self, layer: int, down: bool) -> RowChannel:

@@ -1,8 +1,9 @@
 """Replicas of experts that FSDP2 shards over the EDP ranks; each rank holds its shard of a replica, too.
 
-Whole replicas are gathered over EDP before a layer's forward and again before its backward, into rows that all layers
-share. FSDP gathers the homes into memory of its own, so replicas are computed by a second call, as pooled ones are.
-Their gradients are summed over EDP, each rank takes its shard of the sum, and `ReplicaSync` returns it to the home's.
+Whole replicas are gathered over EDP in a layer's forward and again in its backward, where the rows of replicas are
+recomputed (`torch.utils.checkpoint`, which brings back random numbers and autocast). FSDP gathers the homes into memory
+of its own, so replicas are computed by a second call. Their gradients are summed over EDP, each rank takes its shard of
+the sum, and `ReplicaSync` returns it to the home's.
 """
 
 from __future__ import annotations
@@ -12,19 +13,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..distributed.consensus import all_gather_into, gather_rows
-from ..moe.experts.compute import Compute
+from ..moe.experts.compute import Compute, LocalExperts, SlotCounts, run_rows
+from ..moe.experts.slices import with_divided_gradients
 from ..utils.checksums import as_bytes
 from ..utils.spans import phase
 from .bank import ReplicaBank, accumulation_dtype
-from .pooled import PooledReplicas
 from .sync import ReplicaSync
 
 
 class ReplicaGather:
-    """Gathers the replicas of one layer at a time from their shards, into memory that all layers share.
+    """Gathers replicas from their shards, and sums gradients of whole ones to shards.
 
     Args:
         group: the EDP ranks, in the order of their shards; None: this rank holds whole replicas.
@@ -35,60 +37,26 @@ class ReplicaGather:
         self._group = group
         self._replica_group = replica_group
         self._ranks = 1 if group is None else group.size()
-        self._rows: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
-        self._in_flight: tuple[int, list[Tensor], list[tuple[Tensor, dist.Work]]] | None = None
 
-    def fetch(self, layer: int, slices: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
-        """Start to gather a layer's replicas. Collective over the group.
+    def whole(self, slices: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+        """Return ``[k, N, ...]`` per tensor. Collective over the group.
 
         Args:
             slices: ``[k, N/D, ...]`` per tensor, this rank's.
             dtypes: what each is computed in.
         """
-        self._arrived()
-        whole, messages = [], []
-        with phase("gather copies", "", layer):
-            for position, (rows, dtype) in enumerate(zip(slices, dtypes, strict=True)):
-                rows = rows.to(dtype)
-                whole.append(rows if self._group is None else self._rows_for(position, rows))
-                for to, row in zip(whole[-1], rows, strict=True) if self._group is not None else ():
-                    work = all_gather_into(as_bytes(to), as_bytes(row), group=self._group, async_op=True)
-                    messages.append((row, work))
-        self._in_flight = layer, whole, messages
-
-    def is_in_flight(self, layer: int) -> bool:
-        """Return whether this layer's replicas were fetched last and not taken yet."""
-        return self._in_flight is not None and self._in_flight[0] == layer
-
-    def take(self) -> list[Tensor]:
-        """Return ``[k, N, ...]`` per tensor, as fetched last; valid until the next ``fetch``."""
-        return self._arrived()
-
-    def free(self) -> int:
-        """Free the memory of whole replicas; it is taken anew by the next ``fetch``. Returns its bytes."""
-        self._arrived()
-        nbytes = sum(rows.nbytes for rows in self._rows.values())
-        self._rows.clear()
-        return nbytes
-
-    def _arrived(self) -> list[Tensor]:
-        in_flight, self._in_flight = self._in_flight, None
-        if in_flight is None:
-            return []
-        layer, whole, messages = in_flight
-        with phase("wait for whole copies", "", layer):
-            for _, work in messages:
-                work.wait()
+        shards = [rows.to(dtype) for rows, dtype in zip(slices, dtypes, strict=True)]
+        if self._group is None:
+            return shards
+        whole = [rows.new_empty((len(rows), rows.shape[1] * self._ranks, *rows.shape[2:])) for rows in shards]
+        works = [
+            all_gather_into(as_bytes(to), as_bytes(row), group=self._group, async_op=True)
+            for into, rows in zip(whole, shards, strict=True)
+            for to, row in zip(into, rows, strict=True)
+        ]
+        for work in works:
+            work.wait()
         return whole
-
-    def _rows_for(self, position: int, rows: Tensor) -> Tensor:
-        """Return memory ``[k, N, ...]`` for rows that join the ranks' slices."""
-        shape = torch.Size((rows.shape[0], rows.shape[1] * self._ranks, *rows.shape[2:]))
-        key = (position, shape, rows.dtype)
-        if key not in self._rows:
-            with torch.inference_mode(False):  # kept: made inside it, nobody outside could write to it
-                self._rows[key] = rows.new_empty(shape)
-        return self._rows[key]
 
     def slice_of_sum(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """Sum ``[k, N, ...]`` over the ranks, in their order and this dtype: this rank's slice ``[k, N/D, ...]``.
@@ -113,14 +81,17 @@ class ReplicaGather:
         return total
 
 
-class ShardedReplicas(PooledReplicas):
+class ShardedReplicas(LocalExperts):
     """A layer whose homes and replicas are sharded over EDP.
 
     Args:
-        compute, layer, bank, sync: as of `PooledReplicas`.
+        compute: runs rows through slots with the host's own code.
+        layer: index of the layer.
+        bank: its slots.
+        sync: keeps replicas equal to their homes.
         homes: returns the whole homes that FSDP puts into the module while it computes.
         divisor: of the homes' gradients, before FSDP's average.
-        whole: gathers replicas.
+        gather: gathers replicas.
     """
 
     def __init__(
@@ -132,39 +103,41 @@ class ShardedReplicas(PooledReplicas):
         *,
         homes: Callable[[], Sequence[Tensor]],
         divisor: float,
-        whole: ReplicaGather,
+        gather: ReplicaGather,
     ) -> None:
-        super().__init__(compute, layer, bank, sync, divisor)
-        self._parameters = homes
-        self._gather_all = whole
-        self._dtypes: list[torch.dtype] = []
+        super().__init__(compute, homes, divisor)
+        self._layer = layer
+        self._bank = bank
+        self._sync = sync
+        self._gather = gather
 
-    def ahead_of_forward(self) -> None:
-        self._dtypes = [parameter.dtype for parameter in self._parameters()]
-        super().ahead_of_forward()
+    def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None) -> Tensor:
+        self._sync.check_homes(self._layer)
+        homes, counts = self._bank.homes_per_rank, counts_S.known()
+        at_homes, at_copies = (SlotCounts.of(part, rows_MD.device) for part in (counts[:homes], counts[homes:]))
+        home, copied = slice(sum(at_homes.known())), slice(sum(at_homes.known()), None)
+        home_M, copied_M = (None if weights_M is None else weights_M[part] for part in (home, copied))
+        parameters = self._parameters()
+        divided = with_divided_gradients(parameters, self._divisor)
+        out_MD = run_rows(self._compute, rows_MD[home], at_homes, divided, home_M)
+        if self._sync.has_copies(self._layer):
+            given = rows_MD[copied], at_copies, copied_M, *parameters
+            out_MD = torch.cat([out_MD, checkpoint(self._at_copies, *given, use_reentrant=False)])
+        return out_MD
 
-    def fetch(self) -> None:
-        if not self._sync.has_copies(self._layer):
-            return
-        if self._sync.shared:
-            self._sync.fetch(self._layer)
-        else:
-            self._gather()
+    def _at_copies(self, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None, *homes: Tensor) -> Tensor:
+        return run_rows(self._compute, rows_MD, counts_S, _WholeReplicas.apply(self, *homes), weights_M)
 
-    def fetched(self) -> list[Tensor]:
-        if not self._gather_all.is_in_flight(self._layer):
-            self.fetch()
-        if self._sync.shared:
-            self._gather()
-        return self._gather_all.take()
+    def whole(self, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+        """Return this layer's replicas ``[k, N, ...]`` per tensor. Collective over EDP."""
+        self._sync.wait(self._layer)
+        with phase("gather copies", "", self._layer):
+            return self._gather.whole(self._bank.replicas, dtypes)
 
     def collect(self, gradients: Sequence[Tensor | None], edges: Sequence[tuple[Any, int]]) -> None:
+        """Hand over the gradients of whole replicas, ``[k, N, ...]`` per tensor. Collective over EDP."""
         if self._sync.takes(self._layer, edges):
             self._sync.collect(self._layer, self._slices_of(gradients), edges)
-
-    def _gather(self) -> None:
-        self._sync.wait(self._layer)
-        self._gather_all.fetch(self._layer, self._bank.replicas, self._dtypes)
 
     def _slices_of(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return shards of the sums over EDP; None for frozen tensors. A rank without tokens adds zeros."""
@@ -175,6 +148,24 @@ class ShardedReplicas(PooledReplicas):
                 continue
             if gradient is None:
                 shape = (rows.shape[0], *home.shape[1:])
-                gradient = rows.new_zeros(shape, dtype=self._dtypes[len(slices)])
-            slices.append(self._gather_all.slice_of_sum(gradient, accumulation_dtype(home)))
+                gradient = rows.new_zeros(shape, dtype=home.dtype)
+            slices.append(self._gather.slice_of_sum(gradient, accumulation_dtype(home)))
         return slices
+
+
+class _WholeReplicas(torch.autograd.Function):
+    """Home parameters -> whole replicas, whose gradients go to the homes by `ReplicaSync`."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: ShardedReplicas, *homes: nn.Parameter) -> tuple[Tensor, ...]:
+        ctx.layer = layer
+        ctx.set_materialize_grads(False)
+        whole = tuple(rows.view_as(rows) for rows in layer.whole([home.dtype for home in homes]))
+        ctx.mark_non_differentiable(*(rows for rows, home in zip(whole, homes, strict=True) if not home.requires_grad))
+        return whole
+
+    @staticmethod
+    @torch.compiler.disable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.layer.collect(gradients, ctx.next_functions)
+        return None, *(None for _ in gradients)

@@ -5,14 +5,13 @@ float32 (float64 for float64 weights) and in the order of the slots: timing chan
 when its backward is through and are added when the next layer's is: one exchange at a time is in flight, and overlaps
 the backward of the layers before it. Where FSDP slices experts, slices travel, and gradients leave after the backward
 pass, because FSDP may write those of the homes until its end. Both go along trees (`tree.py`), so that an expert
-crosses to a node once and no rank exchanges with all its replicas; a transport that needs no tree for weights says so.
+crosses to a node once and no rank exchanges with all its replicas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from threading import RLock
 from typing import Any
 
@@ -20,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
 
 from ..moe.experts.slices import local, version
 from ..placement import EMPTY, Placement
@@ -28,14 +26,6 @@ from ..utils.spans import phase
 from .bank import ReplicaBank, accumulation_dtype, are_accumulated, slice_of_row
 from .broadcast_plan import NONE, BroadcastPlan, BroadcastPlanner, TreeEdge
 from .row_transport import RowTransport, TransferStage, Waiting
-
-
-@dataclass(frozen=True)
-class _Around:
-    """A backward pass that runs those of layers in graphs: its number, and the layers that have brought gradients."""
-
-    backward: int
-    collected: list[int]
 
 
 class ReplicaSync:
@@ -46,11 +36,9 @@ class ReplicaSync:
         transport, rank, num_shards, ranks_per_node: as of `broadcast_plan.BroadcastPlanner`.
         gradient_divisor: what copies' gradients are divided by, as the homes' are
             (`distributed.ranks.Job.gradient_divisor`).
-        shared: the banks share their replica rows: copies are fetched layer by layer instead of refreshed at once.
 
     Attributes:
         is_freed: whether replicas have no memory now.
-        free_too: free memory that others keep for replicas, and return its bytes.
         launching: inside it rows of gradients are posted, where another batch's exchanges are launched as well.
         adding: inside it the gradients of homes are read and written, where another stream than the current one adds
             to them.
@@ -63,13 +51,11 @@ class ReplicaSync:
         transport: RowTransport,
         rank: int,
         gradient_divisor: int,
-        shared: bool,
         ranks_per_node: int,
         num_shards: int,
     ) -> None:
         self._banks = banks
         self._divisor = gradient_divisor
-        self.shared = shared
         self._num_shards = num_shards
         self._planner = BroadcastPlanner(transport, rank, num_shards, ranks_per_node, self._arrival_memory)
         self._plans = dict.fromkeys(banks, NONE)
@@ -79,16 +65,12 @@ class ReplicaSync:
         self._pending: dict[int, Sequence[Waiting]] = {layer: [] for layer in banks}
         self._to_hand_on: dict[int, list[TransferStage]] = {}
         self._one_waits = {layer: RLock() for layer in banks}  # a signal's handler may close the balancer inside
-        self._fetched: int | None = None
         self._sent: tuple[int, BroadcastPlan, Sequence[Waiting]] | None = None
         self._held_gradients: dict[int, BroadcastPlan] = {}
         self._deferring = False
         self._handed_over = False
-        self._around: _Around | None = None
-        self._last_around: _Around | None = None
         self._arrivals: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
         self.is_freed = False
-        self.free_too: list[Callable[[], int]] = []
         self.launching: Callable[[], AbstractContextManager[None]] = nullcontext
         self.adding: Callable[[], AbstractContextManager[None]] = nullcontext
         self.adds: Callable[[Tensor], None] = lambda parameter: None
@@ -113,7 +95,6 @@ class ReplicaSync:
         }
 
         def take_over() -> None:
-            self._fetched = None
             self._followed.update(followed)
             self._plans.update(plans)
 
@@ -128,11 +109,8 @@ class ReplicaSync:
         self._plans = dict.fromkeys(self._banks, NONE)  # they lead to live rows
         self._followed.clear()
         self._held_gradients.clear()
-        self._fetched = None
         nbytes = sum(rows.nbytes for rows in self._arrivals.values())
         self._arrivals.clear()
-        for free in self.free_too:
-            nbytes += free()
         return nbytes + sum(bank.free() for bank in self._banks.values())
 
     def take(self, placement: Placement) -> None:
@@ -179,26 +157,12 @@ class ReplicaSync:
     # -- weights -------------------------------------------------------------------------------------------------
 
     def refresh(self, layers: Collection[int] | None = None) -> None:
-        """The homes' weights are new, of these layers or all. Post them to their copies, in layer order; shared rows
-        are fetched when used."""
+        """The homes' weights are new, of these layers or all. Post them to their copies, in layer order."""
         if self.is_freed:
-            return
-        if self.shared:
-            self.wait_all()
-            self._fetched = None
             return
         for layer in self._banks:
             if layers is None or layer in layers:
                 self._post_weights(layer)
-
-    def fetch(self, layer: int) -> None:
-        """Post this layer's weights to their copies, unless the shared rows hold them already; then `wait`."""
-        if self._fetched == layer or not self.has_copies(layer):
-            return
-        if self._fetched is not None:
-            self.wait(self._fetched)
-        self._fetched = layer
-        self._post_weights(layer)
 
     def wait(self, layer: int) -> None:
         """Until this layer's copies are fresh and its homes may change again. On every rank: copies are handed on. Two
@@ -236,7 +200,7 @@ class ReplicaSync:
 
     @contextmanager
     def defer(self) -> Iterator[None]:
-        """Gradients of kept copies are held back, for as many backward passes as run inside."""
+        """Gradients of copies are held back, for as many backward passes as run inside."""
         before, self._deferring = self._deferring, True
         try:
             yield
@@ -254,18 +218,15 @@ class ReplicaSync:
         if not self.takes(layer, edges):
             return
         self._finish()
-        around = self._around
-        hold = self._banks[layer].is_sliced or self._defers or around is not None
-        backward = torch._C._current_graph_task_id() if around is None else around.backward
+        hold = self._banks[layer].is_sliced or self._deferring
+        backward = torch._C._current_graph_task_id()
         with self.adding():
             self._banks[layer].collect(gradients, hold, backward)
         if hold:
             self._held_gradients[layer] = self._plans[layer]
         else:
             self._send(layer)
-        if around is not None:
-            around.collected.append(layer)
-        if self._handed_over or around is not None:
+        if self._handed_over:
             return
         # The engine calls them when this backward pass is over: then every gradient is whole.
         callback = self._banks[layer].note if hold else self._finish
@@ -273,47 +234,7 @@ class ReplicaSync:
 
     def takes(self, layer: int, edges: Sequence[tuple[Any, int]]) -> bool:
         """Whether the backward pass that runs is one whose gradients are to be collected; arguments as there."""
-        if self._around is not None:
-            return self.has_copies(layer)
         return self.has_copies(layer) and (self._handed_over or are_accumulated(edges))
-
-    @property
-    def _defers(self) -> bool:
-        """Whether copies have memory to keep gradients back in, and shall."""
-        return self._deferring and not self.shared
-
-    @contextmanager
-    def within_a_graph(self, layer: int) -> Iterator[bool]:
-        """As `moe.experts.compute.LocalExperts.within_a_graph`. Gradients of homes are there when the pass around ends,
-        so copies' are kept back until then, in memory of the layer's own; errors as for `bank.are_accumulated`."""
-        trained = [parameter for parameter in self._banks[layer].trained() if parameter.requires_grad]
-        edges = [(get_gradient_edge(parameter).node, 0) for parameter in trained]
-        if not self.has_copies(layer) or not trained:
-            yield True
-            return
-        if not self.takes(layer, edges):
-            yield False
-            return
-        backward = torch._C._current_graph_task_id()
-        if self._last_around is None or self._last_around.backward != backward:
-            self._last_around = _Around(backward, [])
-            if not self._handed_over:
-                Variable._execution_engine.queue_callback(self._pass_around_is_over)  # type: ignore[attr-defined]
-        self._around = self._last_around
-        try:
-            yield True
-        finally:
-            self._around = None
-
-    @torch.compiler.disable
-    def _pass_around_is_over(self) -> None:
-        """Every gradient of a home is whole."""
-        around, self._last_around = self._last_around, None
-        assert around is not None
-        for layer in around.collected:
-            self._banks[layer].note()
-        if not self._defers:
-            self.reduce_gradients(around.collected)
 
     def holds_gradients(self) -> bool:
         """Whether gradients of copies are held back that the optimizer is yet to see."""

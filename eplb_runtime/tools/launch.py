@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from ..config import launcher_environment
 from ..distributed.consensus import gather_bytes
-from ..distributed.transports.cuda_memory import identity_of
-from ..distributed.transports.neighbours import node_of_this_rank
+from ..distributed.node import identity_of, node_of_this_rank
 
 
 class LaunchError(ValueError):

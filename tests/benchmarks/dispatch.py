@@ -87,7 +87,7 @@ def _ways(
     left_out = []
     plain = DispatchContext.of(group, slots)
     ours = device.type == "cuda"
-    by_kernels = kernels_for(device, group.size() * slots, group.size(), slots).moves if ours else PLAIN
+    by_kernels = kernels_for(device).moves if ours else PLAIN
     if not ours:
         left_out.append({"dispatch": f"{' and '.join(OVER_TORCH)}, kernels", "why": "our kernels are for GPUs"})
     for name in DISPATCHES:

@@ -12,17 +12,12 @@ import torch
 
 from eplb_runtime.moe.dispatch import kernels, permute
 from eplb_runtime.moe.dispatch.memory import RowMemory
-from eplb_runtime.moe.experts import aligned, aligned_kernel
-from eplb_runtime.moe.experts.compute import SlotCounts
 from eplb_runtime.moe.routing import kernels as routing
-from eplb_runtime.moe.routing import sources, sources_kernel, water_filling, water_filling_kernel
 from eplb_runtime.moe.routing.splitter import count_choices, deal_out
 from eplb_runtime.moe.routing.tables import SplitTables
 from eplb_runtime.planner import plan
 from eplb_runtime.tools.bench.timing import timed
 from eplb_runtime.topology import Topology
-from eplb_runtime.utils import checksums, checksums_triton
-from eplb_runtime.utils.checksums import HASH_BLOCK_BYTES
 from eplb_runtime.utils.triton import triton
 
 from .harness import command
@@ -69,7 +64,7 @@ def run(
 
     Returns:
         JSON-able; ``"kernels"``: a row for each with ``kernel``, ``us`` (of a call, launching and waiting included),
-        ``reference_us`` (in plain torch on the device; of the split numba on the host), ``least_us`` and ``ratio``
+        ``reference_us`` (in plain torch on the device), ``least_us`` and ``ratio``
         (``us`` by ``least_us``).
     """
     rows = []
@@ -129,24 +124,6 @@ def _of_copies(ids_TK: torch.Tensor, experts: int, ranks: int, copy_ids: Callabl
         partial(deal_out, ids_TK, sent_EC, copy_slot_EC, None),
         copy_ids,
     )
-    totals_LE = (load * 1000 * ranks).astype(np.int64)
-    on_device, memory = water_filling_kernel.KernelTables.of(tables, device), torch.from_numpy(totals_LE).to(device)
-    quota_LEC = memory.new_empty(1, *copy_slot_EC.shape)
-    yield _Kernel(
-        f"split of a layer, {ranks} copies",
-        partial(water_filling_kernel.launch_split_totals, memory, on_device, quota_LEC),
-        partial(water_filling.split_totals, totals_LE, tables),
-        copy_ids,
-    )
-    counts_RE = np.random.default_rng(1).poisson(totals_LE[0] / ranks, (ranks, experts))
-    (layer,) = sources_kernel.layers_on_device(tables, device)
-    given = torch.from_numpy(counts_RE).to(device)
-    yield _Kernel(
-        "what a rank sends to copies, with the split",
-        partial(sources_kernel.sent_by_rank, given, layer, 0, ranks_per_node=topology.ranks_per_node),
-        partial(sources.split_for_rank, counts_RE, tables, 0, 0, ranks_per_node=topology.ranks_per_node),
-        copy_ids,
-    )
 
 
 def _of_order(ids_TK: torch.Tensor, slots: int, ranks: int, copy_ids: Callable[[], object]) -> Iterator[_Kernel]:
@@ -174,15 +151,10 @@ def _of_rows(device: torch.device, rows: int, top_k: int, hidden: int, generator
     copy_rows = partial(room_ND.copy_, source_ND)
     index_N = torch.randperm(rows, generator=generator).to(device)
     stays, leaves = room_ND[: rows // 4], room_ND[rows // 4 :]
-
-    def gather_twice() -> None:
-        permute.gather(source_ND, index_N[: rows // 4], stays)
-        permute.gather(source_ND, index_N[rows // 4 :], leaves)
-
     yield _Kernel(
         "rows that stay and rows that leave",
         partial(kernels.part, source_ND, index_N, stays, leaves),
-        gather_twice,
+        partial(permute.part, source_ND, index_N, stays, leaves),
         copy_rows,
     )
     place_TK, memory = index_N.view(-1, top_k), RowMemory()
@@ -191,23 +163,6 @@ def _of_rows(device: torch.device, rows: int, top_k: int, hidden: int, generator
         "sum of a token's choices",
         partial(kernels.sum_choices, source_ND, place_TK, memory, weights_TK),
         partial(permute.sum_choices, source_ND, place_TK, memory, weights_TK),
-        copy_rows,
-    )
-    packed = SlotCounts.of([rows // 8] * 7 + [rows - rows // 8 * 7], device)
-    filled, places = aligned.aligned(packed, 128, rows)
-    ends = packed.offsets_S, filled.offsets_S, packed.offsets_S, places
-    yield _Kernel(
-        "rows filled up to 128 by slot",
-        partial(aligned_kernel.launch, source_ND, *ends),
-        partial(aligned.regroup, source_ND, *ends),
-        copy_rows,
-    )
-    data = source_ND.view(torch.uint8).view(-1)
-    data = data[: data.numel() // HASH_BLOCK_BYTES * HASH_BLOCK_BYTES]
-    yield _Kernel(
-        "hashes of blocks",
-        partial(checksums_triton.launch, data),
-        partial(checksums.block_hashes, data),
         copy_rows,
     )
 

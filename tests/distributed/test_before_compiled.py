@@ -14,10 +14,9 @@ import eplb_runtime as eplb
 from eplb_runtime.balancer import decision, rebalancer
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted, RebalancePlanned
 from eplb_runtime.migration.cycles import cut_into_permutations, first_fit, follow_slots
-from eplb_runtime.utils.checksums_numba import _hash_blocks
 
 RANKS, STEPS = 3, 12
-MIGRATES = (cut_into_permutations, first_fit, follow_slots, _hash_blocks)
+MIGRATES = (cut_into_permutations, first_fit, follow_slots)
 
 
 def train(rank: int, policy: str, replica_slots: int, steps: int, release: threading.Event | None = None) -> Any:

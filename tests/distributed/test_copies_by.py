@@ -1,6 +1,5 @@
 """What carries copies changes no bit: training whose copies are refreshed by copy engines (a double of torch's
-symmetric memory; gradients come home by it, too) or by DeepEP (its double) is training in which torch.distributed does
-it."""
+symmetric memory; gradients come home by it, too) is training in which torch.distributed does it."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import deepep_double
 import pytest
 import symmetric_memory_double as double
 import test_fully_shard_copies as fully_shard
@@ -21,13 +19,12 @@ from ranks import run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.config import ConfigError
-from eplb_runtime.distributed.transports import deepep_package
+from eplb_runtime.distributed import node_memory
+from eplb_runtime.distributed.node_memory import NodeMemory
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.hosts.attaching import attach, copies
 from eplb_runtime.hosts.attaching.description import AttachError
-from eplb_runtime.moe.dispatch import choosing
-from eplb_runtime.replicas import copy_engine, multicast, node_memory, tree
-from eplb_runtime.replicas.node_memory import NodeMemory
+from eplb_runtime.replicas import copy_engine, tree
 
 EXPERTS = 16
 CARRIED = {"bytes": 0}
@@ -45,19 +42,6 @@ def use_the_doubles() -> None:
         return of_peer(self, peer, own)
 
     NodeMemory.of_peer = counted
-    copies._imported = lambda: deepep_double
-    deepep_package.why_not = lambda device=None: ""
-    deepep_package.why_not_between = lambda num_ranks, ranks_per_node: ""
-    multicast.CALL_ROWS = 5  # a layer takes several calls
-    choosing.lacks = lambda *_: ""
-    deepep_package.imported = deepep_double.imported
-    run = multicast._Call.run
-
-    def counted_too(self: multicast._Call, by: multicast.Multicast) -> None:
-        CARRIED["bytes"] += sum(row.nbytes for row, _ in self.arriving)
-        run(self, by)
-
-    multicast._Call.run = counted_too
 
 
 @dataclass(frozen=True)
@@ -65,13 +49,10 @@ class Job:
     name: str
     replica_slots: int = 2
     steps: int = 6
-    shared: bool = False
     overlap: bool = False
     ep_size: int = 4
     ranks_per_node: int = 4
     each: int = 8
-    ways: tuple[str, ...] = ("copy_engine",)
-    dispatch: str = "all_to_all"
     damaged: bool = False
     eventful: bool = False
     dtype: torch.dtype = torch.float32
@@ -90,11 +71,10 @@ def train(rank: int, job: Job, way: str) -> dict:
         interval=2,
         gate="always",
         replica_slots=job.replica_slots,
-        shared_between_layers=job.shared,
         overlap=job.overlap,
         copies_by=way,
         dense_gradients="allreduce",
-        dispatch=eplb.DispatchConfig(job.dispatch, split_least_tokens=0 if job.replica_slots else 64),
+        dispatch=eplb.DispatchConfig(split_least_tokens=0 if job.replica_slots else 64),
     )
     sets = [list(range(first, first + job.ep_size)) for first in range(0, 4, job.ep_size)]
     group = [torch.distributed.new_group(ranks) for ranks in sets][rank // job.ep_size]
@@ -192,37 +172,32 @@ def interrupted_between_layers(model: torch.nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def train_in_all_ways(rank: int, jobs: list[Job]) -> list[dict[str, dict]]:
-    """Of each job, what each way has in common with torch's."""
+def train_both_ways(rank: int, jobs: list[Job]) -> list[dict]:
+    """Of each job, what copy engines have in common with torch."""
     use_the_doubles()
     found = []
     for job in jobs:
         by_torch = train(rank, job, "torch")
-        found.append({})
-        for way in job.ways:
-            CARRIED["bytes"] = 0
-            with damage() if job.damaged else nullcontext():
-                found[-1][way] = {**differences(by_torch, train(rank, job, way)), "bytes": CARRIED["bytes"]}
+        CARRIED["bytes"] = 0
+        with damage() if job.damaged else nullcontext():
+            found.append({**differences(by_torch, train(rank, job, "copy_engine")), "bytes": CARRIED["bytes"]})
     return found
 
 
 @contextmanager
 def damage() -> Iterator[None]:
     """One of the rows that a rank's copies get, or that come from them, is left out."""
-    carry, copy = multicast._Call.run, copy_engine._Line._copy
-
-    def carry_less(self: multicast._Call, by: multicast.Multicast) -> None:
-        carry(replace(self, arriving=self.arriving[1:]), by)
+    copy = copy_engine._Line._copy
 
     def copy_less(self: copy_engine._Line, exchange: copy_engine._Exchange) -> None:
         children = {child: copies[1:] for child, copies in exchange.stage.children.items()}
         copy(self, replace(exchange, stage=replace(exchange.stage, children=children)))
 
-    multicast._Call.run, copy_engine._Line._copy = carry_less, copy_less
+    copy_engine._Line._copy = copy_less
     try:
         yield
     finally:
-        multicast._Call.run, copy_engine._Line._copy = carry, copy
+        copy_engine._Line._copy = copy
 
 
 def differences(one: dict, other: dict) -> dict:
@@ -239,38 +214,25 @@ def differences(one: dict, other: dict) -> dict:
     }
 
 
-BOTH = ("copy_engine", "deepep")
 JOBS = [
-    Job("all sorts of steps on two nodes", ranks_per_node=2, eventful=True, steps=5, ways=BOTH),
-    Job("all sorts of steps, shared between layers", shared=True, eventful=True, steps=5),
+    Job("all sorts of steps on two nodes", ranks_per_node=2, eventful=True, steps=5),
     Job("copies that hang on copies", each=1, steps=5),
     Job("two EP groups", ep_size=2, replica_slots=1),
     Job("migration beside training", overlap=True, dtype=torch.float64, steps=10),
-    Job("closed in the middle", close_at=4, ways=BOTH),
-    Job("a row left out", damaged=True, ways=BOTH, steps=4),
-    Job(
-        "tokens on the same buffer, shared",
-        steps=4,
-        dispatch="deepep",
-        ways=("deepep",),
-        shared=True,
-        dtype=torch.bfloat16,
-    ),
+    Job("closed in the middle", close_at=4),
+    Job("a row left out", damaged=True, steps=4),
 ]
 
 
 @pytest.fixture(scope="module")
-def trained() -> list[list[dict[str, dict]]]:
-    return run_ranks(4, train_in_all_ways, JOBS)
+def trained() -> list[list[dict]]:
+    return run_ranks(4, train_both_ways, JOBS)
 
 
-@pytest.mark.parametrize(
-    ("number", "way"),
-    [pytest.param(n, way, id=f"{way}, {job.name}") for n, job in enumerate(JOBS) for way in job.ways],
-)
-def test_training_is_as_it_is_by_torch_to_the_bit(trained: list, number: int, way: str) -> None:
+@pytest.mark.parametrize("number", range(len(JOBS)), ids=[job.name for job in JOBS])
+def test_training_is_as_it_is_by_torch_to_the_bit(trained: list[list[dict]], number: int) -> None:
     job = JOBS[number]
-    for found in (of_rank[number][way] for of_rank in trained):
+    for found in (of_rank[number] for of_rank in trained):
         assert found["aborted"] == []
         if job.damaged:
             assert not found["equal"]
@@ -281,25 +243,18 @@ def test_training_is_as_it_is_by_torch_to_the_bit(trained: list, number: int, wa
             assert found["equal"] and found["placements"][1]
             assert found["placements"][0] > 1, "links changed"
         assert (found["copied"] > 0) == (job.close_at is None)
-    assert sum(of_rank[number][way]["bytes"] for of_rank in trained) > 0
+    assert sum(of_rank[number]["bytes"] for of_rank in trained) > 0
 
 
-def train_slices(rank: int) -> list[tuple[bool, int]]:
+def train_slices(rank: int) -> tuple[bool, int]:
     use_the_doubles()
-    by_torch, *by_others = (fully_shard.train(rank, fully_shard.Job(copies_by=way)) for way in ("torch", *BOTH))
-    return [
-        (
-            all(torch.equal(value, other["state"][name]) for name, value in by_torch["state"].items())
-            and by_torch["losses"] == other["losses"],
-            other["committed"],
-        )
-        for other in by_others
-    ]
+    one, other = (fully_shard.train(rank, fully_shard.Job(copies_by=way)) for way in ("torch", "copy_engine"))
+    same = all(torch.equal(value, other["state"][name]) for name, value in one["state"].items())
+    return same and one["losses"] == other["losses"], other["committed"]
 
 
 def test_so_it_is_where_fsdp_slices_experts() -> None:
-    for found in run_ranks(4, train_slices):
-        assert len(found) == 2 and all(equal and committed > 0 for equal, committed in found)
+    assert all(equal and committed > 0 for equal, committed in run_ranks(4, train_slices))
 
 
 def lose_a_signal(rank: int, folder: str) -> None:
@@ -342,7 +297,7 @@ WHYS = ("not on cpu", "room for 2", "different sizes", "different ones", "node o
 
 def refusals(rank: int) -> list[str]:
     """What attach says on a rank, of one obstacle after another; the last has none."""
-    said = [attach_and_say("deepep"), attach_and_say()]
+    said = [attach_and_say()]
     use_the_doubles()
     for name, value in (("PAD_BYTES", 16), ("PAD_BYTES", 2048 + 1024 * rank)):
         before = getattr(double, name)
@@ -364,9 +319,9 @@ def refusals(rank: int) -> list[str]:
     return said
 
 
-def attach_and_say(way: str = "copy_engine") -> str:
+def attach_and_say() -> str:
     model = make_model("gpt_oss", experts=8, top_k=2)
-    config = eplb.BalancerConfig(replica_slots=1, copies_by=way, dense_gradients="allreduce")
+    config = eplb.BalancerConfig(replica_slots=1, copies_by="copy_engine", dense_gradients="allreduce")
     try:
         eplb.attach(model, torch.optim.AdamW(model.parameters()), config=config).close()
     except AttachError as error:
@@ -376,14 +331,13 @@ def attach_and_say(way: str = "copy_engine") -> str:
 
 def test_where_a_way_cannot_be_had_every_rank_says_why_in_a_line() -> None:
     for said in run_ranks(2, refusals):
-        assert said[0].startswith("copies_by='deepep': ") and "\n" not in said[0]
-        for line, why in zip(said[1:], (*WHYS, ""), strict=True):
+        for line, why in zip(said, (*WHYS, ""), strict=True):
             assert why in line and "\n" not in line
             assert ("copies_by='copy_engine': " in line) == bool(why)
 
 
 def test_a_way_that_is_unknown_or_has_nothing_to_carry_is_refused() -> None:
-    with pytest.raises(ConfigError, match="copies_by='nccl' is unknown; choose one of: torch, copy_engine, deepep"):
+    with pytest.raises(ConfigError, match="copies_by='nccl' is unknown; choose one of: torch, copy_engine"):
         eplb.BalancerConfig(replica_slots=1, copies_by="nccl")
     with pytest.raises(ConfigError, match="copies_by='copy_engine' without replica slots"):
         eplb.BalancerConfig(copies_by="copy_engine")

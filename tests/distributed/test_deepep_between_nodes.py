@@ -24,7 +24,6 @@ import eplb_runtime as eplb
 from eplb_runtime.config import ConfigError, DispatchConfig
 from eplb_runtime.distributed.transports import TRANSPORTS, deepep_package
 from eplb_runtime.distributed.transports.deepep import DeepEP
-from eplb_runtime.hosts.attaching import copies
 from eplb_runtime.moe.dispatch import choosing, float8
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import DispatchContext
@@ -164,7 +163,7 @@ def train(rank: int, **settings: Any) -> dict[str, torch.Tensor]:
 JOBS: dict[str, dict[str, Any]] = {
     "tokens": {"dispatch": "deepep"},
     "tokens and experts": {"dispatch": "deepep", "transport": "deepep"},
-    "copies": {"dispatch": "deepep", "replica_slots": 1, "copies_by": "deepep", "split_least_tokens": 0},
+    "copies": {"dispatch": "deepep", "replica_slots": 1, "split_least_tokens": 0},
 }
 
 
@@ -174,11 +173,10 @@ def trained(rank: int) -> dict[str, list[str]]:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     deepep_package.why_not = lambda device=None: ""
     choosing.lacks = lambda *_: ""
-    copies._imported = lambda: deepep_double
     TRANSPORTS["deepep"] = partial(DeepEP, package=deepep_double)
     found = {}
     for job, settings in JOBS.items():
-        plain = {name: value for name, value in settings.items() if name not in ("dispatch", "transport", "copies_by")}
+        plain = {name: value for name, value in settings.items() if name not in ("dispatch", "transport")}
         expected, seen = train(rank, **plain), train(rank, **settings)
         assert expected.keys() == seen.keys() and int(seen["moved"]) == 2
         found[job] = [name for name in seen if not torch.equal(expected[name], seen[name])]

@@ -141,7 +141,7 @@ def experts_go_by_the_buffer_of_tokens(rank: int, transport: Transport) -> None:
     assert transport._buffer is carrier._buffer()  # type: ignore[attr-defined]
     CALLS.clear()
     rows = torch.full((3, 16), float(rank + 1), dtype=torch.bfloat16)
-    received = carrier.dispatch(rows, carrier.layout(torch.tensor([[0], [2], [4]])), RecvCounts(3, None))
+    received = carrier.dispatch(rows, carrier.layout(torch.tensor([[0], [2], [4]])), RecvCounts(3, [3, 0]))
     assert torch.equal(exchange(rank, transport), random_bytes((rank - 1) % RANKS, 5000, CPU))
     assert torch.equal(carrier.combine(received.rows_UC, received.handle), rows)
     assert CALLS == ["tokens", "experts", "back"]

@@ -46,7 +46,6 @@ class Job:
     parts: int = 2
     ranks: int = 4
     replica_slots: int = 0
-    shared: bool = False
     damage: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
@@ -139,7 +138,6 @@ def build(job: Job) -> tuple[Model, torch.optim.Optimizer, eplb.Balancer]:
         interval=1,
         gate="always",
         replica_slots=job.replica_slots,
-        shared_between_layers=job.shared,
         guard="auto" if job.damage is contextlib.nullcontext else "off",
         run=RUN,
         migration=eplb.MigrationConfig(lag=0),
@@ -225,7 +223,7 @@ RIGHT = {
     "homes, replicas of the model": Job(parts=1),
     "kept": Job(replica_slots=1),
     "kept, replicas of the model": Job(parts=1, replica_slots=1),
-    "two slots, shared": Job(replica_slots=2, shared=True),
+    "two slots": Job(replica_slots=2),
 }
 EIGHT = Job(ranks=8, replica_slots=1)
 """Two replicas of the model, in each of which homes are divided."""

@@ -45,7 +45,6 @@ class Job:
     """
 
     replica_slots: int = 1
-    shared: bool = False
     copies_by: str = "torch"
     micro_batches: int = 1
     holds: tuple[str, ...] = ()
@@ -80,7 +79,6 @@ def build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
         interval=2,
         gate="always",
         replica_slots=job.replica_slots,
-        shared_between_layers=job.shared,
         copies_by=job.copies_by,
         migration=eplb.MigrationConfig(lag=0),
     )
@@ -234,7 +232,7 @@ RIGHT = {
     "kept": Job(between=discard, close_early=True),
     "two slots": replace(TWO, replica_slots=2, holds=("fsdp",), options=UNCUT, between=evaluate),
     "held back by both": replace(TWO, holds=("fsdp", "balancer"), change=freeze),
-    "shared": replace(TWO, shared=True, holds=("balancer",), change=recompute, between=take_state_anew),
+    "recomputed": replace(TWO, holds=("balancer",), change=recompute, between=take_state_anew),
 }
 WRONG = {
     "sums forgotten": Job(damage=sums_forgotten),

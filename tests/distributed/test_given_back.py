@@ -56,7 +56,7 @@ def no_more(rounds: list[tuple[int, int]]) -> bool:
     )
 
 
-def attach(transport: str = "shm") -> tuple[torch.nn.Module, torch.optim.Optimizer, eplb.Balancer]:
+def attach(transport: str = "torch") -> tuple[torch.nn.Module, torch.optim.Optimizer, eplb.Balancer]:
     model = make_model("olmoe", experts=4, layers=1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     migration = MigrationConfig(transport=transport)

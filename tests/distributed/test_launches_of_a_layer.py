@@ -85,7 +85,6 @@ def _interpreted(launched: Counter[str]) -> eplb.moe.kernel_selection.Kernels:  
     from eplb_runtime.moe.dispatch import kernels as moves
     from eplb_runtime.moe.kernel_selection import Kernels
     from eplb_runtime.moe.routing import kernels as routing
-    from eplb_runtime.utils import checksums_triton
 
     launch = interpreter.GridExecutor.__call__
 
@@ -96,7 +95,7 @@ def _interpreted(launched: Counter[str]) -> eplb.moe.kernel_selection.Kernels:  
 
     interpreter.GridExecutor.__call__ = counted
     dealing = routing.count_by_blocks, routing.deal_by_kernels
-    return Kernels(*dealing, checksums_triton.launch, moves.MOVES, routing.count_and_map)
+    return Kernels(*dealing, moves.MOVES, routing.count_and_map)
 
 
 def _with_kernels(rank: int, replica_slots: int) -> tuple[Counter[str], Counter[str], Counter[str], bool]:

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import symmetric_memory_double
 import torch
 from beside import RANKS, Job, at, fail, flip_a_bit, same
-from cuda_ipc_double import OfAnyMemory
 from moe_models import batch_of
 from nvshmem_double import Double as NvshmemDouble
 from ranks import run_ranks
@@ -160,7 +160,7 @@ def what_other_transports_make_of_it(rank: int, transports: list[str], heaps: Pa
     """A job over each of them, with a flipped bit, experts that come too late and a transport that ends; over the first
     with a rank that fails at the other points of the protocol, where no transport has anything to do. Then the same
     steps without migrations. Those of GPUs carry by doubles."""
-    TRANSPORTS["cuda_ipc"] = lambda *arguments: CudaIpc(*arguments, memory=OfAnyMemory())
+    TRANSPORTS["cuda_ipc"] = partial(CudaIpc, package=symmetric_memory_double)
     TRANSPORTS["nvshmem"] = partial(Nvshmem, library=NvshmemDouble(heaps).library())
     said: dict[str, dict[str, Any]] = {}
     for transport in transports:
@@ -194,7 +194,7 @@ def what_other_transports_make_of_it(rank: int, transports: list[str], heaps: Pa
 
 
 def test_so_it_is_with_other_transports(tmp_path: Path) -> None:
-    transports = ["shm", "cuda_ipc", "nvshmem", *([] if nixl_agent.why_not() else ["nixl"])]
+    transports = ["cuda_ipc", "nvshmem", *([] if nixl_agent.why_not() else ["nixl"])]
     results = run_ranks(RANKS, what_other_transports_make_of_it, transports, tmp_path)
     for transport in transports:
         first = results[0][transport]
@@ -206,32 +206,27 @@ def test_so_it_is_with_other_transports(tmp_path: Path) -> None:
     assert "rank 1" in first["prepared 1"] and "rank 2" in first["verified 2"]
 
 
-def with_copies(rank: int) -> list[dict[str, Any]]:
-    """Kept copies and shared ones, each until experts have moved twice beside training, and then a job without."""
-    found = []
-    for shared in (False, True):
-        job = Job(rank, overlap=True, dtype=torch.float64, replica_slots=1, shared_between_layers=shared)
-        for _ in range(2):
-            job.until(RebalanceCommitted)
-        job.step()
-        found.append({"losses": job.losses, "state": job.state()})
-        job.balancer.close()
+def with_copies(rank: int) -> dict[str, Any]:
+    """A job with copies until experts have moved twice beside training, and then one without."""
+    job = Job(rank, overlap=True, dtype=torch.float64, replica_slots=1)
+    for _ in range(2):
+        job.until(RebalanceCommitted)
+    job.step()
     still = Job(rank, overlap=False, dtype=torch.float64)
-    for there in sorted(found, key=lambda there: len(there["losses"])):
-        while still.steps < len(there["losses"]):
-            still.step()
-        there["without"] = list(still.losses), still.state()
-    still.balancer.close()
+    while still.steps < job.steps:
+        still.step()
+    found = {"losses": job.losses, "state": job.state(), "without": (list(still.losses), still.state())}
+    for each in (job, still):
+        each.balancer.close()
     return found
 
 
 def test_copies_follow_a_layer_that_is_committed_during_a_step() -> None:
-    for kept_and_shared in run_ranks(2, with_copies):
-        for there in kept_and_shared:
-            losses, state = there["without"]
-            torch.testing.assert_close(there["losses"], losses, rtol=1e-12, atol=1e-12)
-            for name, tensor in state.items():
-                torch.testing.assert_close(there["state"][name], tensor, rtol=1e-9, atol=1e-11)
+    for there in run_ranks(2, with_copies):
+        losses, state = there["without"]
+        torch.testing.assert_close(there["losses"], losses, rtol=1e-12, atol=1e-12)
+        for name, tensor in state.items():
+            torch.testing.assert_close(there["state"][name], tensor, rtol=1e-9, atol=1e-11)
 
 
 class Decaying(Job):

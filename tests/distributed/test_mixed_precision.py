@@ -74,7 +74,6 @@ class Job:
     adapters: bool = False
     averages: bool = False
     replica_slots: int = 0
-    shared: bool = False
     keep_back: bool = False
     steps: int = 8
 
@@ -125,7 +124,6 @@ def train(rank: int, policy: str, job: Job) -> dict[str, Any]:
         gate="always",
         dense_gradients="allreduce",
         replica_slots=job.replica_slots,
-        shared_between_layers=job.shared,
         guard="off" if job.scaler == "torch" else "auto",
         dispatch=eplb.DispatchConfig(split_least_tokens=0 if job.replica_slots else 64),
     )
@@ -232,7 +230,6 @@ OVERFLOWING = {
     "fused": Job(optimizer="fused", overflow_at=3, steps=6),
 }
 KEEPING_BACK = Job(replica_slots=1, steps=6, keep_back=True)
-AUTOCAST = Job(replica_slots=1, steps=6, autocast=True)
 
 
 def scale_all(rank: int) -> dict[str, Any]:
@@ -242,8 +239,6 @@ def scale_all(rank: int) -> dict[str, Any]:
     }
     for scaler in ("", "ours", "torch"):
         found[f"kept back, {scaler}"] = train(rank, "incremental", replace(KEEPING_BACK, scaler=scaler))
-    for shared in (False, True):
-        found[f"shared {shared}"] = train(rank, "incremental", replace(AUTOCAST, shared=shared))
     return found
 
 
@@ -269,17 +264,6 @@ def test_control_torchs_scaler_leaves_gradients_that_copies_kept_back_scaled(sca
     )
     assert differences(without, ours) == []
     assert any("experts" in name for name in differences(without, torchs))
-
-
-def test_copies_shared_between_layers_compute_alike_in_backward_under_autocast(scaled: list[dict[str, Any]]) -> None:
-    """Their rows are computed again in the backward pass: in the precision of the forward."""
-    for of_rank in scaled:
-        kept, shared = of_rank["shared False"], of_rank["shared True"]
-        assert kept["migrations"] >= 1
-        print([abs(one - other) for one, other in zip(kept["losses"], shared["losses"], strict=True)])
-        assert kept["losses"][:4] == shared["losses"][:4]
-        for loss, other in zip(kept["losses"], shared["losses"], strict=True):
-            assert abs(loss - other) < 2e-3
 
 
 def skip_alone(rank: int, agree: bool) -> tuple[dict[str, torch.Tensor], float]:

@@ -24,7 +24,7 @@ from transport_contract import (
     tell,
 )
 
-from eplb_runtime.distributed.transports import TRANSPORTS, nvshmem_heap
+from eplb_runtime.distributed.transports import TRANSPORTS, nvshmem_heap, windows
 from eplb_runtime.distributed.transports.base import Message, TransportError
 from eplb_runtime.distributed.transports.nvshmem import Nvshmem
 
@@ -32,7 +32,7 @@ CHEAP = [case for case in CASES if case not in (large_messages, many_small_messa
 
 
 def over_the_double(rank: int, folder: Path) -> tuple[dict, list[str]]:
-    nvshmem_heap.MOST_PIECE_BYTES = 64 << 10  # a message of a megabyte goes in many pieces
+    windows.MOST_PIECE_BYTES = 64 << 10  # a message of a megabyte goes in many pieces
     double = Double(folder)
     TRANSPORTS["nvshmem"] = partial(Nvshmem, library=double.library())
     said = run_cases(rank, "nvshmem", "gloo", lambda rank: torch.device("cpu"), CHEAP)

@@ -43,7 +43,6 @@ class Job:
     micro_batches: int = 4
     moving: bool = False
     replica_slots: int = 0
-    shared: bool = False
     hold_back: bool = False
     meddle: bool = False
     overlap: bool = False
@@ -129,7 +128,6 @@ def start(rank: int, job: Job) -> Run:
             policy="incremental" if job.moving else "static",
             dense_gradients="allreduce",
             replica_slots=job.replica_slots,
-            shared_between_layers=job.shared,
             initial_placement=placement_with_copies(job) if job.replica_slots else None,
             migration=eplb.MigrationConfig(lag=0),
         ),
@@ -309,9 +307,8 @@ def test_every_schedule_equals_the_whole_model_and_migrations_change_no_bit() ->
 COPIES = [
     *(Job(schedule, replica_slots=1) for schedule in ("ScheduleInterleavedZeroBubble", "ScheduleDualPipeV")),
     *(Job(schedule, replica_slots=1, hold_back=True) for schedule in ("Schedule1F1B", "ScheduleZBVZeroBubble")),
-    *(Job(schedule, replica_slots=1, shared=True) for schedule in ("ScheduleInterleaved1F1B", "ScheduleDualPipeV")),
 ]
-"""Kept; kept, and brought home once a step; shared between layers."""
+"""Kept; kept, and brought home once a step."""
 
 
 def test_copies_of_experts_change_nothing_under_any_schedule() -> None:

@@ -21,7 +21,6 @@ from undone import undone
 
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted
-from eplb_runtime.load.counter import in_recompute
 from eplb_runtime.replicas import tree
 from eplb_runtime.replicas.bank import ReplicaBank
 from eplb_runtime.replicas.broadcast_plan import GradientStage
@@ -49,7 +48,6 @@ class Job:
     split: str = "water_filling"
     checkpointing: bool = False
     accumulate: int = 1
-    shared: bool = False
     keep_back: bool = False
     length: int = 24
     ep_size: int = 4
@@ -83,7 +81,6 @@ def train(rank: int, job: Job) -> dict:
         policy=job.policy,
         gate="always",
         replica_slots=job.replica_slots,
-        shared_between_layers=job.shared,
         dense_gradients="allreduce",
         migration=eplb.MigrationConfig(lag=0),
         dispatch=eplb.DispatchConfig(
@@ -133,9 +130,9 @@ def count_rows(model: torch.nn.Module) -> list[list[int]]:
         own = parallel._experts
 
         class Counting(type(own)):
-            def __call__(self, rows_MD, counts_S, weights_M, standing=None, index=index):
+            def __call__(self, rows_MD, counts_S, weights_M, index=index):
                 rows[index].append(len(rows_MD))
-                return super().__call__(rows_MD, counts_S, weights_M, standing)
+                return super().__call__(rows_MD, counts_S, weights_M)
 
         own.__class__ = Counting
     return rows
@@ -187,12 +184,8 @@ WITH = {
     "two copies a rank on two nodes": Job(replica_slots=2, ranks_per_node=2),
     "even split": Job(replica_slots=1, split="even"),
     "activation checkpointing": Job(replica_slots=1, checkpointing=True),
-    "shared between layers": Job(replica_slots=1, shared=True),
-    "shared, of transposed weights": Job(replica_slots=1, shared=True, transposed=True),
-    "two shared between layers on two nodes": Job(replica_slots=2, shared=True, ranks_per_node=2),
-    "shared and activation checkpointing": Job(replica_slots=1, shared=True, checkpointing=True),
+    "transposed weights": Job(replica_slots=1, transposed=True),
     "copies that hang on copies": Job(replica_slots=2, damage=hang_one_on_the_other),
-    "shared ones that hang on copies": Job(replica_slots=2, shared=True, damage=hang_one_on_the_other),
 }
 
 
@@ -214,20 +207,16 @@ def test_training_with_copies_is_training_without_to_1e_12(
 
 def test_two_ep_groups_with_copies_train_as_two_without_and_as_one(without: list[dict]) -> None:
     """EP 2 x EDP 2, on the same four batches."""
-    copies = [Job(replica_slots=1, ep_size=2, shared=shared) for shared in (False, True)]
-    static, *both = run_jobs(Job(replica_slots=0, policy="static", ep_size=2), *copies)
-    for results in both:
-        assert results[0]["copies"] > 0
-        assert len({result["placement"] for result in results}) == 1
-        assert 0 < largest_difference(static, results) < 1e-12, "with copies in use, sums are parted"
-        assert largest_difference(without, results) < 1e-12
+    static, results = run_jobs(Job(replica_slots=0, policy="static", ep_size=2), Job(replica_slots=1, ep_size=2))
+    assert results[0]["copies"] > 0
+    assert len({result["placement"] for result in results}) == 1
+    assert 0 < largest_difference(static, results) < 1e-12, "with copies in use, sums are parted"
+    assert largest_difference(without, results) < 1e-12
 
 
 ACCUMULATED = {
     "sent each time": Job(replica_slots=1, accumulate=2),
     "kept back": Job(replica_slots=1, accumulate=2, keep_back=True),
-    "shared": Job(replica_slots=1, accumulate=2, shared=True),
-    "shared, nothing to keep it in": Job(replica_slots=1, accumulate=2, shared=True, keep_back=True),
 }
 
 
@@ -240,17 +229,15 @@ def test_gradient_accumulation_sums_copies_over_micro_batches() -> None:
 
 @pytest.mark.parametrize("rest", [{"experts_alone": True}, {"length": 2}], ids=["a frozen rest", "idle ranks"])
 def test_copies_train_with(rest: dict) -> None:
-    copies = [Job(replica_slots=1, shared=shared, **rest) for shared in (False, True)]
-    static, *both = run_jobs(Job(replica_slots=0, policy="static", **rest), *copies)
-    for results in both:
-        assert results[0]["copies"] > 0
-        assert largest_difference(static, results) < 1e-12
+    static, results = run_jobs(Job(replica_slots=0, policy="static", **rest), Job(replica_slots=1, **rest))
+    assert results[0]["copies"] > 0
+    assert largest_difference(static, results) < 1e-12
 
 
 def test_the_same_run_twice_gives_the_same_bits() -> None:
-    kept, shared = (Job(replica_slots=1, dtype=torch.float32, shared=shared) for shared in (False, True))
-    first, second, shared_first, shared_second = run_jobs(kept, kept, shared, shared)
-    assert largest_difference(first, second) == largest_difference(shared_first, shared_second) == 0
+    job = Job(replica_slots=1, dtype=torch.float32)
+    first, second = run_jobs(job, job)
+    assert largest_difference(first, second) == 0
 
 
 def test_copies_reach_what_moving_homes_cannot() -> None:
@@ -303,7 +290,7 @@ ORDERS = (
 )
 
 
-def train_in_order(rank: int, order: Callable[..., None], replica_slots: int, shared: bool) -> dict:
+def train_in_order(rank: int, order: Callable[..., None], replica_slots: int) -> dict:
     model = make_model("gpt_oss", experts=8, top_k=2).double()
     model.set_experts_implementation("eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -315,7 +302,6 @@ def train_in_order(rank: int, order: Callable[..., None], replica_slots: int, sh
     config = eplb.BalancerConfig(
         policy="static",
         replica_slots=replica_slots,
-        shared_between_layers=shared,
         dense_gradients="allreduce",
         initial_placement=placement,
         dispatch=eplb.DispatchConfig(
@@ -333,12 +319,8 @@ def train_in_order(rank: int, order: Callable[..., None], replica_slots: int, sh
     return {"losses": [0.0], "norms": [0.0], "state": state}
 
 
-WAYS = ((0, False), (1, False), (1, True))
-"""Replica slots, and whether they are shared between layers."""
-
-
 def train_in_all_orders(rank: int) -> list[list[dict]]:
-    return [[train_in_order(rank, order, *way) for way in WAYS] for order in ORDERS]
+    return [[train_in_order(rank, order, slots) for slots in (0, 1)] for order in ORDERS]
 
 
 @pytest.fixture(scope="module")
@@ -348,12 +330,11 @@ def in_orders() -> list[list[list[dict]]]:
 
 @pytest.mark.parametrize("number", range(len(ORDERS)), ids=[order.__name__ for order in ORDERS])
 def test_whatever_the_order_of_forwards_and_backwards(in_orders: list[list[list[dict]]], number: int) -> None:
-    whole, *with_copies = zip(*(of_rank[number] for of_rank in in_orders), strict=True)
-    for results in with_copies:
-        assert 0 < largest_difference(whole, results) < 1e-12
+    whole, with_copies = zip(*(of_rank[number] for of_rank in in_orders), strict=True)
+    assert 0 < largest_difference(whole, with_copies) < 1e-12
 
 
-def watch_the_exchange(rank: int, shared: bool, keep_back: bool) -> dict:
+def watch_the_exchange(rank: int, keep_back: bool) -> dict:
     events = []
     send, finish = ReplicaSync._send, ReplicaSync._finish
 
@@ -377,7 +358,6 @@ def watch_the_exchange(rank: int, shared: bool, keep_back: bool) -> dict:
     config = eplb.BalancerConfig(
         policy="static",
         replica_slots=1,
-        shared_between_layers=shared,
         initial_placement=eplb.Placement(slots, EXPERTS, 4, placement.home),
         dense_gradients="allreduce",
         dispatch=eplb.DispatchConfig(split_least_tokens=0),
@@ -406,14 +386,11 @@ def watch_the_exchange(rank: int, shared: bool, keep_back: bool) -> dict:
     }
 
 
-EXCHANGES = {"kept": (False, False), "shared": (True, False), "kept back": (False, True)}
-
-
 def watch_exchanges(rank: int) -> dict[str, dict]:
     found = {}
-    for name, (shared, keep_back) in EXCHANGES.items():
+    for name, keep_back in (("sent", False), ("kept back", True)):
         with undone(ReplicaSync):
-            found[name] = watch_the_exchange(rank, shared, keep_back)
+            found[name] = watch_the_exchange(rank, keep_back)
     return found
 
 
@@ -422,11 +399,8 @@ def watched() -> dict[str, dict]:
     return run_ranks(4, watch_exchanges)[0]
 
 
-@pytest.mark.parametrize("rows", ["kept", "shared"])
-def test_gradients_of_a_layer_travel_while_the_layers_before_it_are_in_backward(
-    watched: dict[str, dict], rows: str
-) -> None:
-    result = watched[rows]
+def test_gradients_of_a_layer_travel_while_the_layers_before_it_are_in_backward(watched: dict[str, dict]) -> None:
+    result = watched["sent"]
     events = [event for event in result["events"] if event != "layer 0 through"]
     assert events == ["sent 1", "added 1", "sent 0", "added 0", "backward over"]
     assert result["events"].index("layer 0 through") > result["events"].index("sent 1")
@@ -437,18 +411,15 @@ def test_gradients_kept_back_travel_once_before_the_optimizers_step(watched: dic
     assert events == ["layer 0 through", "backward over", "sent 1", "added 1", "sent 0", "added 0"]
 
 
-def test_kept_rows_lie_behind_the_homes_and_shared_ones_are_one_set_for_all_layers(watched: dict[str, dict]) -> None:
-    kept, shared = watched["kept"], watched["shared"]
+def test_replica_rows_lie_behind_the_homes(watched: dict[str, dict]) -> None:
+    kept = watched["sent"]
     assert kept["places"][0] == kept["behind"]
     assert not set(kept["places"][0]) & set(kept["places"][1])
-    assert shared["places"][0] == shared["places"][1]
-    assert kept["rows"] == shared["rows"] == EXPERTS // 4
+    assert kept["rows"] == EXPERTS // 4
     # An expert has 32 * 64 + 64 + 32 * 32 + 32 numbers of four bytes, and as many in gradients; two layers.
-    assert kept["log"] == ["replica slots: 1 per rank and layer, kept; " + MEMORY]
-    assert shared["log"] == ["replica slots: 1 per rank and layer, shared between layers; " + MEMORY]
-
-
-MEMORY = "memory per rank: 0.0363 MiB kept (and 0.0242 MiB with no_sync), 0.0242 MiB shared between layers"
+    assert kept["log"] == [
+        "replica slots: 1 per rank and layer; memory per rank: 0.0363 MiB (and 0.0242 MiB with no_sync)"
+    ]
 
 
 # -- controls ------------------------------------------------------------------------------------------------------
@@ -484,12 +455,6 @@ def miss_a_refresh() -> None:
             self._versions = {layer: self._versions_now(layer) for layer in self._banks}
 
     ReplicaSync.refresh = sometimes
-
-
-def believe_rows_that_another_layer_has_taken() -> None:
-    """No fetch ahead of backward."""
-    fetch = ReplicaSync.fetch
-    ReplicaSync.fetch = lambda self, layer: None if in_recompute() else fetch(self, layer)
 
 
 def count_copies_in_the_norm() -> None:
@@ -545,12 +510,6 @@ DAMAGES = (
     let_copies_decay,
 )
 OF_TREES = (hand_nothing_on, add_nothing_on_the_way)
-OF_SHARED_ROWS = (
-    forget_gradients_of_copies,
-    lose_gradients_on_the_way,
-    average_instead_of_sum,
-    believe_rows_that_another_layer_has_taken,
-)
 
 
 @pytest.mark.parametrize(
@@ -558,9 +517,8 @@ OF_SHARED_ROWS = (
     [
         [Job(replica_slots=1, damage=damage) for damage in DAMAGES],
         [Job(replica_slots=2, ranks_per_node=2, damage=damage) for damage in OF_TREES],
-        [Job(replica_slots=1, shared=True, damage=damage) for damage in OF_SHARED_ROWS],
     ],
-    ids=["kept", "on two nodes", "shared"],
+    ids=["one node", "two nodes"],
 )
 def test_control_a_broken_rule_is_noticed(without: list[dict], jobs: list[Job]) -> None:
     for job, results in zip(jobs, run_jobs(*jobs), strict=True):

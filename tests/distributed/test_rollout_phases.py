@@ -24,7 +24,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "between steps": {},
     "overlapped": {"overlap": True},
     "replicas": {"replica_slots": 1},
-    "shared replicas": {"replica_slots": 1, "shared_between_layers": True},
     "overlapped replicas": {"overlap": True, "replica_slots": 1},
 }
 WAYS = [
@@ -33,7 +32,6 @@ WAYS = [
     ("overlapped", "data"),
     ("replicas", "resize"),
     ("replicas", "data"),
-    ("shared replicas", "resize"),
 ]
 SMALL = 64 << 10
 """Bytes of maps, counters and samples: far less than one expert tensor."""
@@ -321,7 +319,7 @@ def late() -> dict[str, Any]:
 
 def runs(rank: int) -> dict[Any, Any]:
     found: dict[Any, Any] = {kind: trained(kind, "", policy="static") for kind in ("between steps", "overlapped")}
-    for kind, by in [*WAYS, ("replicas", ""), ("shared replicas", "")]:
+    for kind, by in [*WAYS, ("replicas", "")]:
         found[kind, by] = trained(kind, by)
     for kind in ("overlapped", "overlapped replicas"):
         found[kind, "each step"] = trained(kind, "data", each=1)

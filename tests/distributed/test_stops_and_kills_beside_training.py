@@ -23,7 +23,7 @@ from eplb_runtime.migration.engine import Phase
 DEADLINE, SHORTER, LONGER = 5.0, 0.3, 6.0
 STOPPED = 2
 """The rank that stands still, or dies."""
-TRANSPORTS = ["torch", "shm"] if nixl_agent.why_not() else ["torch", "shm", "nixl"]
+TRANSPORTS = ["torch"] if nixl_agent.why_not() else ["torch", "nixl"]
 
 
 def stand_still_once(seconds: float) -> Callable[[object], None]:

@@ -35,7 +35,6 @@ class Job:
     family: str
     ep: int
     replica_slots: int = 1
-    shared: bool = False
     micro_batches: int = 1
     recomputed: str = ""
     replicas: int = 1
@@ -52,7 +51,7 @@ class Job:
             validated(config)
 
     def copies(self, config: Any) -> None:
-        balance_of(config, replica_slots=self.replica_slots, shared_between_layers=self.shared)
+        balance_of(config, replica_slots=self.replica_slots)
 
     def run(self, folder: Path, balanced: bool | None = True, **options: Any) -> DoubleRun:
         mistake = None if balanced is None else self.copies
@@ -82,9 +81,9 @@ def sums_forgotten() -> Any:
 
 RIGHT = {
     "ep 4, validated": Job("qwen3", 4, validated=True),
-    "ep 4, shared, selective recompute": Job("gpt_oss", 4, shared=True, recomputed="SelectiveAC"),
+    "ep 4, selective recompute": Job("gpt_oss", 4, recomputed="SelectiveAC"),
     "ep 2 x efsdp 2, two slots, full recompute": Job("gpt_oss", 2, replica_slots=2, recomputed="FullAC"),
-    "ep 2 x efsdp 2, shared, accumulated": Job("qwen3", 2, shared=True, micro_batches=2),
+    "ep 2 x efsdp 2, accumulated": Job("qwen3", 2, micro_batches=2),
     "ep 2 x efsdp 2, expert bias": Job("deepseek_v3", 2),
     "ep 2, two replicas of the model": Job("gpt_oss", 2, replicas=2),
     "ep 2, two replicas of the model, no copies": Job("qwen3", 2, replica_slots=0, replicas=2),

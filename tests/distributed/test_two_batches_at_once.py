@@ -16,14 +16,13 @@ import eplb_runtime as eplb
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 
-def attached(replica_slots: int = 0, shared: bool = False) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
+def attached(replica_slots: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
     model = make_model("qwen3_moe", experts=8, layers=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     config = eplb.BalancerConfig(
         interval=1,
         dense_gradients="allreduce",
         replica_slots=replica_slots,
-        shared_between_layers=shared,
         dispatch=eplb.DispatchConfig(split_least_tokens=0 if replica_slots else 64),
         migration=eplb.MigrationConfig(lag=0),
     )
@@ -108,10 +107,6 @@ def under_way(rank: int) -> bool:
     with pytest.raises(RuntimeError, match="already"):
         balancer.at_once(lambda: balancer.at_once(forward, forward), lambda: None)
     balancer.close()
-    _, _, shared = attached(replica_slots=1, shared=True)
-    with pytest.raises(RuntimeError, match="serve one layer at a time"):
-        shared.at_once(forward, forward)
-    shared.close()
     return all(met)
 
 

@@ -6,7 +6,6 @@ Right is what the same ranks compute without copies, to the rounding of float64.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import pytest
@@ -33,7 +32,7 @@ def copied(slots: int) -> eplb.Placement:
 class Job:
     """An attached model in float64, with copies or without."""
 
-    def __init__(self, rank: int, slots: int, shared: bool) -> None:
+    def __init__(self, rank: int, slots: int) -> None:
         self.rank = rank
         self.model = make_model("olmoe", experts=EXPERTS).double()
         self.model.set_experts_implementation("eager")
@@ -43,7 +42,6 @@ class Job:
             policy="static",
             dense_gradients="allreduce",
             replica_slots=slots,
-            shared_between_layers=shared and slots > 0,
             initial_placement=copied(slots),
             dispatch=eplb.DispatchConfig(split_least_tokens=0 if slots else 64),
         )
@@ -166,13 +164,13 @@ def count_every_gradient_in() -> None:
     ReplicaBank._discarded = lambda self, number: False
 
 
-def differences(rank: int, shared: bool, cases: list[Callable[[Job], None]], damage: Callable[[], None]) -> dict:
+def differences(rank: int, cases: list[Callable[[Job], None]], damage: Callable[[], None]) -> dict:
     damage()
     worst = {}
     for case in cases:
         found = []
         for slots in (0, 2):
-            job = Job(rank, slots, shared)
+            job = Job(rank, slots)
             case(job)
             found.append(job.gradients())
             job.balancer.close()
@@ -183,14 +181,13 @@ def differences(rank: int, shared: bool, cases: list[Callable[[Job], None]], dam
     return worst
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["kept", "shared"])
-def test_gradients_are_those_without_copies(shared: bool) -> None:
-    for worst in run_ranks(2, differences, shared, RIGHT, break_nothing):
+def test_gradients_are_those_without_copies() -> None:
+    for worst in run_ranks(2, differences, RIGHT, break_nothing):
         assert len(worst) == len(RIGHT) and max(worst.values()) < 1e-12, worst
 
 
 def test_control_gradients_of_a_discarded_pass_are_noticed() -> None:
-    for worst in run_ranks(2, differences, False, RIGHT[:5], count_every_gradient_in):
+    for worst in run_ranks(2, differences, RIGHT[:5], count_every_gradient_in):
         assert min(worst.values()) > 1e-3, worst
 
 
@@ -239,17 +236,17 @@ REFUSED: dict[Callable[[Job], None], str] = {
 }
 
 
-def refusals(rank: int, shared: bool) -> dict[str, str]:
+def refusals(rank: int) -> dict[str, str]:
     said = {}
     for case in REFUSED:
-        job = Job(rank, 2, shared)
+        job = Job(rank, 2)
         with pytest.raises(RuntimeError) as refused:
             case(job)
         said[case.__name__] = str(refused.value)
         job.optimizer.zero_grad()
         job.loss(0).backward()  # goes on
         job.balancer.close()
-    job = Job(rank, 0, shared)
+    job = Job(rank, 0)
     for parameter, gradient in zip(
         job.experts.values(), torch.autograd.grad(job.loss(0), list(job.experts.values())), strict=True
     ):
@@ -260,22 +257,6 @@ def refusals(rank: int, shared: bool) -> dict[str, str]:
 
 
 def test_what_would_be_wrong_is_refused_in_one_line() -> None:
-    for said in run_ranks(2, refusals, False):
+    for said in run_ranks(2, refusals):
         for case, expected in REFUSED.items():
             assert expected in said[case.__name__] and "\n" not in said[case.__name__]
-
-
-def test_shared_copies_refuse_gradients_elsewhere_too() -> None:
-    for said in run_ranks(2, shared_refusals):
-        assert all("come home in .grad alone" in line or "name all of a layer" in line for line in said)
-
-
-def shared_refusals(rank: int) -> list[str]:
-    said = []
-    for case in (gradients_elsewhere, some_of_a_layer):
-        job = Job(rank, 2, True)
-        with pytest.raises(RuntimeError) as refused:
-            partial(case, job)()
-        said.append(str(refused.value))
-        job.balancer.close()
-    return said

@@ -112,12 +112,11 @@ def copied(ranks: int) -> eplb.Placement:
     [
         (2, 2, {}),
         (2, 2, {"replica_slots": 1, "split_least_tokens": 0}),
-        (2, 2, {"replica_slots": 1, "split_least_tokens": 0, "shared_between_layers": True}),
         (4, 2, {}),
         (4, 2, {"replica_slots": 1, "split_least_tokens": 0}),
         (3, 1, {}),
     ],
-    ids=["EP 2", "EP 2, copies", "EP 2, shared copies", "EP 2 x EDP 2", "EP 2 x EDP 2, copies", "EDP 3"],
+    ids=["EP 2", "EP 2, copies", "EP 2 x EDP 2", "EP 2 x EDP 2, copies", "EDP 3"],
 )
 def test_what_reaches_experts_past_their_layer_counts_as_in_one_process(
     world_size: int, ep: int, options: dict

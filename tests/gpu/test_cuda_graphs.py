@@ -1,8 +1,4 @@
-"""A CUDA graph holds the forward of an attached model at EP 1, and follows its placement; nothing waits for the device.
-
-Between two ranks of DeepEP with `most_tokens` a layer's forward waits for nothing either. It is not captured here: both
-ranks would share one GPU, and whether kernels of two graphs that wait for each other run at once there is not promised.
-"""
+"""A CUDA graph holds the forward of a model at EP 1, and follows its placement; nothing waits for the device."""
 
 from __future__ import annotations
 

@@ -4,13 +4,12 @@ GPU is enough.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Literal
 
 import pytest
 import torch
 import torch.distributed as dist
-from device import DEVICE, NCCL, device_of, no_host_sync, use
+from device import DEVICE, NCCL, device_of, use
 from ranks import run_ranks
 from transport_contract import random_bytes, soon
 
@@ -128,43 +127,8 @@ class Scaled:
     def __init__(self, experts: torch.Tensor) -> None:
         self.experts = experts
 
-    def takes_spare_rows(self, rows: torch.Tensor, parameters: list[torch.Tensor]) -> bool:
-        return True
-
     def __call__(self, rows: torch.Tensor, counts: SlotCounts, parameters: list[torch.Tensor]) -> torch.Tensor:
         return rows * self.experts[counts.slot_of_rows(len(rows))]
-
-
-def with_most_tokens(rank: int, order: str, most_tokens: int) -> list[torch.Tensor]:
-    """Outputs and gradients of batches, the second of which waits for nothing."""
-    device = device_of(rank)
-    use(device)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    dispatcher = over(order, most_tokens=most_tokens)
-    experts = torch.randn(SLOTS, WIDTH, generator=torch.Generator().manual_seed(100 + rank)).to(device, torch.bfloat16)
-    found = []
-    for seed, tokens in enumerate(((64, 5), (64, 0))):
-        generator = torch.Generator().manual_seed(2 * seed + rank)
-        hidden = torch.randn(tokens[rank], WIDTH, generator=generator).to(device, torch.bfloat16).requires_grad_()
-        slots = torch.rand(tokens[rank], RANKS * SLOTS, generator=generator).argsort(dim=1)[:, :TOP_K].to(device)
-        weights = torch.rand(tokens[rank], TOP_K, generator=generator).to(device).requires_grad_()
-        with no_host_sync() if most_tokens and seed else nullcontext():
-            arrived = dispatcher.dispatch(hidden, weights, dispatcher.plan(slots))
-            local = LocalExperts(Scaled(experts), lambda: [experts])
-            out = dispatcher.combine(local(arrived.rows_MD, arrived.counts_S, arrived.weights_M), arrived)
-            grads = torch.autograd.grad(out.float().square().sum(), [hidden, weights])
-        found += [one.detach().cpu() for one in (out, *grads)]
-    return found
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_with_most_tokens_nothing_waits_and_every_bit_is_the_same(order: str) -> None:
-    skip_without_deepep()
-    without, with_most = (
-        run_ranks(RANKS, with_most_tokens, order, most, backend=NCCL, start_method="spawn") for most in (0, 64)
-    )
-    for expected, found in zip(without, with_most, strict=True):
-        assert all(map(torch.equal, expected, found))
 
 
 def small_batches(rank: int, in_float8: bool) -> list[tuple[list, list]]:
@@ -220,7 +184,7 @@ def experts_between_tokens(rank: int) -> list[bool]:
         payload, into = random_bytes(rank, size, device), transport.empty(size)
         pending = transport.post([Message(1 - rank, payload)], [Message(1 - rank, into)])
         pending.wait(soon())
-        sent, counts = buffer.layout(slots), RecvCounts(RANKS * len(slots), None)
+        sent, counts = buffer.layout(slots), RecvCounts(RANKS * len(slots), [RANKS * len(slots) // SLOTS] * SLOTS)
         received = [buffer.dispatch(hidden, sent, counts) for _ in range(5)]
         back = [buffer.combine(one.rows_UC, one.handle) for one in received]
         right += [torch.equal(into, random_bytes(1 - rank, size, device)), *(torch.equal(hidden, one) for one in back)]

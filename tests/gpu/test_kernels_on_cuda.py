@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from device import DEVICE, no_host_sync
@@ -11,23 +10,14 @@ from water_filling_torch import assign_slots
 from eplb_runtime.moe.dispatch import kernels as moves
 from eplb_runtime.moe.dispatch import permute
 from eplb_runtime.moe.dispatch.memory import RowMemory
-from eplb_runtime.moe.experts import aligned, aligned_kernel
-from eplb_runtime.moe.experts.compute import SlotCounts
-from eplb_runtime.moe.kernel_selection import Kernels, kernels_for
-from eplb_runtime.moe.routing import kernels, sources_kernel, water_filling, water_filling_kernel
-from eplb_runtime.moe.routing.sources import split_for_rank
-from eplb_runtime.moe.routing.splitter import OnDevice
-from eplb_runtime.moe.routing.tables import SplitTables
-from eplb_runtime.placement import Placement
-from eplb_runtime.utils import checksums_triton
-from eplb_runtime.utils.checksums import block_hashes
+from eplb_runtime.moe.kernel_selection import kernels_for
+from eplb_runtime.moe.routing import kernels
 
 pytest.importorskip("triton", reason="no triton: pip install triton")
 pytestmark = pytest.mark.gpu
 CPU = torch.device("cpu")
 EXPERTS, TOKENS, TOP_K = 256, 4096, 8
 RANKS, SLOTS = 32, 9
-ON_DEVICE = OnDevice(sources_kernel.layers_on_device, sources_kernel.sent_by_rank)
 
 
 def choices(seed: int, dtype: torch.dtype = torch.int64, of: int = EXPERTS) -> torch.Tensor:
@@ -59,14 +49,6 @@ def test_a_graph_counts_and_looks_up_what_is_put_into_its_memory(dtype: torch.dt
             graph.replay()
         slots_now = kernels.torch_count_and_map(choices(seed, dtype), table, expected, real)
         assert torch.equal(counts.cpu(), expected) and torch.equal(slots.cpu(), slots_now)
-
-
-def test_attach_takes_kernels_that_give_the_same_as_torch_here() -> None:
-    dealing = kernels.count_by_blocks, kernels.deal_by_kernels
-    expected = Kernels(
-        *dealing, checksums_triton.launch, moves.MOVES, kernels.count_and_map, aligned_kernel.launch, ON_DEVICE
-    )
-    assert kernels_for(DEVICE, EXPERTS, RANKS, SLOTS) == expected
 
 
 def test_choices_are_dealt_out_in_their_order() -> None:
@@ -122,45 +104,13 @@ def test_rows_that_stay_and_rows_that_leave() -> None:
     assert torch.equal(stays, source.flip(0)[:1000]) and torch.equal(leaves, source.flip(0)[1000:])
 
 
-def test_rows_are_filled_up_by_slot_and_come_back() -> None:
-    packed = SlotCounts(SlotCounts.of([300, 0, 17, 128, 1], DEVICE).offsets_S, None)
-    source = torch.randn(446, 1000, device=DEVICE, dtype=torch.bfloat16)
-    with no_host_sync():
-        spaced, places = aligned.aligned(packed, 128, 446)
-        ends = spaced.offsets_S, packed.offsets_S
-        filled = aligned_kernel.launch(source, ends[1], ends[0], ends[1], places)
-        back = aligned_kernel.launch(filled, *ends, ends[1], 446)
-    assert torch.equal(filled, aligned.regroup(source, ends[1], ends[0], ends[1], places))
-    assert torch.equal(back, source)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_split_has_the_integers_of_numba(seed: int) -> None:
-    """64 ranks, 320 slots; a copy on each rank, of an expert of others."""
-    generator = np.random.default_rng(seed)
-    ranks, homes, layers = 64, 4, 4
-    start = Placement.initial(layers, ranks * homes, ranks, 1)
-    slots = start.physical_to_logical.reshape(layers, ranks, -1).copy()
-    slots[:, :, homes] = (np.arange(ranks) * homes + generator.integers(homes, 24, (layers, ranks))) % (ranks * homes)
-    placement = Placement(slots.reshape(layers, -1), ranks * homes, ranks, start.home)
-    tables = SplitTables.of(placement)
-    totals = (generator.exponential(size=(layers, ranks * homes)) ** 2 * 1e4).astype(np.int64)
-    expected = water_filling.split_totals(totals, tables)
-    found = torch.empty(expected.shape, dtype=torch.int64, device=DEVICE)
-    on_device, counts = water_filling_kernel.KernelTables.of(tables, DEVICE), torch.from_numpy(totals).to(DEVICE)
-    water_filling_kernel.launch_split_totals(counts, on_device, found)
-    with no_host_sync():
-        water_filling_kernel.launch_split_totals(counts, on_device, found)
-    assert np.array_equal(found.cpu().numpy(), expected)
-    counts_RE = generator.poisson(totals[0] / ranks, (ranks, ranks * homes))
-    given, here = torch.from_numpy(counts_RE).to(DEVICE), ON_DEVICE.layers(tables, DEVICE)[0]
-    ON_DEVICE.sent_by_rank(given, here, 3, ranks_per_node=8)
-    with no_host_sync():
-        sent = ON_DEVICE.sent_by_rank(given, here, 3, ranks_per_node=8)
-    expected, _ = split_for_rank(counts_RE, tables, 0, 3, ranks_per_node=8)
-    assert np.array_equal(sent.cpu().numpy()[:, : expected.shape[1]], expected)
-
-
-def test_blocks_have_the_hashes_of_checksums() -> None:
-    data = torch.randint(0, 256, (1024 * 1001,), dtype=torch.uint8)
-    assert torch.equal(checksums_triton.launch(data.to(DEVICE)).cpu(), block_hashes(data))
+def test_the_first_batch_of_each_kernel_is_that_of_torch_here(caplog: pytest.LogCaptureFixture) -> None:
+    chosen = kernels_for(DEVICE)
+    ids = choices(0).to(DEVICE)
+    counts = torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE)
+    assert chosen.count_and_map is not None
+    for _ in range(2):
+        chosen.count(ids, EXPERTS)
+        chosen.count_and_map(ids, torch.arange(EXPERTS, device=DEVICE), counts, None)
+        chosen.moves.leaving(ids, 0, 32, 8, dedup=True, tag=1)
+    assert not caplog.records and counts.sum() == 2 * ids.numel()

@@ -29,7 +29,9 @@ def said(request: pytest.FixtureRequest) -> list[dict]:
     if why := why_not(name, DEVICE):
         pytest.skip(why)
     try:
-        return run_ranks(RANKS, run_cases, name, backend, device_of, CASES, backend=NCCL, start_method="spawn")
+        shared = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+        arguments = name, backend, device_of, CASES
+        return run_ranks(RANKS, run_cases, *arguments, backend=NCCL, start_method="spawn", **shared)
     except AssertionError as error:
         if torch.cuda.device_count() < RANKS and "Duplicate GPU" in str(error):
             pytest.skip(f"NCCL does not take {RANKS} ranks on {torch.cuda.device_count()} GPUs")

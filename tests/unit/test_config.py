@@ -38,15 +38,12 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"bytes_per_step": 1000, "overlap": True, "staging_bytes": 999}, "more staging_bytes", {"staging_bytes": 1000}),
     ({"dispatch_sms": 24}, "dispatch='deepep'", {"dispatch": "deepep"}),
     ({"dispatch_sms": 24, "dispatch": "hierarchical"}, "or leave it out", {"dispatch": "auto"}),
-    ({"dispatch_sms": 24}, "copies_by='deepep'", {"copies_by": "deepep", "replica_slots": 1}),
     ({"split": "even"}, "give replica_slots=1", {"replica_slots": 1}),
     ({"split_locality": False}, "give replica_slots=1", {"replica_slots": 1}),
     ({"split_least_tokens": 0}, "give replica_slots=1", {"replica_slots": 1}),
-    ({"shared_between_layers": True}, "give replica_slots=1", {"replica_slots": 1}),
-    ({"copies_by": "deepep"}, "give replica_slots=1", {"replica_slots": 1}),
+    ({"copies_by": "copy_engine"}, "give replica_slots=1", {"replica_slots": 1}),
     ({"combine_order": "by_rank"}, "choose another dispatch", {"dispatch": "hierarchical"}),
     ({"dispatch_dtype": "float8"}, "only 'deepep'", {"dispatch": "deepep"}),
-    ({"most_tokens": 64}, "only 'deepep'", {"dispatch": "deepep"}),
     ({"low_latency_tokens": 64}, "they need", {"dispatch": "deepep", "combine_order": "by_rank"}),
     ({"listen_token": "a" * 8}, "listen=8080", {"listen": 0}),
     ({"interval": None, "lag": 0}, "rebalance() decides and commits at once", {"interval": 20}),
@@ -58,8 +55,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"interval": "50"}, "interval='50': give a whole number"),
     ({"interval": 50.0}, "interval=50.0: give a whole number"),
     ({"interval": True}, "interval=True: give a whole number"),
-    ({"most_tokens": False}, "most_tokens=False: give a whole number"),
     ({"overlap": 1}, "overlap=1: give True or False"),
+    ({"copies_by": "deepep"}, "copies_by='deepep' is gone: leave copies_by out, or choose 'copy_engine'"),
+    ({"transport": "shm"}, "transport='shm' is gone; gloo does it: leave transport out"),
     ({"kernels": "yes"}, "kernels='yes': give True or False"),
     ({"timeout_seconds": "30"}, "timeout_seconds='30': give a positive number of seconds"),
     ({"timeout_seconds": 1e12}, "timeout_seconds=1000000000000.0: give at most"),
@@ -117,7 +115,7 @@ def test_a_value_of_the_wrong_type_is_refused_in_a_line(settings: dict[str, Any]
 
 
 def test_the_static_policy_stands_beside_anything() -> None:
-    lively = {"gate": "always", "overlap": True, "max_moves": 3, "bytes_per_step": 1000, "transport": "shm"}
+    lively = {"gate": "always", "overlap": True, "max_moves": 3, "bytes_per_step": 1000, "transport": "nixl"}
     assert replace(config_from_settings(lively), policy="static").gate == "always"
 
 
@@ -133,6 +131,11 @@ def test_names_that_are_not_known_get_the_place_of_theirs_or_those_that_there_ar
     assert refusal(BalancerConfig, {"lag": 0}) == "BalancerConfig has no setting 'lag'; MigrationConfig has it"
     assert "BalancerConfig has it" in refusal(MigrationConfig, {"overlap": True})
     assert "there are: name, " in refusal(DispatchConfig, {"smss": 3})
+    assert (
+        refusal(DispatchConfig, {"most_tokens": 64})
+        == "DispatchConfig has no setting 'most_tokens'; gone: leave it out"
+    )
+    assert "gone: leave it out, each layer" in refusal(BalancerConfig, {"shared_between_layers": True})
     with pytest.raises(ConfigError, match=r"takes settings by name: interval=50"):
         BalancerConfig(50)  # type: ignore[misc]
 
@@ -162,7 +165,7 @@ OTHERS: dict[str, Any] = {
     "window": 3,
     "split": "even",
     "split_locality": False,
-    "transport": "shm",
+    "transport": "nixl",
     "lag": 0,
     "dispatch": "hierarchical",
     "kernels": True,
@@ -197,7 +200,7 @@ VALUES = st.one_of(
             "payoff",
             "always",
             "torch",
-            "shm",
+            "nixl",
             "copy_engine",
             "deepep",
             "hierarchical",

@@ -17,7 +17,6 @@ from eplb_runtime.topology import Topology
         ("interval", 0, "interval=0: give at least 1"),
         ("lag", 50, "lag=50 must be less than interval=50"),
         ("replica_slots", -1, "replica_slots=-1"),
-        ("shared_between_layers", True, "give replica_slots=1 or more"),
         ("max_moves", -1, "max_moves=-1"),
         ("timeout_seconds", 0, "timeout_seconds=0: give a positive number of seconds"),
         ("max_pause_seconds", -2, "max_pause_seconds=-2"),

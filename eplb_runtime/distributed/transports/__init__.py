@@ -13,12 +13,10 @@ from .cuda_ipc import CudaIpc
 from .deepep import DeepEP
 from .nixl import Nixl
 from .nvshmem import Nvshmem
-from .shm import SharedMemory
 from .torch_p2p import TorchPointToPoint
 
 TRANSPORTS: dict[str, Callable[[dist.ProcessGroup, str, torch.device, float], Transport]] = {
     "torch": TorchPointToPoint,
-    "shm": SharedMemory,
     "cuda_ipc": CudaIpc,
     "nixl": Nixl,
     "nvshmem": Nvshmem,

@@ -25,14 +25,10 @@ class Message:
     Args:
         peer: rank within the EP group; this rank's own number is allowed.
         data: contiguous uint8, on the transport's ``device``, may be empty; a message received is written into it.
-        hashes: int64 ``[B]`` for the block hashes of what is sent; for transports that say so (`Transport.hashes`).
-        fill: called once before ``data`` is read, when the messages before it have been read; for the same transports.
     """
 
     peer: int
     data: Tensor
-    hashes: Tensor | None = None
-    fill: Callable[[], None] | None = None
 
 
 class Pending(ABC):
@@ -133,8 +129,6 @@ class Transport(ABC):
 
     device: torch.device
     """Where messages have to be: the model's device, or the CPU when the transport needs host memory."""
-    hashes: bool = False
-    """Whether it fills in `Message.hashes` while it reads what it sends."""
     one_by_one: bool = False
     """Whether what two ranks send each other may be posted at different times: all of what comes first, then bit by bit
     what goes. Others want both in one call."""
@@ -208,10 +202,6 @@ class Wrapping(Transport):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self._inner.device
-
-    @property
-    def hashes(self) -> bool:  # type: ignore[override]
-        return self._inner.hashes
 
     @property
     def one_by_one(self) -> bool:  # type: ignore[override]

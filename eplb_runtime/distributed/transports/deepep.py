@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...config import ConfigError
 from ...utils.errors import one_line
+from ..node import node_of_this_rank
 from . import deepep_package
 from .base import Message, Pending, Transport, TransportError, gather_bytes
 from .deepep_rows import (
@@ -31,12 +32,10 @@ from .deepep_rows import (
     as_rows,
     call,
     expected_numbers,
-    repeated,
     rows_of,
     spans_of,
     streams_of,
 )
-from .neighbours import node_of_this_rank
 from .progress import to_others
 from .side_stream import SideStream, wait_until
 
@@ -186,7 +185,7 @@ class DeepEP(Transport):
             TransportError: a rank did not come in time, two do not mean the same messages, or rows were lost.
         """
         sent_RR = self._agree(post, deadline)
-        streams_R = [_streams(sent_R) for sent_R in sent_RR]
+        streams_R = [streams_of(sent_R) for sent_R in sent_RR]
         rows, chunk = max(_rows(streams) for streams in streams_R), CHUNK_BYTES // ROW_BYTES
         whole, deadline = True, max(deadline, time.monotonic()) + self._timeout
         for first in range(0, rows, chunk):  # all of it, also after a loss: the others make these calls too
@@ -229,21 +228,21 @@ class DeepEP(Transport):
     ) -> bool:
         """Rows ``first`` to ``first + chunk`` of every rank. Whether those that were to come have come."""
         mine = spans_of(streams_R[self._rank], first, chunk)
-        to_N1, numbers_N = addresses(mine, self._rank * chunk, first, 1)
+        to_N1, numbers_N1 = addresses(mine, self._rank * chunk, first)
         flat = torch.empty(len(to_N1) * ROW_BYTES, dtype=torch.uint8, device=self.device)
         if post.problem:
-            numbers_N.zero_()  # its memory may be somebody else's by now: these rows are no expert's
+            numbers_N1.zero_()  # its memory may be somebody else's by now: these rows are no expert's
         for part, rows in zip(mine, rows_of(mine), strict=True):
-            for piece, place in _pieces(post.sends, part.stream.peers[0], part.first_byte, part.nbytes):
+            for piece, place in _pieces(post.sends, part.stream.peer, part.first_byte, part.nbytes):
                 flat[rows.start * ROW_BYTES :][place].copy_(piece, non_blocking=True)
         coming = [
             (source, part)
             for source, streams in enumerate(streams_R)
             for part in spans_of(streams, first, chunk)
-            if self._rank in part.stream.peers
+            if self._rank == part.stream.peer
         ]
         expected_M = expected_numbers([(source * chunk - first, part) for source, part in coming])
-        to_N1, numbers_N1 = (t.to(self.device, non_blocking=True) for t in (to_N1, repeated(numbers_N, 1)))
+        to_N1, numbers_N1 = (t.to(self.device, non_blocking=True) for t in (to_N1, numbers_N1))
         numbers_M, bytes_M = call(
             self._buffer, self._there, self._num_ranks, as_rows(flat), to_N1, numbers_N1, len(expected_M)
         )
@@ -258,12 +257,6 @@ class DeepEP(Transport):
             begin += part.nbytes
         wait_until(self._stream.mark(), deadline, "copying what DeepEP brought")
         return True
-
-
-def _streams(sent_R: Iterable[int]) -> Sequence[RowStream]:
-    """What one rank sends: to each other rank all its messages one behind another, as bytes of one content."""
-    contents = {(peer, 0): (nbytes, (peer,)) for peer, nbytes in enumerate(sent_R) if nbytes}
-    return streams_of(contents, ROW_BYTES)[0]
 
 
 def _rows(streams: Sequence[RowStream]) -> int:

@@ -125,7 +125,6 @@ class Nixl(ProgressTransport[_Notified]):
         backend: its backend's name.
         device: the model's; messages are there.
         timeout_seconds: nothing that was posted is waited for longer, whatever the deadline.
-        peers: the ranks that will be sent to; None: all of the group.
 
     Raises:
         TransportError: the package is missing or cannot be used.
@@ -139,13 +138,12 @@ class Nixl(ProgressTransport[_Notified]):
         backend: str,
         device: torch.device,
         timeout_seconds: float,
-        peers: Sequence[int] | None = None,
     ) -> None:
         self.device = device
         self.one_by_one = device.type == "cpu"
         self._group = group
         super().__init__(group.rank(), timeout_seconds)
-        self._peers = [peer for peer in (range(group.size()) if peers is None else peers) if peer != self._rank]
+        self._peers = [peer for peer in range(group.size()) if peer != self._rank]
         self._name = f"eplb_runtime {self._rank} {secrets.token_hex(8)}"
         try:
             self._agent: Any = new_agent(self._name)

@@ -1,70 +1,21 @@
 """NVSHMEM (extras ``nvshmem-cu12``, ``nvshmem-cu13``): writes on a stream into the memory of other GPUs, over NVLink or
-RDMA, without the host or NCCL in between.
-
-A message goes in pieces through the window of who receives (`nvshmem_heap.py`): a piece is written when the peer has
-room for it, then a note that it is there; the peer copies it to where it belongs, then notes that there is room again.
-A thread looks at notes while anything is pending. Nobody writes into memory that is not the window: who gives up has
-nothing to fear from a peer that comes late.
-"""
+RDMA, without the host or NCCL in between (`windows.py`, `nvshmem_heap.py`)."""
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from ...utils.errors import one_line
-from .base import Message, Pending, TransportError, gather_bytes
-from .nvshmem_heap import HALVES, Library, Window, why_not, window_of
-from .progress import PendingMessages, ProgressTransport, to_others, try_out
-from .side_stream import LEFT_SECONDS, SideStream, wait_until
-
-LOOK_SECONDS = 0.0002
-ARRIVED, TAKEN, GOODBYE = range(3)
-"""Notes: pieces that were written to you, pieces of yours that were copied out, and that nothing comes any more."""
+from .base import TransportError
+from .nvshmem_heap import Library, why_not, window_of
+from .windows import KINDS, Window, Windows
 
 
-@dataclass
-class _StagedPiece:
-    data: Tensor
-    last_of: PendingMessages | None
-
-
-@dataclass
-class _Peer:
-    """Traffic with one. Numbers count pieces since the start.
-
-    Args:
-        sends, receives: not begun yet, in order.
-        sent: written to the peer; ``room``: of these the peer has copied out.
-        arrived: written by the peer; ``taken``: of these copied out here.
-        leaving: it has said that it gives up; what it wrote before is still to be seen.
-        problem: why nothing goes between us any more.
-    """
-
-    sends: deque[_StagedPiece] = field(default_factory=deque)
-    receives: deque[_StagedPiece] = field(default_factory=deque)
-    sent: int = 0
-    room: int = 0
-    arrived: int = 0
-    taken: int = 0
-    leaving: bool = False
-    problem: str = ""
-
-
-class Nvshmem(ProgressTransport[PendingMessages]):
+class Nvshmem(Windows):
     """Writes into the windows of other ranks.
 
     Args:
-        group: the migration group; only used to meet.
-        backend: its backend's name.
-        device: the model's.
-        timeout_seconds: nothing that was posted is waited for longer, whatever the deadline.
+        group, backend, device, timeout_seconds: as of `Windows`.
         library: None: nvshmem4py.
 
     Raises:
@@ -83,175 +34,8 @@ class Nvshmem(ProgressTransport[PendingMessages]):
     ) -> None:
         if library is None and device.type != "cuda":
             raise TransportError(f"transport 'nvshmem': {why_not(device)}")
-        self.device = device
-        self._group = group
-        self._group_device = torch.device("cpu") if backend == "gloo" else device
-        super().__init__(group.rank(), timeout_seconds)
+        super().__init__(group, backend, device, timeout_seconds)
         self._library = library
-        self._peers = {peer: _Peer() for peer in range(group.size()) if peer != self._rank}
-        self._stream, self._reading = SideStream(device), SideStream(device)
-        self._window: Window | None = None
-        self._notes_RKN = torch.zeros(0)
-        self._are_here: Callable[[], bool] | None = None
-        self._under_way: deque[tuple[Callable[[], bool], PendingMessages]] = deque()
-        self._closed = False
 
-    def warm_up(self, deadline: float) -> None:
-        window = window_of(self._group, self._group_device, GOODBYE + 1, deadline, self._library)
-        # What another transport has left on its way is over on every rank before notes begin anew.
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        gather_bytes(b"", self._group, self._group_device, deadline)
-        with self._stream():
-            window.notes_RKN.copy_(torch.tensor([0, ~0]))
-        wait_until(self._stream.mark(), deadline, "clearing notes")
-        self._notes_RKN = torch.empty_like(window.notes_RKN, device="cpu", pin_memory=self.device.type == "cuda")
-        gather_bytes(b"", self._group, self._group_device, deadline)
-        self._window = window
-        try_out(self, self._peers, deadline)
-
-    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        out, into = to_others(self._rank, sends, receives)
-        with self._state:
-            for peer in {message.peer for message in (*out, *into)}:
-                self._refuse_if_lost(peer)
-            pending = PendingMessages(len(out) + len(into), time.monotonic() + self._timeout, self.give_up)
-            if not pending.left:
-                return pending
-            self._stream.after_current()
-            self._pending.append(pending)
-            for message in out:
-                self._peers[message.peer].sends.extend(self._pieces(message, pending))
-            for message in into:
-                self._peers[message.peer].receives.extend(self._pieces(message, pending))
-            self._run()
-        return pending
-
-    def empty(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
-    def close(self) -> None:
-        """The window stays: freeing it would wait for all ranks."""
-        with self._state:
-            self._closed = True
-            if self._window is not None:
-                self._give_up("the transport is closed")
-            thread, self._window = self._thread, None
-        if thread is not None:
-            thread.join()
-
-    # -- the thread ----------------------------------------------------------------------------------------------------
-
-    def _work(self) -> None:
-        while True:
-            with self._state:
-                try:
-                    went_on = not self._problem and self._go_on()
-                except RuntimeError as error:  # CUDA or NVSHMEM
-                    self._give_up(one_line(error))
-                    went_on = False
-                self._drop_finished()
-                if not self._pending:
-                    self._thread = None
-                    return
-            if not went_on:
-                time.sleep(LOOK_SECONDS)
-
-    def _go_on(self) -> bool:
-        """Begin what can begin, end what is through; whether there was anything."""
-        assert self._window is not None
-        if self._is_late():
-            self._give_up("messages were not through in time")
-            return True
-        went_on = False
-        self._read_notes(self._window)
-        for peer, traffic in self._peers.items():
-            while traffic.sends and traffic.sent - traffic.room < HALVES and not traffic.problem:
-                self._send(self._window, peer, traffic)
-                went_on = True
-            while traffic.receives and traffic.taken < traffic.arrived:
-                self._take(self._window, peer, traffic)
-                went_on = True
-            if traffic.problem and (traffic.sends or traffic.receives):
-                self._give_up(traffic.problem)
-                return True
-        while self._under_way and self._under_way[0][0]():
-            self._under_way.popleft()[1].one_done()
-            went_on = True
-        return went_on
-
-    def _read_notes(self, window: Window) -> None:
-        """Take what notes are here, and ask for the next. Nothing waits: where all streams share one queue
-        (`CUDA_DEVICE_MAX_CONNECTIONS=1`), even this copy comes after kernels that training has queued, and training may
-        wait for the lock."""
-        if self._are_here is None:
-            with self._reading():
-                self._notes_RKN.copy_(window.notes_RKN, non_blocking=True)
-            self._are_here = self._reading.mark()
-        if not self._are_here():
-            return
-        self._are_here = None
-        notes = self._notes_RKN.tolist()
-        for peer, traffic in self._peers.items():
-            if traffic.leaving and not traffic.problem:
-                traffic.problem = f"EP rank {peer} has given up"
-            numbers = [number if number == ~complement else 0 for number, complement in notes[peer]]
-            traffic.arrived = max(traffic.arrived, numbers[ARRIVED])
-            traffic.room = max(traffic.room, numbers[TAKEN])
-            traffic.leaving = bool(numbers[GOODBYE])
-
-    def _send(self, window: Window, peer: int, traffic: _Peer) -> None:
-        piece = traffic.sends.popleft()
-        with self._stream() as stream:
-            window.write(peer, traffic.sent % HALVES, piece.data, stream)
-            traffic.sent += 1
-            window.tell(peer, ARRIVED, traffic.sent, stream)
-        self._mark(piece)
-
-    def _take(self, window: Window, peer: int, traffic: _Peer) -> None:
-        piece = traffic.receives.popleft()
-        with self._stream() as stream:
-            inbox = window.inbox_RHB[peer, traffic.taken % HALVES]
-            piece.data.copy_(inbox[: piece.data.numel()], non_blocking=True)
-            traffic.taken += 1
-            window.tell(peer, TAKEN, traffic.taken, stream)
-        self._mark(piece)
-
-    def _mark(self, piece: _StagedPiece) -> None:
-        if piece.last_of is not None:
-            self._under_way.append((self._stream.mark(), piece.last_of))
-
-    def _pieces(self, message: Message, pending: PendingMessages) -> list[_StagedPiece]:
-        assert self._window is not None
-        parts = torch.split(message.data.detach(), self._window.outbox_B.numel())
-        return [_StagedPiece(part, pending if part is parts[-1] else None) for part in parts]
-
-    # -- the end -------------------------------------------------------------------------------------------------------
-
-    def _refuse_if_lost(self, peer: int) -> None:
-        unused = self._closed or self._window is None
-        self._require_in_use(self._problem or ("it is not warmed up, or closed" if unused else ""))
-        self._require(peer, self._peers[peer].problem if peer in self._peers else None)
-
-    def _give_up(self, problem: str) -> None:
-        """End all that is pending on this rank, and tell the others."""
-        if self._problem:
-            return
-        self._problem = problem
-        assert self._window is not None
-        try:
-            with self._stream() as stream:
-                self._window.settle(stream)
-                for peer in self._peers:
-                    self._window.tell(peer, GOODBYE, 1, stream)
-            wait_until(self._stream.mark(), time.monotonic() + LEFT_SECONDS, "what was under way")
-            self._window.released = True
-        except (RuntimeError, TransportError) as error:
-            self._problem = f"{problem}; {error}"
-        for traffic in self._peers.values():
-            traffic.sends.clear()
-            traffic.receives.clear()
-        while self._under_way and self._under_way[0][0]():
-            self._under_way.popleft()[1].one_done()
-        for pending in self._pending:
-            pending.fail(self._problem)
+    def _open(self, deadline: float) -> Window:
+        return window_of(self._group, self._group_device, KINDS, deadline, self._library)

@@ -24,13 +24,7 @@ from torch import Tensor
 
 from ...utils.errors import one_line
 from .base import TransportError, gather_bytes
-
-INBOX_BYTES, LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 512 << 20, 64 << 10, 16 << 20
-"""All that other ranks write into, and what goes at once."""
-HALVES = 2
-"""While one piece is copied out, the next comes in."""
-_NOTE = 2
-"""A number and its complement: who reads one while it is written sees that they do not fit."""
+from .windows import Window, piece_bytes_for
 
 
 @dataclass(frozen=True)
@@ -70,56 +64,29 @@ def why_not(device: torch.device) -> str:
     return ""
 
 
-class Window:
+class HeapWindow(Window):
     """This rank's part of the heap.
 
     Args:
         memory: uint8, as large on every rank; it begins at an address that stands for the same place on all.
         library: writes.
-        rank, num_ranks: of the group.
-        piece_bytes: B.
-
-    Attributes:
-        released: whether its user reads and writes it no longer.
-        inbox_RHB: uint8 ``[R, 2, B]``, pieces from each rank.
-        outbox_B: uint8, what goes out, for networks that read only from the heap.
-        notes_RKN: int64 ``[R, kinds, 2]``, numbers from each rank.
+        rank, num_ranks, piece_bytes, kinds: as of `Window`.
     """
 
     def __init__(self, memory: Tensor, library: Library, rank: int, num_ranks: int, piece_bytes: int, kinds: int):
-        self.released = False
+        super().__init__(memory, rank, num_ranks, piece_bytes, kinds)
         self._library = library
-        self._rank = rank
-        inbox, note = num_ranks * HALVES * piece_bytes, num_ranks * kinds * _NOTE * 8
-        self.inbox_RHB = memory[:inbox].view(num_ranks, HALVES, piece_bytes)
-        self.outbox_B = memory[inbox : inbox + piece_bytes]
-        notes = memory[inbox + piece_bytes :][: 2 * note].view(torch.int64)
-        self.notes_RKN = notes[: note // 8].view(num_ranks, kinds, _NOTE)
-        self._out_RKN = notes[note // 8 :].view(num_ranks, kinds, _NOTE)
-
-    @staticmethod
-    def nbytes(num_ranks: int, piece_bytes: int, kinds: int) -> int:
-        return num_ranks * HALVES * piece_bytes + piece_bytes + 2 * num_ranks * kinds * _NOTE * 8
 
     def write(self, peer: int, half: int, data: Tensor, stream: int) -> None:
-        """Put a piece into a rank's inbox; it is there when what follows on the stream runs."""
-        staged = self.outbox_B[: data.numel()]
+        staged = self.outbox_B[: data.numel()]  # networks read only from the heap
         staged.copy_(data, non_blocking=True)
-        self._put(self.inbox_RHB[self._rank, half], staged, peer, stream)
+        super().write(peer, half, staged, stream)
         self.settle(stream)
 
     def settle(self, stream: int) -> None:
-        """What was put is there when what follows on the stream runs."""
         self._library.bindings.quiet_on_stream(stream)
 
-    def tell(self, peer: int, kind: int, number: int, stream: int) -> None:
-        """Put a number into a rank's notes, after all that was put before on this stream."""
-        note = self._out_RKN[peer, kind]
-        note.copy_(torch.tensor([number, ~number]), non_blocking=True)
-        self._put(self.notes_RKN[self._rank, kind], note, peer, stream)
-
     def _put(self, place: Tensor, source: Tensor, peer: int, stream: int) -> None:
-        """``place``: here, which stands for the same place of that rank's."""
         self._library.bindings.putmem_on_stream(place.data_ptr(), source.data_ptr(), source.nbytes, peer, stream)
 
 
@@ -166,7 +133,7 @@ def window_of(
             raise TransportError(f"EP rank {rank}: {text}")
     assert library is not None
     ranks = group.size()
-    piece_bytes = min(MOST_PIECE_BYTES, max(LEAST_PIECE_BYTES, INBOX_BYTES // (ranks * HALVES) // 4096 * 4096))
+    piece_bytes = piece_bytes_for(ranks)
     if not _process.members:
         _start(group, device, library, deadline)
         _process.members = members
@@ -176,7 +143,7 @@ def window_of(
         memory: Tensor = library.core.tensor((Window.nbytes(ranks, piece_bytes, kinds),), dtype=torch.uint8)
         _process.memories.append(memory.zero_())
         _process.users.append(lambda: None)
-    window = Window(_process.memories[number], library, group.rank(), ranks, piece_bytes, kinds)
+    window = HeapWindow(_process.memories[number], library, group.rank(), ranks, piece_bytes, kinds)
     _process.users[number] = weakref.ref(window)
     return window
 

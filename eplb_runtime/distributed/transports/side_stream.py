@@ -31,19 +31,6 @@ class SideStream:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
-    def will_use(self, memory: torch.Tensor) -> None:
-        """Memory of another stream that is freed is nobody's before this one is through with it."""
-        if self._stream is not None:
-            memory.record_stream(self._stream)
-
-    def end(self) -> Callable[[], None]:
-        """Makes the stream that is current then wait for all so far; the host waits for nothing."""
-        if self._stream is None:
-            return lambda: None
-        ended, device = torch.cuda.Event(), self._stream.device  # type: ignore[no-untyped-call]
-        ended.record(self._stream)
-        return lambda: torch.cuda.current_stream(device).wait_event(ended)
-
     def mark(self) -> Callable[[], bool]:
         """Asks whether all so far is done."""
         if self._stream is None:

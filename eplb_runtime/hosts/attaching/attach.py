@@ -39,7 +39,7 @@ from ...distributed.transports.base import Transport
 from ...load.counter import LoadCounter
 from ...load.expert_clock import ExpertClock
 from ...load.series import RecordedJob
-from ...moe.dispatch import OVER_TORCH, DispatchChoice, choose_together, make_dispatcher, notes, wants_counts
+from ...moe.dispatch import OVER_TORCH, DispatchChoice, choose_together, make_dispatcher, notes
 from ...moe.dispatch.base import DispatchContext
 from ...moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ...moe.dispatch.count_exchange import CountExchange
@@ -228,8 +228,7 @@ class _Attaching:
         first = MicroBatchChannel(self.groups.dispatch, self.groups.counts)
         seconds = host_timeout(self.groups.backend).total_seconds()
         self.channels = MicroBatchChannels(first, self.device, in_order=by_kernels, seconds=seconds)
-        sizes = placement.num_experts, placement.num_ranks, placement.slots_per_rank
-        self.kernels = kernels_for(self.device, *sizes) if self.config.dispatch.kernels else Kernels()
+        self.kernels = kernels_for(self.device) if self.config.dispatch.kernels else Kernels()
         self.maps = self._maps()
         self.counter = LoadCounter(placement.num_layers, placement.num_experts, self.config.interval, self.device)
         self.expert_clock = ExpertClock(self.device)
@@ -398,7 +397,6 @@ class _Attaching:
         slots = self.config.replica_slots
         parts = self._job.row_division
         zeros = self.copies.zeros
-        shared_rows = ReplicaPool(slots, zeros, parts) if self.config.shared_between_layers else None
         replica_gradients = ReplicaPool(slots, zeros, parts) if training else None
         rows_LH = rows_of_rank(self.placement, self._job.ep_rank)
         for index, name, layer in self._layers():
@@ -408,7 +406,7 @@ class _Attaching:
             spread, rows = spread_of(layer.experts) is not None, rows_LH[index]
             homes = [layer.parameter(n) if spread else cut(layer, n, rows, self.device) for n in layer.parameters]
             if self.config.replica_slots:
-                self.banks[index] = ReplicaBank(homes, slots, zeros, replica_gradients, shared_rows, parts)
+                self.banks[index] = ReplicaBank(homes, slots, zeros, replica_gradients, parts)
                 homes = self.banks[index].parameters
             for own_name, parameter in zip(layer.parameters, homes, strict=True):
                 if parameter is not (old := layer.parameter(own_name)):
@@ -435,7 +433,6 @@ class _Attaching:
             self.copies,
             self._job.row_rank,
             self._job.gradient_divisor,
-            self.config.shared_between_layers,
             self.topology.ranks_per_node,
             self._job.row_division,
         )
@@ -452,7 +449,6 @@ class _Attaching:
             ),
             count=self.kernels.count,
             deal=self.kernels.deal,
-            on_device=None if wants_counts(self.config) else self.kernels.split,
         )
         homes = [bank.parameters for bank in self.banks.values()]
         log_memory(self.config, homes, bool(self.optimizers), self._job.row_division)
@@ -480,9 +476,7 @@ class _Attaching:
             count_and_map=self.kernels.count_and_map,
         )
         made: list[ExpertParallelLayer | HostDispatchedLayer] = []
-        whole = ReplicaGather(self.groups.parts, self.groups.twins)
-        if maps.replicas is not None:
-            maps.replicas.free_too.append(whole.free)
+        gather = ReplicaGather(self.groups.parts, self.groups.twins)
         for index, _, layer in self._layers():
             if layer.compute is None:
                 made.append(
@@ -507,8 +501,7 @@ class _Attaching:
                     self._divisors,
                     maps.replicas,
                     self.banks.get(index),
-                    whole,
-                    self.kernels.regroup,
+                    gather,
                 ),
                 context,
                 real_tokens[id(layer)],

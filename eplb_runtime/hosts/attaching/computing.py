@@ -11,12 +11,11 @@ from torch import Tensor
 from ...balancer.gradients.division import Divisors
 from ...config import BalancerConfig
 from ...distributed.ranks import Job
-from ...moe.experts.aligned import Aligned, Regroup
+from ...moe.experts.aligned import Aligned
 from ...moe.experts.compute import LocalExperts
 from ...moe.experts.slices import is_sliced, local
 from ...replicas.bank import ReplicaBank, gathered_memory, replica_memory, slice_of_row
 from ...replicas.persistent import PersistentReplicas
-from ...replicas.pooled import PooledReplicas
 from ...replicas.sharded import ReplicaGather, ShardedReplicas
 from ...replicas.sync import ReplicaSync
 from .description import MoELayer
@@ -31,8 +30,7 @@ def local_experts(
     divisors: Divisors,
     replicas: ReplicaSync | None,
     bank: ReplicaBank | None,
-    whole: ReplicaGather,
-    regroup: Regroup,
+    gather: ReplicaGather,
 ) -> LocalExperts:
     """The slots of one layer, as dispatch calls them.
 
@@ -40,11 +38,10 @@ def local_experts(
         index: of the layer in the whole model.
         divisors: of gradients of whole experts.
         replicas, bank: None without replica slots.
-        whole: where sliced copies are put together.
-        regroup: as of `Aligned`.
+        gather: where sliced copies are put together.
     """
     assert layer.compute is not None
-    compute = layer.compute if layer.alignment == 1 else Aligned(layer.compute, layer.alignment, regroup)
+    compute = layer.compute if layer.alignment == 1 else Aligned(layer.compute, layer.alignment)
     leaves = _live_parameters(layer)
     sliced = any(is_sliced(parameter) for parameter in leaves)
     # FSDP averages over EDP; the rest of the division is done before. A host that divides rows reduces by itself.
@@ -53,12 +50,12 @@ def local_experts(
     if replicas is None and layer.live_weights is not None:
         return LocalExperts(compute, layer.live_weights, divisor=1.0 if sliced else divisor)
     if replicas is None:
-        return LocalExperts(compute, partial(_live_parameters, layer), None if sliced else leaves, divisor)
+        return LocalExperts(compute, partial(_live_parameters, layer), divisor)
     assert bank is not None
     if bank.is_sliced:
         live_weights = layer.live_weights or partial(_live_parameters, layer)
-        return ShardedReplicas(compute, index, bank, replicas, homes=live_weights, divisor=divisor, whole=whole)
-    return (PooledReplicas if replicas.shared else PersistentReplicas)(compute, index, bank, replicas, divisor)
+        return ShardedReplicas(compute, index, bank, replicas, homes=live_weights, divisor=divisor, gather=gather)
+    return PersistentReplicas(compute, index, bank, replicas, divisor)
 
 
 def _live_parameters(layer: MoELayer) -> list[Tensor]:
@@ -66,30 +63,24 @@ def _live_parameters(layer: MoELayer) -> list[Tensor]:
 
 
 def log_memory(config: BalancerConfig, homes: Sequence[Sequence[Tensor]], training: bool, parts: int) -> None:
-    """Say what replica slots take, and what the other choice would; ``parts`` as of `ReplicaBank`."""
+    """Say what replica slots take; ``parts`` as of `ReplicaBank`."""
     here = [[slice_of_row(local(p).detach(), parts).requires_grad_(p.requires_grad) for p in layer] for layer in homes]
     memory = replica_memory(here, config.replica_slots, training)
     sliced = [layer for layer in homes if is_sliced(layer[0])]
     if sliced:
         whole = gathered_memory(sliced, config.replica_slots)
         logger.info(
-            "replica slots: %d per rank and layer, sliced as the experts are, %s; memory per rank: %.3g MiB kept, "
-            "%.3g MiB shared between layers, besides %.3g MiB of gradients and at most %.3g MiB of one layer's whole "
-            "copies",
+            "replica slots: %d per rank and layer, sliced as the experts are; memory per rank: %.3g MiB, besides %.3g "
+            "MiB of gradients and at most %.3g MiB of one layer's whole copies",
             config.replica_slots,
-            "shared between layers" if config.shared_between_layers else "kept",
             memory.kept / 2**20,
-            memory.shared / 2**20,
             memory.held_back / 2**20,
             whole / 2**20,
         )
         return
     logger.info(
-        "replica slots: %d per rank and layer, %s; "
-        "memory per rank: %.3g MiB kept (and %.3g MiB with no_sync), %.3g MiB shared between layers",
+        "replica slots: %d per rank and layer; memory per rank: %.3g MiB (and %.3g MiB with no_sync)",
         config.replica_slots,
-        "shared between layers" if config.shared_between_layers else "kept",
         memory.kept / 2**20,
         memory.held_back / 2**20,
-        memory.shared / 2**20,
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from threading import get_ident
 
+import torch
+
 from ...balancer.balancer import Balancer
-from ...moe.custom_ops import OutsideGraphs
 from .description import Stage
 
 
@@ -21,9 +22,8 @@ class Forwards:
         self._balancer = balancer
         self._layers = layers
         self._running: set[int] = set()
-        begins, ends = OutsideGraphs(lambda _: self._begin()), OutsideGraphs(lambda _: self._end())
-        stage.model.register_forward_pre_hook(lambda *_: begins())
-        stage.model.register_forward_hook(lambda *_: ends(), always_call=True)
+        stage.model.register_forward_pre_hook(lambda *_: self._begin())
+        stage.model.register_forward_hook(lambda *_: self._end(), always_call=True)
 
     def end_what_broke_off(self) -> None:
         """This thread is in no forward any more, unless a model asks while it runs: then the rest of its layers wait
@@ -31,11 +31,13 @@ class Forwards:
         if get_ident() in self._running:
             self._balancer._after_forward(self._layers)
 
+    @torch.compiler.disable
     def _begin(self) -> None:
         self.end_what_broke_off()
         self._running.add(get_ident())
         self._balancer._before_forward()
 
+    @torch.compiler.disable
     def _end(self) -> None:
         self._running.discard(get_ident())
         self._balancer._after_forward(self._layers)

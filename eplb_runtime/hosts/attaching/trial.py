@@ -52,12 +52,9 @@ def without_replicas(config: BalancerConfig) -> BalancerConfig:
     usual = DispatchConfig()
     names = ("split", "split_locality", "split_least_tokens")
     dispatch = replace(config.dispatch, **{name: getattr(usual, name) for name in names})
-    if dispatch.name not in ("deepep", "auto"):
-        dispatch = replace(dispatch, sms=usual.sms)
-    copies: dict[str, Any] = {
-        name: BalancerConfig.__dataclass_fields__[name].default for name in ("copies_by", "shared_between_layers")
-    }
-    return replace(config, replica_slots=0, initial_placement=None, dispatch=dispatch, **copies)
+    return replace(
+        config, replica_slots=0, initial_placement=None, dispatch=dispatch, copies_by=BalancerConfig.copies_by
+    )
 
 
 def layout_of(trial: Trial, config: BalancerConfig, ranks: Ranks) -> tuple[BalancerConfig, Ranks]:

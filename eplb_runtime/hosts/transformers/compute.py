@@ -42,20 +42,6 @@ class RowCompute:
         self._own_forward = experts.forward
         self._same_unsorted: bool | None = None
 
-    def takes_spare_rows(self, rows_MD: Tensor, parameters: Sequence[Tensor]) -> bool:
-        """As `moe.experts.compute.SparingCompute` says: grouped products pass them by, and biases are kept from them;
-        other parameters, as a norm's, would not be. Found out once, with rows that are made up: those given may be
-        none."""
-        if not (_is_grouped_mm(self._experts) and _has_only_matrices(self._experts, self._names)):
-            return False
-        slots, width = parameters[0].shape[0], rows_MD.shape[1]
-        if self._same_unsorted is None:
-            parameters = parameters[: len(self._names)]
-            made_up = torch.linspace(-1, 1, 2 * slots * width, dtype=rows_MD.dtype, device=rows_MD.device)
-            with _reading(self._experts, self._names, parameters):
-                self._sorting_changes_nothing(made_up.view(-1, width), SlotCounts.of([2] * slots, made_up.device))
-        return bool(self._same_unsorted)
-
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
         own, added = self._split(parameters)
         with _reading(self._experts, self._names, own):
@@ -185,10 +171,9 @@ def _grouped_mm(
     With ``weights_M`` gradients come unweighted; see `_LastLinear`. ``added``: to products with the matrices named.
     """
     slot_M = counts_S.slot_of_rows(rows_MD.shape[0]) if experts.has_bias else None
-    spare_M = counts_S.is_spare(rows_MD.shape[0]) if experts.has_bias and counts_S.spare else None
 
     def linear(rows_MI: Tensor, name: str, weights_M: Tensor | None = None) -> Tensor:
-        rows_MO = _linear(experts, counts_S.offsets_S, slot_M, spare_M, rows_MI, name, weights_M)
+        rows_MO = _linear(experts, counts_S.offsets_S, slot_M, rows_MI, name, weights_M)
         if name not in added:
             return rows_MO
         dtype = getattr(experts, name).dtype
@@ -208,7 +193,6 @@ def _linear(
     experts: Any,
     offsets_S: Tensor,
     slot_M: Tensor | None,
-    spare_M: Tensor | None,
     rows_MI: Tensor,
     name: str,
     weights_M: Tensor | None,
@@ -218,8 +202,6 @@ def _linear(
     matrix_SDI = getattr(experts, name)
     bias_SD = None if slot_M is None else getattr(experts, f"{name}_bias")
     bias_MD = None if bias_SD is None else bias_SD[slot_M]
-    if bias_MD is not None and spare_M is not None:
-        bias_MD = bias_MD.masked_fill(spare_M.unsqueeze(1), 0)  # nor do gradients of such rows reach it
     if weights_M is None:
         out_MD: Tensor = _grouped_linear(
             rows_MI, matrix_SDI, offsets_S, bias=bias_MD, is_transposed=experts.is_transposed

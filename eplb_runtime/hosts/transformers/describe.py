@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ...balancer.balancer import Removable
-from ...moe.custom_ops import OutsideGraphs
 from ...moe.layer import ExpertParallelLayer
 from ..attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
 from ..attaching.expert_spans import mark_calls
@@ -56,7 +55,7 @@ def describe(model: nn.Module) -> HostModel:
     return HostModel(
         layers,
         padding.real_tokens,
-        lambda: padding.watch(model, padding.outside_graphs),
+        lambda: padding.watch(model, padding.see),
         getattr(model, "_init_weights", lambda module: None),
         lambda barrier: _save_together(model, with_adapters, barrier),
         _Folders(),
@@ -244,9 +243,8 @@ class _Padding:
 
     def __init__(self) -> None:
         self._mask = _Mask()
-        self.outside_graphs = OutsideGraphs(self.see)
-        """As ``see``, for who asks outside of graphs of torch.compile."""
 
+    @torch.compiler.disable
     def see(self, mask: Tensor | None) -> None:
         """The mask of the batch that this thread runs now."""
         self._mask.now = mask

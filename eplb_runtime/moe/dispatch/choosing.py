@@ -125,12 +125,6 @@ def make_dispatcher(
     return (DeepEPByRank if by_rank else DeepEPDispatcher)(context, config.dispatch)
 
 
-def wants_counts(config: BalancerConfig) -> bool:
-    """Whether the host has to know how many rows of a batch go where, to split it over copies: the dispatcher makes
-    memory by it, or ranks differ in speed (`moe.routing.speeds` looks for their levels on the host)."""
-    return not config.dispatch.most_tokens or config.speed_R is not None
-
-
 def micro_batch_overlap_problem(config: BalancerConfig, device: torch.device, is_sharded: bool) -> str:
     """Why two batches at once would be wrong on streams of their own, in a line; empty: they go, as on any CPU.
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from ...distributed.consensus import all_gather_into
 from ...distributed.step_tag import ForwardTag
 from .channels import MicroBatchChannels
-from .recompute import AsyncMismatchFlag
 
 
 class CountExchange:
@@ -44,32 +43,6 @@ class CountExchange:
         np.copyto(memory.counts_RE, both[:, :-1])
         return memory.counts_RE
 
-    def on_device(self, counts_E: Tensor) -> Tensor:
-        """int64 ``[R, E]`` on the device from each rank's int64 ``[E]``; the host does not wait. Collective.
-
-        Raises:
-            OutOfStepError: ranks were in different forwards in an earlier call. (On a CPU: in this one.)
-        """
-        group = self._channels.current().counts
-        mismatch = self._memory.mismatch
-        if mismatch is not None and self._forward_tag is not None:
-            mismatch.raise_if_found(self._forward_tag)
-        mine = counts_E
-        if self._forward_tag is not None:
-            mine = torch.cat([counts_E, counts_E.new_full((1,), self._forward_tag.value)])
-        all_ = mine.new_empty(group.size(), mine.shape[0])
-        with self._channels.launching():
-            all_gather_into(all_.view(-1), mine, group=group)
-        if self._forward_tag is None:
-            return all_
-        if mismatch is None:
-            mismatch = self._memory.mismatch = _TagMismatch(group.size(), group.rank(), mine.device)
-        mismatch.note(all_[:, -1])
-        if mine.device.type == "cpu":
-            mismatch.raise_if_found(self._forward_tag)
-        self._forward_tag.mark_checked()
-        return all_[:, :-1]
-
     def _gather(self, mine: Tensor) -> NDArray[np.int64]:
         group = self._channels.current().counts
         all_, on_host = self._memory.buffers(mine, group.size())
@@ -82,31 +55,6 @@ class CountExchange:
         return result
 
 
-class _TagMismatch:
-    """Mismatch of the ranks' tags, found on the device and read by the host at its next call. The first one is stored.
-
-    Args:
-        rank: this one's place in the group.
-    """
-
-    def __init__(self, ranks: int, rank: int, device: torch.device) -> None:
-        self._rank = rank
-        with torch.inference_mode(False):
-            self._tags_R = torch.zeros(ranks, dtype=torch.int64, device=device)
-        self._differed = AsyncMismatchFlag(device)
-
-    def note(self, tags_R: Tensor) -> None:
-        """Compare the tags of all ranks. No host sync."""
-        self._tags_R.copy_(torch.where(self._differed.found, self._tags_R, tags_R))
-        self._differed.note((self._tags_R != self._tags_R[self._rank]).any())
-
-    def raise_if_found(self, forward_tag: ForwardTag) -> None:
-        """Raises OutOfStepError as `ForwardTag.check` does; it does not wait for the device."""
-        if self._differed.on_host:
-            tags = self._tags_R.cpu().numpy()
-            forward_tag.check(tags, int(tags[self._rank]))
-
-
 class _ThreadBuffers(threading.local):
     """Buffers that one thread's exchanges reuse."""
 
@@ -114,7 +62,6 @@ class _ThreadBuffers(threading.local):
         self.counts_RE: NDArray[np.int64] = np.empty((0, 0), dtype=np.int64)
         self._all_RE: Tensor | None = None
         self._on_host_RE: Tensor | None = None
-        self.mismatch: _TagMismatch | None = None
 
     def buffers(self, counts_E: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
         """Return rows of all ranks: where they arrive, and on the host."""

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ...config import ConfigError, DispatchConfig
-from ...distributed.transports import deepep_package
 from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
 from . import float8, permute, row_bytes
@@ -66,24 +65,16 @@ class RecvLayout(DispatchMetadata):
     top_k: int
 
     @classmethod
-    def of(cls, received: RecvTokens, top_k: int, num_slots: int) -> RecvLayout:
+    def of(cls, received: RecvTokens, top_k: int) -> RecvLayout:
         """Rows by slot, those of a slot as they arrived: by source rank and position there.
-
-        Where only the device knows how many they are, each choice that may have arrived has a row, and those that have
-        not come last.
 
         Args:
             top_k: K of this rank's tokens.
-            num_slots: S.
         """
         slots_N = received.slots_UK.reshape(-1)
         here_N = slots_N >= 0
         order_N = torch.argsort(torch.where(here_N, slots_N, 1 << 30), stable=True)
-        if received.counts is not None:
-            choice_M, counts_S = order_N[: sum(received.counts)], SlotCounts.of(received.counts, slots_N.device)
-        else:
-            rows_S = permute.count(torch.where(here_N, slots_N, num_slots), num_slots + 1)[:num_slots]
-            choice_M, counts_S = order_N, SlotCounts(rows_S.cumsum(0, dtype=torch.int32), None, spare=True)
+        choice_M, counts_S = order_N[: sum(received.counts)], SlotCounts.of(received.counts, slots_N.device)
         place_N = torch.where(here_N, permute.inverse(order_N), -1)
         row_M, place_UK = choice_M // received.slots_UK.shape[1], place_N.view(received.slots_UK.shape)
         return cls(received.handle, counts_S, row_M, choice_M, place_UK, top_k)
@@ -95,9 +86,7 @@ class DeepEPDispatcher(Dispatcher):
 
     Args:
         context: of an EP group on GPUs.
-        config: ``sms``, ``dtype``, ``low_latency_tokens`` and ``most_tokens`` are used here. With ``most_tokens``
-            nothing waits for the device: memory is that of the worst case, and a forward that does not fit the others'
-            is reported a forward later.
+        config: ``sms``, ``dtype``, and ``low_latency_tokens`` are used here.
 
     Raises:
         ConfigError: the package is not there or cannot serve this group.
@@ -112,13 +101,7 @@ class DeepEPDispatcher(Dispatcher):
     ) -> None:
         super().__init__(context)
         group, slots_per_rank, channels = context.group, context.slots_per_rank, context.channels
-        if config.most_tokens and group.size() > deepep_package.RANKS_OF_A_NODE:
-            raise ConfigError(
-                f"most_tokens={config.most_tokens} is for the ranks of one node: DeepEP's kernels between nodes tell "
-                "the host how many rows come; leave most_tokens out"
-            )
         self._buffer = DeepEPBuffer(group, slots_per_rank, config.sms, channels)
-        self._most_tokens = config.most_tokens
         self._in_float8 = config.dtype == "float8"
         self._low_latency: LowLatency | None = None
         if config.low_latency_tokens:
@@ -127,11 +110,6 @@ class DeepEPDispatcher(Dispatcher):
         self._exchange_tokens = CountExchange(channels, context.forward_tag)
 
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> SendLayout:
-        if 0 < self._most_tokens < slots_TK.shape[0]:
-            raise ConfigError(
-                f"a batch of {slots_TK.shape[0]} tokens with most_tokens={self._most_tokens}: give the largest batch "
-                "of any rank, in training and in evaluation, or leave most_tokens out"
-            )
         if self._low_latency is not None and self._nothing_learns():
             # All ranks take the same kernels, also where only one has too many tokens for them.
             most = self._exchange_tokens(slots_TK.new_full((1,), slots_TK.shape[0])).max()
@@ -232,11 +210,6 @@ class DeepEPDispatcher(Dispatcher):
             known: rows of each choice, if they were exchanged before.
         """
         nothing, slots = sent.slots_NK.new_empty(0), self._slots_per_rank
-        if self._most_tokens:
-            if self._forward_tag is not None and known is None and not self._forward_tag.is_checked:
-                self._exchange_counts.on_device(nothing)
-            most_rows = self._most_tokens * self._rows_per_token(top_k) * sent.to_ranks.shape[0]
-            return RecvCounts(most_rows, None)
         if self._buffer.tells_the_host:
             if self._forward_tag is not None and known is None:
                 self._exchange_counts(nothing)
@@ -276,7 +249,7 @@ class DeepEPDispatcher(Dispatcher):
         rows_NC = pack(source_TD, weights_TK, self._rows_per_token(top_k))
         with self._launching():
             received = self._buffer.dispatch(rows_NC, metadata.sent, metadata.counts)
-        return received.rows_UC, RecvLayout.of(received, top_k, self._slots_per_rank)
+        return received.rows_UC, RecvLayout.of(received, top_k)
 
 
 class DeepEPByRank(DeepEPDispatcher):

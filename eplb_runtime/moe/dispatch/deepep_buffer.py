@@ -52,12 +52,12 @@ class RecvCounts:
     """How much arrives here, on the host.
 
     Args:
-        rows: that come at most; those that do not are not written, and have no slot.
-        choices_S: for each local slot; None: only the device knows.
+        rows: that come.
+        choices_S: for each local slot.
     """
 
     rows: int
-    choices_S: list[int] | None
+    choices_S: list[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,13 +68,13 @@ class RecvTokens:
         rows_UC: bfloat16 ``[U, C]``, or `float8.Rows` where those were sent. Rows past those that came may follow, with
             no slot (-1) and memory that nobody has written.
         slots_UK: int64, the local slots of each row, -1 where a choice is on another rank.
-        counts: choices for each local slot; None: only the device knows.
+        counts: choices for each local slot.
         handle: DeepEP's, for `DeepEPBuffer.dispatch_cached` and `DeepEPBuffer.combine`.
     """
 
     rows_UC: Any
     slots_UK: Tensor
-    counts: list[int] | None
+    counts: list[int]
     handle: Any
 
 

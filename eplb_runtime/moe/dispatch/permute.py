@@ -208,6 +208,12 @@ def gather(source: Tensor, index: Tensor, out: Tensor) -> None:
     torch.index_select(source, 0, index, out=out)
 
 
+def part(source: Tensor, index_U: Tensor, staying: Tensor, leaving: Tensor) -> None:
+    """Put the rows ``index_U`` of ``source`` into two pieces of memory: the first ones into ``staying``."""
+    gather(source, index_U[: staying.shape[0]], staying)
+    gather(source, index_U[staying.shape[0] :], leaving)
+
+
 def sum_choices(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights_TK: Tensor | None = None) -> Tensor:
     """Each token's choices, weighted, summed in the router's order.
 

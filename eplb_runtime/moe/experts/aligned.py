@@ -7,7 +7,7 @@ device only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,6 @@ import torch
 from torch import Tensor
 
 from .compute import Compute, SlotCounts
-
-Regroup = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
-"""As `regroup`."""
 
 
 @dataclass(frozen=True)
@@ -28,24 +25,20 @@ class Aligned:
         compute: given rows of which every slot has a multiple; where only the device knows how many come, the last
             slot has what is left of the memory, too.
         multiple: of rows.
-        regroup: moves rows: `regroup`, or `aligned_kernel.launch`.
     """
 
     compute: Compute
     multiple: int
-    regroup: Regroup
 
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
         """As of `Compute`."""
         aligned_S, places = aligned(counts_S, self.multiple, rows_MD.shape[0])
         offsets_S, ends_S = counts_S.offsets_S, aligned_S.offsets_S
-        rows_PD = _Regroup.apply(rows_MD.contiguous(), offsets_S, ends_S, offsets_S, places, self.regroup)
+        rows_PD = _Regroup.apply(rows_MD.contiguous(), offsets_S, ends_S, offsets_S, places)
         out_PD = self.compute(rows_PD, aligned_S, parameters)
         if out_PD.shape[0] != places:
             raise ValueError(f"experts gave {out_PD.shape[0]} rows for {places}")
-        out_MD: Tensor = _Regroup.apply(
-            out_PD.contiguous(), ends_S, offsets_S, offsets_S, rows_MD.shape[0], self.regroup
-        )
+        out_MD: Tensor = _Regroup.apply(out_PD.contiguous(), ends_S, offsets_S, offsets_S, rows_MD.shape[0])
         return out_MD
 
 
@@ -65,19 +58,17 @@ class _Regroup(torch.autograd.Function):
     """Rows from one spacing to another; gradients go back the same way."""
 
     @staticmethod
-    def forward(
-        ctx: Any, source_ND: Tensor, from_S: Tensor, to_S: Tensor, offsets_S: Tensor, places: int, by: Regroup
-    ) -> Tensor:
+    def forward(ctx: Any, source_ND: Tensor, from_S: Tensor, to_S: Tensor, offsets_S: Tensor, places: int) -> Tensor:
         ctx.save_for_backward(from_S, to_S, offsets_S)
-        ctx.rows, ctx.by = source_ND.shape[0], by
-        return by(source_ND, from_S, to_S, offsets_S, places)
+        ctx.rows = source_ND.shape[0]
+        return regroup(source_ND, from_S, to_S, offsets_S, places)
 
     @staticmethod
     @torch.compiler.disable
     def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor | None, ...]:
         from_S, to_S, offsets_S = ctx.saved_tensors
-        grad_ND: Tensor = _Regroup.apply(grad_PD.contiguous(), to_S, from_S, offsets_S, ctx.rows, ctx.by)
-        return grad_ND, None, None, None, None, None
+        grad_ND: Tensor = _Regroup.apply(grad_PD.contiguous(), to_S, from_S, offsets_S, ctx.rows)
+        return grad_ND, None, None, None, None
 
 
 def regroup(source_ND: Tensor, from_S: Tensor, to_S: Tensor, offsets_S: Tensor, places: int) -> Tensor:

@@ -1,12 +1,11 @@
 """The experts of one layer that a rank computes, without copies: what dispatch calls with the rows that arrived.
 
-With replica slots, `replicas/persistent.py` and `replicas/pooled.py` (one buffer for all layers) stand in its place.
+With replica slots, `replicas/persistent.py` and `replicas/sharded.py` take its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -14,7 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from .slices import with_divided_gradients
 
@@ -26,12 +24,10 @@ class SlotCounts:
     Args:
         offsets_S: int32, on the rows' device: where each slot's rows end, as grouped GEMMs take it.
         on_host: the numbers; None where only the device knows them.
-        spare: there may be rows past the last slot's, of memory that nobody has written; no result may depend on them.
     """
 
     offsets_S: Tensor
     on_host: Sequence[int] | None
-    spare: bool = False
 
     @classmethod
     def of(cls, counts: Sequence[int], device: torch.device) -> SlotCounts:
@@ -58,10 +54,6 @@ class SlotCounts:
         place_M = torch.arange(rows, dtype=torch.int32, device=self.offsets_S.device)
         return torch.searchsorted(self.offsets_S, place_M, right=True).clamp_(max=self.offsets_S.shape[0] - 1)
 
-    def is_spare(self, rows: int) -> Tensor:
-        """bool ``[M]``: which of ``rows`` rows lie past the last slot's."""
-        return torch.arange(rows, dtype=torch.int32, device=self.offsets_S.device) >= self.offsets_S[-1]
-
 
 class Compute(Protocol):
     """The host's way to run rows through slots."""
@@ -84,72 +76,32 @@ class WeighingCompute(Protocol):
         times ``weights_M``: as `weigh_gradients`, which keeps the results."""
 
 
-@runtime_checkable
-class SparingCompute(Protocol):
-    """A `Compute` that may be given spare rows (`SlotCounts`). Others get exact ones, for which the host waits."""
-
-    def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor], /) -> Tensor: ...
-
-    def takes_spare_rows(self, rows_MD: Tensor, parameters: Sequence[Tensor], /) -> bool:
-        """Whether it does: the same for all rows, so that a forward is repeated as it was."""
-
-
 class LocalExperts:
     """The slots of one layer on this rank.
 
     Args:
         compute: runs rows through slots with the host's own code.
         parameters: the weights that stand in the module now, ``[E/R, ...]`` each, asked for once a forward.
-        leaves: the same, where they are the parameters themselves and stay the same objects; None: they are not.
         divisor: of the gradients that this layer gives the weights.
-
-    Attributes:
-        leaves: as given.
     """
 
-    def __init__(
-        self,
-        compute: Compute,
-        parameters: Callable[[], Sequence[Tensor]],
-        leaves: Sequence[Tensor] | None = None,
-        divisor: float = 1.0,
-    ) -> None:
+    def __init__(self, compute: Compute, parameters: Callable[[], Sequence[Tensor]], divisor: float = 1.0) -> None:
         self._compute = compute
         self._parameters = parameters
         self._divisor = divisor
-        self.leaves = leaves
 
-    def ahead_of_forward(self) -> None:
-        """Rows are about to travel: what the compute will wait for can be sent for. On every rank."""
-
-    def ahead_of_backward(self, combined_TD: Tensor) -> Tensor:
-        """The layer's output as it is; in the backward pass, gradients are about to travel. On every rank."""
-        return combined_TD
-
-    def within_a_graph(self) -> AbstractContextManager[bool]:
-        """Inside, a backward pass over this layer alone runs within the pass of a graph that torch.compile made: what
-        it gives reaches ``.grad`` when that one ends. Gives whether the experts' gradients are wanted."""
-        return nullcontext(True)
-
-    def __call__(
-        self,
-        rows_MD: Tensor,
-        counts_S: SlotCounts,
-        weights_M: Tensor | None,
-        grad_inputs: Sequence[Tensor] | None = None,
-    ) -> Tensor:
+    def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None) -> Tensor:
         """Run the rows that arrived here, on every rank, also with none.
 
         Args:
             rows_MD: ``[M, D]``, ordered by local slot.
             counts_S: how many rows each local slot has.
             weights_M: router weights of the rows, if gradients will come unweighted; they get theirs here then.
-            grad_inputs: what takes the gradients in the place of ``leaves``, in their memory; None: they themselves.
 
         Returns:
             ``[M, D]``, unweighted.
         """
-        parameters = with_divided_gradients(self._parameters() if grad_inputs is None else grad_inputs, self._divisor)
+        parameters = with_divided_gradients(self._parameters(), self._divisor)
         return run_rows(self._compute, rows_MD, counts_S, parameters, weights_M)
 
 
@@ -157,10 +109,6 @@ def run_rows(
     compute: Compute, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor], weights_M: Tensor | None
 ) -> Tensor:
     """``compute``, or without rows a stand-in that keeps the graph whole."""
-    takes = isinstance(compute, SparingCompute) and counts_S.spare and compute.takes_spare_rows(rows_MD, parameters)
-    if counts_S.spare and not takes:
-        exact_MD, exact_S, exact_M = without_spare(rows_MD, counts_S, weights_M)
-        return with_spare(run_rows(compute, exact_MD, exact_S, parameters, exact_M), rows_MD.shape[0])
     if not rows_MD.shape[0]:
         out_MD: Tensor = _Idle.apply(rows_MD, *parameters)
     elif weights_M is not None and isinstance(compute, WeighingCompute):
@@ -168,23 +116,6 @@ def run_rows(
     else:
         out_MD = compute(rows_MD, counts_S, parameters)
     return out_MD if weights_M is None else weigh_gradients(out_MD, weights_M)
-
-
-def without_spare(
-    rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None
-) -> tuple[Tensor, SlotCounts, Tensor | None]:
-    """The same without spare rows; the host waits for the numbers if there may be any."""
-    if not counts_S.spare:
-        return rows_MD, counts_S, weights_M
-    known = counts_S.known()
-    here = slice(sum(known))
-    return rows_MD[here], SlotCounts(counts_S.offsets_S, known), None if weights_M is None else weights_M[here]
-
-
-def with_spare(out_MD: Tensor, rows: int) -> Tensor:
-    """Filled up with zeros to so many rows."""
-    missing = rows - out_MD.shape[0]
-    return functional.pad(out_MD, (0, 0, 0, missing)) if missing else out_MD
 
 
 def weigh_gradients(out_MD: Tensor, weights_M: Tensor) -> Tensor:

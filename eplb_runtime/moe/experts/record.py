@@ -8,10 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from ...utils.checksums import as_bytes
-from ...utils.checksums_numba import copy
 from .optimizer_state import OptimizerStateError
 from .registry import ExpertTensor
 
@@ -111,14 +108,7 @@ class RecordFormat:
     def unpack(self, record: Tensor, local_slot: int) -> None:
         """Copy a record into the live rows of a slot, in place."""
         for field in self.fields:
-            row = field.live_row(local_slot)
-            raw = record[field.offset : field.offset + field.nbytes]
-            if row.device.type == record.device.type == "cpu" and row.is_contiguous() and not row.is_inference():
-                copy(as_bytes(row), raw)
-                increment_version(row)  # as torch's own copy does
-                field.write_copies(local_slot, field.in_bytes(raw))
-            else:
-                field.write(local_slot, field.in_bytes(raw))
+            field.write(local_slot, field.in_bytes(record[field.offset : field.offset + field.nbytes]))
 
 
 @dataclass(frozen=True)

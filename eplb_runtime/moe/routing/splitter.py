@@ -7,9 +7,8 @@ only deals its choices out by the result; where it does not, the device does all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -36,15 +35,6 @@ class RowCounts:
     received_RS: NDArray[np.int64]
 
 
-def _tensors_of(value: Any) -> Iterator[Tensor]:
-    """Tensors in the fields of a dataclass, and of those in it."""
-    if isinstance(value, Tensor):
-        yield value
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _tensors_of(getattr(value, field.name))
-
-
 @dataclass(frozen=True, eq=False)
 class _Layer:
     """What stands where in one layer.
@@ -54,7 +44,6 @@ class _Layer:
         copy_slot_EC: int64 ``[E, C]`` on the device: the slots of each expert's copies.
         slot_P: int64 ``[3, P]``: its expert, which copy of it stands there, whether it is listed (1 or 0).
         several: whether any expert has more than one copy.
-        on_device: as of `OnDevice.layers`; None: the host splits.
     """
 
     tables: SplitTables
@@ -62,19 +51,6 @@ class _Layer:
     copy_slot_EC: Tensor
     slot_P: NDArray[np.int64]
     several: bool
-    on_device: Any
-
-
-class OnDevice(NamedTuple):
-    """How the device splits by itself.
-
-    Args:
-        layers: as `sources_kernel.layers_on_device`.
-        sent_by_rank: as `sources_kernel.sent_by_rank`.
-    """
-
-    layers: Callable[[SplitTables, torch.device], Sequence[Any]]
-    sent_by_rank: Callable[..., Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +81,6 @@ class BatchSplitter:
         settings: how to split.
         count: what counts a batch's choices, with the counts of `count_choices`.
         deal: what deals choices out, with the results of `deal_out`; it is given what ``count`` has found.
-        on_device: splits where no counts are wanted on the host; not with ``speed_R``. None: the host splits.
 
     Attributes:
         at_home: while True, no batch is split.
@@ -120,10 +95,8 @@ class BatchSplitter:
         *,
         count: Callable[[Tensor, int], Counted] | None = None,
         deal: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None,
-        on_device: OnDevice | None = None,
     ) -> None:
         self._device = device
-        self._on_device = on_device
         self._count = count or count_choices
         self._deal = deal or deal_out
         self._ep_rank = ep_rank
@@ -145,17 +118,14 @@ class BatchSplitter:
         part = Placement(placement.physical_to_logical[changed], placement.num_experts, placement.num_ranks, home)
         tables = SplitTables.of(part)
         slots_LEC = torch.from_numpy(tables.copy_slot_LEC.astype(np.int64)).to(self._device)
-        on_device: Sequence[Any] = [None] * len(changed)
-        if self._on_device is not None:
-            on_device = self._on_device.layers(tables, self._device)
         new = {}
         for index, layer in enumerate(changed):
             several = bool(part.copy_count[index].max() > 1)
             slot_P = _copies_of_slots(part, tables, index)
-            new[layer] = _Layer(tables, index, slots_LEC[index], slot_P, several, on_device[index])
+            new[layer] = _Layer(tables, index, slots_LEC[index], slot_P, several)
 
         def take_over() -> None:
-            record_use(slots_LEC, *(tensor for layer in on_device for tensor in _tensors_of(layer)))
+            record_use(slots_LEC)
             self._layers.update(new)
 
         return take_over
@@ -186,28 +156,6 @@ class BatchSplitter:
         sent = torch.from_numpy(sent_EC).to(topk_ids_TK.device, non_blocking=True)
         slots_TK = self._deal(topk_ids_TK, sent, self._layers[layer].copy_slot_EC, begins)
         return slots_TK, RowCounts(sent_EC[expert_P, copy_P] * listed_P, received_RS)
-
-    @property
-    def wants_counts(self) -> bool:
-        """Whether `route` is to be called, by counts on the host, or `route_on_device`."""
-        return self._on_device is None
-
-    def route_on_device(
-        self, layer: int, topk_ids_TK: Tensor, counts_RE: Tensor, begins: Tensor | None = None
-    ) -> Tensor:
-        """`route` by counts that stay on the device: its slots, and no numbers for the host."""
-        assert self._on_device is not None
-        here = self._layers[layer].on_device
-        sent_EC = self._on_device.sent_by_rank(
-            counts_RE,
-            here,
-            self._ep_rank,
-            ranks_per_node=self._settings.ranks_per_node,
-            mode=self._settings.mode,
-            locality=self._settings.locality,
-            least_tokens=self._settings.least_tokens,
-        )
-        return self._deal(topk_ids_TK, sent_EC, here.copy_slot_EC, begins)
 
     def _split(self, layer: int, counts_RE: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """int64 ``[E, C]``, what this rank sends to each copy; ``[R, S]``, what each sends to this rank's slots."""

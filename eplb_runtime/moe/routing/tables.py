@@ -26,8 +26,6 @@ class SplitTables:
         order_LN: int32, the experts with more than one copy, in the order of a sweep; padded with -1.
         ranks_LNC: int32, ``ranks_LNC[l, n]``: the ranks of the copies of expert ``order_LN[l, n]``; padded with -1.
         count_LN: int32, how many they are.
-        color_LN: int32, the color of each: experts of one color share no rank, and colors ascend along the order. So a
-            sweep may also take a whole color at once.
         num_ranks: R.
         slots_per_rank: S.
     """
@@ -37,7 +35,6 @@ class SplitTables:
     order_LN: NDArray[np.int32]
     ranks_LNC: NDArray[np.int32]
     count_LN: NDArray[np.int32]
-    color_LN: NDArray[np.int32]
     num_ranks: int
     slots_per_rank: int
 
@@ -60,18 +57,16 @@ class SplitTables:
         rank = placement.rank_of(slot).astype(np.int32)
         count = (slot >= 0).sum(axis=2).astype(np.int32)
         orders = [sweep_order(rank[layer], count[layer]) for layer in range(placement.num_layers)]
-        width = max(1, max(len(order) for order, _ in orders))
+        width = max(1, max(map(len, orders)))
         order_LN = np.full((placement.num_layers, width), -1, dtype=np.int32)
-        color_LN = np.full_like(order_LN, -1)
-        for layer, (order, color) in enumerate(orders):
+        for layer, order in enumerate(orders):
             order_LN[layer, : len(order)] = order
-            color_LN[layer, : len(color)] = color
         expert = np.maximum(order_LN, 0)
         layers = np.arange(placement.num_layers)[:, None]
         ranks_LNC = np.where(order_LN[:, :, None] < 0, -1, rank[layers, expert]).astype(np.int32)
         count_LN = np.where(order_LN < 0, 0, count[layers, expert]).astype(np.int32)
         first = np.ascontiguousarray(rank[:, :, 0])
-        return cls(slot, first, order_LN, ranks_LNC, count_LN, color_LN, placement.num_ranks, placement.slots_per_rank)
+        return cls(slot, first, order_LN, ranks_LNC, count_LN, placement.num_ranks, placement.slots_per_rank)
 
 
 @jit
@@ -99,8 +94,8 @@ def _first_on_each_rank(slot_LEC: NDArray[np.int32], slots_per_rank: int) -> NDA
     return np.where(kept == last, -1, kept).astype(np.int32)
 
 
-def sweep_order(rank_EC: NDArray[np.int32], count_E: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The replicated experts and their colors, by greedy coloring: most copies first, then expert id.
+def sweep_order(rank_EC: NDArray[np.int32], count_E: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the replicated experts by greedy coloring (those of one color share no rank): most copies first, then id.
 
     Args:
         rank_EC: int32, ranks of each expert's copies.
@@ -109,8 +104,7 @@ def sweep_order(rank_EC: NDArray[np.int32], count_E: NDArray[np.int32]) -> tuple
     several = np.flatnonzero(count_E > 1)
     replicated: NDArray[np.int32] = several[np.lexsort((several, -count_E[several]))].astype(np.int32)
     color = _colors(replicated, np.ascontiguousarray(rank_EC), count_E, int(rank_EC.max(initial=0)) + 1)
-    by_color = np.argsort(color, kind="stable")
-    return replicated[by_color], color[by_color]
+    return replicated[np.argsort(color, kind="stable")]
 
 
 @jit

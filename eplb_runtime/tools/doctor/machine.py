@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...balancer.compile_ahead import compiles, functions_on_disk, is_compiled
+from ...distributed import node_memory
 from ...distributed.transports import deepep_package
 from ...hosts.attaching.sharding import STEADY_ROW_BYTES
-from ...replicas import node_memory
 from ...utils.jit import cache_folder
 from ...utils.tables import counted
 

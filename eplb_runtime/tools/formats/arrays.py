@@ -75,7 +75,7 @@ def _plain_array(values: Any, name: str, kinds: str, wanted: str) -> NDArray[Any
             # numpy lacks bfloat16 and the 8-bit floats
             values = (plain.to(torch.float64) if plain.is_floating_point() else plain).numpy()
         except (RuntimeError, TypeError, NotImplementedError) as error:
-            raise FormatError(f"{name} holds {values.dtype}; it must {wanted} ({first_line(error)})") from None
+            raise FormatError(f"{name} is a tensor without plain values ({first_line(error)}): save another") from None
     elif not isinstance(values, np.ndarray | list | tuple):
         raise FormatError(f"{name} is a {type(values).__name__}; it must {wanted}")
     try:

@@ -241,26 +241,6 @@ def test_adapters_that_are_off_or_merged_add_nothing(state: str) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("rank", [4, 3])
-def test_spare_rows_pass_low_rank_matrices_by(rank: int) -> None:
-    compute, weights = with_low_rank("gpt_oss", rank)
-    generator = torch.Generator().manual_seed(3)
-    rows = torch.randn(sum(COUNTS), WIDTH, generator=generator)
-    assert compute.takes_spare_rows(rows, weights)
-    spare = torch.full((7, WIDTH), 1e30)
-    results = []
-    for given, counts in (
-        (rows, SlotCounts.of(COUNTS, rows.device)),
-        (torch.cat([rows, spare]), SlotCounts(SlotCounts.of(COUNTS, rows.device).offsets_S, None, spare=True)),
-    ):
-        given, leaves = given.clone().requires_grad_(), [weight.clone().requires_grad_() for weight in weights]
-        out = compute(given, counts, leaves)[: sum(COUNTS)]
-        out.sum().backward()
-        results.append([out.detach(), given.grad[: sum(COUNTS)], *(leaf.grad for leaf in leaves)])
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
-
-
 def test_pefts_layout_is_split_by_expert_and_put_together_again() -> None:
     experts, rank, wide, narrow = 4, 3, 5, 6
     a, b = torch.randn(experts * rank, wide), torch.randn(narrow, rank * experts)

@@ -11,7 +11,7 @@ from eplb_runtime.hosts.attaching.trial import without_replicas
 
 @pytest.mark.parametrize(
     "of_replicas",
-    [{}, {"copies_by": "copy_engine"}, {"shared_between_layers": True}, {"initial_placement": "placement.json"}],
+    [{}, {"copies_by": "copy_engine"}, {"initial_placement": "placement.json"}],
     ids=str,
 )
 def test_runs_without_replicas_leave_out_what_is_of_use_to_replicas_alone(of_replicas: dict) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from eplb_runtime.distributed.transports import cuda_memory
-from eplb_runtime.distributed.transports.cuda_memory import DeviceMemory, IpcHandle
-from eplb_runtime.replicas import node_memory
-from eplb_runtime.replicas.node_memory import SHARING, NodeMemory
+from eplb_runtime.distributed import node_memory
+from eplb_runtime.distributed.node import identity_of
+from eplb_runtime.distributed.node_memory import SHARING, NodeMemory
 from eplb_runtime.tools import launch
 
 
@@ -61,26 +60,10 @@ def test_ranks_that_share_a_gpu_are_refused_and_equal_numbers_are_not(
     assert "\n" not in str(error.value)
 
 
-def test_memory_of_another_gpu_is_opened_whatever_number_its_owner_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[tuple[Any, ...]] = []
-
-    def new_shared(*handle: Any) -> torch.UntypedStorage:
-        opened.append(handle)
-        return torch.UntypedStorage(8)
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", new_shared, raising=False)
-    for number in (0, 3):  # the owner sees its GPU alone, or all of them
-        word = IpcHandle(number, b"handle", 8, 0, b"counter", 0, b"", False)
-        fields = [field.hex() if isinstance(field, bytes) else field for field in word]
-        assert DeviceMemory(torch.device("cpu")).open(json.dumps(fields).encode()).nbytes == 8
-    assert opened == [IpcHandle(0, b"handle", 8, 0, b"counter", 0, b"", False)] * 2
-
-
 def meet(monkeypatch: pytest.MonkeyPatch, others: tuple[int, str], shares: bool) -> None:
     """Ranks of one node meet, as far as they get without torch's symmetric memory."""
 
-    def gather(word: bytes, group: Any, deadline: float) -> list[bytes]:
+    def gather(word: bytes, group: Any, device: Any, deadline: float) -> list[bytes]:
         node, pad, _, _, shares = json.loads(word)
         return [word, json.dumps([node, pad, *others, shares]).encode()]
 
@@ -90,7 +73,7 @@ def meet(monkeypatch: pytest.MonkeyPatch, others: tuple[int, str], shares: bool)
 
     memory = NodeMemory.__new__(NodeMemory)
     memory.size, memory._package, memory._group = 2, Package(), None  # type: ignore[assignment]
-    memory._device = torch.device("cuda", 0)
+    memory._device, memory._group_device = torch.device("cuda", 0), torch.device("cpu")
     monkeypatch.setattr(node_memory, "gather_bytes", gather)
     monkeypatch.setattr(node_memory, "launcher_environment", lambda: {SHARING: "1"} if shares else {})
     memory.connect(0.0)
@@ -113,4 +96,4 @@ def test_symmetric_memory_takes_two_gpus_of_one_number_for_one_unless_it_is_told
 
 
 def test_what_is_no_gpu_has_no_name() -> None:
-    assert cuda_memory.identity_of(torch.device("cpu")) == ""
+    assert identity_of(torch.device("cpu")) == ""

@@ -13,15 +13,15 @@ import pytest
 import torch
 from nvshmem_double import Double
 
-from eplb_runtime.distributed.transports import cuda_ipc, nixl, nvshmem
+from eplb_runtime.distributed.transports import nixl, nvshmem, windows
 from eplb_runtime.distributed.transports.base import Message, Pending
-from eplb_runtime.distributed.transports.nvshmem_heap import Window
+from eplb_runtime.distributed.transports.nvshmem_heap import HeapWindow
 from eplb_runtime.distributed.transports.progress import ProgressTransport
 
 SECOND_GPU = torch.device("cuda", 1)
 
 
-@pytest.mark.parametrize("kind", [cuda_ipc.CudaIpc, nixl.Nixl, nvshmem.Nvshmem])
+@pytest.mark.parametrize("kind", [nixl.Nixl, nvshmem.Nvshmem])
 def test_a_thread_works_on_the_models_gpu_from_its_first_call_on(
     kind: type[ProgressTransport[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,12 +60,12 @@ class QueuedStream:
 def test_notes_behind_kernels_of_training_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one queue for all streams they come when those are done, in seconds. Training is not kept waiting for the
     lock meanwhile, and nothing is given up."""
-    monkeypatch.setattr(nvshmem, "LEFT_SECONDS", 0.0)
+    monkeypatch.setattr(windows, "LEFT_SECONDS", 0.0)
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     double = Double(tmp_path)
     double.init(None, SimpleNamespace(_data=torch.tensor([77]).numpy()), 0, 2, "uid")
     transport = nvshmem.Nvshmem(group, "gloo", torch.device("cpu"), 60.0, double.library())
-    window = Window(double.tensor((Window.nbytes(2, 64, 3),), torch.uint8), double.library(), 0, 2, 64, 3)
+    window = HeapWindow(double.tensor((HeapWindow.nbytes(2, 64, 3),), torch.uint8), double.library(), 0, 2, 64, 3)
     transport._window, transport._notes_RKN = window, torch.empty_like(window.notes_RKN)
     transport._reading = reading = QueuedStream()  # type: ignore[assignment]
     transport._run = lambda: None  # type: ignore[method-assign]
@@ -74,7 +74,7 @@ def test_notes_behind_kernels_of_training_are_not_waited_for(tmp_path: Path, mon
         transport._go_on()
     assert not pending.poll()
     window.inbox_RHB[1, 0, :8] = 5
-    window.notes_RKN[1, nvshmem.ARRIVED] = torch.tensor([1, ~1])
+    window.notes_RKN[1, windows.ARRIVED] = torch.tensor([1, ~1])
     reading.done = True
     while transport._go_on():
         pass

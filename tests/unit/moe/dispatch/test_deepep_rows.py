@@ -231,29 +231,6 @@ def test_the_order_of_sums_picks_the_kind(monkeypatch: pytest.MonkeyPatch) -> No
     assert {choose(name, ["why"]).name for name in DISPATCHES} == set(DISPATCHES) - {"auto"}
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"most_tokens": -1}, "most_tokens=-1: give at least 0"),
-        ({"most_tokens": 64}, "most_tokens=64 with dispatch='all_to_all': only 'deepep'"),
-        ({"most_tokens": 64, "dispatch": "hierarchical"}, "only 'deepep' has use for it"),
-        (
-            {"most_tokens": 64, "dispatch": "deepep", "combine_order": "by_rank", "low_latency_tokens": 64},
-            "give one of them",
-        ),
-    ],
-)
-def test_most_tokens_that_cannot_be_are_refused(settings: dict, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        config_from_settings(settings)
-
-
-def test_most_tokens_are_for_one_node() -> None:
-    group = SimpleNamespace(size=lambda: 16, rank=lambda: 0)
-    with pytest.raises(ConfigError, match="most_tokens=64 is for the ranks of one node"):
-        DeepEPDispatcher(DispatchContext.of(group, 4), DispatchConfig("deepep", most_tokens=64))
-
-
 @pytest.mark.parametrize(("ranks", "most"), [(8, 128), (16, 1024)])
 def test_more_slots_than_the_kernels_count_are_refused_at_attach(
     monkeypatch: pytest.MonkeyPatch, ranks: int, most: int

@@ -34,7 +34,7 @@ def test_every_slot_has_its_rows_then_zeros(counts: list[int], multiple: int, on
         seen["places"] = rows_PD.shape[0]
         return rows_PD * 2 + 1
 
-    out = Aligned(compute, multiple, regroup)(rows, counted(counts, on_host), [])
+    out = Aligned(compute, multiple)(rows, counted(counts, on_host), [])
     assert torch.equal(out, rows * 2 + 1)
     least = sum(-(-count // multiple) * multiple for count in counts)
     most = sum(counts) + len(counts) * (multiple - 1) + multiple - 1
@@ -53,7 +53,7 @@ def test_gradients_are_those_without(counts: list[int], on_host: bool) -> None:
         )
         for tensor in (rows, weight, bias):
             tensor.requires_grad_()
-        compute = Aligned(by_slot, multiple, regroup) if multiple else by_slot
+        compute = Aligned(by_slot, multiple) if multiple else by_slot
         compute(rows, counted(counts, on_host), [weight, bias]).backward(grad)
         found.append((rows.grad, weight.grad, bias.grad))
     assert all(map(torch.equal, *found))
@@ -67,7 +67,7 @@ def by_slot(rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor])
 
 def test_where_only_the_device_knows_nothing_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SlotCounts, "known", lambda self: pytest.fail("the host waits"))
-    out = Aligned(lambda rows, counts, parameters: rows, 16, regroup)(torch.ones(5, 2), counted([2, 0, 3], False), [])
+    out = Aligned(lambda rows, counts, parameters: rows, 16)(torch.ones(5, 2), counted([2, 0, 3], False), [])
     assert torch.equal(out, torch.ones(5, 2))
 
 
@@ -76,7 +76,7 @@ def test_memory_past_the_last_slot_is_not_read() -> None:
     offsets = torch.tensor([2, 2, 3], dtype=torch.int32)
     rows = torch.full((7, 2), torch.nan)
     rows[:3] = 1
-    spaced, places = aligned(SlotCounts(offsets, None, spare=True), 4, 7)
+    spaced, places = aligned(SlotCounts(offsets, None), 4, 7)
     filled = regroup(rows, offsets, spaced.offsets_S, offsets, places)
     assert int(filled.sum()) == 6
     back = regroup(filled, spaced.offsets_S, offsets, offsets, 7)
@@ -85,4 +85,4 @@ def test_memory_past_the_last_slot_is_not_read() -> None:
 
 def test_experts_that_drop_rows_are_named() -> None:
     with pytest.raises(ValueError, match="experts gave 5 rows for 32"):
-        Aligned(lambda rows, counts, parameters: rows[:5], 16, regroup)(torch.ones(5, 2), counted([2, 3], True), [])
+        Aligned(lambda rows, counts, parameters: rows[:5], 16)(torch.ones(5, 2), counted([2, 3], True), [])

@@ -14,19 +14,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from eplb_runtime.moe.dispatch import kernels as moves
-from eplb_runtime.moe.experts import aligned_kernel
 from eplb_runtime.moe.routing import kernels as routing
-from eplb_runtime.moe.routing import sources_kernel, water_filling_kernel
-from eplb_runtime.utils import checksums_triton
 from eplb_runtime.utils.triton import tl, triton
 
 CAPABILITIES = (80, 90, 100)
 """Ampere, Hopper and Blackwell: ten times the compute capability."""
 
 LONG, INT, NUMBER = "*i64", "*i32", "i32"
-SPLIT = [LONG, *[INT] * 6, *[LONG] * 2, *[NUMBER] * 4, "i64"]
-SIZES = {"C": 3, "EXPERTS": 256, "REPLICATED": 64, "COPIES": 4, "RANKS": 64}
-NUMBERS = {"FRACTION": 16, "EIGHTHS": 5, "FROM": 2, "TOLERANCE": 10}
 OF_EXPERTS = {"EXPERTS": 256, "BLOCK": routing._BLOCK}
 SUMMED = {"TOP_K": 8, "COLUMNS": 1024}
 
@@ -59,7 +53,6 @@ class Compiled:
 def kernels() -> list[tuple[Any, list[str], dict[str, Any]]]:
     """All of them: a kernel, types of its arguments, and the constants that follow."""
     return [
-        (checksums_triton._hash, [LONG, LONG, LONG, NUMBER], {"WORDS": 128, "BLOCKS": 16}),
         (routing._begin, [INT, LONG, NUMBER, NUMBER], {"EXPERTS": 256, "WIDE": 32, "AT_ONCE": 128}),
         *(
             case
@@ -122,20 +115,6 @@ def kernels() -> list[tuple[Any, list[str], dict[str, Any]]]:
             )
             for weights, one in (("*bf16", tl.bfloat16), ("*fp32", tl.float32), (LONG, tl.bfloat16))
         ),
-        (
-            aligned_kernel._move,
-            ["*bf16", INT, INT, INT, "*bf16", *[NUMBER] * 3],
-            {"SLOTS": 8, "ROWS": 16, "COLUMNS": 128},
-        ),
-        *(
-            (
-                sources_kernel._share_out,
-                [*[LONG] * 5, *[NUMBER] * 7],
-                {"LOCALITY": near, "COPIES": 8, "EXPERTS": 256, "RANKS": 64},
-            )
-            for near in (True, False)
-        ),
-        (water_filling_kernel._split, SPLIT, {**SIZES, **NUMBERS}),
     ]
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from eplb_runtime.moe.dispatch import kernels, permute
 from eplb_runtime.moe.dispatch.memory import RowMemory
-from eplb_runtime.moe.experts import aligned, aligned_kernel
-from eplb_runtime.moe.experts.compute import SlotCounts
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -186,27 +184,3 @@ def test_control_products_that_are_not_rounded_give_other_sums() -> None:
     place = torch.randperm(40).view(10, 4)
     rounded = kernels.sum_choices(rows, place, RowMemory(), weights)
     assert not torch.equal((rows[place].double() * weights[..., None]).sum(1).float(), rounded)
-
-
-@pytest.mark.parametrize(
-    ("counts", "width", "dtype"),
-    [
-        *(((3, 0, 17, 16, 1), width, torch.float32) for width in (1, 200)),
-        *((counts, 200, torch.bfloat16) for counts in ((0, 0, 0), (5,), (0, 40))),
-        ((3, 0, 17), 1, torch.int64),
-    ],
-    ids=str,
-)
-def test_rows_are_filled_up_by_slot_and_come_back(counts: tuple[int, ...], width: int, dtype: torch.dtype) -> None:
-    packed, rows = SlotCounts.of(counts, CPU), sum(counts)
-    for told in (packed, SlotCounts(packed.offsets_S, None, spare=True)):
-        spaced, places = aligned.aligned(told, 16, rows + 3)
-        ends = packed.offsets_S, spaced.offsets_S, packed.offsets_S
-        source = torch.randint(1, 100, (rows + 3, width)).to(dtype)
-        filled = aligned_kernel.launch(source, *ends, places)
-        assert torch.equal(filled, aligned.regroup(source, *ends, places))
-        assert int((filled != 0).sum()) == rows * width
-        back = ends[1], ends[0], ends[2], rows + 3
-        packed_again = aligned_kernel.launch(filled, *back)
-        assert torch.equal(packed_again, aligned.regroup(filled, *back))
-        assert torch.equal(packed_again[:rows], source[:rows])

@@ -11,12 +11,8 @@ import pytest
 
 HERE = Path(__file__).parent
 MODULES = (
-    "utils.checksums_triton",
     "moe.dispatch.kernels",
-    "moe.experts.aligned_kernel",
     "moe.routing.kernels",
-    "moe.routing.sources_kernel",
-    "moe.routing.water_filling_kernel",
 )
 
 

@@ -1,6 +1,6 @@
 """Memory that the ranks of a node open to each other, by torch's symmetric memory, and signals between them.
 
-Rows of copies lie in it. All ranks of a node make the same blocks in the same order. No copies here.
+Rows of replicas and windows of messages lie in it. All ranks of a node make the same blocks in the same order.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory
 
 from ..config import launcher_environment
-from ..distributed.consensus import gather_bytes
-from ..distributed.transports.cuda_memory import identity_of
-from ..distributed.transports.neighbours import node_of_this_rank
+from .consensus import gather_bytes
+from .node import identity_of, node_of_this_rank
 
+_CPU = torch.device("cpu")
 BACKEND = "CUDA"
 """torch's back end whose memory is written by plain copies and whose signals wait on a stream."""
 LEAST_CHANNELS = 4
@@ -81,6 +81,7 @@ class NodeMemory:
         timeout_seconds: a signal that is waited for longer ends the process: torch's kernels print which one, and stop
             the GPU's work with an error. 0: never.
         package: `torch.distributed._symmetric_memory`.
+        group_device: that the group's backend works on.
 
     Attributes:
         rank: this one's place in the group; peers are places in it.
@@ -88,19 +89,27 @@ class NodeMemory:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float, package: Any = _symmetric_memory
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout_seconds: float,
+        package: Any = _symmetric_memory,
+        group_device: torch.device = _CPU,
     ) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.channels = 0
         self._group = group
-        self._device = device
+        self._device, self._group_device = device, group_device
         self._timeout_ms = int(timeout_seconds * 1000)
         self._package = package
         self._blocks: list[_SymmetricBlock] = []
-        torch._C._distributed_c10d._register_process_group(group.group_name, group)
+        try:
+            torch._C._distributed_c10d._resolve_process_group(group.group_name)
+        except RuntimeError:  # torch does not know groups that it has not made
+            torch._C._distributed_c10d._register_process_group(group.group_name, group)
 
-    def connect(self, deadline: float) -> None:
-        """Open a first block, and try writes and signals between all ranks. Collective; waits on the host.
+    def meet(self, deadline: float) -> None:
+        """Compare what ranks see of their node. Collective; waits on the host.
 
         Args:
             deadline: a time of `time.monotonic`.
@@ -111,7 +120,7 @@ class NodeMemory:
         pad = int(self._package.get_signal_pad_size())
         shares = launcher_environment().get(SHARING) == "1"
         word = json.dumps([node_of_this_rank(), pad, self._device.index, identity_of(self._device), shares]).encode()
-        said = [json.loads(one) for one in gather_bytes(word, self._group, deadline=deadline)]
+        said = [json.loads(one) for one in gather_bytes(word, self._group, self._group_device, deadline)]
         if len({node for node, *_ in said}) > 1:
             raise RuntimeError("ranks that the launcher counts to one node see different ones")
         problem = _taken_for_one_gpu([number for _, _, number, *_ in said], [gpu for *_, gpu, _ in said])
@@ -119,6 +128,11 @@ class NodeMemory:
             raise RuntimeError(problem)
         if len({pad for _, pad, *_ in said}) > 1:
             raise RuntimeError("ranks have signal pads of different sizes (set_signal_pad_size)")
+
+    def connect(self, deadline: float) -> None:
+        """`meet`, open a first block, and try writes and signals between all ranks. Arguments and errors as there."""
+        self.meet(deadline)
+        pad = int(self._package.get_signal_pad_size())
         self.channels = pad // (_BYTES_OF_A_SIGNAL * self.size)
         if self.channels < LEAST_CHANNELS:
             raise RuntimeError(
@@ -155,7 +169,7 @@ class NodeMemory:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # zeros, before anybody else writes there
         deadline = time.monotonic() + max(1.0, self._timeout_ms / 1000)
-        said = gather_bytes(word, self._group, deadline=deadline)
+        said = gather_bytes(word, self._group, self._group_device, deadline)
         if len(set(said)) > 1:
             raise RuntimeError("ranks of one node have different rows of experts, so they cannot open each other's")
         for block in new:
