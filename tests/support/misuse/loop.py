@@ -70,8 +70,8 @@ def lora(job: Job) -> None:
 
     targets = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
     job.model = get_peft_model(job.model, LoraConfig(r=32, init_lora_weights=False, **targets))
-    trained = [p for p in job.model.parameters() if p.requires_grad]
-    job.make_optimizers = lambda model: [torch.optim.AdamW(trained, lr=3e-3)]
+    trained = lambda model: [p for p in model.parameters() if p.requires_grad]  # noqa: E731
+    job.make_optimizers = lambda model: [torch.optim.AdamW(trained(model), lr=3e-3)]
 
 
 @right
