@@ -141,7 +141,7 @@ def test_of_divided_records_memory_is_registered_that_is_sent_from_its_place() -
         ExpertTensor("strided", torch.empty(4 * LARGE, 2).T, "buffer"),
     ]
     transport = Registering()
-    executor = RoundExecutor(transport, HomeRows(2, 2, holders=2), 0, CPU, 0, lambda data: data)  # type: ignore[arg-type]
+    executor = RoundExecutor(transport, HomeRows(2, 2, holders=2), 0, CPU, 0)  # type: ignore[arg-type]
     schedule = SimpleNamespace(transfers=np.empty((0, 5), dtype=np.int64), num_rounds=0)
     executor.reserve(schedule, Records({0: RecordFormat.of(tensors)}, (0,), (0,)))  # type: ignore[arg-type]
     assert [region.data_ptr() for region in transport.registered] == [row.data_ptr() for row in weights]

@@ -32,7 +32,7 @@ def made(*weights: TransferStage) -> ReplicaSync:
     """Of one layer without tensors, whose weights travel so."""
     bank: Any = SimpleNamespace(parameters=[])
     carrier: Any = SimpleNamespace()
-    sync = ReplicaSync({0: bank}, carrier, 0, 1, False, 1, 1)
+    sync = ReplicaSync({0: bank}, carrier, 0, 1, 1, 1)
     sync._plans[0] = BroadcastPlan([], list(weights), [], [], True)
     return sync
 

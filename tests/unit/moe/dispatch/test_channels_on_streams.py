@@ -267,7 +267,7 @@ class Stage:
 def test_copies_gradients_are_added_after_the_homes_are_there_and_before_more_is_added(in_order: bool) -> None:
     """The engine adds up parameters' gradients on the caller's stream, and a layer's backward runs on another."""
     channels, module, memory = lanes_of()
-    replicas = ReplicaSync({}, None, 0, 1, False, 1, 1)  # type: ignore[arg-type]
+    replicas = ReplicaSync({}, None, 0, 1, 1, 1)  # type: ignore[arg-type]
     schedule = SimpleNamespace(_stages=[Stage()], _maybe_compute_loss=lambda *_: None)
     balancer = SimpleNamespace(_runtime=SimpleNamespace(maps=SimpleNamespace(replicas=replicas)))
     OverlappedForwardBackward(schedule, channels, balancer).take_forwards()  # type: ignore[arg-type]
