@@ -19,6 +19,6 @@ COPY --chown=1000 eplb_runtime eplb_runtime
 RUN . launch/environment.sh && install_project test && planner_compiled
 
 HEALTHCHECK --interval=60s --timeout=30s \
-    CMD ["bash", "-c", "if [ -n \"$EPLB_JOB\" ]; then .venv/bin/eplb-runtime report \"$EPLB_JOB\" -o /tmp/report.html; else .venv/bin/eplb-runtime --version; fi"]
+    CMD ["bash", "-c", "if [ -n \"$EPLB_JOB\" ]; then .venv/bin/eplb-runtime report \"$EPLB_JOB\" -o \"$EPLB_JOB/report.html\"; else .venv/bin/eplb-runtime --version; fi"]
 
 CMD ["bash", "launch/demo.sh"]

@@ -63,13 +63,6 @@ def misused(rank: int) -> dict[str, str]:
         finally:
             balancer._export._weights_of_stages = listed
 
-    def of_no_name() -> str:
-        model.register_buffer("odd", torch.zeros(2, dtype=torch.complex128))
-        try:
-            return str(stream())
-        finally:
-            del model.odd
-
     def emptied(parameter: Tensor, work: Callable[[], Any]) -> str:
         """What is said where one rank has let go of a weight by its ``.data``."""
         here = parameter.data
@@ -100,7 +93,6 @@ def misused(rank: int) -> dict[str, str]:
         "a function that fails on one": lambda: balancer.verify_export(fails_on_one),
         "other options": other_options,
         "a list that fails on one": unlisted,
-        "a dtype without a name": of_no_name,
     }
     for what, work in cases.items():
         said[what] = line_of(work)
@@ -136,7 +128,6 @@ def test_what_fails_on_one_rank_is_said_on_all(results: list[dict[str, str]]) ->
             in (said["a function that fails on one"])
         )
         assert "rank 1: KeyError: 7" in said["a list that fails on one"]
-        assert "is of torch.complex128, for which checkpoints have no name" in said["a dtype without a name"]
         for what in ("other options", "a stream on one"):
             assert "choice of options" in said[what]
 

@@ -39,13 +39,13 @@ class AllToAll(Dispatcher):
 
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)
-        self._agreed_top_k: set[int] = set()
+        self._agreed_top_k: set[tuple[dist.ProcessGroup, int]] = set()
 
     # -- the seam ------------------------------------------------------------------------------------------------------
 
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> AllToAllMetadata:
         slots, rank = self._slots_per_rank, self._rank
-        if counts is None and slots_TK.shape[1] not in self._agreed_top_k:
+        if counts is None:
             self._agree_on_top_k(slots_TK)
         dedup = counts is None and worth_deduplicating(self._num_ranks, slots_TK.shape[1])
         leaving = self._leaving(slots_TK, dedup, with_counts=counts is None)
@@ -183,11 +183,14 @@ class AllToAll(Dispatcher):
         )
 
     def _agree_on_top_k(self, slots_TK: Tensor) -> None:
-        """Compare tags before the first batch of a top-k: with another one elsewhere, counts have other sizes there."""
-        self._agreed_top_k.add(slots_TK.shape[1])
+        """Compare tags before a channel's first batch of a top-k: with another one elsewhere, counts have other sizes
+        there. Two batches at once each compare on their own channel: which of them is first differs between ranks."""
+        group = self._channels.current().counts
+        if (group, slots_TK.shape[1]) in self._agreed_top_k:
+            return
+        self._agreed_top_k.add((group, slots_TK.shape[1]))
         if self._num_ranks > 1 and self._forward_tag is not None:
             tags = slots_TK.new_empty(self._num_ranks, dtype=torch.int64)
-            group = self._channels.current().counts
             with self._channels.launching():
                 all_gather_into(tags, tags.new_full((1,), self._forward_tag.value), group=group)
             self._forward_tag.check(tags.cpu().numpy())

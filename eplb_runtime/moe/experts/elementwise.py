@@ -161,10 +161,10 @@ def _made(
     for in_group, named in ((options, optimizer.defaults), ({}, optimizer.defaults), (options, {}), ({}, {})):
         try:
             twin = type(optimizer)([{**own(in_group), "params": list(tensors)}], **own(named))
+            twin.param_groups[0].update(own(options))
         except Exception as error:
             why = one_line(error)
             continue
-        twin.param_groups[0].update(own(options))
         if options.get("lr") is not None:
             twin.param_groups[0]["lr"] = _LEARNING_RATE  # a schedule may begin at 0, where nothing shows
         if callable(train := getattr(twin, "train", None)):

@@ -24,6 +24,8 @@ from .machine import Backend, Exactness, Width, backends, exactness, versions, w
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 STATE_TENSORS = {"adamw": 2, "sgd": 1}
+SHARD_BYTES = 5 * 10**9
+"""What ``export_pretrained`` writes into a file unless it is given ``max_shard_size``."""
 """Tensors of a parameter's size and dtype that an optimizer keeps for it; SGD with momentum."""
 
 
@@ -157,7 +159,7 @@ def _memory(
     rest = sum(parameter.nbytes for parameter in dense)
     staging = max(staging_bytes, *(_record_bytes(layer, states) for layer in homes))
     row = max(rows_per_call(parameter) * parameter[:1].nbytes for layer in homes for parameter in layer)
-    export = 2 * row + max((parameter.nbytes for parameter in dense), default=0)
+    export = 2 * row + max((parameter.nbytes for parameter in dense), default=0) + min(own + rest, SHARD_BYTES)
     whole = (own * ranks + rest) * (1 + states) + sum(buffer.nbytes for buffer in buffers) + row
     always, training, move = "always", "training", "a migration"
     items = [
@@ -178,7 +180,7 @@ def _memory(
             Item("copies_arriving", "gradients that arrive, for each copy lent", "device", training, lent),
         ]
     node = shape["ranks_per_node"]
-    what = "an expert, its conversion, a dense tensor"
+    what = "an expert, its conversion, a dense tensor, a shard"
     return [
         *items,
         Item("migration_staging", "experts on their way in", "device", move, staging),
