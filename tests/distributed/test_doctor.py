@@ -87,7 +87,6 @@ def test_the_figures_are_those_of_the_attached_model(optimizer: str, tmp_path: P
             expected = said["memory_bytes"][key] - (row if key == "logical_state_dict" else 0)
             assert abs(value - expected) <= 4 * 100, key
         assert export <= said["memory_bytes"]["export_peak"]
-    assert said["memory_bytes"]["export_peak"] < 4 * row, "nothing of it grows with the number of experts"
 
 
 def on_the_command_line(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
