@@ -40,8 +40,9 @@ _CHUNK = 1 << 22
 """Elements that are read at once."""
 _ENOUGH_MEMORY = 0.8
 """Share of the free memory that the experts of a run with all of them on each rank may take."""
-KINDS = ("parameter", "gradient", "optimizer_state", "buffer", "range", "number")
-"""Of a tensor on record, as its number says; ``range`` and ``number``: of state that ranks have a part each of."""
+KINDS = ("parameter", "gradient", "optimizer_state", "buffer", "range", "number", "cache")
+"""Of a tensor on record, as its number says; ``range`` and ``number``: of state that ranks have a part each of;
+``cache``: a buffer that checkpoints leave out."""
 
 
 def without_replicas(config: BalancerConfig) -> BalancerConfig:
@@ -135,6 +136,7 @@ class TrialRun:
         self._meta: dict[str, Any] = {
             "notes": list(notes),
             "ranks": len(self._runtime.job.ranks),
+            "copies": [list(map(self._runtime.job.ranks.index, ranks)) for ranks in self._runtime.job.data_sets],
             "replica_slots": replica_slots,
         }
         self._modules = {
@@ -142,6 +144,7 @@ class TrialRun:
             for stage in stages
             for position, layer in enumerate(stage.host.layers)
         }
+        balancer._guard.sample_completely(trial.steps)
         self._undo = _listen(self._losses, self._see_precision)
         balancer._follow_steps(self._before_step, self._after_step)
         balancer._close_with(self._undo)
@@ -218,7 +221,9 @@ class TrialRun:
         for stage in self._stages:
             for name, buffer in stage.model.named_buffers():
                 if not buffer.is_sparse:
-                    yield TrialEntry(stage.prefix + name, "buffer", -1, local(buffer))
+                    owner, _, own = name.rpartition(".")
+                    unsaved = own in stage.model.get_submodule(owner)._non_persistent_buffers_set
+                    yield TrialEntry(stage.prefix + name, "cache" if unsaved else "buffer", -1, local(buffer))
 
     @property
     def _part(self) -> int:

@@ -23,7 +23,7 @@ DENSE_ROUNDINGS = 16.0
 a bias before a softmax, has any value below."""
 LOSS_SHARE = 0.02
 """By which losses may differ once two runs send a token to different experts."""
-_FIRST = ("gradient", "buffer", "optimizer_state", "range", "number", "parameter")
+_FIRST = ("gradient", "buffer", "cache", "optimizer_state", "range", "number", "parameter")
 """What is looked at first of a step: a gradient is the cause of a weight."""
 
 Key = tuple[str, int]
@@ -141,6 +141,15 @@ def first_difference(one: Run, other: Run) -> Difference | None:
             hint = "one run has it alone" if lone is not None else _hint(here, there, odd)
             return Difference(number, name, expert if expert >= 0 else None, cells[-1].ranks[place], hint)
     return None
+
+
+def uneven_buffer(run: Run) -> str:
+    """Name a saved buffer that differs at the end between ranks with the same layers; empty: none."""
+    for name, cell in ((name, cell) for (name, _), cell in run.step(run.length).cells.items() if cell.kind == "buffer"):
+        digest_of = dict(zip(cell.ranks, cell.digests, strict=True))
+        if any(len({digest_of[rank] for rank in ranks if rank in digest_of}) > 1 for ranks in run.meta["copies"]):
+            return name
+    return ""
 
 
 def _hint(here: StepRecord, there: StepRecord, odd: Sequence[Key]) -> str:
