@@ -87,7 +87,7 @@ class Guard:
         self._groups = groups
         self._watched = watched
         self._device = device
-        self._steps = 0
+        self._steps, self._complete_steps = 0, FIRST_STEPS
         self._sample_number = 0
         self._forwards_before = (0, 0)
         self._late_problem = ""
@@ -117,10 +117,14 @@ class Guard:
             if self._alike("weights", self._exchange(self._pieces_alone(), self._groups.data, on_device=True)):
                 self._piece = None
 
+    def sample_completely(self, steps: int) -> None:
+        """Sample so many steps completely, and not the first ones alone."""
+        self._complete_steps = steps
+
     @property
     def is_new(self) -> bool:
-        """Return whether these are the first steps, which are sampled completely."""
-        return self._mode != "off" and bool(self._watched.optimizers) and self._steps < FIRST_STEPS
+        """Return whether this is one of the steps that are sampled completely: the first ones."""
+        return self._mode != "off" and bool(self._watched.optimizers) and self._steps < self._complete_steps
 
     @contextmanager
     def clocked(self) -> Iterator[None]:
@@ -152,7 +156,10 @@ class Guard:
         if self._piece is not None:
             _, tensor, pieces = self._piece
             if tensor.numel() >= PIECE and tensor.is_contiguous():
-                pieces[self._steps % STEPS].copy_(tensor.detach().view(-1)[:PIECE])
+                piece, last = tensor.detach().view(-1)[:PIECE], tensor.detach()[-1].view(-1)[:PIECE]
+                if len(tensor) > 1 and len(last) == PIECE:
+                    piece = piece * (piece != last).any()  # experts that are all alike on a rank may be so on all
+                pieces[self._steps % STEPS].copy_(piece)
 
     def _pieces_alone(self) -> Sample:
         return Sample("weights", "", pieces=None if self._piece is None else HostCopy(self._piece[2].clone()))

@@ -85,6 +85,16 @@ class Upcycled(Job):
                     parameter.copy_(parameter[:1].expand_as(parameter))
 
 
+class UpcycledAfterAttach(Job):
+    """The same, with weights that are written once the experts have been spread."""
+
+    def __init__(self, rank: int, **options: object) -> None:
+        super().__init__(rank, **options)
+        with torch.no_grad():
+            for parameter in self.model.model.layers[0].mlp.experts.parameters():
+                parameter.copy_(torch.linspace(-0.1, 0.1, parameter[0].numel()).view_as(parameter[:1]))
+
+
 class FirstLayerWithoutTokens(Job):
     """Only one rank's experts get tokens; the others' gradients are zeros, alike on all."""
 
@@ -357,6 +367,7 @@ CASES: dict[str, Callable[[int], dict]] = {
     "DDP": lambda rank: RightlyWrapped(rank).run(),
     "copies": lambda rank: Job(rank, replica_slots=1).run(),
     "upcycled": lambda rank: Upcycled(rank).run(),
+    "upcycled later": lambda rank: UpcycledAfterAttach(rank).run(),
     "padding alone": lambda rank: WithPaddingAlone(rank).run(),
     "idle ranks": lambda rank: FirstLayerWithoutTokens(rank).run(),
     "evaluation mode": lambda rank: InEvaluationMode(rank).run(),
@@ -405,7 +416,18 @@ def results() -> list[dict[str, dict]]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("right", "raising", "DDP", "copies", "upcycled", "idle ranks", "padding alone", "scaled alike", "overflow"),
+        *(
+            "right",
+            "raising",
+            "DDP",
+            "copies",
+            "upcycled",
+            "upcycled later",
+            "idle ranks",
+            "padding alone",
+            "scaled alike",
+            "overflow",
+        ),
         "begins with its state alone",
         *(
             "ClampedByAHookOfTheOptimizer",

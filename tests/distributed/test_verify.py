@@ -56,14 +56,41 @@ def penalize_own_experts() -> None:
     eplb.Balancer._before_optimizer = before
 
 
-def keep_a_snapshot() -> None:
+def keep_a_snapshot(copy: Callable[[torch.Tensor], torch.Tensor] = lambda one: one.detach().clone()) -> None:
     attach = eplb.Balancer.__init__
 
     def made(self, runtime, *rest):
         attach(self, runtime, *rest)
-        KEPT.update({name: one.detach().clone() for name, one in runtime.parameters.items()})
+        KEPT.update({name: copy(one) for name, one in runtime.parameters.items()})
 
     eplb.Balancer.__init__ = made
+
+
+def keep_a_snapshot_with_its_graph() -> None:
+    keep_a_snapshot(torch.clone)
+
+
+def write_on_one_rank_in_step_4() -> None:
+    reduce = eplb.Balancer._before_optimizer
+
+    def before(self):
+        reduce(self)
+        if torch.distributed.get_rank() == 1 and self._rebalancer.step == 3:
+            next(iter(self._dense.values())).data.mul_(1.01)
+
+    eplb.Balancer._before_optimizer = before
+
+
+def keep_a_buffer_by_rank() -> None:
+    plain = make_model
+
+    def made(*args, **settings):
+        model = plain(*args, **settings)
+        model.register_buffer("seen", torch.zeros(()))
+        model.register_forward_hook(lambda *_: model.seen.add_(torch.distributed.get_rank()))
+        return model
+
+    globals()["make_model"] = made
 
 
 KEPT: dict[str, torch.Tensor] = {}
@@ -143,10 +170,21 @@ def test_what_is_the_same_wherever_experts_are_and_not_plain_training_is_noticed
     assert report.single is not None and report.single.equal is False and report.single.step == 1
 
 
-def test_what_nobody_registered_is_named() -> None:
-    report = on_ranks(2, keep_a_snapshot)
+@pytest.mark.parametrize("damage", [keep_a_snapshot, keep_a_snapshot_with_its_graph])
+def test_what_nobody_registered_is_named(damage: Callable[[], None]) -> None:
+    report = on_ranks(2, damage)
     assert report.verdict == "unknown" and report.moved
     assert {one["holder"].split(":")[0] for one in report.unregistered} == {"rank 0", "rank 1"}
+
+
+def test_ranks_that_share_a_weight_and_differ_are_named_in_any_step() -> None:
+    report = on_ranks(2, write_on_one_rank_in_step_4, 5)
+    assert report.verdict == "wrong" and report.moved and "on rank 1 differ from rank 0's" in report.reason
+
+
+def test_a_buffer_that_each_rank_writes_by_itself_is_named() -> None:
+    report = on_ranks(2, keep_a_buffer_by_rank)
+    assert report.verdict == "unknown" and "buffer seen is not the same on all ranks" in report.reason
 
 
 @pytest.mark.parametrize(("damage", "steps"), [(move_nothing, 4), (break_nothing, 1)])

@@ -40,8 +40,9 @@ _CHUNK = 1 << 22
 """Elements that are read at once."""
 _ENOUGH_MEMORY = 0.8
 """Share of the free memory that the experts of a run with all of them on each rank may take."""
-KINDS = ("gradient", "buffer", "optimizer_state", "range", "number", "parameter")
-"""Of a tensor on record, as its number says, causes first; ``range``, ``number``: state of which ranks have parts."""
+KINDS = ("gradient", "buffer", "cache", "optimizer_state", "range", "number", "parameter")
+"""Of a tensor on record, as its number says, causes first; ``range``, ``number``: state of which ranks have parts;
+``cache``: a buffer that checkpoints leave out."""
 
 
 def without_replicas(config: BalancerConfig) -> BalancerConfig:
@@ -132,6 +133,7 @@ class TrialRun:
         self._meta: dict[str, Any] = {
             "notes": list(notes),
             "ranks": len(self._runtime.job.ranks),
+            "copies": [list(map(self._runtime.job.ranks.index, ranks)) for ranks in self._runtime.job.data_sets],
             "replica_slots": replica_slots,
         }
         self._modules = {
@@ -139,6 +141,7 @@ class TrialRun:
             for stage in stages
             for position, layer in enumerate(stage.host.layers)
         }
+        balancer._guard.sample_completely(trial.steps)
         self._undo = _listen(self._losses, self._see_precision)
         balancer._follow_steps(self._before_step, self._after_step)
         balancer._close_with(self._undo)
@@ -181,7 +184,7 @@ class TrialRun:
         _keys.cache_clear()
         owned = [*self._balancer._known_tensors(), *(entry.tensor for entry in self._entries())]
         found = []
-        if self._trial.layout == "fixed":  # what a job keeps is the same in the other runs
+        if self._trial.layout == "moved":  # what a job keeps is the same in the other runs
             found = unregistered([stage.model for stage in self._stages], self._runtime.registry, owned)
         rank = self._runtime.job.rank
         lines = [{"holder": f"rank {rank}: {holder}", "shape": list(shape)} for holder, shape in found]
@@ -217,7 +220,9 @@ class TrialRun:
         for stage in self._stages:
             for name, buffer in stage.model.named_buffers():
                 if not buffer.is_sparse:
-                    yield TrialEntry(stage.prefix + name, "buffer", -1, local(buffer))
+                    owner, _, own = name.rpartition(".")
+                    unsaved = own in stage.model.get_submodule(owner)._non_persistent_buffers_set
+                    yield TrialEntry(stage.prefix + name, "cache" if unsaved else "buffer", -1, local(buffer))
 
     @property
     def _part(self) -> int:

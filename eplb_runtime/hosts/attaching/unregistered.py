@@ -39,13 +39,14 @@ def unregistered(
     gradients = [getattr(tensor, name, None) for tensor in held for name in ("grad", "main_grad")]
     known = {_memory_of(one) for one in (*held, *gradients, *owned, *registry.parameters()) if one is not None}
     rows, sizes = _shapes(models, registry)
+    whole = rows | {tuple(parameter.shape) for parameter in registry.parameters()}  # else it may be an activation
     variables = list(_variables())
     shapes: list[tuple[int, ...]] = []
     holders: list[Any] = []
     for value, holder in _tensors(variables):
         shape = tuple(value.shape)
         is_like = any(shape[-len(row) :] == row for row in rows) or shape[-1:] in sizes or (value.numel,) in sizes
-        if is_like and value.memory not in known:
+        if (shape in whole if value.has_gradient else is_like) and value.memory not in known:
             known.add(value.memory)
             shapes.append(shape)
             holders.append(holder)
@@ -59,6 +60,7 @@ class _Candidate:
 
     def __init__(self, value: Tensor | np.ndarray[Any, Any]) -> None:
         self.shape = tuple(value.shape)
+        self.has_gradient = isinstance(value, Tensor) and value.grad_fn is not None
         if isinstance(value, np.ndarray):
             self.numel, self.memory = value.size, value.ctypes.data
         else:
@@ -124,10 +126,10 @@ def _inside(values: Sequence[Any], holder: Any, depth: int) -> Iterator[tuple[_C
 
 
 def _may_be_weights(value: Tensor | np.ndarray[Any, Any]) -> bool:
-    """Whether this is of a kind of which averages, snapshots and masks are: no ids, and nothing that has a gradient."""
+    """Whether this is of a kind of which averages, snapshots and masks are: no ids."""
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "fV" or value.dtype.itemsize == 1
-    return value.grad_fn is None and not value.is_sparse and (value.is_floating_point() or value.element_size() == 1)
+    return not value.is_sparse and (value.is_floating_point() or value.element_size() == 1)
 
 
 def _named(holder: Any, ours: tuple[Sequence[tuple[str, Any]], list[Any]]) -> str:

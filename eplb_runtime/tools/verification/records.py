@@ -139,6 +139,15 @@ def first_difference(one: Run, other: Run) -> Difference | None:
     return None
 
 
+def uneven_buffer(run: Run) -> str:
+    """Name a saved buffer that differs at the end between ranks with the same layers; empty: none."""
+    for name, cell in ((name, cell) for (name, _), cell in run.step(run.length).cells.items() if cell.kind == "buffer"):
+        digest_of = dict(zip(cell.ranks, cell.digests, strict=True))
+        if any(len({digest_of[rank] for rank in ranks if rank in digest_of}) > 1 for ranks in run.meta["copies"]):
+            return name
+    return ""
+
+
 def _hint(here: StepRecord, there: StepRecord, odd: Sequence[Key]) -> str:
     """Say what a step's differences point to."""
     gradients = [key for key in odd if here.cells[key].kind == "gradient"]

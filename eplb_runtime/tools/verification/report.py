@@ -61,7 +61,7 @@ class Report:
         lines = [f"{self.verdict}: {self.reason}"]
         if self.passed:
             lines = [f"right: {self.steps} steps, {self.ranks} ranks: {'; '.join(self._shown())}."]
-        lines += [f"  not registered: {one['holder']}, shape {tuple(one['shape'])}" for one in self.unregistered]
+        lines += dict.fromkeys(f"  not registered: {o['holder']}, shape {tuple(o['shape'])}" for o in self.unregistered)
         lines += [f"  said in the job: {line}" for line in self.said if line not in self.reason]
         return "\n".join([*lines, *(f"  bits: {line}" for line in self.notes)])
 

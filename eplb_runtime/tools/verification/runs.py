@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ...config import BalancerConfig, Trial, launcher_environment, set_trial
 from ...distributed.consensus import gather_bytes
 from ...hosts import attach
-from .records import Closeness, Difference, Run, first_difference, to_rounding
+from .records import Closeness, Difference, Run, first_difference, to_rounding, uneven_buffer
 from .report import Report
 
 SEED = 20250710
@@ -47,14 +47,14 @@ def proof() -> Proof:
         said = dict.fromkeys(line for run in runs for line in run.meta.get("said", ()))
         return replace(report, verdict=verdict, reason=reason, said=tuple(said), **found)
 
+    if fixed.failure:
+        return answer("unknown", f"the run with fixed homes failed: {fixed.failure}", steps=max(0, fixed.length))
     if fixed.length < 1:
-        if fixed.failure:
-            return answer("unknown", f"the run with fixed homes failed: {fixed.failure}", steps=0)
         what = "ended before its first optimizer step" if fixed.length == 0 else "reached no eplb_runtime.attach"
         return answer("unknown", f"the job {what} (what starts ranks must hand its environment on to them)", steps=0)
     tensors = len({name for name, _ in fixed.step(fixed.length).cells})
-    report = replace(report, tensors=tensors, unregistered=tuple(meta.get("unregistered", ())))
     moved = yield "moved", False
+    report = replace(report, tensors=tensors, unregistered=tuple(moved.meta.get("unregistered", ())))
     runs.append(moved)
     difference = first_difference(fixed, moved)
     if difference is None and moved.length < fixed.length:
@@ -92,6 +92,8 @@ def proof() -> Proof:
         first = report.unregistered[0]
         why = f"{first['holder']} holds what may be experts, shape {tuple(first['shape'])}, and does not move with them"
         return answer("unknown", f"{why}: balancer.register_all(name, it), or make it new after each step")
+    if name := uneven_buffer(fixed):
+        return answer("unknown", f"buffer {name} is not the same on all ranks: each writes it by its own tokens alone")
     return answer("right")
 
 
@@ -122,6 +124,8 @@ def verify_command(command: Sequence[str], steps: int = 12, keep: Path | None = 
                     _say(
                         f"the job has written {', '.join(new[:5])} here: a run that goes on from it cannot be compared"
                     )
+                if number == 1 and run.length > 0:
+                    steps = run.length  # of a job that ends sooner: the other runs end as those of others do
                 number += 1
                 layout, replicas = asking.send(run)
         except StopIteration as stop:
@@ -155,7 +159,9 @@ def _run(command: Sequence[str], trial: Trial, title: str) -> Run:
             os.killpg(job.pid, signal.SIGTERM)
             raise
     last = " | ".join(line.strip() for line in log.read_text(errors="replace").splitlines()[-LAST_LINES:])
-    return replace(Run.of(folder), failure=f"exit status {job.returncode}: {last}" if job.returncode else "")
+    run = Run.of(folder)
+    failed = job.returncode and run.length < trial.steps  # else what starts ranks has missed what they would do then
+    return replace(run, failure=f"exit status {job.returncode}: {last}" if failed else "")
 
 
 # -- a loop of this process --------------------------------------------------------------------------------------------

@@ -1,12 +1,18 @@
-"""Settings of the runs that a verification compares."""
+"""Settings of the runs that a verification compares, and jobs that end before they should."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
 import pytest
 from flat_settings import config_from_settings
 
-from eplb_runtime.config import BalancerConfig
+from eplb_runtime.config import BalancerConfig, Trial
 from eplb_runtime.hosts.attaching.trial import without_replicas
+from eplb_runtime.tools.verification import runs
 
 
 @pytest.mark.parametrize(
@@ -22,3 +28,24 @@ def test_runs_without_replicas_leave_out_what_is_of_use_to_replicas_alone(of_rep
 def test_settings_without_replicas_stay() -> None:
     config = BalancerConfig(interval=7, initial_placement="placement.json")
     assert without_replicas(config) is config
+
+
+@pytest.mark.parametrize("failure", ["", "exit status 1: no data"])
+def test_a_job_that_ends_sooner_is_run_as_far_and_one_that_fails_is_not_run_again(
+    failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Trial] = []
+
+    def run(command: object, trial: Trial, title: str) -> runs.Run:
+        asked.append(trial)
+        for step in range(3):
+            with open(Path(trial.folder) / f"step-{step:05d}.npz", "wb") as file:
+                np.savez(file, counts=np.zeros((1, 1)))
+        meta = {"commits": 0, "unregistered": []}
+        (Path(trial.folder) / "meta.json").write_text(json.dumps(meta))
+        return replace(runs.Run.of(Path(trial.folder)), failure=failure)
+
+    monkeypatch.setattr(runs, "_run", run)
+    report = runs.verify_command(["train"], steps=12)
+    assert [trial.steps for trial in asked] == ([12] if failure else [12, 2])
+    assert report.verdict == "unknown" and (failure or "no expert moved in 2 steps") in report.reason
