@@ -70,6 +70,7 @@ REASONS: Mapping[str, str] = {
     "copies_by": "others than torch need GPUs: refused below; tests/distributed/test_copies_by.py",
     "dispatch_dtype": "float8 needs a dispatch on GPUs: refused below; tests/distributed/test_deepep.py",
     "low_latency_tokens": "needs DeepEP: refused below; tests/distributed/test_deepep.py",
+    "elementwise": "says that an optimizer need not be tried: tests/unit/moe/experts",
     "run": "a folder of rank 0, which changes nothing on others: tests/distributed/test_recording.py",
     "listen_token": "for listeners beyond this machine: tests/unit/observe",
 }
