@@ -66,16 +66,14 @@ RATCHET = {
 }
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""
-ALLOWANCE = {  # the proof (verify -- JOB) and the loops it is tried on, beside the detectives that they replace
-    "(root)": 40,
-    "balancer": 60,
-    "hosts": 600,
-    "cli": 40,
-    "package": 700,
-    "files of the package": 4,
-    "tests": 2300 + 2800,  # and benchmarks and soak, which were in the package
-    "files of tests": 13 + 16,
-    "Markdown, KB": 2,
+ALLOWANCE = {  # the proof (verify -- JOB) until the guard has its size; misused loops, benchmarks and soak in tests
+    "moe": 3,
+    "balancer": 7,
+    "hosts": 168,
+    "tools": 17,
+    "package": 34,
+    "tests": 1649,
+    "files of tests": 12,
 }
 """Lines on top of a limit while an old and a new way stand side by side; with a comment that says for which part."""
 LAZY = {"eplb_runtime/__init__.py"}
