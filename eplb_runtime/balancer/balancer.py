@@ -887,19 +887,6 @@ class Balancer:
             except Exception:
                 logger.exception("an event listener failed as it was closed; the job goes on")
 
-    @contextmanager
-    def _unsplit(self) -> Iterator[None]:
-        """Inside, every token goes to its expert's home and not to a replica. On every rank alike."""
-        splitter = self._runtime.maps.splitter
-        if splitter is None:
-            yield
-            return
-        splitter.at_home = True
-        try:
-            yield
-        finally:
-            splitter.at_home = False
-
     def _wait_until_compiled(self, seconds: float = 300.0) -> None:
         """Wait for compiled planner code, in runs that are over before it is; without it training rebalances later."""
         self._rebalancer.wait_until_compiled(seconds)

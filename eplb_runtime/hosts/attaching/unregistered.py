@@ -126,7 +126,7 @@ def _inside(values: Sequence[Any], holder: Any, depth: int) -> Iterator[tuple[_C
 
 
 def _may_be_weights(value: Tensor | np.ndarray[Any, Any]) -> bool:
-    """Whether this is of a kind of which averages, snapshots and masks are: no ids."""
+    """Return whether averages, snapshots and masks are of this kind: ids are not."""
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "fV" or value.dtype.itemsize == 1
     return not value.is_sparse and (value.is_floating_point() or value.element_size() == 1)

@@ -153,12 +153,6 @@ def _ends_with_torchs_grouped_mm(experts: Any, rows_MD: Tensor, counts_S: SlotCo
     return not _norm_follows(experts) and _can_use_grouped_mm(rows_MD, experts.down_proj, counts_S.offsets_S)
 
 
-def _has_only_matrices(experts: nn.Module, names: Sequence[str]) -> bool:
-    """Whether all that learns in the module are the experts' matrices and their biases."""
-    linear = {f"{name}{ending}" for name in ("gate_up_proj", "up_proj", "down_proj") for ending in ("", "_bias")}
-    return {name for name, _ in experts.named_parameters()} <= set(names) <= linear
-
-
 def _norm_follows(experts: nn.Module) -> bool:
     return getattr(experts, "has_post_expert_norm", False)
 

@@ -81,9 +81,6 @@ class BatchSplitter:
         settings: how to split.
         count: what counts a batch's choices, with the counts of `count_choices`.
         deal: what deals choices out, with the results of `deal_out`; it is given what ``count`` has found.
-
-    Attributes:
-        at_home: while True, no batch is split.
     """
 
     def __init__(
@@ -103,7 +100,6 @@ class BatchSplitter:
         self._settings = settings
         self._num_experts = placement.num_experts
         self._layers: dict[int, _Layer] = {}
-        self.at_home = False
         self.follow(placement)
 
     def follow(self, placement: Placement) -> None:
@@ -132,7 +128,7 @@ class BatchSplitter:
 
     def splits(self, layer: int) -> bool:
         """Whether any expert of the layer has copies; if not, every token goes home."""
-        return self._layers[layer].several and not self.at_home
+        return self._layers[layer].several
 
     def counts(self, topk_ids_TK: Tensor) -> Counted:
         """This rank's choices of each expert, padding included: what will really travel."""
