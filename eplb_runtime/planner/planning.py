@@ -179,8 +179,6 @@ def _asked(
     speed_R = checked_speed(settled, policy, topology.num_ranks)
     request = _request(windows, topology, slots_per_rank, current, layout, settled)
     request = replace(request, speed_R=speed_R, deadline=deadline)
-    if np.ndim(load) == 3 and len(windows) == 1 and settled.declared is None:
-        request = replace(request, variance=forecasts.variance_of_next(windows[0], topology.num_ranks))
     check_shapes(request)
     return request
 
@@ -194,7 +192,7 @@ def _request(
     settled: Settled,
 ) -> PlanRequest:
     """What policies are asked: with the load to come."""
-    expected = _expected_load(windows, settled, topology.num_ranks)
+    expected = _expected_load(windows, settled)
     cost = settled.cost
     priced = cost is not None and settled.gate == "payoff"
     share_LNE = None
@@ -220,10 +218,11 @@ def _request(
         declared=settled.declared is not None,
         trust=settled.trust,
         wanders_L=expected.wanders_L,
+        weighs_noise=settled.gate == "payoff",
     )
 
 
-def _expected_load(windows: NDArray[np.float64], settled: Settled, ranks: int) -> forecasts.ExpectedLoad:
+def _expected_load(windows: NDArray[np.float64], settled: Settled) -> forecasts.ExpectedLoad:
     """The load that is declared, or else foretold."""
     if settled.declared is not None:
         known = checked_load(settled.declared, "declared load")
@@ -234,6 +233,6 @@ def _expected_load(windows: NDArray[np.float64], settled: Settled, ranks: int) -
         known = coarsen(known)
         return forecasts.ExpectedLoad(known.mean(axis=0), known, known[:0], np.zeros(known.shape[1], dtype=bool))
     try:
-        return forecasts.foretell(windows, settled.forecast, ranks)
+        return forecasts.foretell(windows, settled.forecast)
     except ValueError as error:
         raise PlanError(str(error)) from None

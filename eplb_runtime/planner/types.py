@@ -53,8 +53,7 @@ class PlanRequest:
         wanders_L: bool, layers whose load surely wanders from window to window: a plan ages there. None: no layer does.
         declared: all scenarios will come (micro-batches of one step): how they differ is no doubt about any of them.
         deadline: after which the search of no further layer begins; None: time decides nothing.
-        variance: float64 ``[L, E]``, of the load to come, where only one window of the past is known; None: what is
-            known is known for sure, or `scenarios` say how it strays.
+        weighs_noise: a layer moves only where its gain is more than noise; otherwise wherever it gains anything.
     """
 
     load: NDArray[np.float64]
@@ -77,7 +76,7 @@ class PlanRequest:
     declared: bool = False
     trust: float = 1.0
     wanders_L: NDArray[np.bool_] | None = None
-    variance: NDArray[np.float64] | None = None
+    weighs_noise: bool = False
     deadline: Deadline | None = None
 
     @property

@@ -1,441 +1,370 @@
-"""Move as few experts as pay: search from the current placement and from placements made anew, under budgets.
+"""Move as few experts as pay: search each layer from a few starts, and choose by gain, price and certainty.
 
-Each layer is searched by itself under the scenarios of the load to come; the budgets and the price of a move decide how
-far along its track it goes. A layer whose gain is within what the scenarios differ by stays as it is.
+- scenarios: a placement is worth its mean imbalance over the loads that may come (`load.forecast`), tokens split over
+  replicas by water-filling.
+- starts (`search.starts`): the current placement, and placements dealt again.
+- descent (`search.descent`): from the best starts, relieve the busiest rank step by step.
+- choice: the shortest way that is nearly as good as the best one, by imbalance and what its moves cost; and only where
+  the gain is more than noise on scenarios that did not lead the search.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...moe.routing.water_filling import ballast
 from ...placement import EMPTY, Placement
 from ..cost import HYSTERESIS
-from ..evaluate import UNITS, in_units, lowest_imbalance, most_to_gain_first
+from ..evaluate import most_to_gain_first
 from ..search.align import align, placed_anew
 from ..search.budget import share_out
-from ..search.descent import GOOD_ENOUGH
-from ..search.explore import LITTLE, POURED_FROM, Found, Limits, Starts, grow_anew, make_starts, pour_anew, search_layer
-from ..search.few_moves import MOST_MOVES, Frontier, search_few_moves
-from ..search.prices import Question, empty_track
-from ..search.starts import strides
-from ..search.threads import in_time
-from ..traffic import where_it_pays
+from ..search.descent import (
+    AS_HOME,
+    AS_REPLICA,
+    HOMES,
+    KIND,
+    NOT_HERE,
+    OTHER,
+    REPLICAS,
+    SLOT,
+    SWAP,
+    VALUE,
+    descend,
+)
+from ..search.layer import FloatArray, IntArray, Layer, fill_to_level, judge, split_evenly
+from ..search.starts import starts
 from ..types import PlanRequest
-from .by_seconds import by_seconds
-
-LEAST_GAIN = 0.005
-"""A layer's imbalance must fall at least so much, or it stays as it is."""
-PRICE_OF_ALL, STRAY = 0.5, 0.1
-"""Imbalance that moving every slot of a layer must be worth besides what it costs in seconds, where the scenarios are
-at least so far from the forecast (the share of tokens that go elsewhere); in proportion where loads are steadier: what
-a move gains there is not soon lost again. Declared loads are certain: there moves cost their seconds alone."""
-FIRST = 0.02
-"""At most that, where no replica slot is in use yet: a first plan lasts."""
-FIRST_FEW, FEW = 0.1, 0.5
-"""And that, where fewer moves are allowed than this share of the replica slots: at a small price the first steps of a
-long way gain little by themselves."""
-WANDERING = 0.2
-"""And in layers whose load surely moves on: scenarios stray there by the errors of the forecast on windows of the past,
-so that a gain is one on the next window."""
-LEADING, LED_FROM = 5, 64
-"""Loads that lead a search for copies, from so many ranks on; among fewer all scenarios do, in little time."""
-BY_CHANCE = (0.6, 1.25)
-"""Squares of what a merged load strays over those of the loads that it stands for, where these stray by chance alone:
-measured .67 to 1.09. Windows that alternate cancel out, and windows alike add up."""
-RARE = 0.1
-"""Of the mean expert's tokens: noise in fewer says nothing about the way in which a load strays."""
-MOST_SHARES = 2**18
-"""Shares of copies over all scenarios that a search has room for; an expert may have as many copies as there are ranks,
-or fewer where there is no room."""
-SPARE_COPIES = 4
-"""Copies an expert may have beyond those its load needs, however little room there is."""
-WINDOWS_OF_SECONDS = 5
-"""Fewer do not tell a load that wanders from one that is noisy."""
-CHEAP = 0.02
-"""Imbalance that the seconds of moving a whole layer are worth at most: where weights are dearer, the search for single
-moves does better over time."""
-
-LayersQuestion = tuple[NDArray[np.int64], NDArray[np.int64], Question]
-"""Loads and ballast of all scenarios, and what is asked."""
 
 
 @dataclass(frozen=True)
-class Trajectory:
-    """What a layer can reach: after 0, 1, ... N steps.
+class SearchParameters:
+    """Constants of the search, tuned on one seed of the families in ``tests/benchmarks/planner``.
 
     Args:
-        imbalance: float64 ``[N + 1]``.
-        moved: int64 ``[N + 1, 2]``, homes and replicas moved.
-        seconds: float64 ``[N + 1]``, to carry them.
-        found: the search.
-        anew: it began elsewhere than where the layer stood; that is the first step then.
-        most_copies: of one expert.
-        taken: steps that are worth going and within the budgets.
-        few: what a search under the budget reaches; where it is given, steps are no longer a path: each is a placement
-            by itself.
-        origin: int64 ``[N + 1]``, which of ``few``; -1 - n: what ``found`` has reached after n steps.
+        price_of_all: imbalance that moving all slots of a layer must be worth besides its seconds, with replica slots.
+        first_price: the same while no replica slot is in use: a first plan lasts.
+        wandering: factor of both where the load moves on: a gain is one on the next window there.
+        deviation: the share of tokens that scenarios send elsewhere at which prices hold; less for steadier loads.
+        least_gain: imbalance by which a layer must fall.
+        nearly: share of ``least_gain`` that a shorter way may be worse than the best.
+        sure: standard errors over scenarios that a gain must exceed where the search was led by them.
+        sure_together, sure_each, sure_alone: standard errors by which, on scenarios that did not lead the search, all
+            layers together must gain and each layer then, or a layer must gain when they do not.
+        starts: the best starts, from which a search descends.
+        start_margin: a start that is worse than the best result by more is left out.
+        stuck_ranks: busiest ranks without a step that helps, after which a descent ends.
+        enough: imbalance at which a descent ends.
+        sweeps, tolerance: of water-filling where a placement is judged.
+        spare_replicas, most_shares: an expert may have as many replicas as its load needs and so many more, or as many
+            as keep the shares of all experts over all scenarios below ``most_shares``.
+        busiest_link: moves over the busiest link, in units of the mean link.
     """
 
-    imbalance: NDArray[np.float64]
-    moved: NDArray[np.int64]
-    seconds: NDArray[np.float64]
-    found: Found
-    anew: bool
-    most_copies: int
-    taken: int = 0
-    few: Frontier | None = None
-    origin: NDArray[np.int64] | None = None
+    price_of_all: float = 0.2
+    first_price: float = 0.02
+    wandering: float = 0.2
+    deviation: float = 0.1
+    least_gain: float = 0.005
+    nearly: float = 0.1
+    sure: float = 1.0
+    sure_together: float = 4.0
+    sure_each: float = 2.0
+    sure_alone: float = 4.0
+    starts: int = 2
+    start_margin: float = 0.05
+    stuck_ranks: int = 6
+    enough: float = 1.001
+    sweeps: int = 16
+    tolerance: float = 1e-4
+    spare_replicas: int = 4
+    most_shares: int = 2**18
+    busiest_link: float = 1.5
+
+
+PARAMETERS = SearchParameters()
+
+
+@dataclass(frozen=True)
+class _Question:
+    """One layer, laid out for the search.
+
+    Args:
+        now_P: int64, the current placement.
+        held_RE: int64, how each rank holds each expert now.
+        lead_WE, judge_WE: scenarios that lead the search, and all by which its end is judged, in units of the even rank
+            load.
+        prices: imbalance that moving a home, and a replica, must be worth.
+        starts_anew: other starts than the current placement are allowed.
+    """
+
+    now_P: IntArray
+    homes: int
+    held_RE: IntArray
+    lead_WE: FloatArray
+    judge_WE: FloatArray
+    virtual_R: FloatArray
+    source_EN: FloatArray
+    crossing_price: float
+    prices: tuple[float, float]
+    starts_anew: bool
+
+
+@dataclass(frozen=True)
+class _Solution:
+    """Where the search of one layer ended.
+
+    Args:
+        begin_P: the start of the best descent.
+        track_NX: its steps, as in `search.descent`, up to the chosen one.
+        slot_P: the placement there.
+        before_W, after_W: what ``now_P`` and ``slot_P`` are worth in each scenario that judges.
+        cost: price of the moves.
+    """
+
+    begin_P: IntArray
+    track_NX: FloatArray
+    slot_P: IntArray
+    before_W: FloatArray
+    after_W: FloatArray
+    cost: float
 
     @property
-    def steps(self) -> int:
-        return len(self.imbalance) - 1
+    def moves(self) -> bool:
+        return bool(self.track_NX[-1, [HOMES, REPLICAS]].any())
 
-    def cut(self, steps: int) -> Trajectory:
-        """The same after so many steps only."""
-        if self.few is not None and self.origin is not None:
-            place = int(self.origin[steps])
-            if place >= 0:
-                at = self.few.home_NE[place], self.few.replica_NRK[place]
-                return replace(self, found=self.found._replace(home_E=at[0], replica_RK=at[1], steps=0))
-            steps = -1 - place
-        return replace(self, found=self.found.after(steps - self.anew))
+    def after(self, steps: int) -> IntArray:
+        """The placement after so many steps."""
+        slot_P = self.begin_P.copy()
+        for kind, slot, other in self.track_NX[1 : steps + 1, [KIND, SLOT, OTHER]].astype(np.int64).tolist():
+            slot_P[slot], swapped = (slot_P[other], slot_P[slot]) if kind == SWAP else (other, -1)
+            if kind == SWAP:
+                slot_P[other] = swapped
+        return slot_P
 
 
 def incremental(request: PlanRequest) -> Placement:
     """Search in the home layout, under ``max_moves``, ``max_bytes`` and the price of a move."""
-    start = request.start
-    if answers(request):
-        return by_seconds(request, _Search(request, start).refined)
-    found = _search(request, start)
-    if request.current is None:
-        ends = [one.found for one in found]
-        return placed_anew(np.array([end.home_E for end in ends]), np.array([end.replica_RK for end in ends]))
-    moves_L = np.array([one.taken > 0 for one in found])
-    return where_it_pays(request, start, _at_the_end(start, [one.found for one in found], moves_L))
+    questions = _questions(request)
+    solutions: list[_Solution | None] = [None] * request.num_layers
+    order = range(request.num_layers) if request.deadline is None else most_to_gain_first(request)
+    for number, layer in enumerate(order):
+        if number and request.deadline is not None and request.deadline.is_over:
+            request.deadline.left_out.add(layer)
+        else:
+            solutions[layer] = _solve(questions[layer])
+    taken_L = _worth_it(request, questions, solutions)
+    return _placed(request, questions, [one if take else None for one, take in zip(solutions, taken_L, strict=True)])
 
 
-def answers(request: PlanRequest) -> bool:
-    """Return whether this is a question of homes alone, whose moves cost little, as `by_seconds` answers."""
-    return (
-        request.current is not None
-        and request.start.replica_slots == 0
-        and request.start.homes_per_rank > 1
-        and request.max_moves is None
-        and request.max_bytes is None
-        and request.speed_R is None
-        and not request.declared
-        and len(request.scenarios) >= WINDOWS_OF_SECONDS  # windows without tokens are none
-        and (request.crossing_price == 0.0 or request.source_share_LNE is None)
-        and (
-            request.seconds_per_imbalance is None
-            or bool(_seconds_of_all(request) * HYSTERESIS * request.trust <= CHEAP * request.seconds_per_imbalance)
+def _questions(request: PlanRequest) -> list[_Question]:
+    start, ranks = request.start, request.topology.num_ranks
+    homes, replicas, experts = start.homes_per_rank, start.replica_slots, request.num_experts
+    speed_R = np.ones(ranks) if request.speed_R is None else request.speed_R
+    nodes = request.topology.num_nodes
+    source_LNE = request.source_share_LNE
+    lead = _in_even_loads(request.scenarios, speed_R)
+    judging = np.concatenate([lead, _in_even_loads(request.mixes, speed_R)])
+    prices_L2 = _prices(request)
+    limited = request.max_moves is not None or request.max_bytes is not None
+    now_LP = np.concatenate([start.homes_LRH, start.replicas_LRK], axis=2).astype(np.int64).reshape(len(prices_L2), -1)
+    result = []
+    for layer, now_P in enumerate(now_LP):
+        held_RE = np.full((ranks, experts), NOT_HERE, dtype=np.int64)
+        rank_P, is_home_P = np.divmod(np.arange(len(now_P)), homes + replicas)
+        filled = now_P != EMPTY
+        held_RE[rank_P[filled], now_P[filled]] = np.where(is_home_P[filled] < homes, AS_HOME, AS_REPLICA)
+        source_EN = np.full((experts, nodes), 1.0 / nodes) if source_LNE is None else source_LNE[layer].T
+        result.append(
+            _Question(
+                now_P,
+                homes,
+                held_RE,
+                np.ascontiguousarray(lead[:, layer]),
+                np.ascontiguousarray(judging[:, layer]),
+                1.0 - speed_R,
+                np.ascontiguousarray(source_EN),
+                request.crossing_price,
+                (float(prices_L2[layer, 0]), float(prices_L2[layer, 1])),
+                not limited,
+            )
         )
-    )
+    return result
 
 
-def _seconds_of_all(request: PlanRequest) -> float:
-    """Seconds in which a rank receives as many homes as it has, between nodes where there are several."""
-    topology = request.topology
-    bandwidth = topology.inter_node_bandwidth if topology.num_nodes > 1 else topology.intra_node_bandwidth
-    return request.start.homes_per_rank * request.home_bytes / bandwidth
+def _in_even_loads(load: FloatArray, speed_R: FloatArray) -> FloatArray:
+    """Loads ``[W, L, E]`` in units of what each rank computes when all take equally long at speed 1."""
+    total = load.sum(axis=2, keepdims=True)
+    return np.divide(load, total, out=np.zeros_like(load), where=total > 0) * speed_R.sum()
 
 
-def _search(request: PlanRequest, start: Placement) -> list[Trajectory]:
-    """How far each layer goes, and where that ends."""
-    search = _Search(request, start)
-    in_order = request.deadline is None
-    order = list(range(request.num_layers)) if in_order else most_to_gain_first(request)
-    trajectories = in_time(search.layer, search.not_searched, order, request.deadline)
-    farthest = [search.worth_going(layer, one) for layer, one in enumerate(trajectories)]
-    steps = _within_budget(trajectories, farthest, request)
-    in_part = [one.few is not None or step < one.steps for one, step in zip(trajectories, steps, strict=True)]
-    for layer in np.flatnonzero((steps > 0) & in_part).tolist():
-        trajectories[layer] = trajectories[layer].cut(int(steps[layer]))
-    return [replace(one, taken=int(step)) for one, step in zip(trajectories, steps, strict=True)]
-
-
-class _Search:
-    """The question of every layer, laid out for the compiled search."""
-
-    def __init__(self, request: PlanRequest, start: Placement) -> None:
-        topology = request.topology
-        self._request = request
-        self._loads: list[NDArray[np.int64]] = [np.empty((0, 0), dtype=np.int64)] * request.num_layers
-        self._led_by_L = np.empty(request.num_layers, dtype=np.int64)
-        self._lowest_L = np.empty(request.num_layers)
-        for layers, leading in _leading(request):
-            units_LWE = in_units(np.concatenate([leading, request.mixes[:, layers]])).transpose(1, 0, 2)
-            self._led_by_L[layers] = len(leading)
-            self._lowest_L[layers] = lowest_imbalance(request, leading).mean(axis=0)
-            for layer, units_WE in zip(layers.tolist(), np.ascontiguousarray(units_LWE), strict=True):
-                self._loads[layer] = units_WE
-        self._home_LE = start.home_rank.copy()  # writable: one compiled version for all
-        self._replica_LRK = start.replicas_LRK.copy()
-        self._most_L = start.copy_count.max(axis=1)
-        links = np.array([topology.intra_node_bandwidth, topology.inter_node_bandwidth])
-        self._seconds = request.home_bytes / links, request.replica_bytes / links
-        of_all_L = PRICE_OF_ALL * np.minimum(_stray(request) / STRAY, 1.0)
-        unused_L = (start.replicas_LRK == EMPTY).all(axis=(1, 2)) & (start.replica_slots > 0)
-        few = _allowed_moves(request) < FEW * start.replica_slots * topology.num_ranks * request.num_layers
-        of_all_L[unused_L] = np.minimum(of_all_L[unused_L], FIRST_FEW if few else FIRST)
+def _prices(request: PlanRequest) -> FloatArray:
+    """float64 ``[L, 2]``: imbalance that moving a home, and a replica, must be worth."""
+    start, topology, layers = request.start, request.topology, request.num_layers
+    certain = request.current is None or request.declared or not request.weighs_noise
+    price_L = np.zeros(layers)
+    if start.replica_slots and not certain:
+        unused_L = (start.replicas_LRK == EMPTY).all(axis=(1, 2))
+        price_L = np.where(unused_L, PARAMETERS.first_price, PARAMETERS.price_of_all)
+        price_L *= np.minimum(_deviation(request) / PARAMETERS.deviation, 1.0)
         if request.wanders_L is not None:
-            of_all_L[request.wanders_L] *= WANDERING
-        free_of_price = request.current is None or request.declared or answers(request)
-        self._price_L = np.zeros_like(of_all_L) if free_of_price else of_all_L / request.num_slots
-        self._seconds_price = _seconds_price(request)
-        alike = request.speed_R is None and not request.crossing_price
-        # Of ranks that are alike, each with one expert, none is better for any of them.
-        pointless = alike and start.homes_per_rank == 1 and start.replica_slots == 0
-        self._anew = not _is_limited(request) and not pointless
-        one = len(request.scenarios) + len(request.mixes) == 1 and self._anew and start.replica_slots > 0
-        free = self._seconds_price == 0.0 and request.crossing_price == 0.0
-        self._may_pour = one and free and topology.num_ranks >= POURED_FROM
-        # Of one window of a load that goes on nobody knows how far it strays: a search would fit it.
-        grows = one and request.variance is not None and topology.num_ranks >= POURED_FROM
-        self._variance_LE = _variance_in_units(request) if grows and request.crossing_price == 0.0 else None
-        self._stride_K = strides(topology.num_ranks, start.replica_slots)
-        self._most_moves = _few_moves(request)
-
-    def layer(self, layer: int) -> Trajectory:
-        question = self._question(layer)
-        limits, fewer = self._limits(layer), self._limits(layer, of_most=False)
-        found = self._explored(layer, question, limits)
-        enough = limits.lowest * (1.0 + GOOD_ENOUGH) + LITTLE
-        if fewer.max_copies != limits.max_copies and found.track.value_N[found.steps] > enough:
-            with_fewer = self._explored(layer, question, fewer)
-            if self._worth(layer, with_fewer) < self._worth(layer, found):
-                found, limits = with_fewer, fewer
-        track, reached = found.track, found.steps + 1
-        value, moved, seconds = track.value_N[:reached], track.moved_N2[:reached], track.seconds_N[:reached]
-        if found.start > 0:
-            value = np.concatenate([[np.inf], value])
-            moved = np.concatenate([np.zeros((1, 2), dtype=np.int64), moved])
-            seconds = np.concatenate([[0.0], seconds])
-        one = Trajectory(value, moved, seconds, found, found.start > 0, limits.max_copies)
-        return one if self._most_moves == 0 else self._with_few_moves(layer, question, one)
-
-    def not_searched(self, layer: int) -> Trajectory:
-        """The layer as it is, of which nothing is judged."""
-        assert self._request.deadline is not None
-        self._request.deadline.left_out.add(layer)
-        track, at = empty_track(1), (self._home_LE[layer], self._replica_LRK[layer])
-        found = Found(*at, track, 0, 0, *at)
-        return Trajectory(track.value_N, track.moved_N2, track.seconds_N, found, False, 0)
-
-    def _with_few_moves(self, layer: int, question: LayersQuestion, one: Trajectory) -> Trajectory:
-        """The same with what a search under the budget reaches; what costs more without being better is left out."""
-        load_WE, ballast_WR = question[0][: self._led_by_L[layer]], question[1][: self._led_by_L[layer]]
-        few = search_few_moves(load_WE, ballast_WR, question[2], one.most_copies, self._most_moves)
-        better = np.flatnonzero(np.isfinite(few.value_N))[1:]
-        value = np.concatenate([one.imbalance, few.value_N[better]])
-        moved = np.concatenate([one.moved, few.moved_N2[better]])
-        seconds = np.concatenate([one.seconds, few.seconds_N[better]])
-        origin = np.concatenate([-1 - np.arange(len(one.imbalance)), better])
-        cost = np.stack([moved.sum(axis=1), moved @ [self._request.home_bytes, self._request.replica_bytes], value])
-        order = np.lexsort(cost[::-1])
-        order = order[order != 0]
-        left = [0]
-        for point in order.tolist():
-            if not (cost[:, left] <= cost[:, [point]]).all(axis=0).any():
-                left.append(point)
-        return replace(
-            one, imbalance=value[left], moved=moved[left], seconds=seconds[left], few=few, origin=origin[left]
-        )
-
-    def refined(self, layer: int, home_E: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Where a search from these home ranks gets, by steps that pay for their seconds."""
-        question, limits = self._question(layer), self._limits(layer)
-        begin = Starts(home_E[None], self._replica_LRK[layer, None])
-        found = search_layer(*question, self._seconds_price, limits, begin)
-        reached = slice(found.steps + 1)
-        worth = found.track.value_N[reached] + self._seconds_price * found.track.seconds_N[reached]
-        steps = int(np.argmax(worth <= worth.min() + LEAST_GAIN / 10))
-        return found.after(steps).home_E
-
-    def _explored(self, layer: int, question: LayersQuestion, limits: Limits) -> Found:
-        """The layer's search; none, where pouring alone comes near to the bound."""
-        load_WE, ballast_WR = question[0][: self._led_by_L[layer]], question[1][: self._led_by_L[layer]]
-        poured = None
-        if self._variance_LE is not None:
-            return grow_anew(load_WE, ballast_WR, self._variance_LE[layer], question[2], self._seconds_price, limits)
-        if self._may_pour and self._price_L[layer] == 0.0:
-            found, poured = pour_anew(load_WE, ballast_WR, question[2], limits)
-            if found.track.value_N[0] <= limits.lowest * (1.0 + GOOD_ENOUGH) + LITTLE:
-                return found
-        starts = make_starts(load_WE, ballast_WR, question[2], self._stride_K, self._anew)
-        if poured is not None:
-            starts = Starts(*(np.concatenate([one, two[1:]]) for one, two in zip(starts, poured, strict=True)))
-        return search_layer(*question, self._seconds_price, limits, starts)
-
-    def worth_going(self, layer: int, one: Trajectory) -> int:
-        """Steps to where the best is reached, or nearly: the fewest within a tenth of ``LEAST_GAIN`` of the best."""
-        least = int(one.anew)
-        value = one.imbalance + self._seconds_price * one.seconds + one.moved @ self._prices(layer)
-        value = value[least:]
-        if self._request.current is None:
-            return one.steps
-        if least == 0 and value[0] - value.min() < LEAST_GAIN:
-            return 0
-        return least + int(np.argmax(value <= value.min() + LEAST_GAIN / 10))
-
-    def _prices(self, layer: int) -> tuple[float, float]:
-        """Of a home and of a replica."""
-        return float(self._price_L[layer]), float(self._price_L[layer])
-
-    def _question(self, layer: int) -> LayersQuestion:
-        load_WE = self._loads[layer]
-        speed_R = self._request.speed_R
-        ballast_WR = np.zeros((len(load_WE), self._request.topology.num_ranks), dtype=np.int64)
-        if speed_R is not None:
-            ballast_WR = ballast(load_WE.sum(axis=1) / speed_R.sum(), speed_R)
-        node = self._request.topology.ranks_per_node
-        question = Question(
-            self._home_LE[layer],
-            self._replica_LRK[layer],
-            node,
-            *self._prices(layer),
-            *self._seconds,
-            self._sources(layer),
-            self._request.crossing_price,
-        )
-        return load_WE, ballast_WR, question
-
-    def _sources(self, layer: int) -> NDArray[np.float64]:
-        """float64 ``[E, N]``: where each expert's tokens come from."""
-        if self._request.source_share_LNE is not None:
-            return np.ascontiguousarray(self._request.source_share_LNE[layer].T)
-        nodes = self._request.topology.num_nodes
-        return np.full((self._request.num_experts, nodes), 1.0 / nodes)
-
-    def _worth(self, layer: int, found: Found) -> float:
-        """Imbalance where a search ended, and what going there costs."""
-        track, end = found.track, found.steps
-        cost = self._seconds_price * track.seconds_N[end] + track.moved_N2[end] @ self._prices(layer)
-        return float(track.value_N[end] + cost)
-
-    def _limits(self, layer: int, of_most: bool = True) -> Limits:
-        """Limits of the search, with copies of an expert for the scenario in which one needs most of them, or for that
-        in which it needs fewest: where slots are few, copies for the former are missed elsewhere."""
-        load_WE, ranks = self._loads[layer], self._request.topology.num_ranks
-        needed_W = -(-load_WE.max(axis=1) * ranks // np.maximum(load_WE.sum(axis=1), 1))
-        needed_W = needed_W[needed_W > 0] if needed_W.any() else needed_W
-        needed = needed_W.max() if of_most else needed_W.min()
-        most = max(int(needed) + SPARE_COPIES, int(self._most_L[layer]))
-        slots = self._replica_LRK.shape[2]
-        room = MOST_SHARES // (len(load_WE) * max(min(ranks * slots, load_WE.shape[1]), 1))
-        max_copies = min(ranks, max(most, room), 1 + ranks * slots)
-        max_steps = 2 * load_WE.shape[1] + 2 * ranks * slots
-        led_by = int(self._led_by_L[layer])
-        return Limits(max_copies, max_steps, led_by, led_by > LEADING, float(self._lowest_L[layer]), self._stride_K)
+            price_L[request.wanders_L] *= PARAMETERS.wandering
+    bytes_2 = np.array([request.home_bytes, request.replica_bytes], dtype=np.float64)
+    if request.seconds_per_imbalance is None:
+        bytes_2[:] = 0.0
+    bandwidth = topology.inter_node_bandwidth if topology.num_nodes > 1 else topology.intra_node_bandwidth
+    seconds_2 = PARAMETERS.busiest_link * bytes_2 / bandwidth / topology.num_ranks
+    second = HYSTERESIS / max(request.seconds_per_imbalance or 0.0, 1e-300)
+    return price_L[:, None] / request.num_slots + np.where(seconds_2 > 0, seconds_2 * second, 0.0)
 
 
-def _leading(request: PlanRequest) -> list[tuple[NDArray[np.int64], NDArray[np.float64]]]:
-    """Numbers of layers, and the loads that lead their search, float64 ``[W, L, E]``: `LEADING` at most where there are
-    copies and many ranks.
-
-    Each stands for several scenarios and strays from the forecast as far as one of them: by the sum of their ways, over
-    the root of their number. Splits even out what strays, so fewer loads lead to placements that are as good. Homes
-    alone, loads that surely move on and those that do not stray by chance need all, and where moves are limited each
-    has to count.
-    """
-    loads, all_layers, ranks = request.scenarios, np.arange(request.num_layers), request.topology.num_ranks
-    need_all = request.declared or request.start.replica_slots == 0 or _is_limited(request)
-    if len(loads) <= LEADING or need_all or ranks < LED_FROM:
-        return [(all_layers, loads)]
-    stray = loads - request.forecast
-    parts = np.array_split(np.arange(len(loads)), LEADING)
-    merged = np.stack([stray[part].sum(axis=0) / np.sqrt(len(part)) for part in parts])
-    all_L = ~_by_chance(request, stray, merged, parts)
-    if request.wanders_L is not None:
-        all_L |= request.wanders_L
-    few, every = np.flatnonzero(~all_L), np.flatnonzero(all_L)
-    groups = [(few, np.maximum(request.forecast[few] + merged[:, few], 0.0)), (every, loads[:, every])]
-    return [(layers, leading) for layers, leading in groups if len(layers)]
-
-
-def _by_chance(
-    request: PlanRequest,
-    stray_WLE: NDArray[np.float64],
-    merged_NLE: NDArray[np.float64],
-    parts: list[NDArray[np.int64]],
-) -> NDArray[np.bool_]:
-    """bool ``[L]``: whether each merged load strays as far as the scenarios of its part.
-
-    Args:
-        parts: of each merged load, the scenarios that it stands for.
-    """
-    usual_LE = request.forecast + request.scenarios.mean(axis=0)
-    usual_LE = np.maximum(usual_LE, RARE * usual_LE.mean(axis=1, keepdims=True))  # a few hot experts say little
-    scale_LE = np.divide(1.0, usual_LE, out=np.zeros_like(usual_LE), where=usual_LE > 0)
-    of_each_WL = ((stray_WLE * scale_LE) ** 2).sum(axis=2)
-    merged_NL = ((merged_NLE * scale_LE) ** 2).sum(axis=2)
-    each_NL = np.stack([of_each_WL[part].mean(axis=0) for part in parts])
-    ratio_NL = np.divide(merged_NL, each_NL, out=np.ones_like(each_NL), where=each_NL > 0)
-    return np.asarray(((ratio_NL >= BY_CHANCE[0]) & (ratio_NL <= BY_CHANCE[1])).all(axis=0))
-
-
-def _variance_in_units(request: PlanRequest) -> NDArray[np.float64]:
-    """float64 ``[L, E]``: of the loads as `in_units` has them."""
-    total_L1 = request.scenarios[0].sum(axis=1, keepdims=True)
-    assert request.variance is not None
-    return np.asarray(request.variance * (UNITS / np.where(total_L1 > 0, total_L1, 1.0)) ** 2)
-
-
-def _is_limited(request: PlanRequest) -> bool:
-    """Return whether only so many moves, or bytes, are allowed."""
-    return request.max_moves is not None or request.max_bytes is not None
-
-
-def _allowed_moves(request: PlanRequest) -> float:
-    """Replicas that the limits allow."""
-    by_bytes = np.inf
-    if request.max_bytes is not None and request.replica_bytes:
-        by_bytes = request.max_bytes / request.replica_bytes
-    return float(min(by_bytes, np.inf if request.max_moves is None else request.max_moves))
-
-
-def _few_moves(request: PlanRequest) -> int:
-    """Moves of a layer up to which a search under the budget is worth while; 0 where there is no budget."""
-    sizes = [size for size in (request.home_bytes, request.replica_bytes) if size]
-    most = [] if request.max_moves is None else [request.max_moves]
-    if request.max_bytes is not None and sizes:
-        most.append(request.max_bytes // min(sizes))
-    return int(min([*most, MOST_MOVES])) if most else 0
-
-
-def _stray(request: PlanRequest) -> NDArray[np.float64]:
+def _deviation(request: PlanRequest) -> FloatArray:
     """float64 ``[L]``: the share of tokens that go to other experts than on average, mean over the scenarios."""
-    mean = request.scenarios.mean(axis=0)
-    expected = mean / np.maximum(mean.sum(axis=1, keepdims=True), 1e-300)
-    come = request.scenarios / np.maximum(request.scenarios.sum(axis=2, keepdims=True), 1e-300)
-    return np.asarray(0.5 * np.abs(come - expected).sum(axis=2).mean(axis=0))
+    share = _in_even_loads(request.scenarios, np.ones(1))
+    return np.asarray(0.5 * np.abs(share - share.mean(axis=0)).sum(axis=2).mean(axis=0))
 
 
-def _within_budget(trajectories: list[Trajectory], farthest: list[int], request: PlanRequest) -> NDArray[np.int64]:
-    """Steps of each layer that the budgets allow, at most ``farthest``."""
-    size = np.array([request.home_bytes, request.replica_bytes])
-    cut = [(one.imbalance[: end + 1], one.moved[: end + 1]) for one, end in zip(trajectories, farthest, strict=True)]
-    return share_out(
-        [value for value, _ in cut],
-        [np.stack([moved.sum(axis=1), moved @ size], axis=1) for _, moved in cut],
-        (request.max_moves, request.max_bytes),
+def _solve(question: _Question) -> _Solution:
+    """Search one layer: descend from the best starts, and keep the best end."""
+    ranks, experts = question.held_RE.shape
+    lead, judging = _layer(question, question.lead_WE), _layer(question, question.judge_WE)
+    value, before_W = _worth(judging, question.now_P)
+    best = _Solution(question.now_P, np.zeros((1, 6)), question.now_P, before_W, before_W, 0.0)
+    if not question.lead_WE.any():
+        return best
+    least = value
+    begins = [question.now_P]
+    if question.starts_anew and ranks > 1:
+        load_E = question.lead_WE.mean(axis=0)
+        begins += starts(load_E, question.now_P, ranks, question.homes, question.source_EN, question.crossing_price)
+    worth = [_worth(lead, begin_P)[0] + _cost(question, begin_P) for begin_P in begins]
+    room = 2 * experts + 2 * ranks * (lead.per_rank - lead.homes) + 2
+    for number in np.argsort(worth, kind="stable")[: PARAMETERS.starts].tolist():
+        if number and worth[number] > least + PARAMETERS.start_margin:
+            break
+        _worth(lead, begins[number])
+        begin_P, track_NX = lead.slot_P.copy(), np.empty((room, 6))
+        limits = (*question.prices, PARAMETERS.enough, PARAMETERS.stuck_ranks)
+        steps = descend(lead, question.held_RE, *limits, track_NX)
+        way_N = track_NX[: steps + 1, VALUE] + track_NX[: steps + 1, [HOMES, REPLICAS]] @ question.prices
+        short = int(np.argmax(way_N <= way_N.min() + PARAMETERS.nearly * PARAMETERS.least_gain))
+        found = _Solution(begin_P, track_NX[: short + 1], begin_P, before_W, before_W, 0.0)
+        slot_P = found.after(short)
+        value, after_W = _worth(judging, slot_P)
+        cost = float(track_NX[short, [HOMES, REPLICAS]] @ question.prices)
+        if value + cost < least - 1e-6:
+            least = value + cost
+            best = _Solution(begin_P, found.track_NX, slot_P, before_W, after_W, cost)
+    return best
+
+
+def _layer(question: _Question, load_WE: FloatArray) -> Layer:
+    """A layer of these scenarios, with room for the replicas of each expert; nothing is placed."""
+    ranks, experts = question.held_RE.shape
+    scenarios, slots = len(load_WE), len(question.now_P)
+    replica_slots = slots - ranks * question.homes
+    needed = int(np.ceil(load_WE.max(initial=0.0))) + PARAMETERS.spare_replicas
+    room = PARAMETERS.most_shares // (scenarios * max(min(replica_slots, experts), 1))
+    copies = max(1, min(ranks, max(needed, room), 1 + replica_slots))
+    return Layer(
+        np.empty(slots, dtype=np.int64),
+        question.homes,
+        slots // ranks,
+        load_WE,
+        question.virtual_R,
+        np.empty((experts, copies), dtype=np.int64),
+        np.empty(experts, dtype=np.int64),
+        np.empty((scenarios, slots)),
+        np.empty((scenarios, ranks)),
+        question.source_EN,
+        question.crossing_price,
     )
 
 
-def _at_the_end(start: Placement, ends: list[Found], moves: NDArray[np.bool_]) -> Placement:
-    """Layers that move stand as their search ended, the others as in ``start``."""
-    home_rank, replicas = start.home_rank.copy(), start.replicas_LRK.copy()
-    for layer in np.flatnonzero(moves).tolist():
-        home_rank[layer], replicas[layer] = ends[layer].home_E, ends[layer].replica_RK
-    return align(start, home_rank, replicas)
+def _worth(layer: Layer, slot_P: IntArray) -> tuple[float, FloatArray]:
+    """Put a placement into the layer; return what it is worth, the mean and in each scenario."""
+    layer.slot_P[:] = slot_P
+    split_evenly(layer)
+    fill_to_level(layer, PARAMETERS.sweeps, PARAMETERS.tolerance)
+    peak_W = np.empty(len(layer.load_WE))
+    return judge(layer, peak_W)[0], peak_W
 
 
-def _seconds_price(request: PlanRequest) -> float:
-    """Imbalance that a second of carrying must be worth."""
-    if request.seconds_per_imbalance is None:
-        return 0.0
-    return HYSTERESIS / max(request.seconds_per_imbalance, 1e-300)
+def _cost(question: _Question, slot_P: IntArray) -> float:
+    """Price of going from the current placement to another."""
+    rank_P, local_P = np.divmod(np.arange(len(slot_P)), len(slot_P) // len(question.held_RE))
+    held_P = question.held_RE[rank_P, slot_P]
+    is_home_P = local_P < question.homes
+    homes = np.count_nonzero(is_home_P & (held_P != AS_HOME))
+    replicas = np.count_nonzero(~is_home_P & (slot_P != EMPTY) & (held_P == NOT_HERE))
+    return homes * question.prices[0] + replicas * question.prices[1]
+
+
+def _worth_it(request: PlanRequest, questions: list[_Question], solutions: list[_Solution | None]) -> NDArray[np.bool_]:
+    """bool ``[L]``: layers that gain more than noise, or anything where nobody asks for certainty."""
+    if request.current is None:
+        return np.ones(request.num_layers, dtype=bool)
+    gain_L, error_L = np.zeros(request.num_layers), np.zeros(request.num_layers)
+    for layer, (question, found) in enumerate(zip(questions, solutions, strict=True)):
+        if found is None or not found.moves:
+            continue
+        gain_W = found.before_W - found.after_W
+        gain = gain_W.mean() - found.cost
+        if not request.weighs_noise or request.declared or len(gain_W) == 1:
+            gain_L[layer] = gain if gain > (PARAMETERS.least_gain if request.weighs_noise else 0.0) else 0.0
+        elif gain > max(PARAMETERS.least_gain, PARAMETERS.sure * gain_W.std(ddof=1) / np.sqrt(len(gain_W))):
+            gain_L[layer], error_L[layer] = gain, 0.0
+            if not _lasts(request, question, layer):
+                gain_L[layer], error_L[layer] = _unled_gain(question)
+    doubted_L = error_L > 0
+    together = gain_L[doubted_L].sum() > PARAMETERS.sure_together * np.sqrt((error_L[doubted_L] ** 2).sum())
+    return np.asarray(gain_L > (PARAMETERS.sure_each if together else PARAMETERS.sure_alone) * error_L)
+
+
+def _lasts(request: PlanRequest, question: _Question, layer: int) -> bool:
+    """Return whether a gain needs no further proof: the scenarios are errors of forecasts, they are too few to divide, or
+    the layer gets its first replicas."""
+    wanders = request.wanders_L is not None and bool(request.wanders_L[layer])
+    replica_RK = question.now_P.reshape(len(question.held_RE), -1)[:, question.homes :]
+    return wanders or len(question.lead_WE) < 4 or bool(replica_RK.size and (replica_RK == EMPTY).all())
+
+
+def _unled_gain(question: _Question) -> tuple[float, float]:
+    """The mean gain, less its price, of plans for one half of the scenarios on the other half, and its standard error."""
+    halves = (question.lead_WE[::2].copy(), question.lead_WE[1::2].copy())
+    gains, cost = [], 0.0
+    for lead_WE, judge_WE in (halves, halves[::-1]):
+        found = _solve(_halved(question, lead_WE, judge_WE))
+        gains.append(found.before_W - found.after_W)
+        cost += found.cost / 2.0
+    gain_W = np.concatenate(gains)
+    return float(gain_W.mean()) - cost, max(float(gain_W.std(ddof=1) / np.sqrt(len(gain_W))), 1e-12)
+
+
+def _halved(question: _Question, lead_WE: FloatArray, judge_WE: FloatArray) -> _Question:
+    return _Question(**{**vars(question), "lead_WE": lead_WE, "judge_WE": judge_WE})
+
+
+def _placed(request: PlanRequest, questions: list[_Question], solutions: list[_Solution | None]) -> Placement:
+    """The placement of these solutions, within the budgets; None: the layer stays."""
+    start, ranks = request.start, request.topology.num_ranks
+    home_LE, replica_LRK = start.home_rank.copy(), start.replicas_LRK.copy()
+    size = np.array([request.home_bytes, request.replica_bytes])
+    tracks = [np.zeros((1, 6)) if one is None else one.track_NX for one in solutions]
+    value, cost = [], []
+    for track_NX, question in zip(tracks, questions, strict=True):
+        moved = track_NX[:, [HOMES, REPLICAS]]
+        value.append(track_NX[:, VALUE] + moved @ question.prices)
+        cost.append(np.stack([moved.sum(axis=1), moved @ size], axis=1).astype(np.int64))
+    steps_L = share_out(value, cost, (request.max_moves, request.max_bytes))
+    for layer, found in enumerate(solutions):
+        if found is None:
+            continue
+        slot_RS = found.after(int(steps_L[layer])).reshape(ranks, -1)
+        homes = start.homes_per_rank
+        home_LE[layer, slot_RS[:, :homes].ravel()] = np.repeat(np.arange(ranks), homes)
+        replica_LRK[layer] = slot_RS[:, homes:]
+    if request.current is None:
+        return placed_anew(home_LE.astype(np.int32), replica_LRK.astype(np.int32))
+    return align(start, home_LE, replica_LRK)

@@ -1,183 +1,169 @@
-"""Where a layer's search may begin besides where it stands: homes packed anew, copies of the hottest, chords.
-
-A split can only move tokens between ranks that share an expert. Copies of the hottest experts carry a lasting skew;
-chords, copies of each rank's experts on ranks at fixed distances, connect all ranks, so that whatever a batch heaps on
-a few of them flows off. Which of the two a layer needs, or how many of each, the loads that a search is given decide.
-"""
+"""Placements of one layer from which a search begins besides the current one: homes dealt again, replicas of the
+hottest experts, and replicas in rings that connect all ranks."""
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Iterator
 
-from ...load.least_loaded import least_loaded, set_value, tournament
+import numpy as np
+
 from ...placement import EMPTY
 from ...utils.jit import jit
+from .layer import FloatArray, IntArray
+
+HOME_SLACKS = (1.0, 0.5, 0.25, 0.12, 0.05, 0.0)
+"""Of the even rank load: an expert keeps its home rank while that is heavier than the lightest by no more. From few
+moves to many; for homes alone. With replicas, homes are either kept or all dealt again."""
 
 
-def strides(ranks: int, slots: int) -> NDArray[np.int64]:
-    """How many ranks before its own a rank takes an expert from, for each of its replica slots.
-
-    1, then about a quarter of the ring, 5 and 7: any two ranks are few chords apart. Where the ring is too small for
-    these the next free distance is taken, and all distances come again when there are more slots than those.
-    """
-    wanted = [1, ranks // 4 + 1, 5, 7, *range(2, ranks)]
-    different = list(dict.fromkeys(stride % ranks for stride in wanted if stride % ranks)) or [0]
-    return np.array([different[slot % len(different)] for slot in range(slots)], dtype=np.int64)
-
-
-@jit
-def pack(
-    load_E: NDArray[np.float64],
-    ballast_R: NDArray[np.float64],
-    hot: int,
-    home_E: NDArray[np.int32],
-    replica_RK: NDArray[np.int32],
-    keep_homes: bool,
-) -> None:
-    """Copies of the hottest experts into the first ``hot`` replica slots of each rank, and homes, heaviest first.
-
-    The copies go to whichever expert has most tokens a copy; then homes and copies are placed together, the heaviest
-    first, each on the lightest rank with a slot of its kind that does not hold the expert yet.
+def starts(
+    load_E: FloatArray, now_P: IntArray, ranks: int, homes: int, source_EN: FloatArray, crossing_price: float
+) -> Iterator[IntArray]:
+    """Yield int64 ``[P]`` each.
 
     Args:
-        ballast_R: what each rank counts beside its experts.
-        home_E: in (with ``keep_homes``) and out.
-        replica_RK: out, the slots from ``hot`` on are left empty.
+        load_E: the mean load of the scenarios, in units of the even rank load.
+        now_P: the current placement.
+        source_EN, crossing_price: as in `layer.Layer`.
     """
-    ranks, experts = len(replica_RK), load_E.size
-    copies_E = hottest_first(load_E, ranks * hot, ranks)
-    unit_E = load_E / copies_E
-    load_R = ballast_R.copy()
-    homes_R, filled_R = np.zeros(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
-    replica_RK[:] = EMPTY
-    if keep_homes:
+    per_rank = len(now_P) // ranks
+    replicas = per_rank - homes
+    distance_K = ring_distances(ranks, replicas)
+    near_EN = ranks * crossing_price * (1.0 - source_EN)
+    nowhere_EN = np.zeros_like(near_EN)
+    if replicas == 0:
+        for slack in HOME_SLACKS:
+            yield deal(load_E, now_P, homes, per_rank, 0, False, slack, nowhere_EN)
+    for hottest in sorted({0, 1, replicas}) if replicas else ():
+        for keep in (True, False):
+            slots_P = deal(load_E, now_P, homes, per_rank, hottest, keep, -1.0, nowhere_EN)
+            add_rings(load_E, homes, per_rank, distance_K, slots_P)
+            yield slots_P if keep else renamed(now_P, slots_P, ranks, homes)
+    if crossing_price > 0.0:
+        for hottest in sorted({0, replicas}):
+            slots_P = deal(load_E, now_P, homes, per_rank, hottest, False, 0.0, near_EN)
+            add_rings(load_E, homes, per_rank, distance_K, slots_P)
+            yield slots_P
+    if replicas and (now_P.reshape(ranks, per_rank)[:, homes:] == EMPTY).any():
+        slots_P = now_P.copy()
+        add_rings(load_E, homes, per_rank, distance_K, slots_P)
+        yield slots_P
+
+
+def ring_distances(ranks: int, replicas: int) -> IntArray:
+    """int64 ``[K]``, how far back the rank is whose expert a replica slot takes: distances that connect all ranks in few
+    hops, as in LPLB's graphs."""
+    wanted = (1, ranks // 4 + 1, 5, 7, *range(2, ranks))
+    distances = list(dict.fromkeys(one % ranks for one in wanted if one % ranks)) or [0]
+    return np.array([distances[slot % len(distances)] for slot in range(replicas)], dtype=np.int64)
+
+
+def renamed(now_P: IntArray, slots_P: IntArray, ranks: int, homes: int) -> IntArray:
+    """``slots_P`` with its ranks renamed to those that they share most homes with."""
+    home_now_E = np.empty(ranks * homes, dtype=np.int64)
+    home_now_E[now_P.reshape(ranks, -1)[:, :homes].ravel()] = np.repeat(np.arange(ranks), homes)
+    slot_RS = slots_P.reshape(ranks, -1)
+    pairs = np.repeat(np.arange(ranks), homes) * ranks + home_now_E[slot_RS[:, :homes].ravel()]
+    pair, shared = np.unique(pairs, return_counts=True)
+    name_R, is_free_R = np.full(ranks, -1), np.ones(ranks, dtype=bool)
+    for planned, wanted in np.stack(np.divmod(pair[np.argsort(-shared, kind="stable")], ranks), axis=1).tolist():
+        if name_R[planned] < 0 and is_free_R[wanted]:
+            name_R[planned], is_free_R[wanted] = wanted, False
+    name_R[name_R < 0] = np.flatnonzero(is_free_R)
+    result_RS = np.empty_like(slot_RS)
+    result_RS[name_R] = slot_RS
+    return result_RS.ravel()
+
+
+@jit(error_model="numpy")
+def deal(
+    load_E: FloatArray,
+    now_P: IntArray,
+    homes: int,
+    per_rank: int,
+    hottest: int,
+    keep: bool,
+    slack: float,
+    far_EN: FloatArray,
+) -> IntArray:
+    """Deal out homes and replicas of the hottest experts, heaviest first, each to the rank with the lightest load.
+
+    Args:
+        hottest: replica slots of each rank that replicas of the hottest experts may fill; the others stay empty.
+        keep: homes stay where they are.
+        slack: an expert keeps its home rank while that is heavier than the lightest by no more; below 0: none does.
+        far_EN: what a rank of a node counts as heavier for an expert, per token: it is far from the expert's sources.
+
+    Returns:
+        int64 ``[P]``.
+    """
+    experts, ranks, nodes = load_E.size, now_P.size // per_rank, far_EN.shape[1]
+    slot_P = np.full(now_P.size, EMPTY, dtype=np.int64)
+    home_E, count_E, each_E = np.empty(experts, dtype=np.int64), np.ones(experts, dtype=np.int64), load_E.copy()
+    for slot in range(now_P.size):
+        if slot % per_rank < homes:
+            home_E[now_P[slot]] = slot // per_rank
+    for _ in range(ranks * hottest):  # the hottest share gets one replica more
+        expert = int(np.argmax(each_E))
+        count_E[expert] += 1
+        each_E[expert] = load_E[expert] / count_E[expert] if count_E[expert] < ranks else 0.0
+    each_E[:] = load_E / count_E
+    load_R = np.zeros(ranks)
+    homes_R, replicas_R = np.zeros(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
+    if keep:
+        slot_P[:] = np.where(np.arange(now_P.size) % per_rank < homes, now_P, EMPTY)
         for expert in range(experts):
-            load_R[home_E[expert]] += unit_E[expert]
-    for_homes, for_copies = tournament(load_R), tournament(load_R)
-    for expert in np.argsort(-unit_E, kind="mergesort"):
-        if not keep_homes:
-            rank = least_loaded(for_homes)
-            home_E[expert] = rank
-            homes_R[rank] += 1
-            load_R[rank] += unit_E[expert]
-            set_value(for_homes, rank, load_R[rank] if homes_R[rank] < experts // ranks else np.inf)
-        if hot == 0:
-            continue
-        # Ranks that hold the expert take no part until all its copies stand.
-        taken, holders_C = 1, np.empty(copies_E[expert], dtype=np.int64)
-        holders_C[0] = home_E[expert]
-        set_value(for_copies, holders_C[0], np.inf)
-        for _ in range(copies_E[expert] - 1):
-            rank = least_loaded(for_copies)
-            if rank < 0:
+            load_R[home_E[expert]] += each_E[expert]
+    for expert in np.argsort(-each_E, kind="mergesort"):
+        if not keep:
+            best, least = -1, np.inf
+            for rank in range(ranks):
+                weight = load_R[rank] + each_E[expert] * far_EN[expert, rank * nodes // ranks]
+                if homes_R[rank] < homes and weight < least:
+                    best, least = rank, weight
+            now = home_E[expert]
+            if (
+                homes_R[now] < homes
+                and load_R[now] + each_E[expert] * far_EN[expert, now * nodes // ranks] <= least + slack
+            ):
+                best = now
+            slot_P[best * per_rank + homes_R[best]] = expert
+            home_E[expert] = best
+            homes_R[best] += 1
+            load_R[best] += each_E[expert]
+        for _ in range(count_E[expert] - 1):
+            best, least = -1, np.inf
+            for rank in range(ranks):
+                if replicas_R[rank] == hottest or rank == home_E[expert] or load_R[rank] >= least:
+                    continue
+                first = rank * per_rank + homes
+                if not (slot_P[first : first + replicas_R[rank]] == expert).any():
+                    best, least = rank, load_R[rank]
+            if best < 0:
                 break
-            replica_RK[rank, filled_R[rank]] = expert
-            filled_R[rank] += 1
-            load_R[rank] += unit_E[expert]
-            set_value(for_copies, rank, np.inf)
-            if not keep_homes and homes_R[rank] < experts // ranks:
-                set_value(for_homes, rank, load_R[rank])
-            holders_C[taken] = rank
-            taken += 1
-        for rank in holders_C[:taken]:
-            set_value(for_copies, rank, load_R[rank] if filled_R[rank] < hot else np.inf)
+            slot_P[best * per_rank + homes + replicas_R[best]] = expert
+            replicas_R[best] += 1
+            load_R[best] += each_E[expert]
+    return slot_P
 
 
-@jit
-def pack_near(
-    load_E: NDArray[np.float64], source_EN: NDArray[np.float64], ranks_per_node: int, home_E: NDArray[np.int32]
-) -> None:
-    """Homes on the nodes that most of their tokens come from, those first that lose most elsewhere; in a node, heaviest
-    first, each on the lightest rank.
-
-    Args:
-        source_EN: the share of each expert's tokens that comes from each node.
-        home_E: out.
-    """
-    experts, nodes = source_EN.shape
-    homes = experts // (nodes * ranks_per_node)
-    room_N = np.full(nodes, homes * ranks_per_node, dtype=np.int64)
-    node_E = np.empty(experts, dtype=np.int64)
-    stake_E = np.empty(experts)
-    for expert in range(experts):
-        stake_E[expert] = load_E[expert] * (source_EN[expert].max() - source_EN[expert].mean())
-    for expert in np.argsort(-stake_E, kind="mergesort"):
-        best = -1
-        for node in range(nodes):
-            if room_N[node] > 0 and (best < 0 or source_EN[expert, node] > source_EN[expert, best]):
-                best = node
-        node_E[expert] = best
-        room_N[best] -= 1
-    load_R = np.zeros(nodes * ranks_per_node)
-    filled_R = np.zeros(nodes * ranks_per_node, dtype=np.int64)
-    for expert in np.argsort(-load_E, kind="mergesort"):
-        first = node_E[expert] * ranks_per_node
-        node_load_R, node_filled_R = load_R[first : first + ranks_per_node], filled_R[first : first + ranks_per_node]
-        rank = _least_loaded(node_load_R, node_filled_R, homes)
-        home_E[expert] = first + rank
-        node_load_R[rank] += load_E[expert]
-        node_filled_R[rank] += 1
-
-
-@jit
-def _least_loaded(load_R: NDArray[np.float64], filled_R: NDArray[np.int64], room: int) -> int:
-    best = -1
-    for rank in range(load_R.size):
-        if filled_R[rank] < room and (best < 0 or load_R[rank] < load_R[best]):
-            best = rank
-    return best
-
-
-@jit
-def hottest_first(load_E: NDArray[np.float64], spare: int, most: int) -> NDArray[np.int64]:
-    """int64 ``[E]``: copies of each expert, home included, when each spare one goes to who has most tokens a copy."""
-    copies_E = np.ones(load_E.size, dtype=np.int64)
-    heaviest = tournament(-load_E)
-    for _ in range(spare):
-        if heaviest[1] >= 0.0:
-            break
-        expert = least_loaded(heaviest)
-        copies_E[expert] += 1
-        set_value(heaviest, expert, -load_E[expert] / copies_E[expert] if copies_E[expert] < most else 0.0)
-    return copies_E
-
-
-@jit
-def add_chords(
-    load_E: NDArray[np.float64],
-    stride_K: NDArray[np.int64],
-    home_E: NDArray[np.int32],
-    replica_RK: NDArray[np.int32],
-) -> None:
-    """Give each empty replica slot the heaviest home, by copy, of the rank its stride before; in place."""
-    ranks, slots = replica_RK.shape
-    experts = load_E.size
-    homes_RH = np.empty((ranks, experts // ranks), dtype=np.int32)
-    filled_R = np.zeros(ranks, dtype=np.int64)
-    copies_E = np.ones(experts, dtype=np.int64)
-    for expert in range(experts):
-        rank = home_E[expert]
-        homes_RH[rank, filled_R[rank]] = expert
-        filled_R[rank] += 1
-    for rank in range(ranks):
-        for slot in range(slots):
-            if replica_RK[rank, slot] != EMPTY:
-                copies_E[replica_RK[rank, slot]] += 1
-    for slot in range(slots):
+@jit(error_model="numpy")
+def add_rings(load_E: FloatArray, homes: int, per_rank: int, distance_K: IntArray, slot_P: IntArray) -> None:
+    """Fill each empty replica slot with the home, of the rank at the slot's distance, that has most load a replica; in
+    place."""
+    ranks, count_E = slot_P.size // per_rank, np.ones(load_E.size)
+    for slot in range(slot_P.size):
+        if slot % per_rank >= homes and slot_P[slot] != EMPTY:
+            count_E[slot_P[slot]] += 1.0
+    for number in range(distance_K.size):
         for rank in range(ranks):
-            source = (rank - stride_K[slot]) % ranks
-            if replica_RK[rank, slot] != EMPTY or source == rank:
+            slot, source = rank * per_rank + homes + number, (rank - distance_K[number]) % ranks
+            if slot_P[slot] != EMPTY or source == rank:
                 continue
-            best = EMPTY
-            for expert in homes_RH[source]:
-                heavier = best == EMPTY or load_E[expert] * copies_E[best] > load_E[best] * copies_E[expert]
-                if heavier and load_E[expert] > 0:
-                    stands = False
-                    for other in range(slots):
-                        stands = stands or replica_RK[rank, other] == expert
-                    if not stands:
-                        best = expert
-            replica_RK[rank, slot] = best
-            if best != EMPTY:
-                copies_E[best] += 1
+            own_S, best, most = slot_P[rank * per_rank : (rank + 1) * per_rank], -1, 0.0
+            for expert in slot_P[source * per_rank : source * per_rank + homes]:
+                if load_E[expert] / count_E[expert] > most and not (own_S == expert).any():
+                    best, most = expert, load_E[expert] / count_E[expert]
+            if best >= 0:
+                slot_P[slot] = best
+                count_E[best] += 1.0

@@ -1,0 +1,223 @@
+"""One layer during a search: the expert in each slot, and the split of its tokens over homes and replicas in every
+scenario.
+
+Loads are in units of the even rank load: each scenario's tokens add up to R (to the sum of speeds, where ranks differ),
+so the busiest rank's load is the imbalance. A slow rank carries a virtual load of 1 - speed besides its tokens.
+
+Shape suffixes: W scenarios, E experts, R ranks, P slots, C replicas of an expert with its home, N nodes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...placement import EMPTY
+from ...utils.jit import jit
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+SPREAD_WEIGHT = 0.1
+"""Weight of the variance of rank loads in the goal of a search. It leads over plateaus, where several ranks are the
+busiest and one step cannot lower the maximum."""
+
+
+class Layer(NamedTuple):
+    """The state of one layer; arrays change in place.
+
+    Args:
+        slot_P: int64, the expert in each slot; EMPTY in a replica slot without one.
+        homes: E/R, the first slots of each rank.
+        per_rank: S.
+        load_WE: the load of each expert.
+        virtual_R: the virtual load of each rank.
+        copies_EC: int64, the slots of each expert, its home first.
+        count_E: int64, how many slots hold each expert.
+        token_WP: what each slot computes.
+        load_WR: what each rank computes, with its virtual load.
+        source_EN: the share of each expert's tokens that comes from each node.
+        crossing_price: imbalance that is worth as much as all tokens crossing nodes; 0: crossing is free.
+    """
+
+    slot_P: IntArray
+    homes: int
+    per_rank: int
+    load_WE: FloatArray
+    virtual_R: FloatArray
+    copies_EC: IntArray
+    count_E: IntArray
+    token_WP: FloatArray
+    load_WR: FloatArray
+    source_EN: FloatArray
+    crossing_price: float
+
+
+@jit(error_model="numpy")
+def split_evenly(layer: Layer) -> None:
+    """Find the slots of each expert, and split its tokens evenly over them. Replicas beyond C are dropped."""
+    most, ranks = layer.copies_EC.shape[1], layer.load_WR.shape[1]
+    layer.count_E[:] = 0
+    for first, last in ((0, layer.homes), (layer.homes, layer.per_rank)):
+        for rank in range(ranks):
+            for slot in range(rank * layer.per_rank + first, rank * layer.per_rank + last):
+                expert = layer.slot_P[slot]
+                if expert == EMPTY:
+                    continue
+                if layer.count_E[expert] == most:
+                    layer.slot_P[slot] = EMPTY
+                    continue
+                layer.copies_EC[expert, layer.count_E[expert]] = slot
+                layer.count_E[expert] += 1
+    layer.token_WP[:] = 0.0
+    layer.load_WR[:] = layer.virtual_R
+    for scenario in range(len(layer.load_WE)):
+        for slot in range(layer.slot_P.size):
+            expert = layer.slot_P[slot]
+            if expert != EMPTY:
+                share = layer.load_WE[scenario, expert] / layer.count_E[expert]
+                layer.token_WP[scenario, slot] = share
+                layer.load_WR[scenario, slot // layer.per_rank] += share
+
+
+@jit(error_model="numpy")
+def fill_to_level(layer: Layer, sweeps: int, tolerance: float) -> None:
+    """Split the tokens of replicated experts so that the busiest rank has less: water-filling, expert by expert.
+
+    Args:
+        sweeps: at most so many passes over all replicated experts.
+        tolerance: a scenario ends when a pass lowers its busiest rank by a smaller share than this.
+    """
+    several = np.flatnonzero(layer.count_E > 1)
+    for scenario in range(len(layer.load_WE)):
+        token_P, load_R = layer.token_WP[scenario], layer.load_WR[scenario]
+        before = np.inf
+        for _ in range(sweeps):
+            for expert in several:
+                if layer.count_E[expert] == 2:
+                    _split_in_two(layer, expert, token_P, load_R)
+                else:
+                    _split_in_many(layer, expert, token_P, load_R)
+            if tolerance > 0.0:
+                peak = load_R.max()
+                if before - peak < tolerance * peak:
+                    break
+                before = peak
+
+
+@jit(error_model="numpy")
+def _split_in_two(layer: Layer, expert: int, token_P: FloatArray, load_R: FloatArray) -> None:
+    one, other = layer.copies_EC[expert, 0], layer.copies_EC[expert, 1]
+    first, second = one // layer.per_rank, other // layer.per_rank
+    total = token_P[one] + token_P[other]
+    without_first, without_second = load_R[first] - token_P[one], load_R[second] - token_P[other]
+    given = min(max(0.5 * (total + without_second - without_first), 0.0), total)
+    token_P[one], token_P[other] = given, total - given
+    load_R[first], load_R[second] = without_first + given, without_second + total - given
+
+
+@jit(error_model="numpy")
+def _split_in_many(layer: Layer, expert: int, token_P: FloatArray, load_R: FloatArray) -> None:
+    slots = layer.copies_EC[expert, : layer.count_E[expert]]
+    total = 0.0
+    for slot in slots:
+        total += token_P[slot]
+        load_R[slot // layer.per_rank] -= token_P[slot]
+    level, filled = np.inf, slots.size + 1
+    while True:  # ranks above the level take nothing; without them it falls
+        under, below = 0, total
+        for slot in slots:
+            if load_R[slot // layer.per_rank] < level:
+                under += 1
+                below += load_R[slot // layer.per_rank]
+        if under == filled or under == 0:
+            break
+        level, filled = below / under, under
+    for slot in slots:
+        token_P[slot] = max(level - load_R[slot // layer.per_rank], 0.0)
+        load_R[slot // layer.per_rank] += token_P[slot]
+
+
+@jit(error_model="numpy")
+def judge(layer: Layer, peak_W: FloatArray) -> tuple[float, float]:
+    """Return what the layer is worth and the goal of the search, both to be lowered.
+
+    Args:
+        peak_W: out, the imbalance in each scenario, with what crossing tokens cost.
+
+    Returns:
+        the mean of ``peak_W``; the same with the variance of rank loads.
+    """
+    variance = 0.0
+    for scenario in range(len(layer.load_WR)):
+        peak_W[scenario] = layer.load_WR[scenario].max()
+        variance += ((layer.load_WR[scenario] - 1.0) ** 2).mean()
+        if layer.crossing_price > 0.0:
+            peak_W[scenario] += layer.crossing_price * _crossing(layer, scenario)
+    worth = peak_W.mean()
+    return worth, worth + SPREAD_WEIGHT * variance / len(peak_W)
+
+
+@jit(error_model="numpy")
+def _crossing(layer: Layer, scenario: int) -> float:
+    """Share of the scenario's tokens that are computed on another node than they come from."""
+    nodes = layer.source_EN.shape[1]
+    per_node = layer.slot_P.size // nodes
+    at_home, total, here_N = 0.0, 0.0, np.empty(nodes)
+    for expert in range(layer.count_E.size):
+        here_N[:] = 0.0
+        for slot in layer.copies_EC[expert, : layer.count_E[expert]]:
+            here_N[slot // per_node] += layer.token_WP[scenario, slot]
+        load = layer.load_WE[scenario, expert]
+        total += load
+        for node in range(nodes):
+            at_home += min(here_N[node], load * layer.source_EN[expert, node])
+    return 1.0 - at_home / total if total > 0.0 else 0.0
+
+
+@jit
+def is_on(layer: Layer, rank: int, expert: int) -> bool:
+    """Return whether a slot of the rank holds the expert."""
+    for slot in layer.copies_EC[expert, : layer.count_E[expert]]:
+        if slot // layer.per_rank == rank:
+            return True
+    return False
+
+
+@jit
+def swap_homes(layer: Layer, one: int, other: int) -> None:
+    """Exchange the experts of two home slots; each takes along the tokens that it has there."""
+    first, second = layer.slot_P[one], layer.slot_P[other]
+    layer.slot_P[one], layer.slot_P[other] = second, first
+    layer.copies_EC[first, 0], layer.copies_EC[second, 0] = other, one
+    for scenario in range(len(layer.token_WP)):
+        goes, comes = layer.token_WP[scenario, one], layer.token_WP[scenario, other]
+        layer.token_WP[scenario, one], layer.token_WP[scenario, other] = comes, goes
+        layer.load_WR[scenario, one // layer.per_rank] += comes - goes
+        layer.load_WR[scenario, other // layer.per_rank] += goes - comes
+
+
+@jit
+def set_replica(layer: Layer, slot: int, expert: int) -> None:
+    """Put an expert, or EMPTY, into a replica slot. It begins without tokens; those of the replica that was there go to
+    that expert's home."""
+    old = layer.slot_P[slot]
+    if old != EMPTY:
+        home, last = layer.copies_EC[old, 0], layer.count_E[old] - 1
+        for index in range(1, last + 1):
+            if layer.copies_EC[old, index] == slot:
+                layer.copies_EC[old, index] = layer.copies_EC[old, last]
+                break
+        layer.count_E[old] = last
+        for scenario in range(len(layer.token_WP)):
+            tokens = layer.token_WP[scenario, slot]
+            layer.token_WP[scenario, slot] = 0.0
+            layer.token_WP[scenario, home] += tokens
+            layer.load_WR[scenario, slot // layer.per_rank] -= tokens
+            layer.load_WR[scenario, home // layer.per_rank] += tokens
+    layer.slot_P[slot] = expert
+    if expert != EMPTY:
+        layer.copies_EC[expert, layer.count_E[expert]] = slot
+        layer.count_E[expert] += 1
