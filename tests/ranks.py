@@ -179,7 +179,7 @@ def _module_of(function: Callable[..., Any]) -> str:
 @cache
 def compile_once() -> None:
     """What ranks read from the disk then."""
-    for policy in ("incremental", compile_ahead.UNDER_A_BUDGET, "static", ""):
+    for policy in ("incremental", "static", ""):
         compile_ahead.compile_apart(policy)
 
 

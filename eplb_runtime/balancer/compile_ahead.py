@@ -17,7 +17,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numba
 import numpy as np
@@ -30,9 +29,6 @@ from ..placement import Placement
 from ..planner.evaluate import predicted_imbalance
 from ..planner.planning import plan
 from ..planner.policies import LAYOUTS
-from ..planner.search.explore import POURED_FROM
-from ..planner.search.starts import pack_near
-from ..planner.search.staying import left_out, pack_staying
 from ..topology import Topology
 from ..utils.jit import _MARK as COMPILED_MARK
 from ..utils.jit import _PACKAGE as PACKAGE
@@ -43,8 +39,6 @@ logger = logging.getLogger("eplb_runtime")
 MOST_SECONDS = 600.0
 """Timeout of the other process; after it this one compiles for itself."""
 _NO_POLICY = "no policy"
-UNDER_A_BUDGET = "incremental under a budget"
-"""The policy of a job with `max_moves` or `max_pause_seconds`: its search is a quarter of a minute of compiling."""
 LOOK_SECONDS = 0.25
 """Period in which both processes look whether the other has ended."""
 
@@ -53,7 +47,7 @@ def compile_here(policy: str) -> None:
     """Compile in this process, or read compiled code from disk.
 
     Args:
-        policy: of a rank that plans, or `UNDER_A_BUDGET`; empty: this rank does not.
+        policy: of a rank that plans; empty: this rank does not.
     """
     compile_schedules()
     replicated = Placement(np.array([[0, 1, 1, 0]]), 2, 2, np.array([[0, 2]]))
@@ -70,29 +64,10 @@ def compile_planner(policy: str = "incremental") -> None:
         PlanError: no such policy.
     """
     load = np.arange(1.0, 17.0).reshape(2, 8)
-    budget = None
-    if policy == UNDER_A_BUDGET:
-        policy, budget = "incremental", 2
     in_home = "home" in LAYOUTS.get(policy, ())
     current = Placement.initial(2, 8, 4, 1)
     plan(load, Topology(4, 2), slots_per_rank=3, policy=policy, current=current if in_home else None)
-    if policy == "incremental":
-        if budget:
-            plan(load, Topology(4, 2), slots_per_rank=3, current=current, max_moves=budget)
-        many = np.arange(1.0, POURED_FROM + 1)[None]
-        plan(many, Topology(POURED_FROM), slots_per_rank=2)  # copies are poured
-        plan(many[None], Topology(POURED_FROM), slots_per_rank=2)  # they form trees
-        _compile(pack_near, load[0], np.zeros((8, 2)), 2, np.zeros(8, dtype=np.int32))
-        home_E, choice_NE = np.zeros(8, dtype=np.int32), np.zeros((1, 8), dtype=np.int64)
-        _compile(pack_staying, load[0], home_E, 4, 0.0, home_E)
-        _compile(left_out, load, load[0], choice_NE, home_E, 4, np.zeros(1))
     split_for_rank(np.ones((4, 8), dtype=np.int64), SplitTables.of(current), 0, 0, ranks_per_node=2)
-
-
-def _compile(function: Any, *arguments: Any) -> None:
-    """Compile for arguments like these, without a call."""
-    if compiles():
-        function.compile(tuple(numba.typeof(argument) for argument in arguments))
 
 
 def compile_apart(

@@ -181,14 +181,14 @@ def _blend(share_TE: Load) -> _Blend:
     error_F = np.sqrt(error_FE.mean(axis=1))
     weight_F = np.exp(-(error_F / max(error_F.min(), 1e-12) - 1.0) / PARAMETERS.sharpness)
     blend_CE = np.tensordot(weight_F / weight_F.sum(), made_FCE, 1)
-    noise_N = gain_NE.std(axis=1, ddof=1) / np.sqrt(gain_NE.shape[1]) if gain_NE.shape[1] > 1 else np.ones(len(gain_NE))
+    noise_N = gain_NE.std(axis=1, ddof=1) / np.sqrt(gain_NE.shape[1])
     foretold = _Foretold(blend_CE[-1], came_CE - blend_CE[:-1])
     return _Blend(foretold, gain_NE.mean(axis=1), np.maximum(noise_N, 1e-12))
 
 
 def _forecasts(share_TE: Load) -> Load:
-    """float64 ``[7, E]``: the mean, that of four and of two windows, the last, it with the mean, the trend, and what came
-    after the window that was most like the last."""
+    """float64 ``[7, E]``: the mean, that of four and of two windows, the last, it with the mean, the trend, and what
+    came after the window most like the last."""
     mean_E, last_E = share_TE.mean(axis=0), share_TE[-1]
     before_E = share_TE[-2] if len(share_TE) > 1 else last_E
     trend_E = shares(np.maximum(2.0 * last_E - before_E, 0.0))

@@ -28,9 +28,7 @@ from ..search.packing import (
     spread_copies,
     swap,
 )
-from ..search.pairing import search_counts
 from ..search.settle import settle
-from ..search.threads import in_threads
 from ..types import PlanError
 
 if TYPE_CHECKING:
@@ -43,10 +41,6 @@ KICKS = 14
 KICK_SWAPS = 3
 WORK = 400_000
 """Slot comparisons after which a layer is not kicked again: keeps plans of large shapes short."""
-
-PAIRING_WORK, PAIRING_WORK_LARGE, LARGE = 640_000, 50_000, 1024
-"""Copies looked at in the search over counts; fewer with more slots than ``LARGE``, where the gain is small."""
-LAYERS_AT_ONCE = 8
 
 WANDER = 1.01
 """A kicked layer goes on from where it is until it is this much worse than the best."""
@@ -77,12 +71,7 @@ def balance(load: ArrayLike, num_ranks: int, slots_per_rank: int) -> IntArray:
         raise PlanError(f"{num_ranks} ranks x {slots_per_rank} slots cannot hold {experts} experts")
     if slots_per_rank > experts:
         raise PlanError(f"{slots_per_rank} slots per rank for {experts} experts: a rank would hold an expert twice")
-    starts = range(0, len(weight), LAYERS_AT_ONCE)
-    parts = in_threads(
-        lambda part: _balance(weight[starts[part] : starts[part] + LAYERS_AT_ONCE], num_ranks, slots_per_rank),
-        len(starts),
-    )
-    return np.concatenate(parts)
+    return _balance(weight, num_ranks, slots_per_rank)
 
 
 @jit
@@ -106,9 +95,6 @@ def plan_layer(layer: PackedLayer, lowest: float) -> None:
     slots_per_rank = layer.expert.shape[1]
     enough = lowest * (1.0 + TOLERANCE)
     spread_copies(layer)
-    if slots_per_rank == 2:
-        pairing_work = PAIRING_WORK if layer.expert.size <= LARGE else PAIRING_WORK_LARGE
-        search_counts(layer, enough, pairing_work // layer.expert.size)
     place_heaviest_first(layer)
     work = descend(layer, enough, WORK)
     if slots_per_rank > 2:

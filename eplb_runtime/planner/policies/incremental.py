@@ -196,7 +196,7 @@ def _questions(request: PlanRequest) -> list[_Question]:
 def _in_even_loads(load: FloatArray, speed_R: FloatArray) -> FloatArray:
     """Loads ``[W, L, E]`` in units of what each rank computes when all take equally long at speed 1."""
     total = load.sum(axis=2, keepdims=True)
-    return np.divide(load, total, out=np.zeros_like(load), where=total > 0) * speed_R.sum()
+    return np.asarray(np.divide(load, total, out=np.zeros_like(load), where=total > 0) * speed_R.sum())
 
 
 def _prices(request: PlanRequest) -> FloatArray:
@@ -323,15 +323,18 @@ def _worth_it(request: PlanRequest, questions: list[_Question], solutions: list[
 
 
 def _lasts(request: PlanRequest, question: _Question, layer: int) -> bool:
-    """Return whether a gain needs no further proof: the scenarios are errors of forecasts, they are too few to divide, or
-    the layer gets its first replicas."""
+    """Return whether a gain needs no further proof.
+
+    The load wanders, so that scenarios are errors of forecasts; scenarios are too few to divide; or the layer gets its
+    first replicas.
+    """
     wanders = request.wanders_L is not None and bool(request.wanders_L[layer])
     replica_RK = question.now_P.reshape(len(question.held_RE), -1)[:, question.homes :]
     return wanders or len(question.lead_WE) < 4 or bool(replica_RK.size and (replica_RK == EMPTY).all())
 
 
 def _unled_gain(question: _Question) -> tuple[float, float]:
-    """The mean gain, less its price, of plans for one half of the scenarios on the other half, and its standard error."""
+    """The mean gain, less its price, of plans for half of the scenarios on the other half, and its standard error."""
     halves = (question.lead_WE[::2].copy(), question.lead_WE[1::2].copy())
     gains, cost = [], 0.0
     for lead_WE, judge_WE in (halves, halves[::-1]):

@@ -7,6 +7,7 @@ tried, with all splits, and the best is taken if what it gains is more than its 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...placement import EMPTY
 from ...utils.jit import jit
@@ -142,7 +143,7 @@ def _moves_of(layer: Layer, held_RE: IntArray, kind: int, slot: int, other: int)
 
 
 @jit(error_model="numpy")
-def _busiest(layer: Layer, is_stuck_R: IntArray) -> int:
+def _busiest(layer: Layer, is_stuck_R: NDArray[np.bool_]) -> int:
     """The rank that is most above the even load, in the mean square over scenarios; -1: none is."""
     best, most = -1, 0.0
     for rank in range(layer.load_WR.shape[1]):
@@ -189,10 +190,11 @@ def _find_swap(layer: Layer, rank: int, gain_M: FloatArray, step_M3: IntArray) -
                     gap = layer.load_WR[scenario, rank] - layer.load_WR[scenario, partner]
                     change = 2.0 * less * (gap - less)
                     gain += change if change > 0.0 else LOSS_WEIGHT * change
-                if gain > gain_M[0] and not is_on(layer, partner, layer.slot_P[slot]):
-                    if not is_on(layer, rank, layer.slot_P[other]):
-                        gain_M[0] = gain
-                        step_M3[0, 0], step_M3[0, 1], step_M3[0, 2] = SWAP, slot, other
+                if gain <= gain_M[0] or is_on(layer, partner, layer.slot_P[slot]):
+                    continue
+                if not is_on(layer, rank, layer.slot_P[other]):
+                    gain_M[0] = gain
+                    step_M3[0, 0], step_M3[0, 1], step_M3[0, 2] = SWAP, slot, other
 
 
 @jit(error_model="numpy")
@@ -202,7 +204,7 @@ def _find_replicas(layer: Layer, rank: int, gain_M: FloatArray, step_M3: IntArra
 
     A slot frees what its replica computes, which then burdens the least loaded rank that also holds that expert.
     """
-    scenarios, ranks = layer.load_WR.shape
+    scenarios = len(layer.load_WR)
     last, gap_W, lost_W = len(gain_M) - 1, np.empty(scenarios), np.empty(scenarios)
     for slot in range(layer.slot_P.size):
         partner = slot // layer.per_rank
@@ -224,7 +226,7 @@ def _find_replicas(layer: Layer, rank: int, gain_M: FloatArray, step_M3: IntArra
             continue
         for source in range(rank * layer.per_rank, (rank + 1) * layer.per_rank):
             expert = layer.slot_P[source]
-            if expert == EMPTY or layer.count_E[expert] == layer.copies_EC.shape[1] or expert == old:
+            if expert == EMPTY or layer.count_E[expert] == layer.copies_EC.shape[1]:
                 continue
             gain = 0.0
             for scenario in range(scenarios):

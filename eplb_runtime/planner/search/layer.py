@@ -9,7 +9,7 @@ Shape suffixes: W scenarios, E experts, R ranks, P slots, C replicas of an exper
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,7 +108,7 @@ def fill_to_level(layer: Layer, sweeps: int, tolerance: float) -> None:
 
 
 @jit(error_model="numpy")
-def _split_in_two(layer: Layer, expert: int, token_P: FloatArray, load_R: FloatArray) -> None:
+def _split_in_two(layer: Layer, expert: Any, token_P: FloatArray, load_R: FloatArray) -> None:
     one, other = layer.copies_EC[expert, 0], layer.copies_EC[expert, 1]
     first, second = one // layer.per_rank, other // layer.per_rank
     total = token_P[one] + token_P[other]
@@ -119,7 +119,7 @@ def _split_in_two(layer: Layer, expert: int, token_P: FloatArray, load_R: FloatA
 
 
 @jit(error_model="numpy")
-def _split_in_many(layer: Layer, expert: int, token_P: FloatArray, load_R: FloatArray) -> None:
+def _split_in_many(layer: Layer, expert: Any, token_P: FloatArray, load_R: FloatArray) -> None:
     slots = layer.copies_EC[expert, : layer.count_E[expert]]
     total = 0.0
     for slot in slots:
@@ -180,10 +180,7 @@ def _crossing(layer: Layer, scenario: int) -> float:
 @jit
 def is_on(layer: Layer, rank: int, expert: int) -> bool:
     """Return whether a slot of the rank holds the expert."""
-    for slot in layer.copies_EC[expert, : layer.count_E[expert]]:
-        if slot // layer.per_rank == rank:
-            return True
-    return False
+    return bool((layer.copies_EC[expert, : layer.count_E[expert]] // layer.per_rank == rank).any())
 
 
 @jit

@@ -208,18 +208,3 @@ def _seat(before: IntArray, experts: IntArray, slots: IntArray) -> int:
                 held = held or before[slot] == experts[index]
         known += held
     return known
-
-
-@jit
-def match_ranks(before_E: IntArray, home_E: IntArray, replica_RK: IntArray) -> None:
-    """Rename the ranks of ``home_E`` and ``replica_RK``, in place, so that many experts keep the home rank they had."""
-    ranks = len(replica_RK)
-    entry_E = np.sort(home_E.astype(np.int64) * ranks + before_E)
-    first = np.concatenate((np.zeros(1, dtype=np.int64), np.flatnonzero(entry_E[1:] != entry_E[:-1]) + 1))
-    shared = np.diff(np.concatenate((first, np.full(1, entry_E.size)))).astype(np.float64)
-    name = _match_entries(entry_E[first], shared, ranks)
-    for expert in range(home_E.size):
-        home_E[expert] = name[home_E[expert]]
-    planned = replica_RK.copy()
-    for rank in range(ranks):
-        replica_RK[name[rank]] = planned[rank]

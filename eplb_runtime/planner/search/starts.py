@@ -51,8 +51,10 @@ def starts(
 
 
 def ring_distances(ranks: int, replicas: int) -> IntArray:
-    """int64 ``[K]``, how far back the rank is whose expert a replica slot takes: distances that connect all ranks in few
-    hops, as in LPLB's graphs."""
+    """int64 ``[K]``, how far back the rank is whose expert a replica slot takes.
+
+    These distances connect all ranks in few hops, as in LPLB's graphs.
+    """
     wanted = (1, ranks // 4 + 1, 5, 7, *range(2, ranks))
     distances = list(dict.fromkeys(one % ranks for one in wanted if one % ranks)) or [0]
     return np.array([distances[slot % len(distances)] for slot in range(replicas)], dtype=np.int64)

@@ -74,14 +74,6 @@ def decisions(policy: str, is_planner: bool = True, **budget: Any) -> Any:
     return maker
 
 
-def test_a_search_under_a_budget_is_compiled_where_there_is_one() -> None:
-    assert decisions("incremental")._policy_here == "incremental"
-    for budget in ({"max_moves": 4}, {"max_pause_seconds": 0.1}):
-        assert decisions("incremental", **budget)._policy_here == compile_ahead.UNDER_A_BUDGET
-        assert decisions("static", **budget)._policy_here == "static"
-    assert decisions("incremental", is_planner=False, max_moves=4)._policy_here == ""
-
-
 @pytest.mark.parametrize("policy, announced", [("static", False), ("incremental", True)])
 def test_compiling_is_announced_where_something_will_be_compiled(
     policy: str,
