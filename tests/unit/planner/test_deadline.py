@@ -9,7 +9,6 @@ import pytest
 
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, PlanError, plan
-from eplb_runtime.planner.search import threads
 from eplb_runtime.planner.types import Plan
 from eplb_runtime.topology import Topology
 
@@ -73,15 +72,6 @@ def test_what_is_left_out_is_planned_by_the_next_decisions(way: str) -> None:
     assert order[0] == WORST and len(set(order)) >= LAYERS - 1  # the last gains may be too small to be worth moves
     whole = planned(replica_slots, **terms)
     assert made.imbalance_after.mean() < whole.imbalance_after.mean() + 0.02
-
-
-def test_time_that_runs_out_while_layers_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = iter([0.0] * 3 + [10.0] * 100)
-    monkeypatch.setattr(threads.time, "perf_counter", lambda: next(asked))
-    deadline = threads.Deadline(5.0)
-    monkeypatch.setattr(threads, "free_cores", lambda: 1)
-    found = threads.in_time(lambda layer: f"planned {layer}", lambda layer: f"left {layer}", [2, 0, 3, 1], deadline)
-    assert found == ["planned 0", "left 1", "planned 2", "planned 3"]
 
 
 def test_a_policy_that_plans_all_layers_at_once_takes_no_deadline() -> None:

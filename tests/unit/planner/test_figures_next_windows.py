@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,6 @@ from benchmarks.planner.windows import judge, plain_graph
 
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
-from eplb_runtime.planner.policies.incremental import Trajectory
 from eplb_runtime.tools.simulate import Series, merge_windows, simulate
 from eplb_runtime.topology import Topology
 
@@ -90,7 +90,8 @@ def test_an_expert_that_dominates_has_as_many_copies_as_pay(
 ) -> None:
     load = dominated(share, experts, spread)
     assert judge(planned(load[:8], ranks, replicas), load[8:])[0].mean() <= at_most
-    monkeypatch.setattr(sys.modules[Trajectory.__module__], "MOST_SHARES", 0)
+    module = sys.modules["eplb_runtime.planner.policies.incremental"]
+    monkeypatch.setattr(module, "PARAMETERS", replace(module.PARAMETERS, most_shares=0))
     assert judge(planned(load[:8], ranks, replicas), load[8:])[0].mean() > few_copies_give
 
 
