@@ -43,7 +43,9 @@ class SearchParameters:
     """Constants of the search, tuned on one seed of the families in ``tests/benchmarks/planner``.
 
     Args:
-        price_of_all: imbalance that moving all slots of a layer must be worth besides its seconds, with replica slots.
+        least_price: imbalance that moving all slots of a layer must be worth besides its seconds: of ways that are as
+            good, the shorter.
+        price_of_all: the same where gains must be more than noise, with replica slots.
         first_price: the same while no replica slot is in use: a first plan lasts.
         wandering: factor of both where the load moves on: a gain is one on the next window there.
         deviation: the share of tokens that scenarios send elsewhere at which prices hold; less for steadier loads.
@@ -62,6 +64,7 @@ class SearchParameters:
         busiest_link: moves over the busiest link, in units of the mean link.
     """
 
+    least_price: float = 0.005
     price_of_all: float = 0.2
     first_price: float = 0.02
     wandering: float = 0.2
@@ -202,14 +205,14 @@ def _in_even_loads(load: FloatArray, speed_R: FloatArray) -> FloatArray:
 def _prices(request: PlanRequest) -> FloatArray:
     """float64 ``[L, 2]``: imbalance that moving a home, and a replica, must be worth."""
     start, topology, layers = request.start, request.topology, request.num_layers
-    certain = request.current is None or request.declared or not request.weighs_noise
-    price_L = np.zeros(layers)
-    if start.replica_slots and not certain:
+    price_L = np.full(layers, 0.0 if request.current is None else PARAMETERS.least_price)
+    if start.replica_slots and request.current is not None and request.weighs_noise and not request.declared:
         unused_L = (start.replicas_LRK == EMPTY).all(axis=(1, 2))
         price_L = np.where(unused_L, PARAMETERS.first_price, PARAMETERS.price_of_all)
         price_L *= np.minimum(_deviation(request) / PARAMETERS.deviation, 1.0)
         if request.wanders_L is not None:
             price_L[request.wanders_L] *= PARAMETERS.wandering
+        price_L = np.maximum(price_L, PARAMETERS.least_price)
     bytes_2 = np.array([request.home_bytes, request.replica_bytes], dtype=np.float64)
     if request.seconds_per_imbalance is None:
         bytes_2[:] = 0.0
@@ -311,8 +314,10 @@ def _worth_it(request: PlanRequest, questions: list[_Question], solutions: list[
             continue
         gain_W = found.before_W - found.after_W
         gain = gain_W.mean() - found.cost
-        if not request.weighs_noise or request.declared or len(gain_W) == 1:
-            gain_L[layer] = gain if gain > (PARAMETERS.least_gain if request.weighs_noise else 0.0) else 0.0
+        if not request.weighs_noise:
+            gain_L[layer] = gain_W.mean()
+        elif request.declared or len(gain_W) == 1:
+            gain_L[layer] = gain if gain > PARAMETERS.least_gain else 0.0
         elif gain > max(PARAMETERS.least_gain, PARAMETERS.sure * gain_W.std(ddof=1) / np.sqrt(len(gain_W))):
             gain_L[layer], error_L[layer] = gain, 0.0
             if not _lasts(request, question, layer):

@@ -119,8 +119,8 @@ def test_dear_bytes_leave_out_layers_with_little_to_gain() -> None:
     cheap, dear, dearest = (planned(cost_of(size)) for size in (1e6, 3e10, 1e14))
     assert len(cheap.offers[-1].layers) == len(set(cheap.moves[:, 0]))
     moving = set(dear.moves[:, 0].tolist())
-    assert 0 < len(moving) < len(dear.offers[-1].layers) and f"(all {len(dear.offers[-1].layers)} layers" in dear.reason
-    assert dearest.decision == "stay" and len(dearest.offers[-1].layers) > 1
+    assert 0 < len(moving) < len(cheap.offers[-1].layers)
+    assert dearest.decision == "stay"
     control = planned(cost_of(3e10), gate="off")
     assert left(control.seconds_saved, control.seconds_spent) < left(dear.seconds_saved, dear.seconds_spent)
 

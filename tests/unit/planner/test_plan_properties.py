@@ -166,7 +166,8 @@ def test_micro_batches_that_are_declared_are_no_doubt_about_each_other() -> None
     anew = plan(past, topology, slots_per_rank=4, declared=future)
     after, best = (predicted_imbalance(future, one.placement).mean() for one in (made, anew))
     assert after < 1.02 * best
-    foretold = plan(future, topology, slots_per_rank=4, current=current)
+    cost = CostModel(step_seconds=1.0)
+    foretold = plan(future, topology, slots_per_rank=4, current=current, cost=cost, gate="payoff")
     assert predicted_imbalance(future, foretold.placement).mean() > 1.05 * best, "control"
 
 
