@@ -34,13 +34,13 @@ def starts(
     if replicas == 0:
         for slack in HOME_SLACKS:
             yield deal(load_E, now_P, homes, per_rank, 0, False, slack, nowhere_EN)
-    for hottest in sorted({0, 1, replicas}) if replicas else ():
+    for hottest in sorted({0, ranks * replicas // 2, ranks * replicas}) if replicas else ():
         for keep in (True, False):
             slots_P = deal(load_E, now_P, homes, per_rank, hottest, keep, -1.0, nowhere_EN)
             add_rings(load_E, homes, per_rank, distance_K, slots_P)
             yield slots_P if keep else renamed(now_P, slots_P, ranks, homes)
     if crossing_price > 0.0:
-        for hottest in sorted({0, replicas}):
+        for hottest in sorted({0, ranks * replicas}):
             slots_P = deal(load_E, now_P, homes, per_rank, hottest, False, 0.0, near_EN)
             add_rings(load_E, homes, per_rank, distance_K, slots_P)
             yield slots_P
@@ -91,7 +91,7 @@ def deal(
     """Deal out homes and replicas of the hottest experts, heaviest first, each to the rank with the lightest load.
 
     Args:
-        hottest: replica slots of each rank that replicas of the hottest experts may fill; the others stay empty.
+        hottest: replica slots for the hottest experts; the others stay empty.
         keep: homes stay where they are.
         slack: an expert keeps its home rank while that is heavier than the lightest by no more; below 0: none does.
         far_EN: what a rank of a node counts as heavier for an expert, per token: it is far from the expert's sources.
@@ -105,7 +105,7 @@ def deal(
     for slot in range(now_P.size):
         if slot % per_rank < homes:
             home_E[now_P[slot]] = slot // per_rank
-    for _ in range(ranks * hottest):  # the hottest share gets one replica more
+    for _ in range(hottest):  # the hottest share gets one replica more
         expert = int(np.argmax(each_E))
         count_E[expert] += 1
         each_E[expert] = load_E[expert] / count_E[expert] if count_E[expert] < ranks else 0.0
@@ -136,7 +136,7 @@ def deal(
         for _ in range(count_E[expert] - 1):
             best, least = -1, np.inf
             for rank in range(ranks):
-                if replicas_R[rank] == hottest or rank == home_E[expert] or load_R[rank] >= least:
+                if replicas_R[rank] == per_rank - homes or rank == home_E[expert] or load_R[rank] >= least:
                     continue
                 first = rank * per_rank + homes
                 if not (slot_P[first : first + replicas_R[rank]] == expert).any():
