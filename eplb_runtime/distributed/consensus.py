@@ -206,11 +206,12 @@ def all_equal(digest: bytes, what: str, group: dist.ProcessGroup, sets: Sequence
     digests = {rank: bytes(row) for rank, row in zip(ranks, rows, strict=True)}
     for together in [ranks] if sets is None else sets:
         if odd := deviating(digests, together):
-            return _has_another(odd, what, together[0])
+            return has_another(odd, what, together[0])
     return ""
 
 
-def _has_another(odd: Sequence[int], what: str, first: int) -> str:
+def has_another(odd: Sequence[int], what: str, first: int) -> str:
+    """Return a line that names the ranks that differ."""
     return f"rank {', '.join(map(str, odd))} has another {what} than rank {first}"
 
 
@@ -418,7 +419,7 @@ class Agreement:
         ranks = list(digests)
         if none := [rank for rank in ranks if not any(digests[rank])]:
             return Verdict(False, f"no {what} on rank {', '.join(map(str, none))}")
-        return Verdict(False, _has_another(deviating(digests, ranks), what, next(iter(ranks), 0)))
+        return Verdict(False, has_another(deviating(digests, ranks), what, next(iter(ranks), 0)))
 
     def problem_of(self, priority: int, problem: str) -> str:
         """Return the problem of the rank with this `rank_priority`, in its own words.
