@@ -108,12 +108,8 @@ def stack_experts(model: nn.Module, layers: Sequence[MoE]) -> None:
 
 
 class StackedExperts(nn.Module):
-    """The experts of a list, each of their tensors as one ``[E, ...]``.
-
-    Args:
-        template: computes one expert; its own tensors hold nothing.
-        tensors: by the name that each has in an expert.
-    """
+    """The experts of a list, each of their tensors as one ``[E, ...]``; ``template`` computes one expert and holds
+    nothing."""
 
     def __init__(self, template: nn.Module, tensors: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
@@ -139,11 +135,8 @@ class StackedExperts(nn.Module):
 
 
 def describe(model: nn.Module, layers: Sequence[MoE]) -> HostModel:
-    """The named layers of ``model``.
-
-    Raises:
-        AttachError: a name is wrong, a list is not stacked yet, or tensors have no expert dimension.
-    """
+    """Return the named layers of ``model``, or raise AttachError: a wrong name, a list not stacked, tensors without
+    experts."""
     described = tuple(_describe_layer(model, layer) for layer in layers)
     if len({id(layer.experts) for layer in described}) < len(described):
         raise AttachError("layers= names the same experts twice")
@@ -156,11 +149,7 @@ def describe(model: nn.Module, layers: Sequence[MoE]) -> HostModel:
 
 
 def watched(model: nn.Module, layers: Sequence[MoE]) -> WatchedModel:
-    """The named layers of ``model``, lists of experts stacked or not.
-
-    Raises:
-        AttachError: a name is wrong.
-    """
+    """Return the named layers of ``model``, lists of experts stacked or not."""
     return WatchedModel(
         tuple(_watched_layer(model, layer) for layer in layers),
         lambda tokens: None,

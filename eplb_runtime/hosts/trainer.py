@@ -273,11 +273,8 @@ class BalancedTrainerMixin(_TrainerBase):
         load_pretrained(self.model, best)
 
     def _last_whole_checkpoint(self) -> Path:
-        """Of the output folder; the same on every rank.
-
-        Raises:
-            ValueError: there is none, or ranks see different ones.
-        """
+        """Return that of the output folder, the same on every rank; ValueError: there is none, or ranks see different
+        ones."""
         output = Path(self.args.output_dir)
         steps = sorted(
             int(folder.name.rpartition("-")[2])

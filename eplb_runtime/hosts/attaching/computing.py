@@ -32,14 +32,8 @@ def local_experts(
     bank: ReplicaBank | None,
     gather: ReplicaGather,
 ) -> LocalExperts:
-    """The slots of one layer, as dispatch calls them.
-
-    Args:
-        index: of the layer in the whole model.
-        divisors: of gradients of whole experts.
-        replicas, bank: None without replica slots.
-        gather: where sliced copies are put together.
-    """
+    """Return the slots of one layer, as dispatch calls them; ``replicas`` and ``bank`` are None without replica
+    slots."""
     assert layer.compute is not None
     compute = layer.compute if layer.alignment == 1 else Aligned(layer.compute, layer.alignment)
     leaves = _live_parameters(layer)

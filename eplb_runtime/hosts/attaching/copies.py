@@ -21,11 +21,7 @@ from .checks import raise_on_all
 def transport_of_copies(
     config: BalancerConfig, groups: ProcessGroups, topology: Topology, device: torch.device
 ) -> RowTransport:
-    """Collective over the job.
-
-    Raises:
-        AttachError: ``config.copies_by`` cannot be had; on all ranks.
-    """
+    """Return what carries rows of replicas, or raise AttachError on all ranks. Collective over the job."""
     rows = groups.replicas if config.replica_slots else groups.rows
     transport: RowTransport = PointToPoint(rows, groups.job.row_ranks)
     if config.copies_by == "torch":

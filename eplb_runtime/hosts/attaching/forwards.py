@@ -11,12 +11,8 @@ from .description import Stage
 
 
 class Forwards:
-    """Of one stage. A graph of torch.compile that fails tells nobody, nor does a forward that is interrupted (Ctrl-C):
-    such a forward has ended by the time that its thread begins another, or asks where experts stand.
-
-    Args:
-        layers: whose experts it holds.
-    """
+    """Forwards of one stage. A graph of torch.compile that fails tells nobody, nor does a forward that is interrupted
+    (Ctrl-C): such a forward has ended by the time that its thread begins another, or asks where experts are."""
 
     def __init__(self, balancer: Balancer, stage: Stage, layers: frozenset[int]) -> None:
         self._balancer = balancer

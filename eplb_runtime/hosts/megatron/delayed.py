@@ -25,11 +25,7 @@ _KEPT_OF_WEIGHTS = ("grad", "grad_added_to_main_grad")
 
 
 def why_not_delayed(name: str, module: Any) -> str:
-    """Empty, or why gradients of a layer's experts would not come as they are expected.
-
-    Args:
-        module: Megatron's `MoELayer`.
-    """
+    """Return why gradients of a layer's experts would not come as they are expected, or ""."""
     if not getattr(module.config, _SETTING, False):
         return ""
     if getattr(module.experts, "_with_fused_impl", False):

@@ -45,11 +45,8 @@ _OF_A_SLOT = (re.compile(r"(local_experts\.)(\d+)(\..*)"), re.compile(r"(.*\D)(\
 
 
 def describe(model: nn.Module) -> HostModel:
-    """The MoE layers of a Megatron model, or of one of its pipeline stages: as ``get_model`` gives it, or bare.
-
-    Raises:
-        AttachError: it cannot be balanced.
-    """
+    """Return the MoE layers of a Megatron model, or of one of its pipeline stages: as ``get_model`` gives it, or
+    bare."""
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseMoELayer)]
     for name, module in found:
         _check_layer(name, module)

@@ -54,11 +54,7 @@ def stepped_by_all(leaf: Any) -> Iterator[Tensor]:
 
 
 def ranges_of(leaf: Any, parameter: Tensor) -> Ranges:
-    """For each of `ranks_of`, the elements of a flat parameter that it steps; empty ones are ``(0, 0)``.
-
-    Raises:
-        AttachError: this rank's is not what the optimizer itself says.
-    """
+    """Return for each of `ranks_of` the elements of a flat parameter that it steps; empty ones are ``(0, 0)``."""
     buffer = next(buffer for buffer in leaf.buffers if parameter in buffer.param_index_map)
     begin, end, number = buffer.param_index_map[parameter]
     bucket, ranks = buffer.buckets[number], len(ranks_of(leaf))
@@ -85,12 +81,8 @@ def ranges_of(leaf: Any, parameter: Tensor) -> Ranges:
 
 @dataclass(frozen=True)
 class OffloadedState:
-    """What is kept for one parameter, in the same form wherever it is.
-
-    Args:
-        state: by key, sorted; `MAIN` is what the next step reads, left out where it has the parameter's own dtype.
-        copies: other memory with the numbers of `MAIN`, or of the parameter itself.
-    """
+    """What is kept for one parameter, wherever it is: ``state`` by sorted key, and ``copies``, other memory with the
+    numbers of `MAIN` or of the parameter itself."""
 
     state: Mapping[str, Tensor]
     copies: Mapping[str, tuple[Tensor, ...]]
@@ -108,12 +100,8 @@ def is_mixed(optimizer: Any) -> bool:
 def offloaded_state(
     optimizer: HybridDeviceOptimizer, given: Tensor, parameter: Tensor, first: int = 0
 ) -> OffloadedState:
-    """What is kept for a parameter of the model.
-
-    Args:
-        given: what the optimizer was given in its place: itself, a view of it, or its float32 master.
-        first: element of the flat parameter with which that begins.
-    """
+    """Return what is kept for a parameter, given what the optimizer steps in its place, which begins at element
+    ``first`` of the flat parameter."""
     own_place = parameter.data_ptr() + first * parameter.itemsize
     inner = optimizer.param_to_inner_param[given]
     state = {key: value for key, value in optimizer.state.get(given, {}).items() if key != _AGAIN}
@@ -145,11 +133,8 @@ def is_precision_aware(leaf: Any) -> bool:
 
 
 def raw_state(optimizer: Any, given: Tensor) -> dict[str, Tensor]:
-    """Live memory by key: `MAIN` for the master, and each scale after what it belongs to; empty before the first step.
-
-    Args:
-        given: what the optimizer steps in the place of a parameter.
-    """
+    """Return live memory by key: `MAIN` for the master, and each scale after what it belongs to; empty before the first
+    step."""
     found = {}
     for key, value in optimizer.state.get(given, {}).items():
         name = MAIN if key == _MASTER else key
@@ -160,14 +145,8 @@ def raw_state(optimizer: Any, given: Tensor) -> dict[str, Tensor]:
 
 
 def check_layout(optimizer: Any, given: Tensor) -> None:
-    """Write numbers by the optimizer's own accessor, carry their raw memory to another tensor, and read them there.
-
-    Args:
-        given: one that it steps.
-
-    Raises:
-        AttachError: they are not the same, or there is no such accessor.
-    """
+    """Write numbers by the optimizer's own accessor, carry their raw memory to another tensor, and read them there;
+    AttachError if they are not the same."""
     here, there = (torch.zeros(_TRIED, dtype=given.dtype, device=given.device) for _ in range(2))
     numbers = torch.linspace(-3, 5, _TRIED, dtype=torch.float32, device=given.device)
     try:

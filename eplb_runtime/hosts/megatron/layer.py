@@ -28,11 +28,7 @@ def keeps_every_bit(module: Any) -> bool:
 
 
 def install(module: Any, columns: HostDispatchedLayer) -> None:
-    """Let a layer route by where experts stand, and save by which they are.
-
-    Args:
-        module: Megatron's `MoELayer`.
-    """
+    """Let a layer route by where experts are, and save by which they are."""
     in_order = RowsInLogicalOrder(module.token_dispatcher, columns) if reorders(module.config) else None
     own_route, own_preprocess, own_postprocess = module.route, module.preprocess, module.postprocess
     graphed, caches = GraphedColumns(columns), WeightCaches(module.experts, columns)

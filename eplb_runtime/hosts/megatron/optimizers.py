@@ -49,15 +49,8 @@ Square = Callable[[Callable[[Tensor], Tensor | None]], Tensor]
 
 
 def adapt(wrapped: bool, layers: Sequence[MoELayer], optimizer: Any) -> AnyOptimizer:
-    """What attaching can use of an optimizer.
-
-    Args:
-        wrapped: whether gradients go to Megatron's own buffers.
-        layers: of all pipeline stages of this rank; none where these have no MoE layer.
-
-    Raises:
-        AttachError: it cannot be used.
-    """
+    """Return what attaching can use of an optimizer, for the MoE layers of all pipeline stages of this rank;
+    AttachError: none."""
     experts = {
         f"{layer.name}.{name}": (layer.name, layer.parameter(name)) for layer in layers for name in layer.parameters
     }
@@ -92,15 +85,8 @@ def options_of(optimizer: Any) -> dict[str, Any]:
 
 
 class StepByMegatron:
-    """A `hosts.attaching.description.HostOptimizer`.
-
-    Args:
-        optimizer: as the training loop has it.
-        experts: the expert parameters of the model with their layer's name, by name.
-
-    Raises:
-        AttachError: it keeps state that cannot be reached in place.
-    """
+    """A `hosts.attaching.description.HostOptimizer`; AttachError where it keeps state that cannot be reached in
+    place."""
 
     def __init__(self, optimizer: Any, experts: Mapping[str, tuple[str, torch.nn.Parameter]]) -> None:
         self._optimizer = optimizer
@@ -254,11 +240,7 @@ class StepByMegatron:
         return list({id(leaf): leaf for leaf in self._leaf_of.values()}.values())
 
     def _check_norm(self) -> None:
-        """Check that `join` can take experts out of Megatron's own norm, which follows the order of slots.
-
-        Raises:
-            AttachError: one optimizer steps experts together with others, or there is no chain.
-        """
+        """Refuse an optimizer out of whose own norm, which follows the order of slots, `join` cannot take experts."""
         if _layer_wise(self._optimizer):
             return
         together = [leaf for leaf in self._leaves_of_experts() if not _is_for_experts(leaf)]

@@ -20,12 +20,8 @@ _TRIED = 8
 
 
 class RowsInLogicalOrder:
-    """The way of one layer's rows between the order of logical experts and that of slots.
-
-    Args:
-        dispatcher: Megatron's `MoEAlltoAllTokenDispatcher`; from now on it takes columns by logical expert.
-        columns: where experts are.
-    """
+    """The way of one layer's rows between the order of logical experts and that of slots. From now on the dispatcher
+    takes columns by logical expert."""
 
     def __init__(self, dispatcher: Any, columns: HostDispatchedLayer) -> None:
         self._columns = columns
@@ -57,10 +53,7 @@ class RowsInLogicalOrder:
 
 
 def _places(counts_E: Tensor, logical_of_slots: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Where each row in the order of slots is in logical order, and the other way round; int64 ``[N]`` each.
-
-    Nothing waits for the device.
-    """
+    """Return where each row in the order of slots is in logical order, and the other way round; no host sync."""
     counts_P = counts_E.index_select(0, logical_of_slots)
     first_E, first_P = counts_E.cumsum(0) - counts_E, counts_P.cumsum(0) - counts_P
     shift_P = first_E.index_select(0, logical_of_slots) - first_P
@@ -85,11 +78,7 @@ class _Moved(torch.autograd.Function):
 
 
 def why_not_permuted(module: Any) -> str:
-    """Empty, or why chunks of rows could not change places: the fused permutation is tried on a few.
-
-    Args:
-        module: Megatron's `MoELayer`, whose rows travel in another order than they are added in.
-    """
+    """Return why chunks of rows could not change places, or "": the fused permutation is tried on a few."""
     if not module.config.moe_permute_fusion:
         return ""
     weight = next(module.experts.parameters())

@@ -32,11 +32,7 @@ class WeightCaches:
 
 
 def why_not_followed(name: str, module: Any) -> str:
-    """Empty, or why the experts of a layer would not have their weights quantized anew.
-
-    Args:
-        module: Megatron's `MoELayer`.
-    """
+    """Return why the experts of a layer would not have their weights quantized anew, or ""."""
     if getattr(module.config, "fp8", None) is None:
         return ""
     for own, part in module.experts.named_modules():

@@ -183,11 +183,8 @@ def _say_of(settings: JobSettings) -> None:
 
 
 def _notes(settings: JobSettings, added_up: int) -> tuple[str, ...]:
-    """Lines that say what makes bits depend on where experts are.
-
-    Args:
-        added_up: ranks over which FSDP adds up gradients of experts.
-    """
+    """Return lines that say what makes bits depend on where experts are; FSDP adds up gradients of ``added_up``
+    ranks."""
     notes = []
     if added_up > 2:
         notes.append(

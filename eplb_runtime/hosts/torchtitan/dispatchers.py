@@ -39,12 +39,7 @@ def forward_by_slots(
     ids_BLK: Tensor,
     counts_E: Tensor,
 ) -> Tensor:
-    """One batch through torchtitan's own forward, with ids, and what is counted by them, renamed to slots.
-
-    Args:
-        columns: a `moe.layer.HostDispatchedLayer`.
-        own: ``RoutedExperts.forward``, bound.
-    """
+    """Return one batch through torchtitan's own forward, with ids, and what is counted by them, renamed to slots."""
     clock, call = columns.expert_clock, None
     if clock.on and routed.training:
         hidden_BLD, call = call_begins(clock, hidden_BLD)
@@ -55,12 +50,7 @@ def forward_by_slots(
 
 
 def why_not_renamed(name: str, routed: Any, own: Forward, backend: str) -> str:
-    """Why a layer cannot be given slots by `forward_by_slots`; empty: nothing stands against it.
-
-    Args:
-        name: of the layer.
-        own: ``RoutedExperts.forward``, not bound.
-    """
+    """Return why a layer cannot be given slots by `forward_by_slots`, or ""."""
     dispatcher = routed.token_dispatcher
     kind = type(dispatcher)
     if kind.__name__ != OWN_BACKENDS[backend] or kind.__module__ != MADE_IN:
@@ -82,12 +72,7 @@ def why_not_renamed(name: str, routed: Any, own: Forward, backend: str) -> str:
 
 @dataclass(frozen=True)
 class _Probe:
-    """A batch whose tokens say who they are.
-
-    Args:
-        number_T: of each token of this rank, over all ranks.
-        slots_TK: where they go.
-    """
+    """A batch whose tokens say who they are: the number of each over all ranks, and where it goes."""
 
     number_T: Tensor
     slots_TK: Tensor
@@ -122,15 +107,9 @@ class _Seen:
 
 
 def why_elsewhere(name: str, routed: Any, own: Forward, width: int, device: torch.device) -> str:
-    """Find what is otherwise than renaming to slots needs it, by a batch through a layer's own forward and dispatcher,
-    with the experts left out; empty: every token comes to the ranks of its slots, back, and its gradient, too.
-
-    Collective over the EP group.
-
-    Args:
-        own: ``RoutedExperts.forward``, not bound.
-        width: D.
-    """
+    """Return what is otherwise than renaming to slots needs it, or "", by a batch through a layer's own forward and
+    dispatcher with the experts left out: every token comes to the ranks of its slots, back, and its gradient, too.
+    Collective over the EP group."""
     dispatcher = routed.token_dispatcher
     group, top_k, experts = dispatcher.ep_mesh.get_group(), dispatcher.top_k, dispatcher.num_experts
     rank, ranks = group.rank(), group.size()

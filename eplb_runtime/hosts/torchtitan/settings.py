@@ -45,11 +45,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def settings_of(options: Mapping[str, Any]) -> JobSettings:
-    """Settings of options by torchtitan's names.
-
-    Args:
-        options: also ``world_size``, the ranks of the job, where it is known.
-    """
+    """Return settings of options by torchtitan's names; ``world_size`` too, if known."""
     sizes = (options.get(name) or 1 for name in ("pipeline_parallel_degree", "expert_parallel_degree"))
     ranks = ranks_of_an_expert(options.get("world_size"), *sizes)
     return JobSettings({"expert_data_parallel_size": ranks, **options}, DEFAULTS)

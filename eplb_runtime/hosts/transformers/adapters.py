@@ -33,13 +33,8 @@ MERGE = (
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """LoRA on one matrix of an experts module.
-
-    Args:
-        wrapper: PEFT's, around the experts module or around another wrapper.
-        path: of the wrapper within the outermost one, with a dot behind it; empty: it is that.
-        adapter: PEFT's name for it.
-    """
+    """LoRA on one matrix of an experts module: PEFT's wrapper, its path within the outermost one, and the adapter's
+    name."""
 
     wrapper: Any
     path: str
@@ -80,14 +75,7 @@ class LowRank:
 
 @dataclass(frozen=True, eq=False)
 class AdaptedExperts:
-    """An experts module with LoRA around it.
-
-    Args:
-        outer: the outermost wrapper.
-        experts: the module that is wrapped.
-        path: of that within ``outer``, with a dot behind it.
-        low_rank: for each matrix that is adapted.
-    """
+    """An experts module with LoRA around it: the outermost wrapper, the module, its path, and LoRA of each matrix."""
 
     outer: nn.Module
     experts: nn.Module
@@ -140,11 +128,8 @@ def factors(a: Tensor, b: Tensor, matrix: Tensor, transposed: bool) -> tuple[Ten
 
 
 def adapted_experts(model: nn.Module, is_experts: Callable[[nn.Module], bool]) -> Iterator[tuple[str, AdaptedExperts]]:
-    """``(name of the outermost wrapper, what it adapts)`` of every experts module that is wrapped.
-
-    Raises:
-        AttachError: something around an experts module cannot be split by expert.
-    """
+    """Yield the name of the outermost wrapper and what it adapts of every wrapped experts module; AttachError where
+    something around one cannot be split by expert."""
     inside: set[int] = set()
     saver = peft_model(model)
     for name, module in model.named_modules():
@@ -239,11 +224,7 @@ def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module, is_cut: bo
 
 
 def follow(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]]) -> None:
-    """Let PEFT merge, save and load adapters of experts that are spread; refuse what would be wrong without a word.
-
-    Args:
-        model: attached; what PEFT knows by name is found in it when it is called.
-    """
+    """Let PEFT merge, save and load adapters of experts that are spread; refuse what would be wrong without a word."""
     for layer, adapted in layers:
         for one in adapted.low_rank:
             _merge_by_expert(one)
