@@ -25,14 +25,8 @@ SPARE_DESCRIPTORS = 32
 def why_attach_failed(
     store: JobStore, ranks: Sequence[int], rank: int, error: BaseException, hang_up: Callable[[], None]
 ) -> str:
-    """Return why it failed on all ranks, in a line; empty: by this rank's own error.
-
-    Args:
-        ranks: of the job, as far as this one knows.
-        rank: this one.
-        error: of this rank: its own trouble, or what it has of another's.
-        hang_up: ends the waits of others for this rank.
-    """
+    """Return why it failed on all ranks, in a line; empty: by this rank's own error. ``hang_up`` ends the waits of
+    others for this rank."""
     own = not is_echo(error)
     try:
         store.compare_set(f"failed/{rank}", "failed")

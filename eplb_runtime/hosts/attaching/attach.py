@@ -529,10 +529,8 @@ def _forget_graphs() -> None:
 
 
 def _expert_sizes(registry: ExpertTensors) -> dict[str, Any]:
-    """One expert's weights in the first layer of this rank, as fields of `RecordedJob`; nothing without layers.
-
-    By shapes alone: rank 0 is alone here, and a row of a DTensor is a collective.
-    """
+    """Return sizes of one expert of this rank's first layer, as fields of `RecordedJob`. By shapes alone: rank 0 is
+    alone here, and a row of a DTensor is a collective."""
     weights = [one for layer in registry.layers[:1] for one in registry.by_expert(layer)]
     if not weights:
         return {}

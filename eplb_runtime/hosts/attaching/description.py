@@ -123,13 +123,10 @@ class HostOptimizer(Protocol):
         has_moved: Callable[[], bool],
         experts_here: Callable[[Tensor], list[int]],
     ) -> Removable:
-        """Call ``before`` and ``after`` around each step from now on.
-
-        Args:
-            square_of_experts: the squared norm over all experts, to clip by, of what is the gradient of a parameter.
-            has_moved: whether experts stand elsewhere than where the host has put them; also asked after ``remove``.
-            experts_here: the logical experts in this rank's slots of the layer that has a parameter, likewise.
-        """
+        """Call ``before`` and ``after`` around each step from now on. ``square_of_experts``: the squared norm over all
+        experts, to clip by, of what is the gradient of a parameter; ``has_moved``: whether experts are elsewhere than
+        where the host has put them; ``experts_here``: the logical experts in this rank's slots of a parameter's
+        layer."""
 
 
 AnyOptimizer = torch.optim.Optimizer | HostOptimizer
@@ -207,11 +204,8 @@ class WatchedLayer:
 
 @dataclass(frozen=True)
 class WatchedModel:
-    """What a host knows of a model that stays as it is; ``real_tokens`` and ``watch_batches`` as of `HostModel`.
-
-    Args:
-        takes_replicas: whether the framework's layers could hold replicas.
-    """
+    """What a host knows of a model that stays as it is; ``takes_replicas``: whether the framework's layers could hold
+    some."""
 
     layers: tuple[WatchedLayer, ...]
     real_tokens: Callable[[int], Tensor | None]
@@ -221,12 +215,8 @@ class WatchedModel:
 
 @dataclass(frozen=True)
 class Stage:
-    """One of the models that are attached on this rank: the whole model, or a pipeline stage of it.
-
-    Args:
-        number: of the stage, over the whole model.
-        prefix: what stands before the model's own names where there are several models on this rank.
-    """
+    """One of the models that are attached on this rank: the whole model, or a pipeline stage of it, by its number over
+    the whole model; ``prefix`` goes before its names where there are several."""
 
     number: int
     model: nn.Module
@@ -236,13 +226,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Spread:
-    """That ``shard_experts`` has cut a module's experts already.
-
-    Args:
-        rows: E/R, experts that are left here.
-        placement: digest of the placement they were cut by; empty: in logical order.
-        ep_ranks: of the EP group they were cut for.
-    """
+    """That ``shard_experts`` has cut a module's experts: E/R here, the digest of the placement (empty: logical order),
+    and the EP ranks."""
 
     rows: int
     placement: str

@@ -26,11 +26,8 @@ from .state_hooks import Homes, mark_optimizer
 
 
 def refuse_shared(optimizer: torch.optim.Optimizer) -> None:
-    """One optimizer cannot serve two attached models: each balancer would take the other's experts for dense.
-
-    Raises:
-        AttachError: it steps another attached model.
-    """
+    """Raise AttachError if an optimizer steps another attached model: each balancer would take the other's experts for
+    dense."""
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
     if any(isinstance(getattr(hook, "__self__", None), Optimizers) for hook in hooks):
         raise AttachError(
@@ -40,11 +37,7 @@ def refuse_shared(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Optimizers:
-    """Those that step one attached model.
-
-    Args:
-        parameters: of the model, experts as they lie here, by name.
-    """
+    """Those that step one attached model, whose parameters are given by name, experts as they are here."""
 
     def __init__(self, balancer: Balancer, parameters: Mapping[str, Tensor]) -> None:
         self._balancer = balancer

@@ -59,11 +59,8 @@ class AllToAllSplits:
         return cls(index_U, num_local_rows, sent, received)
 
     def reversed(self, index_U: Tensor | None) -> AllToAllSplits:
-        """The same exchange in the other direction.
-
-        Args:
-            index_U: int64, permutation from arrival order to the current order; None: identity.
-        """
+        """Return the same exchange in the other direction; ``index_U``: from arrival order to the current order, None:
+        identity."""
         return AllToAllSplits(index_U, self.num_local_rows, self.received, self.sent)
 
 

@@ -21,17 +21,8 @@ ASSERT = {"debug": True, "sanitize_overflow": False}
 
 
 def count_and_map(ids_TK: Tensor, table_E: Tensor, counts_E: Tensor, real_T: Tensor | None = None) -> Tensor:
-    """Count a batch's choices and find their slots, in one pass.
-
-    Args:
-        ids_TK: int32 or int64.
-        table_E: int64, the slot of each expert.
-        counts_E: int64, added to.
-        real_T: bool, False for padding, which has slots and does not count; None: every token counts.
-
-    Returns:
-        int64 ``[T, K]``, the slots.
-    """
+    """Count a batch's choices into ``counts_E`` and return their slots, in one pass. ``real_T``: False for padding,
+    which has slots and does not count."""
     ids_TK, choices = ids_TK.contiguous(), ids_TK.numel()
     slots_TK = torch.empty(ids_TK.shape, dtype=torch.int64, device=ids_TK.device)
     if choices:

@@ -68,11 +68,7 @@ class SlotTable:
         return self._home_LE[layer]
 
     def require_known(self, layer: int, topk_ids_TK: Tensor) -> None:
-        """Refuse ids of no expert where a look at them costs no wait. (A device ends the job by its own assertion.)
-
-        Raises:
-            ValueError: an id is negative or too large.
-        """
+        """Refuse ids of no expert where a look at them costs no wait. (A device ends the job by its own assertion.)"""
         if topk_ids_TK.device.type != "cpu" or not topk_ids_TK.numel():
             return
         ids_TK = topk_ids_TK.detach().numpy()
