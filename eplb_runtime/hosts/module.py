@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -324,7 +323,7 @@ def _stacked(name: str, experts: nn.ModuleList) -> StackedExperts:
     named = [dict(expert.named_parameters()) for expert in experts]
     kinds = [{key: (tensor.shape, tensor.dtype, tensor.requires_grad) for key, tensor in own.items()} for own in named]
     for number, expert in enumerate(experts):
-        if type(expert) is not type(first) or kinds[number] != kinds[0] or not named[0]:
+        if type(expert) is not type(first) or kinds[number] != kinds[0] or not named[0] or repr(expert) != repr(first):
             raise AttachError(f"{name}.{number} is not a module as {name}.0 is: only equal experts can be stacked")
         if any(True for _ in expert.buffers()):
             raise AttachError(f"{name}.{number} keeps buffers, which would not move with experts")
@@ -332,7 +331,6 @@ def _stacked(name: str, experts: nn.ModuleList) -> StackedExperts:
             raise AttachError(
                 f"weights of {name}.{number} have gradient hooks, which stacking would lose: register them later"
             )
-        _check_same_code(f"{name}.{number}", expert, f"{name}.0", first)
     ids = {id(tensor) for own in named for tensor in own.values()}
     if len(ids) < len(named) * len(named[0]):
         raise AttachError(f"experts of {name} share tensors: only separate experts can be moved")
@@ -368,49 +366,6 @@ def _check_same_results(name: str, experts: nn.ModuleList, template: nn.Module) 
                         f"of {name}.{number}, and one of them computes all once they are stacked: make them equal, or "
                         "keep tensors [E, ...] and say by MoE(..., compute=) how rows run through them"
                     )
-
-
-def _check_same_code(name: str, expert: nn.Module, first_name: str, first: nn.Module) -> None:
-    """One module will compute all experts of a list, with its own code, settings and hooks."""
-    ways = [
-        {(path, key): value for path, module in one.named_modules() for key, value in _settings(module).items()}
-        for one in (expert, first)
-    ]
-    own, others = ways
-    for path, key in {**own, **others}:
-        if not _alike(own.get((path, key)), others.get((path, key))):
-            one, other = (" ".join(repr(values.get((path, key))).split())[:60] for values in ways)
-            raise AttachError(
-                f"{name} does not compute as {first_name} does ({f'{path}.{key}'.lstrip('.')} is {one}, not {other}), "
-                "and one of them computes all once they are stacked: make them equal, or keep tensors [E, ...] and "
-                "say by MoE(..., compute=) how rows run through them"
-            )
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def _settings(module: nn.Module) -> dict[str, Any]:
-    """What a module is, and what its code may read besides its tensors and other modules."""
-    kind = {"type": nn.utils.parametrize.type_before_parametrizations(module).__name__}
-    own = kind | {key: value for key, value in vars(module).items() if not key.startswith("_")}
-    return own | {key: list(vars(module)[key].values()) for key in _HOOKS if vars(module)[key]}
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Whether two settings are the same, where that can be told; else whether they are of one type."""
-    if one is other or type(one) is not type(other):
-        return one is other
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    if isinstance(one, FunctionType):
-        cells = [[cell.cell_contents for cell in function.__closure__ or ()] for function in (one, other)]
-        return one.__code__ == other.__code__ and _alike(*cells)
-    if isinstance(one, Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, bool | int | float | complex | str | bytes | BuiltinFunctionType | torch.dtype):
-        return bool(one == other)
-    return True
 
 
 def _module(model: nn.Module, name: str) -> nn.Module:
