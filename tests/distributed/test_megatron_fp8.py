@@ -191,7 +191,7 @@ def quantize_before(balancer: eplb.Balancer) -> None:
 
 
 def keep_caches(_: eplb.Balancer) -> None:
-    from eplb_runtime.hosts.megatron.quantized import WeightCaches
+    from eplb_runtime.hosts.megatron.layer import WeightCaches
 
     WeightCaches.follow = lambda caches: None  # type: ignore[method-assign]
 

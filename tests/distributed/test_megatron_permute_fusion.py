@@ -14,12 +14,10 @@ import fused_permutation_double
 import pytest
 import test_megatron_parallelisms as parallelisms
 import torch
-from megatron_jobs import attached, forget_state
+from megatron_jobs import forget_state
 from ranks import run_ranks
 from test_megatron_parallelisms import SmallJob
 from torch import Tensor
-
-from eplb_runtime.hosts import AttachError
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
@@ -76,27 +74,6 @@ def in_order_of_slots() -> Callable[[], None]:
     return end
 
 
-def said(what: str) -> str:
-    """The line of attach with permutations that are not as expected."""
-    import megatron.core.transformer.moe.moe_utils as moe_utils
-
-    own = moe_utils.fused_permute_with_probs
-
-    def other(tokens: Tensor, probs: Tensor, chosen: Tensor, num_out_tokens: int = -1) -> Any:
-        if what == "missing":
-            raise ValueError("fused_permute_with_probs is not available")
-        moved, weights, places = own(tokens, probs, chosen, num_out_tokens)
-        return moved.flip(0), weights, places
-
-    moe_utils.fused_permute_with_probs = other
-    try:
-        with pytest.raises(AttachError) as error:
-            attached(SmallJob(**CASES["fused"]), move=False)
-    finally:
-        moe_utils.fused_permute_with_probs = own
-    return str(error.value)
-
-
 def everything(rank: int) -> dict[str, Any]:
     prepare()
     parallelisms.CASES.update(CASES)
@@ -111,7 +88,6 @@ def everything(rank: int) -> dict[str, Any]:
     results["order of slots"] = parallelisms.trained("fused", move=True)
     end()
     results["alone"] = SmallJob(**CASES["fused"]).train(range(1))
-    results["said"] = {what: said(what) for what in ("missing", "in another order")}
     return results
 
 
@@ -138,9 +114,3 @@ def test_each_choice_is_counted_once(results: list[dict[str, Any]]) -> None:
 def test_the_first_step_is_that_of_megatron_alone(results: list[dict[str, Any]]) -> None:
     for of_rank in results:
         assert of_rank["fused"]["moving"]["seen"][0] == pytest.approx(of_rank["alone"][0], rel=1e-5)
-
-
-def test_permutations_that_are_not_as_expected_are_refused(results: list[dict[str, Any]]) -> None:
-    for of_rank in results:
-        assert "cannot be run (fused_permute_with_probs is not available)" in of_rank["said"]["missing"]
-        assert "permutes in another order" in of_rank["said"]["in another order"]

@@ -29,13 +29,10 @@ from ..attaching.description import (
     mark_spread,
 )
 from ..settings import JobSettings, run_checks
-from .delayed import why_not_delayed
 from .graphs import check_not_captured
-from .layer import install, keeps_every_bit, mark_work, watch
+from .layer import QUANTIZE_AGAIN, install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of
-from .order import why_not_permuted
-from .quantized import why_not_followed
-from .settings import CHECKS, EXACT_IN_ONE_SUM, reorders, settings_of, stand_ins, without_replicas
+from .settings import CHECKS, EXACT_IN_ONE_SUM, settings_of, stand_ins, without_replicas
 from .weights import weights
 
 logger = logging.getLogger("eplb_runtime")
@@ -178,11 +175,47 @@ def _problems(model: nn.Module, optimizers: Sequence[Any]) -> list[str]:
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MegatronLayer)]
     found += [why for name, module in layers if (why := why_not_followed(name, module))][:1]
     found += [why for name, module in layers if (why := why_not_delayed(name, module))][:1]
-    found += [why for _, module in layers[:1] if reorders(module.config) and (why := why_not_permuted(module))]
     if not found and dist.get_rank() == 0:
         for name, tested in stand_ins(settings):
-            logger.warning("%s was tested with a stand-in (%s), and not on a GPU yet", name, tested)
+            logger.warning(
+                "%s was tested with a stand-in (%s), and not on a GPU yet: prove it by `eplb-runtime verify -- JOB`",
+                name,
+                tested,
+            )
     return found
+
+
+def why_not_delayed(name: str, module: Any) -> str:
+    """Return why gradients of a layer's experts would not come as they are expected, or "". TransformerEngine's grouped
+    layers add each expert's gradients, micro-batch by micro-batch, to ``main_grad`` when Megatron calls `backward_dw`,
+    before the layer's backward pass ends: nothing of that follows the placement."""
+    setting = "overlap_dispatch_backward_with_experts_wgrad"
+    if not getattr(module.config, setting, False):
+        return ""
+    if getattr(module.experts, "_with_fused_impl", False):
+        return f"{setting}=True with use_transformer_engine_op_fuser=True has not been run; set one of them to False"
+    for own in ("linear_fc1", "linear_fc2"):
+        linear: Any = getattr(module.experts, own, None)
+        if not hasattr(linear, "backward_dw"):
+            which = f"{name}.experts.{own} ({type(linear).__name__})"
+            return f"{which} has no backward_dw: when it computes gradients is not known; set {setting}=False"
+        if not all(hasattr(weight, "main_grad") for weight in linear.parameters() if weight.requires_grad):
+            return f"{setting}=True without Megatron's DistributedDataParallel around the model; set it to False"
+    return ""
+
+
+def why_not_followed(name: str, module: Any) -> str:
+    """Return why the experts of a layer would not have their weights quantized anew, or ""."""
+    if getattr(module.config, "fp8", None) is None:
+        return ""
+    for own, part in module.experts.named_modules():
+        weights = list(part.parameters(recurse=False))
+        which = f"{name}.experts.{own} ({type(part).__name__})"
+        if weights and not hasattr(part, QUANTIZE_AGAIN):
+            return f"{which} has no {QUANTIZE_AGAIN}: when it quantizes its weights anew is not known; leave fp8 out"
+        if any(hasattr(weight, "_quantizer") for weight in weights):
+            return f"{which} has weights that are FP8 themselves, which cannot be moved yet: set fp8_param_gather=False"
+    return ""
 
 
 def _refuses(layers: Sequence[MoELayer], wrapped: bool, config: BalancerConfig) -> str:

@@ -4,7 +4,7 @@ A distributed optimizer divides each bucket of a flat buffer evenly over the ran
 these begin and end; each rank steps what it has of an expert, whole or cut. HybridDeviceOptimizer steps an inner tensor
 in the place of each parameter, some in host memory, by their order and sizes; loading makes inner tensors anew, so none
 is remembered. TransformerEngine's FusedAdam keeps dtypes of its own, some with a scale; its accessors would round once
-more, so raw memory moves, and `check_layout` tries at attach how it is laid out.
+more, so raw memory moves.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ _MASTER = "master_param"
 """TransformerEngine's key of the master, or of the 16 bits of it that a weight in bfloat16 lacks."""
 _SCALED = (torch.float16,)
 """Dtypes whose numbers are to be multiplied by a scale. bfloat16 has one, too, which is always 1."""
-_TRIED = 64
-"""Numbers that are written and read back."""
 
 
 # -- divided over ranks ------------------------------------------------------------------------------------------------
@@ -142,41 +140,3 @@ def raw_state(optimizer: Any, given: Tensor) -> dict[str, Tensor]:
         if value.dtype in _SCALED:
             found[f"{name}_scale"] = optimizer._scales[given][key]
     return found
-
-
-def check_layout(optimizer: Any, given: Tensor) -> None:
-    """Write numbers by the optimizer's own accessor, carry their raw memory to another tensor, and read them there;
-    AttachError if they are not the same."""
-    here, there = (torch.zeros(_TRIED, dtype=given.dtype, device=given.device) for _ in range(2))
-    numbers = torch.linspace(-3, 5, _TRIED, dtype=torch.float32, device=given.device)
-    try:
-        for number, key in enumerate(("exp_avg", "exp_avg_sq", *([_MASTER] if optimizer.master_weights else []))):
-            _set(optimizer, here, key, numbers * (number + 1))
-            _set(optimizer, there, key, torch.ones_like(numbers))
-        source, target = raw_state(optimizer, here), raw_state(optimizer, there)
-        same = list(source) == list(target)
-        for key, value in source.items():
-            target[key].copy_(value)
-        for key in list(optimizer.state[here]):
-            read = optimizer.get_unscaled_state(there, key)
-            same &= torch.equal(read, optimizer.get_unscaled_state(here, key)) and bool(read.any())
-    except (AttributeError, KeyError, TypeError, AssertionError, RuntimeError) as error:
-        raise AttachError(_unknown(optimizer, f"{type(error).__name__}: {error}")) from None
-    finally:
-        for tensor in (here, there):
-            optimizer.state.pop(tensor, None)
-            getattr(optimizer, "_scales", {}).pop(tensor, None)
-    if not same:
-        raise AttachError(_unknown(optimizer, "what was read is not what was written"))
-
-
-def _set(optimizer: Any, tensor: Tensor, key: str, numbers: Tensor) -> None:
-    remainders = getattr(optimizer, "store_param_remainders", False) and tensor.dtype == torch.bfloat16
-    optimizer.set_scaled_state(tensor, key, numbers.to(torch.int16) if remainders and key == _MASTER else numbers)
-
-
-def _unknown(optimizer: Any, what: str) -> str:
-    return (
-        f"{type(optimizer).__name__} keeps its state in another way than TransformerEngine's FusedAdam is known to "
-        f"({what}): set use_precision_aware_optimizer=False"
-    )

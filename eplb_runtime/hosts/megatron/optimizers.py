@@ -29,7 +29,6 @@ from ...moe.experts.optimizer_state import Ranges
 from ..attaching.description import AnyOptimizer, AttachError, MoELayer
 from .kept_state import (
     OffloadedState,
-    check_layout,
     is_divided,
     is_mixed,
     is_offloaded,
@@ -98,9 +97,11 @@ class StepByMegatron:
             mine = {name: parameter for name, parameter in self._experts.items() if id(parameter) in held}
             if mine:
                 _check_leaf(leaf, mine)
-            here = [parameter for parameter in mine.values() if _is_here(leaf, parameter)]
-            if here and is_precision_aware(leaf):
-                check_layout(leaf.optimizer, _given(leaf, here[0]))
+            if mine and is_precision_aware(leaf) and not hasattr(leaf.optimizer, "_scales"):
+                raise AttachError(
+                    f"{type(leaf.optimizer).__name__} has no _scales, so it keeps its state in another way than "
+                    "TransformerEngine's FusedAdam: set use_precision_aware_optimizer=False"
+                )
             self._leaf_of.update({id(parameter): leaf for parameter in mine.values()})
         if any(is_mixed(leaf.optimizer) for leaf in _leaves(optimizer)) and dist.get_rank() == 0:
             logger.warning(
