@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan
-from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
 from ...balancer.balancer import Balancer
@@ -27,7 +26,6 @@ from ..attaching.attach import attach_stages
 from ..attaching.checks import device_of
 from ..attaching.description import AttachError, HostModel, Spread, Stage, mark_spread
 from ..settings import JobSettings, run_checks
-from .dispatchers import why_elsewhere
 from .experts import balanced_experts, describe, routed_experts
 from .pipeline import accompany, build_pipeline, numbers_of
 from .settings import (
@@ -155,8 +153,6 @@ def _attach(
     except Exception as error:
         problem = error
     _all_can_attach(ranks, "attach", config, problem)
-    if settings.moe_comm_backend != STANDARD:
-        _all_can_attach(ranks, "a batch through the dispatchers", config, _try_dispatchers(model_parts, device))
     balancer = attach_stages(
         stages, optimizers.optimizers, config=config, ranks=ranks, device=device, container=optimizers
     )
@@ -178,7 +174,10 @@ def _say_of(settings: JobSettings) -> None:
         return
     for name, tested in stand_ins(settings):
         logger.warning(
-            "%s='%s' was tested with a stand-in (%s), and not on a GPU yet", name, settings.moe_comm_backend, tested
+            "%s='%s' was tested with a stand-in (%s), and not on a GPU yet: prove it by `eplb-runtime verify -- JOB`",
+            name,
+            settings.moe_comm_backend,
+            tested,
         )
 
 
@@ -203,20 +202,6 @@ def _notes(settings: JobSettings, added_up: int) -> tuple[str, ...]:
             "bit"
         )
     return tuple(notes)
-
-
-def _try_dispatchers(model_parts: Sequence[nn.Module], device: torch.device) -> Exception | None:
-    """Find what is otherwise than giving slots to torchtitan's own dispatchers needs it. Collective: a rank that has
-    found something goes on to the last layer, where the others are."""
-    problem: Exception | None = None
-    try:
-        for name, routed in (named for part in model_parts for named in routed_experts(part)):
-            width = next(routed.inner_experts.parameters()).shape[-1]
-            if (why := why_elsewhere(name, routed, RoutedExperts.forward, width, device)) and problem is None:
-                problem = AttachError(why)
-    except Exception as error:
-        return problem or error
-    return problem
 
 
 def _host(part: nn.Module, ep_ranks: tuple[int, ...], settings: JobSettings) -> HostModel:

@@ -145,7 +145,7 @@ CHECKED_AT_ATTACH = (
     "the overrides, pipelining_fn and post_optimizer_build_fn that balance() sets are in the config",
     "each rank holds whole experts, equally many",
     "with replica slots: the ranks that hold the same experts divide dimension 1 of their tensors",
-    "deepep, hybridep, minimal_async_ep: a batch sent through the dispatcher comes to its slots and back",
+    "deepep, hybridep, minimal_async_ep: the dispatcher takes the arguments of torchtitan 0.3.0",
 )
 RANKS, EXPERTS = "expert_parallel_degree", "num_experts"
 """Settings of the ranks and experts of a layer."""
