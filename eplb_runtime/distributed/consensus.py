@@ -53,8 +53,7 @@ class ConsensusError(RuntimeError):
 
 
 def wait_on_host(works: Sequence[dist.Work], group: dist.ProcessGroup, seconds: float, *, on_device: bool) -> None:
-    """Wait until all works are done; the host sees the end, not only the device's stream. RuntimeError: not in time, or
-    failed; the group is broken then."""
+    """Wait until the host sees that all works are done; RuntimeError: the group is broken."""
     deadline = time.monotonic() + seconds
     if not on_device:
         for work in works:
@@ -147,8 +146,7 @@ def maxima(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def extremes(values: Tensor, group: dist.ProcessGroup, *, has_values: bool = True) -> tuple[Tensor, Tensor]:
-    """Return the element-wise minimum and maximum over ranks, in one all-reduce; if no rank has values, each minimum is
-    above its maximum."""
+    """Return the element-wise minimum and maximum over ranks that have values, in one all-reduce."""
     both = torch.stack([values, -values])
     if not has_values:
         both.fill_(-_LARGEST_WORD if not values.is_floating_point() else -torch.inf)
@@ -162,8 +160,7 @@ def deviating(values: Mapping[int, Hashable], ranks: Sequence[int]) -> list[int]
 
 
 def all_equal(digest: bytes, what: str, group: dist.ProcessGroup, sets: Sequence[Sequence[int]] | None = None) -> str:
-    """Return a line that names the ranks of the first of ``sets`` whose digests differ, or "". Collective over the
-    group."""
+    """Return a line that names ranks of one of ``sets`` whose digests differ, or "". Collective."""
     rows = gather_rows(torch.frombuffer(bytearray(digest), dtype=torch.uint8), group).tolist()
     ranks = dist.get_process_group_ranks(group)
     digests = {rank: bytes(row) for rank, row in zip(ranks, rows, strict=True)}
@@ -270,8 +267,7 @@ class _Barrier:
         return ", ".join(absent[:8])
 
     def _forget(self, call: int) -> None:
-        """Delete an earlier call, since all ranks have come to a later one. A call that was given up stays on record,
-        for ranks that never came to it."""
+        """Delete an earlier call, unless it was given up: ranks that never came to it read that."""
         self._store.delete(f"{call}/{self._rank}")
         if self._rank == self._everyone[0] and self._store.word_of(f"{call}/state") == _ALL:
             for key in ("problem", "here", "state"):
@@ -306,8 +302,7 @@ class Agreement:
         self._probe = probe
 
     def close(self) -> None:
-        """Let go of the group, whose threads and connections go with the last who holds it. Nobody compares or votes
-        any more."""
+        """Let go of the group, whose threads and connections go with the last who holds it."""
         del self._control
 
     @property
@@ -346,8 +341,7 @@ class Agreement:
             return Verdict(False, f"the ranks could not compare their {what}: {one_line(error)}", True)
 
     def who_differs(self, digest: bytes | None, what: str) -> Verdict:
-        """Return the verdict that names the ranks whose 16 bytes are zeros, or differ from the first rank's; None:
-        nothing to compare here."""
+        """Return the verdict that names ranks whose 16 bytes are zeros, or differ from the first rank's."""
         mine = torch.zeros(17, dtype=torch.uint8)
         if digest is not None:
             mine[0] = 1
@@ -458,7 +452,6 @@ def two_sided(digest: bytes) -> Tensor:
 
 
 def is_one_value(highest: Tensor) -> Tensor:
-    """bool ``[...]``: whether the highest of `two_sided` words ``[..., 4]`` over ranks came from one digest alone, or
-    from none."""
+    """Return whether the highest of `two_sided` words over ranks came from one digest alone, or from none."""
     word, lacks = highest[..., 0::2], highest[..., 1::2]
     return ((word + lacks == _LARGEST_WORD) | (word + lacks == 0)).all(dim=-1)

@@ -100,8 +100,7 @@ class NodeMemory:
             torch._C._distributed_c10d._register_process_group(group.group_name, group)
 
     def meet(self, deadline: float) -> None:
-        """Compare what ranks see of their node; RuntimeError: they cannot open each other's memory. Collective; waits
-        on the host."""
+        """Compare what ranks see of their node. Collective; waits on the host."""
         pad = int(self._package.get_signal_pad_size())
         shares = launcher_environment().get(SHARING) == "1"
         word = json.dumps([node_of_this_rank(), pad, self._device.index, identity_of(self._device), shares]).encode()

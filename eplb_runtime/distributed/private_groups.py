@@ -40,8 +40,7 @@ def make(
     timeout: timedelta,
     description: str,
 ) -> dist.ProcessGroup:
-    """Make a group of these ranks; each of them calls it with the same new name, in any order with other calls. NCCL
-    connects at the group's first call."""
+    """Make a group of these ranks, each of which calls it with the same new name, in any order with other calls."""
     place = list(ranks).index(rank)
     prefixed = dist.PrefixStore(name, store)
     group = dist.ProcessGroup(prefixed, place, len(ranks))

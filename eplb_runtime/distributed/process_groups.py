@@ -122,8 +122,7 @@ class ProcessGroups:
             raise
 
     def explain(self, error: BaseException) -> str:
-        """Setting up has failed on this rank: tell the others, who fail too, and hear why, in a line. Empty: by the
-        error itself."""
+        """Tell the others that setting up has failed here; returns why it did on all, or "": by this error."""
         return why_attach_failed(self.store, self._members, dist.get_rank(), error, self._hang_up_on_all)
 
     def settle(self) -> None:
@@ -138,8 +137,7 @@ class ProcessGroups:
         return lacks_descriptors(sizes)
 
     def new_control(self, attempt: int, seconds: float) -> dist.ProcessGroup:
-        """Make another control group within these seconds, which is not used until `take_over`. ``attempt`` was never
-        used before. Collective."""
+        """Make another control group, which is not used until `take_over`. Collective."""
         control = self._new([self.job.ranks], "gloo", f"control {attempt}", timedelta(seconds=seconds))
         _give_time(control, "gloo", timedelta(seconds=self.timeout_seconds))
         return control
@@ -176,8 +174,7 @@ class ProcessGroups:
 
     @cached_property
     def rows(self) -> dist.ProcessGroup:
-        """The device's backend, ranks that have each row of an expert tensor once: what concerns whole layers of
-        experts (norms, gathering). It is ``dispatch``, unless rows are divided."""
+        """The device's backend, ranks that have each row of an expert tensor once: `dispatch`, unless divided."""
         return self._new(self.job.row_sets, self.backend, "rows") if self.job.divided_rows else self.dispatch
 
     @cached_property

@@ -57,8 +57,7 @@ class ForwardTag:
         self._here.value = (self.value & ~_PLACEMENT) | (changes << 2 & _PLACEMENT)
 
     def check(self, tags: NDArray[np.int64], own: int | None = None) -> None:
-        """Raise OutOfStepError on every rank of the group unless all ranks are in this forward. ``own``: this rank's
-        tag when they were exchanged."""
+        """Raise OutOfStepError on every rank of the group unless all ranks are, or were, in this forward."""
         own = self.value if own is None else own
         if (tags != own).any():
             self._check_placements(tags, own)

@@ -115,8 +115,7 @@ class JobStore:
             self._worker.close(0.0 if self.silent else self._seconds)
 
     def _ask(self, question: Callable[[dist.Store], T], patient: bool = False, extra_seconds: float = 0.0) -> T:
-        """Return the answer, asked on the thread; StoreError: none within the timeout and what the store itself waits
-        for."""
+        """Return the answer, asked on the thread; StoreError: none within the timeout."""
         if self.silent and not patient:
             raise StoreError(f"the launcher's store does not answer: it has not for more than {self._seconds:g} s")
 

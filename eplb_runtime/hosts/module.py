@@ -107,8 +107,7 @@ def stack_experts(model: nn.Module, layers: Sequence[MoE]) -> None:
 
 
 class StackedExperts(nn.Module):
-    """The experts of a list, each of their tensors as one ``[E, ...]``; ``template`` computes one expert and holds
-    nothing."""
+    """The experts of a list, each of their tensors as one ``[E, ...]``; ``template`` computes one expert."""
 
     def __init__(self, template: nn.Module, tensors: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
@@ -134,8 +133,7 @@ class StackedExperts(nn.Module):
 
 
 def describe(model: nn.Module, layers: Sequence[MoE]) -> HostModel:
-    """Return the named layers of ``model``, or raise AttachError: a wrong name, a list not stacked, tensors without
-    experts."""
+    """Return the named layers of ``model``; AttachError: a wrong name, a list not stacked, no expert tensors."""
     described = tuple(_describe_layer(model, layer) for layer in layers)
     if len({id(layer.experts) for layer in described}) < len(described):
         raise AttachError("layers= names the same experts twice")
@@ -345,8 +343,7 @@ def _stacked(name: str, experts: nn.ModuleList) -> StackedExperts:
 
 
 def _check_same_results(name: str, experts: nn.ModuleList, template: nn.Module) -> None:
-    """Each expert gives for a few rows, with dropout and without, what the one that computes all gives with its
-    weights."""
+    """Refuse an expert that gives other results, with dropout or without, than ``template`` with its weights."""
     first = next(experts[0].parameters())
     sizes = [size for tensor in experts[0].parameters() for size in reversed(tensor.shape)]
     with untouched([experts, template], template, first.device), torch.no_grad():

@@ -65,8 +65,7 @@ class _Walk:
     def pairs(
         self, walked: Iterable[tuple[Key, Tensor]], name_of: Callable[[Key], str]
     ) -> Iterator[tuple[Key, Tensor]]:
-        """Yield what is walked, with copies of the weights of each expert that was there at launch. Raises if experts
-        have moved since, or a copy was written to."""
+        """Yield what is walked, with copies of the experts that were there at launch, which nobody may write to."""
         for key, tensor in walked:
             here = self._at_launch(name_of(key), tensor)
             before = () if here is tensor else _as_handed_out(here)

@@ -40,8 +40,7 @@ class Kernels:
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """Return the kernels for a device, each compared with plain torch in its first batch; plain torch where there is no
-    GPU or no Triton."""
+    """Return the kernels for a device; plain torch where there is no GPU or no Triton."""
     if device.type != "cuda":
         logger.warning("kernels=True has no effect on %s: they are for GPUs, and plain torch is used", device.type)
         return Kernels()

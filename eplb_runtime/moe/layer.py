@@ -239,8 +239,7 @@ class HostDispatchedLayer:
     def __call__(
         self, hidden_TD: Tensor, chosen_TE: Tensor, weights_TE: Tensor, real_T: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return which tokens go where, and the router's weights, by slot instead of by logical expert. ``real_T``:
-        False for padding."""
+        """Return which tokens go where, and the router's weights, by slot. ``real_T``: False for padding."""
         epoch = self._begin(hidden_TD, lambda: self._counter.count_chosen(self.index, chosen_TE, real_T))
         with phase("route", "F", self.index, epoch):
             order = self.logical_of_slots
@@ -257,14 +256,12 @@ class HostDispatchedLayer:
 
     @torch.compiler.disable
     def begin(self, hidden_TD: Tensor, chosen_TE: Tensor, real_T: Tensor | None) -> None:
-        """Begin a forward for a host that itself carries rows of logical experts to where `logical_of_slots` has
-        them."""
+        """Begin a forward for a host that itself carries rows to where `logical_of_slots` has them."""
         self._begin(hidden_TD, lambda: self._counter.count_chosen(self.index, chosen_TE, real_T))
 
     @torch.compiler.disable
     def begin_after_graph(self, hidden_ND: Tensor, counts_E: Tensor, order_P: Tensor) -> None:
-        """Begin a forward whose columns a CUDA graph has put in the order ``order_P``; RuntimeError if that is not the
-        active placement's."""
+        """Begin a forward whose columns a CUDA graph has put in this order, which must be the placement's."""
         changes = self.changes
         if self._followed != changes:  # one wait for the device after a commit, none in other forwards
             if not torch.equal(order_P, self.logical_of_slots):

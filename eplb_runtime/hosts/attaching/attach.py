@@ -205,8 +205,7 @@ class _Routed:
 
 
 def _connect(given: _Given, ranks: Ranks) -> _Connected:
-    """Make groups, measure links, check everything that can be refused, and choose what carries tokens and experts.
-    Collective; all ranks raise, or none."""
+    """Make groups, check everything that can be refused, and choose what carries tokens and experts. Collective."""
     stages, config, device = given.stages, given.config, given.device
     gc.collect()  # models that are gone, and attaches that failed, leave connections in cycles of references
     if device.type == "cuda":

@@ -164,8 +164,7 @@ def _check_here(
 
 
 def check_current(device: torch.device) -> None:
-    """Raises AttachError if this thread works on another GPU than the model's: kernels of Triton and of DeepEP run on
-    the current one, wherever their tensors are."""
+    """Refuse another GPU than this thread's: kernels of Triton and of DeepEP run on the current one."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         raise AttachError(
             f"the experts are on {device}, and this process works on GPU {torch.cuda.current_device()}: call "
@@ -395,8 +394,7 @@ def raise_on_all(problem: str, groups: ProcessGroups) -> None:
 
 
 def as_all_say(error: BaseException, groups: ProcessGroups) -> AttachError | None:
-    """Attaching has failed on this rank: tell the others, who fail too. What to raise in the place of the error; None:
-    the error itself."""
+    """Tell the others that attaching has failed here; returns what to raise instead of the error, if anything."""
     cause = groups.explain(error)
     if not cause and (isinstance(error, AttachError) or not isinstance(error, Exception)):
         return None

@@ -32,8 +32,7 @@ def local_experts(
     bank: ReplicaBank | None,
     gather: ReplicaGather,
 ) -> LocalExperts:
-    """Return the slots of one layer, as dispatch calls them; ``replicas`` and ``bank`` are None without replica
-    slots."""
+    """Return the slots of one layer, as dispatch calls them."""
     assert layer.compute is not None
     compute = layer.compute if layer.alignment == 1 else Aligned(layer.compute, layer.alignment)
     leaves = _live_parameters(layer)

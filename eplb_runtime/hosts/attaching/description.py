@@ -204,8 +204,7 @@ class WatchedLayer:
 
 @dataclass(frozen=True)
 class WatchedModel:
-    """What a host knows of a model that stays as it is; ``takes_replicas``: whether the framework's layers could hold
-    some."""
+    """What a host knows of a model that stays as it is."""
 
     layers: tuple[WatchedLayer, ...]
     real_tokens: Callable[[int], Tensor | None]
@@ -215,8 +214,7 @@ class WatchedModel:
 
 @dataclass(frozen=True)
 class Stage:
-    """One of the models that are attached on this rank: the whole model, or a pipeline stage of it, by its number over
-    the whole model; ``prefix`` goes before its names where there are several."""
+    """An attached model or pipeline stage; ``prefix`` goes before its names where there are several."""
 
     number: int
     model: nn.Module
@@ -226,8 +224,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Spread:
-    """That ``shard_experts`` has cut a module's experts: E/R here, the digest of the placement (empty: logical order),
-    and the EP ranks."""
+    """What ``shard_experts`` has cut: E/R, the placement's digest (empty: logical order), and the EP ranks."""
 
     rows: int
     placement: str

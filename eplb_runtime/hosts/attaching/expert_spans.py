@@ -44,8 +44,7 @@ def call_ends(call: ExpertCall | None, hidden: Any, out: Any) -> Any:
 
 
 def mark_calls(experts: nn.Module, name: str, clock: ExpertClock) -> Callable[[], None]:
-    """Mark the calls of a module, whose hidden states are the argument ``name`` or the first one; returns how to end
-    it."""
+    """Mark the calls of a module, whose hidden states are the argument ``name``; returns how to end it."""
     running: list[tuple[ExpertCall | None, Any]] = []
 
     def before(

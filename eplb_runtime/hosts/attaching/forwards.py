@@ -22,8 +22,7 @@ class Forwards:
         stage.model.register_forward_hook(lambda *_: self._end(), always_call=True)
 
     def end_what_broke_off(self) -> None:
-        """This thread is in no forward any more, unless a model asks while it runs: then the rest of its layers wait
-        for the next step."""
+        """End this thread's forward; the rest of its layers wait for the next step."""
         if get_ident() in self._running:
             self._balancer._after_forward(self._layers)
 

@@ -26,8 +26,7 @@ def blank(size: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def make_buffers(model: nn.Module, device: torch.device, remake: Callable[[nn.Module], None]) -> None:
-    """Give memory to all meta buffers, and values, by the model's own code, to those that checkpoints leave out;
-    MetaError if that code does not fill one."""
+    """Give meta buffers memory; the model's own code, or MetaError, fills those that checkpoints leave out."""
     for module in model.modules():
         missing = [name for name, _ in _meta_buffers(module) if name in module._non_persistent_buffers_set]
         filled = []

@@ -79,8 +79,8 @@ def install(
     rows: Tensor | None,
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
-    """Put a parameter in the place of an expert parameter, in the module and in the optimizer that holds it; ``rows``:
-    which rows of what was there are its own, None: all."""
+    """Put a parameter in the place of an expert parameter, in module and optimizer; ``rows`` of what was there are its
+    own."""
     old = layer.parameter(name)
     local.__dict__.update(vars(old))  # what people write on parameters (no weight decay, groups)
 

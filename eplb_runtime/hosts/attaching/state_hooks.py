@@ -29,8 +29,7 @@ _WHOLE = 1e-6
 
 @dataclass(frozen=True)
 class Homes:
-    """Where the experts of a layer are, rank after rank, this rank's place in the EP group, and whether any has
-    moved."""
+    """Where the experts of a layer are, rank after rank, this rank's place, and whether any has moved."""
 
     order: Sequence[int]
     rank: int

@@ -42,8 +42,7 @@ _OF_A_SLOT = (re.compile(r"(local_experts\.)(\d+)(\..*)"), re.compile(r"(.*\D)(\
 
 
 def describe(model: nn.Module) -> HostModel:
-    """Return the MoE layers of a Megatron model, or of one of its pipeline stages: as ``get_model`` gives it, or
-    bare."""
+    """Return the MoE layers of a Megatron model or stage, as ``get_model`` gives it, or bare."""
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseMoELayer)]
     for name, module in found:
         _check_layer(name, module)
@@ -132,8 +131,7 @@ def _ranks(model: nn.Module, found: Sequence[tuple[str, Any]], wrapped: bool) ->
 
 
 def _divides_experts(model: nn.Module) -> bool:
-    """Return whether optimizer state of experts is divided over ranks that hold the same; equal on all ranks of the
-    job."""
+    """Return whether optimizer state of experts is divided over the ranks that hold them."""
     ddp = getattr(model, "ddp_config", None)
     return (
         bool(getattr(ddp, "use_distributed_optimizer", False))
@@ -248,8 +246,7 @@ def _check_layer(name: str, module: nn.Module) -> None:
 
 
 def _notes(layers: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
-    """Lines that say what makes bits depend on where experts are: sums of a token's results in the order of slots, and
-    sums of gradients of ranks that hold the same experts, which the backend may add up by their place in a buffer."""
+    """Return lines that say which sums, of results or of gradients, depend on where experts are."""
     notes = []
     if inexact := [(name, module) for name, module in layers if not keeps_every_bit(module)]:
         name, module = inexact[0]

@@ -98,8 +98,7 @@ def is_mixed(optimizer: Any) -> bool:
 def offloaded_state(
     optimizer: HybridDeviceOptimizer, given: Tensor, parameter: Tensor, first: int = 0
 ) -> OffloadedState:
-    """Return what is kept for a parameter, given what the optimizer steps in its place, which begins at element
-    ``first`` of the flat parameter."""
+    """Return what is kept for a parameter of which the optimizer steps ``given``, from element ``first`` on."""
     own_place = parameter.data_ptr() + first * parameter.itemsize
     inner = optimizer.param_to_inner_param[given]
     state = {key: value for key, value in optimizer.state.get(given, {}).items() if key != _AGAIN}
@@ -131,8 +130,7 @@ def is_precision_aware(leaf: Any) -> bool:
 
 
 def raw_state(optimizer: Any, given: Tensor) -> dict[str, Tensor]:
-    """Return live memory by key: `MAIN` for the master, and each scale after what it belongs to; empty before the first
-    step."""
+    """Return live memory by key, each scale after what it belongs to; empty before the first step."""
     found = {}
     for key, value in optimizer.state.get(given, {}).items():
         name = MAIN if key == _MASTER else key

@@ -101,8 +101,7 @@ class WeightCaches:
 
 
 def mark_work(module: Any, clock: ExpertClock) -> Callable[[], None]:
-    """Let a clock measure a layer from the permutation before its dispatch to that after its combine; returns how to
-    end it. Nothing is measured where another micro-batch goes backward in between."""
+    """Let a clock measure a layer, unless another micro-batch goes backward in it; returns how to end it."""
     if module.config.overlap_moe_expert_parallel_comm:
         return lambda: None
     own_preprocess, own_postprocess = module.preprocess, module.postprocess

@@ -48,8 +48,7 @@ Square = Callable[[Callable[[Tensor], Tensor | None]], Tensor]
 
 
 def adapt(wrapped: bool, layers: Sequence[MoELayer], optimizer: Any) -> AnyOptimizer:
-    """Return what attaching can use of an optimizer, for the MoE layers of all pipeline stages of this rank;
-    AttachError: none."""
+    """Return what attaching can use of an optimizer, for the MoE layers of all stages of this rank."""
     experts = {
         f"{layer.name}.{name}": (layer.name, layer.parameter(name)) for layer in layers for name in layer.parameters
     }
@@ -84,8 +83,7 @@ def options_of(optimizer: Any) -> dict[str, Any]:
 
 
 class StepByMegatron:
-    """A `hosts.attaching.description.HostOptimizer`; AttachError where it keeps state that cannot be reached in
-    place."""
+    """A `HostOptimizer`; AttachError where it keeps state that cannot be reached in place."""
 
     def __init__(self, optimizer: Any, experts: Mapping[str, tuple[str, torch.nn.Parameter]]) -> None:
         self._optimizer = optimizer

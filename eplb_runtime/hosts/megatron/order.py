@@ -16,8 +16,7 @@ from ...moe.layer import HostDispatchedLayer
 
 
 class RowsInLogicalOrder:
-    """The way of one layer's rows between the order of logical experts and that of slots. From now on the dispatcher
-    takes columns by logical expert."""
+    """One layer's rows: its dispatcher takes columns by logical expert, and rows travel in the order of slots."""
 
     def __init__(self, dispatcher: Any, columns: HostDispatchedLayer) -> None:
         self._columns = columns

@@ -23,8 +23,7 @@ _LAYER = re.compile(r"(.*\blayers)\.(\d+)\.")
 
 
 def weights(layers: Sequence[MoELayer], model: nn.Module, first_layer: int) -> list[Weight]:
-    """Return parameters and persistent buffers. Collective over data-parallel ranks where parameters are gathered
-    late."""
+    """Return parameters and persistent buffers; collective where parameters are gathered late."""
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
         raise CheckpointError(
             "tensor parallelism cuts Megatron's tensors, and how they are put together is known to converters alone: "

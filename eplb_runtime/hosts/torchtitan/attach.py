@@ -93,8 +93,7 @@ def _path(function: Callable[..., Any]) -> str:
 def _parallelize(
     own: Callable[..., nn.Module], model: nn.Module, *, parallel_dims: ParallelDims, **options: Any
 ) -> nn.Module:
-    """Raises AttachError where torchtitan would fail itself, long before `_attach`: its default `spmd_backend` does not
-    run with torch 2.13."""
+    """Refuse an `spmd_backend` with which torchtitan would fail itself, long before `_attach`."""
     backend = parallel_dims.spmd_backend
     for refusal in check_spmd_backend(parallel_dims):
         raise AttachError(str(refusal))
@@ -182,8 +181,7 @@ def _say_of(settings: JobSettings) -> None:
 
 
 def _notes(settings: JobSettings, added_up: int) -> tuple[str, ...]:
-    """Return lines that say what makes bits depend on where experts are; FSDP adds up gradients of ``added_up``
-    ranks."""
+    """Return lines that say what makes bits depend on where experts are."""
     notes = []
     if added_up > 2:
         notes.append(

@@ -27,8 +27,7 @@ from .settings import STANDARD
 
 
 class BalancedRoutedExperts(RoutedExperts):
-    """Routed experts whose tokens go where the placement says. ``only_shapes``: what comes is no batch, and only has to
-    have the right shape afterwards."""
+    """Routed experts whose tokens go where the placement says; ``only_shapes``: what comes is no batch."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):

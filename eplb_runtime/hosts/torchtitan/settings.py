@@ -52,8 +52,7 @@ def settings_of(options: Mapping[str, Any]) -> JobSettings:
 
 
 def backend_of(dispatchers: Iterable[Any]) -> str:
-    """``moe_comm_backend`` of a model whose layers have these configs of dispatchers; other names where one is not
-    known, or several are mixed."""
+    """Return ``moe_comm_backend`` of these configs of dispatchers; other names where it is not known."""
     names = {type(one).__qualname__.removesuffix(".Config").rpartition(".")[2] for one in dispatchers}
     found = {STANDARD if name in _STANDARD_DISPATCHERS else name for name in names}
     named = {name: backend for backend, name in OWN_BACKENDS.items()}

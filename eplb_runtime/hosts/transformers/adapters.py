@@ -33,8 +33,7 @@ MERGE = (
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """LoRA on one matrix of an experts module: PEFT's wrapper, its path within the outermost one, and the adapter's
-    name."""
+    """LoRA on one matrix: PEFT's wrapper, its path within the outermost one, and the adapter's name."""
 
     wrapper: Any
     path: str
@@ -128,8 +127,7 @@ def factors(a: Tensor, b: Tensor, matrix: Tensor, transposed: bool) -> tuple[Ten
 
 
 def adapted_experts(model: nn.Module, is_experts: Callable[[nn.Module], bool]) -> Iterator[tuple[str, AdaptedExperts]]:
-    """Yield the name of the outermost wrapper and what it adapts of every wrapped experts module; AttachError where
-    something around one cannot be split by expert."""
+    """Yield name and adapters of every wrapped experts module; AttachError: they have no form by expert."""
     inside: set[int] = set()
     saver = peft_model(model)
     for name, module in model.named_modules():
@@ -343,8 +341,7 @@ def _save_together(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExp
     }
 
     def save_pretrained(save_directory: str | Path, *arguments: Any, **options: Any) -> None:
-        """As the library's, adapters in PEFT's layout. Collective: every rank calls it, the first one writes, whatever
-        ``is_main_process`` is."""
+        """As the library's, adapters in PEFT's layout. Collective; the first rank writes."""
         if options.pop("state_dict", None) is not None:
             raise AttachError("save_pretrained of an attached model takes no state_dict: adapters are gathered here")
         options.pop("is_main_process", None)

@@ -59,8 +59,7 @@ class RowCompute:
             return weigh_gradients(self._sorted_again(rows_MD, counts_S), weights_M)
 
     def _split(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, _Added]]:
-        """The module's own weights, and what is added to the products with them. What has to be added to a weight
-        itself, is."""
+        """Return the module's own weights, with what has to be added to them, and what is added to products."""
         own, pairs = list(parameters[: len(self._names)]), parameters[len(self._names) :]
         added = {
             one.matrix: _Added(pairs[2 * number], pairs[2 * number + 1], one.scaling)

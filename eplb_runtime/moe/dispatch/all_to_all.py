@@ -98,8 +98,7 @@ class AllToAll(Dispatcher):
     def _sums_to_tokens(
         self, rows_MD: Tensor, metadata: AllToAllMetadata, weights: Tensor | None
     ) -> Callable[[], Tensor]:
-        """Send rows by slot to their tokens; waiting returns each token's sum ``[T, D]``, plain where ``weights`` is
-        None."""
+        """Send rows by slot to their tokens; waiting returns each token's sum ``[T, D]``."""
         rows = self._choices_to_tokens(rows_MD, metadata)
         return lambda: self._moves.sum_choices(rows(), metadata.place_TK, self._memory, weights)
 

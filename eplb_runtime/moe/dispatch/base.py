@@ -106,12 +106,10 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> DispatchMetadata:
-        """Return which row goes where. T may differ between ranks and may be 0; with known ``counts`` a dispatcher may
-        skip its exchange of counts."""
+        """Return which row goes where; with known ``counts`` a dispatcher may skip its exchange of them."""
 
     def dispatch(self, hidden_TD: Tensor, weights_TK: Tensor, metadata: DispatchMetadata) -> Dispatched:
-        """Send each (token, choice) to its slot. Differentiable. ``metadata``: of `plan`, or of an earlier dispatch
-        with the same choices on every rank."""
+        """Send each (token, choice) to its slot; also with metadata of the same choices. Differentiable."""
         learns, by_rank = torch.is_grad_enabled(), self.combine_order == "by_rank"
         travelling = weights_TK if learns or by_rank else None
         rows_MD, weights_M, counts_S, metadata = _Dispatch.apply(hidden_TD, travelling, metadata, self)
@@ -125,8 +123,7 @@ class Dispatcher(ABC):
         return combined_TD
 
     def close(self, deadline: float) -> None:  # noqa: B027
-        """Free what it holds of devices and networks, if it can, until ``deadline``; not between a forward and its
-        backward. The next dispatch allocates it again."""
+        """Free what it holds of devices and networks, if it can; the next dispatch allocates it again."""
 
     # -- the transfers behind the autograd functions -------------------------------------------------------------------
 
@@ -134,8 +131,7 @@ class Dispatcher(ABC):
     def dispatch_rows(
         self, hidden_TD: Tensor, weights_TK: Tensor | None, metadata: Any
     ) -> tuple[Tensor, Tensor | None, SlotCounts, DispatchMetadata]:
-        """Return rows ``[M, D]`` and weights ``[M]`` by slot, rows of each slot, and the metadata for the same way
-        again."""
+        """Return rows ``[M, D]``, weights ``[M]`` and counts by slot, and metadata for the same way again."""
 
     @abstractmethod
     def combine_rows(self, out_MD: Tensor, weights: Tensor, metadata: Any) -> Tensor:
@@ -145,8 +141,7 @@ class Dispatcher(ABC):
     def combine_gradients(
         self, grad_MD: Tensor, grad_M: Tensor | None, metadata: Any, hidden_needed: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return gradients ``[T, D]``, summed over a token's choices, and ``[T, K]``; each None where it is not
-        needed."""
+        """Return ``[T, D]``, summed over a token's choices, and ``[T, K]``; None where not needed."""
 
     @abstractmethod
     def dispatch_gradients(self, grad_TD: Tensor, metadata: Any) -> Tensor:

@@ -16,8 +16,7 @@ from .channels import MicroBatchChannels
 
 
 class CountExchange:
-    """Every rank's counts of a batch: the input of the split of tokens over replicas. One collective per call, and one
-    host sync for counts on the host."""
+    """Every rank's counts of a batch: one collective per call, and one host sync for counts on the host."""
 
     def __init__(self, channels: MicroBatchChannels, forward_tag: ForwardTag | None = None) -> None:
         self._channels = channels

@@ -200,8 +200,7 @@ class DeepEPDispatcher(Dispatcher):
     # -- for both ------------------------------------------------------------------------------------------------------
 
     def _recv_counts(self, sent: SendTokens, top_k: int, known: RowCounts | None) -> RecvCounts | None:
-        """Return what arrives here, or None where DeepEP tells the host. All ranks are in the same forward
-        afterwards."""
+        """Return what arrives here, or None where DeepEP tells the host; compares forwards."""
         nothing, slots = sent.slots_NK.new_empty(0), self._slots_per_rank
         if self._buffer.tells_the_host:
             if self._forward_tag is not None and known is None:

@@ -59,8 +59,7 @@ class AllToAllSplits:
         return cls(index_U, num_local_rows, sent, received)
 
     def reversed(self, index_U: Tensor | None) -> AllToAllSplits:
-        """Return the same exchange in the other direction; ``index_U``: from arrival order to the current order, None:
-        identity."""
+        """Return the exchange in the other direction; ``index_U``: from arrival order to the current one."""
         return AllToAllSplits(index_U, self.num_local_rows, self.received, self.sent)
 
 

@@ -65,8 +65,7 @@ class Arriving(NamedTuple):
 def leaving(
     slots_TK: Tensor, rank: int, num_ranks: int, slots_per_rank: int, *, dedup: bool, tag: int | None = None
 ) -> Leaving:
-    """Return which row goes where. ``dedup``: send a token once to each rank where it has choices; ``tag``: sent beside
-    the counts. No host sync."""
+    """Return which row goes where, without a host sync. ``dedup``: a token goes once to each rank."""
     slots_N, device = slots_TK.reshape(-1), slots_TK.device
     choice_N = order_by_slot(slots_N, rank * slots_per_rank, slots_per_rank, num_ranks * slots_per_rank)
     place_TK = inverse(choice_N).view(slots_TK.shape)
@@ -170,8 +169,7 @@ def visits(slots_TK: Tensor, slots_per_rank: int, num_ranks: int) -> Tensor:
 
 
 def dedup_tokens(visits_TR: Tensor, begin_R: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return int64 ``[U]``, tokens by the ranks that they visit, and int64 ``[T, R]``, which of a rank's rows a token
-    is."""
+    """Return int64 ``[U]``, tokens by the ranks that they visit, and ``[T, R]``, their place there."""
     within_TR = visits_TR.cumsum(dim=0) - 1
     # One place more than rows: what is not sent goes there.
     place_TR = torch.where(visits_TR > 0, within_TR + begin_R, rows)
@@ -237,8 +235,7 @@ def sum_here(
 
 
 def bags(bag_U: Tensor, num_bags: int) -> tuple[Tensor, Tensor]:
-    """Return int64 ``[U]``, elements by the bag that each is in, those of a bag in their own order, and where each bag
-    begins."""
+    """Return elements by the bag that each is in, in their own order, and where each bag begins."""
     size_B = count(bag_U, num_bags)
     return torch.argsort(bag_U, stable=True), size_B.cumsum(0) - size_B
 

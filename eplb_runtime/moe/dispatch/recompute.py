@@ -52,8 +52,7 @@ class RecomputeCache:
         self._differed: AsyncMismatchFlag | None = None
 
     def begin(self, step: int) -> None:
-        """Begin a forward that repeats none, in a step that follows ``step`` closed ones; what an earlier step left
-        behind is not waited for."""
+        """Begin a forward that repeats none, in the step after ``step``; earlier steps are forgotten."""
         self._raise_if_it_differed()
         with self._lock:
             if step != self._step:
@@ -115,8 +114,7 @@ class RecomputeCache:
 
 
 class AsyncMismatchFlag:
-    """Whether anything compared so far has differed: found on the device, and told to the host (``on_host``) without a
-    sync; never taken back."""
+    """Whether anything compared so far has differed, told to the host without a sync; never taken back."""
 
     def __init__(self, device: torch.device) -> None:
         with torch.inference_mode(False):  # kept: made inside it, nobody outside could write to it

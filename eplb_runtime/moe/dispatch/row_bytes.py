@@ -16,8 +16,7 @@ WIRE_DTYPE = torch.bfloat16
 
 
 def pack(hidden_TD: Tensor, weights_TW: Tensor | None, times: int = 1) -> Tensor:
-    """Return bfloat16 ``[T * times, C]``: rows, a multiple of 32 bytes wide, that carry a hidden state and a share of
-    the token's weights."""
+    """Return bfloat16 ``[T * times, C]``: rows with a hidden state and a share of the token's weights."""
     tokens = hidden_TD.shape[0]
     hidden = _columns(hidden_TD)
     weights = None if weights_TW is None else _columns(weights_TW)

@@ -67,8 +67,7 @@ class _Regroup(torch.autograd.Function):
 
 
 def regroup(source_ND: Tensor, from_S: Tensor, to_S: Tensor, offsets_S: Tensor, places: int) -> Tensor:
-    """Return ``[places, D]``: rows of slots that end at ``from_S``, moved to slots that end at ``to_S``, zeros where no
-    row is."""
+    """Return ``[places, D]``: rows of slots that end at ``from_S``, moved to slots that end at ``to_S``."""
     place_P = torch.arange(places, dtype=torch.int32, device=source_ND.device)
     slot_P = torch.searchsorted(to_S, place_P, right=True).clamp_(max=to_S.shape[0] - 1)
     zero = to_S.new_zeros(1)

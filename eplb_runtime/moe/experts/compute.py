@@ -77,8 +77,7 @@ class WeighingCompute(Protocol):
 
 
 class LocalExperts:
-    """The slots of one layer on this rank: the host's code, the weights that are in the module now, and what their
-    gradients are divided by."""
+    """The slots of one layer here: the host's code, the live weights, and what their gradients are divided by."""
 
     def __init__(self, compute: Compute, parameters: Callable[[], Sequence[Tensor]], divisor: float = 1.0) -> None:
         self._compute = compute

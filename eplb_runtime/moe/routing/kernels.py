@@ -131,8 +131,7 @@ def _count_block(  # type: ignore[no-untyped-def]
 def before_each_block(  # type: ignore[no-untyped-def]
     of_blocks, blocks, column, WIDTH: tl.constexpr, WIDE: tl.constexpr, AT_ONCE: tl.constexpr
 ):
-    """Some columns of ``of_blocks`` ``[blocks, WIDTH]``, in place: each becomes the sum of the earlier blocks'; and the
-    sum of all."""
+    """Turn columns of ``of_blocks`` in place into sums of the earlier blocks'; returns the sum of all."""
     before = tl.zeros((WIDE,), dtype=tl.int32)
     for first in range(0, blocks, AT_ONCE):
         block = first + tl.arange(0, AT_ONCE)

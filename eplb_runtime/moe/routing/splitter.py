@@ -24,8 +24,7 @@ from .water_filling import Mode
 
 @dataclass(frozen=True, eq=False)
 class RowCounts:
-    """Rows that this rank sends to each slot, and rows that each rank sends to this rank's slots; int64, on the
-    host."""
+    """Rows that this rank sends to each slot, and that each rank sends to its slots; int64, on the host."""
 
     sent_P: NDArray[np.int64]
     received_RS: NDArray[np.int64]
@@ -96,8 +95,7 @@ class BatchSplitter:
         self.prepare(placement, range(placement.num_layers))()
 
     def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
-        """Make ready to take over a placement that differs in these layers, with one copy to the device; what is
-        returned does it, and needs no more memory."""
+        """Return what takes over a placement that differs in these layers and needs no more memory."""
         changed = list(layers)
         home = None if placement.home is None else placement.home[changed]
         part = Placement(placement.physical_to_logical[changed], placement.num_experts, placement.num_ranks, home)
