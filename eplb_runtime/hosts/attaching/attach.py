@@ -60,12 +60,11 @@ from ...replicas.sync import ReplicaSync
 from ...topology import Topology
 from ...utils.errors import one_line
 from .checks import as_all_say, check, raise_on_all, wait_for_ranks
-from .computing import local_experts, log_memory
-from .copies import transport_of_copies
 from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
 from .forwards import Forwards
 from .meta import make_buffers, make_parameters
 from .optimizers import Optimizers, homes_of
+from .replicas import local_experts, log_memory, transport_of_copies
 from .self_test import try_layers
 from .sharding import cut_rows, install, note_of_odd_rows, rows_of_rank
 from .state_hooks import Homes, PartialStateWarning, mark_state
