@@ -66,16 +66,8 @@ class RowTransport(ABC):
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def open(self) -> None:  # noqa: B027 (not all have anything to open)
-        """All memory is there. Collective.
-
-        Raises:
-            RuntimeError: it cannot be opened.
-        """
+        """Open all memory. Collective."""
 
     @abstractmethod
     def channel(self, layer: int, down: bool) -> RowChannel:
-        """For rows of a layer.
-
-        Args:
-            down: weights, to copies; else their gradients, back.
-        """
+        """Return what carries a layer's weights to replicas (``down``), or their gradients back."""

@@ -115,11 +115,7 @@ class ReplicaSync:
 
     def take(self, placement: Placement) -> None:
         """Take this memory again, for homes wherever the job has loaded them, and follow a placement. `refresh` fills
-        it.
-
-        Raises:
-            RuntimeError: there is none; `free` or `take` may follow.
-        """
+        it."""
         for bank in self._banks.values():
             bank.take()
         self._addresses = {layer: _addresses(bank.parameters) for layer, bank in self._banks.items()}
@@ -127,12 +123,8 @@ class ReplicaSync:
         self.is_freed = False
 
     def check_homes(self, layer: int) -> None:
-        """Copies are read from where the homes were, after each step; a Parameter that lies elsewhere, or was written
-        since, would be trained beside them.
-
-        Raises:
-            RuntimeError: a Parameter of the layer has been given other memory, or written; or copies have none.
-        """
+        """Raise RuntimeError if a Parameter of the layer has been given other memory, or written, or replicas have
+        none."""
         if self.is_freed:
             raise RuntimeError(
                 "a forward while the balancer is suspended, and copies of experts have no memory: call "
@@ -208,13 +200,8 @@ class ReplicaSync:
             self._deferring = before
 
     def collect(self, layer: int, gradients: Sequence[Tensor | None], edges: Sequence[tuple[Any, int]]) -> None:
-        """A layer's backward is through on this rank: take its copies' gradients and send them home, or keep them for
-        ``reduce_gradients``. On every rank.
-
-        Args:
-            gradients: ``[k, ...]`` per tensor, or slices of them; None where the backward gave none.
-            edges: of the node that runs, to the layer's parameters; errors as for `bank.are_accumulated`.
-        """
+        """Take a layer's gradients of replicas after its backward and send them home, or keep them for
+        ``reduce_gradients``. On every rank."""
         if not self.takes(layer, edges):
             return
         self._finish()

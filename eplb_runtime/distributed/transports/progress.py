@@ -83,15 +83,7 @@ Posted = TypeVar("Posted", bound=PendingMessages)
 
 
 class ProgressTransport(Transport, Generic[Posted]):
-    """A transport whose thread carries what is pending. `_state` guards all of it.
-
-    Args:
-        rank: this one's place in the group.
-        timeout_seconds: nothing that was posted is waited for longer, whatever the deadline.
-
-    Attributes:
-        by: what carries, in words.
-    """
+    """A transport whose thread carries what is pending. `_state` guards all of it; ``by`` is what carries, in words."""
 
     by: ClassVar[str]
 
@@ -162,11 +154,7 @@ def to_others(rank: int, sends: Sequence[Message], receives: Sequence[Message]) 
 
 
 def try_out(transport: Transport, peers: Iterable[int], deadline: float) -> None:
-    """Send a byte to each of these peers, and receive one from each, in one call.
-
-    Raises:
-        TransportError: they did not arrive before the deadline.
-    """
+    """Send a byte to each of these peers, and receive one from each, in one call."""
     others = list(peers)
     out, arrived = transport.empty(1).zero_(), transport.empty(max(1, len(others)))
     transport.post(

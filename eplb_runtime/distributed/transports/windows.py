@@ -117,14 +117,7 @@ class _Peer:
 
 
 class Windows(ProgressTransport[PendingMessages]):
-    """Writes into the windows of other ranks.
-
-    Args:
-        group: the migration group; only used to meet.
-        backend: its backend's name.
-        device: the model's.
-        timeout_seconds: nothing that was posted is waited for longer, whatever the deadline.
-    """
+    """Writes into the windows of other ranks; the group is only used to meet."""
 
     def __init__(self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float) -> None:
         self.device = device
@@ -141,11 +134,7 @@ class Windows(ProgressTransport[PendingMessages]):
 
     @abstractmethod
     def _open(self, deadline: float) -> Window:
-        """Make the window of this rank and open those of others. Collective.
-
-        Raises:
-            TransportError: it cannot be had, on any rank.
-        """
+        """Make the window of this rank and open those of others. Collective."""
 
     def warm_up(self, deadline: float) -> None:
         window = self._open(deadline)
