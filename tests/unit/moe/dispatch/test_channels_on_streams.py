@@ -13,8 +13,7 @@ import torch
 from stream_double import Memory, Module, Stream
 
 from eplb_runtime.hosts.pipelining import OverlappedForwardBackward
-from eplb_runtime.moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
-from eplb_runtime.moe.dispatch.streams import StreamGuard, TwoStreams
+from eplb_runtime.moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels, TwoStreams
 from eplb_runtime.replicas.broadcast_plan import NONE
 from eplb_runtime.replicas.sync import ReplicaSync
 
@@ -101,7 +100,7 @@ def test_one_stream_waits_for_no_event_of_its_own() -> None:
 
     module = Module()
     module.default = stream = Talking()
-    order = StreamGuard(DEVICE, module)
+    order = TwoStreams(DEVICE, module).one_after_another()
     for _ in range(3):
         with order():
             pass
