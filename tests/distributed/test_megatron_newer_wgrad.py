@@ -37,7 +37,7 @@ from test_megatron import GroupedLinear
 from test_megatron_fp8 import prepare
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(not NEWER.is_dir(), reason=WHY_NOT)
+pytestmark = [pytest.mark.long, pytest.mark.skipif(not NEWER.is_dir(), reason=WHY_NOT)]
 DELAYED = {"overlap_dispatch_backward_with_experts_wgrad": True}
 RECOMPUTE = "recompute of activations and norms, three experts a token"
 OF_FLOAT16 = "optimizer of float16, shared experts, recompute"

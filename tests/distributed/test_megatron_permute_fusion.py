@@ -17,7 +17,7 @@ from megatron_jobs import LENGTH, MICRO_BATCHES, SmallJob, assert_counted, asser
 from ranks import run_ranks
 from torch import Tensor
 
-pytestmark = jobs.needs_megatron
+pytestmark = jobs.long_megatron
 FUSED = {"moe_permute_fusion": True}
 CASES: dict[str, dict[str, Any]] = {
     "fused": {**FUSED, "bf16": False},  # sums in float32 of numbers in bfloat16 seldom show their order

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import eplb_runtime as eplb
 
-pytestmark = jobs.needs_megatron
+pytestmark = jobs.long_megatron
 HALF = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
 FLOAT16, SMALL = (
     {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16},
