@@ -48,9 +48,11 @@ def plan_shuffle(
 
 
 def shuffled(current: Placement, load: NDArray[np.float64]) -> Placement:
-    """Every home changes places with one on another rank; replica slots hold the hottest experts of other ranks.
+    """Every home changes places with one on another rank, from odd epochs half of them; replica slots hold the hottest
+    experts of other ranks.
 
-    In pairs, because a pair is the least that can be committed by itself: staging stays small however many move.
+    In pairs, because a pair is the least that can be committed by itself: staging stays small however many move. Half
+    of them, because two ranks that exchange everything are back where they began after every second move.
 
     Args:
         load: float64 ``[L, E]``.
@@ -66,15 +68,20 @@ def shuffled(current: Placement, load: NDArray[np.float64]) -> Placement:
 
 def _swapped(current: Placement, layer: int, generator: np.random.Generator) -> IntArray:
     """int32 ``[E]``: new home slots. Ranks in random order, each one's experts in random order; then the first half of
-    that row changes places with the second, so a pair is on one rank only where the number of ranks is odd."""
+    that row changes places with the second, so a pair is on one rank only where the number of ranks is odd. From an
+    odd epoch every second pair does, and those that are left change slots within their rank."""
     assert current.home is not None
     home_E: IntArray = current.home[layer].copy()
     ranks = generator.permutation(current.num_ranks)
     of_rank = [generator.permutation(np.flatnonzero(current.home_rank[layer] == rank)) for rank in ranks]
     row = np.concatenate(of_rank)
     half = len(row) // 2
-    first, second = row[:half], row[half : 2 * half]
+    every = 1 + current.epoch % 2
+    first, second = row[:half:every], row[half : 2 * half : every]
     home_E[first], home_E[second] = home_E[second], home_E[first]
+    for rank in range(current.num_ranks) if every == 2 else ():
+        stay = np.flatnonzero((home_E == current.home[layer]) & (current.home_rank[layer] == rank))
+        home_E[stay] = np.roll(home_E[stay], 1)
     return home_E
 
 

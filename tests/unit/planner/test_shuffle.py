@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eplb_runtime.placement import EMPTY, Placement
-from eplb_runtime.planner.shuffle import plan_shuffle
+from eplb_runtime.planner.shuffle import plan_shuffle, shuffled
 from eplb_runtime.topology import Topology
 
 
@@ -42,3 +42,16 @@ def test_one_rank_changes_slots() -> None:
     made = plan_shuffle(np.ones((1, 1, 4)), Topology(1), slots_per_rank=4, current=current).placement
     assert made.home is not None and current.home is not None
     assert (made.home != current.home).all()
+
+
+@pytest.mark.parametrize("experts", [8, 64])
+def test_two_ranks_are_never_back_where_they_began(experts: int) -> None:
+    began = current = Placement.initial(2, experts, 2, 0)
+    for epoch in range(1, 13):
+        made = shuffled(current, np.ones((2, experts))).with_epoch(epoch)
+        assert made.home is not None and current.home is not None
+        moved = made.home != current.home
+        assert moved.mean(axis=1).min() >= 0.5
+        away = (made.home_rank != began.home_rank).mean(axis=1)
+        assert (away > 0).all()
+        current = made
