@@ -20,12 +20,7 @@ IntArray = NDArray[np.int32]
 def plan_shuffle(
     load: NDArray[np.int64], topology: Topology, *, slots_per_rank: int, current: Placement, **_: Any
 ) -> Plan:
-    """A plan in the home layout that always moves, balanced load or not; called as `planner.plan` is.
-
-    Args:
-        load: ``[T, L, E]``; decides which experts get copies, and nothing else.
-        current: in the home layout; its epoch seeds the shuffle, so every plan is another.
-    """
+    """A plan in the home layout that always moves, balanced load or not; called as `planner.plan` is."""
     began = time.perf_counter()
     total = np.asarray(load, dtype=np.float64).sum(axis=0)
     placement = shuffled(current, total)
@@ -48,14 +43,10 @@ def plan_shuffle(
 
 
 def shuffled(current: Placement, load: NDArray[np.float64]) -> Placement:
-    """Every home changes places with one on another rank, from odd epochs half of them; replica slots hold the hottest
-    experts of other ranks.
+    """Every home changes places with one on another rank, from odd epochs half of them, since two ranks that exchange
+    everything are soon back where they began; replica slots hold the hottest of the others by float64 load ``[L, E]``.
 
-    In pairs, because a pair is the least that can be committed by itself: staging stays small however many move. Half
-    of them, because two ranks that exchange everything are back where they began after every second move.
-
-    Args:
-        load: float64 ``[L, E]``.
+    In pairs, because a pair is the least that can be committed by itself: staging stays small however many move.
     """
     maps, homes = [], []
     for layer in range(current.num_layers):
