@@ -29,8 +29,7 @@ def live_job(rank: int, folder: str) -> dict[str, Any]:
     from eplb_runtime.hosts import AttachError
     from eplb_runtime.hosts.megatron.describe import settings_of_job
     from eplb_runtime.hosts.megatron.settings import settings_of
-    from eplb_runtime.tools.recipes import read_recipes
-    from eplb_runtime.tools.recipes.reading import BY_FLAGS
+    from eplb_runtime.tools.recipes import BY_FLAGS, read_recipes
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     script = Path(folder) / f"run{rank}.sh"

@@ -16,8 +16,7 @@ from torch.distributed.pipelining.schedules import OVERLAP_F_B
 from undone import undone
 
 from eplb_runtime.hosts.attaching import attach
-from eplb_runtime.moe.dispatch.channels import MicroBatchChannels
-from eplb_runtime.moe.dispatch.streams import TwoStreams
+from eplb_runtime.moe.dispatch.channels import MicroBatchChannels, TwoStreams
 
 Where = dict[tuple[str, int, int], Any]
 

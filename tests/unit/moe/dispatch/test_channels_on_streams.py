@@ -13,8 +13,7 @@ import torch
 from stream_double import Memory, Module, Stream
 
 from eplb_runtime.hosts.pipelining import OverlappedForwardBackward
-from eplb_runtime.moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
-from eplb_runtime.moe.dispatch.streams import StreamGuard, TwoStreams
+from eplb_runtime.moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels, TwoStreams
 from eplb_runtime.replicas.broadcast_plan import NONE
 from eplb_runtime.replicas.sync import ReplicaSync
 
@@ -39,9 +38,8 @@ class WithoutStart(TwoStreams):
 class WithoutEnd(TwoStreams):
     """Another: the caller's does not wait for them."""
 
-    def fork(self, *args: Any) -> Any:
-        one, other, _ = super().fork(*args)
-        return one, other, lambda: None
+    def join(self) -> None:
+        pass
 
 
 class OnTheCallers(TwoStreams):
@@ -147,7 +145,7 @@ def test_one_stream_waits_for_no_event_of_its_own() -> None:
 
     module = Module()
     module.default = stream = Talking()
-    order = StreamGuard(DEVICE, module)
+    order = TwoStreams(DEVICE, module).one_after_another()
     for _ in range(3):
         with order():
             pass
@@ -234,7 +232,7 @@ def test_what_comes_after_the_other_comes_after_all_that_it_computes_before_its_
 
 def test_control_a_stream_that_does_not_wait_for_the_others_work_is_noticed() -> None:
     channels, _, memory = lanes_of()
-    channels._streams.after_the_other = lambda: None  # type: ignore[union-attr, method-assign]
+    channels.streams.after_the_other = lambda: None  # type: ignore[union-attr, method-assign]
     computed: list[Any] = []
 
     def here() -> None:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from eplb_runtime.moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
-from eplb_runtime.moe.dispatch.collective_order import CollectiveOrder
+from eplb_runtime.moe.dispatch.channels import CollectiveOrder, MicroBatchChannel, MicroBatchChannels
 
 Turn = Callable[[int], contextlib.AbstractContextManager[None]]
 
@@ -105,7 +104,7 @@ def test_alone_nobody_takes_turns(in_order: bool) -> None:
     for _ in range(3):
         with one.launching():
             seen.append(one.current())
-    assert seen == [one._first] * 3
+    assert seen == [one.first] * 3
 
 
 def test_a_way_that_does_not_come_is_waited_for_until_the_deadline_and_said() -> None:
