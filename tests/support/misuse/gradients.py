@@ -383,7 +383,7 @@ def state_in_closure(job: Job) -> None:
     stepped_by(job, optimizers.MomentumInClosure)
 
 
-@found("live")
+@found("verify")
 def writes_nothing(job: Job) -> None:
     """an optimizer steps weights of its own, which the model never reads"""
     stepped_by(job, optimizers.WritesNothing)
