@@ -48,7 +48,7 @@ RATCHET = {
     "distributed": 5102,
     "load": 1729,
     "moe": 6535,
-    "planner": 6686,
+    "planner": 6684,
     "replicas": 1628,
     "migration": 2602,
     "balancer": 5086,
