@@ -53,13 +53,7 @@ class MigrationBroken(RuntimeError):
 
 @dataclass
 class PreparedMigration:
-    """A migration for which all ranks have the same schedule.
-
-    Args:
-        current: placement after the rounds committed so far.
-        committed: number of those rounds.
-        received_bytes: of experts, in those rounds, by this rank.
-    """
+    """A migration for which all ranks have the same schedule: what it has committed, and received, so far."""
 
     key: str
     schedule: TransferSchedule
@@ -71,15 +65,8 @@ class PreparedMigration:
 
 @dataclass
 class PostedRound:
-    """A round in flight.
-
-    Args:
-        deadline: of its transfers, a time of `time.monotonic`.
-        problem: reason for which this rank cannot commit it; empty: it can.
-        timed_out: whether the problem broke the groups' connections.
-        after: placement after the round.
-        take_over: makes everything follow that placement.
-    """
+    """A round in flight: its deadline, why this rank cannot commit it and whether that broke connections, the placement
+    after it, and what makes everything follow that."""
 
     migration: PreparedMigration
     round_: Round

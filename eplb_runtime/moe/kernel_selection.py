@@ -24,14 +24,8 @@ logger = logging.getLogger("eplb_runtime")
 
 @dataclass(frozen=True)
 class Kernels:
-    """Functions that a kernel or plain torch computes.
-
-    Args:
-        count: as `moe.routing.splitter.count_choices`.
-        deal: as `moe.routing.splitter.deal_out`.
-        moves: order of rows, and sums of a token's choices.
-        count_and_map: as `moe.routing.kernels.count_and_map`; None: the counter, then the table.
-    """
+    """Functions that a kernel or plain torch computes: `count_choices`, `deal_out`, the order of rows and sums of
+    choices, and `count_and_map` (None: the counter, then the table)."""
 
     count: Callable[[Tensor, int], Counted] = count_choices
     deal: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = deal_out
@@ -72,13 +66,8 @@ def compared_kernels() -> Kernels:
 
 
 class CheckedKernel:
-    """A kernel in the place of a function of plain torch. The first batch that has rows is computed by both.
-
-    Args:
-        name: of what it computes, for the log.
-        kernel, plain: take the same arguments and may write into them.
-        written: returns the part of a result that is not left uninitialised, from the result and the arguments.
-    """
+    """A kernel in the place of a function of plain torch with the same arguments, which both may write into. The first
+    batch that has rows is computed by both. ``written`` returns the part of a result that is not left uninitialised."""
 
     def __init__(
         self,

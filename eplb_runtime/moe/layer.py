@@ -52,18 +52,8 @@ class _Counted:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What the layers of a model share.
-
-    Args:
-        counter: load of each layer's experts.
-        table: the slot of each expert.
-        splitter: splits tokens over replicas; None: there are no replica slots, ``table`` says where an expert is.
-        dispatcher: exchanges tokens.
-        exchange_counts: exchanges the counts that a split starts from.
-        forward_tag: the forward that this rank is in, for comparison with other ranks.
-        channels: the ways of this rank's exchanges.
-        count_and_map: as `moe.routing.kernels.count_and_map`; None: ``counter`` and ``table`` do it.
-    """
+    """What the layers of a model share. Without a splitter ``table`` says where an expert is; without ``count_and_map``
+    (`moe.routing.kernels`) ``counter`` and ``table`` do it."""
 
     counter: LoadCounter
     table: SlotTable

@@ -29,21 +29,10 @@ from .row_transport import RowTransport, TransferStage, Waiting
 
 
 class ReplicaSync:
-    """Weights and gradients of one rank's banks.
-
-    Args:
-        banks: of the layers that are here, by layer.
-        transport, rank, num_shards, ranks_per_node: as of `broadcast_plan.BroadcastPlanner`.
-        gradient_divisor: what copies' gradients are divided by, as the homes' are
-            (`distributed.ranks.Job.gradient_divisor`).
-
-    Attributes:
-        is_freed: whether replicas have no memory now.
-        launching: inside it rows of gradients are posted, where another batch's exchanges are launched as well.
-        adding: inside it the gradients of homes are read and written, where another stream than the current one adds
-            to them.
-        adds: is told of each parameter whose gradient is about to be added to.
-    """
+    """Weights and gradients of one rank's banks. Gradients are divided by ``gradient_divisor``, as the homes' are.
+    ``launching`` is a context in which rows of gradients are posted, ``adding`` one in which gradients of homes are
+    written where another stream adds to them; ``adds`` is told of each parameter whose gradient is about to be added
+    to."""
 
     def __init__(
         self,

@@ -26,14 +26,9 @@ one with contributions that the other ranks do not have."""
 
 
 class Averaging:
-    """Sums the gradients of some parameters over a group of ranks and divides them.
-
-    Args:
-        parameters: by name; the same, in the same order, on every rank of the group. More may join.
-        divisor: of the sums.
-        in_rank_order: sum each element in the order of the ranks, wherever it is; for rows that move.
-        hooked_by_caller: the caller calls `arrives`; else hooks do.
-    """
+    """Sums the gradients of some parameters, the same on every rank of a group, and divides them; more may join.
+    ``in_rank_order``: each element in the order of the ranks, for rows that move. ``hooked_by_caller``: the caller
+    calls `arrives`; else hooks do."""
 
     def __init__(
         self,

@@ -58,17 +58,9 @@ def _is_known(hook: Callable[..., Any]) -> bool:
 
 
 class Division:
-    """Divides the gradients of expert parameters as soon as a backward pass makes them.
-
-    Args:
-        parameters: home rows ``[E/R, ...]`` by name. Sliced ones are divided where they are computed, and only watched.
-        divisor: `Divisors.at_parameters`.
-        has_copies: whether there are replica slots, which gather gradients of what was trained at attach alone.
-        arrives: called with each parameter that a backward pass is about to add to.
-
-    Attributes:
-        training: whether an optimizer steps them. Without, a backward pass is refused: what it was for is unknown.
-    """
+    """Divides the gradients of expert parameters as soon as a backward pass makes them; sliced ones are divided where
+    they are computed. ``arrives`` is called with each parameter that is about to be added to. Without an optimizer
+    (``training``) a backward pass is refused."""
 
     def __init__(
         self,

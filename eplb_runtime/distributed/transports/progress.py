@@ -18,19 +18,8 @@ from .base import Message, Pending, Transport, TransportError
 
 
 class PendingMessages(Pending):
-    """Messages in flight, counted by the transport's thread.
-
-    Args:
-        left: how many are not done yet.
-        end: a time of `time.monotonic`, the latest for all of them.
-        give_up: called with this and a reason; afterwards it has failed, unless it was done.
-
-    Attributes:
-        here: which of the messages received have arrived; `expect` says how many there are. Empty: this transport
-            cannot tell.
-        finished: set when all are done, or none will be any more.
-        problem: why it has failed.
-    """
+    """Messages in flight, counted by the transport's thread: how many are left, until when, which have arrived
+    (``here``; empty: it cannot tell), why they have failed. ``finished`` is set when all are done, or none will be."""
 
     def __init__(self, left: int, end: float, give_up: Callable[[PendingMessages, str], None]) -> None:
         self._give_up = give_up

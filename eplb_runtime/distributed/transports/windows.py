@@ -96,15 +96,9 @@ class _StagedPiece:
 
 @dataclass
 class _Peer:
-    """Traffic with one. Numbers count pieces since the start.
-
-    Args:
-        sends, receives: not begun yet, in order.
-        sent: written to the peer; ``room``: of these the peer has copied out.
-        arrived: written by the peer; ``taken``: of these copied out here.
-        leaving: it has said that it gives up; what it wrote before is still to be seen.
-        problem: why nothing goes between us any more.
-    """
+    """Traffic with one. Numbers count pieces: ``sent`` to the peer, which has copied out ``room`` of them; ``arrived``
+    from it, of which ``taken`` are copied out here. ``leaving``: it gives up, and what it wrote before is still to be
+    seen."""
 
     sends: deque[_StagedPiece] = field(default_factory=deque)
     receives: deque[_StagedPiece] = field(default_factory=deque)

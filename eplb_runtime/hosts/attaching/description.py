@@ -182,17 +182,8 @@ class HostModel:
 
 @dataclass(frozen=True)
 class WatchedLayer:
-    """An MoE layer whose choices are looked at, and nothing else.
-
-    Args:
-        name: of the experts module within the model.
-        num_experts: E.
-        hook: lets another see the experts chosen in each forward from now on, int64 ``[T, K]`` or as bool ``[T, E]``,
-            with the columns of a token and K; returns how to end it.
-        experts: the module that holds the weights of the experts on this rank.
-        experts_here: how many these are.
-        mark_work: lets a clock measure the layer's expert work from now on; returns how to end it. None: it cannot.
-    """
+    """An MoE layer whose choices are looked at, and nothing else. ``hook`` lets another see the experts chosen in each
+    forward, int64 ``[T, K]`` or bool ``[T, E]``, with columns and K; it and ``mark_work`` return how to end it."""
 
     name: str
     num_experts: int

@@ -30,15 +30,8 @@ from .permute import PLAIN, Moves
 
 @dataclass(frozen=True, eq=False)
 class DispatchContext:
-    """What dispatchers of an EP group are made from.
-
-    Args:
-        channels: of the EP group; nobody else has tokens in flight in these groups.
-        slots_per_rank: S.
-        forward_tag: checks that ranks are in the same forward; None: no check.
-        moves: how rows are permuted and summed.
-        expert_clock: measures backward passes of layers in some steps.
-    """
+    """What dispatchers of an EP group are made from: channels of its own, S, the tag that checks forwards (None: no
+    check), how rows are permuted and summed, and the clock of backward passes."""
 
     channels: MicroBatchChannels
     slots_per_rank: int

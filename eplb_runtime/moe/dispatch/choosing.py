@@ -36,13 +36,7 @@ LOW_LATENCY = (
 
 @dataclass(frozen=True)
 class DispatchChoice:
-    """The dispatcher of one EP group, equal on all its ranks.
-
-    Args:
-        name: ``"all_to_all"``, ``"hierarchical"`` or ``"deepep"``.
-        why: in a line.
-        problem: what was asked for cannot be had; empty: it can.
-    """
+    """The dispatcher of one EP group, equal on all its ranks, why, and what of a wish cannot be had."""
 
     name: str
     why: str

@@ -31,13 +31,8 @@ from .metadata import DispatchMetadata
 
 @dataclass(frozen=True, eq=False)
 class SendLayout(DispatchMetadata):
-    """A batch before its first dispatch, in which DeepEP works out the rest.
-
-    Args:
-        slots_TK: int64, physical slots.
-        sent: where its rows go; None: by the low-latency kernels.
-        counts: what arrives here; None: DeepEP tells the host.
-    """
+    """A batch before its first dispatch: slots, where its rows go (None: low-latency kernels), and what arrives (None:
+    DeepEP tells the host)."""
 
     slots_TK: Tensor
     sent: SendTokens | None

@@ -49,12 +49,7 @@ class SendTokens:
 
 @dataclass(frozen=True)
 class RecvCounts:
-    """How much arrives here, on the host.
-
-    Args:
-        rows: that come.
-        choices_S: for each local slot.
-    """
+    """How many rows, and how many choices for each local slot, arrive here; on the host."""
 
     rows: int
     choices_S: list[int]

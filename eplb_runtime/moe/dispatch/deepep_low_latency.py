@@ -30,13 +30,8 @@ _LOW = (1 << 32) - 1
 
 @dataclass(frozen=True, eq=False)
 class LowLatencyLayout(DispatchMetadata):
-    """Where the rows of one batch went.
-
-    Args:
-        handle: DeepEP's.
-        slots_TK: int64, physical slots.
-        index_M: int64, for each row by slot its place in DeepEP's ``[S, R * most tokens]``.
-    """
+    """Where the rows of one batch went: DeepEP's handle, slots, and for each row by slot its place in ``[S, R * most
+    tokens]``."""
 
     handle: Any
     slots_TK: Tensor

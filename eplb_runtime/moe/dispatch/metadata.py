@@ -65,12 +65,8 @@ class AllToAllSplits:
 
 @dataclass(frozen=True, eq=False)
 class RowRouting:
-    """The way of rows to their slots.
-
-    Args:
-        splits: the exchange; its source rows are tokens or choices.
-        received_row_M: int64, for each row by slot its place among those received.
-    """
+    """The way of rows to their slots: the exchange of tokens or choices, and for each row by slot its place among those
+    received."""
 
     splits: AllToAllSplits
     received_row_M: Tensor
