@@ -137,21 +137,12 @@ def describe(model: nn.Module, layers: Sequence[MoE]) -> HostModel:
     described = tuple(_describe_layer(model, layer) for layer in layers)
     if len({id(layer.experts) for layer in described}) < len(described):
         raise AttachError("layers= names the same experts twice")
-    return HostModel(
-        described,
-        lambda tokens: None,
-        lambda: model.register_forward_pre_hook(lambda *_: None),
-        lambda module: None,
-    )
+    return HostModel(described)
 
 
 def watched(model: nn.Module, layers: Sequence[MoE]) -> WatchedModel:
     """Return the named layers of ``model``, lists of experts stacked or not."""
-    return WatchedModel(
-        tuple(_watched_layer(model, layer) for layer in layers),
-        lambda tokens: None,
-        lambda: model.register_forward_pre_hook(lambda *_: None),
-    )
+    return WatchedModel(tuple(_watched_layer(model, layer) for layer in layers))
 
 
 def _watched_layer(model: nn.Module, layer: MoE) -> WatchedLayer:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ...balancer.balancer import Removable
 from ...config import BalancerConfig
@@ -163,9 +165,9 @@ class HostModel:
     """
 
     layers: tuple[MoELayer, ...]
-    real_tokens: Callable[[int], Tensor | None]
-    watch_batches: Callable[[], Removable]
-    remake_buffers: Callable[[nn.Module], None]
+    real_tokens: Callable[[int], Tensor | None] = lambda tokens: None
+    watch_batches: Callable[[], Removable] = lambda: RemovableHandle(OrderedDict())
+    remake_buffers: Callable[[nn.Module], None] = lambda module: None
     save_together: Callable[[Callable[[str], None]], None] = lambda barrier: None
     folders: PretrainedFolders | None = None
     saves_itself: str = ""
@@ -198,8 +200,8 @@ class WatchedModel:
     """What a host knows of a model that stays as it is."""
 
     layers: tuple[WatchedLayer, ...]
-    real_tokens: Callable[[int], Tensor | None]
-    watch_batches: Callable[[], Removable]
+    real_tokens: Callable[[int], Tensor | None] = lambda tokens: None
+    watch_batches: Callable[[], Removable] = lambda: RemovableHandle(OrderedDict())
     takes_replicas: bool = True
 
 

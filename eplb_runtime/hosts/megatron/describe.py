@@ -56,9 +56,6 @@ def describe(model: nn.Module) -> HostModel:
         )
     return HostModel(
         layers,
-        lambda tokens: None,
-        lambda: model.register_forward_pre_hook(lambda *_: None),
-        lambda module: None,
         ranks=_ranks(model, found, wrapped),
         optimizer=partial(adapt, wrapped),
         dispatches=True,
@@ -85,8 +82,6 @@ def watched(model: nn.Module) -> WatchedModel:
             for name, module in model.named_modules()
             if isinstance(module, MegatronLayer)
         ),
-        lambda tokens: None,
-        lambda: model.register_forward_pre_hook(lambda *_: None),
         takes_replicas=False,
     )
 

@@ -4,7 +4,6 @@ built its optimizers."""
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial, wraps
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
@@ -211,9 +209,6 @@ def _host(part: nn.Module, ep_ranks: tuple[int, ...], settings: JobSettings) -> 
     # Batches are packed: every token is real.
     return HostModel(
         tuple(layers),
-        lambda tokens: None,
-        lambda: RemovableHandle(OrderedDict()),
-        lambda module: None,
         saves_itself="torchtitan's own checkpointer (config.checkpoint)",
         dispatches=backend != STANDARD,
     )
