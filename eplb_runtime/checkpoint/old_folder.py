@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..utils.checksums import as_bytes, checksum
 from ..utils.errors import one_line
+from .restore import Saved, decoded
 from .state import CheckpointError
 from .weights import TensorSpec
 
@@ -46,13 +47,14 @@ def verify(folder: Path, index: Mapping[str, Any], number: int, of: int) -> None
             raise CheckpointError(f"{path} cannot be read: {one_line(error)}") from None
 
 
-class OldFolder:
-    """A verified folder, open for reading (`disk.SavedTensors`)."""
+class OldFolder(Saved):
+    """A verified folder, open for reading."""
 
     def __init__(self, folder: Path, index: Mapping[str, Any]) -> None:
+        self.name = str(folder)
         self._blocks: dict[str, list[_Block]] = {}
         tensors: dict[str, TensorSpec] = {}
-        self.balancer: Mapping[str, Any] | None = index["balancer"]
+        self.balancer = index["balancer"]
         optimizers: dict[str, Any] = {}
         for file in index["files"]:
             opened: Any = safe_open(folder / file["name"], framework="pt")
@@ -71,15 +73,14 @@ class OldFolder:
             found = sum(torch.Size(file.get_slice(name).get_shape()).numel() for _, name, file in self._blocks[key])
             if found != torch.Size(spec.shape).numel():
                 raise CheckpointError(f"{folder}: blocks of {key} are missing, or overlap")
-        self.tensors: Mapping[str, TensorSpec] = tensors
-        self.optimizers: Sequence[Mapping[str, Any]] = [
-            {**optimizer, "param_groups": [_as_now(group) for group in optimizer["param_groups"]]}
+        self.tensors = tensors
+        self.optimizers = [
+            decoded({**optimizer, "param_groups": [_as_now(group) for group in optimizer["param_groups"]]})
             for optimizer in optimizers.values()
             if optimizer is not None
         ]
 
-    def fill(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
-        """`disk.SavedTensors.fill`, from the saved blocks that overlap it."""
+    def read_block(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
         for begin, name, file in self._blocks[key]:
             saved = file.get_slice(name)
             inside, outside = [], []

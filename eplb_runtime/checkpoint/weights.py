@@ -53,11 +53,6 @@ class Stored:
         """Names of the parts of one expert, or of the tensor."""
         return tuple(name.replace("*", str(expert), 1) for name in self.names) if self.experts else self.names
 
-    def all_names(self) -> Iterator[str]:
-        """Names of all parts of all experts."""
-        for expert in range(max(1, self.experts)):
-            yield from self.names_of(expert)
-
     def cut(self, value: Tensor, expert: int = 0) -> Iterator[tuple[str, Tensor]]:
         """Yield name and values of each part."""
         parts = value.split(list(self.sizes), self.dim) if self.sizes else (value,)

@@ -520,7 +520,7 @@ def test_what_does_not_fit_is_refused_with_one_line_and_nothing_is_changed(tmp_p
         "fewer layers": "has no place in the model",
         "more experts": "has shape (8, 32) in",
         "another optimizer": "holds a tensor that is no parameter of this model",
-        "in memory": "has shape (8, 32); this model has (16, 32)",
+        "in memory": "has shape (8, 32) in the state, (16, 32) in the model",
         "other groups": "several with different options when saved",
     }
     for said in run_ranks(2, refused, folder):

@@ -31,7 +31,7 @@ from torch import nn
 
 import eplb_runtime as eplb
 from eplb_runtime.checkpoint import CheckpointError, disk
-from eplb_runtime.checkpoint import folder as own
+from eplb_runtime.checkpoint import saving as own
 from eplb_runtime.checkpoint.state import LogicalView
 from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import RebalanceCommitted

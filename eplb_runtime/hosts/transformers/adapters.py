@@ -376,8 +376,7 @@ def _save_together(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExp
             if stack is not None:
                 state[name.removeprefix(prefix)] = back(stack)
         write = partial(own, save_directory, *arguments, is_main_process=True, state_dict=state, **options)
-        joint.trying(write, first_only=True)
-        joint.agree(f"{save_directory} was not written")
+        joint.on_first(f"{save_directory} was not written", write)
 
     def load_adapter(*arguments: Any, **options: Any) -> Any:
         """Load as the library does, into the parameters that are there."""

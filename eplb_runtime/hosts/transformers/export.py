@@ -92,12 +92,9 @@ def write(view: LogicalView, folder: Path, **options: Any) -> None:
             _write(view, entries, convert, step, files, joint)
         joint.agree(failed)
         # The files get their names only when all of them are whole; in between there is no index, so nothing loads.
-        joint.trying(lambda: _renew_folder(view, folder, variant, options), first_only=True)
-        joint.agree(failed)
-        joint.trying(files.publish)
-        joint.agree(failed)
-        joint.trying(lambda: _write_index(view, plan, folder, variant), first_only=True)
-        joint.agree(failed)
+        joint.on_first(failed, lambda: _renew_folder(view, folder, variant, options))
+        joint.together(failed, files.publish)
+        joint.on_first(failed, lambda: _write_index(view, plan, folder, variant))
     finally:
         files.discard()
 

@@ -118,3 +118,9 @@ def whole_rows(rows: Tensor, first: int, out: Tensor, groups: ProcessGroups) -> 
         dist.broadcast(as_bytes(slice_), rank, group=groups.expert_data)
         out[:, position * width : (position + 1) * width] = slice_
     return out
+
+
+def whole_row(rows: Tensor, row: int, groups: ProcessGroups) -> Tensor:
+    """One expert of this rank, ``[1, ...]``: live memory, of slices a new tensor (collective over the EDP ranks)."""
+    here = local(rows).detach()[row : row + 1]
+    return whole_rows(rows, row, here.new_empty((1, *rows.shape[1:])), groups) if is_sliced(rows) else here
