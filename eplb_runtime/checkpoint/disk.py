@@ -31,7 +31,7 @@ from ..utils.errors import one_line
 from ..utils.files import PARTIALS, FileError, require_readable, write_file
 from . import old_folder
 from .pretrained import folders_of
-from .restore import Saved, decoded
+from .restore import Saved, from_json
 from .state import CheckpointError, LogicalView
 from .weights import Stored, TensorSpec, value_of
 
@@ -339,7 +339,8 @@ class Folder(Saved):
     def __init__(self, folder: Path, marker: Mapping[str, Any]) -> None:
         self.name = str(folder)
         self._files: dict[tuple[str, str], Any] = {}
-        numbers = json.loads((folder / f"numbers-{marker['save']}.json").read_text())
+        text = (folder / f"numbers-{marker['save']}.json").read_text()
+        numbers = json.loads(text, object_hook=from_json)
         for file in marker["files"]:
             if file.endswith(".safetensors"):
                 opened, part = _opened(folder / Path(file).name), file.partition("-")[0]
@@ -357,7 +358,7 @@ class Folder(Saved):
         layout |= {f"{part}.{name}": Stored((name,)) for part, name in unnamed}
         self._layout = layout | {key: layout[other] for key, other in numbers["tied"].items()}
         self.tensors = {key: self._spec(key, one) for key, one in self._layout.items()}
-        self.optimizers = [decoded(optimizer) for optimizer in numbers["optimizers"]]
+        self.optimizers = numbers["optimizers"]
         self.balancer = numbers["balancer"]
 
     def _spec(self, key: str, stored: Stored) -> TensorSpec:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..distributed.consensus import first_problem, gather_bytes, maxima
-from ..utils.checksums import CHECKSUM_BYTES, as_bytes, checksum
+from ..distributed.consensus import maxima
+from ..utils.checksums import as_bytes, checksum
 from ..utils.errors import one_line
-from .stream import Chunk, ExportError, LogicalTensors, TensorList
+from .stream import BUCKET_BYTES, ExportError, LogicalTensors, StreamItem, TensorList
 from .weights import Weight
 
 if TYPE_CHECKING:
@@ -49,38 +49,28 @@ class Exporter:
 
     @torch.no_grad()
     def verify(self, given: object, dtype: torch.dtype | None, seconds: float) -> str:
-        """`Balancer.verify_export`: a checksum for each logical expert, wherever it is."""
+        """`Balancer.verify_export`: what is given is compared with a stream, by a checksum for each logical expert."""
         is_stream = isinstance(given, LogicalTensors)
         tensors = self._listed(dtype, f"{dtype}{', a stream' if is_stream else ''}", "")
-        chunks = [chunk for number in range(len(tensors.items)) for chunk in tensors.chunks_of(number)]
-        theirs, problem = _given(tensors, chunks, given)
+        theirs, problem = _given(tensors, given)
         if problem and isinstance(given, LogicalTensors):
             given.close(problem)  # the caller holds it, and the others wait at its next bucket
         rebalancer, control = self._balancer._rebalancer, self._balancer._runtime.groups.control
-        problem = problem or tensors.moved() or tensors.problem()
         # A rank that takes longer to walk its weights is waited for here.
-        outcome = rebalancer.run(lambda: rebalancer.agreement.go_on("", False, seconds), seconds)
-        if found := outcome or rebalancer.run(lambda: first_problem(problem, control)):
-            raise ExportError(str(found))
-        mine = b"".join(self._own(tensors, chunks))
-        of_ranks = rebalancer.run(lambda: gather_bytes(mine, control))
-        ours = _in_order(tensors, chunks, of_ranks)
-        experts = {value for chunk, value in zip(chunks, ours, strict=True) if chunk.expert is not None}
-        states = torch.zeros(len(chunks), dtype=torch.uint8)
-        for number, value in theirs.items():
-            other = chunks[number].expert is not None and value in experts
-            states[number] = _EQUAL if value == ours[number] else _ANOTHER if other else _DIFFERS
-        return _said(tensors, chunks, rebalancer.run(lambda: maxima(states, control)).tolist())
-
-    def _own(self, tensors: TensorList, chunks: Sequence[Chunk]) -> Iterable[bytes]:
-        """Checksums of the chunks that this rank gives. Collective where ranks make them together."""
-        for chunk in chunks:
-            value = (
-                None if tensors.is_plain(chunk) and _giver(tensors, chunk) != tensors.job.rank else tensors.value(chunk)
-            )
-            if value is not None and _giver(tensors, chunk) == tensors.job.rank:
-                yield _checksum(tensors, value.to(tensors.items[chunk.item].spec.dtype))
-        tensors.forget()
+        outcome = rebalancer.run(lambda: rebalancer.agreement.go_on(problem, False, seconds), seconds)
+        if outcome:
+            raise ExportError(outcome)
+        item_of, ours = {item.name: item for item in tensors.items}, dict[_Part, bytes]()
+        for name, tensor in LogicalTensors(tensors, BUCKET_BYTES, None, seconds):
+            ours.update(_checksums(item_of[name], tensor))
+        experts = {value for part, value in ours.items() if part.expert is not None}
+        states = torch.zeros(len(ours), dtype=torch.uint8)
+        for number, (part, own) in enumerate(ours.items()):
+            if part in theirs:
+                other = part.expert is not None and theirs[part] in experts
+                states[number] = _EQUAL if theirs[part] == own else _ANOTHER if other else _DIFFERS
+        found = rebalancer.run(lambda: maxima(states, control)).tolist()
+        return _said(dict(zip(ours, found, strict=True)))
 
     def _listed(self, dtype: torch.dtype | None, options: str, problem: str) -> TensorList:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -100,69 +90,54 @@ class Exporter:
 # -- comparing what was exported ---------------------------------------------------------------------------------------
 
 
-def _given(tensors: TensorList, chunks: Sequence[Chunk], given: object) -> tuple[dict[int, bytes], str]:
-    """The checksum of each chunk that was given here, by its number; and what is wrong with it."""
-    theirs: dict[int, bytes] = {}
-    item_of = {item.name: number for number, item in enumerate(tensors.items)}
-    numbers: dict[int, list[int]] = defaultdict(list)
-    for number, chunk in enumerate(chunks):
-        numbers[chunk.item].append(number)
+class _Part(NamedTuple):
+    """What is compared: a tensor, or an expert's row of one."""
+
+    name: str
+    layer: int | None
+    expert: int | None
+
+
+def _checksums(item: StreamItem, tensor: Tensor) -> Iterator[tuple[_Part, bytes]]:
+    parts = enumerate(tensor) if item.is_stacked else [(item.expert, tensor)]
+    for expert, part in parts:
+        yield _Part(item.name, item.layer, expert), checksum([as_bytes(part.detach().contiguous())])
+
+
+def _given(tensors: TensorList, given: object) -> tuple[dict[_Part, bytes], str]:
+    """The checksums of what was given here; and what is wrong with it."""
+    theirs: dict[_Part, bytes] = {}
+    items, device = {item.name: item for item in tensors.items}, tensors.balancer._runtime.device
     try:
         found: Any = given() if callable(given) else given
         for name, tensor in found.items() if isinstance(found, Mapping) else found:
-            if (item := item_of.get(name)) is None:
-                some = next((known for known in item_of if known.rpartition(".")[2] in name), "")
-                some = some or next(iter(item_of), "none")
+            if (item := items.get(name)) is None:
+                some = next((known for known in items if known.rpartition(".")[2] in name), "")
+                some = some or next(iter(items), "none")
                 return theirs, f"verify_export was given {name}, and the model has no tensor of that name ({some})"
-            spec = tensors.items[item].spec
+            spec = item.spec
             if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
                 return theirs, (
                     f"verify_export was given {name} as {tensor.dtype} {list(tensor.shape)}; the model's is "
                     f"{spec.dtype} {list(spec.shape)} (dtype= says to which the export casts)"
                 )
-            for number in numbers[item]:
-                row = chunks[number].row
-                theirs[number] = _checksum(tensors, tensor if row is None else tensor[row])
+            theirs.update(_checksums(item, tensor.to(device)))
     except Exception as error:
         return theirs, f"the weights to verify could not be walked: {one_line(error, with_type=True)}"
     return theirs, ""
 
 
-def _checksum(tensors: TensorList, tensor: Tensor) -> bytes:
-    return checksum([as_bytes(tensor.detach().to(tensors.balancer._runtime.device).contiguous())])
-
-
-def _giver(tensors: TensorList, chunk: Chunk) -> int:
-    """The rank that makes the checksum of a chunk."""
-    return chunk.owner if chunk.owner is not None else tensors.job.ranks[chunk.item % len(tensors.job.ranks)]
-
-
-def _in_order(tensors: TensorList, chunks: Sequence[Chunk], of_ranks: Sequence[bytes]) -> list[bytes]:
-    """The checksum of each chunk, from those of the ranks."""
-    at = dict.fromkeys(tensors.job.ranks, 0)
-    of_rank = dict(zip(tensors.job.ranks, of_ranks, strict=True))
-    ours = []
-    for chunk in chunks:
-        rank = _giver(tensors, chunk)
-        ours.append(of_rank[rank][at[rank] : at[rank] + CHECKSUM_BYTES])
-        at[rank] += CHECKSUM_BYTES
-    return ours
-
-
-def _said(tensors: TensorList, chunks: Sequence[Chunk], states: Sequence[int]) -> str:
+def _said(states: Mapping[_Part, int]) -> str:
     differing: dict[int, set[int]] = defaultdict(set)
     missing: dict[int, set[int]] = defaultdict(set)
-    others: list[str] = []
-    for chunk, state in zip(chunks, states, strict=True):
-        item = tensors.items[chunk.item]
-        if chunk.expert is None or item.layer is None:
-            others += [item.name] * (state > _EQUAL)
-        elif state != _EQUAL:
-            (differing if state else missing)[item.layer].add(chunk.expert)
+    others = [part.name for part, state in states.items() if part.expert is None and state > _EQUAL]
+    for part, state in states.items():
+        if part.layer is not None and part.expert is not None and state != _EQUAL:
+            (differing if state else missing)[part.layer].add(part.expert)
     if differing or others:
         parts = [f"experts that are not the model's: {_listed(differing)}"] if differing else []
         parts += [f"tensors that are not the model's: {', '.join(others[:_MOST_NAMED])}"] if others else []
-        if differing and _DIFFERS not in states:
+        if differing and _DIFFERS not in states.values():
             parts.append(
                 "each has the weights of another expert, as a walk by local index (ep_rank * E/R + i) exports them "
                 "once experts have moved: take balancer.named_logical_tensors(), walk inside "
@@ -171,8 +146,8 @@ def _said(tensors: TensorList, chunks: Sequence[Chunk], states: Sequence[int]) -
         raise ExportError(f"verify_export: {'; '.join(parts)}")
     if missing:
         raise ExportError(f"verify_export: experts that no rank has given: {_listed(missing)}")
-    experts = {(tensors.items[chunk.item].layer, chunk.expert) for chunk in chunks if chunk.expert is not None}
-    equal = {chunk.item for chunk, state in zip(chunks, states, strict=True) if state}
+    experts = {(part.layer, part.expert) for part in states if part.expert is not None}
+    equal = {part.name for part, state in states.items() if state}
     return f"{len(equal)} tensors are equal to the model's, among them those of all {len(experts)} experts"
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..utils.checksums import as_bytes, checksum
 from ..utils.errors import one_line
-from .restore import Saved, decoded
+from .restore import Saved, from_json
 from .state import CheckpointError
 from .weights import TensorSpec
 
@@ -59,7 +59,7 @@ class OldFolder(Saved):
         for file in index["files"]:
             opened: Any = safe_open(folder / file["name"], framework="pt")
             metadata = opened.metadata()
-            optimizers[metadata["optimizer"]] = json.loads(metadata["optimizer"])
+            optimizers[metadata["optimizer"]] = json.loads(metadata["optimizer"], object_hook=from_json)
             sizes = json.loads(metadata["sizes"])
             for name in opened.keys():  # noqa: SIM118
                 key, _, offsets = name.rpartition("@")
@@ -74,11 +74,7 @@ class OldFolder(Saved):
             if found != torch.Size(spec.shape).numel():
                 raise CheckpointError(f"{folder}: blocks of {key} are missing, or overlap")
         self.tensors = tensors
-        self.optimizers = [
-            decoded({**optimizer, "param_groups": [_as_now(group) for group in optimizer["param_groups"]]})
-            for optimizer in optimizers.values()
-            if optimizer is not None
-        ]
+        self.optimizers = [one for one in optimizers.values() if one is not None]
 
     def read_block(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
         for begin, name, file in self._blocks[key]:
@@ -90,12 +86,3 @@ class OldFolder(Saved):
                 outside.append(slice(low - offset, high - offset))
             if all(cut.start < cut.stop for cut in inside):
                 block[tuple(outside)].copy_(saved[tuple(inside)])
-
-
-def _as_now(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A param group, whose tensors have torch's names of their dtypes."""
-    names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "BOOL": "bool"}
-    return {
-        option: {**value, "dtype": names[value["dtype"]]} if isinstance(value, dict) else value
-        for option, value in group.items()
-    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -161,42 +161,28 @@ def load_logical_state_dict(model: nn.Module, optimizer: Given, state: Mapping[s
 # -- what is no tensor -----------------------------------------------------------------------------------------------
 
 
-def numbers_of(view: LogicalView) -> dict[str, Any] | None:
-    """Param groups and state that is no tensor, as in `Saved.optimizers`; None without an optimizer."""
+def numbers_of(view: LogicalView, encode: Callable[[Any, str], Any] = lambda value, _: value) -> dict[str, Any] | None:
+    """Param groups and state that is no tensor, as in `Saved.optimizers`; None without an optimizer.
+
+    Args:
+        encode: of each value, with its name.
+    """
     if not view.optimizers:
         return None
+    groups = [
+        {**{k: encode(v, k) for k, v in group.items() if k != "params"}, "params": view.names_of(group)}
+        for group in view.param_groups
+    ]
     numbers = {}
     for name in view.parameters:
-        found = {str(key): v for key, v in view.optimizer_state(name).items() if not isinstance(v, Tensor)}
-        if found:
+        state = view.optimizer_state(name).items()
+        if found := {str(key): encode(v, str(key)) for key, v in state if not isinstance(v, Tensor)}:
             numbers[name] = found
-    return {
-        "param_groups": [{**group, "params": view.names_of(group)} for group in view.param_groups],
-        "numbers": numbers,
-    }
+    return {"param_groups": groups, "numbers": numbers}
 
 
-def encoded(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """`numbers_of` as JSON has it.
-
-    Raises:
-        CheckpointError: JSON does not keep a value.
-    """
-    return {
-        "param_groups": [{k: _to_json(v, k) for k, v in group.items()} for group in optimizer["param_groups"]],
-        "numbers": {n: {k: _to_json(v, k) for k, v in state.items()} for n, state in optimizer["numbers"].items()},
-    }
-
-
-def decoded(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """What `encoded` was given."""
-    return {
-        "param_groups": [{k: _from_json(v) for k, v in group.items()} for group in optimizer["param_groups"]],
-        "numbers": {n: {k: _from_json(v) for k, v in state.items()} for n, state in optimizer["numbers"].items()},
-    }
-
-
-def _to_json(value: Any, name: str) -> Any:
+def to_json(value: Any, name: str) -> Any:
+    """An option as `json.dumps` takes it; `from_json` is the way back."""
     if isinstance(value, Tensor):
         return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
     plain = list(value) if isinstance(value, tuple) else value
@@ -210,8 +196,12 @@ def _to_json(value: Any, name: str) -> Any:
     return value
 
 
-def _from_json(value: Any) -> Any:
-    return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"])) if isinstance(value, dict) else value
+def from_json(value: dict[str, Any]) -> Any:
+    """Of `json.loads`: the tensor that a dictionary stands for, or the dictionary."""
+    if value.keys() != {"tensor", "dtype"}:
+        return value
+    old = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "BOOL": "bool"}
+    return torch.tensor(value["tensor"], dtype=getattr(torch, old.get(value["dtype"], value["dtype"])))
 
 
 def options_of(view: LogicalView, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from . import dcp, disk
 from .disk import MARKER, Named
 from .joint_access import JointAccess
 from .pretrained import folders_of
-from .restore import Fitted, Saved, encoded, numbers_of, restore_placement
+from .restore import Fitted, Saved, numbers_of, restore_placement, to_json
 from .state import CheckpointError, Given, LogicalView
 
 logger = logging.getLogger("eplb_runtime")
@@ -183,11 +183,10 @@ def _content(view: LogicalView, access: JointAccess) -> tuple[Iterable[Named], s
     balancer = view.balancer.state_dict() if view.balancer is not None else None  # first: all ranks meet in it
     ranks = view.balancer._runtime.job.data_ranks if view.balancer is not None else access.ranks
     layout, tied = disk.layout_of(view)
-    optimizer = numbers_of(view)
     numbers = {
         "layout": {key: asdict(stored) for key, stored in layout.items() if stored.names != (key.partition(".")[2],)},
         "tied": tied,
-        "optimizer": encoded(optimizer) if optimizer is not None else None,
+        "optimizer": numbers_of(view, to_json),
         "balancer": balancer,
     }
     text = json.dumps(numbers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,19 +21,7 @@ from ..moe.experts.slices import columns, has_memory, keep_slices, local
 logger = logging.getLogger("eplb_runtime")
 
 
-class KeepsState(Protocol):
-    """The part of an optimizer that a checkpoint reads and writes."""
-
-    @property
-    def param_groups(self) -> Sequence[dict[str, Any]]:
-        """Options, and parameters under ``"params"``."""
-
-    @property
-    def state(self) -> MutableMapping[Tensor, Any]:
-        """By parameter."""
-
-
-Given = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | KeepsState | None
+Given = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 class CheckpointError(ValueError):
@@ -232,7 +220,7 @@ def why_merged(model: nn.Module) -> str:
     return ""
 
 
-def _listed(given: Given) -> list[KeepsState]:
+def _listed(given: Given) -> list[torch.optim.Optimizer]:
     if given is None:
         return []
     if not isinstance(given, Sequence):

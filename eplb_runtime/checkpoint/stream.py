@@ -212,6 +212,10 @@ class TensorList:
         owner = to if to in ranks else ranks[number % len(ranks)]
         return [Chunk(number, None, None, None if to is None and len(ranks) == len(self.job.ranks) else owner, to)]
 
+    def spec_of(self, chunk: Chunk) -> TensorSpec:
+        spec = self.items[chunk.item].spec
+        return spec if chunk.row is None else TensorSpec((1, *spec.shape[1:]), spec.dtype)
+
     # -- values ------------------------------------------------------------------------------------------------------
 
     def is_plain(self, chunk: Chunk) -> bool:
@@ -241,10 +245,7 @@ class TensorList:
             self.forget()
             with torch.no_grad():
                 self._last = what, weight.convert([self._source(weight, one, chunk.expert) for one in weight.sources])
-        if not self.is_mine(chunk):
-            return None
-        shape = item.spec.shape if chunk.row is None else (1, *item.spec.shape[1:])
-        return self._last[1][item.key].reshape(shape)
+        return self._last[1][item.key].reshape(self.spec_of(chunk).shape) if self.is_mine(chunk) else None
 
     def _source(self, weight: Weight, source: Tensor | tuple[Tensor, ...], expert: int | None) -> Tensor:
         """A live tensor of a weight, whole; or its row of one expert."""
@@ -296,105 +297,86 @@ class Bucket:
     Args:
         numbers: of the tensors.
         to: for each tensor of the list, the rank that it goes to; None: all go to all.
+        copies: of what goes nowhere; else it is handed out in live memory.
     """
 
-    def __init__(self, tensors: TensorList, numbers: range, to: Sequence[int] | None) -> None:
-        self._tensors, self._numbers, self._rank = tensors, numbers, tensors.job.rank
+    def __init__(self, tensors: TensorList, numbers: range, to: Sequence[int] | None, copies: bool = True) -> None:
+        self._tensors, self._rank, self._copies = tensors, tensors.job.rank, copies
         self._to_all = to is None
-        self.chunks = [c for n in numbers for c in tensors.chunks_of(n, None if to is None else to[n])]
-        self._own: dict[Chunk, Tensor] = {}
-        self._leaving = sorted(
-            (c for c in self.chunks if c.owner == self._rank and c.to not in (None, self._rank)),
-            key=lambda chunk: chunk.to or 0,
-        )
-        self._arriving = sorted(
-            (c for c in self.chunks if self._to_all or (c.to == self._rank and c.owner != self._rank)),
-            key=lambda chunk: -1 if chunk.owner is None else chunk.owner,
-        )
-        self._memory: dict[Chunk, Tensor] = {}
+        self._chunks = [c for n in numbers for c in tensors.chunks_of(n, None if to is None else to[n])]
+        self._leaving = [c for c in self._chunks if c.owner == self._rank and c.to not in (None, self._rank)]
+        self._leaving.sort(key=lambda chunk: chunk.to or 0)
+        self._arriving = [c for c in self._chunks if self._to_all or (c.to == self._rank != c.owner)]
+        self._arriving.sort(key=lambda chunk: -1 if chunk.owner is None else chunk.owner)
+        self._parts: dict[Chunk, Tensor] = {}
         self._sent = self._received = torch.empty(0, dtype=torch.uint8)
-
-    def _nbytes(self, chunk: Chunk) -> int:
-        spec = self._tensors.items[chunk.item].spec
-        return spec.nbytes if chunk.row is None else spec.nbytes // spec.shape[0]
-
-    def _take(self, chunks: Sequence[Chunk]) -> Tensor:
-        device = self._tensors.balancer._runtime.device
-        memory = torch.empty(sum(aligned(self._nbytes(c)) for c in chunks), dtype=torch.uint8, device=device)
-        at = 0
-        for chunk in chunks:
-            spec, nbytes = self._tensors.items[chunk.item].spec, self._nbytes(chunk)
-            shape = spec.shape if chunk.row is None else (1, *spec.shape[1:])
-            self._memory[chunk] = memory[at : at + nbytes].view(spec.dtype).view(shape)
-            at += aligned(nbytes)
-        return memory
 
     def take(self) -> None:
         """Take all memory."""
-        self._sent, self._received = self._take(self._leaving), self._take(self._arriving)
+        self._sent, self._received = self._memory_of(self._leaving), self._memory_of(self._arriving)
+
+    def _memory_of(self, chunks: Sequence[Chunk]) -> Tensor:
+        specs, at = [self._tensors.spec_of(chunk) for chunk in chunks], 0
+        nbytes, device = sum(aligned(spec.nbytes) for spec in specs), self._tensors.balancer._runtime.device
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        for chunk, spec in zip(chunks, specs, strict=True):
+            self._parts[chunk] = memory[at : at + spec.nbytes].view(spec.dtype).view(spec.shape)
+            at += aligned(spec.nbytes)
+        return memory
 
     def write(self, plain: bool) -> None:
         """Write this rank's parts: those that it makes alone, or (collective) those that ranks make together."""
-        for chunk in self.chunks:
+        for chunk in self._chunks:
             if self._tensors.is_plain(chunk) == plain and (value := self._tensors.value(chunk)) is not None:
                 if chunk.to == self._rank:
-                    self._own[chunk] = value.to(self._tensors.items[chunk.item].spec.dtype)
+                    self._parts[chunk] = value.to(self._tensors.spec_of(chunk).dtype, copy=self._copies)
                 else:
-                    self._memory[chunk].copy_(value)
+                    self._parts[chunk].copy_(value)
         self._tensors.forget()
 
     def travel(self) -> None:
         """Send each part to the ranks that need it. Collective."""
         group, ranks = self._tensors.balancer._runtime.groups.everyone, self._tensors.job.ranks
-        if self._to_all:
-            begin = sum(aligned(self._nbytes(c)) for c in self._arriving if c.owner is None)
-            for rank in ranks:
-                end = begin + sum(aligned(self._nbytes(c)) for c in self._arriving if c.owner == rank)
-                if end > begin:
-                    dist.broadcast(self._received[begin:end], rank, group=group)
-                begin = end
-        elif any(chunk.owner != chunk.to for chunk in self.chunks):
-            to, of = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
-            for chunk in self._leaving:
-                to[chunk.to or 0] += aligned(self._nbytes(chunk))
-            for chunk in self._arriving:
-                of[chunk.owner or 0] += aligned(self._nbytes(chunk))
-            sizes = list(of.values()), list(to.values())
-            dist.all_to_all_single(self._received, self._sent, *sizes, group=group)
+        of, to = (dict.fromkeys((None, *ranks), 0) for _ in range(2))
+        for chunk in self._arriving:
+            of[chunk.owner] += aligned(self._tensors.spec_of(chunk).nbytes)
         for chunk in self._leaving:
-            del self._memory[chunk]
-        self._sent = self._received[:0]
+            to[chunk.to] += aligned(self._tensors.spec_of(chunk).nbytes)
+        if self._to_all:
+            begin = of[None]
+            for rank in ranks:
+                if of[rank]:
+                    dist.broadcast(self._received[begin : begin + of[rank]], rank, group=group)
+                begin += of[rank]
+        elif any(chunk.owner != chunk.to for chunk in self._chunks):
+            sizes = [of[rank] for rank in ranks], [to[rank] for rank in ranks]
+            dist.all_to_all_single(self._received, self._sent, *sizes, group=group)
 
-    def hand_out(self, copies: bool) -> Iterator[NamedTensor]:
-        """Hand out tensors one by one, without a reference to the stream, which ends with its last reference.
-
-        Args:
-            copies: of what is this rank's own and has not travelled.
-        """
-        parts: dict[int, list[tuple[Chunk, Tensor]]] = {}
-        for chunk in self.chunks:
+    def hand_out(self) -> Iterator[NamedTensor]:
+        """Hand out tensors one by one, without a reference to the stream, which ends with its last reference."""
+        found: dict[int, list[tuple[int | None, Tensor]]] = {}
+        for chunk in self._chunks:
             if chunk.to in (None, self._rank):
-                own = chunk in self._own
-                value = self._own.pop(chunk) if own else self._memory.pop(chunk)
-                parts.setdefault(chunk.item, []).append((chunk, value.clone() if own and copies else value))
-        self._received = self._sent
-        return _handed_out([self._tensors.items[number] for number in parts], list(parts.values()))
+                found.setdefault(chunk.item, []).append((chunk.row, self._parts[chunk]))
+        self._parts.clear()
+        self._sent = self._received = torch.empty(0, dtype=torch.uint8)
+        return _handed_out([(self._tensors.items[number], parts) for number, parts in found.items()])
 
 
-def _handed_out(items: list[StreamItem], parts: list[list[tuple[Chunk, Tensor]]]) -> Iterator[NamedTensor]:
+def _handed_out(found: list[tuple[StreamItem, list[tuple[int | None, Tensor]]]]) -> Iterator[NamedTensor]:
     """The last of a bucket is a copy: who still has it, as a loop has, would hold all of the bucket while the next one
     comes."""
-    only = len(items) == 1
-    while items:
-        item, found = items.pop(0), parts.pop(0)
-        tensor = found[0][1]
+    alone = len(found) == 1
+    while found:
+        item, parts = found.pop(0)
+        tensor = parts[0][1]
         if item.is_stacked:
             tensor = torch.empty(item.spec.shape, dtype=item.spec.dtype, device=tensor.device)
-            for chunk, value in found:
-                tensor[chunk.row : (chunk.row or 0) + 1] = value
-        elif not items and not only:
+            for row, value in parts:
+                tensor[row] = value[0]
+        elif not found and not alone:
             tensor = tensor.clone()
-        del found
+        parts.clear()
         yield item.name, tensor
         del tensor
 
@@ -420,14 +402,12 @@ def brought(tensors: TensorList, to: Sequence[int]) -> Iterator[NamedTensor]:
     """Bring each tensor to a rank of its own, which gets its own parts in live memory. Collective; all ranks go through
     to the end."""
     for numbers in cut(tensors.items, BUCKET_BYTES):
-        bucket = Bucket(tensors, numbers, to)
+        bucket = Bucket(tensors, numbers, to, copies=False)
         bucket.take()
         bucket.write(True)
         bucket.write(False)
         bucket.travel()
-        handed_out = bucket.hand_out(copies=False)
-        del bucket
-        yield from handed_out
+        yield from bucket.hand_out()
 
 
 # -- the stream --------------------------------------------------------------------------------------------------------
@@ -529,7 +509,7 @@ class LogicalTensors(Iterator[NamedTensor]):
         self._next += 1
         bucket.write(plain=False)
         bucket.travel()
-        return bucket.hand_out(copies=True)
+        return bucket.hand_out()
 
     def _agree(self, problem: str) -> None:
         where, seconds = f"bucket {self._next + 1} of {len(self._cuts)}", self._seconds
