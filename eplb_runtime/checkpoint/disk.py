@@ -82,13 +82,8 @@ def layout_of(view: LogicalView) -> tuple[dict[str, Stored], dict[str, str]]:
 
 
 def tensors_of_rank(view: LogicalView, layout: Mapping[str, Stored], ranks: Sequence[int]) -> Iterator[Named]:
-    """Yield what this rank writes: its share of its experts and of the rest, in live memory where that is whole.
-
-    Collective where experts are sliced or tensors sharded: every rank goes through to the end.
-
-    Args:
-        ranks: that hold the model; they share out by size what all of them hold.
-    """
+    """Yield what this rank writes: its share of its experts, and, by size, of what all ``ranks`` hold; in live memory
+    where that is whole. Collective where experts are sliced or tensors sharded: every rank goes through to the end."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     nbytes = dict.fromkeys(ranks, 0)
     for entry in view.entries():
@@ -112,15 +107,7 @@ def tensors_of_rank(view: LogicalView, layout: Mapping[str, Stored], ranks: Sequ
 
 
 def write_tensors(folder: Path, number: int, token: str, tensors: Iterable[Named]) -> dict[str, tuple[int, str]]:
-    """Write tensors into files of this rank.
-
-    Returns:
-        Bytes and checksum of each file, by name.
-
-    Raises:
-        CheckpointError: the library has no name for a dtype.
-        OSError: a file cannot be written. Files that were are removed.
-    """
+    """Write tensors into files of this rank; returns bytes and checksum of each, by name. All or none stay."""
     written: dict[str, tuple[int, str]] = {}
     batch: dict[str, Tensor] = {}
     of, nbytes = "", 0
@@ -151,12 +138,7 @@ def write_tensors(folder: Path, number: int, token: str, tensors: Iterable[Named
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file and bring it to the disk.
-
-    Raises:
-        CheckpointError: the library has no name for a dtype.
-        OSError: it cannot be written.
-    """
+    """Write a safetensors file and bring it to the disk. A dtype that the library has not is a CheckpointError."""
     whole: dict[str, Tensor] = {}
     memory: set[int] = set()
     for name, tensor in tensors.items():
@@ -181,12 +163,8 @@ def publish(
     numbers: Mapping[str, Any],
     describe: Callable[[], None],
 ) -> None:
-    """Make the files of all ranks the checkpoint of this folder, in one step, and remove those of the old one.
-
-    Args:
-        numbers: all that is no tensor.
-        describe: writes what else a framework wants in a folder.
-    """
+    """Make the files of all ranks, and numbers, the checkpoint of this folder, in one step, and remove the old one;
+    ``describe`` writes what else a framework wants in a folder."""
     path = folder / f"numbers-{token}.json"
     try:
         if (folder / "model.safetensors").exists():
@@ -257,11 +235,7 @@ def remove_files(folder: Path, unwanted: Callable[[str, str], bool]) -> None:
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
-    """Read `checkpoint.json`, of any version, and compare its own checksum.
-
-    Raises:
-        CheckpointError: it is damaged, or none.
-    """
+    """Read `checkpoint.json`, of any version, and compare its own checksum."""
     path = folder / MARKER
     try:
         require_readable(path, _MOST_BYTES)
@@ -283,14 +257,8 @@ def _checksum_of(marker: Mapping[str, Any]) -> str:
 
 
 def verified(folder: Path, number: int, of: int) -> dict[str, Any]:
-    """Return the marker, after this rank's share of all files has been read and compared with sizes and checksums.
-
-    Args:
-        number, of: this rank among those that verify together.
-
-    Raises:
-        CheckpointError: names the first file that is damaged.
-    """
+    """Return the marker, after this rank, one of those that verify together, has read its share of all files and
+    compared sizes and checksums. The first damaged file is named."""
     marker = read_marker(folder)
     (old_folder.verify if marker["version"] == old_folder.VERSION else verify)(folder, marker, number, of)
     return marker

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..distributed.consensus import maxima
+from ..distributed.consensus import first_problem, maxima
 from ..utils.checksums import as_bytes, checksum
 from ..utils.errors import one_line
 from .stream import BUCKET_BYTES, ExportError, LogicalTensors, StreamItem, TensorList
@@ -57,9 +57,9 @@ class Exporter:
             given.close(problem)  # the caller holds it, and the others wait at its next bucket
         rebalancer, control = self._balancer._rebalancer, self._balancer._runtime.groups.control
         # A rank that takes longer to walk its weights is waited for here.
-        outcome = rebalancer.run(lambda: rebalancer.agreement.go_on(problem, False, seconds), seconds)
-        if outcome:
-            raise ExportError(outcome)
+        outcome = rebalancer.run(lambda: rebalancer.agreement.go_on("", False, seconds), seconds)
+        if found := outcome or rebalancer.run(lambda: first_problem(problem, control)):
+            raise ExportError(str(found))
         item_of, ours = {item.name: item for item in tensors.items}, dict[_Part, bytes]()
         for name, tensor in LogicalTensors(tensors, BUCKET_BYTES, None, seconds):
             ours.update(_checksums(item_of[name], tensor))
@@ -69,8 +69,8 @@ class Exporter:
             if part in theirs:
                 other = part.expert is not None and theirs[part] in experts
                 states[number] = _EQUAL if theirs[part] == own else _ANOTHER if other else _DIFFERS
-        found = rebalancer.run(lambda: maxima(states, control)).tolist()
-        return _said(dict(zip(ours, found, strict=True)))
+        largest = rebalancer.run(lambda: maxima(states, control)).tolist()
+        return _said(dict(zip(ours, largest, strict=True)))
 
     def _listed(self, dtype: torch.dtype | None, options: str, problem: str) -> TensorList:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

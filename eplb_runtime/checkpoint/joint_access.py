@@ -20,12 +20,8 @@ Result = TypeVar("Result")
 
 
 class JointAccess:
-    """One rank's part in a save or load.
-
-    Args:
-        group: of the ranks that take part; None: this process alone.
-        device: what its backend can carry.
-    """
+    """One rank's part in a save or load, with the ranks of a group (None: alone), whose backend carries a device's
+    tensors."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
@@ -94,11 +90,7 @@ class JointAccess:
         return [mine] if self._group is None else gather_bytes(mine, self._group, self._device)
 
     def folder_has(self, path: Path) -> bool:
-        """Return whether a file is there, for all ranks alike.
-
-        Raises:
-            CheckpointError: only some see it.
-        """
+        """Return whether a file is there, for all ranks alike; refused where only some see it."""
         seen = self.gather(torch.tensor([path.is_file()], dtype=torch.uint8)).flatten().tolist()
         if len(set(seen)) > 1:
             rank = self.ranks[seen.index(0)]

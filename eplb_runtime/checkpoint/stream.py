@@ -292,21 +292,18 @@ def _from_rank(text: str, rank: int, group: dist.ProcessGroup) -> str:
 
 
 class Bucket:
-    """Tensors that travel together, and the memory of this rank for them.
+    """Parts of tensors that travel together, and the memory of this rank for them.
 
     Args:
-        numbers: of the tensors.
-        to: for each tensor of the list, the rank that it goes to; None: all go to all.
+        chunks: the same on all ranks; all go to all, or each to one rank.
         copies: of what goes nowhere; else it is handed out in live memory.
     """
 
-    def __init__(self, tensors: TensorList, numbers: range, to: Sequence[int] | None, copies: bool = True) -> None:
-        self._tensors, self._rank, self._copies = tensors, tensors.job.rank, copies
-        self._to_all = to is None
-        self._chunks = [c for n in numbers for c in tensors.chunks_of(n, None if to is None else to[n])]
-        self._leaving = [c for c in self._chunks if c.owner == self._rank and c.to not in (None, self._rank)]
+    def __init__(self, tensors: TensorList, chunks: Sequence[Chunk], copies: bool) -> None:
+        self._tensors, self._chunks, self._rank, self._copies = tensors, chunks, tensors.job.rank, copies
+        self._leaving = [c for c in chunks if c.owner == self._rank and c.to not in (None, self._rank)]
         self._leaving.sort(key=lambda chunk: chunk.to or 0)
-        self._arriving = [c for c in self._chunks if self._to_all or (c.to == self._rank != c.owner)]
+        self._arriving = [c for c in chunks if c.to is None or (c.to == self._rank != c.owner)]
         self._arriving.sort(key=lambda chunk: -1 if chunk.owner is None else chunk.owner)
         self._parts: dict[Chunk, Tensor] = {}
         self._sent = self._received = torch.empty(0, dtype=torch.uint8)
@@ -342,7 +339,7 @@ class Bucket:
             of[chunk.owner] += aligned(self._tensors.spec_of(chunk).nbytes)
         for chunk in self._leaving:
             to[chunk.to] += aligned(self._tensors.spec_of(chunk).nbytes)
-        if self._to_all:
+        if self._chunks[0].to is None:
             begin = of[None]
             for rank in ranks:
                 if of[rank]:
@@ -352,62 +349,45 @@ class Bucket:
             sizes = [of[rank] for rank in ranks], [to[rank] for rank in ranks]
             dist.all_to_all_single(self._received, self._sent, *sizes, group=group)
 
-    def hand_out(self) -> Iterator[NamedTensor]:
-        """Hand out tensors one by one, without a reference to the stream, which ends with its last reference."""
-        found: dict[int, list[tuple[int | None, Tensor]]] = {}
-        for chunk in self._chunks:
-            if chunk.to in (None, self._rank):
-                found.setdefault(chunk.item, []).append((chunk.row, self._parts[chunk]))
+    def parts(self) -> list[tuple[Chunk, Tensor]]:
+        """What this rank has of the bucket now, which holds on to none of it."""
+        found = [(chunk, self._parts[chunk]) for chunk in self._chunks if chunk.to in (None, self._rank)]
         self._parts.clear()
         self._sent = self._received = torch.empty(0, dtype=torch.uint8)
-        return _handed_out([(self._tensors.items[number], parts) for number, parts in found.items()])
-
-
-def _handed_out(found: list[tuple[StreamItem, list[tuple[int | None, Tensor]]]]) -> Iterator[NamedTensor]:
-    """The last of a bucket is a copy: who still has it, as a loop has, would hold all of the bucket while the next one
-    comes."""
-    alone = len(found) == 1
-    while found:
-        item, parts = found.pop(0)
-        tensor = parts[0][1]
-        if item.is_stacked:
-            tensor = torch.empty(item.spec.shape, dtype=item.spec.dtype, device=tensor.device)
-            for row, value in parts:
-                tensor[row] = value[0]
-        elif not found and not alone:
-            tensor = tensor.clone()
-        parts.clear()
-        yield item.name, tensor
-        del tensor
+        return found
 
 
 def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def cut(items: Sequence[StreamItem], bucket_bytes: int) -> list[range]:
+def cut(sizes: Sequence[int], bucket_bytes: int) -> list[range]:
     """Neighbours that fit into a bucket together."""
     cuts: list[range] = []
     first = total = 0
-    for number, item in enumerate(items):
-        size = aligned(item.spec.nbytes)
+    for number, size in enumerate(map(aligned, sizes)):
         if number > first and total + size > bucket_bytes:
             cuts.append(range(first, number))
             first, total = number, 0
         total += size
-    return [*cuts, range(first, len(items))] if items else cuts
+    return [*cuts, range(first, len(sizes))] if sizes else cuts
 
 
-def brought(tensors: TensorList, to: Sequence[int]) -> Iterator[NamedTensor]:
-    """Bring each tensor to a rank of its own, which gets its own parts in live memory. Collective; all ranks go through
-    to the end."""
-    for numbers in cut(tensors.items, BUCKET_BYTES):
-        bucket = Bucket(tensors, numbers, to, copies=False)
+def brought(tensors: TensorList, to: Sequence[int]) -> Iterator[tuple[StreamItem, int | None, Tensor]]:
+    """Bring each tensor to a rank: itself or, where experts are stacked, row by row, in live memory where it is there.
+    Collective; all ranks go through to the end."""
+    chunks = [chunk for number, rank in enumerate(to) for chunk in tensors.chunks_of(number, rank)]
+    for numbers in cut([tensors.spec_of(chunk).nbytes for chunk in chunks], BUCKET_BYTES):
+        bucket = Bucket(tensors, chunks[numbers.start : numbers.stop], copies=False)
         bucket.take()
-        bucket.write(True)
-        bucket.write(False)
+        bucket.write(plain=True)
+        bucket.write(plain=False)
         bucket.travel()
-        yield from bucket.hand_out()
+        parts = bucket.parts()
+        while parts:
+            chunk, tensor = parts.pop(0)
+            yield tensors.items[chunk.item], chunk.row, tensor
+            del tensor
 
 
 # -- the stream --------------------------------------------------------------------------------------------------------
@@ -428,9 +408,9 @@ class LogicalTensors(Iterator[NamedTensor]):
 
     def __init__(self, tensors: TensorList, bucket_bytes: int, rank: int | None, seconds: float) -> None:
         self._tensors = tensors
-        self._to = None if rank is None else [rank] * len(tensors.items)
+        self._rank = rank
         self._seconds = seconds
-        self._cuts = cut(tensors.items, bucket_bytes)
+        self._cuts = cut([item.spec.nbytes for item in tensors.items], bucket_bytes)
         self._next = 0
         self._open = True
         self._refusal = ""
@@ -498,7 +478,9 @@ class LogicalTensors(Iterator[NamedTensor]):
         Raises:
             ExportError: a rank has stopped or failed, or has not come.
         """
-        bucket, problem = Bucket(self._tensors, numbers, self._to), self._tensors.moved() or self._tensors.problem()
+        tensors, problem = self._tensors, self._tensors.moved() or self._tensors.problem()
+        chunks = [chunk for number in numbers for chunk in tensors.chunks_of(number, self._rank)]
+        bucket = Bucket(tensors, chunks, copies=True)
         if not problem:
             try:
                 bucket.take()
@@ -509,7 +491,10 @@ class LogicalTensors(Iterator[NamedTensor]):
         self._next += 1
         bucket.write(plain=False)
         bucket.travel()
-        return bucket.hand_out()
+        found: dict[int, list[tuple[int | None, Tensor]]] = {}
+        for chunk, value in bucket.parts():
+            found.setdefault(chunk.item, []).append((chunk.row, value))
+        return _handed_out([(tensors.items[number], parts) for number, parts in found.items()])
 
     def _agree(self, problem: str) -> None:
         where, seconds = f"bucket {self._next + 1} of {len(self._cuts)}", self._seconds
@@ -525,3 +510,21 @@ class LogicalTensors(Iterator[NamedTensor]):
         if outcome:
             self._end()
             raise ExportError(f"weights were not exported past {where}: {outcome}")
+
+
+def _handed_out(found: list[tuple[StreamItem, list[tuple[int | None, Tensor]]]]) -> Iterator[NamedTensor]:
+    """Hand out the tensors of a bucket, without a reference to the stream, which ends with its last reference. The last
+    tensor is a copy: who still has it, as a loop has, would hold all of the bucket while the next one comes."""
+    alone = len(found) == 1
+    while found:
+        item, parts = found.pop(0)
+        tensor = parts[0][1]
+        if item.is_stacked:
+            tensor = torch.empty(item.spec.shape, dtype=item.spec.dtype, device=tensor.device)
+            for row, value in parts:
+                tensor[row] = value[0]
+        elif not found and not alone:
+            tensor = tensor.clone()
+        parts.clear()
+        yield item.name, tensor
+        del tensor

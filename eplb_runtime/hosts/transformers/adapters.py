@@ -372,7 +372,7 @@ def _save_together(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExp
         view.refuse_freed("save_pretrained of an attached model", merged_too=False)
         joint = JointAccess.of(view)
         state = _detached_state(saver.state_dict)
-        for name, stack in _brought(view, list(of_peft), joint.ranks[0]):
+        for name, stack in _brought(view, list(of_peft), joint.ranks[0]).items():
             state[name.removeprefix(prefix)] = of_peft[name](stack)
         write = partial(own, save_directory, *arguments, is_main_process=True, state_dict=state, **options)
         joint.on_first(f"{save_directory} was not written", write)
@@ -389,8 +389,8 @@ def _save_together(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExp
     object.__setattr__(saver, "load_adapter", load_adapter)
 
 
-def _brought(view: LogicalView, names: Sequence[str], rank: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``[E, ...]`` in logical order on the CPU of one rank; on the others nothing. Collective."""
+def _brought(view: LogicalView, names: Sequence[str], rank: int) -> dict[str, Tensor]:
+    """``[E, ...]`` in logical order on the CPU of one rank; on the others nothing. Collective."""
     assert view.balancer is not None
     weights = []
     for name in names:
@@ -398,8 +398,12 @@ def _brought(view: LogicalView, names: Sequence[str], rank: int) -> Iterator[tup
         spec = TensorSpec((view.num_experts, *rows.shape[1:]), rows.dtype)
         weights.append(as_named(name, rows, view.layer_of(name), spec))
     tensors = TensorList(view.balancer, {view.balancer._runtime.job.stages[0]: weights})
-    for name, stack in brought(tensors, [rank] * len(names)):
-        yield name, stack.cpu()
+    stacks: dict[str, Tensor] = {}
+    for item, row, value in brought(tensors, [rank] * len(names)):
+        if item.name not in stacks:
+            stacks[item.name] = torch.empty(item.spec.shape, dtype=item.spec.dtype)
+        stacks[item.name][row] = value[0]
+    return stacks
 
 
 def _detached_state(state_dict: Callable[..., dict[str, Any]]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from ...checkpoint.disk import save_tensors
 from ...checkpoint.joint_access import JointAccess
 from ...checkpoint.state import CheckpointError, LogicalView
-from ...checkpoint.stream import TensorList, brought
+from ...checkpoint.stream import StreamItem, TensorList, brought
 from ...checkpoint.weights import TensorSpec
 from ...distributed.ranks import Job
 from ...utils.files import PARTIALS, write_file
@@ -59,8 +60,8 @@ def write(view: LogicalView, folder: Path, **options: Any) -> None:
     joint = JointAccess.of(view)
     failed = f"{folder} was not exported"
     try:
-        for name, tensor in brought(tensors, to):
-            joint.trying(lambda name=name, tensor=tensor: own.put(name, tensor))  # type: ignore[misc]
+        for item, row, tensor in brought(tensors, to):
+            joint.trying(partial(own.put, item, row, tensor))
         joint.agree(failed)
         # The files get their names only when all of them are whole; in between there is no index, so nothing loads.
         joint.on_first(failed, lambda: _renew_folder(view, folder, variant, options))
@@ -124,26 +125,36 @@ class _OwnFiles:
 
     def __init__(self, files: _Files, folder: Path) -> None:
         self._folder = folder
-        self._missing = {name: len(tensors) for name, (rank, tensors) in files.items() if rank == dist.get_rank()}
+        self._missing = {
+            name: sum(spec.nbytes for spec in tensors.values())
+            for name, (rank, tensors) in files.items()
+            if rank == dist.get_rank()
+        }
         self._file_of = {key: name for name in self._missing for key in files[name][1]}
         self._arrived: dict[str, dict[str, Tensor]] = {name: {} for name in self._missing}
         self._partial = {name: folder / PARTIALS.replace("*", secrets.token_hex(16)) for name in self._missing}
 
-    def put(self, key: str, value: Tensor) -> None:
-        name = self._file_of[key]
-        self._arrived[name][key] = value.cpu()
-        self._missing[name] -= 1
+    def put(self, item: StreamItem, row: int | None, value: Tensor) -> None:
+        name = self._file_of[item.name]
+        arrived = self._arrived[name]
+        if row is None:
+            arrived[item.name] = value.cpu()
+        else:
+            if item.name not in arrived:
+                arrived[item.name] = torch.empty(item.spec.shape, dtype=item.spec.dtype)
+            arrived[item.name][row] = value[0]
+        self._missing[name] -= value.nbytes
         if not self._missing[name]:
             self._folder.mkdir(parents=True, exist_ok=True)
             save_tensors(self._partial[name], self._arrived.pop(name))
 
     def publish(self) -> None:
-        for name, partial in self._partial.items():
-            partial.rename(self._folder / name)
+        for name, path in self._partial.items():
+            path.rename(self._folder / name)
 
     def discard(self) -> None:
-        for partial in self._partial.values():
-            partial.unlink(missing_ok=True)
+        for path in self._partial.values():
+            path.unlink(missing_ok=True)
 
 
 # -- the rest of the folder ------------------------------------------------------------------------------------------
