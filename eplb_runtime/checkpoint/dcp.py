@@ -136,7 +136,7 @@ def async_save(folder: str | Path, view: LogicalView, storage_writer: dcp.Storag
             return dcp.async_save(state, process_group=group, **options)  # type: ignore[return-value]
 
 
-class Folder(Saved):
+class FolderOfDCP(Saved):
     """A checkpoint of DCP, open for reading; there are no checksums.
 
     Args:

@@ -151,7 +151,7 @@ def load(
     access = JointAccess.of(view, process_group)
     unchanged = f"{folder} was not loaded, nothing is changed"
     path = Path(folder)
-    opens: Callable[[], Saved] = lambda: dcp.Folder(folder, view, key, storage_reader, process_group)  # noqa: E731
+    opens: Callable[[], Saved] = lambda: dcp.FolderOfDCP(folder, view, key, storage_reader, process_group)  # noqa: E731
     if storage_reader is None and access.folder_has(path / MARKER):
         if key:
             raise CheckpointError(f"{folder} has no keys, as DCP's checkpoints may have: leave out key={key!r}")
