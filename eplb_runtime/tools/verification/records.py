@@ -43,7 +43,6 @@ class Cell:
 
     @property
     def norm(self) -> float:
-        """On its first rank."""
         return float(np.sqrt(self.sums[0, 0]))
 
 
@@ -130,7 +129,7 @@ def first_difference(one: Run, other: Run) -> Difference | None:
         odd = [key for key in here.ordered() if lone is None and not here.cells[key].same_bits(there.cells[key])]
         if lone is not None or odd:
             losses = zip(map(repr, here.losses), map(repr, there.losses), strict=True)  # NaN is equal to itself
-            if (rank := next((rank for rank, (a, b) in enumerate(losses) if a != b), -1)) >= 0:
+            for rank in (rank for rank, (a, b) in enumerate(losses) if a != b):
                 hint = "weights were the same: the model computes with something that does not move with its experts"
                 return Difference(number, "the loss", None, rank, hint)
             name, expert = key = odd[0] if lone is None else lone
