@@ -116,11 +116,6 @@ def speeds(text: str) -> list[float]:
     return [positive_float(part) for part in text.split(",")]
 
 
-def ranks_of(text: str) -> list[int]:
-    """``3,7`` -> [3, 7]."""
-    return [not_negative(part) for part in text.split(",")]
-
-
 def windows(text: str) -> slice:
     """``3`` -> the fourth window, ``0:5`` -> the first five, ``-5:`` -> the last five."""
     try:

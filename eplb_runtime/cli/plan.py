@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from .arguments import LOAD, POLICY, InputError, add_cluster, add_command, adder, positive, ranks_of, speeds
+from .arguments import LOAD, POLICY, InputError, add_cluster, add_command, adder, positive, speeds
 from .inputs import read_windows, require_output, require_policies, topology_of, with_tokens
 from .printing import noting_compilation, print_json
 
@@ -36,12 +36,6 @@ def add(commands: Any) -> None:
     add("--current", "PLACEMENT", str, "the placement that stands now, ours or an engine's; moves are counted from it")
     add("--expert-parameters", "N", positive, "of one expert, to count bytes: 12 each with its state, 2 in a copy")
     add("--rank-speed", "A,B,...", speeds, "how fast each rank is beside the others (default: all alike)")
-    add(
-        "--gone",
-        "A,B,...",
-        ranks_of,
-        "ranks that are not there, with --policy free: experts get slots on the others",
-    )
     add("-o", "FILE", str, "write the placement, .json or .safetensors", dest="output")
 
 
@@ -53,7 +47,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
     require_policies([arguments.policy])
     require_output(arguments.output, (".json", ".safetensors"))
-    topology, available = topology_of(arguments), _available(arguments)
+    topology = topology_of(arguments)
     current = None if arguments.current is None else _current(arguments)
     layers = None if current is None else current.num_layers
     load = with_tokens(arguments.load, read_windows(arguments.load, arguments, layers))
@@ -73,7 +67,6 @@ def _run(arguments: argparse.Namespace) -> None:
         groups=arguments.groups,
         max_moves=arguments.max_moves,
         rank_speed=arguments.rank_speed,
-        available=available,
         cost=None if parameters is None else CostModel(home_bytes=12 * parameters, replica_bytes=2 * parameters),
     )
     with noting_compilation():
@@ -103,14 +96,6 @@ def _run(arguments: argparse.Namespace) -> None:
             "seconds": planned.plan_seconds,
         }
     )
-
-
-def _available(arguments: argparse.Namespace) -> list[bool] | None:
-    if arguments.gone is None:
-        return None
-    if max(arguments.gone) >= arguments.ranks:
-        raise InputError(f"--gone names rank {max(arguments.gone)}: there are ranks 0 to {arguments.ranks - 1}")
-    return [rank not in arguments.gone for rank in range(arguments.ranks)]
 
 
 def _current(arguments: argparse.Namespace, layout: str | None = None) -> Placement:
