@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from contextlib import nullcontext
 from dataclasses import fields
-from pathlib import Path
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from .arguments import (
@@ -22,11 +21,11 @@ from .arguments import (
     share,
     windows,
 )
-from .inputs import read_windows
-from .printing import COLUMNS, COMPILED_FIRST, note, print_json, print_lines, print_table, progress
+from .inputs import read_job
+from .printing import COLUMNS, noting_compilation, print_json, print_lines, print_table, spinner
 
 if TYPE_CHECKING:
-    from ..tools.assess import Placing
+    from ..tools.assess import Scenario
 
 
 def add(commands: Any) -> None:
@@ -69,19 +68,14 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from ..tools.assess import Given, assess, count_plans, recorded
-    from ..tools.formats.loads import resolved_path
-    from ..utils.jit import cache_folder
+    from ..tools.assess import Overrides, assess
 
-    load = read_windows(arguments.record, arguments)
-    found = recorded(Path(resolved_path(arguments.record)), load)
-    given = Given(**{entry.name: getattr(arguments, entry.name) for entry in fields(Given)})
+    record = read_job(arguments.record, arguments)
+    overrides = Overrides(**{entry.name: getattr(arguments, entry.name) for entry in fields(Overrides)})
     try:
-        plans = count_plans(found, given)
-        if plans and not any(cache_folder().rglob("*.nbc")):
-            note(COMPILED_FIRST)
-        with progress("plans", plans) if plans else nullcontext(lambda: None) as advance:
-            assessment = assess(found, given, advance)
+        with noting_compilation(), spinner() as shown:
+            plans = count(1)
+            assessment = assess(record, overrides, lambda: shown.update(f"plan {next(plans)}"))
     except ValueError as error:
         raise InputError(str(error)) from None
     if arguments.json:
@@ -90,8 +84,8 @@ def _run(arguments: argparse.Namespace) -> None:
     said = assessment.paragraph()
     if assessment.left_out:
         said += (
-            f" Windows of other numbers of steps than {found.steps_per_window}, as most have, were left out: "
-            f"{assessment.left_out} of {len(load)}."
+            f" Windows of other numbers of steps than {record.steps_per_window}, as most have, were left out: "
+            f"{assessment.left_out} of {len(record.load)}."
         )
     print_lines(*textwrap.wrap(said, COLUMNS, break_on_hyphens=False))
     if assessment.pays is None:
@@ -105,7 +99,7 @@ def _run(arguments: argparse.Namespace) -> None:
         print_lines(*(f"  {one.what}: {_figure(one.value)} ({one.option})" for one in assessment.assumed))
 
 
-def _row(way: Placing) -> dict[str, str]:
+def _row(way: Scenario) -> dict[str, str]:
     return {
         "experts": way.name,
         "imbalance": f"{way.imbalance:.2f}",

@@ -29,8 +29,6 @@ def add(commands: Any) -> None:
     formats = "eplb-runtime, sglang, vllm or tensorrt-llm"
     add("--to", "FORMAT", str, f"{formats} (default by ending: .yaml tensorrt-llm, .pt sglang, others eplb-runtime)")
     add("--ranks", "R", positive, "EP size, which most engines' maps do not say")
-    layouts = "home: the map's homes must be found; free: they are left out (default: found where the map allows it)"
-    command.add_argument("--layout", choices=("home", "free"), help=layouts)
     add_dense_layers(command)
 
 
@@ -45,7 +43,6 @@ def _run(arguments: argparse.Namespace) -> None:
         to=arguments.to,
         num_ranks=arguments.ranks,
         dense_layers=arguments.dense_layers,
-        layout=arguments.layout,
     )
     if arguments.json:
         print_json(asdict(done))

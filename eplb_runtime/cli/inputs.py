@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from ..observe.run_folder import JobRecord
     from ..topology import Topology
 
 EXTRAS = {"transformers": "transformers", "matplotlib": "plot", "yaml": "convert"}
@@ -63,25 +65,32 @@ def topology_of(arguments: argparse.Namespace) -> Topology:
 
 
 def read_windows(path: str, arguments: argparse.Namespace, layers: int | None = None) -> NDArray[np.float64]:
-    """The load of the windows that were asked for, float64 [T, L, E], without dense layers.
+    """Return the load of the windows that were asked for, float64 [T, L, E], without dense layers.
 
     Args:
         layers: MoE layers, where they are known: a file that has no more of them has no dense layers to leave out.
     """
+    return read_job(path, arguments, layers).load
+
+
+def read_job(path: str, arguments: argparse.Namespace, layers: int | None = None) -> JobRecord:
+    """Return the windows of :func:`read_windows`, with what the record says of the job."""
     import numpy as np
 
-    from ..tools.formats.loads import layers_without_tokens, read_load
+    from ..tools.formats.loads import layers_without_tokens, read_record
 
     dense = arguments.dense_layers or 0
-    load = read_load(path, 0 if layers else dense)
-    if layers and dense and load.shape[1] != layers:
-        load = read_load(path, dense)
-    chosen: NDArray[np.float64] = load[arguments.windows]
+    record = read_record(path, 0 if layers else dense)
+    if layers and dense and record.load.shape[1] != layers:
+        record = read_record(path, dense)
+    windows = arguments.windows
+    chosen = record.load[windows]
     if not len(chosen):
-        raise InputError(f"{path}: --windows leaves none of its {len(load)} windows")
+        raise InputError(f"{path}: --windows leaves none of its {len(record.load)} windows")
+    record = replace(record, load=chosen, steps_T=record.steps_T[windows])
     leading = layers_without_tokens(chosen)
     if leading == chosen.shape[1]:
-        return chosen
+        return record
     if leading:
         counted = f"--dense-layers {dense + leading}"
         note(f"{path}: the first {leading} layers carry no tokens; {counted} leaves them out")
@@ -89,7 +98,7 @@ def read_windows(path: str, arguments: argparse.Namespace, layers: int | None = 
     if others:
         few = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
         note(f"{path}: no tokens in layer {few}, counted from 0; they count as balanced")
-    return chosen
+    return record
 
 
 def with_tokens(path: str, load: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -32,7 +32,8 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from ..observe.page import holds_recorded_load, recorded_load, report_of, state_of_run
+    from ..observe.page import holds_recorded_load, recorded_load, report_of
+    from ..observe.run_folder import state_of_run
     from ..observe.summary import summary_of, summary_text
     from ..utils.files import write_file
 

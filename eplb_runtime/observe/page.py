@@ -19,8 +19,9 @@ from ..load.series import RecordedJob, holds_series, read_job, read_series
 from ..placement import Placement
 from ..planner.evaluate import predicted_imbalance
 from ..utils.files import FileError, require_readable
-from .events_file import holds_events, read_events
-from .run_state import LINKS, RunState, state_of
+from .events_file import holds_events
+from .run_folder import state_of_run
+from .run_state import LINKS, RunState
 from .summary import expert_work_text, predictions_text
 
 SCRIPTS = ("draw.js", "page.js")
@@ -128,19 +129,6 @@ def finite(value: Any) -> Any:
 
 
 # -- reports ---------------------------------------------------------------------------------------------------------
-
-
-def state_of_run(run: Path) -> tuple[RunState, int]:
-    """Return the state of a run by its events on disk, and how many of them could not be used.
-
-    Raises:
-        FileError: there is no log, or it tells of no job.
-        OSError: it cannot be read.
-    """
-    state, left_out = state_of(read_events(run))
-    if not state.job:
-        raise FileError(f"{run}: its log does not say what job it is of; is it whole?")
-    return state, left_out
 
 
 def report_of(source: Path) -> str:

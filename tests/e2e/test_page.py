@@ -15,8 +15,9 @@ from observed_large import large_records
 from eplb_runtime import BalancerConfig
 from eplb_runtime.load.clock import Progress
 from eplb_runtime.observe.events_file import EventWriter
-from eplb_runtime.observe.page import report_of, state_of_run
+from eplb_runtime.observe.page import report_of
 from eplb_runtime.observe.records import record_of
+from eplb_runtime.observe.run_folder import state_of_run
 from eplb_runtime.observe.start import Shown
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: no browser test")

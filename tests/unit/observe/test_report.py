@@ -12,7 +12,8 @@ from observed import job, records
 
 from eplb_runtime.cli import main
 from eplb_runtime.observe.events_file import NAME, EventWriter
-from eplb_runtime.observe.page import report_of, state_of_run, view_of
+from eplb_runtime.observe.page import report_of, view_of
+from eplb_runtime.observe.run_folder import state_of_run
 from eplb_runtime.observe.run_state import state_of
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 
-from eplb_runtime.tools.formats.errors import LoadFileError
 from eplb_runtime.tools.formats.loads import layers_without_tokens, read_load, write_load
+from eplb_runtime.tools.formats.reading import FormatError
 
 LOAD = np.arange(24).reshape(2, 3, 4)
 
@@ -162,7 +162,7 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
 
 def test_bad_files_are_refused_in_one_line_that_names_the_file(tmp_path: Path) -> None:
     for name, (path, says) in bad_files(tmp_path).items():
-        with pytest.raises(LoadFileError) as refusal:
+        with pytest.raises(FormatError) as refusal:
             read_load(path)
         message = str(refusal.value)
         assert str(path) in message and says in message and "\n" not in message, f"{name}: {message}"
@@ -171,7 +171,7 @@ def test_bad_files_are_refused_in_one_line_that_names_the_file(tmp_path: Path) -
 @pytest.mark.parametrize("count", [2.0**53, 1e19, 1e300])
 def test_counts_beyond_whole_numbers_of_a_float_are_refused(count: float, tmp_path: Path) -> None:
     np.savez(tmp_path / "load.npz", load=np.array([[1.0, count]]))
-    with pytest.raises(LoadFileError, match=r"layer 0, expert 1: .* is no token count; counts are from 0 to 2\*\*53"):
+    with pytest.raises(FormatError, match=r"layer 0, expert 1: .* is no token count; counts are from 0 to 2\*\*53"):
         read_load(tmp_path / "load.npz")
     np.savez(tmp_path / "load.npz", load=np.array([[1.0, 2.0**53 - 1]]))
     assert read_load(tmp_path / "load.npz").max() == 2.0**53 - 1
@@ -179,14 +179,14 @@ def test_counts_beyond_whole_numbers_of_a_float_are_refused(count: float, tmp_pa
 
 def test_leaving_out_every_layer_is_refused(tmp_path: Path) -> None:
     write_load(tmp_path / "load.npz", LOAD)
-    with pytest.raises(LoadFileError, match="3 dense layers of 3: none would be left"):
+    with pytest.raises(FormatError, match="3 dense layers of 3: none would be left"):
         read_load(tmp_path / "load.npz", dense_layers=3)
 
 
 def test_writing_refuses_what_reading_would_refuse(tmp_path: Path) -> None:
-    with pytest.raises(LoadFileError, match="no token count"):
+    with pytest.raises(FormatError, match="no token count"):
         write_load(tmp_path / "load.json", np.full((1, 2), -1.0))
-    with pytest.raises(LoadFileError, match=r"must end in \.npz or"):
+    with pytest.raises(FormatError, match=r"must end in \.npz or"):
         write_load(tmp_path / "load.txt", LOAD)
     assert not list(tmp_path.iterdir())
 
