@@ -70,10 +70,6 @@ def test_a_live_job_and_its_command_line_have_the_same_settings(jobs: list[dict[
         assert job["live"]["expert_data_parallel_size"] == 1 and job["live"]["use_distributed_optimizer"] is True
 
 
-def test_control_another_optimizer_shows(jobs: list[dict[str, Any]]) -> None:
-    assert jobs[0]["other"]["use_distributed_optimizer"] is False
-
-
 def test_attach_names_all_refused_settings_at_once(jobs: list[dict[str, Any]]) -> None:
     for job in jobs:
         for part in ("cuda_graph_impl=local", "fp8_recipe=delayed", "set fp8_recipe to tensorwise"):

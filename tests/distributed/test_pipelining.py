@@ -30,10 +30,6 @@ ONE_STAGE = ("Schedule1F1B", "ScheduleGPipe")
 SCHEDULES = ("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", *V_SHAPED)
 
 
-def break_nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Job:
     schedule: str
@@ -48,7 +44,6 @@ class Job:
     overlap: bool = False
     beside: bool = False
     steps: int = STEPS
-    damage: Callable[[], None] = break_nothing
 
     @property
     def stages(self) -> int:
@@ -151,7 +146,6 @@ def placement_with_copies(job: Job) -> eplb.Placement:
 
 
 def train(rank: int, job: Job) -> dict[str, Any]:
-    job.damage()
     run = start(rank, job)
     said: list[str] = []
     if job.meddle:
@@ -355,18 +349,6 @@ def meet_inside(rank: int) -> list[int]:
 def test_both_halves_of_a_pair_are_under_way_at_once() -> None:
     for rank, pairs in enumerate(run_ranks(4, meet_inside)):
         assert set(pairs) == set(AT_ONCE.stages_of(rank // 2)) and len(pairs) >= 2 * AT_ONCE.micro_batches
-
-
-def forget_the_sum() -> None:
-    from eplb_runtime.replicas.sync import ReplicaSync
-
-    ReplicaSync._add_to_homes = lambda *_: None
-
-
-def test_a_forgotten_sum_of_the_gradients_of_copies_diverges() -> None:
-    job = Job("ScheduleZBVZeroBubble", replica_slots=1, damage=forget_the_sum)
-    (results,) = run_jobs(4, [job])
-    assert largest_difference(job, results) > 1e-4
 
 
 DEEP = [Job("ScheduleDualPipeV", blocks=8, pp=4, micro_batches=8)]

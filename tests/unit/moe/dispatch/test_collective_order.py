@@ -17,7 +17,7 @@ Turn = Callable[[int], contextlib.AbstractContextManager[None]]
 def launched(
     launching: Turn, lengths: tuple[int, int], ahead: int, end: Callable[[int], None]
 ) -> list[tuple[int, int]]:
-    """What was launched, where the way ``ahead`` asks first, and is through before the other asks if nobody waits."""
+    """What was launched, where the way ``ahead`` asks first."""
     seen: list[tuple[int, int]] = []
     asked = threading.Event()
 
@@ -32,15 +32,9 @@ def launched(
     thread = threading.Thread(target=run, args=(ahead,))
     thread.start()
     assert asked.wait(10)
-    if launching is nobody_waits:
-        thread.join()
     run(1 - ahead)
     thread.join()
     return seen
-
-
-def nobody_waits(way: int) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 LENGTHS = [(3, 3), (4, 2), (1, 4), (0, 2), (2, 0)]
@@ -55,11 +49,6 @@ def in_turns(lengths: tuple[int, int]) -> list[tuple[int, int]]:
 def test_the_order_follows_from_how_many_there_are(lengths: tuple[int, int], ahead: int) -> None:
     order = CollectiveOrder(10.0)
     assert launched(order.launching, lengths, ahead, order.end) == in_turns(lengths)
-
-
-def test_control_without_turns_it_follows_from_who_comes_first() -> None:
-    none = launched(nobody_waits, (3, 3), 1, lambda _: None)
-    assert none == [*((1, number) for number in range(3)), *((0, number) for number in range(3))]
 
 
 def channels(in_order: bool = True) -> MicroBatchChannels:
