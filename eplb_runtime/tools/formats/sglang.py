@@ -124,7 +124,8 @@ def _passes(dump: Mapping[str, Any]) -> Iterable[tuple[int, LoadArray]]:
             raise FormatError(
                 f"a record counts {list(count_LP.shape)} [layers, slots], the map has {list(expert_LP.shape)}"
             )
-        yield number, np.bincount(flat, count_LP.ravel(), layers * experts).reshape(layers, experts)
+        by_expert: LoadArray = np.bincount(flat, count_LP.ravel(), layers * experts).astype(np.float64)
+        yield number, by_expert.reshape(layers, experts)
 
 
 def _save(path: Path, name: str, values: list[Any]) -> None:

@@ -371,13 +371,6 @@ def test_replicas_that_pay_are_named_where_homes_do_not() -> None:
     assert homes.pays is False and found.pays is True and found.best is found.replicas
 
 
-def test_what_makes_a_step_longer_is_called_so_and_the_least_comes_first() -> None:
-    base = judged(skewed(), given=replace(HOMES, moe_share=None))
-    longer = replace(base, saved=(-0.022, -0.033, -0.011))
-    assert "a step takes 2.2 % more (1 to 3 % for 20 to 60 %)" in longer.paragraph()
-    assert base.saved is not None and base.saved[1] <= base.saved[0] <= base.saved[2]
-
-
 def test_more_replicas_than_there_are_experts_are_refused_by_their_option() -> None:
     with pytest.raises(ValueError, match=r"--replica-slots 7: .* give at most 6"):
         judged(skewed(), given=replace(GIVEN, replica_slots=7))

@@ -58,13 +58,6 @@ def test_any_placement_reads_back_as_written(
     assert read_placement(path, ranks, layout="free") == placement
 
 
-def test_home_layout_keeps_homes_and_empty_slots_in_our_own_files(tmp_path: Path) -> None:
-    placement = Placement.initial(LAYERS, EXPERTS, RANKS, replica_slots=1)
-    placement.save(tmp_path / "a.json")
-    assert convert(tmp_path / "a.json", tmp_path / "b.safetensors").filled_slots == 0
-    assert read_placement(tmp_path / "b.safetensors", RANKS) == placement
-
-
 # -- what each reader demands --------------------------------------------------------------------------------------
 
 
@@ -177,12 +170,6 @@ def test_what_cannot_be_converted_is_refused_in_one_line_that_names_the_file(tmp
         if "to" not in arguments:
             assert str(source) in message, message
     assert not out.exists()
-
-
-def test_a_load_is_no_placement(tmp_path: Path) -> None:
-    write_load(tmp_path / "load.npz", [[1, 2]])
-    with pytest.raises(FormatError, match="holds a load, not a placement"):
-        read_placement(tmp_path / "load.npz", 1)
 
 
 LEAF = (

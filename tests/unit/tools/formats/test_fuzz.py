@@ -19,7 +19,6 @@ from safetensors.torch import save
 
 from eplb_runtime.placement import Placement, PlacementError
 from eplb_runtime.tools.formats.convert import convert, read_placement, write_placement
-from eplb_runtime.tools.formats.engines import Own
 from eplb_runtime.tools.formats.loads import read_load, write_load
 from eplb_runtime.tools.formats.reading import FormatError
 from eplb_runtime.tools.formats.sglang import SGLang
@@ -194,8 +193,3 @@ SAFETENSORS_HEADERS = st.recursive(
 def test_safetensors_headers_of_every_kind(header: object, rest: bytes) -> None:
     text = json.dumps(header).encode()
     read_every_way(".safetensors", struct.pack("<Q", len(text)) + text + rest)
-
-
-def test_what_is_written_for_the_fuzz_is_what_own_writes(tmp_path: Path) -> None:
-    Own().save_load(tmp_path / "a.json", LOAD, 0)
-    assert (tmp_path / "a.json").read_bytes() == whole("load.json")
