@@ -55,41 +55,45 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print a table of 80 columns, or as wide as the terminal. One that is too wide is turned: its rows become columns,
     as many to a table as fit."""
     from rich.console import Console
-    from rich.measure import Measurement
 
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [[_shown(row.get(name, "")) for name in columns] for row in rows]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    heads, lines = [heading(name) for name in names], [[_shown(row.get(name, "")) for name in names] for row in rows]
     console = Console()
     if not console.is_terminal:
         console = Console(width=COLUMNS)
     console.print(title, markup=False, highlight=False)
-    table = _table([[heading(name), *cells] for name, cells in zip(columns, zip(*lines, strict=True), strict=True)])
-    wide = console.options.update(max_width=10_000)
-    if len(columns) <= 2 or Measurement.get(console, wide, table).minimum <= console.width:
-        console.print(table)
+    columns = [list(column) for column in zip(heads, *lines, strict=True)]
+    if len(names) <= 2 or _width(columns) <= console.width:
+        console.print(_table(columns))
         return
-    heads = [heading(name) for name in columns]
     while lines:
-        for count in range(len(lines), 0, -1):
-            table = _table([heads, *lines[:count]])
-            if count == 1 or Measurement.get(console, wide, table).minimum <= console.width:
-                break
-        console.print(table)
+        fitting = (count for count in range(len(lines), 1, -1) if _width([heads, *lines[:count]]) <= console.width)
+        count = next(fitting, 1)
+        console.print(_table([heads, *lines[:count]]))
         lines = lines[count:]
 
 
+def _width(columns: Sequence[Sequence[str]]) -> int:
+    """Return what a table takes at least, with what rich needs to part its columns."""
+    return 7 + sum(3 + _least(*column) for column in columns)
+
+
+def _least(head: str, *cells: str) -> int:
+    """Return the width that a column cannot go below: words may be wrapped, numbers not."""
+    widest = max(map(len, cells), default=0)
+    word = max(map(len, head.split()), default=0)
+    return max(word, widest if all(map(_NUMBER.match, cells)) else min(24, widest))
+
+
 def _table(columns: Sequence[Sequence[str]]) -> Any:
-    """Return a table of columns, each with its heading first; words may be wrapped, numbers not."""
+    """Return a table of columns, each with its heading first."""
     from rich.markup import escape
     from rich.table import Table
 
     table = Table()
     for index, (head, *cells) in enumerate(columns):
-        numbers = all(map(_NUMBER.match, cells))
-        word = max(map(len, head.split()), default=0)
-        widest = max(map(len, cells), default=0)
-        least = max(word, widest if numbers else min(24, widest))
-        table.add_column(escape(head), justify="right" if numbers and index else "left", min_width=least)
+        numbers = index > 0 and all(map(_NUMBER.match, cells))
+        table.add_column(escape(head), justify="right" if numbers else "left", min_width=_least(head, *cells))
     for line in list(zip(*columns, strict=True))[1:]:
         table.add_row(*map(escape, line))
     return table

@@ -39,7 +39,7 @@ def start_ranks(arguments: Sequence[str], ranks: int, module: str = "eplb_runtim
 
 @contextmanager
 def process_group(device: str) -> Iterator[torch.device]:
-    """Initialise torch.distributed in the block, with torchrun's ranks or this process alone; yields this rank's device.
+    """Initialise torch.distributed in the block, with torchrun's ranks or this process alone; yields its device.
 
     Args:
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL beside gloo; each rank of a node has its own GPU).
