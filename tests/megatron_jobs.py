@@ -29,6 +29,8 @@ from eplb_runtime.planner.shuffle import plan_shuffle
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
 )
+long_megatron = [needs_megatron, pytest.mark.long]
+"""Of files that repeat in another shape what `test_megatron` and `test_megatron_divided` show."""
 STEPS, MICRO_BATCHES, LENGTH, EXPERTS, HIDDEN, VOCABULARY = 2, 2, 8, 8, 32, 64
 """Defaults: experts move after each step, and the last step is one after a move."""
 INTERLEAVED = {"chunks": 2, "overlap_p2p_comm": True, "batch_p2p_comm": False}

@@ -15,7 +15,7 @@ import symmetric_memory_double as double
 import test_fully_shard_copies as fully_shard
 import torch
 from moe_models import batch_of, make_model
-from ranks import run_ranks
+from ranks import rows_of, run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.config import ConfigError
@@ -205,15 +205,10 @@ JOBS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def trained() -> list[list[dict]]:
-    return run_ranks(4, train_both_ways, JOBS)
-
-
-@pytest.mark.parametrize("number", range(len(JOBS)), ids=[job.name for job in JOBS])
-def test_training_is_as_it_is_by_torch_to_the_bit(trained: list[list[dict]], number: int) -> None:
-    job = JOBS[number]
-    for found in (of_rank[number] for of_rank in trained):
+@pytest.mark.parametrize("job", rows_of(JOBS, JOBS[0]), ids=lambda job: job.name)
+def test_training_is_as_it_is_by_torch_to_the_bit(job: Job) -> None:
+    of_ranks = [found for (found,) in run_ranks(4, train_both_ways, [job])]
+    for found in of_ranks:
         assert found["aborted"] == []
         if job.overlap:  # layers are committed when they have come, which is not at the same step of each run
             assert found["difference"] < 1e-11 and found["commits"] > 0
@@ -221,7 +216,7 @@ def test_training_is_as_it_is_by_torch_to_the_bit(trained: list[list[dict]], num
             assert found["equal"] and found["placements"][1]
             assert found["placements"][0] > 1, "links changed"
         assert (found["copied"] > 0) == (job.close_at is None)
-    assert sum(of_rank[number]["bytes"] for of_rank in trained) > 0
+    assert sum(found["bytes"] for found in of_ranks) > 0
 
 
 def train_slices(rank: int) -> tuple[bool, int]:
@@ -231,6 +226,7 @@ def train_slices(rank: int) -> tuple[bool, int]:
     return same and one["losses"] == other["losses"], other["committed"]
 
 
+@pytest.mark.long
 def test_so_it_is_where_fsdp_slices_experts() -> None:
     assert all(equal and committed > 0 for equal, committed in run_ranks(4, train_slices))
 

@@ -29,6 +29,8 @@ from eplb_runtime.hosts.attaching.description import AttachError, HostModel, MoE
 from eplb_runtime.moe.experts.compute import SlotCounts
 from eplb_runtime.planner.shuffle import plan_shuffle
 
+pytestmark = pytest.mark.long
+
 EXPERTS, WIDTH, INNER, TOKENS, LAYERS, STEPS, CLIP = 8, 6, 4, 40, 2, 4, 0.1
 
 

@@ -118,7 +118,7 @@ def test_migration_changes_no_bit(trained: dict[str, list[dict]], when: str) -> 
     assert differences(trained["static"], results) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [6, 8], ids=["EDP 3", "EDP 4"])
 def test_migration_changes_no_bit_where_three_or_more_ranks_hold_an_expert(world_size: int) -> None:
     static, results = zip(*run_ranks(world_size, fixed_and_shuffled, 10), strict=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import eplb_runtime as eplb
 
-pytestmark = megatron_jobs.needs_megatron
+pytestmark = megatron_jobs.long_megatron
 ROUNDS, GROUP, PROMPT, NEW, MICRO_BATCHES = 3, 2, 4, 6, 2
 LENGTH, HEADS, GROUPS, WIDTH = PROMPT + NEW, 4, 2, 8
 STATE = dict[str, Tensor]

@@ -17,7 +17,7 @@ from megatron_jobs import assert_moved_without_a_change, both
 from ranks import run_ranks
 from test_megatron_divided import SIX, DividedJob, whole
 
-pytestmark = jobs.needs_megatron
+pytestmark = jobs.long_megatron
 CASES: dict[str, dict[str, Any]] = {
     "masters, half in host memory": {"fraction": 0.5},
     "precision-aware, half in host memory": {"fraction": 0.5, "aware": True},

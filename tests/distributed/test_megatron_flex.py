@@ -16,7 +16,7 @@ from megatron_jobs import SmallJob, assert_moved_without_a_change, both
 from ranks import run_ranks
 from test_megatron_overlap import OverlapJob, answer_streams
 
-pytestmark = jobs.needs_megatron
+pytestmark = jobs.long_megatron
 FLEX = {"moe_token_dispatcher_type": "flex", "moe_router_dtype": "fp32"}
 OVERLAP = {"overlap_moe_expert_parallel_comm": True}
 CASES: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ import torch
 from megatron_jobs import SmallJob, assert_moved_without_a_change, both
 from ranks import run_ranks
 
-pytestmark = jobs.needs_megatron
+pytestmark = jobs.long_megatron
 STEPS = 4
 HALF = {
     "bf16": False,

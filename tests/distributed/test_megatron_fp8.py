@@ -21,7 +21,7 @@ from torch import Tensor
 
 import eplb_runtime as eplb
 
-pytestmark = jobs.needs_megatron
+pytestmark = jobs.long_megatron
 CASES: dict[str, dict[str, Any]] = {
     "tensorwise": {"moe_router_topk": 3},
     "blockwise": {},

@@ -17,7 +17,7 @@ from megatron_jobs import SmallJob, assert_moved_without_a_change, both, differi
 from ranks import run_ranks
 from torch import Tensor, nn
 
-pytestmark = jobs.needs_megatron
+pytestmark = jobs.long_megatron
 RANK = 4
 CASES: dict[str, dict[str, Any]] = {
     "distributed optimizer": {"overlap_grad_reduce": True, "overlap_param_gather": True},

@@ -32,7 +32,7 @@ from ranks import run_ranks
 import eplb_runtime as eplb
 from eplb_runtime.hosts import AttachError
 
-pytestmark = jobs.needs_megatron
+pytestmark = jobs.long_megatron
 STEPS, LAYERS = 3, 2
 """Graphs are captured after the first, and replayed before and after a move."""
 AUX_LOSS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}

@@ -110,6 +110,7 @@ def test_experts_of_a_layer_that_is_passed_twice_move_and_no_bit_changes(pairs: 
     assert_moved_without_a_change(pairs, REPEATED)
 
 
+@pytest.mark.long
 def test_experts_of_stages_move_and_no_bit_changes() -> None:
     assert_moved_without_a_change(run_ranks(4, on_newer, on_four_ranks), STAGES)
 

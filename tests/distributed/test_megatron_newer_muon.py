@@ -26,6 +26,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.skipif(not NEWER.is_dir(), reason=WHY_NOT),
     pytest.mark.skipif(
         not (MUON.is_dir() or importlib.util.find_spec("emerging_optimizers"))

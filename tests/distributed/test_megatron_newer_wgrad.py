@@ -37,7 +37,7 @@ from test_megatron import GroupedLinear
 from test_megatron_fp8 import prepare
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(not NEWER.is_dir(), reason=WHY_NOT)
+pytestmark = [pytest.mark.long, pytest.mark.skipif(not NEWER.is_dir(), reason=WHY_NOT)]
 DELAYED = {"overlap_dispatch_backward_with_experts_wgrad": True}
 RECOMPUTE = "recompute of activations and norms, three experts a token"
 OF_FLOAT16 = "optimizer of float16, shared experts, recompute"
@@ -171,9 +171,6 @@ def refused() -> dict[str, str]:
     return {
         "overlap_grad_reduce=True": said(overlap_grad_reduce=True),
         "gradient_accumulation_fusion=False": said(gradient_accumulation_fusion=False),
-        "in the backward pass already": said(on_parts("FusedLinear", "delay_wgrad_compute", False)),
-        "something else": said(on_parts("FusedLinear", "add_gradients", lambda: None)),
-        "cannot be tried": said(on_parts("FusedLinear", "left", None)),
         "use_transformer_engine_op_fuser": said(on_parts("TEGroupedMLP", "_with_fused_impl", True)),
     }
 

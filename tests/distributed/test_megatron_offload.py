@@ -28,7 +28,7 @@ from torch import Tensor
 
 import eplb_runtime as eplb
 
-pytestmark = jobs.needs_megatron
+pytestmark = jobs.long_megatron
 LAYERS = 2
 MASTERS, AWARE_HALF = "masters, half in host memory", "precision-aware, half in host memory"
 FLOAT32 = "float32, not distributed, half in host memory"

@@ -25,7 +25,7 @@ from test_megatron_fp8 import prepare
 from test_megatron_graphs import GraphedJob
 from torch import Tensor
 
-pytestmark = jobs.needs_megatron
+pytestmark = jobs.long_megatron
 OVERLAP = {"overlap_moe_expert_parallel_comm": True, "moe_router_topk": 3}
 CASES: dict[str, dict[str, Any]] = {
     "gathers and reductions beside": {**OVERLAP, "overlap_grad_reduce": True, "overlap_param_gather": True},

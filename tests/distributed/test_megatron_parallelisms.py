@@ -16,7 +16,7 @@ import torch
 from megatron_jobs import LENGTH, MICRO_BATCHES, STEPS, SmallJob, assert_moved_without_a_change, both, whole
 from ranks import run_ranks
 
-pytestmark = jobs.needs_megatron
+pytestmark = jobs.long_megatron
 LAYERS, UPDATE = 2, 1 / 16
 CASES: dict[str, dict[str, Any]] = {
     "context parallelism": {"context_parallel_size": 2},

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import eplb_runtime as eplb
 
-pytestmark = jobs.needs_megatron
+pytestmark = jobs.long_megatron
 DISTRIBUTED, OF_FLOAT16 = "distributed optimizer", "optimizer of float16"
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 CASES: dict[str, dict[str, Any]] = {

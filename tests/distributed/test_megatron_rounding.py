@@ -21,7 +21,7 @@ from test_megatron_graphs import GraphedJob
 from test_megatron_overlap import answer_streams
 from torch import Tensor
 
-pytestmark = jobs.needs_megatron
+pytestmark = jobs.long_megatron
 WIDE = {
     "moe_router_topk": 3,
     "bf16": False,

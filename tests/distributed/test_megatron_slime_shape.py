@@ -30,7 +30,7 @@ from ranks import run_ranks
 import eplb_runtime as eplb
 from eplb_runtime.balancer.gradients import norm_of_ranges
 
-pytestmark = jobs.needs_megatron
+pytestmark = jobs.long_megatron
 STEPS, LAYERS, EXPERTS = 3, 2, 16
 RECIPE: dict[str, Any] = {
     "num_layers": LAYERS,

@@ -20,7 +20,7 @@ from megatron_jobs import (
 )
 from ranks import run_ranks
 
-pytestmark = jobs.needs_megatron
+pytestmark = jobs.long_megatron
 INTERLEAVED_CASE = "interleaved"
 OF_FLOAT16 = "float16, a chunk without an MoE layer"
 SMALL = {"num_layers": 2}

@@ -17,7 +17,7 @@ import eplb_runtime as eplb
 from eplb_runtime.hosts import AttachError
 from eplb_runtime.planner.shuffle import plan_shuffle
 
-pytestmark = jobs.needs_megatron
+pytestmark = jobs.long_megatron
 
 
 class OneNorm(torch.optim.Muon):

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import symmetric_memory_double
 import torch
 from beside import RANKS, Job, at, fail, flip_a_bit, same
@@ -192,6 +193,7 @@ def what_other_transports_make_of_it(rank: int, transports: list[str], heaps: Pa
     return said
 
 
+@pytest.mark.long
 def test_so_it_is_with_other_transports(tmp_path: Path) -> None:
     transports = ["cuda_ipc", "nvshmem", *([] if nixl_agent.why_not() else ["nixl"])]
     results = run_ranks(RANKS, what_other_transports_make_of_it, transports, tmp_path)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import recorded_group
 from beside import RANKS, Job
 from ranks import run_ranks
@@ -21,6 +22,8 @@ from recorded_group import Launch
 from eplb_runtime.events import BalancingResumed, RebalanceCommitted
 from eplb_runtime.migration import overlapped
 from eplb_runtime.planner.shuffle import plan_shuffle
+
+pytestmark = pytest.mark.long
 
 STAGING_BYTES = 40_000
 """So that a migration takes several rounds."""

@@ -237,6 +237,7 @@ def test_each_field_has_values_to_try_or_a_reason() -> None:
     assert all(len(values) > 1 for values in VALUES.values()) and all(REASONS.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("offset", range(EVERY if ALL else 1))
 def test_settings_in_pairs_leave_training_as_it_is(offset: int) -> None:
     chosen = cases()[offset::EVERY]

@@ -17,6 +17,8 @@ from soak.lives import of_life
 from eplb_runtime.distributed.points import Phase
 from eplb_runtime.migration.exchange import RoundExecutor
 
+pytestmark = pytest.mark.long
+
 RANKS, BOUTS, SECONDS = 3, 2, 100.0
 
 

@@ -20,6 +20,8 @@ from eplb_runtime.distributed.transports import deepep_package
 from eplb_runtime.moe.dispatch import choosing
 from eplb_runtime.planner.shuffle import plan_shuffle
 
+pytestmark = pytest.mark.long
+
 KINDS = [("deepep", order) for order in ("logical", "by_rank")]
 MICRO_BATCHES = 3
 

@@ -197,9 +197,10 @@ def test_tensors_are_named_by_layers_and_experts_of_the_whole_model(monkeypatch:
     assert list(bias.made) == ["decoder.layers.5.mlp.router.expert_bias"], "what is not saved does not leave"
     assert list(experts.made) == [f"decoder.layers.5.mlp.experts.linear_fc1.weight{expert}" for expert in range(4)]
     assert experts.layer == 7 and experts.by_expert is not None
-    ((key, (name, row)),) = experts.by_expert[3].items()
+    ((key, name, row),) = experts.places_of(3)
     assert (name, row) == ("decoder.layers.5.mlp.experts.linear_fc1.weight3", None)
-    assert experts.convert([experts.row(1)])[key].tolist() == [3, 3]
+    (rows,) = experts.sources
+    assert experts.convert([rows[1].detach()])[key].tolist() == [3, 3]
 
 
 def test_tensors_that_tensor_parallelism_cuts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
