@@ -158,14 +158,6 @@ def fail_to_prepare(rank: int, balancer: eplb.Balancer) -> None:
         balancer._rebalancer._engine.probe = Once(Phase.PREPARED, fail)
 
 
-def fail_after_staging(rank: int, balancer: eplb.Balancer) -> None:
-    def fail(subject: object) -> None:
-        raise OSError("the device went away")
-
-    if rank == 0:
-        balancer._rebalancer._engine.probe = Once(Phase.VERIFIED, fail)
-
-
 def fail_in_the_second_round(rank: int, balancer: eplb.Balancer) -> None:
     seen = {"rounds": 0, "failed": False}
 
@@ -199,7 +191,6 @@ DROPPED: dict[Injection, tuple[str, str]] = {
     alter_the_plan_on_the_way: ("planned", "rank 2 has another plan"),
     garble_the_plan: ("planned", "no plan on rank 3"),
     fail_to_prepare: ("prepared", "rank 3: MemoryError: no memory for staging"),
-    fail_after_staging: ("staged", "the device went away"),
     fail_to_plan: ("planned", "a planner's bug"),
 }
 """The phase that an event tells of, and its cause."""

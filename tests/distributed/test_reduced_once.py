@@ -188,6 +188,22 @@ class Whole:
     def step(self) -> None:
         self.optimizer.step()
 
+    def step_by_closure(self) -> None:
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            self.backward()
+            return self.losses[0][0]
+
+        self.optimizer.step(closure)
+
+    def forward_alone(self) -> None:
+        """Of a batch whose loss nobody looks at."""
+        for rank in self.of:
+            self.model(input_ids=batch_of(rank, 1000 + self.batch)[:2, :6])
+
+    def close(self) -> None:
+        pass
+
     def add(self) -> None:
         if len(self.optimizer.param_groups) == 1:
             self.optimizer.add_param_group({"params": [self.extra], "lr": 0.05})
@@ -217,6 +233,9 @@ WORDS = {
     "Z": "zero",
     "z": "zero_in_place",
     "S": "step",
+    "K": "step_by_closure",
+    "f": "forward_alone",
+    "X": "close",
     "P": "add",
     "F": "freeze",
     "M": "move",
@@ -261,6 +280,9 @@ class Spread(Whole):
 
     def reduce(self) -> None:
         self.balancer.reduce_gradients()
+
+    def close(self) -> None:
+        self.balancer.close()
 
     def move(self) -> None:
         self.balancer.declare(torch.ones(2, EXPERTS))
@@ -308,6 +330,8 @@ LOOPS = {
     "a parameter that joins, then clipped before the step": "BS Z PBAS Z BACS ZBANS",
     "a parameter that joins between backward and clipping": "BA P CS Z BANS",
     "changed by hand between": "BhBCS Z BhhAS",
+    "by a closure": "K K",
+    "a forward between backward and step": "BfCS Z BCfS",
     "clipped by parts": "BLS Z B1LCS Z BL BLBS",
     "clipped by value": "BVS Z BVBVS Z BNVBCS",
     "summed by hand": "++ = S Z ++ = CS Z ++ = RS Z + B o S",
@@ -356,6 +380,10 @@ def test_gradients_move_along_with_experts(layout: str) -> None:
 def test_the_guard_takes_no_sum_by_hand_for_clipping() -> None:
     """In the first steps, in which it raises."""
     assert far_off(Layout(2, 1), ["++ = S", "+++ = CS", "+ B o S", *PUT_ASIDE.values()]) == {}
+
+
+def test_a_loop_goes_on_after_a_close_in_the_first_steps() -> None:
+    assert far_off(Layout(2, 2), ["BCS", "BCS X", "Z BCS Z BNAS"]) == {}
 
 
 def test_gradients_that_are_zeroed_need_not_move() -> None:
