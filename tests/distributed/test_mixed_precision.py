@@ -357,26 +357,6 @@ def test_masters_and_averages_are_saved_and_loaded_in_float32(tmp_path: Any) -> 
 # -- a step that the loop itself skips -------------------------------------------------------------------------------
 
 
-def skip_by_hand(rank: int, steps: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    model = make_model("olmoe", experts=8)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(dense_gradients="allreduce", policy="static"))
-    for step in range(4):
-        ids = batch_of(rank, step)
-        model(input_ids=ids, labels=ids).loss.backward()
-        balancer.clip_grad_norm_(1.0)
-        if step in steps:
-            optimizer.step()
-        optimizer.zero_grad()
-    return {name: p.detach().clone() for name, p in model.named_parameters() if ".experts." not in name}
-
-
-def test_gradients_after_a_skipped_step_are_reduced_again() -> None:
-    first, second = run_ranks(2, skip_by_hand, (0, 2, 3))
-    for name in first:
-        assert torch.equal(first[name], second[name]), name
-
-
 # -- refused ---------------------------------------------------------------------------------------------------------
 
 

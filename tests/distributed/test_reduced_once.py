@@ -3,7 +3,7 @@ norm, clips, reduces, goes on adding, never zeroes. Right is what one process co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from random import Random
@@ -16,8 +16,6 @@ from ranks import rows_of, run_ranks
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
-from eplb_runtime.balancer.gradients.averaging import Averaging
-from eplb_runtime.balancer.gradients.reduction import Gradients
 from eplb_runtime.moe.experts.compute import SlotCounts
 from eplb_runtime.planner.shuffle import plan_shuffle
 
@@ -294,21 +292,17 @@ class Spread(Whole):
         return {n: p.detach().clone() for n, p in {**found, "extra": self.extra}.items()}
 
 
-def spread(rank: int, layout: Layout, scripts: list[str], settings: dict, damage: Callable[[], None] | None) -> list:
-    if damage is not None:
-        damage()
+def spread(rank: int, layout: Layout, scripts: list[str], settings: dict) -> list:
     job = Spread(rank, layout, **settings)
     found = [(job.run(script), job.weights()) for script in scripts]
     job.balancer.close()
     return found
 
 
-def far_off(
-    layout: Layout, scripts: list[str], damage: Callable[[], None] | None = None, **settings: bool | str
-) -> dict:
+def far_off(layout: Layout, scripts: list[str], **settings: bool | str) -> dict:
     """Scripts that run one after the other: after which of them weights or norms differ from one process's by more than
     rounding, and by how much."""
-    results = run_ranks(layout.ranks, spread, layout, scripts, settings, damage)
+    results = run_ranks(layout.ranks, spread, layout, scripts, settings)
     whole, found = Whole(layout), {}
     for position, script in enumerate(scripts):
         norms, weights = whole.run(script), whole.weights()
@@ -509,18 +503,3 @@ def any_scripts(seed: int, count: int) -> list[str]:
 @pytest.mark.parametrize("layout", rows_of(ANY, "EP 2 with copies"))
 def test_any_loop_trains_as_one_process(layout: str) -> None:
     assert far_off(ANY[layout], any_scripts(ANY[layout].ranks, SCRIPTS), move_gradients=True) == {}
-
-
-def bring_it_all_again() -> None:
-    Averaging._leave_to_the_first = lambda self, parameter: None
-
-
-def overlook_what_is_new() -> None:
-    Averaging.has_new = Averaging.has_replaced = False
-    Gradients.arrives = lambda self, parameter: None
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("damage", [bring_it_all_again, overlook_what_is_new])
-def test_control_loops_go_wrong_when_gradients_are_forgotten(damage: Callable[[], None]) -> None:
-    assert far_off(ANY["EDP 2, no divisor"], any_scripts(2, SCRIPTS), damage, move_gradients=True, guard="off")
