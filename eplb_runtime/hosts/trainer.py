@@ -22,7 +22,7 @@ from ..balancer.gradients.scaler import GradScaler
 from ..checkpoint import load, load_pretrained, save
 from ..checkpoint.disk import MARKER
 from ..checkpoint.joint_access import JointAccess
-from ..checkpoint.restoring import restore_placement
+from ..checkpoint.restore import restore_placement
 from ..checkpoint.state import CheckpointError, LogicalView
 from ..config import BalancerConfig
 from ..utils.files import write_file

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..balancer.balancer import Balancer
-from ..checkpoint.logical_tensors import ExportError
+from ..checkpoint.stream import ExportError
 from ..distributed.consensus import first_problem
 from ..migration.overlapped import sampled
 from ..moe.experts.gathering import rearranged

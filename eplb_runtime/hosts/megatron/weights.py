@@ -85,8 +85,7 @@ def _of_experts(name: str, layer: MoELayer, names: Sequence[str], number: int) -
     def convert(values: Sequence[Tensor]) -> Mapping[str, Tensor]:
         return {name: values[0]}
 
-    by_expert = tuple({name: (one, None)} for one in named)
-    return Weight((rows,), number, dict.fromkeys(named, spec), by_expert, convert)
+    return Weight((rows,), number, dict.fromkeys(named, spec), {name: name}, convert)
 
 
 def _global(model: Any, name: str) -> str:

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from ...checkpoint.joint_access import JointAccess
 from ...checkpoint.state import LogicalView
-from ...moe.experts.gathering import rows_per_call
+from ...checkpoint.stream import TensorList, brought
+from ...checkpoint.weights import TensorSpec, as_named
 from ..attaching.description import AttachError, MoELayer, spread_of
 
 MERGE = (
@@ -371,13 +372,10 @@ def _save_together(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExp
         view.refuse_freed("save_pretrained of an attached model", merged_too=False)
         joint = JointAccess.of(view)
         state = _detached_state(saver.state_dict)
-        for name, back in of_peft.items():
-            stack = _on_first_rank(view, name, joint)
-            if stack is not None:
-                state[name.removeprefix(prefix)] = back(stack)
+        for name, stack in _brought(view, list(of_peft), joint.ranks[0]).items():
+            state[name.removeprefix(prefix)] = of_peft[name](stack)
         write = partial(own, save_directory, *arguments, is_main_process=True, state_dict=state, **options)
-        joint.trying(write, first_only=True)
-        joint.agree(f"{save_directory} was not written")
+        joint.on_first(f"{save_directory} was not written", write)
 
     def load_adapter(*arguments: Any, **options: Any) -> Any:
         """Load as the library does, into the parameters that are there."""
@@ -391,19 +389,21 @@ def _save_together(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExp
     object.__setattr__(saver, "load_adapter", load_adapter)
 
 
-def _on_first_rank(view: LogicalView, name: str, joint: JointAccess) -> Tensor | None:
-    """``[E, ...]`` in logical order on the first rank's CPU; others keep nothing, and get None. Collective."""
-    balancer, layer, rows = view.balancer, view.layer_of(name), view.parameters[name]
-    assert balancer is not None and layer is not None
-    homes_RH, step = balancer.placement.homes_LRH[layer], rows_per_call(rows)
-    stack = torch.empty((view.num_experts, *rows.shape[1:]), dtype=rows.dtype) if joint.is_first else None
-    for source, homes_H in enumerate(homes_RH):
-        for first in range(0, len(homes_H), step):
-            last = min(first + step, len(homes_H))
-            brought = balancer._bring_rows(rows, first, last, source, joint.ranks[0])
-            if stack is not None and brought is not None:
-                stack[torch.from_numpy(homes_H[first:last].astype("int64"))] = brought.cpu()
-    return stack
+def _brought(view: LogicalView, names: Sequence[str], rank: int) -> dict[str, Tensor]:
+    """``[E, ...]`` in logical order on the CPU of one rank; on the others nothing. Collective."""
+    assert view.balancer is not None
+    weights = []
+    for name in names:
+        rows = view.parameters[name]
+        spec = TensorSpec((view.num_experts, *rows.shape[1:]), rows.dtype)
+        weights.append(as_named(name, rows, view.layer_of(name), spec))
+    tensors = TensorList(view.balancer, {view.balancer._runtime.job.stages[0]: weights})
+    stacks: dict[str, Tensor] = {}
+    for item, row, value in brought(tensors, [rank] * len(names)):
+        if item.name not in stacks:
+            stacks[item.name] = torch.empty(item.spec.shape, dtype=item.spec.dtype)
+        stacks[item.name][row] = value[0]
+    return stacks
 
 
 def _detached_state(state_dict: Callable[..., dict[str, Any]]) -> dict[str, Any]:

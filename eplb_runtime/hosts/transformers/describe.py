@@ -218,7 +218,7 @@ class _Folders:
 
 
 def _weights(model: nn.Module, first_layer: int) -> Sequence[Weight]:
-    from .streamed import weights
+    from .naming import weights
 
     return weights(model, first_layer)
 
