@@ -95,7 +95,7 @@ def late_part_of_a_layer(rank: int, model: nn.Module, optimizer: torch.optim.Opt
 
 
 CASES: dict[str, tuple[Callable[[int, nn.Module, torch.optim.Optimizer], None], str]] = {
-    "cutting": (failing_in("cut", 1), "MemoryError: made to fail"),
+    "cutting": (failing_in("cut_rows", 1), "MemoryError: made to fail"),
     "describing": (another_model_on_one_rank, "Sequential has no MoE layer"),
     "dispatch": (deepep_on_a_cpu, "dispatch='deepep': rank 0: it carries between GPUs, and this model is on cpu"),
     "the second layer": (late_part_of_a_layer, "ValueError: made to fail"),
