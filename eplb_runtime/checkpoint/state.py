@@ -149,7 +149,7 @@ class LogicalView:
             ) from None
 
     def optimizer_state(self, name: str) -> dict[str, Any]:
-        """What the optimizer keeps for a parameter; empty before its first step."""
+        """The optimizer's state of a parameter; empty before its first step."""
         return dict(self._states[name].get(self.parameters[name], {})) if name in self._states else {}
 
     def set_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
@@ -172,13 +172,8 @@ class LogicalView:
         all ranks before any of them waits for another. Collective when attached.
 
         Args:
-            what: the call, by name.
             patient: wait as long as the host's process groups do: before a load ranks may come at very different times.
             merged_too: False: adapters alone are meant, which are what they are while they are merged.
-
-        Raises:
-            CheckpointError: some of it is freed or merged, here or on another rank.
-            RuntimeError: a rank did not come within the timeout.
         """
         freed = self._freed() or (why_merged(self.model) if merged_too else "")
         freed = f"{what}: {freed}" if freed else ""
