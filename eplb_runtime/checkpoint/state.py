@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,10 +79,10 @@ class LogicalView:
         keep_slices(self.model)
         self.parameters: dict[str, Tensor] = dict(self.model.named_parameters())
         self._name_of = {id(parameter): name for name, parameter in self.parameters.items()}
-        self._states: dict[str, MutableMapping[Tensor, Any]] = {}
-        for one in self.optimizers:
-            for group in one.param_groups:
-                self._states.update(dict.fromkeys(self.names_of(group), one.state))
+        # The optimizer and not its state, which load_state_dict replaces.
+        self._optimizer_of = {
+            name: one for one in self.optimizers for group in one.param_groups for name in self.names_of(group)
+        }
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -150,12 +150,18 @@ class LogicalView:
 
     def optimizer_state(self, name: str) -> dict[str, Any]:
         """The optimizer's state of a parameter; empty before its first step."""
-        return dict(self._states[name].get(self.parameters[name], {})) if name in self._states else {}
+        one = self._optimizer_for(name)
+        return dict(one.state.get(self.parameters[name], {})) if one is not None else {}
 
     def set_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
         """Replace what the optimizer keeps for a parameter."""
-        if name in self._states and (state or self.optimizer_state(name)):
-            self._states[name][self.parameters[name]] = dict(state)
+        one = self._optimizer_for(name)
+        if one is not None and (state or self.optimizer_state(name)):
+            one.state[self.parameters[name]] = dict(state)
+
+    def _optimizer_for(self, name: str) -> torch.optim.Optimizer | None:
+        """The one that has a parameter, or will get it."""
+        return self._optimizer_of.get(name, self.optimizers[0] if self.optimizers else None)
 
     def experts_here(self, layer: int) -> list[int]:
         """The logical expert of each of this rank's rows."""
