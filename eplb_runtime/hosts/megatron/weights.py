@@ -23,16 +23,7 @@ _LAYER = re.compile(r"(.*\blayers)\.(\d+)\.")
 
 
 def weights(layers: Sequence[MoELayer], model: nn.Module, first_layer: int) -> list[Weight]:
-    """Parameters and persistent buffers. Collective over data-parallel ranks where parameters are gathered late.
-
-    Args:
-        layers: its MoE layers, in order.
-        model: as it was attached.
-        first_layer: number of the first one over the whole model.
-
-    Raises:
-        CheckpointError: tensors are cut by tensor parallelism.
-    """
+    """Return parameters and persistent buffers; collective where parameters are gathered late."""
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
         raise CheckpointError(
             "tensor parallelism cuts Megatron's tensors, and how they are put together is known to converters alone: "

@@ -34,13 +34,7 @@ MERGE = (
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """LoRA on one matrix of an experts module.
-
-    Args:
-        wrapper: PEFT's, around the experts module or around another wrapper.
-        path: of the wrapper within the outermost one, with a dot behind it; empty: it is that.
-        adapter: PEFT's name for it.
-    """
+    """LoRA on one matrix: PEFT's wrapper, its path within the outermost one, and the adapter's name."""
 
     wrapper: Any
     path: str
@@ -81,14 +75,7 @@ class LowRank:
 
 @dataclass(frozen=True, eq=False)
 class AdaptedExperts:
-    """An experts module with LoRA around it.
-
-    Args:
-        outer: the outermost wrapper.
-        experts: the module that is wrapped.
-        path: of that within ``outer``, with a dot behind it.
-        low_rank: for each matrix that is adapted.
-    """
+    """An experts module with LoRA around it: the outermost wrapper, the module, its path, and LoRA of each matrix."""
 
     outer: nn.Module
     experts: nn.Module
@@ -141,11 +128,7 @@ def factors(a: Tensor, b: Tensor, matrix: Tensor, transposed: bool) -> tuple[Ten
 
 
 def adapted_experts(model: nn.Module, is_experts: Callable[[nn.Module], bool]) -> Iterator[tuple[str, AdaptedExperts]]:
-    """``(name of the outermost wrapper, what it adapts)`` of every experts module that is wrapped.
-
-    Raises:
-        AttachError: something around an experts module cannot be split by expert.
-    """
+    """Yield name and adapters of every wrapped experts module; AttachError: they have no form by expert."""
     inside: set[int] = set()
     saver = peft_model(model)
     for name, module in model.named_modules():
@@ -240,11 +223,7 @@ def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module, is_cut: bo
 
 
 def follow(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]]) -> None:
-    """Let PEFT merge, save and load adapters of experts that are spread; refuse what would be wrong without a word.
-
-    Args:
-        model: attached; what PEFT knows by name is found in it when it is called.
-    """
+    """Let PEFT merge, save and load adapters of experts that are spread; refuse what would be wrong without a word."""
     for layer, adapted in layers:
         for one in adapted.low_rank:
             _merge_by_expert(one)
@@ -363,8 +342,7 @@ def _save_together(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExp
     }
 
     def save_pretrained(save_directory: str | Path, *arguments: Any, **options: Any) -> None:
-        """As the library's, adapters in PEFT's layout. Collective: every rank calls it, the first one writes, whatever
-        ``is_main_process`` is."""
+        """As the library's, adapters in PEFT's layout. Collective; the first rank writes."""
         if options.pop("state_dict", None) is not None:
             raise AttachError("save_pretrained of an attached model takes no state_dict: adapters are gathered here")
         options.pop("is_main_process", None)

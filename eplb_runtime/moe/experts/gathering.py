@@ -28,13 +28,8 @@ def rows_per_call(rows: Tensor) -> int:
 def in_logical_order(
     rows: Tensor, homes_RH: NDArray[np.integer], groups: ProcessGroups, device: torch.device | str | None = None
 ) -> Tensor:
-    """``[E, ...]`` on every rank, from the home rows ``[E/R, ...]`` of each. Collective over all EP groups.
-
-    Args:
-        homes_RH: the logical expert of each home row of each EP rank; with divided rows, of each of the job's
-            ``row_ranks``.
-        device: where the result is to be; None: where ``rows`` are.
-    """
+    """Return ``[E, ...]`` on every rank from the home rows of each (``homes_RH``: their logical experts). Collective
+    over all EP groups."""
     device = local(rows).device if device is None else torch.device(device)
     whole = torch.empty((homes_RH.size, *rows.shape[1:]), dtype=rows.dtype, device=device)
     step, here = rows_per_call(rows), local(rows).shape[0]
@@ -53,12 +48,8 @@ def in_logical_order(
 def rearranged(
     rows: Tensor, here_E: NDArray[np.integer], wanted_E: NDArray[np.integer], groups: ProcessGroups
 ) -> Tensor:
-    """This rank's part of all rows in another order: new memory, one exchange. Collective over the job's ``row_ranks``.
-
-    Args:
-        rows: ``[E/R, ...]`` (of divided rows ``E/(R D)``), what is here, plain.
-        here_E, wanted_E: the logical expert of each row, over all ranks one after the other, now and as returned.
-    """
+    """Return this rank's part of all rows in another order: new memory, one exchange. ``here_E``, ``wanted_E``: the
+    logical expert of each row over all ranks. Collective over the job's ``row_ranks``."""
     job, count = groups.job, rows.shape[0]
     mine = slice(job.row_rank * count, (job.row_rank + 1) * count)
     going = np.argsort(wanted_E)[here_E[mine]]  # the row that each of ours becomes
