@@ -11,7 +11,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -107,11 +106,11 @@ def differing(some: Named, others: Named) -> list[str]:
 
 
 def line_of(work: Callable[[], Any]) -> str:
-    """What is raised, or returned; empty: None."""
     try:
-        return str(work() or "")
+        work()
     except (RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
+    return ""
 
 
 # -- one case ----------------------------------------------------------------------------------------------------------
@@ -181,7 +180,9 @@ def verified(model: nn.Module, balancer: eplb.Balancer, found: dict[str, Any]) -
     ]
     said = {}
     for number, (words, tensors) in enumerate(given):
-        said[f"{number}: {words}"] = line_of(partial(balancer.verify_export, tensors))
+        lines: list[str] = []
+        line = line_of(lambda tensors=tensors, lines=lines: lines.append(balancer.verify_export(tensors)))
+        said[f"{number}: {words}"] = line + "".join(lines)
     said[f"bfloat16: {all_equal}"] = balancer.verify_export(found["bfloat16"], dtype=torch.bfloat16)
     return said
 

@@ -10,10 +10,18 @@ import torch
 import torch.distributed as dist
 from moe_models import make_model
 from ranks import run_ranks
-from test_weight_stream import BUCKET, line_of
 from torch import Tensor
 
 import eplb_runtime as eplb
+
+BUCKET = 20_000
+
+
+def line_of(work: Callable[[], Any]) -> str:
+    try:
+        return str(work())
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def misused(rank: int) -> dict[str, str]:

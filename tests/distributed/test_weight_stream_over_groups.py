@@ -22,8 +22,11 @@ from eplb_runtime.distributed.ranks import Ranks
 
 JOBS = {
     "two EP groups": Job("qwen3_moe", ep_size=2),
+    "two EP groups, stacked": Job("gpt_oss", ep_size=2),
+    "sliced": Job("olmoe", ep_size=2, sliced=True),
     "sliced, stacked": Job("gpt_oss", ep_size=2, sliced=True),
-    "buffers beside experts, tied": Job("deepseek_v3", tied=True),
+    "buffers beside experts": Job("deepseek_v3"),
+    "tied": Job("mixtral", tied=True),
 }
 
 
