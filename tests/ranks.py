@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from moe_models import FAMILIES
@@ -146,6 +147,17 @@ def join(processes: Sequence[BaseProcess], folder: Path, expect_exit: Collection
         connection.wait([processes[rank].sentinel for rank in stuck], left)
 
 
+def asked_for(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
+    """Values of a parameter in the tests of a file that are to run, so that a fixture trains these jobs alone."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    return list(dict.fromkeys(i.callspec.params[parameter] for i in items if parameter in i.callspec.params))
+
+
+def rows_of(table: Collection[Any], *short: Any) -> list[Any]:
+    """Rows of a table as parameters of a test: those that are named here run always, the others are long."""
+    return [pytest.param(row, marks=() if row in short else pytest.mark.long) for row in table]
+
+
 def _failed(folder: Path, rank: int) -> bool:
     return (folder / f"{rank}.failed").exists()
 
@@ -162,7 +174,8 @@ def _server(preload: tuple[str, ...], environment: tuple[tuple[str, str], ...]) 
     """One that has imported these. It finds modules by the environment alone, and passes over what it does not find."""
     server = forkserver.ForkServer()
     server.set_forkserver_preload(list(preload))
-    folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    here = Path(__file__).parent
+    folders = [str(here), str(here / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
     # A pool of compilers is processes and a thread, which would not survive a fork.
     alone = {"PYTHONPATH": os.pathsep.join(folders), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     with patch.dict(os.environ, {**alone, **dict(environment)}):
@@ -215,6 +228,10 @@ def _rank_main(
     rebalancer.COMPILED_SOON_SECONDS = COMPILED_SECONDS
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    if mutant := os.environ.get("EPLB_TEST_MUTANT"):
+        import mutants
+
+        mutants.apply(mutant)
     share_gloo_device()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     try:

@@ -31,12 +31,8 @@ class Barrier(Protocol):
     """A wait of all ranks for each other."""
 
     def __call__(self, what: str, seconds: float | None = None) -> None:
-        """Wait until every rank has reached a call; raise on the ranks that have, and name the others, if one does not.
-
-        Args:
-            what: the call, by name.
-            seconds: that ranks wait; None: the balancer's timeout.
-        """
+        """Wait until every rank has reached a call; raise on the ranks that have, and name the others, if one does
+        not."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +99,7 @@ class Runtime:
         freed: Callable[[], str],
         registered: Callable[[], Sequence[str]],
     ) -> Watched:
-        """The guard's view. Parameters and optimizers that join later appear in these very objects.
-
-        Args:
-            freed: names a weight that has no memory now.
-            registered: names of tensors of the user's that move with experts.
-        """
+        """Return the guard's view. Parameters and optimizers that join later appear in these very objects."""
         layers = self.layers
         return Watched(
             dense=dense,

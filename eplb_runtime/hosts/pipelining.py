@@ -124,11 +124,8 @@ def overlap(schedule: ScheduleDualPipeV, balancer: Balancer) -> OverlappedForwar
 
 
 class OverlappedForwardBackward:
-    """Runs a pair of a schedule's actions: the forward here, the backward on a thread of its own.
-
-    Each does what the schedule does with such an action alone, given what it was given. Random numbers that a backward
-    draws again (activation checkpointing of dropout) would be the forward's: leave one of the two out.
-    """
+    """Runs a pair of a schedule's actions as the schedule would: the forward here, the backward on a thread of its own.
+    Random numbers that a backward draws again (activation checkpointing of dropout) would be the forward's."""
 
     def __init__(self, schedule: Any, channels: MicroBatchChannels, balancer: Balancer) -> None:
         self._schedule = schedule
@@ -148,11 +145,11 @@ class OverlappedForwardBackward:
 
     def take_forwards(self) -> None:
         """Let forwards that are not of a pair run on one of the two streams as well: their backward may be of one."""
-        if not self._channels.has_streams:
+        if (streams := self._channels.streams) is None:
             return
         if (replicas := self._balancer._runtime.maps.replicas) is not None:
             # In a backward pass they are added to gradients that the caller's stream has just written, see below.
-            replicas.adding = self._channels.in_order_with_this_stream()
+            replicas.adding = streams.in_order_with_this_one()
         schedule = self._schedule
         schedule._maybe_compute_loss = self._on_a_stream(
             schedule._maybe_compute_loss, lambda *a: (a[0].stage_index, a[3])
@@ -168,11 +165,7 @@ class OverlappedForwardBackward:
             )
 
     def _on_a_stream(self, own: Callable[..., Any], which: Callable[..., tuple[int, int]]) -> Callable[..., Any]:
-        """What is not of a pair, on the first of the streams; or on that of the forward that it belongs to.
-
-        Args:
-            which: from its arguments.
-        """
+        """Return what runs alone on the first of the streams, or on that of the forward that it belongs to."""
 
         @wraps(own)
         def on_a_stream(*args: Any, **kwargs: Any) -> Any:

@@ -174,13 +174,6 @@ def test_equals_the_model_without_us(results: list[dict[str, tuple]], way: str) 
     assert (results[0][way][3] > 0) == way.endswith("copies")
 
 
-def test_control_another_expert_order_would_be_noticed(results: list[dict[str, tuple]]) -> None:
-    _, parameters = whole(torch.float64, 2)
-    up = torch.stack([parameters[f"layers.1.experts.{expert}.0.weight"] for expert in range(example().EXPERTS)])
-    mine = results[0]["list"][1]["model.layers.1.experts.0__weight"]
-    assert (mine.roll(1, 0) - up).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize("way", ["moving", "compiled"])
 def test_moving_experts_and_graphs_change_no_bit(results: list[dict[str, tuple]], way: str) -> None:
     for ways in results:
@@ -315,9 +308,9 @@ def test_what_cannot_be_balanced_is_refused_in_one_line_and_nothing_is_changed()
         "share tensors",
         "keeps buffers",
         "expert ids (integers) and router weights, in this order",
-        "(1.type is 'ReLU', not 'GELU')",
-        "(1.approximate is 'tanh', not 'none')",
-        "(0._forward_hooks is",
+        "experts.2 is not a module as layers.0.experts.0 is: only equal experts",
+        "experts.2 is not a module as layers.0.experts.0 is: only equal experts",
+        "experts.2 gives other results for the same rows",
         "have gradient hooks",
     )
     said = run_ranks(2, refusals)

@@ -12,11 +12,10 @@ import pytest
 import torch
 from digests import digests
 from moe_models import batch_of, make_model
-from ranks import run_ranks
+from ranks import asked_for, rows_of, run_ranks
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
-from eplb_runtime.moe.experts.registry import ExpertTensors
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 pytest.importorskip("peft", reason="PEFT is not installed")
@@ -116,8 +115,8 @@ def farthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
 
 
-def runs(rank: int, job: Job, with_control: bool) -> dict[str, Any]:
-    """All homes fixed, all homes moved in each step, and moved without optimizer state; without us on one rank."""
+def runs(rank: int, job: Job) -> dict[str, Any]:
+    """All homes fixed, and all homes moved in each step; without us on one rank."""
     states, epochs, moved = [], [], []
     for move in (False, True)[job.replica_slots :]:
         model, optimizer, balancer = attached(job, move=move)
@@ -127,15 +126,6 @@ def runs(rank: int, job: Job, with_control: bool) -> dict[str, Any]:
         epochs.append(balancer.placement.epoch)
         registry, rows = balancer._runtime.registry, balancer._runtime.registry.of_home(0)
         balancer.close()
-    left: list[str] = []
-    if with_control:
-        of_home = ExpertTensors.of_home
-        ExpertTensors.of_home = lambda self, layer: [t for t in of_home(self, layer) if "exp_avg" not in t.name]
-        model, optimizer, balancer = attached(job, move=True)
-        train(model, optimizer, [rank])
-        left = differing(states[0], digests(eplb.logical_state_dict(model, optimizer)))
-        balancer.close()
-        ExpertTensors.of_home = of_home
     model, optimizer = made(job)
     model.train()
     losses = train(model, optimizer, list(range(RANKS)))
@@ -144,7 +134,6 @@ def runs(rank: int, job: Job, with_control: bool) -> dict[str, Any]:
         "epochs": epochs,
         "static is moved": differing(states[0], states[-1]),
         "beside PEFT": farthest(in_layout_of_peft(state), eplb.logical_state_dict(model, optimizer)),
-        "state left": left,
         "moves": {(tensor.name, tensor.row_bytes) for tensor in rows},
         "bytes": registry.largest_home_bytes(),
     }
@@ -161,16 +150,16 @@ JOBS = {
 BESIDE_PEFT = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: torch.inf}
 
 
-def all_runs(rank: int) -> dict[str, dict[str, Any]]:
-    return {name: runs(rank, job, name == "grouped products") for name, job in JOBS.items()}
+def all_runs(rank: int, names: list[str]) -> dict[str, dict[str, Any]]:
+    return {name: runs(rank, JOBS[name]) for name in names}
 
 
 @pytest.fixture(scope="module")
-def of_jobs() -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(RANKS, all_runs)
+def of_jobs(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(RANKS, all_runs, asked_for(request, "name"))
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", rows_of(JOBS, "grouped products", "base in bfloat16, adapters in float32", "copies"))
 def test_static_is_moved_and_both_are_peft(of_jobs: list[dict[str, dict[str, Any]]], name: str) -> None:
     job, found = JOBS[name], [one[name] for one in of_jobs]
     for one in found:
@@ -186,17 +175,12 @@ def test_static_is_moved_and_both_are_peft(of_jobs: list[dict[str, dict[str, Any
     )
 
 
-def test_control_adapters_that_move_without_optimizer_state_are_noticed(
-    of_jobs: list[dict[str, dict[str, Any]]],
+@pytest.mark.parametrize("name", ["grouped products"])
+def test_the_base_moves_without_optimizer_state_and_is_counted_so(
+    of_jobs: list[dict[str, dict[str, Any]]], name: str
 ) -> None:
-    for found in of_jobs:
-        left = found["grouped products"]["state left"]
-        assert all("lora" in name for name in left) and any("lora_B" in name for name in left)
-
-
-def test_the_base_moves_without_optimizer_state_and_is_counted_so(of_jobs: list[dict[str, dict[str, Any]]]) -> None:
     width, rank, each = 32, 16, 8
-    found = of_jobs[0]["grouped products"]
+    found = of_jobs[0][name]
     base = {name: size for name, size in found["moves"] if "lora" not in name}
     assert base == {
         "base_layer.base_layer.gate_up_proj": 2 * width * width * each,
@@ -365,41 +349,6 @@ def test_copies_follow_what_peft_writes(tmp_path: Path) -> None:
         assert has_copies and losses == pytest.approx([losses[0]] * 4, abs=1e-6)
 
 
-def merged_in_bfloat16(rank: int) -> list[dict[str, tuple[bool, bool]]]:
-    """For each matrix whether ours is PEFT's to the bit, and whether factors that are rounded first give the same."""
-    found = []
-    for family in ("olmoe", "gpt_oss"):
-        job = Job(family, dtype=torch.bfloat16)
-        before = {name: tensor.clone() for name, tensor in with_lora(job).state_dict().items()}
-        alone = with_lora(job)
-        alone.merge_adapter()
-        whole = alone.state_dict()
-        model, _, balancer = attached(job, move=False)
-        assert {p.dtype for name, p in model.named_parameters() if "lora" in name} == {torch.float32}
-        model.merge_adapter()
-        same = {}
-        for name, parameter in model.named_parameters():
-            if name.endswith(("gate_up_proj", "down_proj")) and ".experts." in name:
-                here = balancer.gather_experts(balancer.layer_of_parameter[name], parameter.detach())
-                assert not torch.equal(here, before[name])
-                experts = alone.get_submodule(name.rpartition(".experts.")[0]).experts
-                (wrapper,) = (
-                    one for one in experts.modules() if getattr(one, "parameter_name", "") == name.rpartition(".")[2]
-                )
-                left, right, scaling = wrapper.get_delta_factors("default")
-                rounded = before[name] + torch.bmm(left, right) * scaling
-                same[name] = torch.equal(here, whole[name]), torch.equal(rounded, whole[name])
-        balancer.close()
-        found.append(same)
-    return found
-
-
-def test_a_base_in_bfloat16_is_merged_as_peft_merges_it() -> None:
-    for families in run_ranks(RANKS, merged_in_bfloat16):
-        for same in families:
-            assert len(same) == 2 and set(same.values()) == {(True, False)}, same
-
-
 # -- refused at attach -----------------------------------------------------------------------------------------------
 
 
@@ -439,24 +388,6 @@ def test_what_cannot_be_split_is_refused_at_attach() -> None:
             assert line in found[case] and "\n" not in found[case], case
 
 
-def cut_before(rank: int) -> tuple[list[str], int]:
-    """``shard_experts`` of a model that has its adapters, then attach, as against attach alone."""
-    job, states = Job(), []
-    for cut in (False, True):
-        model = with_lora(job)
-        if cut:
-            eplb.shard_experts(model)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        config = eplb.BalancerConfig(interval=2, gate="always", dense_gradients="allreduce")
-        balancer = eplb.attach(model, optimizer, config=config)
-        balancer._plan_with(plan_shuffle)
-        model.train()
-        train(model, optimizer, [rank], 4)
-        states.append(digests(eplb.logical_state_dict(model, optimizer)))
-        balancer.close()
-    return differing(*states), balancer.placement.epoch
-
-
 def stepped_before(rank: int) -> tuple[float, int]:
     """Two steps without us, then two that move each home, as against four without us."""
     model, optimizer = made(Job())
@@ -477,8 +408,3 @@ def stepped_before(rank: int) -> tuple[float, int]:
 def test_state_of_an_optimizer_that_has_stepped_is_split_by_expert() -> None:
     for farthest_off, epoch in run_ranks(RANKS, stepped_before):
         assert farthest_off < 1e-10 and epoch == 2
-
-
-def test_experts_may_be_cut_before_the_optimizer_is_made() -> None:
-    for differ, epoch in run_ranks(RANKS, cut_before):
-        assert differ == [] and epoch > 0

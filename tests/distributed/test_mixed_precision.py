@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,11 +19,10 @@ import eplb_runtime as eplb
 from eplb_runtime.balancer.balancer import Balancer
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.hosts import AttachError
-from eplb_runtime.moe.experts.registry import ExpertTensors, RegistryError
+from eplb_runtime.moe.experts.registry import RegistryError
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 EXPERTS = 16
-RANK = 4
 
 
 class MasterAdamW(torch.optim.Optimizer):
@@ -53,17 +52,6 @@ class MasterAdamW(torch.optim.Optimizer):
                 parameter.copy_(state["master"])
 
 
-@contextmanager
-def left_behind(what: str) -> Iterator[None]:
-    """Experts move without their tensors of this name."""
-    whole = ExpertTensors.of_home
-    ExpertTensors.of_home = lambda self, layer: [t for t in whole(self, layer) if what not in t.name]
-    try:
-        yield
-    finally:
-        ExpertTensors.of_home = whole
-
-
 @dataclass(frozen=True)
 class Job:
     dtype: torch.dtype = torch.float32
@@ -71,52 +59,21 @@ class Job:
     autocast: bool = False
     scaler: str = ""
     overflow_at: int = -1
-    adapters: bool = False
     averages: bool = False
     replica_slots: int = 0
     keep_back: bool = False
     steps: int = 8
 
 
-def add_adapters(model: nn.Module) -> None:
-    """LoRA on the experts' down projection: a pair of matrices for each expert, parameters of the experts module."""
-    model.requires_grad_(False)
-    generator = torch.Generator().manual_seed(3)
-    for layer in model.model.layers:
-        experts = layer.mlp.experts
-        out, width = experts.down_proj.shape[1:]
-        experts.lora_A = nn.Parameter(torch.randn(EXPERTS, RANK, width, generator=generator) * 0.1)
-        experts.lora_B = nn.Parameter(torch.randn(EXPERTS, out, RANK, generator=generator) * 0.1)
-
-        def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, experts: Any = experts) -> Any:
-            result = torch.zeros_like(hidden)
-            for expert in range(experts.num_experts):
-                token, choice = torch.where(index == expert)
-                gate, up = nn.functional.linear(hidden[token], experts.gate_up_proj[expert]).chunk(2, dim=-1)
-                inner = experts.act_fn(gate) * up
-                low = nn.functional.linear(inner, experts.lora_A[expert])
-                rows = nn.functional.linear(inner, experts.down_proj[expert])
-                rows = rows + nn.functional.linear(low, experts.lora_B[expert])
-                result = result.index_add(0, token, rows * weights[token, choice, None])
-            return result
-
-        experts.forward = forward
-
-
 def make_scaler(job: Job, balancer: Balancer) -> torch.amp.GradScaler | None:
     options = {"init_scale": 1024.0, "growth_interval": 1000}
-    if job.scaler == "ours":
-        return eplb.GradScaler(balancer, **options)
-    return torch.amp.GradScaler(balancer._runtime.device.type, **options) if job.scaler == "torch" else None
+    return eplb.GradScaler(balancer, **options) if job.scaler else None
 
 
 def train(rank: int, policy: str, job: Job) -> dict[str, Any]:
     model = make_model("olmoe", experts=EXPERTS, top_k=4).to(job.dtype)
-    if job.adapters:
-        add_adapters(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
     makers = {"master": MasterAdamW, "fused": lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True)}
-    optimizer = makers.get(job.optimizer, torch.optim.AdamW)(trained, lr=3e-3)
+    optimizer = makers.get(job.optimizer, torch.optim.AdamW)(model.parameters(), lr=3e-3)
     config = eplb.BalancerConfig(
         interval=2,
         window=2,
@@ -124,7 +81,6 @@ def train(rank: int, policy: str, job: Job) -> dict[str, Any]:
         gate="always",
         dense_gradients="allreduce",
         replica_slots=job.replica_slots,
-        guard="off" if job.scaler == "torch" else "auto",
         dispatch=eplb.DispatchConfig(split_least_tokens=0 if job.replica_slots else 64),
     )
     balancer = eplb.attach(model, optimizer, config=config)
@@ -181,21 +137,15 @@ JOBS = {
     "float32 masters": Job(torch.bfloat16, "master"),
     "autocast": Job(autocast=True),
     "GradScaler, fused": Job(optimizer="fused", scaler="ours", overflow_at=5),
-    "LoRA on experts": Job(adapters=True),
     "EMA": Job(averages=True),
 }
-LEFT = {"float32 masters": "master", "EMA": "ema", "LoRA on experts": "lora_B"}
 
 
 def train_all(rank: int) -> dict[str, dict[str, Any]]:
-    """Each job with experts that never move, that move, and that leave something behind."""
-    found = {
+    """Each job with experts that never move, and that move."""
+    return {
         name: {policy: train(rank, policy, job) for policy in ("static", "incremental")} for name, job in JOBS.items()
     }
-    for name, what in LEFT.items():
-        with left_behind(what):
-            found[name]["left"] = train(rank, "incremental", JOBS[name])
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -217,11 +167,6 @@ def test_migration_changes_no_bit_with(trained: list[dict[str, dict[str, Any]]],
     assert compare(trained, name, "incremental") == []
 
 
-@pytest.mark.parametrize("name", LEFT)
-def test_control_left_behind_it_is_noticed(trained: list[dict[str, dict[str, Any]]], name: str) -> None:
-    assert any(LEFT[name] in tensor for tensor in compare(trained, name, "left"))
-
-
 # -- GradScaler ------------------------------------------------------------------------------------------------------
 
 
@@ -237,7 +182,7 @@ def scale_all(rank: int) -> dict[str, Any]:
         name: {scaler: train(rank, "incremental", replace(job, scaler=scaler)) for scaler in ("", "ours")}
         for name, job in OVERFLOWING.items()
     }
-    for scaler in ("", "ours", "torch"):
+    for scaler in ("", "ours"):
         found[f"kept back, {scaler}"] = train(rank, "incremental", replace(KEEPING_BACK, scaler=scaler))
     return found
 
@@ -258,44 +203,9 @@ def test_a_scaled_run_is_the_unscaled_run_and_skips_a_step_on_every_rank(
     assert ours[0]["aborted"] == [] and ours[0]["migrations"] >= 1
 
 
-def test_control_torchs_scaler_leaves_gradients_that_copies_kept_back_scaled(scaled: list[dict[str, Any]]) -> None:
-    without, ours, torchs = (
-        [of_rank[f"kept back, {scaler}"] for of_rank in scaled] for scaler in ("", "ours", "torch")
-    )
+def test_gradients_that_copies_kept_back_are_unscaled(scaled: list[dict[str, Any]]) -> None:
+    without, ours = ([of_rank[f"kept back, {scaler}"] for of_rank in scaled] for scaler in ("", "ours"))
     assert differences(without, ours) == []
-    assert any("experts" in name for name in differences(without, torchs))
-
-
-def skip_alone(rank: int, agree: bool) -> tuple[dict[str, torch.Tensor], float]:
-    if not agree:
-        alone = dist.new_group([rank], use_local_synchronization=True)
-        Balancer._gradient_group = property(lambda self: alone)
-    model = make_model("olmoe", experts=8)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    config = eplb.BalancerConfig(dense_gradients="allreduce", policy="static", guard="auto" if agree else "off")
-    balancer = eplb.attach(model, optimizer, config=config)
-    scaler = eplb.GradScaler(balancer, init_scale=1024.0)
-    ids = batch_of(rank, 0)
-    scaler.scale(model(input_ids=ids, labels=ids).loss).backward()
-    if rank == 1:
-        model.model.layers[0].mlp.experts.down_proj.grad[0, 0, 0] = torch.inf
-    scaler.step(optimizer)
-    scaler.update()
-    return {
-        name: p.detach().clone() for name, p in model.named_parameters() if ".experts." not in name
-    }, scaler.get_scale()
-
-
-def test_control_ranks_that_do_not_agree_on_skipping_part() -> None:
-    (first, scale), (second, other_scale) = run_ranks(2, skip_alone, True)
-    assert (scale, other_scale) == (512.0, 512.0)
-    whole = make_model("olmoe", experts=8).state_dict()
-    for name in first:
-        assert torch.equal(first[name], whole[name])
-        assert torch.equal(second[name], whole[name])
-    (first, scale), (second, other_scale) = run_ranks(2, skip_alone, False)
-    assert (scale, other_scale) == (1024.0, 512.0)
-    assert any(not torch.equal(first[name], second[name]) for name in first)
 
 
 def of_two_one_overflows(rank: int) -> dict[str, Any]:
@@ -385,29 +295,6 @@ def test_masters_and_averages_are_saved_and_loaded_in_float32(tmp_path: Any) -> 
     name = "model.layers.0.mlp.experts.down_proj"
     assert saved[f"optimizer.{name}.master"].dtype == saved[f"extra.{name}/ema"].dtype == torch.float32
     assert saved[f"extra.{name}/ema"].shape[0] == EXPERTS
-
-
-# -- a step that the loop itself skips -------------------------------------------------------------------------------
-
-
-def skip_by_hand(rank: int, steps: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    model = make_model("olmoe", experts=8)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(dense_gradients="allreduce", policy="static"))
-    for step in range(4):
-        ids = batch_of(rank, step)
-        model(input_ids=ids, labels=ids).loss.backward()
-        balancer.clip_grad_norm_(1.0)
-        if step in steps:
-            optimizer.step()
-        optimizer.zero_grad()
-    return {name: p.detach().clone() for name, p in model.named_parameters() if ".experts." not in name}
-
-
-def test_gradients_after_a_skipped_step_are_reduced_again() -> None:
-    first, second = run_ranks(2, skip_by_hand, (0, 2, 3))
-    for name in first:
-        assert torch.equal(first[name], second[name]), name
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------

@@ -23,12 +23,11 @@ from torch import Tensor, nn
 from ...config import BalancerConfig, Trial, launcher_environment, set_trial
 from ...distributed.consensus import gather_bytes
 from ...hosts import attach
-from .records import Closeness, Difference, Run, first_difference, to_rounding, uneven_buffer
+from .records import Closeness, Difference, Run, first_difference, to_rounding, uneven_buffer, untrained
 from .report import Report
 
 SEED = 20250710
-LAST_LINES = 8
-"""Lines of a job's output that are shown where it failed."""
+LAST_LINES = 8  # of a job's output that are shown where it failed
 _LOOK_SECONDS = 0.2
 _NAMES = {"single": "all experts on each rank", "moved": "moved homes and replicas"}
 _PENALTY = ": what a rank does with its experts is not what plain training does with all (a penalty, a scale, a mask?)"
@@ -92,6 +91,8 @@ def proof() -> Proof:
         first = report.unregistered[0]
         why = f"{first['holder']} holds what may be experts, shape {tuple(first['shape'])}, and does not move with them"
         return answer("unknown", f"{why}: balancer.register_all(name, it), or make it new after each step")
+    if name := untrained(fixed):
+        return answer("unknown", f"{name} has gradients and no step changes it: does the optimizer step this model?")
     if name := uneven_buffer(fixed):
         return answer("unknown", f"buffer {name} is not the same on all ranks: each writes it by its own tokens alone")
     return answer("right")
@@ -121,9 +122,7 @@ def verify_command(command: Sequence[str], steps: int = 12, keep: Path | None = 
                 trial = Trial(layout, steps, str(own.resolve()), replicas)
                 run = _run(command, trial, f"run {number}, {layout}")
                 if number == 1 and (new := sorted(set(os.listdir()) - before)):
-                    _say(
-                        f"the job has written {', '.join(new[:5])} here: a run that goes on from it cannot be compared"
-                    )
+                    _say(f"the job has written {', '.join(new[:5])}: a run that goes on from it cannot be compared")
                 if number == 1 and run.length > 0:
                     steps = run.length  # of a job that ends sooner: the other runs end as those of others do
                 number += 1
