@@ -137,8 +137,8 @@ def _moves_of(layer: Layer, held_RE: IntArray, kind: int, slot: int, other: int)
         return 0, (1 if held_RE[rank, other] == NOT_HERE else 0) - back
     partner, comes = other // layer.per_rank, layer.slot_P[other]
     homes = 0
-    homes += (held_RE[partner, old] != AS_HOME) - (held_RE[rank, old] != AS_HOME)
-    homes += (held_RE[rank, comes] != AS_HOME) - (held_RE[partner, comes] != AS_HOME)
+    homes += int(held_RE[partner, old] != AS_HOME) - int(held_RE[rank, old] != AS_HOME)
+    homes += int(held_RE[rank, comes] != AS_HOME) - int(held_RE[partner, comes] != AS_HOME)
     return homes, 0
 
 
