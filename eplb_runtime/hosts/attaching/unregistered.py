@@ -37,7 +37,7 @@ def unregistered(
     """
     held = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
     gradients = [getattr(tensor, name, None) for tensor in held for name in ("grad", "main_grad")]
-    known = {_memory_of(one) for one in (*held, *gradients, *owned, *registry.parameters()) if one is not None}
+    known = {0} | {_memory_of(one) for one in (*held, *gradients, *owned, *registry.parameters()) if one is not None}
     rows, sizes = _shapes(models, registry)
     whole = rows | {tuple(parameter.shape) for parameter in registry.parameters()}  # else it may be an activation
     variables = list(_variables())
