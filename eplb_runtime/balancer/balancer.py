@@ -105,7 +105,7 @@ class Balancer:
         hook_optimizers: Callable[[Balancer], OptimizerHooks],
         export_with: Callable[[Balancer], WeightExport],
     ) -> None:
-        config, groups = runtime.config, runtime.groups
+        config = runtime.config
         self.config = config
         self.topology = runtime.topology
         self.layer_of_parameter = dict(runtime.layer_of_parameter)
@@ -134,14 +134,13 @@ class Balancer:
         self._on_all_ranks: list[Callable[[float], None]] = []
         self._shown: Any = None
         self._guard = Guard(
-            config.guard,
-            groups,
-            runtime.watched(
-                self._dense, self._optimizers, self._memory.name_of_freed, lambda: list(self._extra_tensors)
-            ),
-            runtime.device,
+            runtime,
+            self._dense,
+            self._optimizers,
+            self._memory,
+            self._extra_tensors,
             run=lambda work: self._rebalancer.run(work),
-            number=lambda: self._rebalancer.step,
+            step=lambda: self._rebalancer.step,
             on_finding=lambda finding: self.events.emit(GuardFinding(self._rebalancer.step, finding)),
         )
         self._gradients = Gradients(

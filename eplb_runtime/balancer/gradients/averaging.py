@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...distributed.consensus import extremes, gather_rows, maxima
-from ..guard_samples import bit_sums
+from ...utils.checksums import bit_sums
 
 BUCKET_BYTES = 32 << 20
 """Size up to which gradients of one dtype travel together."""

@@ -29,6 +29,7 @@ from ...distributed.ranks import Ranks
 from ...moe.experts.optimizer_state import state_of
 from ...moe.experts.slices import has_memory, local
 from ...planner.shuffle import shuffled
+from ...utils.checksums import bit_words
 from ...utils.files import write_file
 from .description import Stage, spread_of
 from .unregistered import unregistered
@@ -318,7 +319,7 @@ def _sketched(entry: TrialEntry) -> tuple[Tensor, Tensor]:
         part = flat[begin : begin + _CHUNK]
         first = entry.first + begin
         keys = _keys(first, part.numel(), flat.device)
-        digest += (_words(part) * keys).sum()
+        digest += (bit_words(part).to(torch.int64) * keys).sum()
         if part.is_floating_point():
             values = part.double()
             sums[0] += values @ values
@@ -327,13 +328,6 @@ def _sketched(entry: TrialEntry) -> tuple[Tensor, Tensor]:
                 before, after = first % SKETCHES, -(first + part.numel()) % SKETCHES
                 sums[1:] += nn.functional.pad(signed, (before, after)).view(-1, SKETCHES).sum(dim=0)
     return digest.cpu(), sums.cpu()
-
-
-def _words(part: Tensor) -> Tensor:
-    """The bits of each element as int64."""
-    if part.element_size() == 1:
-        return part.view(torch.uint8).to(torch.int64)
-    return part.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[part.element_size()]).to(torch.int64)
 
 
 @lru_cache(maxsize=16)
