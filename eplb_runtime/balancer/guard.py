@@ -26,7 +26,7 @@ from ..distributed.consensus import deviating, gather_bytes, gather_rows
 from ..load.aggregate import HostCopy
 from ..moe.experts.memory import WeightMemory
 from ..utils.checksums import bit_sums, bit_words
-from .gradients.division import foreign_hooks
+from .model_check import Snapshot, options_of, snapshots, why_misplaced, why_not_stepped
 from .runtime import Runtime
 
 logger = logging.getLogger("eplb_runtime")
@@ -35,8 +35,6 @@ FIRST_STEPS = 3
 """Steps after attach that are sampled completely, and in which ``guard="auto"`` raises."""
 _STEPS, _PIECE = 64, 32
 """Last steps of which an expert's elements, ahead of the forward, are compared with other ranks'; those elements."""
-_ELEMENTS = 1024
-"""Elements of a tensor, about, whose update is looked at in one of the first steps."""
 MOST_NAMED = 8
 """Ranks or layers in a line."""
 _BY_RANK = (
@@ -48,7 +46,7 @@ _BY_WRITING = (
     "or nobody averages gradients outside the experts: wrap the model in DistributedDataParallel after attach, or set "
     "BalancerConfig(dense_gradients='allreduce')"
 )
-_BY_AVERAGE = "something has written them on some ranks alone, or their averaging over these ranks was disturbed"
+_BY_AVERAGE = "something has written them on some ranks alone, or their averaging was disturbed"
 FACTS = (
     ("learning rates of the optimizer", "data_sets", _BY_RANK),
     ("options of the optimizer", "data_sets", _BY_RANK),
@@ -131,8 +129,8 @@ class Guard:
         on_finding: called with each finding once.
 
     Attributes:
-        seconds, clocked_steps: time that sampling took of the training thread after the first steps, and the number of
-            those steps.
+        complete_steps: that are sampled completely, after `begin`.
+        seconds, clocked_steps: time that sampling took of the training thread after those, and the number of them.
         said: all findings and notices so far, in their order, each once.
     """
 
@@ -152,18 +150,16 @@ class Guard:
         self._experts = {name: runtime.parameters[name] for name in runtime.layer_of_parameter}
         self._dense, self._optimizers, self._memory, self._registered = dense, optimizers, memory, registered
         self._run, self._step, self._on_finding = run, step, on_finding
-        self._steps, self._complete_steps = 0, FIRST_STEPS
+        self._steps, self.complete_steps = 0, FIRST_STEPS
         self._piece: tuple[str, Tensor, Tensor] | None = None
         self._is_noted = False
         self._forwards = (0, 0)
-        self._snapshots: list[tuple[str, Tensor, Tensor, object]] = []
+        self._snapshots: list[Snapshot] = []
         self._passed_over: set[int] = set()
         self._late_problem, self._broadcast = "", ""
         self._is_uncounted = False
         self.seconds, self.clocked_steps = 0.0, 0
         self.said: list[str] = []
-
-    # -- when ----------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Begin with a new or another optimizer. Collective."""
@@ -184,10 +180,6 @@ class Guard:
         if self._alike("weights", {rank: Digest(marks=row) for rank, row in zip(ranks, rows, strict=True)}):
             self._piece = None
 
-    def sample_completely(self, steps: int) -> None:
-        """Sample so many steps completely, and not the first ones alone."""
-        self._complete_steps = steps
-
     def end(self) -> None:
         """Stop sampling; the thread that talks to the other ranks is gone."""
         self._mode = "off"
@@ -195,7 +187,7 @@ class Guard:
     @property
     def is_new(self) -> bool:
         """Return whether this is one of the steps that are sampled completely: the first ones."""
-        return self._mode != "off" and bool(self._optimizers) and self._steps < self._complete_steps
+        return self._mode != "off" and bool(self._optimizers) and self._steps < self.complete_steps
 
     @contextmanager
     def clocked(self) -> Iterator[None]:
@@ -225,7 +217,8 @@ class Guard:
         """In the first steps, compare reduced gradients over ranks."""
         if self.is_new:
             self._compare_job(self._sample("gradients"), "the end of the reduction of gradients")
-            self._snapshots = self._snapshots or self._about_to_change()  # with several optimizers: before the first
+            both = _whole({**self._experts, **self._dense})
+            self._snapshots = self._snapshots or snapshots(both, self._optimizers)  # of several, before the first one
 
     def passed_over(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that every rank skipped this optimizer's step: it will have written nothing."""
@@ -234,7 +227,8 @@ class Guard:
     def after_step(self) -> None:
         """Compare weights after a training step, before its counts are closed."""
         if self.is_new:
-            problem = self._uncounted() or self._not_stepped()
+            problem = self._uncounted() or why_not_stepped(self._snapshots, self._optimizers, self._passed_over)
+            self._snapshots = []
             self._compare_job(self._sample("weights", problem), "the end of a step")
         elif self._mode != "off":
             self.clocked_steps += 1
@@ -245,37 +239,13 @@ class Guard:
         self._passed_over.clear()
 
     def sample(self, stays: str) -> Sample | None:
-        """Take the sample that a decision compares while training goes on; None: the guard is off.
-
-        Args:
-            stays: why no expert can move from this rank; empty: all can.
-        """
+        """Take the sample that a decision compares while training goes on; None: the guard is off. ``stays`` says why
+        no expert can move from this rank."""
         if self._mode == "off" or not self._optimizers:
             return None
         problem, self._late_problem = self._late_problem, ""
         with self.clocked():
-            return self._sample("weights", problem, self._row_hooks() or stays)
-
-    # -- facts that a rank sees by itself ------------------------------------------------------------------------------
-
-    def _rates(self) -> dict[int, list[Any]]:
-        """Learning rates by parameter, one for each time that an optimizer lists it."""
-        rates: dict[int, list[Any]] = {}
-        for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
-            for parameter in group["params"]:
-                rates.setdefault(id(parameter), []).append(group.get("lr", 1))
-        return rates
-
-    def _misplaced(self) -> str:
-        """Check that the optimizers list each expert parameter of the model once."""
-        rates = self._rates()
-        for name, parameter in self._experts.items() if rates else ():
-            if parameter.requires_grad and (times := len(rates.get(id(parameter), ()))) != 1:
-                return (
-                    f"the optimizer holds {name} {times} times, not once: it was unfrozen or param groups were changed "
-                    "after attach; make the optimizer from the parameters that are to be trained, then attach"
-                )
-        return ""
+            return self._sample("weights", problem, stays)
 
     def _uncounted(self) -> str:
         """Check that a step's tokens count. A rank may have no token in a step, or padding alone, and evaluate between
@@ -291,48 +261,10 @@ class Guard:
             "mode (call model.train() before a training step, as from_pretrained and evaluations leave it there)"
         )
 
-    def _about_to_change(self) -> list[tuple[str, Tensor, Tensor, object]]:
-        """Parameters with gradients that an optimizer will step, with some elements and the versions of each."""
-        rates = self._rates()
-        both = _whole({**self._experts, **self._dense})
-        # Writing through .data leaves no version; the values tell then, where rounding hides no update.
-        wide = [(name, p) for name, p in both.items() if p.element_size() > 2 and any(rates.get(id(p), ()))]
-        return [(name, p, _elements(p).clone(), self._versions(p)) for name, p in wide if _strided(p.grad) is not None]
-
-    def _versions(self, parameter: Tensor) -> object:
-        """Versions of a parameter and its state: an optimizer may write its state alone in some steps (a warm-up)."""
-        states = [getattr(optimizer, "state", {}).get(parameter) for optimizer in self._optimizers]
-        values = [parameter, *(value for state in states if isinstance(state, dict) for value in state.values())]
-        have = [isinstance(one, Tensor) and not one.is_inference() for one in values]
-        return [(id(one), one._version) if has else repr(one) for one, has in zip(values, have, strict=True)]
-
-    def _not_stepped(self) -> str:
-        """Check that each parameter the optimizer lists was changed by its step."""
-        before, self._snapshots = self._snapshots, []
-        for name, p, elements, versions in before:
-            is_as_before = self._versions(p) == versions and torch.equal(_elements(p), elements)
-            if is_as_before and id(p) not in self._passed_over and p.grad is not None and _elements(p.grad).any():
-                return (
-                    f"the optimizer lists {name}, which has a gradient, and its step does not write it (it may step "
-                    "other tensors, or a part of the parameters on each rank, as ZeroRedundancyOptimizer does): use an "
-                    "optimizer that steps all that it lists, on every rank"
-                )
-        return ""
-
-    def _row_hooks(self) -> str:
-        """Name foreign gradient hooks on experts. They may go by row: nobody can tell."""
-        name = next((name for name, parameter in self._experts.items() if foreign_hooks(parameter)), "")
-        return name and (
-            f"{name} has gradient hooks, and one that goes by row would act on other experts once these have moved: "
-            "experts stay where they are while it is there; remove it, and change the gradients of an expert after "
-            "balancer.reduce_gradients(), by a mask that moves with it (balancer.register)"
-        )
-
-    # -- samples -------------------------------------------------------------------------------------------------------
-
     def _sample(self, what: str, problem: str = "", stays: str = "") -> Sample:
         """Sum the bits of tensors that other ranks share; nothing is waited for."""
-        job, problem, facts = self._groups.job, problem or self._misplaced(), self._facts()
+        job, facts = self._groups.job, self._hashes()
+        problem = problem or why_misplaced(self._experts, self._optimizers)
         if what == "weights" and (name := self._memory.name_of_freed()):
             stays = f"weights have no memory now ({name}): load them before a decision; experts stay where they are"
             return Sample(what, Digest(problem, stays, facts))
@@ -342,21 +274,17 @@ class Guard:
         shared: list[Tensor | None] = [*dense.values(), *twins.values()]
         name, weight, pieces = self._piece if self._piece is not None else ("", None, None)
         if what == "gradients":
-            shared = [None if one is None else _strided(one.grad) for one in shared]
+            gradients = [None if one is None else one.grad for one in shared]
+            shared = [one if one is not None and one.layout is torch.strided else None for one in gradients]
             pieces = None if weight is None or weight.grad is None else _between(weight.grad)
         numbers = [bit_sums(shared, self._runtime.device), *([] if pieces is None else [_marks(pieces)])]
         digest = Digest(problem, stays, facts, marked=name)
         return Sample(what, digest, (tuple(dense), tuple(twins)), HostCopy(torch.cat(numbers)))
 
-    def _facts(self) -> list[int]:
-        """Hashes of the first `FACTS`. Left out are numbers on a device, and optimizers of a framework's own, which may
-        have different groups on each rank."""
-        optimizers = [one for one in self._optimizers if isinstance(one, torch.optim.Optimizer)]
-        groups = [group for one in optimizers for group in one.param_groups]
-        rates = [_numbers(group.get("lr")) for group in groups]
-        options = [[(key, _numbers(group[key])) for key in sorted(set(group) - {"lr", "params"})] for group in groups]
+    def _hashes(self) -> list[int]:
+        """Hashes of the first `FACTS`."""
         trained = [parameter.requires_grad for parameter in (*self._dense.values(), *self._experts.values())]
-        return [_hash(rates), _hash(options), _hash(trained), _hash(list(self._registered))]
+        return [*map(_hash, (*options_of(self._optimizers), trained, list(self._registered)))]
 
     def _states(self, experts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Optimizer state of experts, by name."""
@@ -369,8 +297,6 @@ class Guard:
             if isinstance(value, Tensor) and value.shape == parameter.shape and not isinstance(value, DTensor)
         }
 
-    # -- comparing -----------------------------------------------------------------------------------------------------
-
     def _compare_job(self, sample: Sample, where: str) -> None:
         """Compare over the job, on the thread that has the control group to itself; raise or warn. Collective."""
         try:
@@ -378,8 +304,9 @@ class Guard:
         except RuntimeError as error:
             skips = "a rank may skip a step that the others make (torch's GradScaler decides on each rank: use "
             return self.report(f"{error}; {skips}eplb.GradScaler(balancer)), run fewer batches, or be stuck")
+        control = self._groups.control
         try:
-            finding = self._run(lambda: self.compare(sample, self._groups.control).finding)
+            finding = self._run(lambda: self.compare(sample, control).finding)
         except RuntimeError as error:  # no rank's mistake: connections broke, and the balancer makes new ones
             return logger.info("the ranks could not compare what they see at %s: %s", where, error)
         self.report(finding)
@@ -422,8 +349,6 @@ class Guard:
                 return self._broadcast
         return ""
 
-    # -- saying --------------------------------------------------------------------------------------------------------
-
     def report(self, finding: str, *notices: str) -> None:
         """Raise or warn of a finding as the mode says; notices are only logged. Each line is said once."""
         for notice in notices:
@@ -456,21 +381,8 @@ def _first_odd(sums: Mapping[str, int], here: Sequence[int], group: dist.Process
 
 def _whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors that are not sharded over ranks, and have numbers as wide as two bytes."""
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if not isinstance(tensor, DTensor) and tensor.numel() and tensor.element_size() > 1
-    }
-
-
-def _strided(gradient: Tensor | None) -> Tensor | None:
-    return gradient if gradient is not None and gradient.layout is torch.strided else None
-
-
-def _elements(tensor: Tensor) -> Tensor:
-    """Elements from all over a tensor."""
-    flat = (tensor if tensor.is_contiguous() else tensor[:1]).detach().reshape(-1)
-    return flat[:: max(1, len(flat) // _ELEMENTS)]
+    here = {name: one for name, one in tensors.items() if not isinstance(one, DTensor)}
+    return {name: one for name, one in here.items() if one.numel() and one.element_size() > 1}
 
 
 def _between(experts: Tensor) -> Tensor:
@@ -488,12 +400,3 @@ def _marks(pieces: Tensor) -> Tensor:
 
 def _hash(value: object) -> int:
     return xxhash.xxh3_64_intdigest(repr(value).encode())
-
-
-def _numbers(value: Any) -> Any:
-    """The numbers in an option."""
-    if isinstance(value, Tensor):
-        return value.tolist() if value.device.type == "cpu" and value.numel() == 1 else None
-    if isinstance(value, list | tuple):
-        return [_numbers(one) for one in value]
-    return value if isinstance(value, int | float) else None

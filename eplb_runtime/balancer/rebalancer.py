@@ -51,6 +51,7 @@ from ..placement import Placement, PlacementError
 from ..utils.errors import one_line
 from ..utils.worker import Worker
 from .decision import Decision, DecisionMaker, Measurement
+from .gradients.division import why_rows_stay
 from .guard import Guard
 from .runtime import Runtime
 
@@ -502,7 +503,7 @@ class Rebalancer:
             home_bytes=home_bytes,
             token_bytes=self._counter.token_bytes,
             sampled_steps=self._expert_clock.take(),
-            sample=None if suspended else self._guard.sample(stays),
+            sample=None if suspended else self._guard.sample(why_rows_stay(self._runtime.parameters) or stays),
             computed=self._calls > calls_before,
             declared=self.declared,
             keys_of_earlier=self._groups.store.passing,

@@ -142,7 +142,7 @@ class TrialRun:
             for stage in stages
             for position, layer in enumerate(stage.host.layers)
         }
-        balancer._guard.sample_completely(trial.steps)
+        balancer._guard.complete_steps = trial.steps
         self._undo = _listen(self._losses, self._see_precision)
         balancer._follow_steps(self._before_step, self._after_step)
         balancer._close_with(self._undo)
