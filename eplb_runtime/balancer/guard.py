@@ -234,8 +234,7 @@ class Guard:
             self.clocked_steps += 1
             with self.clocked():
                 self._late_problem = self._late_problem or self._uncounted()
-        self._steps += 1
-        self._is_noted = False
+        self._steps, self._is_noted = self._steps + 1, False
         self._passed_over.clear()
 
     def sample(self, stays: str) -> Sample | None:
@@ -351,9 +350,8 @@ class Guard:
 
     def report(self, finding: str, *notices: str) -> None:
         """Raise or warn of a finding as the mode says; notices are only logged. Each line is said once."""
-        for notice in notices:
-            if self._is_news(notice):
-                logger.warning("%s", notice)
+        for notice in filter(self._is_news, notices):
+            logger.warning("%s", notice)
         if self._is_news(finding):
             lost = finding == self._broadcast  # the experts of other ranks are gone: nothing can go on
             if self._mode == "raise" or (self._mode == "auto" and (lost or self._steps < FIRST_STEPS)):
