@@ -2,7 +2,9 @@
 # All tests: style and types first, then pytest: those of one process on all cores at once, then those of many ranks, two
 # files at a time, and beside them those of several hosts: they wait for ranks, links and deadlines for most of their time.
 # Files that take long begin first (tests/conftest.py).
-# Arguments go to pytest:
+# Tests that repeat in another shape what a shorter one shows are left out:
+#   bash launch/test.sh --long                     # these, too
+# Other arguments go to pytest:
 #   bash launch/test.sh tests/unit -k placement
 set -euo pipefail
 # shellcheck source=launch/usage.sh
@@ -10,6 +12,11 @@ set -euo pipefail
 # shellcheck source=launch/environment.sh
 . "$(dirname "$0")/environment.sh"
 install_project dev
+of_all=()
+if [ "${1:-}" = --long ]; then
+    of_all=(-m "")
+    shift
+fi
 if [ $# = 0 ]; then
     of_newer_python megatron-core 0.19.2 || say "without Megatron-Core 0.19.2 its tests are skipped"
     of_newer_python emerging-optimizers 0.3.0 || say "without emerging-optimizers 0.3.0 tests of Megatron's Muon are skipped"
@@ -26,14 +33,14 @@ if [ $# = 0 ]; then
 fi
 planner_compiled
 say "pytest"
-[ $# = 0 ] || exec .venv/bin/python -m pytest "$@"
+[ $# = 0 ] || exec .venv/bin/python -m pytest "${of_all[@]}" "$@"
 failed=0
-.venv/bin/python -m pytest tests/unit --numprocesses auto --dist loadfile --no-loadscope-reorder || failed=$?
+.venv/bin/python -m pytest "${of_all[@]}" tests/unit --numprocesses auto --dist loadfile --no-loadscope-reorder || failed=$?
 of_hosts=$(mktemp)
-.venv/bin/python -m pytest tests/multinode >"$of_hosts" 2>&1 &
+.venv/bin/python -m pytest "${of_all[@]}" tests/multinode >"$of_hosts" 2>&1 &
 hosts=$!
 trap 'kill "$hosts" 2>/dev/null || true; rm -f "$of_hosts"' EXIT
-.venv/bin/python -m pytest tests --ignore tests/unit --ignore tests/multinode --numprocesses 2 --dist loadfile --no-loadscope-reorder || failed=$?
+.venv/bin/python -m pytest "${of_all[@]}" tests --ignore tests/unit --ignore tests/multinode --numprocesses 2 --dist loadfile --no-loadscope-reorder || failed=$?
 wait "$hosts" || failed=$?
 cat "$of_hosts"
 exit "$failed"

@@ -7,6 +7,7 @@ is answered by ``launch/examples/megatron_cpu.py``.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import multiprocessing
 import re
@@ -22,11 +23,14 @@ from examples import FOLDER, load_example
 from torch import Tensor
 
 import eplb_runtime as eplb
+from eplb_runtime.hosts import AttachError
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
 )
+long_megatron = [needs_megatron, pytest.mark.long]
+"""Of files that repeat in another shape what `test_megatron` and `test_megatron_divided` show."""
 STEPS, MICRO_BATCHES, LENGTH, EXPERTS, HIDDEN, VOCABULARY = 2, 2, 8, 8, 32, 64
 """Defaults: experts move after each step, and the last step is one after a move."""
 INTERLEAVED = {"chunks": 2, "overlap_p2p_comm": True, "batch_p2p_comm": False}
@@ -211,8 +215,8 @@ class Job:
         found: dict[Any, Tensor] = self.dense()
         for key, parameter in self.experts(placement):
             found[(*key, "weight")] = parameter
-            state = self.state_of(leaf_of[id(parameter)], parameter)
-            found |= {(*key, what): value for what, value in state.items()}
+            if leaf := leaf_of.get(id(parameter)):  # else it is frozen, or stepped on another rank
+                found |= {(*key, what): value for what, value in self.state_of(leaf, parameter).items()}
         return {key: tensor.detach().clone() for key, tensor in found.items() if torch.is_tensor(tensor)}
 
     def gather_weights(self) -> None:
@@ -269,6 +273,96 @@ class Job:
         }
 
 
+class SmallJob(Job):
+    """A job without pipeline stages, whose ranks may share the sequence or parts of the dense weights."""
+
+    def __init__(self, **options: Any) -> None:
+        initialize(options)
+        super().__init__(**{"num_layers": 2, "pipeline_model_parallel_size": 1, **options})
+
+    def train(self, steps: range) -> list[tuple[Any, ...]]:
+        return self.train_by(forward_part, steps)
+
+    def dense(self) -> dict[Any, Tensor]:
+        """As of `Job`, by tensor-parallel rank, too."""
+        from megatron.core import parallel_state
+
+        part = parallel_state.get_tensor_model_parallel_rank()
+        return {(*key, part): tensor for key, tensor in super().dense().items()}
+
+
+def initialize(options: Mapping[str, Any]) -> None:
+    """Make Megatron's process groups, unless those that are there have these sizes."""
+    from megatron.core import parallel_state
+
+    sizes = {
+        "tensor_model_parallel": options.get("tensor_model_parallel_size", 1),
+        "pipeline_model_parallel": 1,
+        "context_parallel": options.get("context_parallel_size", 1),
+        "expert_model_parallel": 2,
+    }
+    sizes["expert_tensor_parallel"] = options.get("expert_tensor_parallel_size", sizes["tensor_model_parallel"])
+    if parallel_state.is_initialized():
+        there = {name: getattr(parallel_state, f"get_{name}_world_size")() for name in sizes}
+        if there == sizes:
+            return
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(**{f"{name}_size": size for name, size in sizes.items()})
+
+
+def prepare_small() -> None:
+    """Let Megatron's modules of torch work under context and sequence parallelism; for `SmallJob`."""
+    if str(FOLDER) not in sys.path:
+        sys.path.insert(0, str(FOLDER))
+    load_example("megatron_gpt")
+    import megatron.core.models.backends as backends
+
+    backends.DotProductAttention = gathered_attention()
+    mark_norms_of_sequence_parts()
+
+
+def gathered_attention() -> type:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class GatheredAttention(DotProductAttention):
+        """Megatron's attention without TransformerEngine, which has keys and values of all context-parallel ranks:
+        what TransformerEngine's does with ``cp_comm_type="all_gather"``."""
+
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            alone = copy.copy(config)
+            alone.context_parallel_size = 1  # its constructor takes no other
+            super().__init__(alone, *args, **kwargs)
+
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            group = parallel_state.get_context_parallel_group()
+            if group.size() > 1:
+                key, value = (gather_from_sequence_parallel_region(one, group=group) for one in (key, value))
+            output: Tensor = super().forward(query, key, value, *args, **kwargs)
+            return output
+
+    return GatheredAttention
+
+
+def mark_norms_of_sequence_parts() -> None:
+    """Let Megatron's norm of torch's stand under sequence parallelism: gradients of its weights are added up, as of
+    Apex's and TransformerEngine's norms."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    own = WrappedTorchNorm.__new__
+
+    def new(kind: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        alone = copy.copy(config)
+        alone.sequence_parallel = False  # it takes no other
+        norm = own(kind, alone, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    WrappedTorchNorm.__new__ = staticmethod(new)
+
+
 def hash_of(name: str) -> int:
     return sum(ord(letter) * (place + 1) for place, letter in enumerate(name))
 
@@ -313,13 +407,27 @@ def forward_step(
     positions = torch.arange(LENGTH).expand_as(ids)
     causal = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
     run = model.build_schedule_plan if return_schedule_plan else model
-    output = run(input_ids=ids, position_ids=positions, attention_mask=causal, labels=ids)
+    return run(input_ids=ids, position_ids=positions, attention_mask=causal, labels=ids), loss_of
 
-    def loss_of(output: Tensor) -> tuple[Tensor, Tensor]:
-        loss = output.float().mean()
-        return loss, loss.detach()
 
+def forward_part(batches: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """As `forward_step`, of this context-parallel rank's part of the sequence; queries of later parts see all keys
+    before them."""
+    from megatron.core import parallel_state
+
+    ids = next(batches)
+    length = LENGTH // parallel_state.get_context_parallel_world_size()
+    first = length * parallel_state.get_context_parallel_rank()
+    mine = slice(first, first + length)
+    positions = torch.arange(LENGTH).expand_as(ids)[:, mine]
+    causal = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)[:, :, mine]
+    output = model(input_ids=ids[:, mine], position_ids=positions, attention_mask=causal, labels=ids[:, mine])
     return output, loss_of
+
+
+def loss_of(output: Tensor) -> tuple[Tensor, Tensor]:
+    loss = output.float().mean()
+    return loss, loss.detach()
 
 
 def attached(job: Any, move: bool, interval: int = 1) -> eplb.Balancer:
@@ -354,25 +462,36 @@ def trained(
         move: every expert after each step.
         spoil: called with the balancer before the first step.
         also: more of the result, of the job and its balancer after the last step.
+
+    Returns:
+        ``seen`` losses and norms, ``tensors``, ``moved`` experts, ``placement``, and ``counted`` tokens of each logical
+        expert on this rank ``[steps][L][E]``.
     """
     job = make()
     balancer = attached(job, move)
     spoil(balancer)
+    counted, advance = [], balancer._runtime.counter.advance
+
+    def close_step() -> None:
+        counted.append(balancer._counted.tolist())
+        advance()
+
+    balancer._runtime.counter.advance = close_step
     result = {
         "seen": job.train(range(steps)),
         "tensors": job.tensors(balancer.placement),
         "moved": moved_by(balancer),
         "placement": balancer.placement.physical_to_logical.tolist(),
+        "counted": counted,
         **also(job, balancer),
     }
     balancer.close()
     return result
 
 
-def three(make: Callable[[], Any], control: bool = True, steps: int = STEPS) -> dict[str, Any]:
-    """Trainings without moves, with moves, and, where asked for, with state that stays behind."""
-    results = {"static": trained(make, move=False, steps=steps), "moving": trained(make, move=True, steps=steps)}
-    return {**results, "control": trained(make, True, forget_state, steps)} if control else results
+def both(make: Callable[[], Any], **options: Any) -> dict[str, Any]:
+    """Trainings without moves and with moves; options of `trained`."""
+    return {"static": trained(make, move=False, **options), "moving": trained(make, move=True, **options)}
 
 
 def moved_by(balancer: eplb.Balancer) -> int:
@@ -480,9 +599,28 @@ def assert_moved_without_a_change(
     kinds = {key[3] for key in experts}
     assert len(experts) == 2 * sum(map(len, rows)) * len(kinds)
     assert differing(static, moving) == []
-    if "control" in of_case[0]:
-        assert differing(static, whole([of_rank["control"] for of_rank in of_case])) != [], "state that stays shows"
     return kinds
+
+
+def assert_counted(results: list[dict[str, Any]], case: str, choices: int) -> None:
+    """Each choice is counted once on a rank and layer, by logical expert.
+
+    Args:
+        choices: of a step on a rank.
+    """
+    for of_rank in results:
+        counted = of_rank[case]["moving"]["counted"]
+        assert counted == of_rank[case]["static"]["counted"]
+        assert torch.tensor(counted).sum(dim=-1).unique().tolist() == [choices]
+
+
+def refusal(make: Callable[[], Any], change: Callable[[Any], Any] = lambda job: None) -> str:
+    """The line in which attach refuses a job."""
+    job = make()
+    change(job)
+    with pytest.raises(AttachError) as error:
+        attached(job, move=False)
+    return str(error.value)
 
 
 def assert_read_back(

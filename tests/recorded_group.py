@@ -38,9 +38,6 @@ class Launch:
 
 launches: list[Launch] = []
 """Of this process, in order."""
-recorded_more = threading.Condition()
-before_message: list[Callable[[], None]] = []
-"""Called before a message of a migration is recorded."""
 held = threading.Event()
 """While it is set, no message of this process is seen to be done."""
 
@@ -95,13 +92,8 @@ class RecordedGroup(dist.ProcessGroup):
 
     def record(self, kind: str, peer: int = -1) -> None:
         if peer >= 0:
-            if "migration" in self.group_desc:
-                for act in before_message:
-                    act()
             peer = dist.get_global_rank(self, peer)
-        with recorded_more:
-            launches.append(Launch(self.group_desc, kind, peer, threading.current_thread().name))
-            recorded_more.notify_all()
+        launches.append(Launch(self.group_desc, kind, peer, threading.current_thread().name))
 
     allreduce = _collective("allreduce")
     allreduce_coalesced = _collective("allreduce_coalesced")

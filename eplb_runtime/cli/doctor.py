@@ -123,7 +123,7 @@ _YES_NO = {True: "yes", False: "no", None: "not known"}
 def _show_answer(found: RecipeAnswer) -> None:
     from ..config import MigrationConfig
 
-    number, version = len(found.refused), found.host.version if found.host else ""
+    number, version = len(found.refused), found.version
     verdict = {
         True: "yes, it attaches",
         False: f"no, it does not attach: {number} {'setting is' if number == 1 else 'settings are'} refused",
@@ -133,7 +133,7 @@ def _show_answer(found: RecipeAnswer) -> None:
     ep, edp = ("not known" if size is None else size for size in (found.ep, found.edp))
     print_lines(
         f"{found.recipe.name}: {verdict[found.attaches]}{f' ({version})' if version else ''}",
-        f"homes move: {_YES_NO[found.attaches]}; replica slots: {_YES_NO[found.replicas]}"
+        f"homes move: {_YES_NO[found.attaches]}; replica slots: {_YES_NO[found.to_dict()['replicas']]}"
         + "".join(f" ({one.setting}: {one.why})" for one in found.without_replicas[:1]),
         f"with homes moved, training is equal to: {found.exact or 'not known'}",
         f"EP {ep}, EDP {edp}; a migration takes up to {2 * staged} MiB per rank ({staged} in, {staged} out; more only "
@@ -149,7 +149,7 @@ def _show_answer(found: RecipeAnswer) -> None:
         if rows:
             print_table(title, [{name: str(cell) for name, cell in row.items() if name != "of"} for row in rows])
     if found.host:
-        print_lines("checked at attach:", *(f"  {what}" for what in found.host.checked_at_attach))
+        print_lines("checked at attach:", *(f"  {what}" for what in found.host.CHECKED_AT_ATTACH))
 
 
 def _show(found: Diagnosis, trials: Sequence[TransportTrial]) -> None:

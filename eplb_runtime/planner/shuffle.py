@@ -20,12 +20,7 @@ IntArray = NDArray[np.int32]
 def plan_shuffle(
     load: NDArray[np.int64], topology: Topology, *, slots_per_rank: int, current: Placement, **_: Any
 ) -> Plan:
-    """A plan in the home layout that always moves, balanced load or not; called as `planner.plan` is.
-
-    Args:
-        load: ``[T, L, E]``; decides which experts get copies, and nothing else.
-        current: in the home layout; its epoch seeds the shuffle, so every plan is another.
-    """
+    """A plan in the home layout that always moves, balanced load or not; called as `planner.plan` is."""
     began = time.perf_counter()
     total = np.asarray(load, dtype=np.float64).sum(axis=0)
     placement = shuffled(current, total)
@@ -48,12 +43,10 @@ def plan_shuffle(
 
 
 def shuffled(current: Placement, load: NDArray[np.float64]) -> Placement:
-    """Every home changes places with one on another rank; replica slots hold the hottest experts of other ranks.
+    """Every home changes places with one on another rank, from odd epochs half of them, since two ranks that exchange
+    everything are soon back where they began; replica slots hold the hottest of the others by float64 load ``[L, E]``.
 
     In pairs, because a pair is the least that can be committed by itself: staging stays small however many move.
-
-    Args:
-        load: float64 ``[L, E]``.
     """
     maps, homes = [], []
     for layer in range(current.num_layers):
@@ -66,15 +59,20 @@ def shuffled(current: Placement, load: NDArray[np.float64]) -> Placement:
 
 def _swapped(current: Placement, layer: int, generator: np.random.Generator) -> IntArray:
     """int32 ``[E]``: new home slots. Ranks in random order, each one's experts in random order; then the first half of
-    that row changes places with the second, so a pair is on one rank only where the number of ranks is odd."""
+    that row changes places with the second, so a pair is on one rank only where the number of ranks is odd. From an
+    odd epoch every second pair does, and those that are left change slots within their rank."""
     assert current.home is not None
     home_E: IntArray = current.home[layer].copy()
     ranks = generator.permutation(current.num_ranks)
     of_rank = [generator.permutation(np.flatnonzero(current.home_rank[layer] == rank)) for rank in ranks]
     row = np.concatenate(of_rank)
     half = len(row) // 2
-    first, second = row[:half], row[half : 2 * half]
+    every = 1 + current.epoch % 2
+    first, second = row[:half:every], row[half : 2 * half : every]
     home_E[first], home_E[second] = home_E[second], home_E[first]
+    for rank in range(current.num_ranks) if every == 2 else ():
+        stay = np.flatnonzero((home_E == current.home[layer]) & (current.home_rank[layer] == rank))
+        home_E[stay] = np.roll(home_E[stay], 1)
     return home_E
 
 

@@ -31,6 +31,8 @@ from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
 from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer
 from eplb_runtime.planner.shuffle import plan_shuffle
 
+pytestmark = pytest.mark.long
+
 ORDERS = {"logical": DeepEPDispatcher, "by_rank": DeepEPByRank}
 CASES = {name: batch for name, batch in BATCHES.items() if len(batch.tokens) == 4} | {
     "bfloat16": Batch((5, 4, 0, 3), dtype=torch.bfloat16, weights_dtype=torch.float32, top_k=4),

@@ -26,6 +26,8 @@ from eplb_runtime.migration.engine import Phase
 from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer, RecvCounts
 from eplb_runtime.planner.shuffle import plan_shuffle
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 CALLS: list[str] = []
 """Collective calls of this rank's buffer, as they begin."""

@@ -16,9 +16,6 @@ from newest_window import plan_newest
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.balancer.gradients import averaging
-from eplb_runtime.distributed.ballot import Verdict
-from eplb_runtime.distributed.consensus import Agreement
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.difference import apply, difference
 from eplb_runtime.migration.engine import Phase
@@ -68,15 +65,6 @@ def fixed_and_shuffled(rank: int, steps: int) -> list[dict]:
     return [train(rank, "static", inject, steps) for inject in (nothing, all_homes_change_places)]
 
 
-def summed_as_it_comes(rank: int, steps: int) -> list[dict]:
-    def all_reduce(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        dist.all_reduce(flat, group=group)
-        return flat
-
-    averaging.sum_in_rank_order = all_reduce
-    return fixed_and_shuffled(rank, steps)
-
-
 def another_plan_for_the_second_group(rank: int, balancer: eplb.Balancer) -> None:
     """Both its ranks receive the first plan that moves anything with two experts exchanged and a digest that fits."""
     done = []
@@ -101,11 +89,6 @@ def another_plan_for_the_second_group(rank: int, balancer: eplb.Balancer) -> Non
         balancer._rebalancer._engine.probe = lambda phase, subject: alter(subject) if phase is Phase.PLANNED else None
 
 
-def another_plan_and_nobody_compares(rank: int, balancer: eplb.Balancer) -> None:
-    another_plan_for_the_second_group(rank, balancer)
-    Agreement.check_equal = lambda self, digest, what, problem="": Verdict(True)
-
-
 def differences(one: Sequence[dict], other: Sequence[dict]) -> list[str]:
     return [
         name for a, b in zip(one, other, strict=True) for name in a["state"] if a["state"][name] != b["state"][name]
@@ -118,7 +101,6 @@ def on_four_ranks(rank: int) -> dict[str, dict]:
         "between steps": train(rank, "static", all_homes_change_places),
         "beside steps": train(rank, "static", all_homes_change_places, overlap=True),
         "another plan": train(rank, "incremental", another_plan_for_the_second_group),
-        "nobody compares": train(rank, "incremental", another_plan_and_nobody_compares),
     }
 
 
@@ -136,18 +118,12 @@ def test_migration_changes_no_bit(trained: dict[str, list[dict]], when: str) -> 
     assert differences(trained["static"], results) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [6, 8], ids=["EDP 3", "EDP 4"])
 def test_migration_changes_no_bit_where_three_or_more_ranks_hold_an_expert(world_size: int) -> None:
     static, results = zip(*run_ranks(world_size, fixed_and_shuffled, 10), strict=True)
     assert results[0]["committed"] >= 3 and results[0]["aborted"] == []
     assert differences(static, results) == []
-
-
-def test_control_sums_that_depend_on_the_slot_are_noticed() -> None:
-    static, results = zip(*run_ranks(6, summed_as_it_comes, 6), strict=True)
-    assert results[0]["committed"] >= 1
-    assert differences(static, results)
 
 
 def test_a_group_with_another_plan_is_noticed_before_anything_moves(trained: dict[str, list[dict]]) -> None:
@@ -156,12 +132,6 @@ def test_a_group_with_another_plan_is_noticed_before_anything_moves(trained: dic
         assert result["aborted"] == ["rank 2, 3 has another plan than rank 0"]
         assert result["committed"] >= 1
     assert differences(trained["static"], results) == []
-
-
-def test_control_with_different_placements_training_is_another(trained: dict[str, list[dict]]) -> None:
-    results = trained["nobody compares"]
-    assert results[2]["aborted"] == []
-    assert any("experts" in name for name in differences(trained["static"], results))
 
 
 def start_or_restore_apart(rank: int) -> list[str]:

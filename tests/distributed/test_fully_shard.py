@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
 import torch
-import torch.distributed as dist
 from digests import digests
 from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
@@ -20,7 +19,6 @@ from torch.distributed.tensor import DTensor, Shard
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.hosts import AttachError
-from eplb_runtime.moe.experts.registry import ExpertTensor, ExpertTensors
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 EXPERTS, STEPS, AFTER = 8, 4, 2
@@ -118,7 +116,6 @@ def train_all(rank: int, folder: str) -> dict[str, dict]:
         "whole": train(rank, Job(sharded=False), f"{folder}/whole"),
         "static, whole, float64": train(rank, Job(policy="static", sharded=False, dtype=torch.float64)),
         "sliced, float64": train(rank, Job(dtype=torch.float64)),
-        "left behind": left_behind(rank),
     }
 
 
@@ -139,29 +136,6 @@ def test_each_rank_has_its_slice_and_migration_changes_no_bit(trained: dict[str,
     assert moving[0]["here"] == (EXPERTS // 2, 16, 64)
     assert differences(static, moving) == []
     assert differences(moving[:1] * 4, [{**moving[0], "state": result["state"]} for result in moving]) == []
-
-
-def left_behind(rank: int) -> dict:
-    """The second EP group moves a copy of its slices of a moment, so its own stay where they are."""
-    whole = ExpertTensors.of_home
-
-    def some_copied(self: ExpertTensors, layer: int) -> list[ExpertTensor]:
-        return [
-            replace(t, tensor=t.tensor.clone()) if dist.get_rank() >= 2 and t.name.endswith("exp_avg") else t
-            for t in whole(self, layer)
-        ]
-
-    ExpertTensors.of_home = some_copied
-    try:
-        return train(rank, Job())
-    finally:
-        ExpertTensors.of_home = whole
-
-
-def test_control_one_slice_of_optimizer_state_left_behind_is_noticed(trained: dict[str, list[dict]]) -> None:
-    moving = trained["left behind"]
-    assert moving[0]["committed"] >= 1
-    assert any(name.endswith("exp_avg") for name in differences(trained["static"], moving))
 
 
 def test_sharded_training_is_training_without_sharding(trained: dict[str, list[dict]]) -> None:

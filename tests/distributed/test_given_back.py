@@ -125,11 +125,6 @@ def test_close_leaves_no_more_than_a_closed_model_computes_with() -> None:
         assert threads <= KEPT[0] and descriptors <= KEPT[1], result["one"]
 
 
-def test_control_without_a_collection_at_attach_models_that_are_gone_keep_theirs() -> None:
-    for result in run_ranks(2, rounds, False):
-        assert result["after"][2] > result["after"][1] > result["after"][0]
-
-
 class Lines(logging.Handler):
     """Warnings, as they are said."""
 

@@ -151,6 +151,7 @@ def test_a_layer_with_kernels_takes_as_few_launches_as_a_plain_one() -> None:
         assert operations.total() + launched.total() <= min(TOTAL, plain.total() + 6), operations + launched
 
 
+@pytest.mark.long
 def test_with_copies_it_counts_once_and_takes_a_few_more() -> None:
     for operations, launched, plain in run_ranks(2, _with_kernels, 1, TRITON_INTERPRET="1"):
         assert launched["_count_block"] == launched["_begin"] == launched["_deal"] == 1, launched

@@ -12,11 +12,10 @@ import pytest
 import torch
 from digests import digests
 from moe_models import batch_of, make_model
-from ranks import run_ranks
+from ranks import asked_for, rows_of, run_ranks
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
-from eplb_runtime.moe.experts.registry import ExpertTensors
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 pytest.importorskip("peft", reason="PEFT is not installed")
@@ -116,8 +115,8 @@ def farthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
 
 
-def runs(rank: int, job: Job, with_control: bool) -> dict[str, Any]:
-    """All homes fixed, all homes moved in each step, and moved without optimizer state; without us on one rank."""
+def runs(rank: int, job: Job) -> dict[str, Any]:
+    """All homes fixed, and all homes moved in each step; without us on one rank."""
     states, epochs, moved = [], [], []
     for move in (False, True)[job.replica_slots :]:
         model, optimizer, balancer = attached(job, move=move)
@@ -127,15 +126,6 @@ def runs(rank: int, job: Job, with_control: bool) -> dict[str, Any]:
         epochs.append(balancer.placement.epoch)
         registry, rows = balancer._runtime.registry, balancer._runtime.registry.of_home(0)
         balancer.close()
-    left: list[str] = []
-    if with_control:
-        of_home = ExpertTensors.of_home
-        ExpertTensors.of_home = lambda self, layer: [t for t in of_home(self, layer) if "exp_avg" not in t.name]
-        model, optimizer, balancer = attached(job, move=True)
-        train(model, optimizer, [rank])
-        left = differing(states[0], digests(eplb.logical_state_dict(model, optimizer)))
-        balancer.close()
-        ExpertTensors.of_home = of_home
     model, optimizer = made(job)
     model.train()
     losses = train(model, optimizer, list(range(RANKS)))
@@ -144,7 +134,6 @@ def runs(rank: int, job: Job, with_control: bool) -> dict[str, Any]:
         "epochs": epochs,
         "static is moved": differing(states[0], states[-1]),
         "beside PEFT": farthest(in_layout_of_peft(state), eplb.logical_state_dict(model, optimizer)),
-        "state left": left,
         "moves": {(tensor.name, tensor.row_bytes) for tensor in rows},
         "bytes": registry.largest_home_bytes(),
     }
@@ -161,16 +150,16 @@ JOBS = {
 BESIDE_PEFT = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: torch.inf}
 
 
-def all_runs(rank: int) -> dict[str, dict[str, Any]]:
-    return {name: runs(rank, job, name == "grouped products") for name, job in JOBS.items()}
+def all_runs(rank: int, names: list[str]) -> dict[str, dict[str, Any]]:
+    return {name: runs(rank, JOBS[name]) for name in names}
 
 
 @pytest.fixture(scope="module")
-def of_jobs() -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(RANKS, all_runs)
+def of_jobs(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(RANKS, all_runs, asked_for(request, "name"))
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", rows_of(JOBS, "grouped products", "base in bfloat16, adapters in float32", "copies"))
 def test_static_is_moved_and_both_are_peft(of_jobs: list[dict[str, dict[str, Any]]], name: str) -> None:
     job, found = JOBS[name], [one[name] for one in of_jobs]
     for one in found:
@@ -186,17 +175,12 @@ def test_static_is_moved_and_both_are_peft(of_jobs: list[dict[str, dict[str, Any
     )
 
 
-def test_control_adapters_that_move_without_optimizer_state_are_noticed(
-    of_jobs: list[dict[str, dict[str, Any]]],
+@pytest.mark.parametrize("name", ["grouped products"])
+def test_the_base_moves_without_optimizer_state_and_is_counted_so(
+    of_jobs: list[dict[str, dict[str, Any]]], name: str
 ) -> None:
-    for found in of_jobs:
-        left = found["grouped products"]["state left"]
-        assert all("lora" in name for name in left) and any("lora_B" in name for name in left)
-
-
-def test_the_base_moves_without_optimizer_state_and_is_counted_so(of_jobs: list[dict[str, dict[str, Any]]]) -> None:
     width, rank, each = 32, 16, 8
-    found = of_jobs[0]["grouped products"]
+    found = of_jobs[0][name]
     base = {name: size for name, size in found["moves"] if "lora" not in name}
     assert base == {
         "base_layer.base_layer.gate_up_proj": 2 * width * width * each,

@@ -5,8 +5,6 @@ On a CPU, by the answers of ``launch/examples/megatron_cpu.py`` to what it asks 
 
 from __future__ import annotations
 
-import importlib.util
-import multiprocessing
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import megatron_jobs as jobs
 import pytest
 import torch
 import torch._dynamo.utils
@@ -30,9 +29,7 @@ from eplb_runtime.moe.layer import HostDispatchedLayer
 from eplb_runtime.planner.shuffle import plan_shuffle
 from eplb_runtime.tools.formats.loads import read_load
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
-)
+pytestmark = jobs.needs_megatron
 STEPS, LENGTH = 3, 16
 BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 LOSSES = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
@@ -122,15 +119,18 @@ def make(
 
 
 def train(model: Any, optimizer: Any, balancer: eplb.Balancer, steps: range) -> list[Any]:
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    """Losses and norms; optimizers of torch may be several."""
+    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+    if not isinstance(optimizers[0], torch.optim.Optimizer):
         return example().train(model, optimizer, steps)
     seen = []
     for step in steps:
         loss = example().loss_of(model, step)
         loss.backward()
         norm = balancer.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
         seen.append((loss.item(), norm.item()))
     return seen
 
@@ -152,9 +152,15 @@ def state_of(balancer: eplb.Balancer, model: Any) -> dict[Any, Tensor]:
 
 
 def trained(way: str, move: bool, spoil: Callable[[eplb.Balancer], None] = lambda _: None) -> tuple[Any, ...]:
+    """As `trained_with`, of a way."""
+    made = make(move=move, **WAYS[way])
+    spoil(made[2])
+    with torch._dynamo.config.patch(disable=not (move and way == COMPILED)):
+        return trained_with(*made)
+
+
+def trained_with(model: Any, optimizer: Any, balancer: eplb.Balancer) -> tuple[Any, ...]:
     """Losses and norms, state, how many experts moved, and what was counted in each step."""
-    model, optimizer, balancer = make(move=move, **WAYS[way])
-    spoil(balancer)
     counted, advance = [], balancer._runtime.counter.advance
 
     def close_step() -> None:
@@ -162,19 +168,12 @@ def trained(way: str, move: bool, spoil: Callable[[eplb.Balancer], None] = lambd
         advance()
 
     balancer._runtime.counter.advance = close_step
-    with torch._dynamo.config.patch(disable=not (move and way == COMPILED)):
-        seen = train(model, optimizer, balancer, range(STEPS))
-    moved = sum(event.moved_experts for event in balancer.events if hasattr(event, "moved_experts"))
+    seen, moved = train(model, optimizer, balancer, range(STEPS)), jobs.moved_by(balancer)
     state = state_of(balancer, model)
     sources = {event.moe_share_source for event in balancer.events.of_type(LoadMeasured)}
     assert "measured" in sources, f"expert work is between Megatron's own dispatch and combine: {sources}"
     balancer.close()
     return seen, state, moved, counted
-
-
-def forget_state(balancer: eplb.Balancer) -> None:
-    """Experts leave what their optimizer keeps behind."""
-    balancer._runtime.registry._optimizers.clear()
 
 
 def forget_columns(balancer: eplb.Balancer) -> None:
@@ -193,7 +192,7 @@ def everything(rank: int, folder: str) -> dict[str, Any]:
         results[f"{way}, moving"] = trained(way, move=True)
     results["compiled"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     first, second, *_ = WAYS
-    results["control: state"] = trained(second, True, forget_state)
+    results["control: state"] = trained(second, True, jobs.forget_state)
     results["control: columns"] = trained(first, True, forget_columns)
     results["refused"] = refusals()
     results["recorded"] = recorded(Path(folder) / "recorded")
@@ -277,15 +276,6 @@ def saved_and_loaded(folder: Path) -> dict[str, Any]:
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
-    def save(state: dict[str, Any], to: Path) -> None:
-        """Megatron writes by processes of its own, which ranks of these tests may not start otherwise."""
-        from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-        dist_checkpointing.save(state, str(to))
-        if filesystem_async._results_queue is not None:
-            filesystem_async._results_queue._manager.shutdown()
-
     # With the distributed optimizer 0.16.1 loads only what TransformerEngine's or Apex's Adam keeps, also without us.
     way = WAYS["optimizer of float16, shared experts"]
 
@@ -302,7 +292,7 @@ def saved_and_loaded(folder: Path) -> dict[str, Any]:
 
     model, optimizer, balancer = make(move=True, **way)
     train(model, optimizer, balancer, range(2))
-    save(sharded(model, optimizer, False), folder)
+    jobs.save(sharded(model, optimizer, False), folder)
     plain, plain_optimizer = model.state_dict(), optimizer.state_dict()
     balancer.close()
     options = {key: value for key, value in way.items() if key != "wrap"}
@@ -378,10 +368,9 @@ def test_moving_experts_changes_no_bit(results: list[dict[str, Any]], way: str) 
         static, moving = of_rank[f"{way}, static"], of_rank[f"{way}, moving"]
         assert static[2] == 0 < moving[2]
         assert moving[0] == static[0]
-    static, moving = whole(results, f"{way}, static"), whole(results, f"{way}, moving")
-    assert static.keys() == moving.keys()
+    static = whole(results, f"{way}, static")
     assert any("exp_avg_sq" in str(key) for key in static) and len({key[2] for key in static if len(key) == 3}) == 8
-    assert [key for key in static if not torch.equal(static[key], moving[key])] == []
+    assert jobs.differing(static, whole(results, f"{way}, moving")) == []
 
 
 def test_control_functions_of_megatrons_have_been_compiled(results: list[dict[str, Any]]) -> None:

@@ -8,10 +8,10 @@ into a Mixtral here.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import megatron_jobs
 import pytest
 import torch
 from digests import digests
@@ -20,9 +20,7 @@ from torch import Tensor
 
 import eplb_runtime as eplb
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
-)
+pytestmark = megatron_jobs.long_megatron
 ROUNDS, GROUP, PROMPT, NEW, MICRO_BATCHES = 3, 2, 4, 6, 2
 LENGTH, HEADS, GROUPS, WIDTH = PROMPT + NEW, 4, 2, 8
 STATE = dict[str, Tensor]

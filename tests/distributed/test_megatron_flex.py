@@ -1,28 +1,22 @@
 """Megatron-Core's flex dispatcher with its DeepEP and HybridEP backends, with every home moved after each step: two
-experts a token, also in the combined schedule of ``overlap_moe_expert_parallel_comm``; with three, equal to rounding.
+experts a token, also in the combined schedule of ``overlap_moe_expert_parallel_comm``.
 
-DeepEP itself has a stand-in, `flex_dispatch_double`.
+DeepEP itself has a stand-in, `flex_dispatch_double`. With three experts a token, see `test_megatron_rounding`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from functools import partial
 from typing import Any
 
 import flex_dispatch_double
+import megatron_jobs as jobs
 import pytest
-import test_megatron_parallelisms as parallelisms
-from megatron_jobs import assert_moved_without_a_change, attached, three, trained
+from megatron_jobs import SmallJob, assert_moved_without_a_change, both
 from ranks import run_ranks
 from test_megatron_overlap import OverlapJob, answer_streams
-from test_megatron_parallelisms import SmallJob
 
-from eplb_runtime.hosts import AttachError
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
-)
+pytestmark = jobs.long_megatron
 FLEX = {"moe_token_dispatcher_type": "flex", "moe_router_dtype": "fp32"}
 OVERLAP = {"overlap_moe_expert_parallel_comm": True}
 CASES: dict[str, dict[str, Any]] = {
@@ -31,28 +25,18 @@ CASES: dict[str, dict[str, Any]] = {
     "deepep, overlap": {**FLEX, "moe_flex_dispatcher_backend": "deepep", **OVERLAP},
     "hybridep, overlap": {**FLEX, "moe_flex_dispatcher_backend": "hybridep", **OVERLAP},
 }
-CONTROLS = ("deepep", "hybridep, overlap")
-THREE = {**CASES["deepep"], "moe_router_topk": 3, "bf16": False}
-
-
-def refused() -> str:
-    job = SmallJob(**CASES["deepep"])
-    job.config.moe_flex_dispatcher_backend = "ncclep"
-    with pytest.raises(AttachError) as error:
-        attached(job, move=False)
-    return str(error.value)
 
 
 def everything(rank: int) -> dict[str, Any]:
-    parallelisms.prepare()
+    jobs.prepare_small()
     answer_streams()
     flex_dispatch_double.use()
     results: dict[str, Any] = {
-        case: three(partial(OverlapJob if "overlap" in case else SmallJob, **options), control=case in CONTROLS)
-        for case, options in CASES.items()
+        case: both(partial(OverlapJob if "overlap" in case else SmallJob, **options)) for case, options in CASES.items()
     }
-    results["said"] = refused()
-    results["three"] = {move: trained(partial(SmallJob, **THREE), move=move)["seen"] for move in (False, True)}
+    results["said"] = jobs.refusal(
+        partial(SmallJob, **CASES["deepep"]), lambda job: setattr(job.config, "moe_flex_dispatcher_backend", "ncclep")
+    )
     return results
 
 
@@ -64,14 +48,6 @@ def results() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", CASES)
 def test_with_two_experts_a_token_no_bit_changes(results: list[dict[str, Any]], case: str) -> None:
     assert_moved_without_a_change(results, case)
-
-
-def test_with_three_training_is_equal_to_rounding(results: list[dict[str, Any]]) -> None:
-    for of_rank in results:
-        static, moving = of_rank["three"][False], of_rank["three"][True]
-        assert static != moving
-        for one, other in zip(static, moving, strict=True):
-            assert other == pytest.approx(one, rel=1e-3)
 
 
 def test_other_backends_are_refused(results: list[dict[str, Any]]) -> None:

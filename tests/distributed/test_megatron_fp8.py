@@ -8,27 +8,20 @@ weights of each expert by themselves, and keep the quantized weights from the fi
 
 from __future__ import annotations
 
-import importlib.util
-import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import megatron_jobs as jobs
 import pytest
-import test_megatron_parallelisms as parallelisms
 import torch
-from megatron_jobs import EXPERTS, attached, batches_of, differing, forget_state, forward_step, whole
+from megatron_jobs import STEPS, SmallJob, assert_moved_without_a_change, batches_of, forward_step, trained
 from ranks import run_ranks
 from test_megatron import GroupedLinear
-from test_megatron_parallelisms import LAYERS, STEPS, SmallJob
 from torch import Tensor
 
 import eplb_runtime as eplb
-from eplb_runtime.hosts import AttachError
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
-)
+pytestmark = jobs.long_megatron
 CASES: dict[str, dict[str, Any]] = {
     "tensorwise": {"moe_router_topk": 3},
     "blockwise": {},
@@ -109,7 +102,7 @@ class Unpadding(Padding):
 
 def prepare(linear: type[GroupedLinear] = QuantizedLinear) -> None:
     """Let Megatron make experts of ``linear``, in its own `TEGroupedMLP`."""
-    parallelisms.prepare()
+    jobs.prepare_small()
     import megatron.core.models.gpt.gpt_layer_specs as specs
     import megatron.core.transformer.moe.experts as experts
     import megatron.core.transformer.transformer_config as configs
@@ -134,43 +127,11 @@ def prepare(linear: type[GroupedLinear] = QuantizedLinear) -> None:
     specs.get_gpt_decoder_block_spec = grouped
 
 
-class QuantizedJob(SmallJob):
-    def tensors(self, placement: eplb.Placement | None) -> dict[Any, Tensor]:
-        from megatron.core import parallel_state
-
-        leaves = [leaf for leaf in self.optimizer.chained_optimizers if not leaf.is_stub_optimizer]
-        first = parallel_state.get_expert_model_parallel_rank() * EXPERTS // 2
-        found: dict[Any, Tensor] = {}
-        for row, module in enumerate(part for part in self.models[0].modules() if type(part).__name__ == "MoELayer"):
-            for name, parameter in module.experts.named_parameters():
-                what, slot = re.fullmatch(r"(\D+\d\.weight)(\d+)", name).groups()  # type: ignore[union-attr]
-                slot = first + int(slot)
-                number = slot if placement is None else int(placement.physical_to_logical[row, slot])
-                found[(row, number, what, "weight")] = parameter
-                leaf = next(leaf for leaf in leaves if parameter in leaf.model_param_group_index_map)
-                state = leaf._get_main_param_and_optimizer_states(parameter)
-                found.update({(row, number, what, key): value for key, value in state.items()})
-        found |= self.dense()
-        return {key: tensor.detach().clone() for key, tensor in found.items() if torch.is_tensor(tensor)}
-
-
-def trained(case: str, move: bool, spoil: Callable[[eplb.Balancer], None] = lambda _: None) -> dict[str, Any]:
-    """What came of a training; ``by hand``: the loss of a forward that no schedule has begun, after it."""
-    job = QuantizedJob(fp8="e4m3", fp8_recipe=case, **CASES[case])
-    balancer = attached(job, move)
-    spoil(balancer)
-    seen = job.train(range(STEPS))
-    tensors = job.tensors(balancer.placement)
+def by_hand(job: SmallJob, _: eplb.Balancer) -> dict[str, Any]:
+    """The loss of a forward that no schedule has begun."""
     with torch.no_grad():
         output, loss_of = forward_step(batches_of(STEPS), job.models[0])
-    result = {
-        "seen": seen,
-        "by hand": loss_of(output)[0].item(),
-        "tensors": tensors,
-        "moved": sum(event.moved_experts for event in balancer.events if hasattr(event, "moved_experts")),
-    }
-    balancer.close()
-    return result
+    return {"by hand": loss_of(output)[0].item()}
 
 
 def quantize_before(balancer: eplb.Balancer) -> None:
@@ -190,41 +151,34 @@ def quantize_before(balancer: eplb.Balancer) -> None:
     counter.advance = advance
 
 
-def keep_caches(_: eplb.Balancer) -> None:
-    from eplb_runtime.hosts.megatron.quantized import WeightCaches
+def pop_caches(job: SmallJob) -> None:
+    for part in job.models[0].modules():
+        vars(part).pop("is_first_microbatch", None)
 
-    WeightCaches.follow = lambda caches: None  # type: ignore[method-assign]
+
+def mark_as_quantized(job: SmallJob) -> None:
+    next(p for name, p in job.models[0].named_parameters() if ".experts." in name)._quantizer = None
 
 
-def refused() -> dict[str, str]:
-    said = {}
-    for what, change in {
-        "fp8_recipe=delayed": lambda job: setattr(job.config, "fp8_recipe", "delayed"),
-        "fp8_param_gather=True": lambda job: setattr(job.models[0].ddp_config, "fp8_param_gather", True),
-        "has no is_first_microbatch": lambda job: [
-            vars(part).pop("is_first_microbatch", None) for part in job.models[0].modules()
-        ],
-        "FP8 themselves": lambda job: setattr(
-            next(p for name, p in job.models[0].named_parameters() if ".experts." in name), "_quantizer", None
-        ),
-    }.items():
-        job = QuantizedJob(fp8="e4m3", fp8_recipe="blockwise")
-        change(job)
-        with pytest.raises(AttachError) as error:
-            attached(job, move=False)
-        said[what] = str(error.value)
-    return said
+REFUSED: dict[str, Any] = {
+    "fp8_recipe=delayed": lambda job: setattr(job.config, "fp8_recipe", "delayed"),
+    "fp8_param_gather=True": lambda job: setattr(job.models[0].ddp_config, "fp8_param_gather", True),
+    "has no is_first_microbatch": pop_caches,
+    "FP8 themselves": mark_as_quantized,
+}
 
 
 def everything(rank: int) -> dict[str, Any]:
     prepare()
-    results: dict[str, Any] = {
-        case: {"static": trained(case, move=False, spoil=quantize_before), "moving": trained(case, move=True)}
-        for case in CASES
-    }
-    results["state stays"] = trained("tensorwise", move=True, spoil=forget_state)
-    results["refused"] = refused()
-    results["caches stay"] = trained("tensorwise", move=True, spoil=keep_caches)
+    results: dict[str, Any] = {}
+    for case, options in CASES.items():
+        make = partial(SmallJob, fp8="e4m3", fp8_recipe=case, **options)
+        results[case] = {
+            "static": trained(make, move=False, spoil=quantize_before, also=by_hand),
+            "moving": trained(make, move=True, also=by_hand),
+        }
+    make = partial(SmallJob, fp8="e4m3", fp8_recipe="blockwise")
+    results["refused"] = {what: jobs.refusal(make, change) for what, change in REFUSED.items()}
     return results
 
 
@@ -235,27 +189,13 @@ def results() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_experts_that_compute_in_fp8_move_and_no_bit_changes(results: list[dict[str, Any]], case: str) -> None:
-    static, moving = ([of_rank[case][which] for of_rank in results] for which in ("static", "moving"))
-    assert [one["seen"] for one in static] == [one["seen"] for one in moving]
-    assert static[0]["moved"] == 0 < moving[0]["moved"]
-    all_static = whole(static)
-    experts = [key for key in all_static if key[0] != "dense"]
-    print(f"{case}: {len(experts)} tensors of experts, {moving[0]['moved']} moves")
-    assert {key[:2] for key in experts} == {(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)}
-    assert {key[3] for key in experts} >= {"weight", "param", "exp_avg", "exp_avg_sq"}
-    assert differing(all_static, whole(moving)) == []
+    assert assert_moved_without_a_change(results, case) >= {"weight", "param", "exp_avg", "exp_avg_sq"}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_forward_by_hand_after_a_move_has_the_weights_of_now(results: list[dict[str, Any]], case: str) -> None:
     for of_rank in results:
         assert of_rank[case]["moving"]["by hand"] == of_rank[case]["static"]["by hand"]
-
-
-def test_control_what_stays_behind_shows(results: list[dict[str, Any]]) -> None:
-    static = [of_rank["tensorwise"]["static"] for of_rank in results]
-    assert differing(whole(static), whole([of_rank["state stays"] for of_rank in results])) != []
-    assert static[0]["by hand"] != results[0]["caches stay"]["by hand"]
 
 
 def test_what_keeps_scales_or_weights_in_fp8_is_refused(results: list[dict[str, Any]]) -> None:

@@ -8,14 +8,13 @@ import types
 from functools import partial
 from typing import Any
 
+import megatron_jobs as jobs
 import pytest
-import test_megatron_parallelisms as parallelisms
 import torch.distributed as dist
 from megatron_jobs import (
+    SmallJob,
     assert_moved_without_a_change,
     assert_read_back,
-    attached,
-    forget_state,
     leaves_of,
     nothing,
     read_back,
@@ -24,13 +23,10 @@ from megatron_jobs import (
 )
 from newer_megatron import MUON, MUON_VERSION, NEWER, WHY_NOT, on_newer
 from ranks import run_ranks
-from test_megatron_parallelisms import SmallJob
 from torch import Tensor
 
-import eplb_runtime as eplb
-from eplb_runtime.hosts import AttachError
-
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.skipif(not NEWER.is_dir(), reason=WHY_NOT),
     pytest.mark.skipif(
         not (MUON.is_dir() or importlib.util.find_spec("emerging_optimizers"))
@@ -119,20 +115,12 @@ def kinds_of(job: MuonJob, *_: Any) -> dict[str, Any]:
     return {"kinds": {type(leaf.optimizer).__name__ for leaf in leaves_of(job.optimizer)}}
 
 
-def clip_by_the_order_of_slots(balancer: eplb.Balancer) -> None:
-    """Megatron's own norm."""
-    (optimizer,) = balancer._runtime.registry._optimizers
-    del optimizer._optimizer.get_grad_norm
-
-
 def said(**options: Any) -> str:
-    with pytest.raises(AttachError) as error:
-        attached(MuonJob(**options), move=False)
-    return str(error.value)
+    return jobs.refusal(partial(MuonJob, **options))
 
 
 def on_two_ranks(rank: int, folder: str) -> dict[str, Any]:
-    parallelisms.prepare()
+    jobs.prepare_small()
     gathers_of_any_sizes()
     results: dict[str, Any] = {}
     for case, options in CASES.items():
@@ -140,10 +128,8 @@ def on_two_ranks(rank: int, folder: str) -> dict[str, Any]:
         results[case] = {
             "static": trained(make, move=False, also=kinds_of),
             "moving": trained(make, move=True, also=save_into(folder) if case == LAYER_WISE else nothing),
-            "control": trained(make, move=True, spoil=forget_state),
         }
     layer_wise = partial(MuonJob, **CASES[LAYER_WISE])
-    results["norm"] = trained(layer_wise, move=True, spoil=clip_by_the_order_of_slots)
     results["checkpoint"] = read_back(folder, layer_wise)
     results["said"] = said(stepped={"optimizer": "adaptive_muon"})
     results["said of float32"] = said(stepped={"optimizer": "dist_muon"}, bf16=False)
@@ -173,7 +159,3 @@ def test_other_muons_are_refused(results: list[dict[str, Any]]) -> None:
 def test_layer_wise_float32_which_megatron_cannot_step_is_refused(results: list[dict[str, Any]]) -> None:
     for of_rank in results:
         assert "bf16=False: Megatron's layer-wise optimizer itself steps bf16 alone" in of_rank["said of float32"]
-
-
-def test_control_a_norm_in_the_order_of_slots_shows(results: list[dict[str, Any]]) -> None:
-    assert results[0]["norm"]["seen"] != results[0][LAYER_WISE]["static"]["seen"]

@@ -10,18 +10,16 @@ from typing import Any
 import megatron_jobs as jobs
 import pytest
 import test_megatron_newer_muon as muon
-import test_megatron_parallelisms as parallelisms
 from megatron_jobs import (
     INTERLEAVED,
     STEPS,
     assert_moved_without_a_change,
     attached,
-    forget_state,
+    both,
     leaves_of,
     load,
     moved_by,
     save_into,
-    three,
     trained,
 )
 from newer_megatron import on_newer
@@ -78,16 +76,15 @@ def resumed(folder: str) -> dict[str, Any]:
 def everything(rank: int, folder: str) -> dict[str, Any]:
     jobs.prepare(pipeline_model_parallel_size=2)
     muon.gathers_of_any_sizes()
-    results: dict[str, Any] = {case: three(partial(StagedJob, **options)) for case, options in STAGED.items()}
+    results: dict[str, Any] = {case: both(partial(StagedJob, **options)) for case, options in STAGED.items()}
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-    parallelisms.prepare()
+    jobs.prepare_small()
     make = partial(ScheduledJob, **muon.CASES["muon"])
     results[HELD_TWICE] = {
         "static": trained(make, move=False, steps=2 * STEPS),
         "moving": resumed(folder),
-        "control": trained(make, move=True, spoil=forget_state, steps=2 * STEPS),
     }
     results["said"] = muon.said(**muon.CASES["dist_muon"])
     return results

@@ -22,26 +22,22 @@ from megatron_jobs import (
     EXPERTS,
     STEPS,
     Job,
+    SmallJob,
     assert_moved_without_a_change,
     assert_read_back,
-    attached,
-    forget_state,
+    both,
     nothing,
     read_back,
     save_into,
-    three,
     trained,
 )
 from newer_megatron import NEWER, WHY_NOT, on_newer
 from ranks import run_ranks
 from test_megatron import GroupedLinear
 from test_megatron_fp8 import prepare
-from test_megatron_parallelisms import SmallJob
 from torch import Tensor
 
-from eplb_runtime.hosts import AttachError
-
-pytestmark = pytest.mark.skipif(not NEWER.is_dir(), reason=WHY_NOT)
+pytestmark = [pytest.mark.long, pytest.mark.skipif(not NEWER.is_dir(), reason=WHY_NOT)]
 DELAYED = {"overlap_dispatch_backward_with_experts_wgrad": True}
 RECOMPUTE = "recompute of activations and norms, three experts a token"
 OF_FLOAT16 = "optimizer of float16, shared experts, recompute"
@@ -159,11 +155,7 @@ def answer_cuda() -> None:
 
 
 def said(change: Callable[[Job], Any] = lambda job: None, **options: Any) -> str:
-    job = WgradJob(**{**DELAYED, **options})
-    change(job)
-    with pytest.raises(AttachError) as error:
-        attached(job, move=False)
-    return str(error.value)
+    return jobs.refusal(partial(WgradJob, **{**DELAYED, **options}), change)
 
 
 def on_parts(kind: str, name: str, value: Any) -> Callable[[Job], None]:
@@ -195,7 +187,6 @@ def on_two_ranks(rank: int, folder: str) -> dict[str, Any]:
         results[case] = {
             "static": trained(make, move=False),
             "moving": trained(make, move=True, also=save_into(folder) if case == OF_FLOAT16 else nothing),
-            "control": trained(make, move=True, spoil=forget_state),
         }
     results["at once"] = trained(partial(WgradJob, **CASES[RECOMPUTE]), move=False)["seen"]
     early = WgradJob(**{**DELAYED, **CASES[RECOMPUTE]}, overlap_grad_reduce=True)
@@ -209,7 +200,7 @@ def on_four_ranks(rank: int) -> dict[str, Any]:
     jobs.prepare(pipeline_model_parallel_size=2)
     prepare(FusedLinear)
     answer_cuda()
-    return {STAGES: three(partial(StagesJob, **DELAYED, num_layers=2))}
+    return {STAGES: both(partial(StagesJob, **DELAYED, num_layers=2))}
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,24 +17,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_jobs import (
-    Undo,
     assert_moved_without_a_change,
     assert_read_back,
-    attached,
-    differing,
-    forget_state,
     read_back,
     save_into,
     trained,
-    whole,
 )
 from ranks import run_ranks
 from torch import Tensor
 
 import eplb_runtime as eplb
-from eplb_runtime.hosts import AttachError
 
-pytestmark = jobs.needs_megatron
+pytestmark = jobs.long_megatron
 LAYERS = 2
 MASTERS, AWARE_HALF = "masters, half in host memory", "precision-aware, half in host memory"
 FLOAT32 = "float32, not distributed, half in host memory"
@@ -194,46 +187,10 @@ def in_host_memory(job: OffloadedJob, *_: Any) -> dict[str, Any]:
     return {"in host memory": job.in_host_memory()}
 
 
-def only_main_moves(found: Any) -> Any:
-    """What stands on the device in the place of what the next step reads."""
-    main = found.copies.get("param")
-    return replace(found, state={**found.state, "param": main[0]} if main else found.state, copies={})
-
-
-def only_inner_moves(found: Any) -> Any:
-    return replace(found, copies={})
-
-
-def finding(change: Callable[[Any], Any]) -> Callable[[eplb.Balancer], None]:
-    def spoil(balancer: eplb.Balancer) -> None:
-        from eplb_runtime.hosts.megatron import optimizers
-
-        own = optimizers._offloaded
-        optimizers._offloaded = lambda leaf, parameter: change(own(leaf, parameter))
-        balancer._end_with(Undo(lambda: setattr(optimizers, "_offloaded", own)))
-
-    return spoil
-
-
 def leave_out_of_norm(balancer: eplb.Balancer) -> None:
     """Gradients are looked for where torch's optimizers have them."""
     (optimizer,) = balancer._runtime.registry._optimizers
     optimizer._gradient_of = lambda parameter: None
-
-
-CONTROLS: dict[str, tuple[str, Callable[[eplb.Balancer], None]]] = {
-    "only the main moved": (MASTERS, finding(only_main_moves)),
-    "only the copy moved": (MASTERS, finding(only_inner_moves)),
-    "only weights moved, their copies not": (FLOAT32, finding(only_inner_moves)),
-    "state stays": (AWARE_HALF, forget_state),
-}
-
-
-def refused() -> str:
-    job = OffloadedJob(fraction=1.0, distributed=False)
-    with pytest.raises(AttachError) as error:
-        attached(job, move=False)
-    return str(error.value)
 
 
 def everything(rank: int, folder: str) -> dict[str, Any]:
@@ -245,11 +202,9 @@ def everything(rank: int, folder: str) -> dict[str, Any]:
             "static": trained(make[case], move=False, also=in_host_memory),
             "moving": trained(make[case], move=True, also=save_into(folder) if case == SAVED else jobs.nothing),
         }
-    for name, (case, spoil) in CONTROLS.items():
-        results[name] = trained(make[case], move=True, spoil=spoil)
     results["squares of experts"] = make[AWARE_HALF]().squares_of_experts()
     results["left out of the norm"] = trained(make[AWARE_HALF], move=False, spoil=leave_out_of_norm)["seen"]
-    results["refused"] = refused()
+    results["refused"] = jobs.refusal(partial(OffloadedJob, fraction=1.0, distributed=False))
     results["checkpoint"] = read_back(folder, make[SAVED])
     return results
 
@@ -271,12 +226,6 @@ def test_the_share_in_host_memory_is_the_one_asked_for(results: list[dict[str, A
         there, of_all = of_rank[case]["static"]["in host memory"]
         fraction = CASES[case]["fraction"]
         assert there == of_all * fraction if fraction in (0.0, 1.0) else 0 < there < of_all
-
-
-@pytest.mark.parametrize("control", CONTROLS)
-def test_control_what_is_left_behind_shows(results: list[dict[str, Any]], control: str) -> None:
-    static = whole([of_rank[CONTROLS[control][0]]["static"] for of_rank in results])
-    assert differing(static, whole([of_rank[control] for of_rank in results])) != []
 
 
 def test_gradients_of_a_dtype_of_their_own_are_in_the_norm(results: list[dict[str, Any]]) -> None:

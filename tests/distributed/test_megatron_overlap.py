@@ -17,17 +17,15 @@ import cuda_graph_double
 import fused_permutation_double
 import megatron_jobs as jobs
 import pytest
-import test_megatron_parallelisms as parallelisms
 import torch
-from megatron_jobs import INTERLEAVED, STEPS, assert_moved_without_a_change, forward_step, three
+from megatron_jobs import INTERLEAVED, STEPS, SmallJob, assert_moved_without_a_change, both, forward_step
 from ranks import run_ranks
 from test_megatron import GroupedLinear
 from test_megatron_fp8 import prepare
-from test_megatron_graphs import capture
-from test_megatron_parallelisms import SmallJob
+from test_megatron_graphs import GraphedJob
 from torch import Tensor
 
-pytestmark = jobs.needs_megatron
+pytestmark = jobs.long_megatron
 OVERLAP = {"overlap_moe_expert_parallel_comm": True, "moe_router_topk": 3}
 CASES: dict[str, dict[str, Any]] = {
     "gathers and reductions beside": {**OVERLAP, "overlap_grad_reduce": True, "overlap_param_gather": True},
@@ -126,27 +124,22 @@ class StagesJob(jobs.Job):
     train = OverlapJob.train
 
 
-class GraphedJob(OverlapJob):
-    """Megatron captures after some steps."""
-
-    def train(self, steps: range) -> list[tuple[Any, ...]]:
-        seen = super().train(steps[:1])
-        capture(self)
-        return seen + super().train(steps[1:])
+class OverlapGraphedJob(GraphedJob, OverlapJob):
+    """Megatron captures after the first step."""
 
 
 def on_two_ranks(rank: int) -> dict[str, Any]:
-    parallelisms.prepare()
+    jobs.prepare_small()
     answer_streams()
-    results: dict[str, Any] = {case: three(partial(OverlapJob, **options)) for case, options in CASES.items()}
+    results: dict[str, Any] = {case: both(partial(OverlapJob, **options)) for case, options in CASES.items()}
     results["one after another"] = OverlapJob(**{**CASES["gathers and reductions beside"], **ALONE}).train(range(1))
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 
     RowParallelLinear.backward_dw = lambda _: None  # type: ignore[attr-defined]  # as ColumnParallelLinear's
     cuda_graph_double.install()
-    results["graphs"] = three(partial(GraphedJob, **GRAPHED), steps=STEPS + 1)  # replayed before and after a move
+    results["graphs"] = both(partial(OverlapGraphedJob, **GRAPHED), steps=STEPS + 1)  # replayed before and after a move
     prepare(DelayedLinear)
-    results["delayed"] = three(partial(OverlapJob, **DELAYED))
+    results["delayed"] = both(partial(OverlapJob, **DELAYED))
     return results
 
 
@@ -158,8 +151,8 @@ def on_four_ranks(rank: int) -> dict[str, Any]:
     torch.arange = megatron_cpu._on_cpu(torch.arange)
     fused_permutation_double.use()
     return {
-        "interleaved": three(partial(StagesJob, **INTERLEAVED, **OVERLAP)),
-        "second token": three(partial(StagesJob, **SECOND_TOKEN), control=False),
+        "interleaved": both(partial(StagesJob, **INTERLEAVED, **OVERLAP)),
+        "second token": both(partial(StagesJob, **SECOND_TOKEN)),
     }
 
 

@@ -6,25 +6,19 @@ TransformerEngine's fused permutations have a stand-in, `fused_permutation_doubl
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import fused_permutation_double
+import megatron_jobs as jobs
 import pytest
-import test_megatron_parallelisms as parallelisms
 import torch
-from megatron_jobs import attached, forget_state
+from megatron_jobs import LENGTH, MICRO_BATCHES, SmallJob, assert_counted, assert_moved_without_a_change, both
 from ranks import run_ranks
-from test_megatron_parallelisms import SmallJob
 from torch import Tensor
 
-from eplb_runtime.hosts import AttachError
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
-)
-FUSED = {"moe_permute_fusion": True, "moe_router_topk": 3}
+pytestmark = jobs.long_megatron
+FUSED = {"moe_permute_fusion": True}
 CASES: dict[str, dict[str, Any]] = {
     "fused": {**FUSED, "bf16": False},  # sums in float32 of numbers in bfloat16 seldom show their order
     "fused, tokens over the capacity dropped, full recompute": {
@@ -40,8 +34,9 @@ CASES: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 32,
         "moe_shared_expert_overlap": True,
     },
-    "latent experts": {"moe_latent_size": 16, "moe_router_topk": 3},
+    "latent experts": {"moe_latent_size": 16},
 }
+MAKE = {case: partial(SmallJob, moe_router_topk=3, **options) for case, options in CASES.items()}
 
 
 class Linear(torch.nn.Linear):
@@ -55,25 +50,13 @@ class Linear(torch.nn.Linear):
 
 
 def prepare() -> None:
-    parallelisms.prepare()
+    jobs.prepare_small()
     import megatron.core.transformer.moe.moe_layer as moe_layer
     import megatron_cpu
 
     torch.arange = megatron_cpu._on_cpu(torch.arange)
     fused_permutation_double.use()
     moe_layer.HAVE_TE, moe_layer.TELinear = True, Linear
-
-
-def in_order_of_slots() -> Callable[[], None]:
-    """Undo what puts rows in logical order; returns how to end it."""
-    from eplb_runtime.hosts.megatron import layer
-
-    own, layer.reorders = layer.reorders, lambda config: False
-
-    def end() -> None:
-        layer.reorders = own
-
-    return end
 
 
 def said(what: str) -> str:
@@ -90,27 +73,15 @@ def said(what: str) -> str:
 
     moe_utils.fused_permute_with_probs = other
     try:
-        with pytest.raises(AttachError) as error:
-            attached(SmallJob(**CASES["fused"]), move=False)
+        return jobs.refusal(MAKE["fused"])
     finally:
         moe_utils.fused_permute_with_probs = own
-    return str(error.value)
 
 
 def everything(rank: int) -> dict[str, Any]:
     prepare()
-    parallelisms.CASES.update(CASES)
-    results: dict[str, Any] = {"rank": rank}
-    for case in CASES:
-        results[case] = {
-            "static": parallelisms.trained(case, move=False),
-            "moving": parallelisms.trained(case, move=True),
-            "control": parallelisms.trained(case, move=True, spoil=forget_state),
-        }
-    end = in_order_of_slots()
-    results["order of slots"] = parallelisms.trained("fused", move=True)
-    end()
-    results["alone"] = SmallJob(**CASES["fused"]).train(range(1))
+    results: dict[str, Any] = {case: both(make) for case, make in MAKE.items()}
+    results["alone"] = MAKE["fused"]().train(range(1))
     results["said"] = {what: said(what) for what in ("missing", "in another order")}
     return results
 
@@ -122,17 +93,9 @@ def results() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_experts_move_and_no_bit_changes(results: list[dict[str, Any]], case: str) -> None:
-    parallelisms.assert_moved_without_a_change(results, case)
-
-
-def test_control_sums_in_the_order_of_slots_show(results: list[dict[str, Any]]) -> None:
-    for of_rank in results:
-        assert of_rank["order of slots"]["seen"] != of_rank["fused"]["static"]["seen"]
-
-
-def test_each_choice_is_counted_once(results: list[dict[str, Any]]) -> None:
-    parallelisms.assert_counted(results, "fused")
-    parallelisms.assert_counted(results, "latent experts")
+    assert_moved_without_a_change(results, case)
+    if "moe_expert_capacity_factor" not in CASES[case]:
+        assert_counted(results, case, 3 * MICRO_BATCHES * 2 * LENGTH)
 
 
 def test_the_first_step_is_that_of_megatron_alone(results: list[dict[str, Any]]) -> None:

@@ -18,19 +18,16 @@ from megatron_jobs import (
     STEPS,
     assert_moved_without_a_change,
     attached,
-    differing,
-    forget_state,
     leaves_of,
     moved_by,
     trained,
-    whole,
 )
 from ranks import run_ranks
 from torch import Tensor
 
 import eplb_runtime as eplb
 
-pytestmark = jobs.needs_megatron
+pytestmark = jobs.long_megatron
 DISTRIBUTED, OF_FLOAT16 = "distributed optimizer", "optimizer of float16"
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 CASES: dict[str, dict[str, Any]] = {
@@ -117,20 +114,6 @@ def maker(case: str, kind: type[jobs.Job] = jobs.Job) -> Callable[[], Any]:
     return partial(kind, num_layers=2, moe_router_topk=3, **CASES[case])
 
 
-def remember_state(balancer: eplb.Balancer) -> None:
-    """What was looked up once is taken for what is there."""
-    (optimizer,) = balancer._runtime.registry._optimizers
-    own, first = optimizer.state_of, {}
-
-    def state_of(parameter: Tensor) -> Any:
-        found = own(parameter)
-        if len(found) < 3:
-            return found
-        return first.setdefault(parameter, {key: value.detach() for key, value in found.items()})
-
-    optimizer.state_of = state_of
-
-
 def decided_without_memory(guard: str, ranks: tuple[int, ...]) -> dict[str, Any]:
     """What a decision says while weights have no memory on some ranks, and whether training goes on."""
     job = maker(DISTRIBUTED)()
@@ -178,9 +161,6 @@ def everything(rank: int) -> dict[str, Any]:
             "static": trained(maker(case), move=False),
             "moving": trained(maker(case, FreedJob), move=True, also=number_freed),
         }
-    freed = maker(DISTRIBUTED, FreedJob)
-    results["state stays"] = trained(freed, move=True, spoil=forget_state)
-    results["state is remembered"] = trained(freed, move=True, spoil=remember_state)
     results["of float16"] = trained(maker(OF_FLOAT16), move=True, steps=1, also=not_resizable)
     for guard in ("on", "off"):
         for ranks in ((0, 1), (1,)):
@@ -198,12 +178,6 @@ def test_experts_move_between_phases_that_free_all_and_no_bit_changes(results: l
     assert assert_moved_without_a_change(results, case) >= {"weight", "param", "exp_avg", "exp_avg_sq"}
     for of_rank in results:
         assert of_rank[case]["moving"]["freed"] >= 2 * STEPS
-
-
-@pytest.mark.parametrize("control", ["state stays", "state is remembered"])
-def test_control_state_that_is_left_behind_shows(results: list[dict[str, Any]], control: str) -> None:
-    static = whole([of_rank[DISTRIBUTED]["static"] for of_rank in results])
-    assert differing(static, whole([of_rank[control] for of_rank in results])) != []
 
 
 def test_parameters_and_state_stay_resizable(results: list[dict[str, Any]]) -> None:

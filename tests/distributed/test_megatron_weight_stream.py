@@ -6,9 +6,9 @@ The reference is read from Megatron's own objects, and put in order by `Balancer
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
+import megatron_jobs
 import numpy as np
 import pytest
 import torch.distributed as dist
@@ -17,9 +17,7 @@ from torch import Tensor
 
 import eplb_runtime as eplb
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
-)
+pytestmark = megatron_jobs.needs_megatron
 EXPERTS, LAYERS, BUCKET = 8, 4, 8_192
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks.attached import Block, run
 from dispatch_contract import SLOTS, Batch, there_and_back
 from host_waits import ON_CPUS_ALONE, HostWaitsError, no_waits
 from moe_models import batch_of, make_model
@@ -253,30 +252,3 @@ def test_an_attached_model_never_waits_and_has_the_bits_of_the_exchange(job: str
 @pytest.mark.parametrize("job", WAITING)
 def test_experts_that_want_numbers_get_them(job: str) -> None:
     assert same(trained("free")[job], trained("exchange")[job])
-
-
-@pytest.mark.parametrize(("kind", "job"), [("watched exchange", "plain"), ("watched", WAITING[0])])
-def test_control_a_layer_that_waits_is_noticed(kind: str, job: str) -> None:
-    with pytest.raises(AssertionError, match="the host would wait for a device"):
-        run_ranks(1, partial(train, **JOBS[job]), kind)
-
-
-def test_control_other_jobs_have_other_bits() -> None:
-    found = trained("exchange")
-    assert not same(found["plain"], found["padding"])
-    assert found["plain"]["load"].sum() > found["padding"]["load"].sum() > 0
-
-
-def measured(rank: int) -> dict[str, float]:
-    return run(torch.device("cpu"), 2, work=Block(layers=1, experts=4, top_k=2, hidden=64, width=64, tokens=16))
-
-
-def test_the_bench_of_an_attached_step_gives_times_and_ratios() -> None:
-    (found,) = run_ranks(1, measured)
-    assert set(found) == {"step_ms", "attached_ms", "attached_over_not", "not_over_not"}
-    assert min(found.values()) > 0
-
-
-def test_it_is_for_one_rank() -> None:
-    with pytest.raises(AssertionError, match="compares with a whole model: one rank, not 2"):
-        run_ranks(2, measured)

@@ -79,10 +79,3 @@ def test_a_layer_takes_so_many_operations_and_one_wait_for_the_host() -> None:
         assert backward.total() <= BACKWARD, backward
         assert copies_to_host == 1
         assert not any(operations[name] for operations in (forward, backward) for name in WAITS)
-
-
-def test_control_a_wait_and_one_operation_more_are_noticed() -> None:
-    tensor = torch.ones(3)
-    with Operations() as operations:
-        assert tensor.view(3, 1)[0] > 0
-    assert operations.by_name.total() == 2 and operations.by_name["aten._local_scalar_dense"] == 1

@@ -16,8 +16,7 @@ from torch.distributed.pipelining.schedules import OVERLAP_F_B
 from undone import undone
 
 from eplb_runtime.hosts.attaching import attach
-from eplb_runtime.moe.dispatch.channels import MicroBatchChannels
-from eplb_runtime.moe.dispatch.streams import TwoStreams
+from eplb_runtime.moe.dispatch.channels import MicroBatchChannels, TwoStreams
 
 Where = dict[tuple[str, int, int], Any]
 
@@ -75,7 +74,3 @@ def results() -> list[list[tuple[list[bool], list[bool], int]]]:
 def test_a_backward_pass_runs_on_the_stream_of_its_forward_and_the_forward_beside_it_on_the_other() -> None:
     for (apart, its_own, on_callers), _ in results():
         assert len(apart) >= AT_ONCE.micro_batches and all(apart) and all(its_own) and not on_callers
-
-
-def test_control_without_turning_it_would_not() -> None:
-    assert not any(all(its_own) for _, (_, its_own, _) in results())

@@ -172,7 +172,7 @@ def test_a_repeated_forward_exchanges_no_counts_and_changes_no_bit(trained: Trai
         assert LAYERS * FORWARD <= repeated <= times * LAYERS * FORWARD
 
 
-def test_control_what_is_worked_out_anew_needs_counts_and_gives_the_same(trained: Trained) -> None:
+def test_what_is_worked_out_anew_needs_counts_and_gives_the_same(trained: Trained) -> None:
     found = trained["worked out anew"]
     assert_same(trained["plain"], found)
     for result in found:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from moe_models import batch_of, make_model
-from ranks import run_ranks
+from ranks import asked_for, rows_of, run_ranks
 from undone import undone
 
 import eplb_runtime as eplb
@@ -190,11 +190,12 @@ WITH = {
 
 
 @pytest.fixture(scope="module")
-def trained() -> dict[str, list[dict]]:
-    return dict(zip(WITH, run_jobs(*WITH.values()), strict=True))
+def trained(request: pytest.FixtureRequest) -> dict[str, list[dict]]:
+    names = asked_for(request, "name")
+    return dict(zip(names, run_jobs(*(WITH[name] for name in names)), strict=True))
 
 
-@pytest.mark.parametrize("name", WITH)
+@pytest.mark.parametrize("name", rows_of(WITH, "copies", "activation checkpointing", "copies that hang on copies"))
 def test_training_with_copies_is_training_without_to_1e_12(
     without: list[dict], trained: dict[str, list[dict]], name: str
 ) -> None:
@@ -205,6 +206,7 @@ def test_training_with_copies_is_training_without_to_1e_12(
     assert (sum(result["handed_on"] for result in results) > 0) == (WITH[name].replica_slots == 2)
 
 
+@pytest.mark.long
 def test_two_ep_groups_with_copies_train_as_two_without_and_as_one(without: list[dict]) -> None:
     """EP 2 x EDP 2, on the same four batches."""
     static, results = run_jobs(Job(replica_slots=0, policy="static", ep_size=2), Job(replica_slots=1, ep_size=2))
@@ -227,6 +229,7 @@ def test_gradient_accumulation_sums_copies_over_micro_batches() -> None:
         assert largest_difference(static, results) < 1e-12, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rest", [{"experts_alone": True}, {"length": 2}], ids=["a frozen rest", "idle ranks"])
 def test_copies_train_with(rest: dict) -> None:
     static, results = run_jobs(Job(replica_slots=0, policy="static", **rest), Job(replica_slots=1, **rest))
@@ -512,6 +515,7 @@ DAMAGES = (
 OF_TREES = (hand_nothing_on, add_nothing_on_the_way)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "jobs",
     [

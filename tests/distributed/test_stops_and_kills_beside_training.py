@@ -23,7 +23,8 @@ from eplb_runtime.migration.engine import Phase
 DEADLINE, SHORTER, LONGER = 5.0, 0.3, 6.0
 STOPPED = 2
 """The rank that stands still, or dies."""
-TRANSPORTS = ["torch"] if nixl_agent.why_not() else ["torch", "nixl"]
+NIXL = [pytest.mark.long, pytest.mark.skipif(bool(nixl_agent.why_not()), reason=nixl_agent.why_not())]
+each_transport = pytest.mark.parametrize("transport", ["torch", pytest.param("nixl", marks=NIXL)])
 
 
 def stand_still_once(seconds: float) -> Callable[[object], None]:
@@ -54,44 +55,39 @@ def until_committed_anew(job: Job) -> None:
     job.until(RebalanceCommitted)
 
 
-def stopped_at_each_point(rank: int, transports: list[str]) -> dict[str, dict[str, Any]]:
-    said: dict[str, dict[str, Any]] = {}
-    for transport in transports:
-        job = Job(rank, overlap=True, transport=transport, staging_bytes=40_000, timeout_seconds=DEADLINE)
-        heard = said[transport] = {}
-        stops = [(Phase.STAGED, SHORTER), (Phase.DECIDED, SHORTER), (Phase.VERIFIED, LONGER)]
-        if transport == transports[0]:  # what is compared then is no transport's
-            stops.append((Phase.PREPARED, LONGER))
-        for phase, seconds in stops:
-            until_committed_anew(job)
-            before, reached = interrupted(job), []
-            stop = stand_still_once(seconds)
-            with at(
-                job, STOPPED, phase, lambda subject, stop=stop, reached=reached: (reached.append(1), stop(subject))
-            ):
-                for _ in range(8):
-                    job.step()
-            heard[f"{phase.value} {seconds}"] = bool(reached), interrupted(job) - before
+def stopped_at_each_point(rank: int, transport: str) -> dict[str, Any]:
+    job = Job(rank, overlap=True, transport=transport, staging_bytes=40_000, timeout_seconds=DEADLINE)
+    heard: dict[str, Any] = {}
+    stops = [(Phase.STAGED, SHORTER), (Phase.DECIDED, SHORTER), (Phase.VERIFIED, LONGER)]
+    if transport == "torch":  # what is compared then is no transport's
+        stops.append((Phase.PREPARED, LONGER))
+    for phase, seconds in stops:
         until_committed_anew(job)
-        still = Job(rank, overlap=False)
-        while still.steps < job.steps:
-            still.step()
-        heard["same"] = job.losses == still.losses and same(job.state(), still.state())
-        heard["digest"] = job.balancer.placement.digest()
-        for each in (job, still):
-            each.balancer.close()
-    return said
+        before, reached = interrupted(job), []
+        stop = stand_still_once(seconds)
+        with at(job, STOPPED, phase, lambda subject, stop=stop, reached=reached: (reached.append(1), stop(subject))):
+            for _ in range(8):
+                job.step()
+        heard[f"{phase.value} {seconds}"] = bool(reached), interrupted(job) - before
+    until_committed_anew(job)
+    still = Job(rank, overlap=False)
+    while still.steps < job.steps:
+        still.step()
+    heard["same"] = job.losses == still.losses and same(job.state(), still.state())
+    heard["digest"] = job.balancer.placement.digest()
+    for each in (job, still):
+        each.balancer.close()
+    return heard
 
 
-def test_a_rank_that_stands_still_shorter_or_longer_than_the_deadline() -> None:
-    results = run_ranks(RANKS, stopped_at_each_point, TRANSPORTS)
-    for transport in TRANSPORTS:
-        heard = [result[transport] for result in results]
-        assert all(there["same"] for there in heard)
-        assert len({there["digest"] for there in heard}) == 1
-        for point in (name for name in heard[0] if " " in name):
-            assert heard[STOPPED][point][0], f"{transport} never came to {point}"
-            assert float(point.split()[1]) < DEADLINE or max(there[point][1] for there in heard) > 0
+@each_transport
+def test_a_rank_that_stands_still_shorter_or_longer_than_the_deadline(transport: str) -> None:
+    heard = run_ranks(RANKS, stopped_at_each_point, transport)
+    assert all(there["same"] for there in heard)
+    assert len({there["digest"] for there in heard}) == 1
+    for point in (name for name in heard[0] if " " in name):
+        assert heard[STOPPED][point][0], f"{transport} never came to {point}"
+        assert float(point.split()[1]) < DEADLINE or max(there[point][1] for there in heard) > 0
 
 
 def killed(rank: int, transport: str, phase: Phase) -> dict[str, Any]:
@@ -136,15 +132,11 @@ def whole(job: Job, right: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(rows, wanted) for rows, wanted in rows_of(job, right))
 
 
-@pytest.mark.parametrize(
-    ("phase", "transports"),
-    [(Phase.STAGED, TRANSPORTS), (Phase.DECIDED, TRANSPORTS[:1])],  # by then, experts have arrived over any
-    ids=["staged", "decided"],
-)
-def test_who_outlives_a_killed_rank_holds_whole_experts_of_one_placement(phase: Phase, transports: list[str]) -> None:
-    for transport in transports:
-        results = run_ranks(RANKS, killed, transport, phase, expect_exit=(STOPPED,))
-        alive = [result for rank, result in enumerate(results) if rank != STOPPED]
-        assert all(result["error"] for result in alive), transport
-        assert len({(result["epochs"], result["digest"]) for result in alive}) == 1, transport
-        assert all(result["whole"] and not result["control"] for result in alive), transport
+@each_transport
+@pytest.mark.parametrize("phase", [Phase.STAGED, Phase.DECIDED], ids=lambda phase: phase.value)
+def test_who_outlives_a_killed_rank_holds_whole_experts_of_one_placement(phase: Phase, transport: str) -> None:
+    results = run_ranks(RANKS, killed, transport, phase, expect_exit=(STOPPED,))
+    alive = [result for rank, result in enumerate(results) if rank != STOPPED]
+    assert all(result["error"] for result in alive)
+    assert len({(result["epochs"], result["digest"]) for result in alive}) == 1
+    assert all(result["whole"] and not result["control"] for result in alive)

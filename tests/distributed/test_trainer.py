@@ -27,8 +27,6 @@ pytest.importorskip("accelerate", reason="the Trainer needs Accelerate: pip inst
 import transformers
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from eplb_runtime.hosts.trainer import BalancedTrainerMixin
-
 STEPS, SAVED = 6, 2
 
 
@@ -364,7 +362,7 @@ def test_a_loop_on_accelerate_alone(others: list[dict[str, Any]]) -> None:
         assert len(ours) == 12 and ours == pytest.approx(plain, abs=2e-5)
 
 
-def test_control_mistakes_are_noticed_on_every_rank(others: list[dict[str, Any]]) -> None:
+def test_mistakes_are_noticed_on_every_rank(others: list[dict[str, Any]]) -> None:
     clipped, saved, found, optimizer, model = zip(*(found["mistakes"] for found in others), strict=True)
     assert clipped[0] == clipped[1] and "clip_grad_norm_" in clipped[0]
     assert "rank 1 did not come to save_pretrained" in saved[0] and saved[1] == "nothing"
@@ -470,47 +468,3 @@ def test_adapters_on_experts_train_and_resume_and_are_saved_as_peft_saves_them(t
     assert plain.keys() == ours.keys()
     for name in plain:
         torch.testing.assert_close(ours[name], plain[name], atol=2e-3, rtol=0)
-
-
-def tuned(rank: int, folder: Path) -> list[list[float]]:
-    from datasets import Dataset as Table
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer
-
-    class BalancedSFTTrainer(BalancedTrainerMixin, SFTTrainer):
-        pass
-
-    os.environ["LOCAL_RANK"] = str(rank)
-    words = {f"w{number}": number for number in range(VOCABULARY)}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), eos_token="w1", pad_token="w0"
-    )
-    texts = Table.from_dict({"input_ids": [Texts(32)[index]["input_ids"].tolist() for index in range(32)]})
-    losses = []
-    for kind, options in (
-        (SFTTrainer, {}),
-        (BalancedSFTTrainer, {"balancer_config": eplb.BalancerConfig(interval=2, gate="always")}),
-    ):
-        chosen = arguments(folder / kind.__name__, max_steps=3, save_strategy="steps", save_steps=3).to_dict()
-        wanted = {key: value for key, value in chosen.items() if key in ("output_dir", "max_steps", "report_to")}
-        args = SFTConfig(
-            **wanted,
-            per_device_train_batch_size=2,
-            logging_steps=1,
-            save_steps=3,
-            use_cpu=True,
-            bf16=False,
-            max_length=16,
-        )
-        trainer = kind(model=make_model("olmoe"), args=args, train_dataset=texts, processing_class=tokenizer, **options)
-        trainer.train()
-        losses.append(logged(trainer))
-    return losses
-
-
-def test_trl_fine_tunes_with_the_mixin(tmp_path: Path) -> None:
-    pytest.importorskip("trl", reason="TRL is not installed")
-    for plain, ours in run_ranks(2, tuned, tmp_path):
-        assert len(ours) == 3 and ours == pytest.approx(plain, abs=2e-5)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "BalancedSFTTrainer" / "checkpoint-3").num_parameters() > 0

@@ -7,11 +7,8 @@ import torch
 import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
-from undone import undone
 
 import eplb_runtime as eplb
-from eplb_runtime.balancer.gradients.averaging import NEW, NONE, Averaging
-from eplb_runtime.balancer.gradients.reduction import Gradients
 
 STEPS = 3
 
@@ -106,25 +103,17 @@ class ClosedMidway(Loop):
         super().step(step)
 
 
-def reduce_again_after_every_forward() -> None:
-    Gradients.forward_begins = Gradients.begin
-    Averaging._here = lambda self, name, parameter, first: NONE if parameter.grad is None else NEW
-
-
 LAYOUTS = {"EP 2": False, "EDP 2": True}
 AS_PLAIN = (ClippedTwice, ForwardBeforeTheStep, BackwardAfterAReduction, ClosedMidway)
 State = dict[str, torch.Tensor]
 
 
 def run_all(rank: int) -> dict[tuple[str, str], State]:
-    """The state that each loop comes to in each layout, and the control's."""
+    """The state that each loop comes to in each layout."""
     found = {}
     for layout, edp in LAYOUTS.items():
         for loop in (Loop, *AS_PLAIN, WithClosure, WithoutClosure):
             found[loop.__name__, layout] = loop(rank, edp).run()
-    with undone(Gradients, Averaging):
-        reduce_again_after_every_forward()
-        found["summed twice", "EDP 2"] = ForwardBeforeTheStep(rank, True).run()
     return found
 
 
@@ -149,7 +138,3 @@ def test_a_closure_is_reduced_after_it_made_its_gradients(
     layout: str, ranks: list[dict[tuple[str, str], State]]
 ) -> None:
     assert different(ranks[0]["WithClosure", layout], ranks[0]["WithoutClosure", layout]) == []
-
-
-def test_control_gradients_summed_twice_are_noticed(ranks: list[dict[tuple[str, str], State]]) -> None:
-    assert different(ranks[0]["Loop", "EDP 2"], ranks[0]["summed twice", "EDP 2"])

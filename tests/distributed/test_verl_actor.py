@@ -61,7 +61,6 @@ def everything(rank: int) -> dict[str, Any]:
     return {
         "static": actor.loop("static", **options),
         "balanced": actor.loop("incremental", **options),
-        "control": actor.loop("incremental", prepare=jobs.forget_state, **options),
     }
 
 
@@ -84,8 +83,3 @@ def test_the_whole_loop_gives_the_same_bits_wherever_experts_are(results: list[d
     static, balanced = whole(results, "static"), whole(results, "balanced")
     assert static.keys() == balanced.keys() and len(static) > 100
     assert [key for key in static if not torch.equal(static[key], balanced[key])] == []
-
-
-def test_control_state_that_stays_behind_shows(results: list[dict[str, Any]]) -> None:
-    static, control = whole(results, "static"), whole(results, "control")
-    assert any(not torch.equal(static[key], control[key]) for key in static)

@@ -63,16 +63,3 @@ def test_commands_are_understood(path: Path) -> None:
             _parser().parse_args(shlex.split(line, comments=True)[1:])
         except SystemExit:
             pytest.fail(f"{path.name}: {line}")
-
-
-def test_a_broken_link_and_a_command_that_is_not_there_are_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "README.md"
-    path.write_text("[gone](gone.md)")
-    with pytest.raises(AssertionError, match=r"gone\.md"):
-        test_links_lead_somewhere(path)
-    path.write_text("[here](#there)\n\n# Here\n")
-    with pytest.raises(AssertionError, match="#there"):
-        test_links_lead_somewhere(path)
-    path.write_text("```bash\neplb-runtime plan load.npz --no-such-option 1\n```\n")
-    with pytest.raises(pytest.fail.Exception, match="no-such-option"):
-        test_commands_are_understood(path)

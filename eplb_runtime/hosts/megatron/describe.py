@@ -35,7 +35,7 @@ from .layer import install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of
 from .order import why_not_permuted
 from .quantized import why_not_followed
-from .settings import EXACT_IN_ONE_SUM, HOST, reorders, settings_of
+from .settings import CHECKS, EXACT_IN_ONE_SUM, reorders, settings_of, stand_ins, without_replicas
 from .weights import weights
 
 logger = logging.getLogger("eplb_runtime")
@@ -177,20 +177,20 @@ def _problems(model: nn.Module, optimizers: Sequence[Any]) -> list[str]:
     settings = settings_of_job(model, optimizers)
     if settings is None:
         return []
-    found = [str(refusal) for refusal in run_checks(settings, HOST.checks)[0]]
+    found = [str(refusal) for refusal in run_checks(settings, CHECKS)[0]]
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MegatronLayer)]
     found += [why for name, module in layers if (why := why_not_followed(name, module))][:1]
     found += [why for name, module in layers if (why := why_not_delayed(name, module))][:1]
     found += [why for _, module in layers[:1] if reorders(module.config) and (why := why_not_permuted(module))]
     if not found and dist.get_rank() == 0:
-        for name, tested in HOST.stand_ins(settings):
+        for name, tested in stand_ins(settings):
             logger.warning("%s was tested with a stand-in (%s), and not on a GPU yet", name, tested)
     return found
 
 
 def _refuses(layers: Sequence[MoELayer], wrapped: bool, config: BalancerConfig) -> str:
     if config.replica_slots:
-        refusal = next(HOST.without_replicas(config))
+        refusal = next(without_replicas(config))
         return f"replica_slots with Megatron: {refusal.why}; {refusal.instead}"
     if replace(config.dispatch, kernels=False) != DispatchConfig():  # kernels hash experts for checksums here, too
         return "dispatch with Megatron: its own dispatchers carry tokens; leave dispatch out"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
-from ..settings import Exact, HostChecks, JobSettings, Refusal, StandIn, Unknown, ranks_of_an_expert, refuse
+from ..settings import Exact, JobSettings, Refusal, Unknown, ranks_of_an_expert, refuse, refuse_all_but_defaults
 
 VERSION = "Megatron-Core 0.16.1 to 0.19.2"
 """Versions whose defaults these are; settings that an older one lacks are off there."""
@@ -164,62 +164,49 @@ def sums_in_order(config: Any) -> bool:
     return config.moe_router_topk <= EXACT_BY_ITSELF or _can_reorder(config)
 
 
-def _exact(job: Any) -> Exact:
-    if not sums_in_order(job):
-        return "rounding"
-    if job.optimizer_cpu_offload and 0 < job.optimizer_offload_fraction < 1:
-        return "rounding"  # an expert is stepped on the device in one slot, in host memory in another
-    return "bit" if job.expert_data_parallel_size <= EXACT_IN_ONE_SUM else "rounding"
+MUST_BE_DEFAULT: Mapping[str, str] = {
+    "expert_tensor_parallel_size": "an expert that is cut over tensor-parallel ranks is not supported",
+    "use_megatron_fsdp": "experts that Megatron's FSDP cuts are not supported",
+    "moe_pad_expert_input_to_capacity": "every expert gets equally many rows: nothing to balance",
+    "moe_expert_rank_capacity_factor": "a rank drops the tokens that are too many for it: which ones would depend on "
+    "where experts are",
+    "moe_single_grouped_weight": "experts must be one tensor of each kind for each expert",
+    "moe_use_legacy_grouped_gemm": "its experts are one tensor of each kind for all experts of a rank",
+    "mtp_detach_heads": "experts of MTP layers are clipped by a norm that would depend on where they are",
+    "optimizer_cuda_graph": "CUDA graphs are not supported yet",
+    "fp4": "FP4 is not supported yet",
+    "num_distributed_optimizer_instances": "several instances of the distributed optimizer are not supported",
+    "overlap_param_gather_with_optimizer_step": "an optimizer for each model chunk is not supported",
+}
+"""Settings that are refused whenever they are given, and why."""
 
 
 def _parallelism(job: Any) -> Iterator[Refusal]:
-    if job.expert_tensor_parallel_size > 1:
-        why = "an expert that is cut over tensor-parallel ranks is not supported"
-        yield refuse(job, "expert_tensor_parallel_size", why, "set expert_tensor_parallel_size=1")
-    for tensors in ("tensor", "expert_tensor"):
-        setting, cut = f"{tensors}_parallel_num_weight_shards", job.expert_tensor_parallel_size
-        cut = cut if tensors == "expert_tensor" else job.tensor_model_parallel_size
+    if job.expert_model_parallel_size == 1 and job.pipeline_model_parallel_size > 1:
+        why = "each rank holds all experts of its stage: none can move"
+        instead = "spread the experts over ranks, or train without the balancer"
+        yield refuse(job, "expert_model_parallel_size", why, instead)
+    for setting, cut in (
+        ("tensor_parallel_num_weight_shards", job.tensor_model_parallel_size),
+        ("expert_tensor_parallel_num_weight_shards", job.expert_tensor_parallel_size),
+    ):
         if getattr(job, setting) is not None and getattr(job, setting) > cut:
             why = "weights that are cut over ranks and gathered to compute have not been run"
             yield refuse(job, setting, why, f"leave {setting} out")
-    if job.expert_model_parallel_size == 1 and job.pipeline_model_parallel_size > 1:
-        yield refuse(
-            job,
-            "expert_model_parallel_size",
-            "each rank holds all experts of its stage: none can move",
-            "spread the experts over ranks, or train without the balancer",
-        )
-    if job.use_megatron_fsdp:
-        why = "experts that Megatron's FSDP cuts are not supported"
-        yield refuse(job, "use_megatron_fsdp", why, "set use_megatron_fsdp=False")
 
 
 def _experts(job: Any) -> Iterator[Refusal]:
     if job.moe_token_dispatcher_type == "flex" and job.moe_flex_dispatcher_backend not in FLEX_BACKENDS:
         instead = f"set moe_flex_dispatcher_backend to {' or '.join(FLEX_BACKENDS)}"
         yield refuse(job, "moe_flex_dispatcher_backend", "nothing has been run with it", instead)
-    if job.moe_pad_expert_input_to_capacity:
-        why = "every expert gets equally many rows: nothing to balance"
-        yield refuse(job, "moe_pad_expert_input_to_capacity", why, "set moe_pad_expert_input_to_capacity=False")
-    if job.moe_expert_rank_capacity_factor is not None:
-        why = "a rank drops the tokens that are too many for it: which ones would depend on where experts are"
-        yield refuse(job, "moe_expert_rank_capacity_factor", why, "leave moe_expert_rank_capacity_factor out")
-    if job.moe_single_grouped_weight:
-        why = "experts must be one tensor of each kind for each expert"
-        yield refuse(job, "moe_single_grouped_weight", why, "set moe_single_grouped_weight=False")
-    if job.moe_use_legacy_grouped_gemm:
-        why = "its experts are one tensor of each kind for all experts of a rank"
-        yield refuse(job, "moe_use_legacy_grouped_gemm", why, "set moe_use_legacy_grouped_gemm=False")
-    if job.mtp_detach_heads:
-        why = "experts of MTP layers are clipped by a norm of their own, which would depend on where they are"
-        yield refuse(job, "mtp_detach_heads", why, "leave mtp_detach_heads out")
     if job.overlap_dispatch_backward_with_experts_wgrad:
         ddp = "with overlap_dispatch_backward_with_experts_wgrad Megatron's DistributedDataParallel would"
         or_without = "or overlap_dispatch_backward_with_experts_wgrad=False"
         if not job.gradient_accumulation_fusion:
             why = f"{ddp} add up gradients of experts that are not computed yet"
-            instead = f"set gradient_accumulation_fusion=True, {or_without}"
-            yield refuse(job, "gradient_accumulation_fusion", why, instead)
+            yield refuse(
+                job, "gradient_accumulation_fusion", why, f"set gradient_accumulation_fusion=True, {or_without}"
+            )
         if job.overlap_grad_reduce:
             why = f"{ddp} scale and reduce gradients of experts before they are computed"
             yield refuse(job, "overlap_grad_reduce", why, f"set overlap_grad_reduce=False, {or_without}")
@@ -227,25 +214,15 @@ def _experts(job: Any) -> Iterator[Refusal]:
 
 def _graphs(job: Any) -> Iterator[Refusal]:
     if job.cuda_graph_impl not in ("none", "transformer_engine"):
-        yield refuse(
-            job,
-            "cuda_graph_impl",
-            "its CUDA graphs may hold experts, which move, or the end of their layer",
-            "set cuda_graph_impl='transformer_engine', with cuda_graph_modules of parts without experts",
-        )
-    if job.optimizer_cuda_graph:
-        yield refuse(job, "optimizer_cuda_graph", "CUDA graphs are not supported yet", "set optimizer_cuda_graph=False")
-    if job.cuda_graph_impl == "transformer_engine" and not WITHOUT_EXPERTS.issuperset(
-        job.cuda_graph_modules.split(",")
-    ):
-        why = "a CUDA graph of whole MoE layers holds experts, which move"
+        why = "its CUDA graphs may hold experts, which move, or the end of their layer"
+        instead = "set cuda_graph_impl='transformer_engine', with cuda_graph_modules of parts without experts"
+        yield refuse(job, "cuda_graph_impl", why, instead)
+    elif job.cuda_graph_impl != "none" and not WITHOUT_EXPERTS.issuperset(job.cuda_graph_modules.split(",")):
         instead = f"name parts without experts ({', '.join(sorted(WITHOUT_EXPERTS))})"
-        yield refuse(job, "cuda_graph_modules", why, instead)
+        yield refuse(job, "cuda_graph_modules", "a CUDA graph of whole MoE layers holds experts, which move", instead)
 
 
 def _precision(job: Any) -> Iterator[Refusal]:
-    if job.fp4 is not None:
-        yield refuse(job, "fp4", "FP4 is not supported yet", "leave fp4 out")
     if job.fp8 is None:
         return
     if job.fp8_param_gather or job.fp8_param:
@@ -257,13 +234,6 @@ def _precision(job: Any) -> Iterator[Refusal]:
 
 
 def _optimizer(job: Any) -> Iterator[Refusal]:
-    if job.num_distributed_optimizer_instances > 1:
-        why = "several instances of the distributed optimizer are not supported"
-        yield refuse(job, "num_distributed_optimizer_instances", why, "set num_distributed_optimizer_instances=1")
-    if job.overlap_param_gather_with_optimizer_step:
-        why = "an optimizer for each model chunk is not supported"
-        instead = "set overlap_param_gather_with_optimizer_step=False"
-        yield refuse(job, "overlap_param_gather_with_optimizer_step", why, instead)
     if job.optimizer not in ("adam", "sgd", *MUON):
         why = "its state of an expert cannot be moved yet"
         yield refuse(job, "optimizer", why, "set optimizer='adam', 'sgd' or 'muon'")
@@ -271,12 +241,9 @@ def _optimizer(job: Any) -> Iterator[Refusal]:
         why = "Muon on Megatron's shards of buffers has not been run"
         yield refuse(job, "use_distributed_optimizer", why, "set use_distributed_optimizer=False")
     if job.saves_by_place and job.use_distributed_optimizer:
-        yield refuse(
-            job,
-            "saves_by_place",
-            "--save keeps the optimizer's state by its place in buffers, which does not say of which expert it is",
-            "give --dist-ckpt-optim-fully-reshardable, and no --ckpt-format torch (or --no-save-optim)",
-        )
+        why = "--save keeps the optimizer's state by its place in buffers, which does not say of which expert it is"
+        instead = "give --dist-ckpt-optim-fully-reshardable, and no --ckpt-format torch (or --no-save-optim)"
+        yield refuse(job, "saves_by_place", why, instead)
     if job.optimizer_cpu_offload and not job.use_distributed_optimizer and (job.bf16 or job.fp16):
         why = "Megatron itself cannot step bf16 or fp16 so without the distributed optimizer"
         instead = "set use_distributed_optimizer=True, or optimizer_cpu_offload=False"
@@ -309,9 +276,7 @@ def _aware(job: Any) -> Iterator[Refusal]:
     for dtype in DTYPES:
         divided = getattr(job, dtype) == "float16" and job.use_distributed_optimizer
         if divided and job.expert_data_parallel_size > 1:
-            why = (
-                "float16 has one scale for what a rank keeps of an expert, and other ranks would keep other parts of it"
-            )
+            why = "float16 has one scale for a rank's part of an expert, and other ranks would keep other parts of it"
             yield refuse(job, dtype, why, f"set {dtype} to bf16 or fp32, or optimizer_cpu_offload=True")
 
 
@@ -322,11 +287,28 @@ def _adapters(job: Any) -> Iterator[Refusal]:
         yield refuse(job, "lora", why, instead)
 
 
-def _replicas(job: Any) -> Iterator[Refusal]:
+CHECKS = (
+    *refuse_all_but_defaults(DEFAULTS, MUST_BE_DEFAULT),
+    *(_parallelism, _experts, _graphs, _precision, _optimizer, _layer_wise, _aware, _adapters),
+)
+
+
+def without_replicas(job: Any) -> Iterator[Refusal]:
+    """Yield what is refused for replica slots alone."""
     yield refuse(job, "replica_slots", "its dispatchers know one place for an expert", "use replica_slots=0")
 
 
-def _stand_ins(job: Any) -> Iterator[StandIn]:
+def exact(job: Any) -> Exact:
+    """Return how equal training with and without moves is."""
+    if not sums_in_order(job):
+        return "rounding"
+    if job.optimizer_cpu_offload and 0 < job.optimizer_offload_fraction < 1:
+        return "rounding"  # an expert is stepped on the device in one slot, in host memory in another
+    return "bit" if job.expert_data_parallel_size <= EXACT_IN_ONE_SUM else "rounding"
+
+
+def stand_ins(job: Any) -> Iterator[tuple[str, str]]:
+    """Yield settings of a job that attaches which were tested with a stand-in, and with which."""
     if job.moe_token_dispatcher_type == "flex":
         yield "moe_token_dispatcher_type", "exchanges of torch.distributed that do what DeepEP's and HybridEP's do"
     if job.overlap_moe_expert_parallel_comm:
@@ -346,21 +328,12 @@ def _stand_ins(job: Any) -> Iterator[StandIn]:
         yield "moe_permute_fusion", "permutations in torch that do what TransformerEngine's fused ones do"
 
 
-HOST = HostChecks(
-    VERSION,
-    settings_of,
-    (_parallelism, _experts, _graphs, _precision, _optimizer, _layer_wise, _aware, _adapters),
-    _replicas,
-    _exact,
-    _stand_ins,
-    (
-        "experts are one tensor of each kind for each expert (SequentialMLP, TEGroupedMLP)",
-        "the model is wrapped in Megatron's DistributedDataParallel, and the optimizer is Megatron's",
-        "the optimizer keeps the whole state of each expert on its rank, or divided over those that hold the same "
-        "experts",
-        "all MoE layers have one expert-parallel group, with experts in order",
-        "virtual pipeline stages say which they are (models made with vp_stage=)",
-    ),
-    "expert_model_parallel_size",
-    "num_moe_experts",
+CHECKED_AT_ATTACH = (
+    "experts are one tensor of each kind for each expert (SequentialMLP, TEGroupedMLP)",
+    "the model is wrapped in Megatron's DistributedDataParallel, and the optimizer is Megatron's",
+    "the optimizer keeps the whole state of each expert on its rank, or divided over those that hold the same experts",
+    "all MoE layers have one expert-parallel group, with experts in order",
+    "virtual pipeline stages say which they are (models made with vp_stage=)",
 )
+RANKS, EXPERTS = "expert_model_parallel_size", "num_moe_experts"
+"""Settings of the ranks and experts of a layer."""

@@ -32,13 +32,15 @@ from .experts import balanced_experts, describe, routed_experts
 from .pipeline import accompany, build_pipeline, numbers_of
 from .settings import (
     BACKENDS,
+    CHECKS,
     EXACT_BY_ITSELF,
-    HOST,
     NEEDED_TORCH,
     STANDARD,
     backend_of,
     check_spmd_backend,
     settings_of,
+    stand_ins,
+    without_replicas,
 )
 from .state import BalancedOptimizers, LogicalOrder, balanced_optimizers, keep_order, synchronize_state
 
@@ -174,7 +176,7 @@ def _say_of(settings: JobSettings) -> None:
     """Rank 0 warns of what torchtitan's own dispatchers come to."""
     if dist.get_rank():
         return
-    for name, tested in HOST.stand_ins(settings):
+    for name, tested in stand_ins(settings):
         logger.warning(
             "%s='%s' was tested with a stand-in (%s), and not on a GPU yet", name, settings.moe_comm_backend, tested
         )
@@ -239,12 +241,12 @@ def _host(part: nn.Module, ep_ranks: tuple[int, ...], settings: JobSettings) -> 
 
 def _refuse(settings: JobSettings, optimizers: Any, config: BalancerConfig) -> None:
     """Raises AttachError for all that would go another way than the balancer knows; ranks have the same settings."""
-    refused = [str(refusal) for refusal in run_checks(settings, HOST.checks)[0]]
+    refused = [str(refusal) for refusal in run_checks(settings, CHECKS)[0]]
     if config.replica_slots:
         refused += [
             f"replica_slots={config.replica_slots} with "
             f"{'parallelism.' if refusal.setting.endswith('_degree') else ''}{refusal}"
-            for refusal in HOST.without_replicas(settings)
+            for refusal in without_replicas(settings)
         ]
     if settings.moe_comm_backend != STANDARD and replace(config.dispatch, kernels=False) != DispatchConfig():
         refused.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ..settings import Exact, HostChecks, JobSettings, Refusal, StandIn, Unknown, ranks_of_an_expert, refuse
+from ..settings import Exact, JobSettings, Refusal, Unknown, ranks_of_an_expert, refuse
 
 VERSION = "torchtitan 0.3.0"
 BACKENDS = {"spmd_types": "2.14", "partial_dtensor": "2.11"}
@@ -64,7 +64,8 @@ def backend_of(dispatchers: Iterable[Any]) -> str:
     return " and ".join(sorted(named.get(name, name) for name in found)) or STANDARD
 
 
-def _exact(job: Any) -> Exact:
+def exact(job: Any) -> Exact:
+    """Return how equal training with and without moves is."""
     backend = job.moe_comm_backend
     if backend in ("deepep", "hybridep") and job.top_k > EXACT_BY_ITSELF:
         return "rounding"
@@ -120,7 +121,11 @@ def _trained(job: Any) -> Iterator[Refusal]:
         yield refuse(job, "lora", "adapters of experts are not supported", "train the experts themselves")
 
 
-def _replicas(job: Any) -> Iterator[Refusal]:
+CHECKS = (_parallelism, check_spmd_backend, _dispatcher, _trained)
+
+
+def without_replicas(job: Any) -> Iterator[Refusal]:
+    """Yield what is refused for replica slots alone."""
     if job.moe_comm_backend in OWN_BACKENDS:
         instead = "set replica_slots=0, or choose the model with moe_comm_backend='standard'"
         yield refuse(job, "moe_comm_backend", "its dispatcher knows one place for an expert", instead)
@@ -129,7 +134,8 @@ def _replicas(job: Any) -> Iterator[Refusal]:
             yield refuse(job, degree, "copies of experts are not there for it yet", "set replica_slots=0")
 
 
-def _stand_ins(job: Any) -> Iterator[StandIn]:
+def stand_ins(job: Any) -> Iterator[tuple[str, str]]:
+    """Yield what was tested with a stand-in, and with which."""
     if job.moe_comm_backend in ("deepep", "hybridep"):
         tested = "buffers over torch.distributed that do what deep_ep's ElasticBuffer and HybridEPBuffer do"
         yield "moe_comm_backend", tested
@@ -138,20 +144,12 @@ def _stand_ins(job: Any) -> Iterator[StandIn]:
         yield "moe_comm_backend", tested
 
 
-HOST = HostChecks(
-    VERSION,
-    settings_of,
-    (_parallelism, check_spmd_backend, _dispatcher, _trained),
-    _replicas,
-    _exact,
-    _stand_ins,
-    (
-        "spmd_backend='spmd_types', torchtitan's default, and moe_comm_backend='hybridep' have torch 2.14 or newer",
-        "the overrides, pipelining_fn and post_optimizer_build_fn that balance() sets are in the config",
-        "each rank holds whole experts, equally many",
-        "with replica slots: the ranks that hold the same experts divide dimension 1 of their tensors",
-        "deepep, hybridep, minimal_async_ep: a batch sent through the dispatcher comes to its slots and back",
-    ),
-    "expert_parallel_degree",
-    "num_experts",
+CHECKED_AT_ATTACH = (
+    "spmd_backend='spmd_types', torchtitan's default, and moe_comm_backend='hybridep' have torch 2.14 or newer",
+    "the overrides, pipelining_fn and post_optimizer_build_fn that balance() sets are in the config",
+    "each rank holds whole experts, equally many",
+    "with replica slots: the ranks that hold the same experts divide dimension 1 of their tensors",
+    "deepep, hybridep, minimal_async_ep: a batch sent through the dispatcher comes to its slots and back",
 )
+RANKS, EXPERTS = "expert_parallel_degree", "num_experts"
+"""Settings of the ranks and experts of a layer."""

@@ -1,47 +1,40 @@
-"""Two channels between the same ranks, so that two micro-batches of a rank can travel at once.
+"""Two micro-batches of a rank at once: a forward and a backward pass of DualPipeV, or two batches of a loop.
 
-Collectives of one group must come in the same order on all its ranks. Two threads have no order between them, so each
-exchanges in groups of its own. Backward passes, and the second micro-batch of `MicroBatchChannels.both`, use the second
-channel once it is open. Only one of them runs at a time, so each channel's exchanges are in order on every rank.
+Collectives of one group must come in the same order on all its ranks, and two threads have no order between them. So
+backward passes, and the second thing that `MicroBatchChannels.both` runs, exchange in groups of their own once these
+are open. Only one of them runs at a time, so each channel's exchanges are in order on every rank.
 
-On a device each channel has a stream of its own, too (`streams.py`), and all ranks launch the exchanges of both in one
-order (`collective_order.py`).
+On a device each of two things has a stream of its own, and all ranks launch their exchanges in one order. A kernel that
+waits for its peers keeps what it has on the GPU until they come: if one rank launches A before B and another B before
+A, and the hardware or the driver takes them in that order, both wait for ever.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from threading import get_ident
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ...load.counter import in_recompute as in_backward
 from ...utils.worker import Worker
-from .collective_order import CollectiveOrder
-from .streams import StreamGuard, TwoStreams
 
 T = TypeVar("T")
 U = TypeVar("U")
-Shared = Literal["counts", "low latency"]
-"""What two things at once have in common."""
+_NAMES = "the first", "the second"
 _HOST_SECONDS = 1800.0
 """As long as torch's process groups wait where their host says nothing."""
 
 
 @dataclass(frozen=True)
 class MicroBatchChannel:
-    """One way.
-
-    Args:
-        tokens: the EP group, on the tokens' device.
-        counts: the same ranks, for what goes ahead of tokens.
-    """
+    """The EP group on the tokens' device, and a group of the same ranks for what goes ahead of tokens."""
 
     tokens: dist.ProcessGroup
     counts: dist.ProcessGroup
@@ -49,6 +42,156 @@ class MicroBatchChannel:
 
 class BackwardInsideError(RuntimeError):
     """A backward pass has begun in one of two things that may have none."""
+
+
+class CollectiveOrder:
+    """Interleaves two sequences of launches: the first of each, then the second of each, until one has ended. The order
+    depends on the lengths of the sequences, not on their speed.
+
+    Args:
+        seconds: how long one waits for the other at most.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._launching: set[int] = set()
+        self._changed = threading.Condition()
+        self._launched = [0, 0]
+        self._asks = [False, False]
+        self._ended = [False, False]
+
+    @contextlib.contextmanager
+    def launching(self, channel: int) -> Iterator[None]:
+        """Inside, the next exchange of channel 0 or 1 is launched; waits for the other's launches that come first.
+
+        Raises:
+            RuntimeError: the other did not get there in time, or this thread is within a turn already.
+        """
+        thread, other = threading.get_ident(), 1 - channel
+        with self._changed:
+            if thread in self._launching:
+                raise RuntimeError("an exchange began within the launch of another: ranks would count one as two")
+            self._asks[channel] = True
+            self._changed.notify_all()
+            try:
+                turn = self._launched[channel] + channel
+                self._wait(channel, lambda: self._ended[other] or self._launched[other] >= turn)
+            except BaseException:
+                self._asks[channel] = False
+                raise
+            self._launching.add(thread)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._launching.remove(thread)
+                self._asks[channel] = False
+                self._launched[channel] += 1
+                self._changed.notify_all()
+
+    def until_the_other_asks(self, channel: int) -> None:
+        """Within a turn: wait until the other has queued all that it computes before its next exchange."""
+        with self._changed:
+            self._wait(channel, lambda: self._asks[1 - channel] or self._ended[1 - channel])
+
+    def end(self, channel: int) -> None:
+        """Record that a channel launches nothing any more, having done its work or failed."""
+        with self._changed:
+            self._ended[channel] = True
+            self._changed.notify_all()
+
+    def _wait(self, channel: int, ready: Callable[[], bool]) -> None:
+        if not self._changed.wait_for(ready, self._seconds):
+            awaited = self._launched[1 - channel] + 1
+            raise RuntimeError(
+                f"of two batches at once, {_NAMES[1 - channel]} did not reach its exchange {awaited} "
+                f"within {self._seconds:g} s; exchange {self._launched[channel] + 1} of {_NAMES[channel]} waited for it"
+            )
+
+
+class TwoStreams:
+    """Two streams of a device beside the caller's. They start after what the caller's has to do, and it goes on after
+    both; meanwhile it has nothing to do. No host sync, and no `record_stream`: memory of either side is not used again
+    before the other side has been waited for.
+
+    Args:
+        device: where.
+        module: that of its kind, as `torch.cuda`; None: torch's.
+    """
+
+    def __init__(self, device: torch.device, module: Any = None) -> None:
+        self._device = device
+        self._module: Any = module if module is not None else torch.get_device_module(device)
+        self._made: tuple[Any, Any] | None = None
+
+    def begin(self) -> tuple[Any, Any]:
+        """Return the two streams, which wait for what the current one has to do."""
+        for stream in self._pair():
+            stream.wait_stream(self._current())
+        return self._pair()
+
+    def join(self) -> None:
+        """Let the current stream wait for both."""
+        for stream in self._pair():
+            self._current().wait_stream(stream)
+
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        """Inside, on any thread, this stream is the current one."""
+        self._module.set_device(self._device)  # each thread has a current device of its own
+        with self._module.stream(stream):
+            yield
+
+    def after_the_other(self) -> None:
+        """Let the current stream, one of the two, go on after what the other has to do now."""
+        here, pair = self._current(), self._pair()
+        for stream in pair:
+            if here in pair and here != stream:
+                here.wait_stream(stream)
+
+    def in_order_with_this_one(self) -> Callable[[], AbstractContextManager[None]]:
+        """Return a context in which any stream uses what the stream that is current now writes: it begins after what
+        that has to do then, and that goes on after it."""
+        writer = self._current()
+
+        @contextlib.contextmanager
+        def in_order() -> Iterator[None]:
+            here = self._current()
+            if here == writer:
+                yield
+                return
+            here.wait_stream(writer)
+            try:
+                yield
+            finally:
+                writer.wait_stream(here)
+
+        return in_order
+
+    def one_after_another(self) -> Callable[[], AbstractContextManager[None]]:
+        """Return a context in which streams use the same memory: each use waits for the one before, on the device."""
+        lock, last = threading.Lock(), list[Any]()
+
+        @contextlib.contextmanager
+        def in_turn() -> Iterator[None]:
+            with lock:
+                stream = self._current()
+                if last and last[0] != stream:
+                    stream.wait_event(last[1])
+                try:
+                    yield
+                finally:
+                    last[:] = stream, stream.record_event()
+
+        return in_turn
+
+    def _current(self) -> Any:
+        return self._module.current_stream(self._device)
+
+    def _pair(self) -> tuple[Any, Any]:
+        if self._made is None:
+            self._made = self._module.Stream(self._device), self._module.Stream(self._device)
+        return self._made
 
 
 class MicroBatchChannels:
@@ -59,9 +202,11 @@ class MicroBatchChannels:
         device: of the tokens.
         in_order: whether both ways' exchanges must be launched in one order on all ranks; on a device they are anyway.
         streams: of two things at once; None: those of the device, none on a CPU.
-        seconds: how long one of two things waits for the other's launches at most; as long as for other ranks.
+        seconds: how long one of two things waits for the other's launches at most.
 
     Attributes:
+        first: as given.
+        streams: as given or made; None: there are none.
         busy: while two things run at once.
         ahead: called before two things begin, on the thread that has them run.
     """
@@ -74,50 +219,35 @@ class MicroBatchChannels:
         streams: TwoStreams | None = None,
         seconds: float = _HOST_SECONDS,
     ) -> None:
-        self._first = first
+        on_device = device is not None and device.type != "cpu"
+        self.first = first
+        self.streams = TwoStreams(device) if streams is None and on_device and device is not None else streams
+        self.busy = False
+        self.ahead: Callable[[], None] = lambda: None
         self._second: MicroBatchChannel | None = None
         self._worker = Worker("eplb_runtime second channel")
         self._second_thread: int | None = None
-        self.busy = False
         self._forwards_only = False
-        self.ahead: Callable[[], None] = lambda: None
         self._device_type = "cpu" if device is None else device.type
-        on_device = device is not None and device.type != "cpu"
-        self._streams = TwoStreams(device) if streams is None and on_device and device is not None else streams
         self._in_order = in_order or on_device
         self._seconds = seconds
         self._order: CollectiveOrder | None = None
-        self._shared: dict[str, StreamGuard] = {}
-
-    @property
-    def first(self) -> MicroBatchChannel:
-        """Return the channel that is there from the start."""
-        return self._first
+        self._shared: dict[str, Callable[[], AbstractContextManager[None]]] = {}
 
     @property
     def is_open(self) -> bool:
         """Return whether there is a second way."""
         return self._second is not None
 
-    @property
-    def has_streams(self) -> bool:
-        """Return whether two things at once have streams of their own."""
-        return self._streams is not None
-
     def open(self, second: MicroBatchChannel) -> None:
-        """From here on, there are two. On every rank of the group, between forwards and backward passes."""
+        """Add the second way. On every rank of the group, between forwards and backward passes."""
         self._second = second
 
     def current(self) -> MicroBatchChannel:
-        """What this thread takes now. A device's backward passes run on threads of torch's, and go the second way
-        there."""
+        """Return this thread's channel. A device's backward passes run on threads of torch's, and go the second way."""
         if self._second is None:
-            return self._first
-        return self._second if in_backward() or get_ident() == self._second_thread else self._first
-
-    def is_first(self, channel: MicroBatchChannel) -> bool:
-        """Return whether it is the way that there was at the start."""
-        return channel is self._first
+            return self.first
+        return self._second if in_backward() or threading.get_ident() == self._second_thread else self.first
 
     def launching(self) -> AbstractContextManager[None]:
         """Inside, an exchange is launched: where two things run at once, when it is this one's turn on every rank. Not
@@ -135,18 +265,14 @@ class MicroBatchChannels:
         exchange. The host waits until that is queued, and the device until it is done."""
         if (order := self._order) is not None:
             order.until_the_other_asks(self._number())
-            if self._streams is not None:
-                self._streams.after_the_other()
+            if self.streams is not None:
+                self.streams.after_the_other()
 
     def _number(self) -> int:
-        return 0 if self.is_first(self.current()) else 1
+        return 0 if self.current() is self.first else 1
 
     def before_backward(self) -> None:
-        """A backward pass has come to a layer.
-
-        Raises:
-            BackwardInsideError: two things run at once that have none.
-        """
+        """Raise BackwardInsideError if a backward pass has come to a layer while two things run that may have none."""
         if self._forwards_only:
             raise BackwardInsideError(
                 "a backward pass inside at_once: its tokens would go the way of the second batch's, and ranks would "
@@ -154,7 +280,7 @@ class MicroBatchChannels:
                 "has ended"
             )
 
-    def shared(self, what: Shared) -> AbstractContextManager[None]:
+    def shared(self, what: Literal["counts", "low latency"]) -> AbstractContextManager[None]:
         """Inside, memory is used that both of two things at once write."""
         shared = self._shared.get(what)
         return contextlib.nullcontext() if shared is None else shared()
@@ -179,35 +305,47 @@ class MicroBatchChannels:
         if self.busy:
             raise RuntimeError("two batches run at once already: a third would have no way of its own")
         self.busy, self._forwards_only = True, forwards_only
-        join: Callable[[], None] = lambda: None  # noqa: E731
+        streams: tuple[Any, Any] | None = None
+
+        def run(number: int, work: Callable[[], Any]) -> Any:
+            with contextlib.ExitStack() as around:
+                if order is not None:
+                    around.callback(order.end, number)
+                if streams is not None and self.streams is not None:
+                    around.enter_context(self.streams.on(streams[number ^ swapped]))
+                return work()
+
         try:
             self.ahead()
             order = self._order = CollectiveOrder(self._seconds) if self._in_order else None
-            if self._streams is not None:
-                self._shared = {what: self._streams.one_after_another() for what in get_args(Shared)}
-                current, second, join = self._streams.fork(current, second, swapped)
-            current, second = _ends(current, order, 0), _ends(second, order, 1)
-            running = self._worker.submit(self._in_the_modes_of_this_thread(second))
+            if self.streams is not None:
+                self._shared = {what: self.streams.one_after_another() for what in ("counts", "low latency")}
+                streams = self.streams.begin()
+            running = self._worker.submit(self._in_the_modes_of_this_thread(lambda: run(1, second)))
             # Where `current` fails, ranks part; the other is not waited for: it may wait for ranks that will not come.
             try:
-                first = current()
+                first = run(0, current)
             except BackwardInsideError:
                 wait([running])  # on every rank alike: its forwards end, and a backward pass of it is refused, too
                 raise
             return first, running.result()
         finally:
-            join()
+            if streams is not None and self.streams is not None:
+                self.streams.join()
             self._order, self._shared = None, {}
             self.busy = self._forwards_only = False
-
-    def in_order_with_this_stream(self) -> Callable[[], AbstractContextManager[None]]:
-        """A context in which either of two things uses what the stream that is current now writes meanwhile."""
-        return contextlib.nullcontext if self._streams is None else self._streams.in_order_with_this_one()
 
     def alone(self, work: Callable[[], T], swapped: bool = False) -> T:
         """Run one thing on the stream that it would have as the first of `both`, so that its backward pass can be one
         of two things at once."""
-        return work() if self._streams is None else self._streams.alone(work, swapped)
+        if self.streams is None:
+            return work()
+        stream = self.streams.begin()[swapped]
+        try:
+            with self.streams.on(stream):
+                return work()
+        finally:
+            self.streams.join()
 
     def _in_the_modes_of_this_thread(self, work: Callable[[], U]) -> Callable[[], U]:
         inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
@@ -217,7 +355,7 @@ class MicroBatchChannels:
         ]
 
         def inside() -> U:
-            self._second_thread = get_ident()
+            self._second_thread = threading.get_ident()
             with contextlib.ExitStack() as modes:
                 modes.enter_context(torch.inference_mode(inference))
                 modes.enter_context(torch.set_grad_enabled(gradients))
@@ -226,17 +364,3 @@ class MicroBatchChannels:
                 return work()
 
         return inside
-
-
-def _ends(work: Callable[[], T], order: CollectiveOrder | None, way: int) -> Callable[[], T]:
-    """The same work; when it is over, the other way waits for its launches no more."""
-    if order is None:
-        return work
-
-    def with_an_end() -> T:
-        try:
-            return work()
-        finally:
-            order.end(way)
-
-    return with_an_end

@@ -181,7 +181,7 @@ class DeepEPBuffer:
         deepep_package.refuse_filled_memory()
         channel = self._channels.current()
         configs = self._dispatch_config, self._combine_config
-        if self._channels.is_first(channel):
+        if channel is self._channels.first:
             return self._shared.buffer(channel.tokens, self._num_sms, *configs)
         if channel not in self._others:
             self._others[channel] = deepep_package.new_buffer(self._package, channel.tokens, *configs)

@@ -148,6 +148,17 @@ def uneven_buffer(run: Run) -> str:
     return ""
 
 
+def untrained(run: Run) -> str:
+    """Name a parameter with a gradient, where no step changes any such (of experts; of the rest); empty: none."""
+    first, last = run.step(0).cells, run.step(run.length).cells
+    trained = [key[0].removesuffix("/grad") for key, cell in last.items() if cell.kind == "gradient" and cell.norm]
+    for is_expert in (True, False):
+        keys = [key for key in first if key[0] in trained and (key[1] >= 0) == is_expert]
+        if keys and all(first[key].same_bits(last[key]) for key in keys):
+            return keys[0][0]
+    return ""
+
+
 def _hint(here: StepRecord, there: StepRecord, odd: Sequence[Key]) -> str:
     """Say what a step's differences point to."""
     gradients = [key for key in odd if here.cells[key].kind == "gradient"]

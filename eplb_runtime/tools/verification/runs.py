@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ...config import BalancerConfig, Trial, launcher_environment, set_trial
 from ...distributed.consensus import gather_bytes
 from ...hosts import attach
-from .records import Closeness, Difference, Run, first_difference, to_rounding, uneven_buffer
+from .records import Closeness, Difference, Run, first_difference, to_rounding, uneven_buffer, untrained
 from .report import Report
 
 SEED = 20250710
@@ -92,6 +92,8 @@ def proof() -> Proof:
         first = report.unregistered[0]
         why = f"{first['holder']} holds what may be experts, shape {tuple(first['shape'])}, and does not move with them"
         return answer("unknown", f"{why}: balancer.register_all(name, it), or make it new after each step")
+    if name := untrained(fixed):
+        return answer("unknown", f"{name} has gradients and no step changes it: does the optimizer step this model?")
     if name := uneven_buffer(fixed):
         return answer("unknown", f"buffer {name} is not the same on all ranks: each writes it by its own tokens alone")
     return answer("right")

@@ -107,7 +107,7 @@ def scale_by_rank_once(job: Job) -> None:
 @found("either")
 def scaler_of_torch(job: Job) -> None:
     """torch's GradScaler looks for overflows on each rank by itself"""
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=1)
     job.backward = lambda loss: scaler.scale(loss).backward()
     job.step = lambda: (scaler.step(job.optimizer), scaler.update())
 
@@ -383,7 +383,7 @@ def state_in_closure(job: Job) -> None:
     stepped_by(job, optimizers.MomentumInClosure)
 
 
-@found("live")
+@found("verify")
 def writes_nothing(job: Job) -> None:
     """an optimizer steps weights of its own, which the model never reads"""
     stepped_by(job, optimizers.WritesNothing)

@@ -6,17 +6,21 @@ import numpy as np
 import pytest
 
 from eplb_runtime.placement import EMPTY, Placement
-from eplb_runtime.planner.shuffle import plan_shuffle
+from eplb_runtime.planner.shuffle import plan_shuffle, shuffled
 from eplb_runtime.topology import Topology
 
 
-@pytest.mark.parametrize(("experts", "ranks"), [(8, 2), (8, 8), (12, 3), (4, 4), (16, 4)])
+@pytest.mark.parametrize(("experts", "ranks"), [(16, 2), (8, 8), (12, 3), (4, 4), (16, 4)])
 def test_every_home_changes_its_rank_even_on_balanced_load(experts: int, ranks: int) -> None:
     current = Placement.initial(3, experts, ranks, 0)
     plan = plan_shuffle(np.ones((2, 3, experts)), Topology(ranks), slots_per_rank=experts // ranks, current=current)
     assert plan.decision == "rebalance"
     stayed = (plan.placement.home_rank == current.home_rank).sum(axis=1)
     assert (stayed <= (experts // ranks if ranks % 2 else 0)).all()
+    for epoch in range(1, 9):  # two ranks are never back where they began
+        made = shuffled(current, np.ones((3, experts))).with_epoch(epoch)
+        assert experts < 12 or (made.home_rank != Placement.initial(3, experts, ranks, 0).home_rank).any(axis=1).all()
+        current = made
 
 
 def test_the_next_epoch_is_shuffled_otherwise_and_the_same_epoch_alike() -> None:

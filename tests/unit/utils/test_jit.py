@@ -54,14 +54,6 @@ def test_a_caller_is_compiled_anew_when_what_it_calls_has_changed(package: Path)
     assert first[1] != second[1]
 
 
-def test_control_numbas_own_cache_goes_on_with_what_it_has(package: Path) -> None:
-    own = "from numba import njit\n\n\ndef jit(function):\n    return njit(cache=True)(function)\n"
-    (package / "utils" / "jit.py").write_text(own)
-    assert thrice(package).startswith("3")
-    (package / "callee.py").write_text(CALLEE.format(7))
-    assert thrice(package).startswith("3")
-
-
 def test_a_source_without_compiled_functions_changes_nothing(package: Path) -> None:
     before = folder_for(package)
     (package / "other.py").write_text("x = 1\n")

@@ -13,53 +13,17 @@ import torch
 from stream_double import Memory, Module, Stream
 
 from eplb_runtime.hosts.pipelining import OverlappedForwardBackward
-from eplb_runtime.moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
-from eplb_runtime.moe.dispatch.streams import StreamGuard, TwoStreams
+from eplb_runtime.moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels, TwoStreams
 from eplb_runtime.replicas.broadcast_plan import NONE
 from eplb_runtime.replicas.sync import ReplicaSync
 
 DEVICE = torch.device("meta")
 
 
-class Deaf(Stream):
-    """Waits for nobody."""
-
-    def wait_event(self, event: Any) -> None:
-        pass
-
-
-class WithoutStart(TwoStreams):
-    """A fault to be noticed: the two do not wait for the caller's."""
-
-    def _pair(self) -> Any:
-        self._made = self._made or (Deaf(), Deaf())
-        return self._made
-
-
-class WithoutEnd(TwoStreams):
-    """Another: the caller's does not wait for them."""
-
-    def fork(self, *args: Any) -> Any:
-        one, other, _ = super().fork(*args)
-        return one, other, lambda: None
-
-
-class OnTheCallers(TwoStreams):
-    """Another: the first has no stream of its own."""
-
-    def _pair(self) -> Any:
-        caller = self._module.current_stream(self._device)
-        self._made = self._made or (caller, self._module.Stream(self._device))
-        return self._made
-
-
-FAULTS = [WithoutStart, WithoutEnd, OnTheCallers]
-
-
-def lanes_of(kind: type[TwoStreams] = TwoStreams) -> tuple[MicroBatchChannels, Module, Memory]:
+def lanes_of() -> tuple[MicroBatchChannels, Module, Memory]:
     module = Module()
     first, second = MicroBatchChannel(None, None), MicroBatchChannel(None, None)
-    channels = MicroBatchChannels(first, in_order=True, streams=kind(DEVICE, module))
+    channels = MicroBatchChannels(first, in_order=True, streams=TwoStreams(DEVICE, module))
     channels.open(second)
     return channels, module, Memory(module)
 
@@ -110,17 +74,6 @@ def test_what_is_used_on_two_streams_has_been_waited_for(scene: Callable[[MicroB
     assert not memory.races
 
 
-@pytest.mark.parametrize(
-    ("fault", "scene"), list(zip(FAULTS, [freed_outside, results_cross, freed_inside], strict=True))
-)
-def test_control_a_missing_wait_is_noticed(
-    fault: type[TwoStreams], scene: Callable[[MicroBatchChannels, Memory], None]
-) -> None:
-    channels, _, memory = lanes_of(fault)
-    scene(channels, memory)
-    assert memory.races
-
-
 @pytest.mark.parametrize("shared", [True, False])
 def test_what_both_write_is_written_one_after_the_other(shared: bool) -> None:
     channels, _, memory = lanes_of()
@@ -147,7 +100,7 @@ def test_one_stream_waits_for_no_event_of_its_own() -> None:
 
     module = Module()
     module.default = stream = Talking()
-    order = StreamGuard(DEVICE, module)
+    order = TwoStreams(DEVICE, module).one_after_another()
     for _ in range(3):
         with order():
             pass
@@ -230,25 +183,6 @@ def test_what_comes_after_the_other_comes_after_all_that_it_computes_before_its_
     channels.both(here, beside)
     channels.both(lambda: None, lambda: None)  # one that has ended is not waited for
     assert not memory.races
-
-
-def test_control_a_stream_that_does_not_wait_for_the_others_work_is_noticed() -> None:
-    channels, _, memory = lanes_of()
-    channels._streams.after_the_other = lambda: None  # type: ignore[union-attr, method-assign]
-    computed: list[Any] = []
-
-    def here() -> None:
-        with channels.launching():
-            channels.after_the_other()
-            memory.use(computed[0], "received")
-
-    def beside() -> None:
-        computed.append(memory.make("computed"))
-        with channels.launching():
-            pass
-
-    channels.both(here, beside)
-    assert memory.races
 
 
 class Stage:

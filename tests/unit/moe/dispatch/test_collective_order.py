@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from eplb_runtime.moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
-from eplb_runtime.moe.dispatch.collective_order import CollectiveOrder
+from eplb_runtime.moe.dispatch.channels import CollectiveOrder, MicroBatchChannel, MicroBatchChannels
 
 Turn = Callable[[int], contextlib.AbstractContextManager[None]]
 
@@ -18,7 +17,7 @@ Turn = Callable[[int], contextlib.AbstractContextManager[None]]
 def launched(
     launching: Turn, lengths: tuple[int, int], ahead: int, end: Callable[[int], None]
 ) -> list[tuple[int, int]]:
-    """What was launched, where the way ``ahead`` asks first, and is through before the other asks if nobody waits."""
+    """What was launched, where the way ``ahead`` asks first."""
     seen: list[tuple[int, int]] = []
     asked = threading.Event()
 
@@ -33,15 +32,9 @@ def launched(
     thread = threading.Thread(target=run, args=(ahead,))
     thread.start()
     assert asked.wait(10)
-    if launching is nobody_waits:
-        thread.join()
     run(1 - ahead)
     thread.join()
     return seen
-
-
-def nobody_waits(way: int) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 LENGTHS = [(3, 3), (4, 2), (1, 4), (0, 2), (2, 0)]
@@ -56,11 +49,6 @@ def in_turns(lengths: tuple[int, int]) -> list[tuple[int, int]]:
 def test_the_order_follows_from_how_many_there_are(lengths: tuple[int, int], ahead: int) -> None:
     order = CollectiveOrder(10.0)
     assert launched(order.launching, lengths, ahead, order.end) == in_turns(lengths)
-
-
-def test_control_without_turns_it_follows_from_who_comes_first() -> None:
-    none = launched(nobody_waits, (3, 3), 1, lambda _: None)
-    assert none == [*((1, number) for number in range(3)), *((0, number) for number in range(3))]
 
 
 def channels(in_order: bool = True) -> MicroBatchChannels:
@@ -105,7 +93,7 @@ def test_alone_nobody_takes_turns(in_order: bool) -> None:
     for _ in range(3):
         with one.launching():
             seen.append(one.current())
-    assert seen == [one._first] * 3
+    assert seen == [one.first] * 3
 
 
 def test_a_way_that_does_not_come_is_waited_for_until_the_deadline_and_said() -> None:

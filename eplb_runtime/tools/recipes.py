@@ -1,26 +1,28 @@
-"""Recipes in the ways that people write them: Megatron's flags (also through slime), verl's overrides ``key=value``,
-JSON, and torchtitan's config functions."""
+"""Would a job be balanced? Recipes are read as people write them (flags of Megatron and slime; overrides `key=value` of
+verl; JSON; config functions of torchtitan) and judged by the checks that `attach` makes."""
 
 from __future__ import annotations
 
 import ast
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from ...hosts.megatron.settings import DEFAULTS, LAYER_WISE, MUON
-from ...hosts.settings import Unknown
-from ...hosts.torchtitan.settings import DEFAULTS as TORCHTITAN
-from ...hosts.torchtitan.settings import backend_of
-from ...utils.errors import one_line
-from ...utils.files import FileError, require_readable
-from .script import Script
+from ..hosts.megatron import settings as megatron
+from ..hosts.settings import Exact, Refusal, Unknown, UnknownError, run_checks
+from ..hosts.torchtitan import settings as torchtitan
+from ..utils.errors import one_line
+from ..utils.files import FileError, require_readable
 
+HOSTS: Mapping[str, Any] = {"megatron": megatron, "torchtitan": torchtitan}
 MOST_BYTES = 64 << 20
 SHORT = {
     "num_experts": "num_moe_experts",
@@ -39,23 +41,13 @@ SHORT_TORCHTITAN = {
     "ep": "expert_parallel_degree",
     "gpus": "world_size",
 }
-GONE = (
-    *(
-        "cuda_graph",
-        "dispatcher",
-        "flex_backend",
-        "overlap_moe_comm",
-        "params_dtype",
-        "nvfp4",
-        "fsdp",
-        "notes",
-        "compile",
-    ),
-    *("distributed_optimizer", "precision_aware_optimizer", "offload_fraction", "edp_at_reference", "source_lines"),
+GONE = re.compile(
+    "cuda_graph|dispatcher|flex_backend|overlap_moe_comm|params_dtype|nvfp4|fsdp|notes|compile|distributed_optimizer|"
+    "precision_aware_optimizer|offload_fraction|edp_at_reference|source_lines"
 )
 """Names of our own that recipes in JSON had once."""
 FLAGS: Mapping[str, tuple[str, Any]] = {
-    **{name: (name, True) for name in (*DEFAULTS, "enable_cuda_graph", "external_cuda_graph")},
+    **{name: (name, True) for name in (*megatron.DEFAULTS, "enable_cuda_graph", "external_cuda_graph")},
     "num_experts": ("num_moe_experts", True),
     "fp8_format": ("fp8", True),
     "fp4_format": ("fp4", True),
@@ -96,6 +88,15 @@ _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 _ARGUMENTS = re.compile(r"\$\{?(\w+(?:\[[@*]\])|\w*(?:ARG|OPT|FLAG|CONFIG|EXTRA|PARAM)\w*)\}?")
 """A word that stands for arguments, where its variable has no value in the script."""
+_COMPUTED = re.compile(r"\$\(\([^()]*\)\)|\$\([^()]*\)|`[^`]*`")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?(?::?-([^{}]*))?\})")
+_OPENING = ("if", "for", "while", "until", "case", "{")
+_CLOSING = ("fi", "done", "esac", "}")
+_BEFORE = ("then", "do", "else", "elif", "time", "!", "export", "declare", "local", "readonly", "typeset")
+_SEPARATORS = ";&|()<>\n"
+_SEVERAL = re.compile(r"(^|\s)(--\S+|\+{0,2}\w+(\.\w+)+=\S*)\s|\s--")
+"""Of a text that is several words: flags, or overrides of verl's."""
 
 
 class RecipeError(FileError):
@@ -121,6 +122,129 @@ class Recipe:
     options: Mapping[str, Any]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RecipeAnswer:
+    """Whether a recipe's job could be balanced; None in a field: not known, or no host of ours trains it.
+
+    Args:
+        without_replicas: what is refused for replica slots besides.
+        undecided: settings that a check needs and that are not known.
+        assumed: settings that have a default, which the recipe does not give.
+        unknown: settings whose value the recipe does not show, and where it comes from.
+    """
+
+    recipe: Recipe
+    host: Any
+    refused: Sequence[Refusal]
+    without_replicas: Sequence[Refusal] = ()
+    undecided: Sequence[str] = ()
+    exact: Exact | None = None
+    assumed: Mapping[str, Any] = field(default_factory=dict)
+    unknown: Mapping[str, str] = field(default_factory=dict)
+    ep: int | None = None
+    edp: int | None = None
+    stand_ins: Sequence[tuple[str, str]] = ()
+
+    @property
+    def attaches(self) -> bool | None:
+        """None: a check needs a setting that is not known."""
+        return False if self.refused else None if self.undecided else True
+
+    @property
+    def version(self) -> str:
+        """The framework's, as people name it."""
+        return self.host.VERSION if self.host else ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ``--json`` prints it."""
+        return {
+            "attaches": self.attaches,
+            "homes": self.attaches,
+            "replicas": False if self.without_replicas else self.attaches,
+            "exact": self.exact,
+            "refused": [asdict(one) for one in self.refused],
+            "assumed": [{"setting": name, "value": value, "of": self.version} for name, value in self.assumed.items()],
+            "unknown": [{"setting": name, "value": text} for name, text in self.unknown.items()],
+            "ep": self.ep,
+            "edp": self.edp,
+            "stand_in": [{"setting": name, "tested": tested} for name, tested in self.stand_ins],
+        }
+
+
+def answer(recipe: Recipe) -> RecipeAnswer:
+    """Judge a recipe by the checks of its framework.
+
+    Raises:
+        RecipeError: a size is no whole number of at least 1, or EP does not divide the experts.
+    """
+    host = HOSTS.get(recipe.host)
+    if host is None:
+        why = "its trainer spreads experts itself, and no host of ours knows it"
+        instead = "attach by hand, by attach(..., layers=[eplb.MoE(...)]), where each rank still has all experts"
+        refusal = Refusal("host", recipe.source or recipe.host, why, instead)
+        return RecipeAnswer(recipe, None, (refusal,), ep=recipe.options.get("ep"), edp=recipe.options.get("edp"))
+    given = {name: value for name, value in recipe.options.items() if value is not None}
+    _check_sizes(recipe, {**host.settings_of({}).values, "world_size": 1}, given)
+    settings = host.settings_of({**recipe.defaults, **given})
+    experts, ep, edp = map(settings.values.get, (host.EXPERTS, host.RANKS, "expert_data_parallel_size"))
+    if isinstance(experts, int) and isinstance(ep, int) and experts % ep:
+        names = [recipe.written.get(name, name) for name in (host.EXPERTS, host.RANKS)]
+        raise RecipeError(f"{recipe.name}: {names[0]} {experts} is no multiple of {names[1]} {ep}")
+    refused, undecided = run_checks(settings, host.CHECKS)
+    without_replicas, undecided_replicas = run_checks(settings, (host.without_replicas,))
+    exact: Exact | None = None
+    with suppress(UnknownError):
+        exact = host.exact(settings)
+    unknown = {name: str(value) for name, value in settings.values.items() if isinstance(value, Unknown)}
+    assumed = {name: settings.values[name] for name in settings.values if name not in given and name not in unknown}
+    assumed.pop("expert_data_parallel_size", None)
+    return RecipeAnswer(
+        recipe,
+        host,
+        [replace(one, setting=recipe.written.get(one.setting, one.setting)) for one in refused],
+        without_replicas,
+        [*undecided, *undecided_replicas],
+        exact,
+        assumed,
+        unknown,
+        ep if isinstance(ep, int) else None,
+        edp if isinstance(edp, int) else None,
+        () if refused else run_checks(settings, (host.stand_ins,))[0],
+    )
+
+
+def _check_sizes(recipe: Recipe, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """A setting whose default is a whole number is one of at least 1."""
+    for name in (name for name, default in defaults.items() if type(default) is int and name in given):
+        value = given[name]
+        if not isinstance(value, Unknown) and not (isinstance(value, int) and value >= 1):
+            written = recipe.written.get(name, name)
+            raise RecipeError(f"{recipe.name}: {written} is {value!r}, and must be a whole number of at least 1")
+
+
+def totals(answers: Sequence[RecipeAnswer]) -> list[dict[str, Any]]:
+    """How many recipes attach, by project; the last row is the sum."""
+    sources = dict.fromkeys(one.recipe.source for one in answers)
+    groups = [(source, [one for one in answers if one.recipe.source == source]) for source in sources]
+    return [
+        {
+            "source": source,
+            "recipes": len(of_source),
+            "attach": sum(one.attaches is True for one in of_source),
+            "refused": sum(one.attaches is False for one in of_source),
+            "unknown": sum(one.attaches is None for one in of_source),
+        }
+        for source, of_source in [*groups, ("all", list(answers))]
+    ]
+
+
+def reasons(answers: Sequence[RecipeAnswer]) -> list[dict[str, Any]]:
+    """How many recipes each setting refuses, and for how many it is the only one."""
+    every = Counter(refusal.setting for one in answers for refusal in one.refused)
+    only = Counter(one.refused[0].setting for one in answers if len(one.refused) == 1)
+    return [{"setting": name, "recipes": count, "alone": only[name]} for name, count in every.most_common()]
 
 
 def read_recipes(path: str) -> list[Recipe]:
@@ -168,16 +292,16 @@ def value_of(text: str) -> Any:
 
 
 def _of_script(path: Path, text: str) -> Recipe:
-    flags, overrides, missing = _said(Script().read(text, path.parent))
+    flags, overrides, missing = _said(path, text)
     settings = {key: found[1] for key in overrides if (found := _VERL.fullmatch(key))}
     return _of_verl(path, flags, overrides, settings) if settings else _of_megatron(path, flags, missing)
 
 
-def _said(script: Script) -> tuple[dict[str, list[Any]], dict[str, Any], list[str]]:
+def _said(path: Path, text: str) -> tuple[dict[str, list[Any]], dict[str, Any], list[str]]:
     """Values of flags and of overrides, and what stands for arguments that the script does not have."""
     found: dict[str, list[Any]] = {}
     missing: list[str] = []
-    for words, conditional in script.statements:
+    for words, conditional in _statements(text, path.parent, {}):
         values, given = list[Any](), dict[str, list[Any]]()
         for word in words:
             if re.match("--[a-zA-Z]", word):
@@ -225,17 +349,17 @@ def _of_megatron(path: Path, flags: Mapping[str, list[Any]], missing: list[str])
             options["saves_by_place"], written["saves_by_place"] = not by_name, "--save"
     options["world_size"] = _product(nodes, ranks)
     if missing:
-        defaults = {**{name: Unknown(f"may be in {missing[0]}") for name in DEFAULTS}, **defaults}
-    if options.get("optimizer") in MUON and {**defaults, **options}.get("use_distributed_optimizer") is True:
+        defaults = {**{name: Unknown(f"may be in {missing[0]}") for name in megatron.DEFAULTS}, **defaults}
+    if options.get("optimizer") in megatron.MUON and {**defaults, **options}.get("use_distributed_optimizer") is True:
         # Megatron-LM's arguments take it for the layer-wise one, and nothing else is distributed then.
-        options |= {"optimizer": LAYER_WISE, "use_distributed_optimizer": False}
+        options |= {"optimizer": megatron.LAYER_WISE, "use_distributed_optimizer": False}
     return Recipe(path.stem, project, "megatron", options, defaults, written)
 
 
 def _of_verl(
     path: Path, flags: Mapping[str, list[Any]], overrides: Mapping[str, Any], settings: Mapping[str, str]
 ) -> Recipe:
-    options = {name: overrides[key] for key, name in settings.items() if name in DEFAULTS}
+    options = {name: overrides[key] for key, name in settings.items() if name in megatron.DEFAULTS}
     written = {name: key for key, name in settings.items()}
     if not (_has_experts(options) or any(name.startswith("moe_") for name in written)):
         raise RecipeError(f"{path}: no setting of experts in it (expert_model_parallel_size)")
@@ -277,7 +401,7 @@ def _of_json(path: Path, content: Any) -> list[Recipe]:
             raise RecipeError(f"{path}: entry {number} is no recipe: it has no field 'host'")
         name, project = str(entry.get("name", f"{path.stem}[{number}]")), str(entry.get("project", ""))
         host: str = entry["host"]
-        if gone := [key for key in GONE if key in entry]:
+        if gone := [key for key in entry if GONE.fullmatch(key)]:
             raise RecipeError(f"{path}: {name}: {gone[0]} is no setting of {host}'s: write those by its own names")
         short = {"megatron": SHORT, "torchtitan": SHORT_TORCHTITAN}.get(host, {})
         given = {str(key): value for key, value in entry.items() if value is not None}
@@ -309,11 +433,71 @@ def _of_function(path: str) -> Recipe:
         raise RecipeError(f"{path}: its model has no routed experts")
     options: dict[str, Any] = {}
     for one in (config.parallelism, dispatchers[0], getattr(config, "training", None), getattr(config, "debug", None)):
-        options |= {key: getattr(one, key) for key in TORCHTITAN if hasattr(one, key)}
+        options |= {key: getattr(one, key) for key in torchtitan.DEFAULTS if hasattr(one, key)}
     groups = getattr(config.optimizer, "param_groups", ())
     options |= {
-        "moe_comm_backend": backend_of(dispatchers),
+        "moe_comm_backend": torchtitan.backend_of(dispatchers),
         "compiled": tuple(config.compile.components) if config.compile.enable else (),
         "optimizers": tuple(dict.fromkeys(group.optimizer_name for group in groups)) or None,
     }
     return Recipe(name, "torchtitan", "torchtitan", options)
+
+
+def _statements(text: str, folder: Path, variables: dict[str, str]) -> list[tuple[list[str], bool]]:
+    """Words of each command and array of a script and of the files in its folder that it sources, and whether it is
+    reached under a condition alone. Nothing is run: plain assignments are resolved, the rest keeps its ``$``."""
+    found: list[tuple[list[str], bool]] = []
+    depth, conditional, in_array = 0, False, False
+    words: list[str] = []
+    for token in [*_tokens(text), "\n"]:
+        if token.strip(_SEPARATORS):
+            words.append(token)
+            continue
+        if in_array and ")" not in token:
+            continue
+        while not in_array and words and words[0] in (*_BEFORE, *_OPENING, *_CLOSING, "function"):
+            first = words.pop(0)
+            depth += (first in (*_OPENING, "function")) - (first in _CLOSING)
+            words = words[1:] if first == "function" or (words and re.fullmatch("-[a-zA-Z]+", words[0])) else words
+        in_array = token.startswith("(") and bool(words) and words[-1].endswith("=") and ")" not in token
+        is_conditional = depth > 0 or conditional
+        while words and (assigned := _ASSIGNMENT.fullmatch(words[0])):
+            name, value = assigned[1], _expand(assigned[2], variables)
+            variables[name] = value if not is_conditional or variables.get(name) == value else f"${name}"
+            words = [value, *words[1:]] if _SEVERAL.search(value) else words[1:]
+        if words[:1] in (["source"], ["."]) and len(words) > 1:
+            file = folder / _expand(re.sub(r"^\$\{?\w+\}?/", "", words[1]), variables)
+            if "$" not in str(file) and file.is_file():
+                found += _statements(file.read_text(errors="replace"), folder, variables)
+        elif words:
+            expanded = [one for word in words if (one := _expand(word, variables))]
+            found.append(([part for one in expanded for part in _parts(one)], is_conditional))
+        words = []
+        if not in_array:
+            conditional = token in ("&&", "||") or (conditional and not {*token} & {*";\n"})
+    return found
+
+
+def _parts(word: str) -> list[str]:
+    return word.split() if _SEVERAL.search(word) else [word]
+
+
+def _expand(word: str, variables: Mapping[str, str]) -> str:
+    """A word with the values of its variables, as far as they are known."""
+
+    def value(found: re.Match[str]) -> str:
+        known = variables.get(found[1] or found[2])
+        return found[0] if known is None and found[3] is None else known or _expand(found[3] or "", variables)
+
+    return _VARIABLE.sub(value, word)
+
+
+def _tokens(text: str) -> shlex.shlex:
+    """Words and separators; what a script computes is ``$COMPUTED``."""
+    text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text.replace("\\\n", " "))
+    before = ""
+    while before != text:
+        before, text = text, _COMPUTED.sub("$COMPUTED", text)
+    found = shlex.shlex(text, posix=True, punctuation_chars=_SEPARATORS)
+    found.whitespace, found.commenters, found.whitespace_split = " \t\r", "", True
+    return found

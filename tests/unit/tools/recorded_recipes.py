@@ -10,7 +10,7 @@ from typing import Any
 from eplb_runtime.hosts.megatron.settings import DEFAULTS, SCALED_NOW
 from eplb_runtime.hosts.torchtitan.settings import DEFAULTS as TORCHTITAN
 from eplb_runtime.hosts.torchtitan.settings import OWN_BACKENDS
-from eplb_runtime.tools.recipes.reading import value_of
+from eplb_runtime.tools.recipes import value_of
 
 FIELDS = {
     "edp_at_reference": "edp",
