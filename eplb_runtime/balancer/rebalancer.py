@@ -438,14 +438,17 @@ class Rebalancer:
         self.run(lambda: None)  # a decision, or a word to the others, may be on the control group still
         return self._migrate(target)
 
-    def place(self, target: Placement) -> None:
+    def place(self, target: Placement, *, at_once: bool = False) -> None:
         """Migrate to a placement as after a decision: beside the next steps where migrations overlap with them, unless
-        one is in flight. Collective, at the end of a step."""
+        one is in flight, or at once, as `now`. Collective, between steps."""
+        if at_once:
+            self.drain()
         if not self._migration.in_flight:
             self._refuse_alone("a migration")
             self.run(lambda: None)  # a decision may be on the control group still
-            self._migrate(target, self._migration)
-            self.overlapped.step_begins()
+            self._migrate(target, None if at_once else self._migration)
+            if not at_once:
+                self.overlapped.step_begins()
 
     def forget_pending(self) -> None:
         """Drop the decision and the migration in flight. The worker has left the control group when this returns, or

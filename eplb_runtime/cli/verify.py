@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _of_command(arguments: argparse.Namespace) -> Any:
     from ..tools.verification import verify_command
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the job ends, and its folder goes
     if arguments.keep is not None and arguments.keep.exists() and any(arguments.keep.iterdir()):
         raise InputError(f"--keep {arguments.keep}: the folder is not empty; name a new one")
     return verify_command(arguments.job, arguments.steps, arguments.keep)

@@ -13,7 +13,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ...balancer.balancer import Balancer
 from ...config import BalancerConfig, DispatchConfig, Trial
@@ -28,6 +29,7 @@ from ...distributed.consensus import gather_bytes, gather_rows
 from ...distributed.ranks import Ranks
 from ...moe.experts.optimizer_state import state_of
 from ...moe.experts.slices import has_memory, local
+from ...placement import Placement
 from ...planner.shuffle import shuffled
 from ...utils.checksums import bit_words
 from ...utils.files import write_file
@@ -39,6 +41,8 @@ SKETCHES = 16
 norm of what these sums differ by."""
 _CHUNK = 1 << 22
 """Elements that are read at once."""
+_SAME_SHARE = 0.2
+"""Relative distance of gradients from one share of what backward passes gave, up to which they have it."""
 _ENOUGH_MEMORY = 0.8
 """Share of the free memory that the experts of a run with all of them on each rank may take."""
 KINDS = ("gradient", "buffer", "cache", "optimizer_state", "range", "number", "parameter")
@@ -129,6 +133,8 @@ class TrialRun:
         self._losses: list[Tensor] = []
         self._shaken: set[int] = set()
         self._rows: dict[tuple[str, int], tuple[TrialEntry, Tensor, Tensor]] = {}
+        self._weighed: list[tuple[int, Tensor]] = []
+        self._arrived = torch.zeros(2, SKETCHES, dtype=torch.float64)
         self._coarsest = 0.0
         self._not_single = not_single
         self._meta: dict[str, Any] = {
@@ -146,7 +152,20 @@ class TrialRun:
         self._undo = _listen(self._losses, self._see_precision)
         balancer._follow_steps(self._before_step, self._after_step)
         balancer._close_with(self._undo)
+        if trial.layout == "moved":
+            balancer._rebalance_by(self._move_at_once)
+            self._spoil_replaced()
+        if trial.layout == "fixed" and not self._runtime.averages_dense:
+            both = enumerate((balancer._dense.values(), self._runtime.parameters.values()))
+            trained = [(kind, p) for kind, tensors in both for p in tensors if p.requires_grad]
+            self._weighed = [(kind, p) for kind, p in trained if not isinstance(p, DTensor)]
+        for kind, parameter in self._weighed:
+            balancer._end_with(parameter.register_hook(partial(self._arrives, kind)))
         self._write([])
+
+    def _arrives(self, kind: int, gradient: Tensor) -> None:
+        """Add to the random sums of what backward passes here give parameters outside the experts, and experts."""
+        self._arrived[kind] += _sketched(TrialEntry("", "gradient", -1, gradient))[1][1:]
 
     def _see_precision(self, device: str) -> None:
         if torch.is_autocast_enabled(device):
@@ -163,6 +182,8 @@ class TrialRun:
             self._shake()
         for entry in self._entries_of_gradients():
             self._rows[entry.name, entry.expert] = (entry, *_sketched(entry))
+        if self._weighed:
+            self._compare_shares()
         self._counts = self._runtime.counter.counts.clone()
 
     @torch.no_grad()
@@ -176,8 +197,40 @@ class TrialRun:
         if self._step == self._trial.steps:
             self._end()
         elif self._trial.layout == "moved":
-            placement = self._balancer.placement
-            self._balancer._place(shuffled(placement, counts.double().numpy()).with_epoch(placement.epoch + 1))
+            self._balancer._place(self._next_placement(counts))
+            self._spoil_replaced()
+
+    def _next_placement(self, counts: Tensor) -> Placement:
+        placement = self._balancer.placement
+        return shuffled(placement, counts.double().numpy()).with_epoch(placement.epoch + 1)
+
+    def _move_at_once(self) -> bool:
+        """Move experts as a decision of the job's own `Balancer.rebalance` may."""
+        self._balancer._rebalancer.place(self._next_placement(self._runtime.counter.counts.cpu()), at_once=True)
+        return True
+
+    def _spoil_replaced(self) -> None:
+        """Give parameters from before attach other numbers and gradients: who still uses them trains otherwise."""
+        replaced = self._runtime.model_check.replaced()
+        for old in replaced.values() if self._step < self._trial.steps else ():
+            with torch.no_grad():
+                old.add_(1)
+            old.grad = torch.ones_like(old)
+        self._meta["replaced"] = list(replaced)
+
+    def _compare_shares(self) -> None:
+        """Note how much more of what backward passes gave the optimizer sees outside the experts than of experts."""
+        job, reduced = self._runtime.job, torch.zeros_like(self._arrived)
+        for kind, parameter in self._weighed:
+            if parameter.grad is not None:
+                reduced[kind] += _sketched(TrialEntry("", "gradient", -1, parameter.grad))[1][1:]
+        given, seen = gather_rows(torch.stack([self._arrived, reduced]), self._group).sum(dim=0)
+        self._arrived.zero_()
+        shares = (given * seen).sum(dim=1) / given.square().sum(dim=1)
+        apart = (seen - shares.unsqueeze(1) * given).norm(dim=1) / seen.norm(dim=1)
+        if bool((apart < _SAME_SHARE).all()):  # each has one share, as far as can be told
+            ratio = shares[0] / shares[1] * len(job.edp_ranks) * job.gradient_divisor / len(job.data_ranks)
+            self._meta["shares"] = [*self._meta.get("shares", ()), float(ratio)]
 
     def _end(self) -> None:
         """Finish the record; the job does not go on to what comes after its loop."""

@@ -10,12 +10,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -29,9 +30,17 @@ from .report import Report
 SEED = 20250710
 LAST_LINES = 8
 """Lines of a job's output that are shown where it failed."""
-_LOOK_SECONDS = 0.2
+_LOOK_SECONDS, _END_SECONDS = 0.2, 30.0
 _NAMES = {"single": "all experts on each rank", "moved": "moved homes and replicas"}
 _PENALTY = ": what a rank does with its experts is not what plain training does with all (a penalty, a scale, a mask?)"
+
+_KEPT = "; {} and others of before attach are in use still: take parameters from model.parameters() after attach"
+_SHARES = (
+    "gradients outside the experts come {:.3g} times as large to the optimizer as those of experts, for the same loss: "
+    "average them over ranks, once, and divide the loss by no number of ranks (as DistributedDataParallel, or "
+    "BalancerConfig(dense_gradients='allreduce'))"
+)
+_MOST_SHARE = 1.4
 
 Proof = Generator[tuple[str, bool], Run, Report]
 """Asks for runs: the layout of a `Trial`, and whether it keeps replica slots."""
@@ -65,7 +74,8 @@ def proof() -> Proof:
             return answer("unknown", f"the job does not repeat itself: in a second run {odd}", repeats=False)
         report = replace(report, difference=difference)
         if not report.notes:
-            return answer("wrong", f"with moved homes {difference}", repeats=True, moved=False)
+            kept = _KEPT.format(*moved.meta["replaced"]) if moved.meta.get("replaced") else ""
+            return answer("wrong", f"with moved homes {difference}{kept}", repeats=True, moved=False)
     elif not moved.meta["commits"]:
         return answer("unknown", f"no expert moved in {moved.length} steps: give --steps 3 or more")
     report = replace(report, repeats=True, moved=difference is None, single_reason=str(meta["not_single"]))
@@ -88,6 +98,8 @@ def proof() -> Proof:
             return answer("wrong", why + _PENALTY * (layout == "single"))
     if said := answer("right").said:
         return answer("wrong", f"said in the job: {said[0]}")
+    if (share := float(np.median(meta.get("shares") or [1.0]))) and not 1 / _MOST_SHARE < share < _MOST_SHARE:
+        return answer("wrong", _SHARES.format(share))
     if report.unregistered:
         first = report.unregistered[0]
         why = f"{first['holder']} holds what may be experts, shape {tuple(first['shape'])}, and does not move with them"
@@ -157,13 +169,22 @@ def _run(command: Sequence[str], trial: Trial, title: str) -> Run:
                     shown = reached
                     _say(f"{title}: step {shown} of {trial.steps}")
                 time.sleep(0 if ended else _LOOK_SECONDS)
-        except BaseException:
-            os.killpg(job.pid, signal.SIGTERM)
-            raise
+        finally:  # also of a run that ranks of it outlive
+            end(job)
     last = " | ".join(line.strip() for line in log.read_text(errors="replace").splitlines()[-LAST_LINES:])
     run = Run.of(folder)
     failed = job.returncode and run.length < trial.steps  # else what starts ranks has missed what they would do then
     return replace(run, failure=f"exit status {job.returncode}: {last}" if failed else "")
+
+
+def end(job: subprocess.Popen[bytes]) -> None:
+    """End a job with all that it has started, and wait for it."""
+    with suppress(ProcessLookupError):
+        os.killpg(job.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            job.wait(_END_SECONDS)
+        os.killpg(job.pid, signal.SIGKILL)
+    job.wait()
 
 
 # -- a loop of this process --------------------------------------------------------------------------------------------
