@@ -238,10 +238,10 @@ class TrialRun:
         _keys.cache_clear()
         owned = [*self._balancer._known_tensors(), *(entry.tensor for entry in self._entries())]
         found = []
-        if self._trial.layout == "moved":  # what a job keeps is the same in the other runs
+        if self._trial.layout in ("fixed", "moved"):
             found = unregistered([stage.model for stage in self._stages], self._runtime.registry, owned)
         rank = self._runtime.job.rank
-        lines = [{"holder": f"rank {rank}: {holder}", "shape": list(shape)} for holder, shape in found]
+        lines = [{"holder": f"rank {rank}: {one[0]}", "shape": list(one[1]), "content": one[2]} for one in found]
         everyone = gather_bytes(json.dumps(lines).encode(), self._group)
         self._meta["unregistered"] = [line for of_rank in everyone for line in json.loads(of_rank)]
         self._write_meta()

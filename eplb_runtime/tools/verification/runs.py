@@ -63,7 +63,7 @@ def proof() -> Proof:
         return answer("unknown", f"the job {what} (what starts ranks must hand its environment on to them)", steps=0)
     tensors = len({name for name, _ in fixed.step(fixed.length).cells})
     moved = yield "moved", False
-    report = replace(report, tensors=tensors, unregistered=tuple(moved.meta.get("unregistered", ())))
+    report = replace(report, tensors=tensors, unregistered=_unregistered(fixed, moved))
     runs.append(moved)
     difference = first_difference(fixed, moved)
     if difference is None and moved.length < fixed.length:
@@ -109,6 +109,14 @@ def proof() -> Proof:
     if name := uneven_buffer(fixed):
         return answer("unknown", f"buffer {name} is not the same on all ranks: each writes it by its own tokens alone")
     return answer("right")
+
+
+def _unregistered(fixed: Run, moved: Run) -> tuple[dict[str, Any], ...]:
+    """What may be experts. What is like them in the number of elements alone, and has the same bits wherever experts
+    are, is something else."""
+    known = {one["content"] for one in fixed.meta.get("unregistered", ())} - {""}
+    found = [one for one in moved.meta.get("unregistered", ()) if one["content"] not in known]
+    return tuple({name: one[name] for name in ("holder", "shape")} for one in found)
 
 
 # -- a user's command --------------------------------------------------------------------------------------------------
