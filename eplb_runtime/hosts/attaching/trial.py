@@ -237,6 +237,8 @@ class TrialRun:
         self._undo()
         _keys.cache_clear()
         owned = [*self._balancer._known_tensors(), *(entry.tensor for entry in self._entries())]
+        replaced = self._runtime.model_check.replaced().values()  # the run with moved homes tells who uses them
+        owned += [one for old in replaced for one in (old, old.grad) if one is not None]
         found = []
         if self._trial.layout in ("fixed", "moved"):
             found = unregistered([stage.model for stage in self._stages], self._runtime.registry, owned)
