@@ -22,25 +22,36 @@ from numpy.typing import NDArray
 
 from .placement import Placement
 
-SPLITS = ("water_filling", "even")
-TRAINING_GATES = ("payoff", "always")
-TRAINING_POLICIES = ("incremental", "static")
 TRANSPORTS = ("torch", "cuda_ipc", "nixl", "nvshmem", "deepep", "auto")
 """A new one is named here and in `distributed.transports.TRANSPORTS`; `tests/transport_contract.py` tries it."""
+DISPATCHES = ("all_to_all", "hierarchical", "deepep", "auto")
+CHOICES = {
+    "split": ("water_filling", "even"),
+    "gate": ("payoff", "always"),
+    "policy": ("incremental", "static"),
+    "transport": TRANSPORTS,
+    "copies_by": ("torch", "copy_engine"),
+    "combine_order": ("logical", "by_rank"),
+    "dtype": ("model", "float8"),
+    "guard": ("auto", "raise", "warn", "off"),
+    "dense_gradients": ("host", "allreduce"),
+}
+"""Values of settings that are words."""
+LEAST = {
+    **dict.fromkeys(("interval", "window", "horizon_steps", "staging_bytes", "bytes_per_step"), 1),
+    **dict.fromkeys(("replica_slots", "split_least_tokens", "lag", "max_moves"), 0),
+    "sms": 2,
+}
+"""Least values of settings that are whole numbers."""
+SECONDS = ("timeout_seconds", "max_pause_seconds")
 GONE = {
     "transport='shm'": "gone; gloo does it: leave transport out",
     "copies_by='deepep'": "gone: leave copies_by out, or choose 'copy_engine'",
     "most_tokens": "gone: leave it out",
     "shared_between_layers": "gone: leave it out, each layer keeps its own replicas",
 }
-COPIES_BY = ("torch", "copy_engine")
-DISPATCHES = ("all_to_all", "hierarchical", "deepep", "auto")
-COMBINE_ORDERS = ("logical", "by_rank")
-DISPATCH_DTYPES = ("model", "float8")
 MOST_LOW_LATENCY_TOKENS = 508
 """DeepEP wants two entries of NVSHMEM's queues for each and one more, of 1024."""
-GUARDS = ("auto", "raise", "warn", "off")
-DENSE_GRADIENTS = ("host", "allreduce")
 LOOPBACK = "127.0.0.1"
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{8,256}")
 _OF_COPIES = ("split", "split_locality", "split_least_tokens")
@@ -100,14 +111,24 @@ class _Settings:
                 )
         return super().__new__(cls)
 
+    def __post_init__(self) -> None:
+        for own in fields(self):
+            if getattr(self, own.name) is None and (own.default is None or own.name == "interval"):
+                continue
+            if own.name in CHOICES:
+                self._one_of(own.name, CHOICES[own.name])
+            elif own.name in LEAST:
+                self._whole(own.name, LEAST[own.name])
+            elif own.name in SECONDS:
+                self._seconds(own.name)
+            elif isinstance(own.default, bool):
+                self._flag(own.name)
+
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
     def _whole(self, name: str, least: int | None = None) -> None:
-        """A whole number, or None where that is the default."""
         value = getattr(self, name)
-        if value is None and self.__dataclass_fields__[name].default is None:
-            return
         if not isinstance(value, Integral) or isinstance(value, bool):
             raise ConfigError(f"{name}={_shown(value)}: give a whole number")
         if least is not None and value < least:
@@ -117,10 +138,7 @@ class _Settings:
         self._set(name, int(value))
 
     def _seconds(self, name: str) -> None:
-        """A number above 0, or None where that is the default."""
         value = getattr(self, name)
-        if value is None and self.__dataclass_fields__[name].default is None:
-            return
         seconds = _as_float(value)
         if not 0 < seconds < inf:
             raise ConfigError(f"{name}={_shown(value)}: give a positive number of seconds")
@@ -189,23 +207,17 @@ class DispatchConfig(_Settings):
 
     def __post_init__(self) -> None:
         self._one_of("name", DISPATCHES, shown_as="dispatch")
-        self._one_of("combine_order", COMBINE_ORDERS)
+        super().__post_init__()
         if self.combine_order == "by_rank" and self.name == "all_to_all":
             raise ConfigError(
                 "combine_order='by_rank' with dispatch='all_to_all', which sums in logical order: leave it out, or "
                 "choose another dispatch"
             )
-        self._one_of("dtype", DISPATCH_DTYPES)
         if self.dtype == "float8" and self.name != "deepep":
             raise ConfigError(f"dtype='float8' with dispatch={self.name!r}: only 'deepep' carries it")
         self._check_low_latency()
-        self._whole("sms", 2)
         if self.sms % 2:
             raise ConfigError(f"sms={self.sms}: give an even number")
-        self._flag("kernels")
-        self._one_of("split", SPLITS)
-        self._flag("split_locality")
-        self._whole("split_least_tokens", 0)
 
     def _check_low_latency(self) -> None:
         self._whole("low_latency_tokens")
@@ -267,24 +279,17 @@ class MigrationConfig(_Settings):
     move_gradients: bool = False
 
     def __post_init__(self) -> None:
-        self._whole("lag", 0)
-        self._whole("horizon_steps", 1)
+        super().__post_init__()
         if self.moe_share is not None:
             share = _as_float(self.moe_share)
             if not 0 < share <= 1:
                 raise ConfigError(f"moe_share={_shown(self.moe_share)}: give a share of the step in (0, 1], or None")
             self._set("moe_share", share)
-        self._whole("max_moves", 0)
-        self._seconds("max_pause_seconds")
-        self._one_of("transport", TRANSPORTS)
-        self._whole("staging_bytes", 1)
-        self._whole("bytes_per_step", 1)
         if self.bytes_per_step is not None and self.bytes_per_step > self.staging_bytes:
             raise ConfigError(
                 f"bytes_per_step={self.bytes_per_step} is above staging_bytes={self.staging_bytes}, which bounds it: "
                 "lower it, or give more staging_bytes"
             )
-        self._flag("move_gradients")
 
 
 class _DispatchField:
@@ -380,18 +385,7 @@ class BalancerConfig(_Settings):
     copies_by: str = "torch"
 
     def __post_init__(self) -> None:
-        if self.interval is not None:
-            self._whole("interval", 1)
-        self._whole("replica_slots", 0)
-        self._one_of("policy", TRAINING_POLICIES)
-        self._one_of("gate", TRAINING_GATES)
-        self._flag("overlap")
-        self._one_of("dense_gradients", DENSE_GRADIENTS)
-        self._seconds("timeout_seconds")
-        self._whole("window", 1)
-        self._one_of("guard", GUARDS)
-        self._flag("elementwise")
-        self._one_of("copies_by", COPIES_BY)
+        super().__post_init__()
         self._check_files()
         self._check_listening()
         self._check_speeds()

@@ -174,7 +174,8 @@ def _server(preload: tuple[str, ...], environment: tuple[tuple[str, str], ...]) 
     """One that has imported these. It finds modules by the environment alone, and passes over what it does not find."""
     server = forkserver.ForkServer()
     server.set_forkserver_preload(list(preload))
-    folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    here = Path(__file__).parent
+    folders = [str(here), str(here / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
     # A pool of compilers is processes and a thread, which would not survive a fork.
     alone = {"PYTHONPATH": os.pathsep.join(folders), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     with patch.dict(os.environ, {**alone, **dict(environment)}):
@@ -227,6 +228,10 @@ def _rank_main(
     rebalancer.COMPILED_SOON_SECONDS = COMPILED_SECONDS
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    if mutant := os.environ.get("EPLB_TEST_MUTANT"):
+        import mutants
+
+        mutants.apply(mutant)
     share_gloo_device()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     try:

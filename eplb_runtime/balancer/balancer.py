@@ -29,7 +29,7 @@ from ..load.counter import in_recompute
 from ..load.declared import checked_declaration
 from ..moe.dispatch import choosing
 from ..moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
-from ..moe.experts.gathering import in_logical_order, on_one_rank
+from ..moe.experts.gathering import in_logical_order
 from ..moe.experts.matching import MARK, arrays_in, matched
 from ..moe.experts.memory import WeightMemory
 from ..moe.experts.registry import RegistryError, why_not_written
@@ -577,20 +577,6 @@ class Balancer:
         homes_LRH = self.placement.homes_over(len(self._runtime.job.row_ranks))
         return in_logical_order(rows, homes_LRH[layer], self._runtime.groups, device)
 
-    @torch.no_grad()
-    def _bring_rows(self, rows: Tensor, first: int, last: int, source: int, destination: int) -> Tensor | None:
-        """Send home rows ``first:last`` of one EP rank to one rank. Collective over all EP groups.
-
-        Args:
-            rows: as for ``gather_experts``.
-            source: position in the EP group.
-            destination: rank of the job; the rows come from its own EP group.
-
-        Returns:
-            ``[last - first, ...]`` on the destination (the live memory if that is the source), elsewhere None.
-        """
-        return on_one_rank(rows, first, last, source, destination, self._runtime.groups)
-
     # -- weights that leave --------------------------------------------------------------------------------------
 
     @torch.compiler.disable
@@ -664,9 +650,9 @@ class Balancer:
             A line that says how many tensors are equal.
 
         Raises:
-            ExportError (RuntimeError): on all ranks, a line: which experts differ, and whether as if a walk by local
-                index (``ep_rank * E/R + i``) had named them; which were not given; or a name, shape or dtype that is
-                not the model's.
+            ExportError (RuntimeError): on all ranks, a line: which experts differ, and whether each has the weights of
+                another one, as a walk by local index (``ep_rank * E/R + i``) names them; which were not given; or a
+                name, shape or dtype that is not the model's.
         """
         return self._export.verify(tensors, dtype, self._begin_export("verify_export()", timeout_seconds))
 

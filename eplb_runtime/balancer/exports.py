@@ -36,19 +36,15 @@ class TensorStream(Protocol):
     def num_experts(self) -> int:
         """Number of logical experts of each MoE layer."""
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Itself."""
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
 
-    def __next__(self) -> tuple[str, Tensor]:
-        """Return the next tensor. Collective at the begin of each bucket."""
+    def __next__(self) -> tuple[str, Tensor]: ...
 
-    def __enter__(self) -> TensorStream:
-        """Itself; what is raised inside is said to the other ranks."""
+    def __enter__(self) -> TensorStream: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """`close`."""
+    ) -> None: ...
 
     def close(self, reason: str = "", refuses: bool = False) -> None:
         """Stop on this rank, without waiting for the others, which learn it at their next bucket.

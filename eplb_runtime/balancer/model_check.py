@@ -25,16 +25,8 @@ class StructureError(RuntimeError):
 
 
 class ModelCheck:
-    """The models of one rank, as they were attached.
-
-    Args:
-        models: by the prefix of their parameters' names.
-        experts: name (with the prefix), module and parameter names of each experts module.
-        replaced: parameters of all experts that attach replaced, by name.
-
-    Attributes:
-        models: as given.
-    """
+    """The models of one rank, as they were attached, by the prefix of their parameters' names; experts modules with
+    their parameters, and parameters that attach replaced."""
 
     def __init__(
         self,

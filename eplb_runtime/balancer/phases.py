@@ -27,14 +27,7 @@ class _NotHere(RuntimeError):
 
 
 class Phases:
-    """Suspends and resumes one balancer. Both are collective over the job, between steps.
-
-    Args:
-        memory: of the model's weights.
-
-    Attributes:
-        is_suspended: whether a rollout is under way.
-    """
+    """Suspends and resumes one balancer. Both are collective over the job, between steps."""
 
     def __init__(self, runtime: Runtime, rebalancer: Rebalancer, memory: WeightMemory, events: EventLog) -> None:
         self._runtime = runtime
@@ -55,11 +48,7 @@ class Phases:
             )
 
     def suspend(self, moved: Callable[[], None]) -> int:
-        """`Balancer.suspend`.
-
-        Args:
-            moved: follows a change of the placement by what was in flight.
-        """
+        """`Balancer.suspend`; ``moved`` follows a change of the placement by what was in flight."""
         replicas = self._runtime.maps.replicas
         freed = self._memory.why_freed() if replicas is not None and not self.is_suspended else ""
         if said := self._agreed("suspend()", f"{freed}, and free it after suspend() alone" if freed else ""):
@@ -119,11 +108,7 @@ class Phases:
         self.is_suspended = False
 
     def resume_after_end(self) -> bool:
-        """Take the memory that `end` could not take. Returns whether there was any to take.
-
-        Raises:
-            RuntimeError: it cannot be taken yet.
-        """
+        """Take the memory that `end` could not take; returns whether there was any to take."""
         if self._is_without_replicas:
             if problem := self._memory.why_freed() or self._take_replicas():
                 raise RuntimeError(f"resume(): {problem}")
@@ -179,12 +164,7 @@ class Phases:
         return ""
 
     def _agreed(self, what: str, problem: str) -> str:
-        """Wait for all ranks, by the launcher's store alone: connections may be broken. Returns the problem of a rank,
-        with its number; empty if there is none.
-
-        Raises:
-            RuntimeError: a rank did not come within the timeout.
-        """
+        """Wait for all ranks, by the launcher's store alone; returns the problem of a rank, or ""."""
         job, own = self._runtime.job, _NotHere(problem) if problem else None
         try:
             return barrier(list(job.ranks), what, self._runtime.config.timeout_seconds, own)

@@ -200,11 +200,7 @@ class Rebalancer:
         return bool(wait([self._compiled], seconds).done)
 
     def at_boundary(self) -> bool:
-        """Close a training step, on every rank: decide or migrate if it is time. Returns whether experts moved.
-
-        Raises:
-            MigrationBroken: now or earlier, this rank failed after all had agreed to commit.
-        """
+        """Close a training step, on every rank: decide or migrate if it is time. Returns whether experts moved."""
         self.refuse_if_broken()
         self._expert_clock.end_step()
         before = self._placement
@@ -271,15 +267,8 @@ class Rebalancer:
         self._engine.refuse_if_broken()
 
     def now(self) -> bool:
-        """Decide on the load measured so far and act on it at once; a decision in flight is carried out instead.
-
-        Returns:
-            Whether experts moved.
-
-        Raises:
-            RuntimeError: ``quiesce`` holds migrations back, or the ranks have lost each other.
-            MigrationBroken: as `at_boundary`.
-        """
+        """Decide on the load measured so far and act on it at once, or carry out a decision in flight. Returns whether
+        experts moved; RuntimeError: ``quiesce`` holds migrations back, or the ranks have lost each other."""
         self.refuse_if_broken()
         if self.quiesced:
             raise RuntimeError("rebalance() cannot work inside quiesce()")
@@ -294,15 +283,8 @@ class Rebalancer:
         return self._placement is not before
 
     def plan_ahead(self, suspended: bool) -> None:
-        """Begin the decision that `now` acts on, and do not wait for it. On every rank, between steps.
-
-        Args:
-            suspended: weights and state may have no memory: no sample is compared, and experts have the bytes that they
-                had.
-
-        Raises:
-            RuntimeError: the ranks have lost each other.
-        """
+        """Begin the decision that `now` acts on, and do not wait for it. On every rank, between steps. ``suspended``:
+        weights may have no memory, so no sample is compared."""
         self._refuse_alone("plan_ahead()")
         self._pending = replace(self._decide(0, suspended), due_step=AHEAD)
 
@@ -328,11 +310,7 @@ class Rebalancer:
         return self._engine.free_memory()
 
     def take_memory(self) -> None:
-        """Take this memory again.
-
-        Raises:
-            RuntimeError: there is none; a migration tries again.
-        """
+        """Take this memory again; RuntimeError: there is none, and a migration tries again."""
         self._engine.take_memory()
 
     def exclude(self, seconds: float) -> None:
@@ -349,13 +327,8 @@ class Rebalancer:
         self._earlier.clear()
 
     def compare(self, digest: bytes, what: str, subject: str) -> Verdict:
-        """Return whether all ranks were given the same; ends what is in flight. Collective, between steps.
-
-        Args:
-            digest: 16 bytes; zeros: this rank has none.
-            what: name of the call that needs it; refused while the ranks connect again.
-            subject: name of what is compared.
-        """
+        """Return whether all ranks were given the same 16 bytes (zeros: none); ends what is in flight. Collective,
+        between steps."""
         self._refuse_alone(what)
         self.forget_pending()
         lost = self._why_not_said()
@@ -373,12 +346,7 @@ class Rebalancer:
         return self._migrate(target if isinstance(target, Placement) else target())
 
     def placed_anew(self, load: NDArray[np.int64]) -> tuple[Placement, Mapping[str, Any]]:
-        """Plan a placement of these sizes for a load from scratch; returns it with rank 0's summary. Collective.
-
-        Raises:
-            PlacementError: rank 0 could not plan.
-            RuntimeError: the ranks have lost each other.
-        """
+        """Plan a placement of these sizes for a load from scratch; returns it with rank 0's summary. Collective."""
         control, agreement, here = self._groups.control, self._agreement, self.placement()
         decision = self.run(lambda: self.decisions.place_anew(load, here, control, agreement))
         if decision.connections_broken:
@@ -388,14 +356,8 @@ class Rebalancer:
         return decision.target, decision.summary or {}
 
     def run(self, work: Callable[[], T], seconds: float | None = None) -> T:
-        """Do work on the control group once the decision in flight has left it, and wait for the result.
-
-        Args:
-            seconds: for all of it; None: the balancer's timeout.
-
-        Raises:
-            RuntimeError: it failed, was not done in time, or the ranks are connecting again.
-        """
+        """Do work on the control group once the decision in flight has left it, and return its result; RuntimeError: it
+        failed, or was not done in time."""
         self._refuse_alone("a comparison of ranks")
         self.overlapped.withdraw()  # the thread may wait for training, and training is here
         seconds = self._config.timeout_seconds if seconds is None else seconds
@@ -428,11 +390,7 @@ class Rebalancer:
 
     def move_to(self, target: Placement) -> MigrationProgress:
         """Migrate to a placement, while training waits; a decision in flight stays for later. Collective, between
-        steps.
-
-        Raises:
-            RuntimeError: the decision in flight is not made in time, or the ranks are connecting again.
-        """
+        steps."""
         self._refuse_alone("a migration")
         self.drain()
         self.run(lambda: None)  # a decision, or a word to the others, may be on the control group still
@@ -566,11 +524,7 @@ class Rebalancer:
     # -- migrating -------------------------------------------------------------------------------------------------
 
     def _migrate(self, target: Placement, migration: BetweenSteps | Overlapped | None = None) -> MigrationProgress:
-        """Begin a migration, and advance it once.
-
-        Args:
-            migration: the driver; None: training waits for the migration.
-        """
+        """Begin a migration by this driver, or while training waits, and advance it once."""
         migration = migration or self._between_steps
         self._target, self._committed_layers, self._pause_seconds = target, set(), 0.0
         migration.begin(self._placement, target, self._new_key("migration"))
@@ -617,9 +571,8 @@ class Rebalancer:
             self._pause(progress.cause)
 
     def _new_key(self, what: str) -> str:
-        """Make a key that names one decision's records. Restoring may set the step back, and a step may see several
-        migrations, so both are numbered. The last number starts anew with each step, so that ranks cannot drift
-        apart."""
+        """Return a key that names one decision's records by step and number: restoring may set the step back, and a
+        step may see several migrations."""
         self._attempts += 1
         return f"{what}/restored/{self._restores}/step/{self.step}/{self._attempts}"
 

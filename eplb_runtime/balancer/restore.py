@@ -27,11 +27,7 @@ UNUSABLE = bytes(16)
 
 
 class Restorer:
-    """Saves and restores one job, on one rank.
-
-    Args:
-        rebalancer: its placement is saved and restored.
-    """
+    """Saves and restores the placement and the load of one job, on one rank."""
 
     def __init__(self, runtime: Runtime, rebalancer: Rebalancer) -> None:
         self._config = runtime.config
@@ -50,14 +46,7 @@ class Restorer:
         )
 
     def restore(self, state: Mapping[str, Any], barrier: Callable[[], None]) -> None:
-        """Restore a saved placement and its load. Collective; between steps.
-
-        Args:
-            barrier: returns when all ranks are here.
-
-        Raises:
-            PlacementError, RuntimeError: as `Balancer.load_state_dict` says.
-        """
+        """Restore a saved placement and its load, when ``barrier`` returns on all ranks. Collective; between steps."""
         problem: PlacementError | None = None
         target: Placement | NDArray[np.int64] = self._rebalancer.placement()
         step, digest = self._rebalancer.step, UNUSABLE
@@ -102,16 +91,8 @@ class Restorer:
         return saved
 
     def _restore(self, target: Placement | NDArray[np.int64], step: int, digest: bytes) -> None:
-        """Migrate to a saved placement.
-
-        Args:
-            target: of these sizes; or the load, ``[T, L, E]``, for which one is planned.
-            digest: 16 bytes over step, placement and load, compared over all ranks first.
-
-        Raises:
-            PlacementError: none could be planned for the load; the old placement stays.
-            RuntimeError: the ranks were given different states, or the migration was dropped; the old placement stays.
-        """
+        """Migrate to a saved placement, or to one planned for a load ``[T, L, E]``; RuntimeError: ranks were given
+        different states, or the migration was dropped; the old placement stays."""
         agreed = self._rebalancer.compare(digest, "load_state_dict()", "usable saved state")
         if digest == UNUSABLE:
             return
@@ -122,12 +103,7 @@ class Restorer:
             raise RuntimeError(f"the saved placement could not be restored: {outcome.cause}")
 
     def _anew(self, load: NDArray[np.int64]) -> Placement:
-        """Plan a placement of these sizes for a load of other ranks. Collective.
-
-        Raises:
-            PlacementError: rank 0 could not plan.
-            RuntimeError: the ranks have lost each other.
-        """
+        """Plan a placement of these sizes for a load of other ranks. Collective."""
         control, rebalancer = self._groups.control, self._rebalancer
         a_while = self._config.timeout_seconds / 4
         for _ in range(max(1, round(COMPILED_AT_LAST_SECONDS / a_while))):
@@ -142,14 +118,8 @@ class Restorer:
         return target
 
     def _resume_measured(self, state: Mapping[str, Any], agreed: bool) -> None:
-        """Restore the load that `measured` gave, on any number of ranks.
-
-        Args:
-            agreed: whether all ranks know that they were given the same.
-
-        Raises:
-            ValueError: it is for a different model or broken; nothing is changed then.
-        """
+        """Restore the load that `measured` gave, on any number of ranks; ``agreed``: all know that they were given the
+        same."""
         share = int(self._groups.job.is_planner) if agreed else None
         resume_load(state, self._rebalancer.decisions.history, self._counter, share)
         self._rebalancer.load_begins_here()

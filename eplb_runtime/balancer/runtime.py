@@ -29,12 +29,8 @@ class Barrier(Protocol):
     """A wait of all ranks for each other."""
 
     def __call__(self, what: str, seconds: float | None = None) -> None:
-        """Wait until every rank has reached a call; raise on the ranks that have, and name the others, if one does not.
-
-        Args:
-            what: the call, by name.
-            seconds: that ranks wait; None: the balancer's timeout.
-        """
+        """Wait until every rank has reached a call; raise on the ranks that have, and name the others, if one does
+        not."""
 
 
 @dataclass(frozen=True)

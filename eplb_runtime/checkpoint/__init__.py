@@ -4,10 +4,11 @@ Nothing here knows a framework: its folders are read and written by the attached
 """
 
 from .dcp import LogicalState
-from .logical_tensors import ExportError
 from .pretrained import export_pretrained, load_pretrained
+from .restore import load_logical_state_dict
 from .saving import async_save, load, save
-from .state import CheckpointError, load_logical_state_dict, logical_state_dict
+from .state import CheckpointError, logical_state_dict
+from .stream import ExportError
 
 __all__ = [
     "CheckpointError",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ..moe.experts.slices import columns, local
 from .expert_rows import ExpertRows
 from .joint_access import JointAccess
-from .optimizers import Given
-from .restoring import options_of, restore_placement, set_options
-from .state import CheckpointError, LogicalView, is_expert_state, new_state_tensor, set_optimizer_state
+from .restore import Saved, numbers_of, options_of, restore_placement, set_options
+from .state import CheckpointError, Entry, Given, LogicalView
+from .weights import TensorSpec
 
 FORMAT = "eplb-runtime-checkpoint"
 VERSION = 1
@@ -49,31 +49,7 @@ class LogicalState:
 
     def state_dict(self) -> dict[str, Any]:
         """Nested; the tensors are the live ones, experts as ``ExpertRows``."""
-        view = self._view
-        view.refuse_freed("state_dict")
-        state: dict[str, Any] = {"model": {}}
-        states: dict[str, dict[str, Any]] = {}
-        for entry in view.entries():
-            value = _as_saved(view, entry.tensor, entry.layer)
-            if entry.part == "optimizer":
-                states.setdefault(entry.name, {})[entry.state] = value
-            else:
-                state.setdefault(entry.part, {})[entry.name] = value
-        if view.optimizer is not None:
-            for name in view.parameters:
-                numbers = {str(k): v for k, v in view.optimizer_state(name).items() if not isinstance(v, Tensor)}
-                if numbers:
-                    states.setdefault(name, {}).update(numbers)
-            groups = [
-                {**{k: v for k, v in group.items() if k != "params"}, "params": view.names_of(group)}
-                for group in view.optimizer.param_groups
-            ]
-            state["optimizer"] = {"state": states, "param_groups": groups}
-        header: dict[str, Any] = {"format": FORMAT, "version": VERSION, "optimizer_tensors": self._optimizer_values()}
-        if view.balancer is not None:
-            header["balancer"] = view.balancer.state_dict()
-        state["eplb_runtime"] = json.dumps(header)
-        return state
+        return _state_of(self._view)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What ``dcp.load`` calls when it has filled the tensors of ``state_dict()`` in place.
@@ -81,23 +57,50 @@ class LogicalState:
         Raises:
             CheckpointError: the checkpoint has optimizer state that had no tensors to go to.
         """
-        header = _read_header(state["eplb_runtime"])
-        here = self._optimizer_values()
-        if self._view.optimizer is not None:
-            if header["optimizer_tensors"] != here:
+        view, header = self._view, _read_header(state["eplb_runtime"])
+        if view.optimizers:
+            if header["optimizer_tensors"] != (here := _count(view)):
                 raise CheckpointError(
                     f"the checkpoint has {header['optimizer_tensors']} optimizer tensors, the optimizer has {here} so "
                     "far: load it with eplb_runtime.checkpoint.load, which makes them"
                 )
             for name, values in state["optimizer"]["state"].items():
                 plain = {k: v for k, v in values.items() if not isinstance(v, Tensor)}
-                self._view.optimizer.state[self._view.parameters[name]].update(plain)
-            set_options(self._view, options_of(self._view, dict(enumerate(state["optimizer"]["param_groups"]))))
-        restore_placement(self._view, header.get("balancer"), warm_start=True)
-        self._view.weights_changed()
+                view.set_optimizer_state(name, view.optimizer_state(name) | plain)
+            set_options(view, options_of(view, state["optimizer"]["param_groups"]))
+        restore_placement(view, header.get("balancer"), warm_start=True)
+        view.weights_changed()
 
-    def _optimizer_values(self) -> int:
-        return sum(len(self._view.optimizer_state(name)) for name in self._view.parameters)
+
+def _state_of(view: LogicalView) -> dict[str, Any]:
+    view.refuse_freed("state_dict")
+    state: dict[str, Any] = {"model": {}}
+    states: dict[str, dict[str, Any]] = {}
+    for entry in view.entries():
+        if entry.part == "optimizer":
+            states.setdefault(entry.name, {})[entry.state] = _as_saved(view, entry)
+        else:
+            state.setdefault(entry.part, {})[entry.name] = _as_saved(view, entry)
+    if optimizer := numbers_of(view):
+        for name, numbers in optimizer["numbers"].items():
+            states.setdefault(name, {}).update(numbers)
+        state["optimizer"] = {"state": states, "param_groups": optimizer["param_groups"]}
+    header: dict[str, Any] = {"format": FORMAT, "version": VERSION, "optimizer_tensors": _count(view)}
+    if view.balancer is not None:
+        header["balancer"] = view.balancer.state_dict()
+    state["eplb_runtime"] = json.dumps(header)
+    return state
+
+
+def _count(view: LogicalView) -> int:
+    return sum(len(view.optimizer_state(name)) for name in view.parameters)
+
+
+def _as_saved(view: LogicalView, entry: Entry) -> Tensor:
+    if entry.layer is None:
+        return entry.tensor.detach()
+    experts, begin = view.experts_here(entry.layer), columns(entry.tensor).start or 0
+    return ExpertRows(local(entry.tensor), experts, view.whole_size(entry), begin)
 
 
 def save(
@@ -113,7 +116,7 @@ def save(
         )
     with _without_advice():
         dcp.save(
-            LogicalState(view.model, view.optimizer).state_dict(),
+            _state_of(view),
             checkpoint_id=str(folder),
             storage_writer=storage_writer,
             process_group=process_group,
@@ -123,148 +126,94 @@ def save(
 
 def async_save(folder: str | Path, view: LogicalView, storage_writer: dcp.StorageWriter | None) -> Future[Any]:
     """`saving.async_save` by DCP."""
-    state = LogicalState(view.model, view.optimizer).state_dict()
+    state = _state_of(view)
+    options: dict[str, Any] = {"checkpoint_id": str(folder), "storage_writer": storage_writer}
     with _without_advice():
         if view.balancer is None:
-            return dcp.async_save(  # type: ignore[return-value]
-                state, checkpoint_id=str(folder), storage_writer=storage_writer, no_dist=not dist.is_initialized()
-            )
+            return dcp.async_save(state, no_dist=not dist.is_initialized(), **options)  # type: ignore[return-value]
         with view.balancer.quiesce():
-            return dcp.async_save(  # type: ignore[return-value]
-                state,
-                checkpoint_id=str(folder),
-                storage_writer=storage_writer,
-                process_group=view.balancer._background_group(),
-            )
+            group = view.balancer._background_group()
+            return dcp.async_save(state, process_group=group, **options)  # type: ignore[return-value]
 
 
-@torch.no_grad()
-def load(
-    folder: str | Path,
-    view: LogicalView,
-    *,
-    key: str,
-    warm_start: bool,
-    storage_reader: dcp.StorageReader | None,
-    process_group: dist.ProcessGroup | None,
-) -> None:
-    """`saving.load` by DCP. Names and shapes are checked before anything is written; there are no checksums."""
-    optimizer = view.optimizer
-    reader = storage_reader if storage_reader is not None else dcp.FileSystemReader(str(folder))
-    metadata = _metadata(reader, folder)
-    saved = metadata.state_dict_metadata
-    prefix = f"{key}." if key else ""
+class FolderOfDCP(Saved):
+    """A checkpoint of DCP, open for reading; there are no checksums.
 
-    def read(entries: dict[str, Any]) -> None:
+    Args:
+        view: without an optimizer, what the checkpoint has of one is not looked at.
+        key: under which the state was saved; empty: under none.
+        reader: of other storage than a file system.
+        group: of the ranks that read; None: all.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        view: LogicalView,
+        key: str,
+        reader: dcp.StorageReader | None,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.name, self._group = str(folder), group
+        self._reader = reader if reader is not None else dcp.FileSystemReader(str(folder))
+        try:
+            metadata = self._reader.read_metadata()
+        except Exception as error:
+            raise CheckpointError(f"{folder} cannot be read as a checkpoint: {type(error).__name__}: {error}") from None
+        found = metadata.state_dict_metadata
+        if key and not any(fqn.startswith(f"{key}.model.") for fqn in found):
+            raise CheckpointError(f"{folder} has no {key}.model.: it was saved under another key")
+        prefix = f"{key}." if key else ""
+        specs = {
+            fqn.removeprefix(prefix): TensorSpec(tuple(one.size), one.properties.dtype)
+            for fqn, one in found.items()
+            if isinstance(one, TensorStorageMetadata) and fqn.startswith(prefix)
+        }
+        self._fqns = {name: f"{prefix}{name}" for name in specs if name.startswith(("model.", "extra."))}
+        self.tensors = {name: specs[name] for name in self._fqns}
+        # Each rank reads by itself what is no tensor, and options.
+        paths = self._optimizer_paths(metadata, key) if view.optimizers else {}
+        header_key = f"{prefix}eplb_runtime"
+        small: dict[str, Any] = {header_key: None} if header_key in found else {}
+        for fqn, path in paths.items():
+            spec = specs.get(fqn.removeprefix(prefix))
+            if spec is None or path[0] == "param_groups":
+                small[fqn] = torch.empty(spec.shape, dtype=spec.dtype) if spec is not None else None
+            else:
+                self._fqns[f"optimizer.{path[1]}.{path[2]}"] = fqn
+                self.tensors[f"optimizer.{path[1]}.{path[2]}"] = spec
+        self._read(small, alone=True)
+        groups: dict[int, dict[str, Any]] = {}
+        numbers: dict[str, dict[str, Any]] = {}
+        for fqn, path in paths.items():
+            if path[0] == "param_groups":
+                groups.setdefault(int(path[1]), {})[path[2]] = small[fqn]
+            elif fqn in small:
+                numbers.setdefault(path[1], {})[path[2]] = small[fqn]
+        self.optimizers = [{"param_groups": [groups[n] for n in sorted(groups)], "numbers": numbers}] if paths else []
+        self.balancer = _read_header(small.get(header_key)).get("balancer")
+
+    def fill(self, view: LogicalView, entries: Sequence[Entry]) -> None:
+        """`Saved.fill`, all at once. Collective."""
+        self._read({self._fqns[entry.key]: _as_saved(view, entry) for entry in entries}, not dist.is_initialized())
+
+    def _read(self, entries: dict[str, Any], alone: bool) -> None:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        alone = not dist.is_initialized()
+        group = None if alone else self._group
         with _without_advice():
-            dcp.load(entries, storage_reader=reader, planner=planner, process_group=process_group, no_dist=alone)
+            dcp.load(entries, storage_reader=self._reader, planner=planner, process_group=group, no_dist=alone)
 
-    names = [f"{prefix}{entry.key}" for entry in view.entries("model", "extra")]
-    _check_names(names, metadata, f"{prefix}model.", folder)
-    paths = _optimizer_paths(view, metadata, key, folder) if optimizer is not None else {}
-
-    # What is small first, so that everything is checked before anything is written.
-    header_key = f"{prefix}eplb_runtime"
-    small = _small(saved, paths)
-    small |= {header_key: None} if header_key in saved else {}
-    read(small)
-    header = _read_header(small.get(header_key))
-    groups: dict[int, dict[str, Any]] = {}
-    states: dict[str, dict[str, Any]] = {name: {} for name in view.parameters}
-    for fqn, path in paths.items():
-        if path[0] == "param_groups":
-            groups.setdefault(int(path[1]), {})[path[2]] = small[fqn]
-        elif fqn in small:
-            states[path[1]][path[2]] = small[fqn]
-    options = options_of(view, groups)
-    _check_sizes(view, metadata, prefix, folder)
-
-    # The placement next: nothing moves cheaper than an optimizer without state.
-    restore_placement(view, header.get("balancer"), warm_start)
-    entries = view.entries("model", "extra")
-    large = {f"{prefix}{entry.key}": _as_saved(view, entry.tensor, entry.layer) for entry in entries}
-    for fqn, path in paths.items():
-        if path[0] == "state" and fqn not in small:
-            name, state_key = path[1], path[2]
-            size, dtype = _size_and_dtype(saved[fqn])
-            states[name][state_key] = new_state_tensor(view, name, state_key, size, dtype)
-            layer = view.layer_of(name) if is_expert_state(view, name, size) else None
-            large[fqn] = _as_saved(view, states[name][state_key], layer)
-    read(large)
-    if optimizer is not None:
-        for name, values in states.items():
-            set_optimizer_state(view, name, values)
-        set_options(view, options)
-    view.weights_changed()
-
-
-def _small(saved: Mapping[str, STORAGE_TYPES], paths: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """What is read ahead of all else: options of the optimizer, and state that is no tensor."""
-    small: dict[str, Any] = {}
-    for fqn, path in paths.items():
-        if not isinstance(saved[fqn], TensorStorageMetadata):
-            small[fqn] = None
-        elif path[0] == "param_groups":
-            size, dtype = _size_and_dtype(saved[fqn])
-            small[fqn] = torch.empty(size, dtype=dtype)
-    return small
-
-
-def _as_saved(view: LogicalView, value: Any, layer: int | None) -> Any:
-    if layer is not None:
-        size = (view.num_experts, *value.shape[1:])
-        return ExpertRows(local(value), view.experts_here(layer), size, columns(value).start or 0)
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def _metadata(reader: dcp.StorageReader, folder: str | Path) -> Metadata:
-    try:
-        return reader.read_metadata()
-    except Exception as error:
-        raise CheckpointError(f"{folder} cannot be read as a checkpoint: {type(error).__name__}: {error}") from None
-
-
-def _size_and_dtype(saved: STORAGE_TYPES) -> tuple[torch.Size, torch.dtype]:
-    assert isinstance(saved, TensorStorageMetadata)
-    return saved.size, saved.properties.dtype
-
-
-def _check_names(names: list[str], metadata: Metadata, model_prefix: str, folder: str | Path) -> None:
-    saved = metadata.state_dict_metadata
-    for fqn in names:
-        if fqn not in saved:
-            raise CheckpointError(f"{folder} has no {fqn}: it was saved from another model, or under another key")
-    unknown = sorted({fqn for fqn in saved if fqn.startswith(model_prefix)} - set(names))
-    if unknown:
-        raise CheckpointError(f"{unknown[0]} in {folder} has no place in the model ({len(unknown)} such entries)")
-
-
-def _check_sizes(view: LogicalView, metadata: Metadata, prefix: str, folder: str | Path) -> None:
-    for entry in view.entries("model", "extra"):
-        saved = metadata.state_dict_metadata[f"{prefix}{entry.key}"]
-        wanted = view.whole_size(entry)
-        size = saved.size if isinstance(saved, TensorStorageMetadata) else None
-        if size != wanted:
-            raise CheckpointError(
-                f"{prefix}{entry.key} has shape {tuple(size or ())} in {folder}, {tuple(wanted)} in the model"
-            )
-
-
-def _optimizer_paths(view: LogicalView, metadata: Metadata, key: str, folder: str | Path) -> dict[str, tuple[Any, ...]]:
-    """``{fqn: path}`` below ``optimizer`` of everything that the checkpoint holds there."""
-    above = (key, "optimizer") if key else ("optimizer",)
-    mapping: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
-    paths = {fqn: path[len(above) :] for fqn, path in mapping.items() if path[: len(above)] == above}
-    if not paths:
-        raise CheckpointError(f"{folder} has no optimizer: load it with optimizer=None, or give the right key")
-    for fqn, path in paths.items():
-        if len(path) != 3 or path[0] not in ("state", "param_groups"):
-            raise CheckpointError(f"{fqn} in {folder} is not in the layout of DCP's get_state_dict (not flattened)")
-        if path[0] == "state" and path[1] not in view.parameters:
-            raise CheckpointError(f"{folder} has optimizer state of {path[1]}, which is no parameter of the model")
-    return paths
+    def _optimizer_paths(self, metadata: Metadata, key: str) -> dict[str, tuple[Any, ...]]:
+        """``{fqn: path}`` below ``optimizer`` of everything that the checkpoint holds there."""
+        above = (key, "optimizer") if key else ("optimizer",)
+        mapping: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
+        paths = {fqn: path[len(above) :] for fqn, path in mapping.items() if path[: len(above)] == above}
+        for fqn, path in paths.items():
+            if len(path) != 3 or path[0] not in ("state", "param_groups"):
+                raise CheckpointError(
+                    f"{fqn} in {self.name} is not in the layout of DCP's get_state_dict (not flattened)"
+                )
+        return paths
 
 
 def _read_header(text: str | None) -> dict[str, Any]:

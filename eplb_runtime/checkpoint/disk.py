@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..moe.experts.gathering import whole_rows
-from ..moe.experts.slices import columns, is_sliced, local
+from ..moe.experts.gathering import whole_row
+from ..moe.experts.slices import is_sliced
 from ..utils.checksums import as_bytes
 from ..utils.errors import one_line
 from ..utils.files import PARTIALS, FileError, require_readable, write_file
+from . import old_folder
 from .pretrained import folders_of
-from .state import CheckpointError, Entry, LogicalView
+from .restore import Saved, from_json
+from .state import CheckpointError, LogicalView
 from .weights import Stored, TensorSpec, value_of
 
 MARKER = "checkpoint.json"
@@ -46,23 +48,6 @@ _BLOCK_BYTES = 16 << 20
 
 Named = tuple[str, str, Tensor]
 """Part, name and values of a stored tensor."""
-
-
-class SavedTensors(Protocol):
-    """A checkpoint that is open for reading.
-
-    Attributes:
-        tensors: by the keys of `logical_state_dict`.
-        optimizers: param groups and state that is no tensor, of each pipeline stage.
-        balancer: `Balancer.state_dict`, or None.
-    """
-
-    tensors: Mapping[str, TensorSpec]
-    optimizers: Sequence[Mapping[str, Any]]
-    balancer: Mapping[str, Any] | None
-
-    def fill(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
-        """Fill a block of a tensor, which begins at ``offsets``; values are cast to its dtype."""
 
 
 # -- names -----------------------------------------------------------------------------------------------------------
@@ -87,30 +72,18 @@ def layout_of(view: LogicalView) -> tuple[dict[str, Stored], dict[str, str]]:
         elif entry.part == "model" and entry.name in by_host:
             layout[entry.key] = by_host[entry.name]
         else:
-            layout[entry.key] = _by_default(view, entry)
+            name, head = entry.key.partition(".")[2], entry.name.partition("/")[0].rpartition(".")[0]
+            name = name if entry.layer is None else ".".join(filter(None, (head, "*", name.removeprefix(f"{head}."))))
+            layout[entry.key] = Stored((name,), view.num_experts if entry.layer is not None else 0)
     return layout, tied
-
-
-def _by_default(view: LogicalView, entry: Entry) -> Stored:
-    name = entry.key.partition(".")[2]
-    if entry.layer is None:
-        return Stored((name,))
-    parameter = entry.name.partition("/")[0]
-    head = parameter[: parameter.rfind(".") + 1]
-    return Stored((f"{head}*.{name.removeprefix(head)}",), view.num_experts)
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
 def tensors_of_rank(view: LogicalView, layout: Mapping[str, Stored], ranks: Sequence[int]) -> Iterator[Named]:
-    """Yield what this rank writes: its share of its experts and of the rest, in live memory where that is whole.
-
-    Collective where experts are sliced or tensors sharded: every rank goes through to the end.
-
-    Args:
-        ranks: that hold the model; they share out by size what all of them hold.
-    """
+    """Yield what this rank writes: its share of its experts, and, by size, of what all ``ranks`` hold; in live memory
+    where that is whole. Collective where experts are sliced or tensors sharded: every rank goes through to the end."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     nbytes = dict.fromkeys(ranks, 0)
     for entry in view.entries():
@@ -129,28 +102,12 @@ def tensors_of_rank(view: LogicalView, layout: Mapping[str, Stored], ranks: Sequ
         for row, expert in enumerate(view.experts_here(entry.layer)):
             writer = holders[expert % len(holders)]
             if writer == rank or is_sliced(entry.tensor):
-                one = _whole_row(view, entry.tensor, row)
+                one = whole_row(entry.tensor, row, view.balancer._runtime.groups)[0]
                 yield from ((entry.part, *part) for part in stored.cut(one, expert) if writer == rank)
 
 
-def _whole_row(view: LogicalView, rows: Tensor, row: int) -> Tensor:
-    if not is_sliced(rows):
-        return rows.detach()[row]
-    assert view.balancer is not None
-    out = torch.empty((1, *rows.shape[1:]), dtype=rows.dtype, device=local(rows).device)
-    return whole_rows(rows, row, out, view.balancer._runtime.groups)[0]
-
-
 def write_tensors(folder: Path, number: int, token: str, tensors: Iterable[Named]) -> dict[str, tuple[int, str]]:
-    """Write tensors into files of this rank.
-
-    Returns:
-        Bytes and checksum of each file, by name.
-
-    Raises:
-        CheckpointError: the library has no name for a dtype.
-        OSError: a file cannot be written. Files that were are removed.
-    """
+    """Write tensors into files of this rank; returns bytes and checksum of each, by name. All or none stay."""
     written: dict[str, tuple[int, str]] = {}
     batch: dict[str, Tensor] = {}
     of, nbytes = "", 0
@@ -181,12 +138,7 @@ def write_tensors(folder: Path, number: int, token: str, tensors: Iterable[Named
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file and bring it to the disk.
-
-    Raises:
-        CheckpointError: the library has no name for a dtype.
-        OSError: it cannot be written.
-    """
+    """Write a safetensors file and bring it to the disk. A dtype that the library has not is a CheckpointError."""
     whole: dict[str, Tensor] = {}
     memory: set[int] = set()
     for name, tensor in tensors.items():
@@ -211,12 +163,8 @@ def publish(
     numbers: Mapping[str, Any],
     describe: Callable[[], None],
 ) -> None:
-    """Make the files of all ranks the checkpoint of this folder, in one step, and remove those of the old one.
-
-    Args:
-        numbers: all that is no tensor.
-        describe: writes what else a framework wants in a folder.
-    """
+    """Make the files of all ranks, and numbers, the checkpoint of this folder, in one step, and remove the old one;
+    ``describe`` writes what else a framework wants in a folder."""
     path = folder / f"numbers-{token}.json"
     try:
         if (folder / "model.safetensors").exists():
@@ -287,11 +235,7 @@ def remove_files(folder: Path, unwanted: Callable[[str, str], bool]) -> None:
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
-    """Read `checkpoint.json`, of any version, and compare its own checksum.
-
-    Raises:
-        CheckpointError: it is damaged, or none.
-    """
+    """Read `checkpoint.json`, of any version, and compare its own checksum."""
     path = folder / MARKER
     try:
         require_readable(path, _MOST_BYTES)
@@ -299,7 +243,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
         own, version = marker.pop("checksum"), (marker["format"], marker["version"])
     except (OSError, FileError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {one_line(error, with_type=True)}") from None
-    if version not in ((FORMAT, VERSION), (FORMAT, 2)):
+    if version not in ((FORMAT, VERSION), (FORMAT, old_folder.VERSION)):
         raise CheckpointError(
             f"{path} is {version[0]!r} of version {version[1]!r}; this reads versions 2 and {VERSION}"
         )
@@ -312,15 +256,21 @@ def _checksum_of(marker: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(marker, sort_keys=True).encode())
 
 
+def verified(folder: Path, number: int, of: int) -> dict[str, Any]:
+    """Return the marker, after this rank, one of those that verify together, has read its share of all files and
+    compared sizes and checksums. The first damaged file is named."""
+    marker = read_marker(folder)
+    (old_folder.verify if marker["version"] == old_folder.VERSION else verify)(folder, marker, number, of)
+    return marker
+
+
+def opened(folder: Path, marker: Mapping[str, Any]) -> Saved:
+    """Open a verified folder, of any version that is read."""
+    return (old_folder.OldFolder if marker["version"] == old_folder.VERSION else Folder)(folder, marker)
+
+
 def verify(folder: Path, marker: Mapping[str, Any], number: int, of: int) -> None:
-    """Read this rank's share of all files and compare sizes and checksums.
-
-    Args:
-        number, of: this rank among those that verify together.
-
-    Raises:
-        CheckpointError: names the first file that is damaged.
-    """
+    """`verified`, of this version."""
     shares = [0] * of
     for name, (nbytes, checksum) in marker["files"].items():
         mine = shares.index(min(shares))
@@ -351,16 +301,18 @@ def file_checksum(path: Path) -> str:
     return hasher.hexdigest()
 
 
-class Folder:
-    """A verified folder, open for reading (`SavedTensors`)."""
+class Folder(Saved):
+    """A verified folder, open for reading."""
 
     def __init__(self, folder: Path, marker: Mapping[str, Any]) -> None:
+        self.name = str(folder)
         self._files: dict[tuple[str, str], Any] = {}
-        numbers = json.loads((folder / f"numbers-{marker['save']}.json").read_text())
-        for name in marker["files"]:
-            if name.endswith(".safetensors"):
-                opened, part = _opened(folder / Path(name).name), name.partition("-")[0]
-                self._files.update({(part, key): opened for key in opened.keys()})  # noqa: SIM118
+        text = (folder / f"numbers-{marker['save']}.json").read_text()
+        numbers = json.loads(text, object_hook=from_json)
+        for file in marker["files"]:
+            if file.endswith(".safetensors"):
+                opened, part = _opened(folder / Path(file).name), file.partition("-")[0]
+                self._files.update({(part, name): opened for name in opened.keys()})  # noqa: SIM118
         layout = {
             key: Stored(tuple(stored["names"]), stored["experts"], tuple(stored["sizes"]), stored["dim"])
             for key, stored in numbers["layout"].items()
@@ -369,45 +321,44 @@ class Folder:
         for key, stored in layout.items():
             if not 0 <= stored.experts <= len(self._files):
                 raise CheckpointError(f"{folder} has no {stored.experts} experts of {key}")
-            unnamed.difference_update((key.partition(".")[0], name) for name in stored.all_names())
+            for expert in range(max(1, stored.experts)):
+                unnamed.difference_update((key.partition(".")[0], name) for name in stored.names_of(expert))
         layout |= {f"{part}.{name}": Stored((name,)) for part, name in unnamed}
         self._layout = layout | {key: layout[other] for key, other in numbers["tied"].items()}
-        self.tensors: Mapping[str, TensorSpec] = {key: self._spec(key, one) for key, one in self._layout.items()}
-        self.optimizers: Sequence[Mapping[str, Any]] = numbers["optimizers"]
-        self.balancer: Mapping[str, Any] | None = numbers["balancer"]
+        self.tensors = {key: self._spec(key, one) for key, one in self._layout.items()}
+        self.optimizers = numbers["optimizers"]
+        self.balancer = numbers["balancer"]
 
     def _spec(self, key: str, stored: Stored) -> TensorSpec:
         """Shape and dtype of a whole tensor, from those of its parts."""
-        part = key.partition(".")[0]
-        slices = [self._slice(part, name) for name in stored.names_of(0)]
-        kinds = [(each.get_shape(), each.get_dtype()) for each in slices]
+        kinds: list[tuple[Any, Any]] = []
+        for expert in range(max(1, stored.experts)):
+            slices = [self._slice(key, name) for name in stored.names_of(expert)]
+            found = [(each.get_shape(), each.get_dtype()) for each in slices]
+            if kinds and found != kinds:
+                raise CheckpointError(f"expert {expert} of {key} has another shape or dtype than expert 0")
+            kinds = found
         shape = list(kinds[0][0])
         if stored.sizes:
             shape[stored.dim] = sum(stored.sizes)
-        for expert in range(max(1, stored.experts)):
-            for (wanted, dtype), name in zip(kinds, stored.names_of(expert), strict=True):
-                found = self._slice(part, name)
-                if (found.get_shape(), found.get_dtype()) != (wanted, dtype):
-                    raise CheckpointError(f"{name} has another shape or dtype than the same tensor of expert 0")
         whole = (stored.experts, *shape) if stored.experts else tuple(shape)
         return TensorSpec(whole, slices[0][(slice(0, 0),) if kinds[0][0] else ()].dtype)
 
-    def _slice(self, part: str, name: str) -> Any:
-        return self._files[part, name].get_slice(name)
+    def _slice(self, key: str, name: str) -> Any:
+        return self._files[key.partition(".")[0], name].get_slice(name)
 
-    def fill(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
-        """`SavedTensors.fill`, an expert at a time."""
+    def read_block(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
         stored = self._layout[key]
         if not stored.experts:
-            self._fill(key, stored, 0, offsets, block)
+            self._read(key, stored.names, offsets, block)
             return
         for row, one in enumerate(block):
-            self._fill(key, stored, offsets[0] + row, offsets[1:], one)
+            self._read(key, stored.names_of(offsets[0] + row), offsets[1:], one)
 
-    def _fill(self, key: str, stored: Stored, expert: int, offsets: Sequence[int], block: Tensor) -> None:
-        begin, part = 0, key.partition(".")[0]
-        for number, name in enumerate(stored.names_of(expert)):
-            found = self._slice(part, name)
+    def _read(self, key: str, names: Sequence[str], offsets: Sequence[int], block: Tensor) -> None:
+        stored, begin = self._layout[key], 0
+        for number, name in enumerate(names):
+            found = self._slice(key, name)
             if not block.ndim:
                 block.copy_(found[()])
                 return
@@ -423,18 +374,3 @@ class Folder:
 
 def _opened(path: Path) -> Any:
     return safe_open(path, framework="pt")
-
-
-def blocks_here(view: LogicalView, entry: Entry) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Yield each block of a tensor that this rank holds, live, and where it begins in the whole tensor."""
-    here = local(entry.tensor).detach()
-    zeros = (0,) * here.ndim
-    if entry.layer is not None:
-        for row, expert in enumerate(view.experts_here(entry.layer)):
-            yield (expert, *(columns(entry.tensor).start or 0, *zeros)[: here.ndim - 1]), here[row : row + 1]
-    elif isinstance(entry.tensor, DTensor):
-        for chunk in entry.tensor.__create_chunk_list__():
-            if here.numel():
-                yield tuple(chunk.offsets), here
-    else:
-        yield zeros, here

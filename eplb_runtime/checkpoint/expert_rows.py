@@ -1,22 +1,19 @@
 """A tensor ``[E, ...]`` of which this rank holds some rows, as torch.distributed.checkpoint wants to see it.
 
 DTensor knows contiguous shards only, and experts stand anywhere. This class speaks DCP's protocol for tensors of other
-libraries instead (``__create_write_items__`` and its two siblings): each expert, or run of small consecutive ones, is
-one chunk of the logical tensor, so a checkpoint holds plain whole tensors, which anyone can load.
+libraries instead (``__create_write_items__`` and its two siblings): each expert is one chunk of the logical tensor, so
+a checkpoint holds plain whole tensors, which anyone can load.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-from ..moe.experts.gathering import rows_per_call
 
 _ATEN = torch.ops.aten
 _ALIKE = (
@@ -27,15 +24,6 @@ _ALIKE = (
     _ATEN._to_copy.default,
 )
 """What stagers do with a tensor, row by row the same."""
-
-
-@dataclass(frozen=True)
-class _RowRun:
-    """Local rows ``first_row .. first_row + length`` are experts ``first_expert .. first_expert + length``."""
-
-    first_row: int
-    first_expert: int
-    length: int
 
 
 class ExpertRows(Tensor):
@@ -90,40 +78,26 @@ class ExpertRows(Tensor):
             return twin._like(func(twin._rows, *rest, **kwargs))
         raise NotImplementedError(f"{func}: ExpertRows is for torch.distributed.checkpoint only")
 
-    def _runs(self) -> list[_RowRun]:
-        # Short ones: DCP copies each chunk that it writes, and reads whole chunks.
-        runs: list[_RowRun] = []
-        longest = rows_per_call(self._rows)
-        for row, expert in enumerate(self._experts):
-            if runs and runs[-1].length < longest and expert == runs[-1].first_expert + runs[-1].length:
-                runs[-1] = _RowRun(runs[-1].first_row, runs[-1].first_expert, runs[-1].length + 1)
-            else:
-                runs.append(_RowRun(row, expert, 1))
-        return runs
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        sizes = torch.Size([1, *self._rows.shape[1:]])
+        return [ChunkStorageMetadata(self._offsets(expert), sizes) for expert in self._experts]
 
-    def _offsets(self, run: _RowRun) -> torch.Size:
-        return torch.Size([run.first_expert, self._first_column, *[0] * self.ndim][: self.ndim])
+    def _offsets(self, expert: int) -> torch.Size:
+        return torch.Size([expert, self._first_column, *[0] * self.ndim][: self.ndim])
 
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._rows)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk, properties=TensorProperties.create_from_tensor(self._rows), size=self.size()
-                ),
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
             )
             for chunk in self.__create_chunk_list__()
         ]
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(self._offsets(run), torch.Size([run.length, *self._rows.shape[1:]]))
-            for run in self._runs()
-        ]
-
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for run in self._runs():
-            if index.offset == self._offsets(run):
-                return self._rows[run.first_row : run.first_row + run.length]
+        for row, expert in enumerate(self._experts):
+            if index.offset == self._offsets(expert):
+                return self._rows[row : row + 1]
         raise ValueError(f"{index.fqn}: no expert {index.offset} on this rank")

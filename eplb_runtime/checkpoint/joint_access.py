@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,14 +16,12 @@ from torch import Tensor
 from ..distributed.consensus import gather_bytes, gather_rows
 from .state import CheckpointError, LogicalView
 
+Result = TypeVar("Result")
+
 
 class JointAccess:
-    """One rank's part in a save or load.
-
-    Args:
-        group: of the ranks that take part; None: this process alone.
-        device: what its backend can carry.
-    """
+    """One rank's part in a save or load, with the ranks of a group (None: alone), whose backend carries a device's
+    tensors."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
@@ -47,21 +46,17 @@ class JointAccess:
     def is_first(self) -> bool:
         return self.number == 0
 
-    @property
-    def failed(self) -> bool:
-        """Whether something went wrong on this rank."""
-        return self._problem is not None
-
-    def trying(self, action: Callable[[], object], *, first_only: bool = False) -> None:
-        """Do it on this rank (or on the first one only), unless something has failed here before."""
-        if self._problem is None and (self.is_first or not first_only):
+    def trying(self, action: Callable[[], Result]) -> Result | None:
+        """Return the result of an action on this rank; None where something fails here, or has failed before."""
+        if self._problem is None:
             try:
-                action()
+                return action()
             except Exception as error:
                 self._problem = error
+        return None
 
     def agree(self, what: str) -> None:
-        """Until all ranks are here.
+        """Wait until all ranks are here.
 
         Raises:
             Exception: what failed on this rank.
@@ -74,6 +69,16 @@ class JointAccess:
             rank = self.ranks[failed.index(1)]
             raise CheckpointError(f"{what}: rank {rank} failed; its own error says why")
 
+    def together(self, what: str, action: Callable[[], Result]) -> Result:
+        """Return the result of an action, which has succeeded on all ranks. Raises as `agree`."""
+        result = self.trying(action)
+        self.agree(what)
+        return result  # type: ignore[return-value]
+
+    def on_first(self, what: str, action: Callable[[], object]) -> None:
+        """Do it on the first rank alone, and wait for it. Raises as `agree`."""
+        self.together(what, action if self.is_first else lambda: None)
+
     def gather(self, mine: Tensor) -> Tensor:
         """Every rank's, ``[N, ...]``, on the CPU."""
         if self._group is None:
@@ -85,11 +90,7 @@ class JointAccess:
         return [mine] if self._group is None else gather_bytes(mine, self._group, self._device)
 
     def folder_has(self, path: Path) -> bool:
-        """Whether a file is there, for all ranks alike.
-
-        Raises:
-            CheckpointError: only some see it.
-        """
+        """Return whether a file is there, for all ranks alike; refused where only some see it."""
         seen = self.gather(torch.tensor([path.is_file()], dtype=torch.uint8)).flatten().tolist()
         if len(set(seen)) > 1:
             rank = self.ranks[seen.index(0)]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..utils.checksums import as_bytes, checksum
 from ..utils.errors import one_line
+from .restore import Saved, from_json
 from .state import CheckpointError
 from .weights import TensorSpec
 
@@ -24,11 +25,7 @@ _Block = tuple[tuple[int, ...], str, Any]
 
 
 def verify(folder: Path, index: Mapping[str, Any], number: int, of: int) -> None:
-    """Compare the checksums of this rank's share of all blocks.
-
-    Raises:
-        CheckpointError: names the first file that is damaged.
-    """
+    """Compare the checksums of this rank's share of all blocks."""
     for file in index["files"][number::of]:
         path = folder / file["name"]
         try:
@@ -46,18 +43,19 @@ def verify(folder: Path, index: Mapping[str, Any], number: int, of: int) -> None
             raise CheckpointError(f"{path} cannot be read: {one_line(error)}") from None
 
 
-class OldFolder:
-    """A verified folder, open for reading (`disk.SavedTensors`)."""
+class OldFolder(Saved):
+    """A verified folder, open for reading."""
 
     def __init__(self, folder: Path, index: Mapping[str, Any]) -> None:
+        self.name = str(folder)
         self._blocks: dict[str, list[_Block]] = {}
         tensors: dict[str, TensorSpec] = {}
-        self.balancer: Mapping[str, Any] | None = index["balancer"]
+        self.balancer = index["balancer"]
         optimizers: dict[str, Any] = {}
         for file in index["files"]:
             opened: Any = safe_open(folder / file["name"], framework="pt")
             metadata = opened.metadata()
-            optimizers[metadata["optimizer"]] = json.loads(metadata["optimizer"])
+            optimizers[metadata["optimizer"]] = json.loads(metadata["optimizer"], object_hook=from_json)
             sizes = json.loads(metadata["sizes"])
             for name in opened.keys():  # noqa: SIM118
                 key, _, offsets = name.rpartition("@")
@@ -71,15 +69,10 @@ class OldFolder:
             found = sum(torch.Size(file.get_slice(name).get_shape()).numel() for _, name, file in self._blocks[key])
             if found != torch.Size(spec.shape).numel():
                 raise CheckpointError(f"{folder}: blocks of {key} are missing, or overlap")
-        self.tensors: Mapping[str, TensorSpec] = tensors
-        self.optimizers: Sequence[Mapping[str, Any]] = [
-            {**optimizer, "param_groups": [_as_now(group) for group in optimizer["param_groups"]]}
-            for optimizer in optimizers.values()
-            if optimizer is not None
-        ]
+        self.tensors = tensors
+        self.optimizers = [one for one in optimizers.values() if one is not None]
 
-    def fill(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
-        """`disk.SavedTensors.fill`, from the saved blocks that overlap it."""
+    def read_block(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
         for begin, name, file in self._blocks[key]:
             saved = file.get_slice(name)
             inside, outside = [], []
@@ -89,12 +82,3 @@ class OldFolder:
                 outside.append(slice(low - offset, high - offset))
             if all(cut.start < cut.stop for cut in inside):
                 block[tuple(outside)].copy_(saved[tuple(inside)])
-
-
-def _as_now(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A param group, whose tensors have torch's names of their dtypes."""
-    names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "BOOL": "bool"}
-    return {
-        option: {**value, "dtype": names[value["dtype"]]} if isinstance(value, dict) else value
-        for option, value in group.items()
-    }

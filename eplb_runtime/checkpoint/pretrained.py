@@ -22,8 +22,7 @@ class PretrainedFolders(Protocol):
         """Read weights into the live tensors, each rank its own experts."""
 
     def names(self, view: LogicalView) -> Mapping[str, Stored]:
-        """How the framework's folders store tensors of the model, by its own names, where they store no more than
-        parts of them. Not collective."""
+        """How the folders store tensors, by the model's names, where they store parts of them. Not collective."""
 
     def describe(self, view: LogicalView, folder: Path) -> None:
         """Write the configuration that the framework reads a folder with. Not collective."""
@@ -72,7 +71,7 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
 
 
 def folders_of(view: LogicalView) -> PretrainedFolders | None:
-    """Return the folders of the attached host's framework; None: it has none, or the model is not attached."""
+    """The folders of the attached host's framework; None: it has none, or the model is not attached."""
     stage = view.model.__dict__.get("_eplb_runtime_stage")
     return stage.host.folders if stage is not None else None
 
@@ -80,7 +79,6 @@ def folders_of(view: LogicalView) -> PretrainedFolders | None:
 def _folders(view: LogicalView, by_library: str) -> PretrainedFolders:
     if view.balancer is None:
         raise CheckpointError(f"the model is not attached: use the library's own {by_library}")
-    folders = folders_of(view)
-    if folders is None:
+    if (folders := folders_of(view)) is None:
         raise CheckpointError("this framework has no checkpoint folders of its own: use checkpoint.save and load")
     return folders

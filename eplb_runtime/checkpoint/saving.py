@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from concurrent.futures import Future
+import secrets
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
+from safetensors import SafetensorError
 from torch import nn
 
-from . import dcp
-from . import folder as own
-from .disk import MARKER
+from ..utils.errors import one_line
+from . import dcp, disk
+from .disk import MARKER, Named
 from .joint_access import JointAccess
-from .optimizers import Given
-from .state import CheckpointError, LogicalView
+from .pretrained import folders_of
+from .restore import Fitted, Saved, numbers_of, restore_placement, to_json
+from .state import CheckpointError, Given, LogicalView
 
 logger = logging.getLogger("eplb_runtime")
 
 Format = Literal["safetensors", "dcp"]
+Result = TypeVar("Result")
+_TOKEN_BYTES = 8
 
 
 def save(
@@ -51,10 +61,13 @@ def save(
         OSError: this rank could not write; likewise.
     """
     view = LogicalView(model, optimizer)
-    if _format(format) == "dcp" or storage_writer is not None:
+    if _is_dcp(format, storage_writer):
         dcp.save(folder, view, storage_writer, process_group)
     else:
-        own.save(Path(folder), view, process_group)
+        _ended(_saving(view))
+        view.refuse_freed("save")
+        access = JointAccess.of(view, process_group)
+        _write(Path(folder), view, access, *access.together(f"{folder} was not saved", lambda: _content(view, access)))
     _log("saved to", folder, view)
 
 
@@ -77,11 +90,30 @@ def async_save(
         A future that is done when the checkpoint is whole on disk; its ``result()`` raises what went wrong.
     """
     view = LogicalView(model, optimizer)
-    if _format(format) == "dcp" or storage_writer is not None:
+    if _is_dcp(format, storage_writer):
         return dcp.async_save(folder, view, storage_writer)
-    return own.async_save(Path(folder), view)
+    view.refuse_freed("async_save")
+    before = _saving(view)
+    if view.balancer is None:
+        _ended(before)  # its thread talks over the same group
+    access = JointAccess.of(view)
+    live, numbers = access.together(f"{folder} was not saved", lambda: _content(view, access))
+    tensors = _on_host(live)
+    if view.balancer is not None:
+        access = JointAccess(view.balancer._background_group(), torch.device("cpu"))
+
+    def write() -> None:
+        _ended(before)
+        _write(Path(folder), view, access, tensors, numbers)
+
+    worker = ThreadPoolExecutor(1, thread_name_prefix="eplb_runtime save")
+    saving = worker.submit(write)
+    worker.shutdown(wait=False)
+    object.__setattr__(view.model, "_eplb_runtime_saving", saving)
+    return saving
 
 
+@torch.no_grad()
 def load(
     folder: str | Path,
     model: nn.Module,
@@ -115,21 +147,94 @@ def load(
     """
     view = LogicalView(model, optimizer)
     view.refuse_freed("load", patient=True)
-    own.wait_for_saving(view)
-    if storage_reader is None and JointAccess.of(view, process_group).folder_has(Path(folder) / MARKER):
+    _ended(_saving(view))
+    access = JointAccess.of(view, process_group)
+    unchanged = f"{folder} was not loaded, nothing is changed"
+    path = Path(folder)
+    opens: Callable[[], Saved] = lambda: dcp.FolderOfDCP(folder, view, key, storage_reader, process_group)  # noqa: E731
+    if storage_reader is None and access.folder_has(path / MARKER):
         if key:
             raise CheckpointError(f"{folder} has no keys, as DCP's checkpoints may have: leave out key={key!r}")
-        own.load(Path(folder), view, warm_start=warm_start, process_group=process_group)
-    else:
-        dcp.load(
-            folder,
-            view,
-            key=key,
-            warm_start=warm_start,
-            storage_reader=storage_reader,
-            process_group=process_group,
-        )
+        marker = access.together(unchanged, lambda: disk.verified(path, access.number, access.size))
+        opens = lambda: disk.opened(path, marker)  # noqa: E731
+    saved = access.together(unchanged, lambda: _usable(folder, opens))
+    fitted = access.together(unchanged, lambda: _usable(folder, lambda: Fitted(view, saved)))
+    restore_placement(view, saved.balancer, warm_start)
+    access.together(f"{folder} was not loaded, the model is a mixture now", fitted.write)
+    view.weights_changed()
     _log("loaded from", folder, view)
+
+
+def _usable(folder: str | Path, action: Callable[[], Result]) -> Result:
+    """Return the result of reading fields of a checkpoint, which may be anything."""
+    try:
+        return action()
+    except CheckpointError:
+        raise
+    except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"{folder} cannot be used: {one_line(error, with_type=True)}") from error
+
+
+# -- writing our own format ------------------------------------------------------------------------------------------
+
+
+def _content(view: LogicalView, access: JointAccess) -> tuple[Iterable[Named], str]:
+    """The tensors that this rank writes; and, on the first rank of a stage, what is no tensor, as JSON."""
+    balancer = view.balancer.state_dict() if view.balancer is not None else None  # first: all ranks meet in it
+    ranks = view.balancer._runtime.job.data_ranks if view.balancer is not None else access.ranks
+    layout, tied = disk.layout_of(view)
+    numbers = {
+        "layout": {key: asdict(stored) for key, stored in layout.items() if stored.names != (key.partition(".")[2],)},
+        "tied": tied,
+        "optimizer": numbers_of(view, to_json),
+        "balancer": balancer,
+    }
+    text = json.dumps(numbers)
+    return disk.tensors_of_rank(view, layout, ranks), text if access.ranks[access.number] == ranks[0] else ""
+
+
+def _on_host(tensors: Iterable[Named]) -> list[Named]:
+    return [(part, name, value.to("cpu", copy=True)) for part, name, value in tensors]
+
+
+@torch.no_grad()
+def _write(folder: Path, view: LogicalView, access: JointAccess, tensors: Iterable[Named], numbers: str) -> None:
+    problem = f"{folder} was not saved"
+    token = access.gather_bytes(secrets.token_bytes(_TOKEN_BYTES))[0].hex()
+    try:
+        files = access.together(problem, lambda: disk.write_tensors(folder, access.number, token, tensors))
+        of_ranks = [json.loads(text) for text in access.gather_bytes(json.dumps(files).encode())]
+        stages = [json.loads(text) for text in access.gather_bytes(numbers.encode()) if text]
+    except BaseException:
+        disk.remove_files(folder, lambda name, save: save == token and f"-{access.number:05d}-" in name)
+        raise
+    folders = folders_of(view)
+    access.on_first(
+        problem,
+        lambda: disk.publish(
+            folder,
+            token,
+            {name: tuple(known) for one in of_ranks for name, known in one.items()},
+            {
+                "layout": {key: stored for stage in stages for key, stored in stage["layout"].items()},
+                "tied": {key: other for stage in stages for key, other in stage["tied"].items()},
+                "optimizers": [stage["optimizer"] for stage in stages if stage["optimizer"] is not None],
+                "balancer": stages[0]["balancer"],
+            },
+            lambda: None if folders is None else folders.describe(view, folder),
+        ),
+    )
+
+
+def _saving(view: LogicalView) -> Future[None] | None:
+    """The last `async_save` of this model: a folder has one writer and no reader meanwhile."""
+    return view.model.__dict__.get("_eplb_runtime_saving")
+
+
+def _ended(saving: Future[None] | None) -> None:
+    if saving is not None:
+        with suppress(Exception):  # its own caller hears of it
+            saving.result()
 
 
 def _log(what: str, folder: str | Path, view: LogicalView) -> None:
@@ -140,7 +245,7 @@ def _log(what: str, folder: str | Path, view: LogicalView) -> None:
     logger.info("checkpoint %s %s%s", what, folder, step)
 
 
-def _format(name: str) -> str:
+def _is_dcp(name: str, storage_writer: torch_dcp.StorageWriter | None) -> bool:
     if name not in ("safetensors", "dcp"):
         raise CheckpointError(f"format={name!r} is unknown; choose one of: safetensors, dcp")
-    return name
+    return name == "dcp" or storage_writer is not None

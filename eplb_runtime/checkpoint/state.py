@@ -1,25 +1,27 @@
-"""State in logical order: what a model and its optimizer hold, whatever ranks and slots it stands on. In memory."""
+"""State in logical order: what a model and its optimizer hold, on any ranks and slots. In memory."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from ..balancer.balancer import Balancer
 from ..distributed.consensus import gather_rows
 from ..moe.experts.matching import MARK
 from ..moe.experts.optimizer_state import is_per_expert
-from ..moe.experts.slices import has_memory, keep_slices, local
-from .optimizers import Given, as_one
+from ..moe.experts.slices import columns, has_memory, keep_slices, local
 
 logger = logging.getLogger("eplb_runtime")
+
+
+Given = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 class CheckpointError(ValueError):
@@ -46,12 +48,12 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """What `logical_state_dict` calls it."""
+        """Its name in `logical_state_dict`."""
         return f"{self.part}.{self.name}.{self.state}" if self.part == "optimizer" else f"{self.part}.{self.name}"
 
 
 class LogicalView:
-    """Names of everything in a model and its optimizer, and where the experts stand; it owns nothing.
+    """Names of everything in a model and its optimizer, and where the experts are; it owns nothing.
 
     Args:
         model: attached or not; DistributedDataParallel and torch.compile around it are looked through.
@@ -59,6 +61,7 @@ class LogicalView:
 
     Raises:
         CheckpointError: the optimizer holds a tensor that is no parameter of the model.
+        TypeError: an entry of the list of optimizers is no optimizer.
     """
 
     def __init__(self, model: nn.Module, optimizer: Given = None) -> None:
@@ -68,7 +71,7 @@ class LogicalView:
                 "the framework keeps each expert in tensors of its own and saves them by logical expert: use its own "
                 "checkpoints, and keep balancer.state_dict() with them"
             )
-        self.optimizer = as_one(optimizer)
+        self.optimizers = _listed(optimizer)
         stage = self.model.__dict__.get("_eplb_runtime_stage")
         if stage is not None and stage.host.saves_itself:
             raise CheckpointError(f"this model is saved and loaded in logical order by {stage.host.saves_itself}")
@@ -76,8 +79,15 @@ class LogicalView:
         keep_slices(self.model)
         self.parameters: dict[str, Tensor] = dict(self.model.named_parameters())
         self._name_of = {id(parameter): name for name, parameter in self.parameters.items()}
-        for group in self.optimizer.param_groups if self.optimizer is not None else []:
-            self.names_of(group)
+        self._states: dict[str, MutableMapping[Tensor, Any]] = {}
+        for one in self.optimizers:
+            for group in one.param_groups:
+                self._states.update(dict.fromkeys(self.names_of(group), one.state))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of all optimizers."""
+        return [group for one in self.optimizers for group in one.param_groups]
 
     def layer_of(self, parameter: str) -> int | None:
         """MoE layer index of a spread expert parameter, else None."""
@@ -89,31 +99,45 @@ class LogicalView:
         Args:
             parts: only these; none given: ``"model"``, ``"optimizer"``, ``"extra"``.
         """
-        if not parts or "model" in parts:
-            yield from self._model_entries()
+        if not parts or "model" in parts:  # by the names of state_dict(): tied tensors under each of their names
+            for name, tensor in self.model.state_dict(keep_vars=True).items():
+                if isinstance(tensor, Tensor) and name.rpartition(".")[2] != MARK:
+                    yield Entry("model", name, "", tensor, self.layer_of(self._name_of.get(id(tensor), name)))
         if not parts or "optimizer" in parts:
-            yield from self._optimizer_entries()
+            for name in self.parameters:
+                yield from self.state_entries(name, self.optimizer_state(name))
         if (not parts or "extra" in parts) and self.balancer is not None:
             for name, (layer, tensor) in self.balancer._extra_tensors.items():
                 if name.startswith(self._prefix):
                     yield Entry("extra", name.removeprefix(self._prefix), "", tensor, layer)
 
-    def _model_entries(self) -> Iterator[Entry]:
-        """By the names of ``model.state_dict()``; tied tensors under each of their names."""
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if isinstance(tensor, Tensor) and name.rpartition(".")[2] != MARK:
-                yield Entry("model", name, "", tensor, self.layer_of(self._name_of.get(id(tensor), name)))
-
-    def _optimizer_entries(self) -> Iterator[Entry]:
-        for name in self.parameters:
-            for key, value in sorted(self.optimizer_state(name).items(), key=lambda item: str(item[0])):
-                if isinstance(value, Tensor):
-                    yield Entry("optimizer", name, str(key), value, self.layer_of_state(name, str(key), value))
+    def state_entries(self, name: str, state: Mapping[Any, Any]) -> Iterator[Entry]:
+        """The tensors of a parameter's optimizer state, which may be one that the optimizer has not got yet."""
+        for key, value in sorted(state.items(), key=lambda item: str(item[0])):
+            if isinstance(value, Tensor):
+                layer = self.layer_of(name)
+                if layer is not None and not is_per_expert(str(key), value, self.parameters[name]):
+                    layer = None
+                yield Entry("optimizer", name, str(key), value, layer)
 
     def whole_size(self, entry: Entry) -> torch.Size:
         """Its size in the whole model: ``[E, ...]`` where this rank has some experts' rows or slices."""
         size = entry.tensor.size()
         return size if entry.layer is None else torch.Size([self.num_experts, *size[1:]])
+
+    def blocks_of(self, entry: Entry) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """Yield each block of a tensor that this rank holds, live, and where it begins in the whole tensor."""
+        here = local(entry.tensor).detach()
+        zeros = (0,) * here.ndim
+        if entry.layer is not None:
+            for row, expert in enumerate(self.experts_here(entry.layer)):
+                yield (expert, *(columns(entry.tensor).start or 0, *zeros)[: here.ndim - 1]), here[row : row + 1]
+        elif isinstance(entry.tensor, DTensor):
+            for chunk in entry.tensor.__create_chunk_list__():
+                if here.numel():
+                    yield tuple(chunk.offsets), here
+        else:
+            yield zeros, here
 
     def names_of(self, group: Mapping[str, Any]) -> list[str]:
         """Names of the parameters in a param group."""
@@ -126,16 +150,12 @@ class LogicalView:
 
     def optimizer_state(self, name: str) -> dict[str, Any]:
         """What the optimizer keeps for a parameter; empty before its first step."""
-        if self.optimizer is None:
-            return {}
-        return dict(self.optimizer.state.get(self.parameters[name], {}))
+        return dict(self._states[name].get(self.parameters[name], {})) if name in self._states else {}
 
-    def layer_of_state(self, name: str, key: str, value: Any) -> int | None:
-        """MoE layer index when a state tensor's rows are spread experts, else None."""
-        layer = self.layer_of(name)
-        if layer is None or not isinstance(value, Tensor):
-            return None
-        return layer if is_per_expert(key, value, self.parameters[name]) else None
+    def set_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
+        """Replace what the optimizer keeps for a parameter."""
+        if name in self._states and (state or self.optimizer_state(name)):
+            self._states[name][self.parameters[name]] = dict(state)
 
     def experts_here(self, layer: int) -> list[int]:
         """The logical expert of each of this rank's rows."""
@@ -192,12 +212,23 @@ class LogicalView:
 
 
 def why_merged(model: nn.Module) -> str:
-    """Say why weights are not what their names say: adapters are added to them (PEFT's ``merged_adapters``), and stand
-    beside them; empty: they are."""
+    """Name a module whose weights are not what their names say, because adapters are added to them (PEFT's
+    ``merged_adapters``); empty: there is none."""
     for name, module in model.named_modules():
         if getattr(module, "merged_adapters", None):
             return f"adapters are merged into {name}, and stand beside it: unmerge_adapter() first"
     return ""
+
+
+def _listed(given: Given) -> list[torch.optim.Optimizer]:
+    if given is None:
+        return []
+    if not isinstance(given, Sequence):
+        return [given]
+    for number, one in enumerate(given):
+        if not isinstance(one, torch.optim.Optimizer):
+            raise TypeError(f"optimizer {number} of the list is a {type(one).__name__}: give optimizers of torch.optim")
+    return list(given)
 
 
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, Balancer | None]:
@@ -232,157 +263,19 @@ def logical_state_dict(model: nn.Module, optimizer: Given = None) -> dict[str, T
     view = LogicalView(model, optimizer)
     view.refuse_freed("logical_state_dict", patient=True)
     entries = list(view.entries())
-    _announce(view, entries)
-    return {entry.key: whole_on_cpu(view, entry) for entry in entries}
+    nbytes = sum(view.whole_size(entry).numel() * entry.tensor.element_size() for entry in entries)
+    logger.info(
+        "logical_state_dict: the whole state is %.4g GiB on the CPU of every rank (%d tensors)",
+        nbytes / 2**30,
+        len(entries),
+    )
+    return {entry.key: _whole_on_cpu(view, entry) for entry in entries}
 
 
-def whole_on_cpu(view: LogicalView, entry: Entry) -> Tensor:
+def _whole_on_cpu(view: LogicalView, entry: Entry) -> Tensor:
     """A copy of the whole tensor, experts in logical order; they come one at a time. Collective when attached."""
     if entry.layer is not None and view.balancer is not None:
         return view.balancer.gather_experts(entry.layer, entry.tensor, device="cpu")
     if isinstance(entry.tensor, DTensor):
         return entry.tensor.full_tensor().detach().cpu()
     return entry.tensor.detach().to("cpu", copy=True)
-
-
-def _announce(view: LogicalView, entries: Sequence[Entry]) -> None:
-    """Every rank will hold all of it: say so before a job runs out of memory over it."""
-    sizes = [view.whole_size(entry).numel() * entry.tensor.element_size() for entry in entries]
-    logger.info(
-        "logical_state_dict: the whole state is %.4g GiB on the CPU of every rank (%d tensors)",
-        sum(sizes) / 2**30,
-        len(sizes),
-    )
-
-
-@torch.no_grad()
-def load_logical_state_dict(model: nn.Module, optimizer: Given, state: Mapping[str, Tensor]) -> None:
-    """Take what ``logical_state_dict`` gave: each rank its own experts' rows. Between steps; collective when attached.
-
-    Optimizer state that does not exist yet is made, with the saved dtype; what exists for a parameter without an entry
-    goes. Options of param groups are not in ``state`` and stay.
-
-    Args:
-        model: attached or not.
-        optimizer: one, or the list of them; None: their entries are ignored.
-        state: the same on every rank.
-
-    Raises:
-        CheckpointError: an entry is missing, has no place in the model, or another shape; nothing is changed then.
-    """
-    view = LogicalView(model, optimizer)
-    view.refuse_freed("load_logical_state_dict", patient=True)
-    copies: list[tuple[Tensor, Tensor]] = []
-    unused = set(state)
-
-    def take(key: str, tensor: Tensor, layer: int | None) -> None:
-        unused.discard(key)
-        if key not in state:
-            raise CheckpointError(f"{key} is not in the state: it was made from another model")
-        copies.append((local(tensor), local_part(view, state[key], tensor, layer, key)))
-
-    for entry in view.entries("model", "extra"):
-        take(entry.key, entry.tensor, entry.layer)
-    states: dict[str, dict[str, Tensor]] = {name: {} for name in view.parameters}
-    for key in sorted(unused):
-        if key.startswith("optimizer."):
-            unused.discard(key)
-            name, state_key = split_key(view, key.removeprefix("optimizer."))
-            states[name][state_key] = state[key]
-    if unused:
-        raise CheckpointError(f"{min(unused)} has no place in this model")
-    new_states = {} if view.optimizer is None else {name: _local_states(view, name, states[name]) for name in states}
-    for live, value in copies:
-        live.copy_(value)
-    for name, values in new_states.items():
-        set_optimizer_state(view, name, values)
-    view.weights_changed()
-
-
-def local_part(view: LogicalView, whole: Tensor, live: Tensor, layer: int | None, key: str) -> Tensor:
-    """What of a whole tensor belongs into ``live`` on this rank."""
-    wanted = live.shape if layer is None else torch.Size([view.num_experts, *live.shape[1:]])
-    if whole.shape != wanted:
-        raise CheckpointError(f"{key} has shape {tuple(whole.shape)}; this model has {tuple(wanted)}")
-    return part_here(whole if layer is None else whole[view.experts_here(layer)], live)
-
-
-def part_here(whole: Tensor, live: Tensor) -> Tensor:
-    """What of a tensor of ``live``'s shape is on this rank: all of it, or its shard."""
-    if not isinstance(live, DTensor):
-        return whole
-    return local(distribute_tensor(whole.to(live.device), live.device_mesh, live.placements, src_data_rank=None))
-
-
-def split_key(view: LogicalView, key: str) -> tuple[str, str]:
-    """``<parameter>.<state>`` in two; state keys may have dots, so the longest parameter name counts."""
-    names = [name for name in view.parameters if key.startswith(name + ".")]
-    if not names:
-        raise CheckpointError(f"optimizer.{key} belongs to no parameter of this model")
-    name = max(names, key=len)
-    return name, key[len(name) + 1 :]
-
-
-def _local_states(view: LogicalView, name: str, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    states = {}
-    for key, value in whole.items():
-        live = new_state_tensor(view, name, key, value.shape, value.dtype)
-        layer = view.layer_of_state(name, key, live)
-        local(live).copy_(local_part(view, value, live, layer, f"optimizer.{name}.{key}"))
-        states[key] = live
-    return states
-
-
-def is_expert_state(view: LogicalView, name: str, size: torch.Size) -> bool:
-    """Whether a saved state tensor of this size has the experts of a spread parameter as its rows."""
-    spread = view.layer_of(name) is not None
-    return spread and len(size) == view.parameters[name].ndim and size[0] == view.num_experts
-
-
-def new_state_tensor(
-    view: LogicalView, name: str, key: str, size: torch.Size, dtype: torch.dtype, reuse: bool = False
-) -> Tensor:
-    """An empty tensor for an optimizer entry whose whole size is ``size``: local rows of experts, on its device.
-
-    Args:
-        reuse: give the live one if it is like that.
-    """
-    parameter = view.parameters[name]
-    if is_expert_state(view, name, size):
-        size = torch.Size([parameter.shape[0], *size[1:]])
-    old = view.optimizer_state(name).get(key)
-    if reuse and isinstance(old, Tensor) and (old.shape, old.dtype) == (size, dtype):
-        return old
-    if isinstance(parameter, DTensor) and size == parameter.shape:
-        return torch.empty_like(parameter.detach(), dtype=dtype)
-    device = old.device if isinstance(old, Tensor) else _device_of_state(view, parameter, key)
-    return torch.empty(size, dtype=dtype, device=device)
-
-
-def _device_of_state(view: LogicalView, parameter: Tensor, key: str) -> torch.device:
-    """Where torch.optim keeps it: with the parameter, but for the step count of optimizers that run on the host."""
-    assert view.optimizer is not None
-    group = next((g for g in view.optimizer.param_groups if any(p is parameter for p in g["params"])), {})
-    if key == "step" and not group.get("capturable") and not group.get("fused"):
-        return torch.device("cpu")
-    return parameter.device
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-
-
-def set_optimizer_state(view: LogicalView, name: str, values: Mapping[str, Any]) -> None:
-    """Replace a parameter's state; tensors that fit are written in place (CUDA graphs hold them)."""
-    assert view.optimizer is not None
-    parameter = view.parameters[name]
-    old = view.optimizer_state(name)
-    if not old and not values:
-        return
-    new: dict[str, Any] = {}
-    for key, value in values.items():
-        before = old.get(key)
-        if before is not value and isinstance(before, Tensor) and isinstance(value, Tensor) and _alike(before, value):
-            value = before.copy_(value)
-        new[key] = value
-    view.optimizer.state[parameter] = new

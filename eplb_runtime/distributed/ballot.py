@@ -119,11 +119,7 @@ class Ballot:
         return self._verdict
 
     def hear(self, heard: Heard, verdict: Verdict) -> Act:
-        """Take a step of the table.
-
-        Args:
-            verdict: what the record holds, or else what this rank says from here on.
-        """
+        """Take a step of the table, with what the record holds, or else what this rank says from here on."""
         with self._changed:
             before = self._state
             self._state, act = TABLE.get((before, heard), (before, Act.NOTHING))

@@ -35,18 +35,8 @@ def measure(
     timeout_seconds: float,
     peers: Sequence[int] | None = None,
 ) -> Topology:
-    """The topology with measured bandwidths: the slowest rank's, every rank sending and receiving at once. Collective.
-
-    Ranks form a ring inside each node, then one across nodes. A link class that does not exist keeps its default.
-
-    Args:
-        control: all ranks of the job, on the CPU.
-        timeout_seconds: for all of it.
-        peers: what the transport calls each EP rank; None: by its number.
-
-    Raises:
-        TransportError: it took longer, on any rank.
-    """
+    """Return the topology with measured bandwidths: the slowest rank's, every rank sending and receiving at once, in a
+    ring inside each node, then one across nodes. A link class that does not exist keeps its default. Collective."""
     size, node = topology.num_ranks, topology.ranks_per_node
     first, local = ep_rank - ep_rank % node, ep_rank % node
     rings = {

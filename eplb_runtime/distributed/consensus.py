@@ -53,14 +53,7 @@ class ConsensusError(RuntimeError):
 
 
 def wait_on_host(works: Sequence[dist.Work], group: dist.ProcessGroup, seconds: float, *, on_device: bool) -> None:
-    """Wait until all works are done; the host sees the end, not only the device's stream.
-
-    Args:
-        on_device: whether the group's backend works on a device's streams (NCCL), or on the host (gloo).
-
-    Raises:
-        RuntimeError: not done in time, or failed. The group is broken then; on a device backend it was aborted.
-    """
+    """Wait until the host sees that all works are done; RuntimeError: the group is broken."""
     deadline = time.monotonic() + seconds
     if not on_device:
         for work in works:
@@ -97,14 +90,7 @@ def gather_bytes(
     mine: bytes, group: dist.ProcessGroup, device: torch.device = _CPU, deadline: float | None = None
 ) -> list[bytes]:
     """Gather bytes of any length from all ranks, in the order of the group. Two collectives; one if nobody has any.
-
-    Args:
-        device: that the group's backend works on.
-        deadline: a time of `time.monotonic`; None: the timeout of the group, which is gloo's.
-
-    Raises:
-        ConsensusError: a rank did not come in time.
-    """
+    Raises ConsensusError at the deadline (of `time.monotonic`; None: the timeout of the group, which is gloo's)."""
     if deadline is None:
         deadline = time.monotonic() + timeout_of(group).total_seconds()
     lengths = _gather(torch.tensor([len(mine)], device=device), group, deadline).flatten().tolist()
@@ -132,12 +118,7 @@ def _gather(mine: Tensor, group: dist.ProcessGroup, deadline: float) -> Tensor:
 
 @dataclass(frozen=True)
 class RankProblem:
-    """The problem of one rank, in its own words.
-
-    Args:
-        rank: its global number.
-        index: its place in the group.
-    """
+    """The problem of one rank (its global number, and its place in the group), in its own words."""
 
     rank: int
     index: int
@@ -150,15 +131,7 @@ class RankProblem:
 def first_problem(
     problem: str, group: dist.ProcessGroup, device: torch.device = _CPU, deadline: float | None = None
 ) -> RankProblem | None:
-    """Return the problem of the first rank that has one, the same on every rank; None if no rank has.
-
-    Args:
-        problem: of this rank; empty: it has none.
-        device, deadline: as of `gather_bytes`.
-
-    Raises:
-        ConsensusError: a rank did not come in time.
-    """
+    """Return the problem of the first rank that has one, the same on every rank; None if all are empty."""
     for index, text in enumerate(gather_bytes(problem.encode(), group, device, deadline)):
         if text:
             rank = dist.get_process_group_ranks(group)[index]
@@ -173,12 +146,7 @@ def maxima(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def extremes(values: Tensor, group: dist.ProcessGroup, *, has_values: bool = True) -> tuple[Tensor, Tensor]:
-    """Return the element-wise minimum and maximum over ranks, in one all-reduce.
-
-    Args:
-        values: int64 or floats, of one shape on all ranks; no number is the smallest of its type.
-        has_values: whether this rank's values count. If no rank's do, each minimum is above its maximum.
-    """
+    """Return the element-wise minimum and maximum over ranks that have values, in one all-reduce."""
     both = torch.stack([values, -values])
     if not has_values:
         both.fill_(-_LARGEST_WORD if not values.is_floating_point() else -torch.inf)
@@ -192,25 +160,18 @@ def deviating(values: Mapping[int, Hashable], ranks: Sequence[int]) -> list[int]
 
 
 def all_equal(digest: bytes, what: str, group: dist.ProcessGroup, sets: Sequence[Sequence[int]] | None = None) -> str:
-    """Compare digests of one length within each set of ranks. Collective over the group.
-
-    Args:
-        what: is compared, as the answer names it.
-        sets: of global ranks; None: all of the group.
-
-    Returns:
-        A line that names the ranks of the first set that differ; empty if no set's do.
-    """
+    """Return a line that names ranks of one of ``sets`` whose digests differ, or "". Collective."""
     rows = gather_rows(torch.frombuffer(bytearray(digest), dtype=torch.uint8), group).tolist()
     ranks = dist.get_process_group_ranks(group)
     digests = {rank: bytes(row) for rank, row in zip(ranks, rows, strict=True)}
     for together in [ranks] if sets is None else sets:
         if odd := deviating(digests, together):
-            return _has_another(odd, what, together[0])
+            return has_another(odd, what, together[0])
     return ""
 
 
-def _has_another(odd: Sequence[int], what: str, first: int) -> str:
+def has_another(odd: Sequence[int], what: str, first: int) -> str:
+    """Return a line that names the ranks that differ."""
     return f"rank {', '.join(map(str, odd))} has another {what} than rank {first}"
 
 
@@ -306,8 +267,7 @@ class _Barrier:
         return ", ".join(absent[:8])
 
     def _forget(self, call: int) -> None:
-        """Delete an earlier call, since all ranks have come to a later one. A call that was given up stays on record,
-        for ranks that never came to it."""
+        """Delete an earlier call, unless it was given up: ranks that never came to it read that."""
         self._store.delete(f"{call}/{self._rank}")
         if self._rank == self._everyone[0] and self._store.word_of(f"{call}/state") == _ALL:
             for key in ("problem", "here", "state"):
@@ -322,14 +282,8 @@ class InDoubt(RuntimeError):
 
 
 class Agreement:
-    """Comparisons and votes among the ranks of the control group. Each call is collective over it.
-
-    Args:
-        control: gloo, all ranks of the job.
-        store: where decisions are recorded; None: the group's own.
-        probe: told of each vote.
-        most_seconds: that a rank which has said yes asks for the outcome.
-    """
+    """Comparisons and votes among the ranks of the control group, recorded in ``store``. Each call is collective over
+    it. A rank that has said yes asks for the outcome for ``most_seconds``."""
 
     def __init__(
         self,
@@ -348,8 +302,7 @@ class Agreement:
         self._probe = probe
 
     def close(self) -> None:
-        """Let go of the group, whose threads and connections go with the last who holds it. Nobody compares or votes
-        any more."""
+        """Let go of the group, whose threads and connections go with the last who holds it."""
         del self._control
 
     @property
@@ -358,16 +311,8 @@ class Agreement:
         return len(self._ranks) - self._rank
 
     def highest(self, words: Tensor, seconds: float | None = None) -> Tensor:
-        """Return the element-wise maximum of int64 words over all ranks, after ``ceil(log2 R)`` steps.
-
-        In step ``i`` each rank sends what it knows to the rank ``2^i`` places further on.
-
-        Args:
-            seconds: that it waits for another rank; None: the group's timeout.
-
-        Raises:
-            RuntimeError: a rank did not come in time.
-        """
+        """Return the element-wise maximum of int64 words over all ranks, after ``ceil(log2 R)`` steps: in step ``i``
+        each rank sends what it knows to the rank ``2^i`` places further on."""
         known, arrived, distance = words.clone(), torch.empty_like(words), 1
         limit = timeout_of(self._control) if seconds is None else timedelta(seconds=seconds)
         while distance < len(self._ranks):
@@ -383,12 +328,7 @@ class Agreement:
         return known
 
     def check_equal(self, digest: bytes, what: str, problem: str = "") -> Verdict:
-        """Compare 16 bytes of every rank.
-
-        Args:
-            digest: zeros: this rank has no ``what``.
-            problem: why this rank cannot go on, whatever the digests; empty: it can. Every rank learns it.
-        """
+        """Compare 16 bytes of every rank (zeros: it has none), and tell every rank of a problem."""
         own = torch.tensor([not any(digest), self.rank_priority if problem else 0])
         try:
             highest = self.highest(torch.cat([two_sided(digest), own]))
@@ -401,14 +341,7 @@ class Agreement:
             return Verdict(False, f"the ranks could not compare their {what}: {one_line(error)}", True)
 
     def who_differs(self, digest: bytes | None, what: str) -> Verdict:
-        """Return the verdict that names the ranks whose 16 bytes are zeros, or differ from the first rank's.
-
-        Args:
-            digest: None: this rank rightly has nothing to compare.
-
-        Raises:
-            RuntimeError: a rank did not come within the group's timeout.
-        """
+        """Return the verdict that names ranks whose 16 bytes are zeros, or differ from the first rank's."""
         mine = torch.zeros(17, dtype=torch.uint8)
         if digest is not None:
             mine[0] = 1
@@ -418,14 +351,10 @@ class Agreement:
         ranks = list(digests)
         if none := [rank for rank in ranks if not any(digests[rank])]:
             return Verdict(False, f"no {what} on rank {', '.join(map(str, none))}")
-        return Verdict(False, _has_another(deviating(digests, ranks), what, next(iter(ranks), 0)))
+        return Verdict(False, has_another(deviating(digests, ranks), what, next(iter(ranks), 0)))
 
     def problem_of(self, priority: int, problem: str) -> str:
-        """Return the problem of the rank with this `rank_priority`, in its own words.
-
-        Raises:
-            RuntimeError: a rank did not come within the group's timeout.
-        """
+        """Return the problem of the rank with this `rank_priority`, in its own words."""
         rank = self._ranks[len(self._ranks) - priority]
         text = torch.zeros(_CAUSE_BYTES, dtype=torch.uint8)
         if priority == self.rank_priority:
@@ -435,19 +364,8 @@ class Agreement:
         return f"rank {rank}: {bytes(text.tolist()).rstrip(bytes(1)).decode(errors='replace')}"
 
     def go_on(self, problem: str, stops: bool, seconds: float) -> str:
-        """Agree to go on with work that is done in several parts, ahead of each of them.
-
-        Args:
-            problem: why this rank cannot go on; empty: it can. Every rank learns it.
-            stops: whether this rank takes no part any more, and calls this no more.
-            seconds: that it waits for the others.
-
-        Returns:
-            Empty: all go on, or all stop. Else which rank does not, and why; then none goes on.
-
-        Raises:
-            RuntimeError: a rank did not come in time.
-        """
+        """Agree to go on with work in several parts, ahead of each. Returns "" if all go on, or all stop (``stops``);
+        else which rank does not, and why."""
         priority = self.rank_priority
         words = torch.tensor([priority * bool(problem), priority * stops, int(not stops and not problem)])
         failed, stopped, going = self.highest(words, seconds).tolist()
@@ -458,17 +376,9 @@ class Agreement:
         return ""
 
     def vote_and_record(self, ballot: Ballot, problem: str, timed_out: bool) -> Verdict:
-        """Vote, and come to the one decision. A rank that has said yes asks for it until the store answers.
-
-        Args:
-            ballot: new for each decision; its other thread may have refused already.
-            problem: why this rank cannot commit; empty: it can. Every rank learns it.
-            timed_out: whether the problem broke the groups' connections: then this rank says so to nobody, and hangs
-                up, so that nobody waits for it.
-
-        Raises:
-            InDoubt: the store has not answered for ``most_seconds``.
-        """
+        """Vote, and return the one decision. ``problem``: why this rank cannot commit. ``timed_out``: it broke the
+        groups' connections; then this rank hangs up, so that nobody waits for it. InDoubt: a rank that has said yes has
+        had no answer for ``most_seconds``."""
         if timed_out:
             return self.stay_away(ballot, Verdict(False, problem, True))
         if not problem and self._store.silent:
@@ -477,11 +387,7 @@ class Agreement:
         return self._follow(ballot, *self._count(ballot.refusal))
 
     def refuse(self, ballot: Ballot, verdict: Verdict) -> Verdict:
-        """Say no. A rank that has said yes already can only propose that, and follows what all come to.
-
-        Raises:
-            InDoubt: as `vote_and_record`.
-        """
+        """Say no. A rank that has said yes already can only propose that, and follows what all come to."""
         return self._follow(ballot, Heard.REFUSE, verdict)
 
     def stay_away(self, ballot: Ballot, verdict: Verdict) -> Verdict:
@@ -511,11 +417,7 @@ class Agreement:
         return ballot.verdict
 
     def _wait_for_another(self, ballot: Ballot, began: float) -> None:
-        """Thread of this rank, or an answer that may come.
-
-        Raises:
-            InDoubt: it never will.
-        """
+        """Wait for another thread of this rank, or an answer that may come; InDoubt: it never will."""
         if time.monotonic() - began > self._most_seconds:
             raise InDoubt("this rank has said yes to a migration, and cannot learn what became of it")
         ballot.wait(_PAUSE_SECONDS)
@@ -550,7 +452,6 @@ def two_sided(digest: bytes) -> Tensor:
 
 
 def is_one_value(highest: Tensor) -> Tensor:
-    """bool ``[...]``: whether the highest of `two_sided` words ``[..., 4]`` over ranks came from one digest alone, or
-    from none."""
+    """Return whether the highest of `two_sided` words over ranks came from one digest alone, or from none."""
     word, lacks = highest[..., 0::2], highest[..., 1::2]
     return ((word + lacks == _LARGEST_WORD) | (word + lacks == 0)).all(dim=-1)

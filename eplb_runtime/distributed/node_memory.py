@@ -43,12 +43,7 @@ def why_not(device: torch.device, package: Any = _symmetric_memory) -> str:
 
 
 def _taken_for_one_gpu(numbers: Sequence[int | None], names: Sequence[str]) -> str:
-    """Why torch refuses the memory of these GPUs, in a line; empty: it does not.
-
-    Args:
-        numbers: that each rank of a node gives its own GPU.
-        names: of the GPUs, as `identity_of`.
-    """
+    """Return why torch refuses the memory of these GPUs, or ""."""
     if not all(names) or len(set(numbers)) == len(numbers):
         return ""
     if len(set(names)) < len(names):
@@ -61,11 +56,7 @@ def _taken_for_one_gpu(numbers: Sequence[int | None], names: Sequence[str]) -> s
 
 @dataclass
 class _SymmetricBlock:
-    """Args:
-    own: memory of this rank.
-    handle: of torch, for that of all.
-    of_peer: the same of other ranks, bytes, by rank.
-    """
+    """Memory of this rank, torch's handle for that of all, and the bytes of other ranks."""
 
     own: Tensor
     handle: Any = None
@@ -109,14 +100,7 @@ class NodeMemory:
             torch._C._distributed_c10d._register_process_group(group.group_name, group)
 
     def meet(self, deadline: float) -> None:
-        """Compare what ranks see of their node. Collective; waits on the host.
-
-        Args:
-            deadline: a time of `time.monotonic`.
-
-        Raises:
-            RuntimeError: this node's ranks cannot open each other's memory.
-        """
+        """Compare what ranks see of their node. Collective; waits on the host."""
         pad = int(self._package.get_signal_pad_size())
         shares = launcher_environment().get(SHARING) == "1"
         word = json.dumps([node_of_this_rank(), pad, self._device.index, identity_of(self._device), shares]).encode()
@@ -159,11 +143,7 @@ class NodeMemory:
         return self._blocks[-1].own
 
     def open(self) -> None:
-        """Open all blocks that are new. Collective; waits on the host.
-
-        Raises:
-            RuntimeError: they cannot be opened, or are not the same on all ranks.
-        """
+        """Open all blocks that are new. Collective; waits on the host."""
         new = [block for block in self._blocks if block.handle is None]
         word = json.dumps([[list(block.own.shape), str(block.own.dtype)] for block in new]).encode()
         if self._device.type == "cuda":

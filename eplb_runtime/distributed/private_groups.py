@@ -40,17 +40,7 @@ def make(
     timeout: timedelta,
     description: str,
 ) -> dist.ProcessGroup:
-    """Make a group of these ranks; each of them calls it with the same name, in any order with other calls.
-
-    Args:
-        name: new, and equal on the ranks of the group only.
-        ranks: global ones, in the order of the group.
-        rank: this one's global number.
-        backend: gloo or nccl. NCCL connects at the group's first call.
-
-    Raises:
-        RuntimeError: a rank did not come within the timeout.
-    """
+    """Make a group of these ranks, each of which calls it with the same new name, in any order with other calls."""
     place = list(ranks).index(rank)
     prefixed = dist.PrefixStore(name, store)
     group = dist.ProcessGroup(prefixed, place, len(ranks))

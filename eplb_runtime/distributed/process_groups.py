@@ -122,8 +122,7 @@ class ProcessGroups:
             raise
 
     def explain(self, error: BaseException) -> str:
-        """Setting up has failed on this rank: tell the others, who fail too, and hear why, in a line. Empty: by the
-        error itself."""
+        """Tell the others that setting up has failed here; returns why it did on all, or "": by this error."""
         return why_attach_failed(self.store, self._members, dist.get_rank(), error, self._hang_up_on_all)
 
     def settle(self) -> None:
@@ -138,15 +137,7 @@ class ProcessGroups:
         return lacks_descriptors(sizes)
 
     def new_control(self, attempt: int, seconds: float) -> dist.ProcessGroup:
-        """Make another control group, which is not used until `take_over`. Collective.
-
-        Args:
-            attempt: a number that was never used before, the same on all ranks.
-            seconds: for it.
-
-        Raises:
-            RuntimeError: a rank did not come in time.
-        """
+        """Make another control group, which is not used until `take_over`. Collective."""
         control = self._new([self.job.ranks], "gloo", f"control {attempt}", timedelta(seconds=seconds))
         _give_time(control, "gloo", timedelta(seconds=self.timeout_seconds))
         return control
@@ -183,8 +174,7 @@ class ProcessGroups:
 
     @cached_property
     def rows(self) -> dist.ProcessGroup:
-        """The device's backend, ranks that have each row of an expert tensor once: what concerns whole layers of
-        experts (norms, gathering). It is ``dispatch``, unless rows are divided."""
+        """The device's backend, ranks that have each row of an expert tensor once: `dispatch`, unless divided."""
         return self._new(self.job.row_sets, self.backend, "rows") if self.job.divided_rows else self.dispatch
 
     @cached_property
@@ -204,11 +194,7 @@ class ProcessGroups:
         return dispatch, self._new(self.job.ep_sets, "gloo", "counts 2") if self.backend == "gloo" else dispatch
 
     def of_nodes(self, ranks_per_node: int) -> dist.ProcessGroup:
-        """A gloo group of the ranks of ``replicas`` that share this rank's node, to meet in. Collective.
-
-        Args:
-            ranks_per_node: consecutive EP ranks that do.
-        """
+        """Return a gloo group of the ranks of ``replicas`` that share this rank's node, to meet in. Collective."""
         each = ranks_per_node * self.job.row_division
         sets = [ranks[first : first + each] for ranks in self.job.row_sets for first in range(0, len(ranks), each)]
         return self._new(sets, "gloo", "node")
@@ -281,12 +267,9 @@ class ProcessGroups:
         timeout: timedelta | None = None,
         private: bool = False,
     ) -> dist.ProcessGroup:
-        """This rank's group of several that part the job's ranks; every rank of the job asks for all of them.
-
-        Args:
-            timeout: of the group, also while it is made; None: the host's, and for making it that of setting up.
-            private: also over NCCL, make it under a name of our own (`private_groups`), as over gloo always.
-        """
+        """Return this rank's group of several that part the job's ranks; every rank of the job asks for all of them.
+        ``timeout`` is also that of making it; ``private``: also over NCCL under a name of our own, as over gloo
+        always."""
         rank = dist.get_rank()
         # The store keeps the addresses of a group that is gone: one made again needs another name.
         self._times_made[purpose] += 1
@@ -398,11 +381,7 @@ def host_timeout(backend: str) -> timedelta:
 
 
 def backend_for(device: torch.device) -> str:
-    """The backend that the world uses for this kind of device (``gloo``, ``nccl``, ...).
-
-    Raises:
-        GroupError: it has none.
-    """
+    """Return the backend that the world uses for this kind of device (``gloo``, ``nccl``, ...)."""
     per_device = dict(part.split(":") for part in dist.get_backend_config().split(",") if ":" in part)
     backend = per_device.get(device.type)
     if backend is None:

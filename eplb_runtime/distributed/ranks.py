@@ -58,17 +58,8 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Job:
-    """All that follows from what the ranks of a job said; equal on all of them but for the fields of one rank.
-
-    Args:
-        ranks: of the job, ascending; the first one plans.
-        rank: this one.
-        ep_sets: the EP groups of the job, ordered by first rank, all of one size.
-        stages_of_set: the pipeline stages that the ranks of each EP group hold.
-        layers_of_stage: MoE layers of each stage; layers are numbered over the whole model, stage by stage.
-        gradient_divisor: of expert gradients.
-        divided_rows, divided_state: see `Ranks`.
-    """
+    """All that follows from what the ranks of a job said; equal on all of them but for ``rank``. The first of ``ranks``
+    plans; EP groups are ordered by first rank, and layers are numbered over the whole model, stage by stage."""
 
     ranks: tuple[int, ...]
     rank: int

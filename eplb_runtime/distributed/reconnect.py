@@ -86,24 +86,13 @@ class Reconnection:
         self.tries = 0
 
     def begin(self, digest: bytes) -> None:
-        """Begin after the connections broke.
-
-        Args:
-            digest: 16 bytes of the placement, which does not change until new connections hold.
-        """
+        """Begin after the connections broke, with the placement's digest."""
         if not self.under_way:
             self.under_way, self.tries, self._digest = True, 0, digest
             self._groups.hang_up()
 
     def at_boundary(self, boundary: int) -> Link | None:
-        """Go on at the end of a step.
-
-        Args:
-            boundary: its number since attach, equal on all ranks.
-
-        Returns:
-            What holds from here on, at the same boundary on all ranks; None: nothing yet.
-        """
+        """Return what holds from here on, at the same boundary since attach on all ranks, or None: nothing yet."""
         if not self.under_way or self.tries > MOST_TRIES:
             return None
         try:

@@ -25,14 +25,8 @@ SPARE_DESCRIPTORS = 32
 def why_attach_failed(
     store: JobStore, ranks: Sequence[int], rank: int, error: BaseException, hang_up: Callable[[], None]
 ) -> str:
-    """Return why it failed on all ranks, in a line; empty: by this rank's own error.
-
-    Args:
-        ranks: of the job, as far as this one knows.
-        rank: this one.
-        error: of this rank: its own trouble, or what it has of another's.
-        hang_up: ends the waits of others for this rank.
-    """
+    """Return why it failed on all ranks, in a line; empty: by this rank's own error. ``hang_up`` ends the waits of
+    others for this rank."""
     own = not is_echo(error)
     try:
         store.compare_set(f"failed/{rank}", "failed")
@@ -61,8 +55,7 @@ def is_echo(error: BaseException) -> bool:
 
 
 def descriptors_of_gloo(ranks: int) -> int:
-    """Return the descriptors that a group of so many ranks takes on each: a listener, its loop (two), an address, and a
-    connection to each other rank."""
+    """Return what a group takes: a listener, its loop (two), an address, a connection to each rank."""
     return 3 + ranks
 
 
@@ -79,8 +72,7 @@ def descriptors_left() -> int | None:
 
 
 def lacks_descriptors(groups: Sequence[int]) -> str:
-    """Return what this process lacks to make gloo groups of so many ranks each, in a line; empty: nothing. gloo's
-    listener ends a process that has none left."""
+    """Return what this process lacks for gloo groups of these sizes, or "": gloo ends one that has none left."""
     left, needed = descriptors_left(), sum(map(descriptors_of_gloo, groups)) + SPARE_DESCRIPTORS
     if left is None or left >= needed:
         return ""

@@ -23,12 +23,7 @@ class OutOfStepError(RuntimeError):
 
 
 class ForwardTag:
-    """The forward that each thread of this rank is in, as one number that travels with the counts of every batch.
-
-    Args:
-        ranks: of the EP group.
-        rank: this one.
-    """
+    """The forward that each thread of this rank is in, as one number that travels with the counts of every batch."""
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
         self._ranks = list(ranks)
@@ -52,11 +47,7 @@ class ForwardTag:
         return found
 
     def enter(self, layer: int, step: int, training: bool, epoch: int = 0, top_k: int = 0) -> None:
-        """Begin a forward of a layer on this rank.
-
-        Args:
-            top_k: experts of each token; 0: it is not compared.
-        """
+        """Begin a forward of a layer on this rank; a top-k of 0 is not compared."""
         tag = (top_k % 256 << _TOP_K) | (step << 24) | (layer << 8) | (training << 1) | torch.is_grad_enabled()
         self._here.value = tag
         self._here.place = layer, epoch
@@ -66,15 +57,7 @@ class ForwardTag:
         self._here.value = (self.value & ~_PLACEMENT) | (changes << 2 & _PLACEMENT)
 
     def check(self, tags: NDArray[np.int64], own: int | None = None) -> None:
-        """Check that all ranks are in this forward; raises on every rank of the group.
-
-        Args:
-            tags: int64 ``[R]``, of each rank.
-            own: this rank's tag when they were exchanged; None: its current one.
-
-        Raises:
-            OutOfStepError: they are not equal.
-        """
+        """Raise OutOfStepError on every rank of the group unless all ranks are, or were, in this forward."""
         own = self.value if own is None else own
         if (tags != own).any():
             self._check_placements(tags, own)

@@ -52,12 +52,8 @@ class JobStore:
         return self._silence is not None and not self._silence.done()
 
     def compare_set(self, key: str, word: str, *, patient: bool = False, passing: bool = False) -> str:
-        """Write the first word of a key; the word that stands, the same for all who ask.
-
-        Args:
-            patient: wait for the timeout also where the store is silent.
-            passing: the key is one of those that `forget` deletes.
-        """
+        """Write the first word of a key; returns the one that is there, the same for all who ask. ``patient``: wait for
+        the timeout also where the store is silent; ``passing``: `forget` deletes the key."""
         if passing and key not in self._passing:
             self._passing.append(key)
         return self._ask(lambda store: bytes(store.compare_set(key, "", word)).decode(), patient)
@@ -71,11 +67,7 @@ class JobStore:
         return self._ask(lambda store: bytes(store.get(key)).decode() if store.check([key]) else "")
 
     def wait(self, key: str, seconds: float) -> bool:
-        """Whether a key has a word within so many seconds. Nothing else is asked meanwhile.
-
-        Raises:
-            StoreError: no answer within the timeout, counted from then.
-        """
+        """Return whether a key has a word within so many seconds. Nothing else is asked meanwhile."""
 
         def waited(store: dist.Store) -> bool:
             with contextlib.suppress(RuntimeError):  # which says in the same way that it is late and that it is gone
@@ -99,11 +91,7 @@ class JobStore:
         return len(self._passing)
 
     def forget(self, number: int) -> None:
-        """Delete the first of the keys that pass, as soon as the store answers. Nobody waits for it.
-
-        Args:
-            number: of keys, as ``passing`` was at some time. No rank asks for them any more.
-        """
+        """Delete the first so many of the keys that pass, as soon as the store answers. Nobody waits for it."""
         if self.silent or self._worker.closed:
             return
         keys = self._passing[:number]
@@ -127,14 +115,7 @@ class JobStore:
             self._worker.close(0.0 if self.silent else self._seconds)
 
     def _ask(self, question: Callable[[dist.Store], T], patient: bool = False, extra_seconds: float = 0.0) -> T:
-        """Ask on the thread.
-
-        Args:
-            extra_seconds: for what the store itself waits for.
-
-        Raises:
-            StoreError: no answer within the timeout, or an error instead of one.
-        """
+        """Return the answer, asked on the thread; StoreError: none within the timeout."""
         if self.silent and not patient:
             raise StoreError(f"the launcher's store does not answer: it has not for more than {self._seconds:g} s")
 

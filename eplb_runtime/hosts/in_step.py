@@ -18,14 +18,8 @@ from ..distributed.consensus import gather_rows
 
 
 class InStep:
-    """Batches of a data loader, one for each rank in each round: every forward is a meeting of the ranks.
-
-    A rank that has no more goes along with its last batch, and what comes of it is dropped.
-
-    Args:
-        loader: this rank's.
-        gather: the Trainer's own, for rounds in which all ranks have equally much.
-    """
+    """Batches of a data loader, one for each rank in each round: every forward is a meeting of the ranks. A rank that
+    has no more goes along with its last batch, and what comes of it is dropped."""
 
     def __init__(self, loader: Any, accelerator: Any, balancer: Balancer, gather: Any) -> None:
         self._loader = loader

@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -108,12 +107,7 @@ def stack_experts(model: nn.Module, layers: Sequence[MoE]) -> None:
 
 
 class StackedExperts(nn.Module):
-    """The experts of a list, each of their tensors as one ``[E, ...]``.
-
-    Args:
-        template: computes one expert; its own tensors hold nothing.
-        tensors: by the name that each has in an expert.
-    """
+    """The experts of a list, each of their tensors as one ``[E, ...]``; ``template`` computes one expert."""
 
     def __init__(self, template: nn.Module, tensors: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
@@ -139,33 +133,16 @@ class StackedExperts(nn.Module):
 
 
 def describe(model: nn.Module, layers: Sequence[MoE]) -> HostModel:
-    """The named layers of ``model``.
-
-    Raises:
-        AttachError: a name is wrong, a list is not stacked yet, or tensors have no expert dimension.
-    """
+    """Return the named layers of ``model``; AttachError: a wrong name, a list not stacked, no expert tensors."""
     described = tuple(_describe_layer(model, layer) for layer in layers)
     if len({id(layer.experts) for layer in described}) < len(described):
         raise AttachError("layers= names the same experts twice")
-    return HostModel(
-        described,
-        lambda tokens: None,
-        lambda: model.register_forward_pre_hook(lambda *_: None),
-        lambda module: None,
-    )
+    return HostModel(described)
 
 
 def watched(model: nn.Module, layers: Sequence[MoE]) -> WatchedModel:
-    """The named layers of ``model``, lists of experts stacked or not.
-
-    Raises:
-        AttachError: a name is wrong.
-    """
-    return WatchedModel(
-        tuple(_watched_layer(model, layer) for layer in layers),
-        lambda tokens: None,
-        lambda: model.register_forward_pre_hook(lambda *_: None),
-    )
+    """Return the named layers of ``model``, lists of experts stacked or not."""
+    return WatchedModel(tuple(_watched_layer(model, layer) for layer in layers))
 
 
 def _watched_layer(model: nn.Module, layer: MoE) -> WatchedLayer:
@@ -335,7 +312,7 @@ def _stacked(name: str, experts: nn.ModuleList) -> StackedExperts:
     named = [dict(expert.named_parameters()) for expert in experts]
     kinds = [{key: (tensor.shape, tensor.dtype, tensor.requires_grad) for key, tensor in own.items()} for own in named]
     for number, expert in enumerate(experts):
-        if type(expert) is not type(first) or kinds[number] != kinds[0] or not named[0]:
+        if type(expert) is not type(first) or kinds[number] != kinds[0] or not named[0] or repr(expert) != repr(first):
             raise AttachError(f"{name}.{number} is not a module as {name}.0 is: only equal experts can be stacked")
         if any(True for _ in expert.buffers()):
             raise AttachError(f"{name}.{number} keeps buffers, which would not move with experts")
@@ -343,7 +320,6 @@ def _stacked(name: str, experts: nn.ModuleList) -> StackedExperts:
             raise AttachError(
                 f"weights of {name}.{number} have gradient hooks, which stacking would lose: register them later"
             )
-        _check_same_code(f"{name}.{number}", expert, f"{name}.0", first)
     ids = {id(tensor) for own in named for tensor in own.values()}
     if len(ids) < len(named) * len(named[0]):
         raise AttachError(f"experts of {name} share tensors: only separate experts can be moved")
@@ -358,8 +334,7 @@ def _stacked(name: str, experts: nn.ModuleList) -> StackedExperts:
 
 
 def _check_same_results(name: str, experts: nn.ModuleList, template: nn.Module) -> None:
-    """Each expert gives for a few rows, with dropout and without, what the one that computes all gives with its
-    weights."""
+    """Refuse an expert that gives other results, with dropout or without, than ``template`` with its weights."""
     first = next(experts[0].parameters())
     sizes = [size for tensor in experts[0].parameters() for size in reversed(tensor.shape)]
     with untouched([experts, template], template, first.device), torch.no_grad():
@@ -379,49 +354,6 @@ def _check_same_results(name: str, experts: nn.ModuleList, template: nn.Module) 
                         f"of {name}.{number}, and one of them computes all once they are stacked: make them equal, or "
                         "keep tensors [E, ...] and say by MoE(..., compute=) how rows run through them"
                     )
-
-
-def _check_same_code(name: str, expert: nn.Module, first_name: str, first: nn.Module) -> None:
-    """One module will compute all experts of a list, with its own code, settings and hooks."""
-    ways = [
-        {(path, key): value for path, module in one.named_modules() for key, value in _settings(module).items()}
-        for one in (expert, first)
-    ]
-    own, others = ways
-    for path, key in {**own, **others}:
-        if not _alike(own.get((path, key)), others.get((path, key))):
-            one, other = (" ".join(repr(values.get((path, key))).split())[:60] for values in ways)
-            raise AttachError(
-                f"{name} does not compute as {first_name} does ({f'{path}.{key}'.lstrip('.')} is {one}, not {other}), "
-                "and one of them computes all once they are stacked: make them equal, or keep tensors [E, ...] and "
-                "say by MoE(..., compute=) how rows run through them"
-            )
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def _settings(module: nn.Module) -> dict[str, Any]:
-    """What a module is, and what its code may read besides its tensors and other modules."""
-    kind = {"type": nn.utils.parametrize.type_before_parametrizations(module).__name__}
-    own = kind | {key: value for key, value in vars(module).items() if not key.startswith("_")}
-    return own | {key: list(vars(module)[key].values()) for key in _HOOKS if vars(module)[key]}
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Whether two settings are the same, where that can be told; else whether they are of one type."""
-    if one is other or type(one) is not type(other):
-        return one is other
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    if isinstance(one, FunctionType):
-        cells = [[cell.cell_contents for cell in function.__closure__ or ()] for function in (one, other)]
-        return one.__code__ == other.__code__ and _alike(*cells)
-    if isinstance(one, Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, bool | int | float | complex | str | bytes | BuiltinFunctionType | torch.dtype):
-        return bool(one == other)
-    return True
 
 
 def _module(model: nn.Module, name: str) -> nn.Module:

@@ -124,11 +124,8 @@ def overlap(schedule: ScheduleDualPipeV, balancer: Balancer) -> OverlappedForwar
 
 
 class OverlappedForwardBackward:
-    """Runs a pair of a schedule's actions: the forward here, the backward on a thread of its own.
-
-    Each does what the schedule does with such an action alone, given what it was given. Random numbers that a backward
-    draws again (activation checkpointing of dropout) would be the forward's: leave one of the two out.
-    """
+    """Runs a pair of a schedule's actions as the schedule would: the forward here, the backward on a thread of its own.
+    Random numbers that a backward draws again (activation checkpointing of dropout) would be the forward's."""
 
     def __init__(self, schedule: Any, channels: MicroBatchChannels, balancer: Balancer) -> None:
         self._schedule = schedule
@@ -168,11 +165,7 @@ class OverlappedForwardBackward:
             )
 
     def _on_a_stream(self, own: Callable[..., Any], which: Callable[..., tuple[int, int]]) -> Callable[..., Any]:
-        """What is not of a pair, on the first of the streams; or on that of the forward that it belongs to.
-
-        Args:
-            which: from its arguments.
-        """
+        """Return what runs alone on the first of the streams, or on that of the forward that it belongs to."""
 
         @wraps(own)
         def on_a_stream(*args: Any, **kwargs: Any) -> Any:

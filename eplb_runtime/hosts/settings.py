@@ -89,8 +89,7 @@ def run_checks(job: Any, checks: Iterable[Callable[[Any], Iterator[Any]]]) -> tu
 
 
 def ranks_of_an_expert(world_size: Any, *sizes: Any) -> int | Unknown:
-    """Return the number of ranks that hold the same experts (EDP), from those of the job and of each dimension over
-    which experts are spread."""
+    """Return EDP, from the ranks of the job and of each dimension over which experts are spread."""
     unknown = next((size for size in sizes if isinstance(size, Unknown)), None)
     if unknown is not None:
         return unknown

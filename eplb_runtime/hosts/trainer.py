@@ -22,7 +22,7 @@ from ..balancer.gradients.scaler import GradScaler
 from ..checkpoint import load, load_pretrained, save
 from ..checkpoint.disk import MARKER
 from ..checkpoint.joint_access import JointAccess
-from ..checkpoint.restoring import restore_placement
+from ..checkpoint.restore import restore_placement
 from ..checkpoint.state import CheckpointError, LogicalView
 from ..config import BalancerConfig
 from ..utils.files import write_file
@@ -193,8 +193,7 @@ class BalancedTrainerMixin(_TrainerBase):
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """All experts, or adapters of them, in logical order, so from all ranks; what else is in the folder, from those
-        that save."""
+        """Save all experts, or adapters of them, in logical order, from all ranks."""
         if (self._exports or self._expert_adapters) and not self.args.should_save:
             self.model.save_pretrained(output_dir if output_dir is not None else self.args.output_dir)
             return
@@ -273,11 +272,7 @@ class BalancedTrainerMixin(_TrainerBase):
         load_pretrained(self.model, best)
 
     def _last_whole_checkpoint(self) -> Path:
-        """Of the output folder; the same on every rank.
-
-        Raises:
-            ValueError: there is none, or ranks see different ones.
-        """
+        """Return that of the output folder; ValueError: there is none, or ranks see different ones."""
         output = Path(self.args.output_dir)
         steps = sorted(
             int(folder.name.rpartition("-")[2])

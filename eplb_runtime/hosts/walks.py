@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..balancer.balancer import Balancer
-from ..checkpoint.logical_tensors import ExportError
+from ..checkpoint.stream import ExportError
 from ..distributed.consensus import first_problem
 from ..migration.overlapped import sampled
 from ..moe.experts.gathering import rearranged
@@ -33,12 +33,7 @@ EXPERTS = ".experts."
 
 class _Walk:
     """One walk over the expert parameters of this rank. Collective over the job when it begins, between steps; from
-    then on over each EP group, whose ranks walk the same parameters in the same order.
-
-    Raises:
-        ExportError: weights have no memory now, or their experts lie otherwise than as a tensor for each; on all ranks.
-        RuntimeError: a rank did not come, or the balancer is closed.
-    """
+    then on over each EP group, whose ranks walk the same parameters in the same order."""
 
     def __init__(self, balancer: Balancer, what: str) -> None:
         balancer._begin_export(what, None)
@@ -70,12 +65,7 @@ class _Walk:
     def pairs(
         self, walked: Iterable[tuple[Key, Tensor]], name_of: Callable[[Key], str]
     ) -> Iterator[tuple[Key, Tensor]]:
-        """Yield what is walked, with the weights of each expert that was there at launch; they are copies.
-
-        Raises:
-            ExportError: a tensor has an expert's name and is none of the model's parameters.
-            RuntimeError: experts have moved since the walk began, or what it yields was written to.
-        """
+        """Yield what is walked, with copies of the experts that were there at launch, which nobody may write to."""
         for key, tensor in walked:
             here = self._at_launch(name_of(key), tensor)
             before = () if here is tensor else _as_handed_out(here)

@@ -8,13 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training is.
-
-    Args:
-        step: of the optimizer.
-        step_seconds: of one, measured and smoothed.
-        idle_seconds: since the last one ended; 0 before the first.
-    """
+    """How far training is: step, smoothed seconds of one, and seconds since the last one ended."""
 
     step: int
     step_seconds: float
@@ -50,11 +44,8 @@ class StepClock:
         self._last, self._excluded, self._has_begun = now, 0.0, False
 
     def begin(self) -> bool:
-        """Begin a step here, unless it has begun: what came since the last one ended (a rollout) is no part of it.
-
-        Returns:
-            Whether it begins here.
-        """
+        """Begin a step here, unless it has begun; returns whether it begins here. What came since the last one ended is
+        no part."""
         if self._has_begun:
             return False
         self._has_begun = True

@@ -55,13 +55,7 @@ class LoadCounter:
         self.counts = self._counts[:, :num_experts]
 
     def count(self, layer: int, topk_ids_TK: Tensor, real_T: Tensor | None = None) -> None:
-        """Add one batch of router choices. Enqueues device work only.
-
-        Args:
-            layer: index of the MoE layer.
-            topk_ids_TK: int64 ``[T, K]``, logical expert ids.
-            real_T: bool ``[T]``, False for padding; None: every token counts.
-        """
+        """Add one batch of router choices; ``real_T`` is False for padding. Enqueues device work only."""
         ids = topk_ids_TK
         if real_T is not None:
             memory = self._memory
@@ -110,15 +104,7 @@ class LoadCounter:
         return self._buckets[: self.buckets].clone()
 
     def resume(self, buckets: Tensor, steps: int) -> None:
-        """Go on from what another run had counted since its last ``take``.
-
-        Args:
-            buckets: int64 ``[T, L, E]``, on any device.
-            steps: that they cover.
-
-        Raises:
-            ValueError: they do not fit the steps, or there is no room for so many.
-        """
+        """Go on from what another run had counted since its last ``take``; ValueError: there is no room for it."""
         if len(buckets) != self._buckets_of(steps) or len(buckets) > len(self._buckets):
             raise ValueError(f"{len(buckets)} buckets of {steps} steps do not fit {len(self._buckets)} here")
         self._buckets[: len(buckets)].copy_(buckets)

@@ -104,11 +104,8 @@ def _as_load(load: Any, num_layers: int, num_experts: int) -> NDArray[np.float64
 
 
 def _counted(topk_ids: Any, num_layers: int, num_experts: int) -> NDArray[np.float64]:
-    """float64 ``[L, E]``: how many of the tokens ``[N, L, K]`` go to each expert; padding (-1) counts nowhere.
-
-    Raises:
-        DeclaredLoadError: an id is no expert's, or a token names an expert twice: these are no experts of tokens.
-    """
+    """Return float64 ``[L, E]``: how many of the tokens ``[N, L, K]`` go to each expert; padding (-1) counts
+    nowhere."""
     ids_NLK = torch.as_tensor(topk_ids).detach()
     top_k = ids_NLK.shape[2]
     # A column for padding comes first, so that an id + 1 is its column.
@@ -138,15 +135,8 @@ def _counted(topk_ids: Any, num_layers: int, num_experts: int) -> NDArray[np.flo
 def summed(
     declared: NDArray[np.float64] | None, shape: tuple[int, int], group: dist.ProcessGroup
 ) -> NDArray[np.float64] | None:
-    """What the ranks of ``group`` declared, float64 ``[T, L, E]``, the same on each; None: nobody did. Collective.
-
-    Args:
-        shape: (L, E).
-
-    Raises:
-        DeclaredLoadError: two ranks declared different numbers of micro-batches, or all that they declared is padding;
-            on every rank.
-    """
+    """Return what the ranks of ``group`` declared, float64 ``[T, L, E]``, the same on each; None: nobody did.
+    Collective."""
     batches = 0 if declared is None else len(declared)
     least, most = map(int, extremes(torch.tensor(batches), group, has_values=declared is not None))
     if least > most:

@@ -61,11 +61,7 @@ class ExpertShare:
         return replace(self, at=imbalance) if self.source == "measured" else self
 
     def even(self, imbalance: float) -> float:
-        """Seconds of expert work with even load, in units of a step as it is now.
-
-        Args:
-            imbalance: max / mean rank load as it is now, mean over layers.
-        """
+        """Return seconds of expert work with even load, in units of a step with this imbalance."""
         if not self.at:
             return self.value / max(1.0, imbalance)
         even = self.value / max(1.0, self.at)
@@ -99,14 +95,7 @@ class SampledStep:
 
 
 class ExpertClock:
-    """Marks the expert work of this rank while it is on; off, it costs the layers one look at ``on``.
-
-    Args:
-        device: of the experts.
-
-    Attributes:
-        on: whether the running step is sampled.
-    """
+    """Marks the expert work of this rank while the running step is sampled (``on``)."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device or torch.device("cpu")
@@ -161,11 +150,7 @@ class ExpertClock:
         return event
 
     def forward_ends(self, begin: Mark | None) -> None:
-        """Add the span of a layer's forward.
-
-        Args:
-            begin: its first mark.
-        """
+        """Add the span of a layer's forward since its first mark."""
         self._add(begin, self.mark())
 
     def backward_begins(self, metadata: object) -> None:

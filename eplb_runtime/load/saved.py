@@ -21,13 +21,7 @@ logger = logging.getLogger("eplb_runtime")
 def saved_load(
     history: Sequence[NDArray[np.int64]], counter: LoadCounter, summed: Callable[[Tensor], NDArray[np.int64]]
 ) -> dict[str, Any]:
-    """What the next decisions look at, JSON-able.
-
-    Args:
-        history: of all ranks, int64 ``[L, E]`` each, oldest first.
-        counter: of this rank, with what was counted since.
-        summed: buckets over all ranks; raises RuntimeError where the ranks cannot sum now, then they are left out.
-    """
+    """Return what the next decisions look at, JSON-able; buckets are left out where the ranks cannot sum them now."""
     state: dict[str, Any] = {"steps_per_bucket": counter.steps_per_bucket}
     if history:
         state["history"] = encode(np.stack(history))
@@ -42,15 +36,8 @@ def saved_load(
 def resume_load(
     state: Mapping[str, Any], history: deque[NDArray[np.int64]], counter: LoadCounter, share: int | None
 ) -> None:
-    """Let history and counter go on from what `saved_load` gave.
-
-    Args:
-        share: 1 on the one rank that takes what all had counted since the last decision (only sums matter), 0 on the
-            others; None: nobody does.
-
-    Raises:
-        ValueError: it is for another model or broken; nothing is changed then.
-    """
+    """Let history and counter go on from what `saved_load` gave. ``share``: 1 on the one rank that takes what all had
+    counted since the last decision, 0 on the others; None: nobody does."""
     if not state:
         return
     if state.get("steps_per_bucket") != counter.steps_per_bucket:
@@ -67,11 +54,7 @@ def resume_load(
 
 
 def saved_windows(state: Any, num_layers: int, num_experts: int) -> NDArray[np.int64] | None:
-    """All windows that `saved_load` kept, of whatever interval: int64 ``[T, L, E]``, oldest first; None: no tokens.
-
-    Raises:
-        ValueError: they are for another model or broken.
-    """
+    """Return all windows that `saved_load` kept, int64 ``[T, L, E]``, oldest first; None: no tokens."""
     kept = [state[name] for name in ("history", "open") if name in state] if isinstance(state, Mapping) else []
     windows = [decode(one, num_layers, num_experts, LONGEST) for one in kept]
     load = np.concatenate(windows) if windows else np.zeros((0, num_layers, num_experts), dtype=np.int64)

@@ -110,17 +110,8 @@ class SeriesWriter:
         self._next()
 
     def append(self, load_TLE: NDArray[np.int64], steps: int, job: RecordedJob | None = None) -> None:
-        """Add windows; they are with the operating system when this returns, whatever becomes of the process.
-
-        Args:
-            load_TLE: ``[T, L, E]``, tokens by logical expert, oldest first.
-            steps: training steps of each window.
-            job: what has been measured of the job meanwhile.
-
-        Raises:
-            OSError: they cannot be written.
-            FileError: another writer has begun a file after ours: two jobs in one series would read as one.
-        """
+        """Add windows ``[T, L, E]``, oldest first, of ``steps`` each; they are with the operating system when this
+        returns. FileError: another writer has begun a file after ours."""
         if _path(self._folder, self._number + 1).exists():
             raise FileError(f"another job writes its load to {self._folder.parent} now")
         if os.fstat(self._descriptor).st_size > _FILE_BYTES:
@@ -156,14 +147,8 @@ def holds_series(folder: Path) -> bool:
 
 
 def read_series(folder: Path) -> tuple[NDArray[np.int64], list[int]]:
-    """All windows of a run, and the training steps of each: int64 ``[T, L, E]``, oldest first.
-
-    A last line that a crash cut off is left out.
-
-    Raises:
-        FileError: a line is broken, files are of different models, or there is too much of it, or nothing.
-        OSError: it cannot be read.
-    """
+    """Return all windows of a run, int64 ``[T, L, E]``, oldest first, and the training steps of each; a last line that
+    a crash cut off is left out."""
     windows: list[NDArray[np.int64]] = []
     steps: list[int] = []
     shape: tuple[int, int] | None = None
@@ -197,12 +182,7 @@ def read_series(folder: Path) -> tuple[NDArray[np.int64], list[int]]:
 
 
 def read_job(folder: Path) -> RecordedJob:
-    """What a run's series says of its job, by the newest file that has windows; later lines win.
-
-    Raises:
-        FileError: a line is broken.
-        OSError: it cannot be read.
-    """
+    """Return what a run's series says of its job, by the newest file that has windows; later lines win."""
     for path in reversed(_files_of(folder)):
         require_readable(path, MOST_BYTES)
         known, has_windows = _job_of(_first_line(path)), False
@@ -226,11 +206,7 @@ def encode(load: NDArray[np.int64], level: int = -1) -> dict[str, Any]:
 
 
 def decode(saved: Any, num_layers: int, num_experts: int, most_windows: int) -> NDArray[np.int64]:
-    """What `encode` wrote, at most the newest ``most_windows``.
-
-    Raises:
-        ValueError: it is something else, for another model, or longer than any job keeps.
-    """
+    """Return what `encode` wrote, at most the newest ``most_windows``; ValueError: it is something else."""
     try:
         windows, layers, experts = (int(length) for length in saved["shape"])
         data = base64.b64decode(saved["data"], validate=True)

@@ -16,12 +16,8 @@ from .schedule import Round
 
 
 class BetweenSteps:
-    """The driver of migrations for which training waits.
-
-    Args:
-        get_ready: called for each round, before its vote.
-        wait_for_replicas: returns when replicas have arrived, since they are read from homes that will be written.
-    """
+    """The driver of migrations for which training waits. ``get_ready`` is called for each round before its vote;
+    ``wait_for_replicas`` returns when replicas, read from homes that will be written, have arrived."""
 
     def __init__(
         self, engine: MigrationEngine, get_ready: GetReady, wait_for_replicas: Callable[[], None] = lambda: None
@@ -32,20 +28,12 @@ class BetweenSteps:
         self.in_flight = False
 
     def begin(self, current: Placement, target: Placement, key: str) -> None:
-        """Begin to take the experts from ``current`` to ``target``; both are the same on every rank.
-
-        Args:
-            key: names this migration's decisions; new for each, equal on every rank.
-        """
+        """Begin to take the experts from ``current`` to ``target``; ``key`` names this migration's decisions."""
         self._current, self._target, self._key = current, target, key
         self.in_flight = True
 
     def advance(self, *, hold_back: bool = False) -> MigrationProgress:
-        """Carry out the whole migration that was begun.
-
-        Raises:
-            MigrationBroken: now or earlier, this rank failed after an agreement.
-        """
+        """Carry out the whole migration that was begun; MigrationBroken: this rank failed after an agreement."""
         self.in_flight = False
         engine, current, target, key = self._engine, self._current, self._target, self._key
         self._wait_for_replicas()  # on every rank, before anything can fail on one

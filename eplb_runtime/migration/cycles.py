@@ -19,17 +19,10 @@ Ints = NDArray[np.int64]
 
 @jit
 def cut_into_permutations(first_L: Ints, source_M: Ints, destination_M: Ints, num_ranks: int) -> Ints:
-    """The cycle of each move, int64 ``[M]``, numbered over all layers, permutation by permutation.
-
-    A layer's moves are coloured so that in one colour no rank sends or receives twice, with as many colours as its
-    busiest rank has moves: each colour is a permutation of ranks, and most of them are busy in it. Edges are coloured
-    one by one along alternating paths (Koenig's theorem on bipartite multigraphs); ranks with fewer moves are filled
-    up with experts that stay.
-
-    Args:
-        first_L: int64 ``[L + 1]``, where each layer's moves begin.
-        source_M, destination_M: ranks ``0 .. R - 1`` of one EP group.
-    """
+    """Return the cycle of each move, int64 ``[M]``, numbered over all layers, permutation by permutation. A layer's
+    moves are coloured so that in one colour no rank sends or receives twice, with as many colours as its busiest rank
+    has moves, one by one along alternating paths (Koenig's theorem on bipartite multigraphs); ranks with fewer moves
+    are filled up with experts that stay."""
     cycle_M = np.full(source_M.size, -1, np.int64)
     cycles = 0
     for layer in range(first_L.size - 1):

@@ -27,11 +27,7 @@ def difference(current: Placement, target: Placement) -> dict[str, Any]:
 
 
 def apply(current: Placement, fields: dict[str, Any]) -> Placement:
-    """Return the ``target`` that `difference` encoded.
-
-    Raises:
-        PlacementError: the fields do not fit ``current``, or what they make is no valid placement.
-    """
+    """Return the ``target`` that `difference` encoded; PlacementError: it is no valid placement after ``current``."""
     try:
         layers = np.array(fields["layers"], dtype=np.int64)
         slots = np.frombuffer(base64.b64decode(fields["slots"], validate=True), dtype=_dtype(current.num_experts))

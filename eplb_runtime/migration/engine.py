@@ -47,21 +47,13 @@ and the layers that differ. The returned function is called after the commit and
 
 
 class MigrationBroken(RuntimeError):
-    """This rank failed after all ranks had agreed to commit: the place of its experts is unknown.
-
-    Training cannot go on; go back to a checkpoint.
-    """
+    """This rank failed after all ranks had agreed to commit: the place of its experts is unknown. Go back to a
+    checkpoint."""
 
 
 @dataclass
 class PreparedMigration:
-    """A migration for which all ranks have the same schedule.
-
-    Args:
-        current: placement after the rounds committed so far.
-        committed: number of those rounds.
-        received_bytes: of experts, in those rounds, by this rank.
-    """
+    """A migration for which all ranks have the same schedule: what it has committed, and received, so far."""
 
     key: str
     schedule: TransferSchedule
@@ -73,15 +65,8 @@ class PreparedMigration:
 
 @dataclass
 class PostedRound:
-    """A round in flight.
-
-    Args:
-        deadline: of its transfers, a time of `time.monotonic`.
-        problem: reason for which this rank cannot commit it; empty: it can.
-        timed_out: whether the problem broke the groups' connections.
-        after: placement after the round.
-        take_over: makes everything follow that placement.
-    """
+    """A round in flight: its deadline, why this rank cannot commit it and whether that broke connections, the placement
+    after it, and what makes everything follow that."""
 
     migration: PreparedMigration
     round_: Round
@@ -159,11 +144,7 @@ class MigrationEngine:
 
     def rehearse(self, placement: Placement) -> float:
         """Measure the seconds of a migration in which nothing moves: ranks compare experts and schedules, and vote.
-        Collective.
-
-        Raises:
-            InDoubt: the launcher's store gave no answer.
-        """
+        Collective."""
         seconds = 0.0
         for _ in range(2):  # the first one warms up
             began = time.perf_counter()
@@ -201,17 +182,9 @@ class MigrationEngine:
     def prepare(
         self, current: Placement, target: Placement, key: str, formats: Formats | None = None
     ) -> tuple[PreparedMigration | None, Verdict]:
-        """Agree on rounds with all ranks, and reserve their memory. Collective.
-
-        Failures of a single rank happen here, before any rank waits for its bytes.
-
-        Args:
-            formats: of the layers that differ, for an overlapped migration: each round then has one layer, and rounds
-                of up to `in_flight_bytes` may be in flight together.
-
-        Returns:
-            None in place of the migration if there is none, with the verdict that says why.
-        """
+        """Agree on rounds with all ranks, and reserve their memory, so that a rank fails before any waits for its
+        bytes. With ``formats``, for overlap, each round has one layer. Returns None and the verdict if there is no
+        migration. Collective."""
         self.refuse_if_broken()
         with self._timed("prepare"), self._on_device():
             layers, overlapped = layers_that_differ(current, target), formats is not None
@@ -251,10 +224,8 @@ class MigrationEngine:
         self._executor.restart()
 
     def post(self, migration: PreparedMigration, round_: Round) -> PostedRound:
-        """Begin to exchange the experts of a round; live rows are read until it has arrived.
-
-        A rank that fails says so in `vote`: the others would wait for it if it stayed away.
-        """
+        """Begin to exchange the experts of a round; live rows are read until it has arrived. A rank that fails says so
+        in `vote`."""
         self.refuse_if_broken()
         posted = PostedRound(migration, round_, time.monotonic() + self._timeout)
         with self._timed("post"), _noting_problems(posted):
@@ -269,11 +240,8 @@ class MigrationEngine:
         return True
 
     def arrive(self, posted: PostedRound, get_ready: GetReady, meanwhile: Callable[[], None] | None = None) -> None:
-        """Wait for a round, verify it, and prepare its placement. On any thread.
-
-        Args:
-            meanwhile: called now and then during the wait.
-        """
+        """Wait for a round, verify it, and prepare its placement. On any thread; ``meanwhile`` is called now and
+        then."""
         self.refuse_if_broken()
         migration, exchange = posted.migration, posted.exchange
         with self._on_device():
@@ -291,14 +259,8 @@ class MigrationEngine:
                     exchange.pending.wait(posted.deadline)  # its memory will be used again
 
     def vote(self, posted: PostedRound, ballot: Ballot) -> Verdict:
-        """Vote on a round that has arrived. On any thread; collective.
-
-        Args:
-            ballot: of this round.
-
-        Raises:
-            MigrationBroken: this rank has said yes, and cannot learn the result.
-        """
+        """Vote on a round that has arrived. Collective, on any thread; MigrationBroken: the result of this rank's yes
+        is lost."""
         self.refuse_if_broken()
         with self._timed("vote"), self._on_device(), self._broken_by_doubt():
             verdict = self._agreement.vote_and_record(ballot, posted.problem, posted.timed_out)
@@ -307,23 +269,13 @@ class MigrationEngine:
         return verdict
 
     def refuse(self, ballot: Ballot, verdict: Verdict, *, votes: bool = True) -> Verdict:
-        """Refuse a round, if this rank still may, and return what all ranks do with it. On any thread.
-
-        Args:
-            votes: whether a thread of this rank takes part in the vote, for which others wait.
-
-        Raises:
-            MigrationBroken: as `vote`.
-        """
+        """Refuse a round, if this rank still may, and return what all ranks do with it. On any thread; ``votes``:
+        another thread of this rank takes part in the vote."""
         with self._broken_by_doubt():
             return self._agreement.refuse(ballot, verdict) if votes else self._agreement.stay_away(ballot, verdict)
 
     def commit(self, posted: PostedRound, layer: int) -> None:
-        """Copy a layer's staged experts into its live slots, in place; only after all ranks agreed.
-
-        Raises:
-            MigrationBroken: it failed.
-        """
+        """Copy a layer's staged experts into its live slots, in place; only after all ranks agreed."""
         with self.unfailing(), self._timed("commit", layer):
             self.probe(Phase.COMMITTING, layer)
             record_format = posted.migration.records.formats.get(layer)
@@ -332,11 +284,7 @@ class MigrationEngine:
                 self._registry.leave_gradients(layer)
 
     def finish(self, posted: PostedRound) -> None:
-        """Make everything else follow the placement after a round; all its layers are committed.
-
-        Raises:
-            MigrationBroken: it failed.
-        """
+        """Make everything else follow the placement after a round; all its layers are committed."""
         migration = posted.migration
         with self.unfailing():
             with self._timed("maps"):
@@ -350,14 +298,7 @@ class MigrationEngine:
         self, what: str = "experts on this rank are not where the other ranks believe them to be"
     ) -> Iterator[None]:
         """Enclose work after an agreement of all ranks: a failure inside makes this rank differ from the others for
-        good.
-
-        Args:
-            what: consequence of a failure.
-
-        Raises:
-            MigrationBroken: it failed. KeyboardInterrupt and its like are raised as they are.
-        """
+        good."""
         self.refuse_if_broken()
         try:
             yield
@@ -411,11 +352,7 @@ class MigrationEngine:
             exchange.pending.wait(posted.deadline)
 
     def _until(self, ready: Callable[[], bool], posted: PostedRound, meanwhile: Callable[[], None] | None) -> None:
-        """Wait until ``ready``.
-
-        Raises:
-            TransportError: not before the deadline.
-        """
+        """Wait until ``ready``; TransportError: not before the deadline."""
         while not ready():
             if time.monotonic() > posted.deadline:
                 posted.exchange.pending.wait(posted.deadline)

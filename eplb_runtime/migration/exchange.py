@@ -26,11 +26,7 @@ from .staging import DIRECT_BYTES, Arena, chains_of, packed_bytes, runs_of
 
 @dataclass(frozen=True)
 class Shipment:
-    """What of a transfer goes from one rank to another, by the transport's numbers: the whole record, or a piece.
-
-    Args:
-        leaves, arrives: format and row of it in live memory at either end; right on the rank of that end alone.
-    """
+    """What of a transfer goes from one rank to another: the whole record, or a piece, with its row at either end."""
 
     transfer: Transfer
     source: int
@@ -88,15 +84,7 @@ class Exchange:
 
 
 class RoundExecutor:
-    """Memory and messages for the rounds of one rank.
-
-    Args:
-        transport: moves the bytes.
-        home_rows: maps each home to the rank and row that hold it.
-        row_rank: this rank's number in the transport.
-        device: of the live rows.
-        nbytes: initial size of the staging memory; a migration that needs more reserves it.
-    """
+    """Memory and messages for the rounds of one rank; a migration that needs more than ``nbytes`` reserves it."""
 
     def __init__(
         self,
@@ -139,11 +127,7 @@ class RoundExecutor:
         return sum(self._freed_bytes)
 
     def take_memory(self) -> None:
-        """Take the memory that `free_memory` has freed.
-
-        Raises:
-            RuntimeError: there is none; nothing is taken then.
-        """
+        """Take the memory that `free_memory` has freed; RuntimeError: there is none, and nothing is taken."""
         try:
             for arena, nbytes in zip(self._arenas, self._freed_bytes, strict=True):
                 arena.reserve(nbytes)
@@ -169,11 +153,8 @@ class RoundExecutor:
             del self._transport
 
     def reserve(self, schedule: TransferSchedule, records: Records, at_once: int | None = None) -> None:
-        """Reserve memory for the largest round: arriving records, packed ones that leave, one spare row.
-
-        Args:
-            at_once: largest number of bytes that arrive in rounds in flight together; None: one round is in flight.
-        """
+        """Reserve memory for the largest round, or for ``at_once`` bytes: arriving records, packed ones that leave, one
+        spare row."""
         arriving, leaving = (np.zeros(schedule.num_rounds, dtype=np.int64) for _ in range(2))
         spare = 0
         regions: list[Tensor] = []
@@ -201,11 +182,7 @@ class RoundExecutor:
     def _reserve_pieces(
         self, transfers: Ints, record_format: RecordFormat, arriving: Ints, leaving: Ints
     ) -> list[Tensor]:
-        """Add the bytes that pieces of a layer take in each round; returns live memory that is sent from its place.
-
-        Args:
-            transfers: rows as of `TransferSchedule.transfers`.
-        """
+        """Add the bytes that pieces of a layer take in each round; returns live memory that is sent from its place."""
         for number, *row in transfers[self._concerns(transfers[:, 3:])].tolist():
             for shipment in self._shipments(Transfer(*row), record_format):
                 if shipment.destination == self._row_rank:
@@ -223,11 +200,7 @@ class RoundExecutor:
 
     @torch.no_grad()
     def post(self, round_: Round, records: Records, exchange: Exchange) -> None:
-        """Begin to exchange the experts of a round.
-
-        Raises:
-            TransportError: a connection is closed.
-        """
+        """Begin to exchange the experts of a round."""
         own = list(self._own(round_, records))
         receives = self._expect(own, exchange)
         departing: dict[int, list[list[Message]]] = defaultdict(list)

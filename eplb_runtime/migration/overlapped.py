@@ -174,11 +174,8 @@ class Overlapped:
     # -- what training calls -------------------------------------------------------------------------------------------
 
     def begin(self, current: Placement, target: Placement, key: str) -> None:
-        """Prepare a migration while training goes on; called at the end of a step, on every rank.
-
-        Args:
-            key: names its decisions; new for each migration, equal on every rank.
-        """
+        """Prepare a migration while training goes on; at the end of a step, on every rank. ``key`` names its
+        decisions."""
         self._forget()
         self._is_new = self.in_flight = True
         self._key, self._current, self._target = key, current, target
@@ -187,11 +184,7 @@ class Overlapped:
         self._prepared = self._worker.submit(lambda: self._prepare(current, target, formats, pace))
 
     def advance(self, *, hold_back: bool = False) -> MigrationProgress:
-        """Return what the step that is over has committed, and post what overlaps with the next one. On every rank.
-
-        Args:
-            hold_back: nothing new may be sent.
-        """
+        """Return what the step that is over has committed, and post what overlaps with the next one. On every rank."""
         if self._is_new:  # its preparation overlaps with the next step
             self._is_new = False
             return MigrationProgress(self._current)
@@ -267,11 +260,8 @@ class Overlapped:
         return self._current
 
     def drain(self) -> MigrationProgress:
-        """Drop the rest on every rank. The thread is done with it when this returns, or never will be.
-
-        Returns:
-            What was committed since the last call, as by the forwards of an evaluation.
-        """
+        """Drop the rest on every rank, and return what was committed since the last call. The thread is done with it
+        then."""
         self.withdraw()
         current = self.current_placement()
         committed = [flight for flight in self._flights if flight.verdict is not None and flight.verdict.commit]
@@ -508,11 +498,7 @@ class Overlapped:
         follow: Callable[[], None],
         post: Callable[[Round], PostedRound] | None,
     ) -> None:
-        """Post a few rounds ahead, receive them in order, and vote as soon as training allows it.
-
-        Args:
-            post: None: the thread that trains has posted them.
-        """
+        """Post a few rounds ahead, receive them in order, and vote as soon as training allows it."""
         arrived: list[InFlightRound] = []
 
         def vote() -> None:

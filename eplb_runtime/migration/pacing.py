@@ -25,11 +25,8 @@ _LATER_FACTOR = 1.1
 
 
 class StartTimes:
-    """Start times of the layers' forwards after the end of a step, a little earlier than usual.
-
-    Steps take longer now and then (data, an evaluation, a checkpoint), and rounds that count on it are late the next
-    time. So a later start is followed only in part, and an earlier one at once.
-    """
+    """Start times of the layers' forwards after the end of a step. A later start is followed only in part, and an
+    earlier one at once: rounds that count on a long step are late the next time."""
 
     def __init__(self, num_layers: int) -> None:
         self._seconds_L = [0.0] * num_layers
@@ -94,14 +91,8 @@ def next_batch(
     pace: Pace,
     in_flight_bytes: int,
 ) -> Batch:
-    """Choose the rounds that overlap with the next step; the same on every rank that has the same arguments.
-
-    Args:
-        open_: rounds of each layer that are still to come, in their order; none empty.
-        nbytes: of each round by its number: bytes that the busiest rank receives.
-        late: how often each layer was late so far.
-        in_flight_bytes: bytes that a rank may receive in one step.
-    """
+    """Return the rounds that overlap with the next step, the same on every rank: of the ``open_`` ones of each layer,
+    by the bytes of each, how often a layer was late, and the bytes that may be in flight."""
     first = sorted((rounds[0] for rounds in open_.values()), key=lambda r: (pace.deadlines_L[r.layers[0]], r.number))
     taken: list[tuple[int, Round]] = []
     bytes_taken = microseconds = 0

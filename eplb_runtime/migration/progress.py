@@ -72,12 +72,7 @@ class MigrationProgress:
         return sum(self.seconds.get(part, 0.0) for part in ("prepare", "post", "maps", "vote"))
 
     def committed(self, step: int, pause_seconds: float, before: Placement) -> RebalanceCommitted:
-        """The event that experts have moved.
-
-        Args:
-            before: the placement until now.
-            pause_seconds: since the last such event.
-        """
+        """Return the event that experts have moved, ``pause_seconds`` since the last one."""
         return RebalanceCommitted(
             step,
             epoch=self.placement.epoch,

@@ -23,13 +23,8 @@ from .staging import runs_of
 
 @dataclass(frozen=True)
 class Records:
-    """The records of a job.
-
-    Args:
-        formats: of the layers that are to change and that this rank holds.
-        nbytes: per layer; 0 for layers that do not change.
-        holders: per layer, a number that is equal for layers held by the same ranks.
-    """
+    """The records of a job: formats of layers that change and are here, bytes per layer, and which layers the same
+    ranks hold."""
 
     formats: Mapping[int, RecordFormat]
     nbytes: tuple[int, ...]
@@ -37,10 +32,8 @@ class Records:
 
 
 def formats_of(registry: ExpertTensors, layers: Sequence[int]) -> tuple[dict[int, RecordFormat], str]:
-    """Formats of the records of those layers that this rank holds, and why there are none. Never raises.
-
-    It reads the optimizers' state, so nothing may train meanwhile.
-    """
+    """Return formats of the records of those layers that are here, and why there are none. It reads the optimizers'
+    state, so nothing may train meanwhile."""
     try:
         held = set(registry.layers)
         tensors = {layer: registry.of_home(layer) for layer in layers if layer in held}
@@ -65,14 +58,7 @@ def formats_of(registry: ExpertTensors, layers: Sequence[int]) -> tuple[dict[int
 def agree_on_records(
     num_layers: int, found: tuple[Mapping[int, RecordFormat], str], agreement: Agreement, device: torch.device
 ) -> tuple[Records | None, Verdict]:
-    """Agree on the records of the layers that are to change; None if there are none. Collective over the job; never
-    raises.
-
-    Args:
-        num_layers: L, of the whole model.
-        found: result of `formats_of` for the layers, which are the same on every rank.
-        device: of the transport.
-    """
+    """Agree on the records of the layers that are to change; None if there are none. Collective; never raises."""
     formats, problem = found
     digests = {layer: _digest(record_format, device) for layer, record_format in formats.items()}
     # A row for every layer, whatever this rank believes will change: messages of other sizes would end the process.

@@ -33,10 +33,8 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Transfer:
-    """Transfer of one expert with its whole state from its home slot to its next one (physical slots).
-
-    Between slots of one rank it is a copy, made when the round is committed.
-    """
+    """Transfer of an expert with its state from its home slot to its next one; on one rank a copy, made at the
+    commit."""
 
     layer: int
     expert: int
@@ -108,11 +106,7 @@ class TransferSchedule:
         return int(self.last_round.max(initial=-1)) + 1
 
     def after(self, placement: Placement, round_: Round) -> Placement:
-        """The placement after a round, one epoch further: an epoch names one placement.
-
-        Args:
-            placement: the one before the round.
-        """
+        """Return the placement after a round, one epoch further: an epoch names one placement."""
         map_LP, home_LE = placement.physical_to_logical.copy(), placement.require_homes().copy()
         layer, expert, _, slot = round_.transfers.T
         map_LP[layer, slot] = expert
@@ -227,11 +221,8 @@ def _pack(
     budget_bytes: int,
     longest_first: bool,
 ) -> tuple[Ints, Ints]:
-    """The round of each move and the bytes of each rank in each round, given the cycle of each move.
-
-    Cycles of the largest experts come first; of those, as the layers come, or the longest first, so that shorter ones
-    fill the gaps.
-    """
+    """Return the round of each move and the bytes of each rank in each round. Cycles of the largest experts come first;
+    of those, as the layers come, or the longest first, so that shorter ones fill the gaps."""
     length_N = np.bincount(cycle_M)
     first_N = np.concatenate([[0], np.cumsum(length_N)])
     by_cycle = np.argsort(cycle_M, kind="stable")

@@ -18,11 +18,7 @@ Run = tuple[int, int, RowField | None]
 
 
 class Arena:
-    """One growing uint8 buffer, cut into pieces anew for each round.
-
-    Args:
-        empty: allocates so many bytes.
-    """
+    """One growing uint8 buffer, cut into pieces anew for each round."""
 
     def __init__(self, empty: Callable[[int], Tensor], nbytes: int) -> None:
         self._empty = empty
@@ -81,16 +77,9 @@ def packed_bytes(runs: Sequence[Run]) -> int:
 
 
 def chains_of(moves: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Order moves ``(from, to)`` between slots of one rank into chains that overwrite nothing before it is read.
-
-    Args:
-        moves: each slot at most once on either side. A slot that is written and not read is free: its expert has left
-            the rank.
-
-    Returns:
-        Chains to be carried out front to back. A chain whose last move ends where its first began is a ring: the
-            content of the slot where the first move ends is saved before, and is what the last move writes.
-    """
+    """Return moves ``(from, to)`` between slots of one rank as chains that overwrite nothing before it is read. A chain
+    whose last move ends where its first began is a ring: that slot's content is saved before, and is what the last move
+    writes."""
     source_of = {to: source for source, to in moves}
     read = {source for source, _ in moves}
     chains = []

@@ -24,14 +24,8 @@ logger = logging.getLogger("eplb_runtime")
 
 @dataclass(frozen=True)
 class Kernels:
-    """Functions that a kernel or plain torch computes.
-
-    Args:
-        count: as `moe.routing.splitter.count_choices`.
-        deal: as `moe.routing.splitter.deal_out`.
-        moves: order of rows, and sums of a token's choices.
-        count_and_map: as `moe.routing.kernels.count_and_map`; None: the counter, then the table.
-    """
+    """Functions that a kernel or plain torch computes: `count_choices`, `deal_out`, the order of rows and sums of
+    choices, and `count_and_map` (None: the counter, then the table)."""
 
     count: Callable[[Tensor, int], Counted] = count_choices
     deal: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = deal_out
@@ -40,8 +34,7 @@ class Kernels:
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """Return the kernels for a device, each compared with plain torch in its first batch; plain torch where there is no
-    GPU or no Triton."""
+    """Return the kernels for a device; plain torch where there is no GPU or no Triton."""
     if device.type != "cuda":
         logger.warning("kernels=True has no effect on %s: they are for GPUs, and plain torch is used", device.type)
         return Kernels()
@@ -73,13 +66,8 @@ def compared_kernels() -> Kernels:
 
 
 class CheckedKernel:
-    """A kernel in the place of a function of plain torch. The first batch that has rows is computed by both.
-
-    Args:
-        name: of what it computes, for the log.
-        kernel, plain: take the same arguments and may write into them.
-        written: returns the part of a result that is not left uninitialised, from the result and the arguments.
-    """
+    """A kernel in the place of a function of plain torch with the same arguments, which both may write into. The first
+    batch that has rows is computed by both. ``written`` returns the part of a result that is not left uninitialised."""
 
     def __init__(
         self,

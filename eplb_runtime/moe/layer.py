@@ -52,18 +52,8 @@ class _Counted:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What the layers of a model share.
-
-    Args:
-        counter: load of each layer's experts.
-        table: the slot of each expert.
-        splitter: splits tokens over replicas; None: there are no replica slots, ``table`` says where an expert is.
-        dispatcher: exchanges tokens.
-        exchange_counts: exchanges the counts that a split starts from.
-        forward_tag: the forward that this rank is in, for comparison with other ranks.
-        channels: the ways of this rank's exchanges.
-        count_and_map: as `moe.routing.kernels.count_and_map`; None: ``counter`` and ``table`` do it.
-    """
+    """What the layers of a model share. Without a splitter ``table`` says where an expert is; without ``count_and_map``
+    (`moe.routing.kernels`) ``counter`` and ``table`` do it."""
 
     counter: LoadCounter
     table: SlotTable
@@ -200,19 +190,9 @@ class ExpertParallelLayer:
 
 
 class HostDispatchedLayer:
-    """One MoE layer whose host carries and computes tokens itself, each to the expert of its column.
-
-    The host believes that slot p holds expert p. So columns change places, or ids are renamed, from logical experts to
-    slots, and nothing else; there are no copies.
-
-    Args:
-        index, module, counter, table, forward_tag: as of `ExpertParallelLayer`.
-        expert_clock: measures expert work in some steps; the host marks it.
-
-    Attributes:
-        expert_clock: as given.
-        before, calls, uncounted, counts_in_evaluation: as of `ExpertParallelLayer`.
-    """
+    """One MoE layer whose host carries and computes tokens itself, each to the expert of its column. The host believes
+    that slot p holds expert p: columns change places, or ids are renamed, and nothing else; there are no replicas. The
+    host marks expert work by ``expert_clock``; other arguments as of `ExpertParallelLayer`."""
 
     def __init__(
         self,
@@ -249,14 +229,7 @@ class HostDispatchedLayer:
     def __call__(
         self, hidden_TD: Tensor, chosen_TE: Tensor, weights_TE: Tensor, real_T: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Columns by logical expert -> columns by slot.
-
-        Args:
-            hidden_TD: what will travel.
-            chosen_TE: bool, which tokens go to which logical expert.
-            weights_TE: of the router.
-            real_T: bool, False for padding; None: every token counts.
-        """
+        """Return which tokens go where, and the router's weights, by slot. ``real_T``: False for padding."""
         epoch = self._begin(hidden_TD, lambda: self._counter.count_chosen(self.index, chosen_TE, real_T))
         with phase("route", "F", self.index, epoch):
             order = self.logical_of_slots
@@ -264,18 +237,7 @@ class HostDispatchedLayer:
 
     @torch.compiler.disable
     def slots(self, hidden: Tensor, topk_ids: Tensor) -> Tensor:
-        """Ids of logical experts -> slots, for a host that is given ids. Every token counts.
-
-        Args:
-            hidden: what will travel, ``[..., D]``.
-            topk_ids: int64 ``[..., K]``, logical.
-
-        Returns:
-            Int64 of the same shape.
-
-        Raises:
-            ValueError: an id is of no expert, on a CPU.
-        """
+        """Return ids of slots for ids of logical experts; every token counts."""
         with _unseen_by_selective_checkpointing():
             self._table.require_known(self.index, topk_ids)
             epoch = self._begin(hidden, lambda: self._counter.count(self.index, topk_ids))
@@ -284,25 +246,12 @@ class HostDispatchedLayer:
 
     @torch.compiler.disable
     def begin(self, hidden_TD: Tensor, chosen_TE: Tensor, real_T: Tensor | None) -> None:
-        """Begin a forward for a host that itself carries rows of logical experts to where `logical_of_slots` has them.
-
-        Args:
-            hidden_TD, chosen_TE, real_T: as of a call.
-        """
+        """Begin a forward for a host that itself carries rows to where `logical_of_slots` has them."""
         self._begin(hidden_TD, lambda: self._counter.count_chosen(self.index, chosen_TE, real_T))
 
     @torch.compiler.disable
     def begin_after_graph(self, hidden_ND: Tensor, counts_E: Tensor, order_P: Tensor) -> None:
-        """Begin a forward whose columns a CUDA graph has put in the order of slots.
-
-        Args:
-            hidden_ND: what will travel.
-            counts_E: int64, the tokens of each logical expert.
-            order_P: int64, the logical expert in each slot, as the graph has read it from `logical_of_slots`.
-
-        Raises:
-            RuntimeError: the graph has read another placement than the active one.
-        """
+        """Begin a forward whose columns a CUDA graph has put in this order, which must be the placement's."""
         changes = self.changes
         if self._followed != changes:  # one wait for the device after a commit, none in other forwards
             if not torch.equal(order_P, self.logical_of_slots):

@@ -21,12 +21,7 @@ Zeros = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 
 
 class ReplicaPool:
-    """Replica rows, or their gradients, that layers of equal shapes use in turn.
-
-    Args:
-        zeros: makes them.
-        num_shards: D, over how many ranks the homes of each are divided: each then has a slice of each copy.
-    """
+    """Replica rows, or their gradients, that layers of equal shapes use in turn; with ``num_shards``, slices."""
 
     def __init__(self, replica_slots: int, zeros: Zeros, num_shards: int = 1) -> None:
         self._replica_slots = replica_slots
@@ -115,15 +110,9 @@ class ReplicaBank:
         return [self.parameters[position] for position in self._trained]
 
     def collect(self, gradients: Sequence[Tensor | None], hold: bool, backward: int) -> None:
-        """Take what a backward pass gave the copies, ``[k, ...]`` per tensor, with what was held back before.
-
-        Args:
-            hold: keep it here; else it is in the pool's rows now, which nobody else may use until it has left.
-            backward: number of the pass that runs; it may bring several forwards of this layer.
-
-        Raises:
-            RuntimeError: gradients were rewritten since, and what was held back here was not.
-        """
+        """Take what a backward pass gave the replicas, with what was held back before; ``hold``: keep it here, else it
+        is in the pool's rows, which nobody else may use until it has left. RuntimeError: gradients were rewritten
+        meanwhile."""
         if hold and not self._held:
             self._held = [self._gradient_rows_of(position, own=True) for position in self._trained]
         for number, position in enumerate(self._trained):
@@ -157,13 +146,8 @@ class ReplicaBank:
         return self.unsent and any(not self._discarded(number) for number in range(len(self._trained)))
 
     def free(self) -> int:
-        """Free the memory of replicas and of their gradients, none of which is under way. Homes that share it get
-        memory of their own, which the job may free; `take` brings them back. Returns the bytes that are freed; memory
-        that torch cannot resize stays.
-
-        Raises:
-            RuntimeError: the homes have no memory.
-        """
+        """Free the memory of replicas and their gradients; homes that share it get memory of their own. Returns the
+        freed bytes."""
         self._held = []
         freed = 0
         for parameter, slots in zip(self.parameters, self.slots, strict=False):
@@ -177,11 +161,7 @@ class ReplicaBank:
         return freed + sum(_free(rows) for rows in (*([] if self.slots else self.replicas), *self._leaving))
 
     def take(self) -> None:
-        """Take the memory that `free` has freed, for what the homes hold now. Replicas are zeros until refreshed.
-
-        Raises:
-            RuntimeError: there is no memory, or homes are on another device; `free` or `take` may follow.
-        """
+        """Take the memory that `free` has freed, for what the homes hold now. Replicas are zeros until refreshed."""
         for parameter, slots in zip(self.parameters, self.slots, strict=False):
             if _shares_storage(parameter, slots):
                 needed = slots.numel() * slots.element_size()
@@ -203,11 +183,8 @@ class ReplicaBank:
         self._noted_after_pass = after_pass
 
     def _discarded(self, number: int) -> bool:
-        """Whether the gradient that what is held back belongs to is gone (``zero_grad``, either way of it).
-
-        Raises:
-            RuntimeError: it was changed in another way.
-        """
+        """Return whether the gradient that what is held back belongs to is gone; RuntimeError: it was changed in
+        another way."""
         parameter = self.parameters[self._trained[number]]
         if _version(parameter) == self._noted[number]:
             # FSDP has no gradient of slices yet after a pass in which it was told not to reduce: its own is elsewhere.
@@ -275,14 +252,8 @@ def _version(parameter: Tensor) -> tuple[int, ...] | None:
 
 
 def are_accumulated(edges: Sequence[tuple[Any, int]]) -> bool:
-    """Whether the backward pass that runs adds gradients of parameters to their ``.grad``: all of them, or none.
-
-    Args:
-        edges: of the autograd node that runs to the parameters (its ``next_functions``); None: of a frozen one.
-
-    Raises:
-        RuntimeError: ``torch.autograd.grad`` wants them elsewhere, or only some of them are wanted.
-    """
+    """Return whether the running backward pass adds gradients of these parameters to their ``.grad``; RuntimeError:
+    only some, or they are wanted elsewhere."""
     try:
         wanted = {torch._C._will_engine_execute_node(node) for node, _ in edges if node is not None}  # type: ignore[attr-defined]
     except RuntimeError:
@@ -306,34 +277,20 @@ def accumulation_dtype(parameter: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ReplicaMemory:
-    """Bytes of one rank's replica slots.
-
-    Args:
-        kept: weights of each layer, one set of gradients for layers of equal shapes.
-        held_back: what ``no_sync`` adds to it.
-    """
+    """Bytes of one rank's replica slots, and what ``no_sync`` adds to them."""
 
     kept: int
     held_back: int
 
 
 def gathered_memory(homes: Sequence[Sequence[Tensor]], replica_slots: int) -> int:
-    """Bytes of whole copies, in the weights' own dtype, where slices of them are kept.
-
-    Args:
-        homes: home rows per layer and tensor, whole: only their shapes and dtypes count; layers of equal ones share.
-    """
+    """Return the bytes of whole replicas, where slices of them are kept; layers of equal shapes share."""
     shapes = {(position, p.shape[1:], p.dtype) for layer in homes for position, p in enumerate(layer)}
     return replica_slots * sum(shape.numel() * dtype.itemsize for _, shape, dtype in shapes)
 
 
 def replica_memory(homes: Sequence[Sequence[Tensor]], replica_slots: int, gradients: bool) -> ReplicaMemory:
-    """What replica slots take on a rank.
-
-    Args:
-        homes: home rows ``[H, ...]`` per layer and tensor; only their shapes and dtypes count.
-        gradients: whether copies collect gradients (training).
-    """
+    """Return what replica slots take on a rank, by the shapes and dtypes of home rows per layer and tensor."""
     weights = [sum(p.shape[1:].numel() * p.element_size() for p in layer) for layer in homes]
     sums = [
         sum(p.shape[1:].numel() * accumulation_dtype(p).itemsize for p in layer if gradients and p.requires_grad)

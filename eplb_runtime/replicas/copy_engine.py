@@ -56,14 +56,8 @@ class Side:
 
 
 class CopyEngine(RowTransport):
-    """Rows between ranks of this node by copy engines, between others by another transport.
-
-    Args:
-        memory: of the node, met.
-        first: place among all ranks of the node's first, which come one behind the other.
-        device: the model's.
-        elsewhere: carries between nodes.
-    """
+    """Rows between ranks of this node, the first of which is ``first``, by copy engines; ``elsewhere`` carries the
+    rest."""
 
     def __init__(self, memory: NodeMemory, first: int, device: torch.device, elsewhere: RowTransport) -> None:
         self._memory = memory
@@ -87,12 +81,7 @@ class CopyEngine(RowTransport):
 
 @dataclass
 class _Exchange:
-    """One stage under way.
-
-    Args:
-        number: of its line, from 0.
-        arrived: makes the current stream wait for this rank's own copying; None: it has not begun.
-    """
+    """One stage under way; ``arrived`` makes the current stream wait for this rank's own copying."""
 
     number: int
     stage: _NearStage
@@ -106,11 +95,7 @@ class _Exchange:
 
 @dataclass
 class _Line:
-    """Stages of one kind, in the order in which they are posted.
-
-    Args:
-        first_channel: of ``2 * depth``.
-    """
+    """Stages of one kind, in the order in which they are posted."""
 
     memory: NodeMemory
     side: Side
@@ -160,12 +145,8 @@ class _Line:
 
 @dataclass(frozen=True)
 class _NearStage:
-    """What of a stage stays in the node; ranks are places in it.
-
-    Args:
-        parents: that copies of this rank hang on, each once.
-        children: ranks whose copies hang on this one, and what is copied: into, from.
-    """
+    """What of a stage stays in the node: parents of this rank's replicas, and children with what is copied into and
+    from."""
 
     parents: tuple[int, ...]
     children: dict[int, list[tuple[Tensor, Tensor]]]

@@ -14,15 +14,7 @@ from .sync import ReplicaSync
 
 
 class PersistentReplicas(LocalExperts):
-    """A layer with persistent replicas.
-
-    Args:
-        compute: runs rows through slots with the host's own code.
-        layer: index of the layer.
-        bank: its slots, contiguous.
-        sync: keeps replicas equal to their homes.
-        divisor: of the homes' gradients.
-    """
+    """A layer with persistent replicas, which ``sync`` keeps equal to their homes."""
 
     def __init__(self, compute: Compute, layer: int, bank: ReplicaBank, sync: ReplicaSync, divisor: float) -> None:
         super().__init__(compute, lambda: bank.parameters, divisor)

@@ -13,13 +13,7 @@ from .sync import ReplicaSync
 
 @dataclass(frozen=True)
 class Maps:
-    """Everything that follows a placement, in place, at the moment of a commit.
-
-    Args:
-        table: from logical experts to their homes.
-        splitter: shares tokens out over copies; None: there are no replica slots.
-        replicas: keeps copies and homes together; None likewise.
-    """
+    """Everything that follows a placement, in place, at a commit; no splitter and replicas without replica slots."""
 
     table: SlotTable
     splitter: BatchSplitter | None

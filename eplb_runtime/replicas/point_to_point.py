@@ -16,12 +16,7 @@ _TAGS_PER_CHANNEL = 1 << 12
 
 class PointToPoint(RowTransport):
     """Messages of a stage are posted together, on every rank in the same order. Both ends of a message put it into the
-    same stage, as NCCL demands.
-
-    Args:
-        group: the ranks that have each row once, on the weights' device, used by nothing else.
-        ranks: all of them, in the order of the rows: the EP group, or, with divided rows, more.
-    """
+    same stage, as NCCL demands. The group is used by nothing else."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
         self._group = group

@@ -17,13 +17,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Row:
-    """A row of one tensor on its way between a copy and what it hangs on.
-
-    Args:
-        rank: the other end's place among the ranks.
-        here: where it leaves from or arrives at on this rank; contiguous.
-        at_copy: memory of this rank that lies as the copy's end does on the copy's rank, of the same shape and dtype.
-    """
+    """A row of one tensor on its way between a replica and its parent: the other end's rank, contiguous memory here,
+    and memory here that lies as the replica's does there."""
 
     rank: int
     local: Tensor
@@ -66,16 +61,8 @@ class RowTransport(ABC):
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def open(self) -> None:  # noqa: B027 (not all have anything to open)
-        """All memory is there. Collective.
-
-        Raises:
-            RuntimeError: it cannot be opened.
-        """
+        """Open all memory. Collective."""
 
     @abstractmethod
     def channel(self, layer: int, down: bool) -> RowChannel:
-        """For rows of a layer.
-
-        Args:
-            down: weights, to copies; else their gradients, back.
-        """
+        """Return what carries a layer's weights to replicas (``down``), or their gradients back."""

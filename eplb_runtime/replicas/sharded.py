@@ -26,12 +26,7 @@ from .sync import ReplicaSync
 
 
 class ReplicaGather:
-    """Gathers replicas from their shards, and sums gradients of whole ones to shards.
-
-    Args:
-        group: the EDP ranks, in the order of their shards; None: this rank holds whole replicas.
-        replica_group: EDP ranks with the same shards as this one; None: there are no others.
-    """
+    """Gathers replicas from their shards over the EDP ranks, and sums gradients of whole ones to shards."""
 
     def __init__(self, group: dist.ProcessGroup | None, replica_group: dist.ProcessGroup | None) -> None:
         self._group = group
@@ -39,12 +34,7 @@ class ReplicaGather:
         self._ranks = 1 if group is None else group.size()
 
     def whole(self, slices: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-        """Return ``[k, N, ...]`` per tensor. Collective over the group.
-
-        Args:
-            slices: ``[k, N/D, ...]`` per tensor, this rank's.
-            dtypes: what each is computed in.
-        """
+        """Return ``[k, N, ...]`` per tensor from this rank's slices, in these dtypes. Collective over the group."""
         shards = [rows.to(dtype) for rows, dtype in zip(slices, dtypes, strict=True)]
         if self._group is None:
             return shards
@@ -82,17 +72,7 @@ class ReplicaGather:
 
 
 class ShardedReplicas(LocalExperts):
-    """A layer whose homes and replicas are sharded over EDP.
-
-    Args:
-        compute: runs rows through slots with the host's own code.
-        layer: index of the layer.
-        bank: its slots.
-        sync: keeps replicas equal to their homes.
-        homes: returns the whole homes that FSDP puts into the module while it computes.
-        divisor: of the homes' gradients, before FSDP's average.
-        gather: gathers replicas.
-    """
+    """A layer whose homes and replicas are sharded over EDP; ``homes`` returns those that FSDP puts into the module."""
 
     def __init__(
         self,

@@ -29,21 +29,10 @@ from .row_transport import RowTransport, TransferStage, Waiting
 
 
 class ReplicaSync:
-    """Weights and gradients of one rank's banks.
-
-    Args:
-        banks: of the layers that are here, by layer.
-        transport, rank, num_shards, ranks_per_node: as of `broadcast_plan.BroadcastPlanner`.
-        gradient_divisor: what copies' gradients are divided by, as the homes' are
-            (`distributed.ranks.Job.gradient_divisor`).
-
-    Attributes:
-        is_freed: whether replicas have no memory now.
-        launching: inside it rows of gradients are posted, where another batch's exchanges are launched as well.
-        adding: inside it the gradients of homes are read and written, where another stream than the current one adds
-            to them.
-        adds: is told of each parameter whose gradient is about to be added to.
-    """
+    """Weights and gradients of one rank's banks. Gradients are divided by ``gradient_divisor``, as the homes' are.
+    ``launching`` is a context in which rows of gradients are posted, ``adding`` one in which gradients of homes are
+    written where another stream adds to them; ``adds`` is told of each parameter whose gradient is about to be added
+    to."""
 
     def __init__(
         self,
@@ -115,11 +104,7 @@ class ReplicaSync:
 
     def take(self, placement: Placement) -> None:
         """Take this memory again, for homes wherever the job has loaded them, and follow a placement. `refresh` fills
-        it.
-
-        Raises:
-            RuntimeError: there is none; `free` or `take` may follow.
-        """
+        it."""
         for bank in self._banks.values():
             bank.take()
         self._addresses = {layer: _addresses(bank.parameters) for layer, bank in self._banks.items()}
@@ -127,12 +112,8 @@ class ReplicaSync:
         self.is_freed = False
 
     def check_homes(self, layer: int) -> None:
-        """Copies are read from where the homes were, after each step; a Parameter that lies elsewhere, or was written
-        since, would be trained beside them.
-
-        Raises:
-            RuntimeError: a Parameter of the layer has been given other memory, or written; or copies have none.
-        """
+        """Raise RuntimeError if a Parameter of the layer has been given other memory, or written, or replicas have
+        none."""
         if self.is_freed:
             raise RuntimeError(
                 "a forward while the balancer is suspended, and copies of experts have no memory: call "
@@ -208,13 +189,8 @@ class ReplicaSync:
             self._deferring = before
 
     def collect(self, layer: int, gradients: Sequence[Tensor | None], edges: Sequence[tuple[Any, int]]) -> None:
-        """A layer's backward is through on this rank: take its copies' gradients and send them home, or keep them for
-        ``reduce_gradients``. On every rank.
-
-        Args:
-            gradients: ``[k, ...]`` per tensor, or slices of them; None where the backward gave none.
-            edges: of the node that runs, to the layer's parameters; errors as for `bank.are_accumulated`.
-        """
+        """Take a layer's gradients of replicas after its backward and send them home, or keep them for
+        ``reduce_gradients``. On every rank."""
         if not self.takes(layer, edges):
             return
         self._finish()

@@ -40,13 +40,7 @@ class Tree:
 
 
 def tree_of(home_RK: NDArray[np.int64], slots_per_rank: int, ranks_per_node: int) -> Tree:
-    """The trees of all experts of a layer.
-
-    Args:
-        home_RK: int ``[R, k]``, the home slot of the expert that each replica slot holds, `EMPTY` where it holds none.
-        slots_per_rank: S.
-        ranks_per_node: consecutive ranks that share a node.
-    """
+    """Return the trees of all experts of a layer, by the home slot of the expert that each replica slot holds."""
     ranks, replicas = home_RK.shape
     rank_N, replica_N = np.nonzero(home_RK != EMPTY)
     home_N = home_RK[rank_N, replica_N].astype(np.int64)

@@ -73,10 +73,8 @@ def bit_sums(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
 
 
 def checksum(rows: Sequence[Tensor]) -> bytes:
-    """16 bytes over flat uint8 tensors; on a GPU the blocks are hashed there and only their hashes come to the host.
-
-    Rows on the CPU and on a GPU have different checksums: compare those of one transport.
-    """
+    """Return 16 bytes over flat uint8 tensors; on a GPU the blocks are hashed there. CPU and GPU have different
+    checksums."""
     hasher = xxhash.xxh3_128()
     for row in rows:
         rest = row

@@ -6,11 +6,8 @@ import re
 
 
 def one_line(error: BaseException, *, with_type: bool = False) -> str:
-    """Return the first line of an error's message, or the name of its type if it has none.
-
-    Args:
-        with_type: put the name of its type before the message, unless the error is one of this package.
-    """
+    """Return the first line of an error's message, or the name of its type, which ``with_type`` puts before the message
+    unless the error is one of this package."""
     kind = type(error)
     text = (str(error).strip().splitlines() or [kind.__name__])[0]
     if told := _GLOO.search(text):

@@ -24,15 +24,8 @@ class FileError(ValueError):
 
 
 def require_readable(path: Path, most_bytes: int) -> int:
-    """Look at a file before it is read.
-
-    Returns:
-        its bytes.
-
-    Raises:
-        FileError: a device, pipe or socket, which may have no end; or more than ``most_bytes``.
-        OSError: there is none, or it is a directory.
-    """
+    """Return the bytes of a file before it is read; FileError: a device, pipe or socket, or more than
+    ``most_bytes``."""
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(EISDIR, os.strerror(EISDIR), str(path))
@@ -45,15 +38,7 @@ def require_readable(path: Path, most_bytes: int) -> int:
 
 
 def require_writable(path: Path, endings: Sequence[str] = ()) -> None:
-    """Look at where a file is to be written, before the work that it is the result of.
-
-    Args:
-        endings: what its name may end in; none: anything.
-
-    Raises:
-        FileError: another ending.
-        OSError: its folder is missing or may not be written to, or the name is a directory's.
-    """
+    """Look at where a file is to be written, before the work that it is the result of; FileError: another ending."""
     if endings and path.suffix not in endings:
         raise FileError(f"the name must end in {' or '.join(endings)}")
     if not stat.S_ISDIR(path.parent.stat().st_mode):

@@ -35,11 +35,7 @@ def jit(function: Function) -> Function: ...
 @overload
 def jit(*, error_model: Literal["python", "numpy"]) -> Callable[[Function], Function]: ...
 def jit(function: Function | None = None, *, error_model: Literal["python", "numpy"] = "python") -> Any:
-    """Compile a function at its first call, without the interpreter's lock, and keep it on the disk.
-
-    Args:
-        error_model: "numpy": a division by zero gives what NumPy's gives, and costs no check.
-    """
+    """Compile a function at its first call, without the interpreter's lock, and keep it on the disk."""
     if function is None:
         return lambda function: _cached(function, error_model)
     return _cached(function, error_model)
@@ -87,11 +83,8 @@ def must_not_wait() -> bool:
 
 
 def ready(function: Function) -> Function:
-    """Return a compiled function, or one with the same results that can be called at once.
-
-    Another thread may be compiling it (`compiling_ahead`), which takes a minute. Until then this gives the function as
-    Python's interpreter runs it, a hundred times slower: for calls that are rare and small.
-    """
+    """Return a compiled function, or, while another thread compiles it, the same as Python's interpreter runs it, a
+    hundred times slower: for calls that are rare and small."""
     if is_ready(function):
         return function
     return interpreted(function)
@@ -104,10 +97,7 @@ def is_ready(function: Callable[..., Any]) -> bool:
 
 @cache
 def interpreted(function: Function) -> Function:
-    """Return a function of `jit` as Python's interpreter runs it, with all functions of `jit` that it calls.
-
-    It must not count on integers that wrap around: the interpreter's may be wider.
-    """
+    """Return a function of `jit` as Python's interpreter runs it; it must not count on integers that wrap around."""
     plain: Any = getattr(function, "py_func", function)
     called = {name: value for name, value in plain.__globals__.items() if hasattr(value, "py_func")}
     names = {name: interpreted(value) for name, value in called.items() if name in plain.__code__.co_names}

@@ -29,11 +29,7 @@ def to_json(fields: Mapping[str, Any]) -> str:
 
 
 def from_json(text: str) -> dict[str, Any]:
-    """The fields of what ``to_json`` made.
-
-    Raises:
-        FileError: not JSON, or of another format.
-    """
+    """Return the fields of what ``to_json`` made."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -44,24 +40,14 @@ def from_json(text: str) -> dict[str, Any]:
 
 
 def write(path: Path, fields: Mapping[str, Any]) -> None:
-    """Write ``.json`` or ``.safetensors``, by the file's ending; see :func:`utils.files.replacing`.
-
-    Raises:
-        FileError: another ending.
-        OSError: it cannot be written; the old file stands.
-    """
+    """Write ``.json`` or ``.safetensors``, by the file's ending; see :func:`utils.files.replacing`."""
     if path.suffix not in ENDINGS:
         raise FileError(f"a placement is written as {' or '.join(ENDINGS)}")
     write_file(path, to_json(fields) if path.suffix == ".json" else _to_safetensors(fields))
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The fields of a file, unchecked.
-
-    Raises:
-        FileError: not such a file, or too large to be one.
-        OSError: it cannot be read.
-    """
+    """Return the fields of a file, unchecked."""
     require_readable(path, MOST_BYTES)
     if path.suffix == ".safetensors":
         return _from_safetensors(path)
@@ -72,11 +58,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def checked(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields with NUMBERS as ints, which may be texts, and ARRAYS of integers; ``home`` may be None.
-
-    Raises:
-        FileError: another version, or a field that is missing or of another type.
-    """
+    """Return the fields with NUMBERS as ints, which may be texts, and ARRAYS of integers; ``home`` may be None."""
     try:
         version = _whole_number(fields["version"])
         if version != FILE_VERSION:

@@ -19,14 +19,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 def phase(
     name: str, direction: str = "", layer: int | None = None, epoch: int | None = None
 ) -> AbstractContextManager[Any]:
-    """A span of this name while a profiler runs.
-
-    Args:
-        name: small letters.
-        direction: ``"F"`` or ``"B"``, forward or backward; empty: neither.
-        layer: index among the model's MoE layers.
-        epoch: of the placement that stands.
-    """
+    """Return a span of this name while a profiler runs; ``direction`` is ``"F"``, ``"B"`` or empty."""
     # The first is of profilers of all threads, the second of those that C++ has started for this one.
     if not profiler._is_profiler_enabled and not _profiler_enabled():
         return _NOTHING

@@ -22,14 +22,8 @@ _OF_THIS_THREAD_ALONE = 1
 
 
 class Worker:
-    """Does what it is given, in order, on a daemon thread that starts with the first of it.
-
-    Daemon: work that never returns must not keep the process from ending.
-
-    Args:
-        name: of the thread.
-        begin: called once on the thread.
-    """
+    """Does what it is given, in order, on a daemon thread that starts with the first of it, so that work that never
+    returns does not keep the process from ending."""
 
     def __init__(self, name: str, begin: Callable[[], None] = lambda: None) -> None:
         self._name = name
@@ -44,11 +38,7 @@ class Worker:
         return self._closed
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """The future of ``work``; cancelled before it begins, it is left out.
-
-        Raises:
-            RuntimeError: the worker is closed.
-        """
+        """Return the future of ``work``; cancelled before it begins, it is left out."""
         if self._closed:
             raise RuntimeError(f"the thread {self._name!r} is closed")
         future: Future[T] = Future()
@@ -61,11 +51,8 @@ class Worker:
         return future
 
     def do(self, work: Callable[[], T], seconds: float) -> T:
-        """What ``work`` returns or raises.
-
-        Raises:
-            TimeoutError: not done in time; it goes on without us if it has begun, and else never begins.
-        """
+        """Return what ``work`` returns; TimeoutError: not done in time, it goes on if it has begun, and else never
+        begins."""
         future = self.submit(work)
         try:
             return future.result(seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from moe_models import FAMILIES, batch_of, make_model
-from ranks import run_ranks
+from ranks import rows_of, run_ranks
 
 import eplb_runtime as eplb
 
@@ -61,8 +61,8 @@ def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("world_size", rows_of([2, 4], 2))
+@pytest.mark.parametrize("dtype", rows_of([torch.float64, torch.float32], torch.float64), ids=["fp64", "fp32"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forward_and_gradients_are_those_of_the_whole_model(family: str, dtype: torch.dtype, world_size: int) -> None:
     # The library's grouped_mm, its default, has no float64.

@@ -31,7 +31,7 @@ from torch import nn
 
 import eplb_runtime as eplb
 from eplb_runtime.checkpoint import CheckpointError, disk
-from eplb_runtime.checkpoint import folder as own
+from eplb_runtime.checkpoint import saving as own
 from eplb_runtime.checkpoint.state import LogicalView
 from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import RebalanceCommitted
@@ -187,7 +187,7 @@ def test_every_flipped_bit_is_noticed_before_anything_is_written(tmp_path: Path)
 
 
 def save_over(rank: int, folder: str) -> None:
-    """Save over a checkpoint, without the last rank while another makes the new one the folder's."""
+    """Save over a checkpoint, where rank 0 dies before it makes the new one the folder's."""
     model, optimizer, _ = build(Job())
     train(model, optimizer, range(2), rank, dist.get_world_size())
     if rank == 0:
@@ -276,45 +276,51 @@ def loaded_and_saved(rank: int, folder: str) -> State:
     return eplb.logical_state_dict(model, optimizer)
 
 
-def full_disk(rank: int, folder: str) -> str:
-    write = disk.save_file
+def fails_on_one(rank: int, folder: str) -> list[str]:
+    """What each rank hears where rank 1 has no room, and where JSON does not keep what its optimizer has."""
+    write, said = disk.save_file, []
 
     def full(*args: Any) -> None:
         if rank == 1:
             raise OSError(28, "No space left on device")
         write(*args)
 
+    def files() -> list[str]:
+        dist.barrier()
+        return sorted(path.name for path in Path(folder).iterdir())
+
     model, optimizer, _ = build(Job())
+    train(model, optimizer, range(1), rank, 2)
     eplb.checkpoint.save(folder, model, optimizer)
-    before = sorted(path.name for path in Path(folder).iterdir())
-    dist.barrier()
+    before = files()
     disk.save_file = full
-    with pytest.raises(OSError if rank == 1 else CheckpointError) as raised:
-        eplb.checkpoint.save(folder, model, optimizer)
-    dist.barrier()
-    assert sorted(path.name for path in Path(folder).iterdir()) == before
-    disk.save_file = write
-    eplb.checkpoint.save(folder, model, optimizer)
-    dist.barrier()
-    after = sorted(path.name for path in Path(folder).iterdir())
-    assert len(after) == len(before) and after != before
-    return str(raised.value)
+    for what in ("room", "kind"):
+        if what == "kind":
+            disk.save_file = write
+            if rank == 1:
+                next(iter(optimizer.state.values()))["odd"] = object()
+        for save in (eplb.checkpoint.save, lambda *args: eplb.checkpoint.async_save(*args).result(60)):
+            with pytest.raises((OSError, CheckpointError)) as raised:
+                save(folder, model, optimizer)
+            said.append(str(raised.value))
+            assert files() == before
+    return said
 
 
-def test_a_rank_that_cannot_write_is_named_on_all_ranks_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
-    said = run_ranks(2, full_disk, str(tmp_path))
-    assert "was not saved: rank 1 failed" in said[0]
-    assert "No space left" in said[1]
+def test_a_rank_that_cannot_save_is_named_on_all_ranks_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
+    one, other = run_ranks(2, fails_on_one, str(tmp_path))
+    assert all("was not saved: rank 1 failed" in text for text in one)
+    assert all("No space left" in text for text in other[:2]) and all("odd is a" in text for text in other[2:])
 
 
 # -- in the background -----------------------------------------------------------------------------------------------
 
 
-def save_in_the_background(rank: int, folder: str, tear: bool) -> tuple[State, State]:
-    """Training goes on, with a commit, while the first save is held; the second one waits for it."""
+def save_in_the_background(rank: int, folder: str, tear: bool) -> list[State]:
+    """Training goes on, with a commit, while the first save is held; the second one and a load wait for it."""
     model, optimizer, balancer = build(Job())
     train(model, optimizer, range(3), rank, 2)
-    held = eplb.logical_state_dict(model, optimizer)
+    states = [eplb.logical_state_dict(model, optimizer)]
     begin, write = threading.Event(), own._write
 
     def waiting(*args: Any) -> None:
@@ -324,89 +330,33 @@ def save_in_the_background(rank: int, folder: str, tear: bool) -> tuple[State, S
     own._write = waiting
     if tear:
         own._on_host = list
-    first = eplb.checkpoint.async_save(f"{folder}/first", model, optimizer)
+    first = eplb.checkpoint.async_save(f"{folder}/0", model, optimizer)
     before = len(balancer.events.of_type(RebalanceCommitted))
     train(model, optimizer, range(3, 9), rank, 2)
     assert len(balancer.events.of_type(RebalanceCommitted)) > before
-    second = eplb.checkpoint.async_save(f"{folder}/second", model, optimizer)
+    states.append(eplb.logical_state_dict(model, optimizer))
+    second = eplb.checkpoint.async_save(f"{folder}/1", model, optimizer)
+    train(model, optimizer, range(9, 10), rank, 2)
     assert not first.done()
     begin.set()
-    second.result(60)
-    assert first.done()
-    return held, eplb.logical_state_dict(model, optimizer)
-
-
-def test_a_save_in_the_background_has_the_state_of_its_call(tmp_path: Path) -> None:
-    states = run_ranks(2, save_in_the_background, str(tmp_path), False)[0]
-    for name, state in zip(("first", "second"), states, strict=True):
-        (loaded,) = run_ranks(1, load_and_go_on, Job(attached=False), str(tmp_path / name))
-        assert different(state, loaded["state"]) == []
-
-
-def test_control_without_the_copy_it_would_be_torn(tmp_path: Path) -> None:
-    states = run_ranks(2, save_in_the_background, str(tmp_path), True)[0]
-    (loaded,) = run_ranks(1, load_and_go_on, Job(attached=False), str(tmp_path / "first"))
-    assert any("experts" in name for name in different(states[0], loaded["state"]))
-
-
-def save_and_load_beside_a_save(rank: int, folder: str) -> list[list[str]]:
-    """A save to the same folder, and a load from a new one, while a save in the background is held."""
-    model, optimizer, balancer = build(Job())
-    train(model, optimizer, range(2), rank, 2)
-    write, found = disk.write_tensors, []
-    held = threading.Event()
-
-    def slow(*args: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            assert held.wait(60)
-        return write(*args)
-
-    disk.write_tensors = slow
-    saving = eplb.checkpoint.async_save(f"{folder}/one", model, optimizer)
+    eplb.checkpoint.load(f"{folder}/1", model, optimizer)
+    assert first.done() and second.done()
+    assert tear or different(states[1], eplb.logical_state_dict(model, optimizer)) == []
     groups = [balancer._background_group().group_name]
-    before = eplb.logical_state_dict(model, optimizer)
-    train(model, optimizer, range(2, 4), rank, 2)
-    after = eplb.logical_state_dict(model, optimizer)
-    threading.Timer(1.0, held.set).start()
-    eplb.checkpoint.save(f"{folder}/one", model, optimizer)
-    assert saving.done() and saving.exception() is None
     balancer.close()
-    held.clear()
-    saving = eplb.checkpoint.async_save(f"{folder}/new", model, optimizer)
+    states.append(eplb.logical_state_dict(model, optimizer))
+    eplb.checkpoint.async_save(f"{folder}/2", model, optimizer).result(60)
     groups.append(balancer._background_group().group_name)
     assert groups[0] != groups[1], "ranks would look for the first group's addresses"
-    threading.Timer(1.0, held.set).start()
-    for name in ("new", "one"):
-        train(model, optimizer, range(4, 5), rank, 2)
-        assert different(after, eplb.logical_state_dict(model, optimizer))
-        eplb.checkpoint.load(f"{folder}/{name}", model, optimizer)
-        found.append(different(after, eplb.logical_state_dict(model, optimizer)))
-    assert different(before, after)
-    return found
+    return states
 
 
-def test_whatever_saves_or_loads_next_waits_for_the_save_in_the_background(tmp_path: Path) -> None:
-    assert run_ranks(2, save_and_load_beside_a_save, str(tmp_path)) == [[[], []]] * 2
-
-
-def save_what_one_rank_cannot_describe(rank: int, folder: str) -> list[str]:
-    model, optimizer, _ = build(Job())
-    train(model, optimizer, range(1), rank, 2)
-    if rank == 1:
-        next(iter(optimizer.state.values()))["odd"] = object()
-    said = []
-    for save in (eplb.checkpoint.save, lambda *args: eplb.checkpoint.async_save(*args).result(60)):
-        with pytest.raises(CheckpointError) as raised:
-            save(folder, model, optimizer)
-        said.append(str(raised.value))
-    return said
-
-
-def test_what_one_rank_cannot_describe_is_saved_by_none(tmp_path: Path) -> None:
-    one, other = run_ranks(2, save_what_one_rank_cannot_describe, str(tmp_path / "folder"))
-    assert all("rank 1 failed" in text for text in one)
-    assert all("odd is a" in text for text in other)
-    assert not (tmp_path / "folder").exists()
+@pytest.mark.parametrize("tear", [False, True], ids=["copied", "control: torn"])
+def test_a_save_in_the_background_has_the_state_of_its_call(tear: bool, tmp_path: Path) -> None:
+    states = run_ranks(2, save_in_the_background, str(tmp_path), tear)[0]
+    for number, state in enumerate(states[:1] if tear else states):
+        (loaded,) = run_ranks(1, load_and_go_on, Job(attached=False), str(tmp_path / str(number)))
+        assert any("experts" in name for name in different(state, loaded["state"])) == tear
 
 
 # -- pipeline stages -------------------------------------------------------------------------------------------------
@@ -471,64 +421,43 @@ def test_options_come_back_as_they_were(tmp_path: Path) -> None:
 
 def test_what_cannot_be_saved_or_read_gets_one_line(tmp_path: Path) -> None:
     model = make_model("olmoe")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    eplb.checkpoint.save(tmp_path / "good", model)
+    optimizer, odd_option = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    odd_option.param_groups[0]["schedule"] = print
+    odd = nn.ModuleDict({"complex": nn.Linear(1, 1)})
+    odd_dtype = torch.optim.SGD(odd.parameters())
+    odd_dtype.state[odd["complex"].weight]["momentum"] = torch.zeros(1, 1, dtype=torch.complex128)
+    load, save = eplb.checkpoint.load, eplb.checkpoint.save
+    save(tmp_path / "good", model)
+    save(tmp_path / "dcp", model, format="dcp")
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "model.safetensors").touch()
     index = (tmp_path / "good" / "checkpoint.json").read_text()
     (file,) = (tmp_path / "good").glob("*.safetensors")
 
-    def copy(name: str, text: str = index, content: bytes = file.read_bytes()) -> Path:
-        folder = tmp_path / name
+    def copy(text: str = index, content: bytes | None = file.read_bytes()) -> Path:
+        folder = tmp_path / "copy"
+        shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(tmp_path / "good", folder)
         (folder / "checkpoint.json").write_text(text)
-        (folder / file.name).write_bytes(content)
-        return folder
-
-    def missing(folder: Path) -> Path:
         (folder / file.name).unlink()
+        if content is not None:
+            (folder / file.name).write_bytes(content)
         return folder
 
-    def odd_option() -> None:
-        optimizer.param_groups[0]["schedule"] = print
-        eplb.checkpoint.save(tmp_path / "odd", model, optimizer)
-
-    def odd_dtype() -> None:
-        odd = nn.ModuleDict({"complex": nn.Linear(1, 1)})
-        sgd = torch.optim.SGD(odd.parameters())
-        sgd.state[odd["complex"].weight]["momentum"] = torch.zeros(1, 1, dtype=torch.complex128)
-        eplb.checkpoint.save(tmp_path / "dtype", odd, sgd)
-
-    def beside_weights() -> None:
-        (tmp_path / "weights").mkdir()
-        (tmp_path / "weights" / "model.safetensors").touch()
-        eplb.checkpoint.save(tmp_path / "weights", model)
-
-    def dcp_twice() -> None:
-        for _ in range(2):
-            eplb.checkpoint.save(tmp_path / "dcp", model, format="dcp")
-
-    load = eplb.checkpoint.load
-    for words, action in [
-        ("cannot be read as a checkpoint", lambda: load(copy("text", "{"), model)),
-        (
-            "of version 4; this reads",
-            lambda: load(copy("version", index.replace('"version": 3', '"version": 4')), model),
-        ),
-        (
-            "is damaged: it has another checksum",
-            lambda: load(copy("index", index.replace('"files": {', '"files": {"x": [1, ""], ')), model),
-        ),
-        (
-            "another size or checksum than when it was saved",
-            lambda: load(copy("cut", content=file.read_bytes()[:-1]), model),
-        ),
-        ("cannot be read: No such file", lambda: load(missing(copy("missing")), model)),
-        ("has no optimizer: load it with optimizer=None", lambda: load(tmp_path / "good", model, optimizer)),
-        ("optimizer's schedule is a builtin_function_or_method, which JSON does not keep", odd_option),
-        ("format='torch' is unknown", lambda: eplb.checkpoint.save(tmp_path / "x", model, format="torch")),
-        ("complex.weight.momentum: safetensors has no torch.complex128", odd_dtype),
-        ("has a model.safetensors, which would be read", beside_weights),
-        ("has a checkpoint already, which DCP cannot replace", dcp_twice),
-    ]:
+    cases: dict[str, Callable[[], object]] = {
+        "cannot be read as a checkpoint": lambda: load(copy("{"), model),
+        "of version 4; this reads": lambda: load(copy(index.replace('"version": 3', '"version": 4')), model),
+        "has another checksum": lambda: load(copy(index.replace('"files": {', '"files": {"x": [1, ""], ')), model),
+        "another size or checksum": lambda: load(copy(content=file.read_bytes()[:-1]), model),
+        "cannot be read: No such file": lambda: load(copy(content=None), model),
+        "has no optimizer: load it with optimizer=None": lambda: load(tmp_path / "good", model, optimizer),
+        "schedule is a builtin_function_or_method, which JSON": lambda: save(tmp_path / "odd", model, odd_option),
+        "format='torch' is unknown": lambda: save(tmp_path / "x", model, format="torch"),
+        "complex.weight.momentum: safetensors has no torch.complex128": lambda: save(tmp_path / "y", odd, odd_dtype),
+        "has a model.safetensors, which would be read": lambda: save(tmp_path / "weights", model),
+        "has a checkpoint already, which DCP cannot": lambda: save(tmp_path / "dcp", model, format="dcp"),
+    }
+    for words, action in cases.items():
         with pytest.raises(CheckpointError) as raised:
             action()
         assert words in str(raised.value) and "\n" not in str(raised.value)
@@ -543,40 +472,36 @@ def with_freed_memory(rank: int, folder: Path) -> dict[str, str]:
     model = make_model("olmoe", experts=4, layers=1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(dense_gradients="allreduce"))
-    eplb.checkpoint.save(folder / "before", model, optimizer)
-    whole = eplb.checkpoint.logical_state_dict(model, optimizer)
+    ours = eplb.checkpoint
+    ours.save(folder / "before", model, optimizer)
+    whole = ours.logical_state_dict(model, optimizer)
     calls: dict[str, Callable[[], Any]] = {
-        "save": lambda: eplb.checkpoint.save(folder / "a", model, optimizer),
-        "save by DCP": lambda: eplb.checkpoint.save(folder / "b", model, optimizer, format="dcp"),
-        "async_save": lambda: eplb.checkpoint.async_save(folder / "c", model, optimizer),
-        "logical_state_dict": lambda: eplb.checkpoint.logical_state_dict(model, optimizer),
-        "export_pretrained": lambda: eplb.checkpoint.export_pretrained(model, folder / "d"),
-        "load": lambda: eplb.checkpoint.load(folder / "before", model, optimizer),
-        "load_pretrained": lambda: eplb.checkpoint.load_pretrained(model, folder / "before"),
-        "load_logical_state_dict": lambda: eplb.checkpoint.load_logical_state_dict(model, optimizer, whole),
+        "save": lambda: ours.save(folder / "a", model, optimizer),
+        "save by DCP": lambda: ours.save(folder / "b", model, optimizer, format="dcp"),
+        "async_save": lambda: ours.async_save(folder / "c", model, optimizer),
+        "logical_state_dict": lambda: ours.logical_state_dict(model, optimizer),
+        "export_pretrained": lambda: ours.export_pretrained(model, folder / "d"),
+        "load": lambda: ours.load(folder / "before", model, optimizer),
+        "load_pretrained": lambda: ours.load_pretrained(model, folder / "before"),
+        "load_logical_state_dict": lambda: ours.load_logical_state_dict(model, optimizer, whole),
     }
     said: dict[str, str] = {}
-
-    def call_all(when: str) -> None:
-        for name, call in calls.items():
-            try:
-                call()
-                said[f"{name}, {when}"] = "nothing"
-            except eplb.checkpoint.CheckpointError as error:
-                said[f"{name}, {when}"] = str(error)
-
     expert = model.get_parameter(next(iter(balancer.layer_of_parameter)))
     values = expert.data.clone()
-    if rank == 1:
-        expert.untyped_storage().resize_(0)
-    call_all("freed on one rank")
-    if rank == 1:
-        expert.untyped_storage().resize_(values.nbytes)
-    expert.data = torch.empty(0)
-    call_all("emptied")
+    for when in ("freed on one rank", "emptied"):
+        if when == "emptied":
+            expert.data = torch.empty(0)
+        elif rank == 1:
+            expert.untyped_storage().resize_(0)
+        for name, call in calls.items():
+            with pytest.raises(CheckpointError) as raised:
+                call()
+            said[f"{name}, {when}"] = str(raised.value)
+        if when != "emptied" and rank == 1:
+            expert.untyped_storage().resize_(values.nbytes)
     expert.data = values
-    eplb.checkpoint.load(folder / "before", model, optimizer)
-    said["control: loaded"] = str(torch.equal(expert, values))
+    ours.load(folder / "before", model, optimizer)
+    assert torch.equal(expert, values)
     balancer.close()
     return said
 
@@ -584,7 +509,6 @@ def with_freed_memory(rank: int, folder: Path) -> dict[str, str]:
 def test_freed_memory_is_neither_saved_nor_loaded_and_every_rank_hears_of_it(tmp_path: Path) -> None:
     """Read by torch, such memory ends the process; a rank that finds it alone would let the others wait."""
     first, second = run_ranks(2, with_freed_memory, tmp_path)
-    assert first.pop("control: loaded") == second.pop("control: loaded") == "True"
     for call, said in second.items():
         assert "memory is freed" in said and "\n" not in said, (call, said)
     for call, said in first.items():

@@ -303,11 +303,6 @@ def test_where_experts_stand_changes_no_bit_in_logical_order(ranks: list, order:
             assert all(map(torch.equal, first, other))
 
 
-def test_control_by_rank_it_does(ranks: list) -> None:
-    found = [result["by_rank", "placed"] for result in ranks]
-    assert any(not torch.equal(first[0], third[0]) for first, _, third in found)
-
-
 @pytest.mark.parametrize("order", LOGICAL)
 def test_rows_that_one_call_does_not_take_go_in_several(ranks: list, order: str) -> None:
     for result in ranks:

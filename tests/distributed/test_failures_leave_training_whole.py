@@ -150,22 +150,6 @@ def garble_the_plan(rank: int, balancer: eplb.Balancer) -> None:
         balancer._rebalancer._engine.probe = lambda phase, subject: garble(subject) if phase is Phase.PLANNED else None
 
 
-def fail_to_prepare(rank: int, balancer: eplb.Balancer) -> None:
-    def fail(subject: object) -> None:
-        raise MemoryError("no memory for staging")
-
-    if rank == 3:
-        balancer._rebalancer._engine.probe = Once(Phase.PREPARED, fail)
-
-
-def fail_after_staging(rank: int, balancer: eplb.Balancer) -> None:
-    def fail(subject: object) -> None:
-        raise OSError("the device went away")
-
-    if rank == 0:
-        balancer._rebalancer._engine.probe = Once(Phase.VERIFIED, fail)
-
-
 def fail_in_the_second_round(rank: int, balancer: eplb.Balancer) -> None:
     seen = {"rounds": 0, "failed": False}
 
@@ -182,25 +166,10 @@ def fail_in_the_second_round(rank: int, balancer: eplb.Balancer) -> None:
         balancer._rebalancer._engine.probe = probe
 
 
-def fail_to_plan(rank: int, balancer: eplb.Balancer) -> None:
-    calls = []
-
-    def failing(*args: object, **options: object) -> eplb.Plan:
-        calls.append(True)
-        if len(calls) == 1:
-            raise ZeroDivisionError("a planner's bug")
-        return plan_shuffle(*args, **options)
-
-    balancer._plan_with(failing)
-
-
 DROPPED: dict[Injection, tuple[str, str]] = {
     corrupt_a_staged_byte: ("staged", "checksum"),
     alter_the_plan_on_the_way: ("planned", "rank 2 has another plan"),
     garble_the_plan: ("planned", "no plan on rank 3"),
-    fail_to_prepare: ("prepared", "rank 3: MemoryError: no memory for staging"),
-    fail_after_staging: ("staged", "the device went away"),
-    fail_to_plan: ("planned", "a planner's bug"),
 }
 """The phase that an event tells of, and its cause."""
 OTHERS = [] if nixl_agent.why_not() else ["nixl"]

@@ -253,34 +253,3 @@ def test_many_aborted_rebalances_leave_nothing_behind() -> None:
         early = [max(held) for held in zip(*result["holding"][:20], strict=True)]
         late = [max(held) for held in zip(*result["holding"][-20:], strict=True)]
         assert all(b <= a for a, b in zip(early, late, strict=True)), (early, late)
-
-
-# -- attach and close --------------------------------------------------------------------------------------------------
-
-
-def attach_and_close(rank: int, part: bool) -> list[tuple[int, int, int]]:
-    import gc
-
-    from eplb_runtime.distributed.ranks import Ranks
-
-    holding = []
-    if part and rank == 2:
-        return holding
-    for _ in range(4):
-        model = make_model("olmoe", experts=6)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        balancer = eplb.attach(model, optimizer, ranks=Ranks(job=(0, 1)) if part else Ranks())
-        ids = batch_of(rank, 0)
-        model(input_ids=ids, labels=ids)
-        balancer.close()
-        model(input_ids=ids, labels=ids)  # a closed model goes on
-        del model, optimizer, balancer
-        gc.collect()
-        holding.append(held())
-    return holding
-
-
-def test_a_model_that_is_gone_takes_its_groups_along() -> None:
-    for part in (False, True):
-        for holding in run_ranks(RANKS, attach_and_close, part):
-            assert not holding or holding[-1] <= holding[2], holding

@@ -5,7 +5,6 @@ Two ranks cannot show it, since each is everybody's peer: here three ranks have 
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Iterator
@@ -148,33 +147,3 @@ def test_a_job_may_be_a_part_of_the_world_and_connect_again() -> None:
     for one, other in zip(part, whole, strict=True):
         # How many steps it takes until the ranks have connected is a matter of luck.
         assert all(a == b for a, b in zip(one["losses"], other["losses"], strict=False))
-
-
-def profiled(rank: int, folder: str) -> None:
-    model = make_model("olmoe", experts=4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    config = eplb.BalancerConfig(
-        interval=1, policy="static", dense_gradients="allreduce", migration=eplb.MigrationConfig(lag=0)
-    )
-    balancer = eplb.attach(model, optimizer, config=config)
-    model.train()
-    recorder = torch.profiler.ExecutionTraceObserver()
-    recorder.register_callback(f"{folder}/graph-{rank}.json")
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], execution_trace_observer=recorder
-    ) as p:
-        ids = batch_of(rank, 0)
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-    p.export_chrome_trace(f"{folder}/{rank}.json")
-    balancer.close()
-
-
-def test_a_profiler_lists_the_balancers_groups(tmp_path: Path) -> None:
-    """torch's profiler and its graph recorder go through all process groups that there are."""
-    run_ranks(2, profiled, str(tmp_path))
-    listed = json.loads((tmp_path / "1.json").read_text())["distributedInfo"]["pg_config"]
-    described = {group["pg_desc"]: group for group in listed}
-    assert {"eplb_runtime control", "eplb_runtime migration", "eplb_runtime dispatch"} <= described.keys()
-    assert described["eplb_runtime control"]["backend_config"] == "cpu:gloo"
-    assert "eplb_runtime control" in (tmp_path / "graph-1.json").read_text()

@@ -349,41 +349,6 @@ def test_copies_follow_what_peft_writes(tmp_path: Path) -> None:
         assert has_copies and losses == pytest.approx([losses[0]] * 4, abs=1e-6)
 
 
-def merged_in_bfloat16(rank: int) -> list[dict[str, tuple[bool, bool]]]:
-    """For each matrix whether ours is PEFT's to the bit, and whether factors that are rounded first give the same."""
-    found = []
-    for family in ("olmoe", "gpt_oss"):
-        job = Job(family, dtype=torch.bfloat16)
-        before = {name: tensor.clone() for name, tensor in with_lora(job).state_dict().items()}
-        alone = with_lora(job)
-        alone.merge_adapter()
-        whole = alone.state_dict()
-        model, _, balancer = attached(job, move=False)
-        assert {p.dtype for name, p in model.named_parameters() if "lora" in name} == {torch.float32}
-        model.merge_adapter()
-        same = {}
-        for name, parameter in model.named_parameters():
-            if name.endswith(("gate_up_proj", "down_proj")) and ".experts." in name:
-                here = balancer.gather_experts(balancer.layer_of_parameter[name], parameter.detach())
-                assert not torch.equal(here, before[name])
-                experts = alone.get_submodule(name.rpartition(".experts.")[0]).experts
-                (wrapper,) = (
-                    one for one in experts.modules() if getattr(one, "parameter_name", "") == name.rpartition(".")[2]
-                )
-                left, right, scaling = wrapper.get_delta_factors("default")
-                rounded = before[name] + torch.bmm(left, right) * scaling
-                same[name] = torch.equal(here, whole[name]), torch.equal(rounded, whole[name])
-        balancer.close()
-        found.append(same)
-    return found
-
-
-def test_a_base_in_bfloat16_is_merged_as_peft_merges_it() -> None:
-    for families in run_ranks(RANKS, merged_in_bfloat16):
-        for same in families:
-            assert len(same) == 2 and set(same.values()) == {(True, False)}, same
-
-
 # -- refused at attach -----------------------------------------------------------------------------------------------
 
 
@@ -423,24 +388,6 @@ def test_what_cannot_be_split_is_refused_at_attach() -> None:
             assert line in found[case] and "\n" not in found[case], case
 
 
-def cut_before(rank: int) -> tuple[list[str], int]:
-    """``shard_experts`` of a model that has its adapters, then attach, as against attach alone."""
-    job, states = Job(), []
-    for cut in (False, True):
-        model = with_lora(job)
-        if cut:
-            eplb.shard_experts(model)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        config = eplb.BalancerConfig(interval=2, gate="always", dense_gradients="allreduce")
-        balancer = eplb.attach(model, optimizer, config=config)
-        balancer._plan_with(plan_shuffle)
-        model.train()
-        train(model, optimizer, [rank], 4)
-        states.append(digests(eplb.logical_state_dict(model, optimizer)))
-        balancer.close()
-    return differing(*states), balancer.placement.epoch
-
-
 def stepped_before(rank: int) -> tuple[float, int]:
     """Two steps without us, then two that move each home, as against four without us."""
     model, optimizer = made(Job())
@@ -461,8 +408,3 @@ def stepped_before(rank: int) -> tuple[float, int]:
 def test_state_of_an_optimizer_that_has_stepped_is_split_by_expert() -> None:
     for farthest_off, epoch in run_ranks(RANKS, stepped_before):
         assert farthest_off < 1e-10 and epoch == 2
-
-
-def test_experts_may_be_cut_before_the_optimizer_is_made() -> None:
-    for differ, epoch in run_ranks(RANKS, cut_before):
-        assert differ == [] and epoch > 0

@@ -171,9 +171,6 @@ def refused() -> dict[str, str]:
     return {
         "overlap_grad_reduce=True": said(overlap_grad_reduce=True),
         "gradient_accumulation_fusion=False": said(gradient_accumulation_fusion=False),
-        "in the backward pass already": said(on_parts("FusedLinear", "delay_wgrad_compute", False)),
-        "something else": said(on_parts("FusedLinear", "add_gradients", lambda: None)),
-        "cannot be tried": said(on_parts("FusedLinear", "left", None)),
         "use_transformer_engine_op_fuser": said(on_parts("TEGroupedMLP", "_with_fused_impl", True)),
     }
 

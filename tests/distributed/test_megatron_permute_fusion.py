@@ -59,30 +59,10 @@ def prepare() -> None:
     moe_layer.HAVE_TE, moe_layer.TELinear = True, Linear
 
 
-def said(what: str) -> str:
-    """The line of attach with permutations that are not as expected."""
-    import megatron.core.transformer.moe.moe_utils as moe_utils
-
-    own = moe_utils.fused_permute_with_probs
-
-    def other(tokens: Tensor, probs: Tensor, chosen: Tensor, num_out_tokens: int = -1) -> Any:
-        if what == "missing":
-            raise ValueError("fused_permute_with_probs is not available")
-        moved, weights, places = own(tokens, probs, chosen, num_out_tokens)
-        return moved.flip(0), weights, places
-
-    moe_utils.fused_permute_with_probs = other
-    try:
-        return jobs.refusal(MAKE["fused"])
-    finally:
-        moe_utils.fused_permute_with_probs = own
-
-
 def everything(rank: int) -> dict[str, Any]:
     prepare()
     results: dict[str, Any] = {case: both(make) for case, make in MAKE.items()}
     results["alone"] = MAKE["fused"]().train(range(1))
-    results["said"] = {what: said(what) for what in ("missing", "in another order")}
     return results
 
 
@@ -101,9 +81,3 @@ def test_experts_move_and_no_bit_changes(results: list[dict[str, Any]], case: st
 def test_the_first_step_is_that_of_megatron_alone(results: list[dict[str, Any]]) -> None:
     for of_rank in results:
         assert of_rank["fused"]["moving"]["seen"][0] == pytest.approx(of_rank["alone"][0], rel=1e-5)
-
-
-def test_permutations_that_are_not_as_expected_are_refused(results: list[dict[str, Any]]) -> None:
-    for of_rank in results:
-        assert "cannot be run (fused_permute_with_probs is not available)" in of_rank["said"]["missing"]
-        assert "permutes in another order" in of_rank["said"]["in another order"]

@@ -65,27 +65,13 @@ def leave_out_of_norm(balancer: eplb.Balancer) -> None:
     optimizer._gradient_of = lambda parameter: None
 
 
-class Inverted(fused_adam_double.FusedAdam):
-    """Keeps what numbers are to be divided by."""
-
-    def get_unscaled_state(self, param: Tensor, name: str) -> Tensor:
-        value = self.state[param][name]
-        return value.float() * self.scales[param][name] if value.dtype == torch.float16 else value.float()
-
-    def set_scaled_state(self, param: Tensor, name: str, value: Tensor) -> None:
-        super().set_scaled_state(param, name, value)
-        self.scales = {**getattr(self, "scales", {}), param: {**self._scales.get(param, {})}}
-        self.scales[param] = {key: scale.clone() for key, scale in self.scales[param].items()}
+def without_scales(job: AwareJob) -> None:
+    for leaf in job.optimizer.chained_optimizers:
+        vars(leaf.optimizer).pop("_scales", None)
 
 
 def refused() -> str:
-    import megatron.core.optimizer as optimizers
-
-    optimizers.Adam = Inverted
-    try:
-        return jobs.refusal(partial(AwareJob, **CASES[SCALED]))
-    finally:
-        optimizers.Adam = fused_adam_double.FusedAdam
+    return jobs.refusal(partial(AwareJob, **CASES[SCALED]), without_scales)
 
 
 def prepare() -> None:

@@ -23,7 +23,6 @@ from eplb_runtime.moe.experts.registry import RegistryError
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 EXPERTS = 16
-RANK = 4
 
 
 class MasterAdamW(torch.optim.Optimizer):
@@ -60,36 +59,10 @@ class Job:
     autocast: bool = False
     scaler: str = ""
     overflow_at: int = -1
-    adapters: bool = False
     averages: bool = False
     replica_slots: int = 0
     keep_back: bool = False
     steps: int = 8
-
-
-def add_adapters(model: nn.Module) -> None:
-    """LoRA on the experts' down projection: a pair of matrices for each expert, parameters of the experts module."""
-    model.requires_grad_(False)
-    generator = torch.Generator().manual_seed(3)
-    for layer in model.model.layers:
-        experts = layer.mlp.experts
-        out, width = experts.down_proj.shape[1:]
-        experts.lora_A = nn.Parameter(torch.randn(EXPERTS, RANK, width, generator=generator) * 0.1)
-        experts.lora_B = nn.Parameter(torch.randn(EXPERTS, out, RANK, generator=generator) * 0.1)
-
-        def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, experts: Any = experts) -> Any:
-            result = torch.zeros_like(hidden)
-            for expert in range(experts.num_experts):
-                token, choice = torch.where(index == expert)
-                gate, up = nn.functional.linear(hidden[token], experts.gate_up_proj[expert]).chunk(2, dim=-1)
-                inner = experts.act_fn(gate) * up
-                low = nn.functional.linear(inner, experts.lora_A[expert])
-                rows = nn.functional.linear(inner, experts.down_proj[expert])
-                rows = rows + nn.functional.linear(low, experts.lora_B[expert])
-                result = result.index_add(0, token, rows * weights[token, choice, None])
-            return result
-
-        experts.forward = forward
 
 
 def make_scaler(job: Job, balancer: Balancer) -> torch.amp.GradScaler | None:
@@ -99,11 +72,8 @@ def make_scaler(job: Job, balancer: Balancer) -> torch.amp.GradScaler | None:
 
 def train(rank: int, policy: str, job: Job) -> dict[str, Any]:
     model = make_model("olmoe", experts=EXPERTS, top_k=4).to(job.dtype)
-    if job.adapters:
-        add_adapters(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
     makers = {"master": MasterAdamW, "fused": lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True)}
-    optimizer = makers.get(job.optimizer, torch.optim.AdamW)(trained, lr=3e-3)
+    optimizer = makers.get(job.optimizer, torch.optim.AdamW)(model.parameters(), lr=3e-3)
     config = eplb.BalancerConfig(
         interval=2,
         window=2,
@@ -167,7 +137,6 @@ JOBS = {
     "float32 masters": Job(torch.bfloat16, "master"),
     "autocast": Job(autocast=True),
     "GradScaler, fused": Job(optimizer="fused", scaler="ours", overflow_at=5),
-    "LoRA on experts": Job(adapters=True),
     "EMA": Job(averages=True),
 }
 
@@ -237,32 +206,6 @@ def test_a_scaled_run_is_the_unscaled_run_and_skips_a_step_on_every_rank(
 def test_gradients_that_copies_kept_back_are_unscaled(scaled: list[dict[str, Any]]) -> None:
     without, ours = ([of_rank[f"kept back, {scaler}"] for of_rank in scaled] for scaler in ("", "ours"))
     assert differences(without, ours) == []
-
-
-def skip(rank: int) -> tuple[dict[str, torch.Tensor], float]:
-    model = make_model("olmoe", experts=8)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    config = eplb.BalancerConfig(dense_gradients="allreduce", policy="static")
-    balancer = eplb.attach(model, optimizer, config=config)
-    scaler = eplb.GradScaler(balancer, init_scale=1024.0)
-    ids = batch_of(rank, 0)
-    scaler.scale(model(input_ids=ids, labels=ids).loss).backward()
-    if rank == 1:
-        model.model.layers[0].mlp.experts.down_proj.grad[0, 0, 0] = torch.inf
-    scaler.step(optimizer)
-    scaler.update()
-    return {
-        name: p.detach().clone() for name, p in model.named_parameters() if ".experts." not in name
-    }, scaler.get_scale()
-
-
-def test_a_step_that_one_rank_must_skip_is_skipped_by_all() -> None:
-    (first, scale), (second, other_scale) = run_ranks(2, skip)
-    assert (scale, other_scale) == (512.0, 512.0)
-    whole = make_model("olmoe", experts=8).state_dict()
-    for name in first:
-        assert torch.equal(first[name], whole[name])
-        assert torch.equal(second[name], whole[name])
 
 
 def of_two_one_overflows(rank: int) -> dict[str, Any]:
@@ -352,29 +295,6 @@ def test_masters_and_averages_are_saved_and_loaded_in_float32(tmp_path: Any) -> 
     name = "model.layers.0.mlp.experts.down_proj"
     assert saved[f"optimizer.{name}.master"].dtype == saved[f"extra.{name}/ema"].dtype == torch.float32
     assert saved[f"extra.{name}/ema"].shape[0] == EXPERTS
-
-
-# -- a step that the loop itself skips -------------------------------------------------------------------------------
-
-
-def skip_by_hand(rank: int, steps: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    model = make_model("olmoe", experts=8)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(dense_gradients="allreduce", policy="static"))
-    for step in range(4):
-        ids = batch_of(rank, step)
-        model(input_ids=ids, labels=ids).loss.backward()
-        balancer.clip_grad_norm_(1.0)
-        if step in steps:
-            optimizer.step()
-        optimizer.zero_grad()
-    return {name: p.detach().clone() for name, p in model.named_parameters() if ".experts." not in name}
-
-
-def test_gradients_after_a_skipped_step_are_reduced_again() -> None:
-    first, second = run_ranks(2, skip_by_hand, (0, 2, 3))
-    for name in first:
-        assert torch.equal(first[name], second[name]), name
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------

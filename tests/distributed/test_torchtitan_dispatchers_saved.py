@@ -81,27 +81,6 @@ def other_arguments() -> Any:
     return patch.object(HybridEPTokenDispatcher, "dispatch", dispatch)
 
 
-def experts_dealt_out() -> Any:
-    """An expert i on rank i % R, where it is believed on rank i // (E/R)."""
-    own = titan_dispatch_double.indices_to_map
-
-    def dealt(topk_idx: Any, topk_weights: Any, tokens: int, experts: int) -> Any:
-        return own(topk_idx % 2 * (experts // 2) + topk_idx // 2, topk_weights, tokens, experts)
-
-    return patch("deep_ep.hybrid_ep_buffer.indices_to_map", dealt)
-
-
-def sums_are_lost() -> Any:
-    """One of a token's experts is left out of its sum."""
-    own = titan_dispatch_double.HybridEPBuffer.combine_with_unpermute
-
-    def combine(self: Any, *, hidden: Any, probs: Any = None, handle: Any = None) -> Any:
-        last = handle.expert_N == int(handle.expert_N.max())
-        return own(self, hidden=hidden.index_fill(0, handle.place_N[last], 0), probs=probs, handle=handle)
-
-    return patch.object(titan_dispatch_double.HybridEPBuffer, "combine_with_unpermute", combine)
-
-
 MISTAKES: dict[str, tuple[str, Callable[[Any], None], Callable[[], Any] | None]] = {
     "copies": (
         "replica_slots=1 with moe_comm_backend=hybridep: its dispatcher knows one place for an expert; set "
@@ -121,8 +100,6 @@ MISTAKES: dict[str, tuple[str, Callable[[Any], None], Callable[[], Any] | None]]
     ),
     "another dispatcher": ("moe_comm_backend=Other: nothing has been run with it", another_class, None),
     "other arguments": ("takes x_TD, routing_TE, and not x_TD", lambda config: None, other_arguments),
-    "experts dealt out": ("did not come to local expert", lambda config: None, experts_dealt_out),
-    "sums that are lost": ("does not come back as their sum", lambda config: None, sums_are_lost),
 }
 """What is otherwise -> what is said, what does it to the config, and what to the process."""
 GRAPHS = "disable_cuda_graphs=False: a CUDA graph of forward and backward would begin no forward"

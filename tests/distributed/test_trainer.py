@@ -374,57 +374,6 @@ def test_mistakes_are_noticed_on_every_rank(others: list[dict[str, Any]]) -> Non
 # -- adapters, and TRL's trainer --------------------------------------------------------------------------------------
 
 
-def adapted(rank: int, folder: Path) -> dict[str, Any]:
-    from peft import LoraConfig, get_peft_model
-
-    def model() -> Any:
-        base = make_model("olmoe")
-        torch.manual_seed(3)
-        return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-
-    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    plain = train(Trainer, folder / "plain", model=model(), **saving)
-    ours = train(Moving, folder / "ours", model=model(), **saving)
-    again = trainer_of(Moving, folder / "ours", model=model(), **saving)
-    again.train(resume_from_checkpoint=str(folder / "ours" / "checkpoint-2"))
-    at_the_end = same(state_of(again), state_of(ours))
-    try:
-        ours.model.merge_and_unload().save_pretrained(folder / "merged")
-        refused = "saved"
-    except ValueError as error:
-        refused = str(error)
-    both = model()
-    for name, parameter in both.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad or "experts" in name)
-    try:
-        train(Moving, folder / "both", model=both)
-        refused_too = "trained"
-    except ValueError as error:
-        refused_too = str(error)
-    return {
-        "refused too": refused_too,
-        "losses": [logged(trainer) for trainer in (plain, ours, again)],
-        "same": at_the_end,
-        "moved": ours.balancer.placement.epoch,
-        "refused": refused,
-    }
-
-
-def test_adapters_on_attention_train_and_resume(tmp_path: Path) -> None:
-    pytest.importorskip("peft", reason="PEFT is not installed")
-    from safetensors.torch import load_file
-
-    for found in run_ranks(2, adapted, tmp_path):
-        plain, ours, again = found["losses"]
-        assert ours == pytest.approx(plain, abs=2e-5) and again == ours
-        assert found["moved"] > 0 and found["same"]
-        assert "only a part of what was attached" in found["refused"]
-        assert "PEFT saves adapters alone" in found["refused too"]
-    for kind in ("plain", "ours"):
-        found = load_file(tmp_path / kind / "checkpoint-4" / "adapter_model.safetensors")
-        assert len(found) == 8  # two layers, two modules, two matrices
-
-
 def adapted_experts(rank: int, folder: Path) -> dict[str, Any]:
     from peft import LoraConfig, get_peft_model
 

@@ -61,38 +61,6 @@ class Job:
         return {n: None if p.grad is None else p.grad.clone() for n, p in self.model.named_parameters()}
 
 
-def discarded_in_place(job: Job) -> None:
-    job.held_back(7)
-    job.optimizer.zero_grad(set_to_none=False)
-    job.held_back(0)
-    job.loss(1).backward()
-
-
-def discarded(job: Job) -> None:
-    job.held_back(7)
-    job.optimizer.zero_grad()
-    job.held_back(0)
-    job.loss(1).backward()
-
-
-def discarded_before_the_last(job: Job) -> None:
-    job.held_back(7)
-    job.optimizer.zero_grad(set_to_none=False)
-    job.loss(0).backward()
-
-
-def discarded_then_nothing(job: Job) -> None:
-    job.held_back(7)
-    job.optimizer.zero_grad(set_to_none=False)
-
-
-def discarded_then_all_held_back(job: Job) -> None:
-    job.held_back(7)
-    job.optimizer.zero_grad(set_to_none=False)
-    job.held_back(0)
-    job.held_back(1)
-
-
 def one_backward_of_two_forwards(job: Job) -> None:
     job.held_back(5)
     with job.balancer.no_sync():
@@ -142,11 +110,6 @@ def biggest(model: nn.Module) -> Tensor:
 
 
 RIGHT: list[Callable[[Job], None]] = [
-    discarded_in_place,
-    discarded,
-    discarded_before_the_last,
-    discarded_then_nothing,
-    discarded_then_all_held_back,
     one_backward_of_two_forwards,
     inputs_named,
     inputs_without_experts,

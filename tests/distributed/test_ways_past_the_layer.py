@@ -110,9 +110,9 @@ def copied(ranks: int) -> eplb.Placement:
 @pytest.mark.parametrize(
     ("world_size", "ep", "options"),
     [
-        (2, 2, {}),
-        (2, 2, {"replica_slots": 1, "split_least_tokens": 0}),
-        (4, 2, {}),
+        pytest.param(2, 2, {}, marks=pytest.mark.long),
+        pytest.param(2, 2, {"replica_slots": 1, "split_least_tokens": 0}, marks=pytest.mark.long),
+        pytest.param(4, 2, {}, marks=pytest.mark.long),
         (4, 2, {"replica_slots": 1, "split_least_tokens": 0}),
         (3, 1, {}),
     ],
@@ -128,7 +128,3 @@ def test_what_reaches_experts_past_their_layer_counts_as_in_one_process(
             for name, gradient in gradients.items():
                 off = (found[way][name] - gradient).abs().max() / gradient.abs().max()
                 assert off <= TOLERANCE, f"{way}: {name} is off by {off:.2g}"
-    # A control: what comes past the layer is no rounding.
-    name = "model.layers.0.mlp.experts.down_proj"
-    for way in ("in the loss", "apart", "head"):
-        assert not torch.allclose(right[way][name], right["not at all"][name], rtol=1e-2)

@@ -119,14 +119,6 @@ def test_the_static_policy_stands_beside_anything() -> None:
     assert replace(config_from_settings(lively), policy="static").gate == "always"
 
 
-def test_numpy_numbers_are_taken_as_pythons() -> None:
-    given = {"interval": np.int64(7), "moe_share": np.float32(0.5), "overlap": np.True_, "listen": np.int32(0)}
-    made, wanted = config_from_settings(given), {"interval": 7, "moe_share": 0.5, "overlap": True, "listen": 0}
-    assert made == config_from_settings(wanted) and made.describe() == config_from_settings(wanted).describe()
-    assert [type(value) for value in (made.interval, made.migration.moe_share, made.overlap)] == [int, float, bool]
-    assert BalancerConfig(rank_speed=np.array([1.0, 2.0])) == BalancerConfig(rank_speed=[1, 2])
-
-
 def test_names_that_are_not_known_get_the_place_of_theirs_or_those_that_there_are() -> None:
     assert refusal(BalancerConfig, {"lag": 0}) == "BalancerConfig has no setting 'lag'; MigrationConfig has it"
     assert "BalancerConfig has it" in refusal(MigrationConfig, {"overlap": True})
@@ -138,13 +130,6 @@ def test_names_that_are_not_known_get_the_place_of_theirs_or_those_that_there_ar
     assert "gone: leave it out, each layer" in refusal(BalancerConfig, {"shared_between_layers": True})
     with pytest.raises(ConfigError, match=r"takes settings by name: interval=50"):
         BalancerConfig(50)  # type: ignore[misc]
-
-
-def test_a_name_is_enough_for_a_dispatch() -> None:
-    assert refusal(BalancerConfig, {"dispatch": 3}).startswith("dispatch=3: give DispatchConfig(...), or one of: all_")
-    assert BalancerConfig(dispatch="hierarchical") == BalancerConfig(dispatch=DispatchConfig("hierarchical"))
-    assert BalancerConfig(dispatch="hierarchical").dispatch.name == "hierarchical"
-    assert BalancerConfig(dispatch="hierarchical") != BalancerConfig()
 
 
 def test_configs_are_copied_saved_and_read_again() -> None:
@@ -178,10 +163,6 @@ OTHERS: dict[str, Any] = {
 def test_ranks_that_differ_in_a_setting_describe_themselves_differently(name: str) -> None:
     usual = {"replica_slots": 1}
     assert config_from_settings({**usual, name: OTHERS[name]}).describe() != config_from_settings(usual).describe()
-
-
-def test_what_rank_0_alone_looks_at_is_not_compared() -> None:
-    assert BalancerConfig(run="runs/first", listen=0).describe() == BalancerConfig().describe()
 
 
 VALUES = st.one_of(

@@ -33,13 +33,6 @@ def refusal(make: Callable[[], object]) -> str:
 # -- rules -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_maps_that_the_tests_break_are_valid() -> None:
-    map_, home = two_layers()
-    placement = Placement(map_, 4, 2, home)
-    assert (placement.num_layers, placement.num_slots, placement.slots_per_rank) == (2, 6, 3)
-    assert (placement.homes_per_rank, placement.replica_slots, placement.layout) == (2, 1, "home")
-
-
 @pytest.mark.parametrize(
     ("changes", "home_changes", "names"),
     [
@@ -186,13 +179,6 @@ def test_nobody_can_write_into_a_placement(placement: Placement) -> None:
             array[0, 0] = 0
 
 
-def test_a_placement_does_not_change_with_the_array_it_was_made_from() -> None:
-    map_ = np.array([[0, 1]], dtype=np.int32)
-    placement = Placement(map_, 2, 2)
-    map_[0] = [1, 0]
-    assert placement.physical_to_logical.tolist() == [[0, 1]]
-
-
 # -- identity --------------------------------------------------------------------------------------------------------
 
 
@@ -224,25 +210,6 @@ def test_the_digest_sees_shape_layout_and_empty_slots() -> None:
         Placement([[0, 1, 1, -1]], 2, 2, [[0, 2]]),
     ]
     assert len({placement.digest() for placement in same_numbers}) == len(same_numbers)
-
-
-def test_equal_placements_are_one_key() -> None:
-    assert len({Placement.initial(2, 8, 2), Placement.initial(2, 8, 2), Placement.initial(2, 8, 4)}) == 2
-    assert Placement.initial(1, 2, 2) != "a placement"
-
-
-def test_it_shows_ranks_experts_and_empty_slots() -> None:
-    map_, home = two_layers()
-    shown = str(Placement(map_, 4, 2, home, epoch=7))
-    assert "epoch 7: 2 layers, 4 experts, 2 ranks x 3 slots" in shown
-    assert "layer 0: 0 1 2 | 2 3 ." in shown
-
-
-def test_a_large_placement_is_shown_in_a_few_lines() -> None:
-    shown = str(Placement.initial(61, 256, 64)).splitlines()
-    assert len(shown) == 6
-    assert "56 ranks more" in shown[1]
-    assert "57 layers more" in shown[-1]
 
 
 # -- for this model? -------------------------------------------------------------------------------------------------

@@ -33,11 +33,6 @@ def test_examples_in_docstrings_print_what_they_say(name: str) -> None:
         assert tried > 0 or module.removeprefix("eplb_runtime.") not in WITH_EXAMPLES.split()
 
 
-def test_other_names_are_refused() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'rebalance'"):
-        _ = eplb_runtime.rebalance
-
-
 def test_the_step_model_of_simulate_has_its_public_path() -> None:
     from eplb_runtime.simulate import StepModel
 
@@ -49,13 +44,3 @@ def test_the_step_model_of_simulate_has_its_public_path() -> None:
     work = "import sys, eplb_runtime.simulate; print('eplb_runtime.tools.simulate' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "False\n", "it waits for numpy although nobody has used it"
-
-
-def test_without_accelerate_the_trainer_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in [name for name in sys.modules if name.partition(".")[0] == "accelerate"] + ["accelerate"]:
-        monkeypatch.setitem(sys.modules, module, None)
-    for module in ("trainer", "in_step"):
-        monkeypatch.delitem(sys.modules, f"eplb_runtime.hosts.{module}", raising=False)
-    monkeypatch.delitem(vars(eplb_runtime), "BalancedTrainer", raising=False)
-    with pytest.raises(ImportError, match=r"pip install 'eplb-runtime\[trainer\]'"):
-        _ = eplb_runtime.BalancedTrainer

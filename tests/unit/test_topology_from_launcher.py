@@ -40,8 +40,3 @@ def test_ranks_per_node(local_world_size: str | None, ep_groups: Sequence[Sequen
     environ = {} if local_world_size is None else {"LOCAL_WORLD_SIZE": local_world_size}
     topology = Topology.from_launcher(environ, len(ep_groups[0]), ep_groups)
     assert topology.ranks_per_node == ranks_per_node
-
-
-def test_without_groups_it_is_the_first_ranks_of_the_job() -> None:
-    assert Topology.from_launcher({"LOCAL_WORLD_SIZE": "4"}, 8).ranks_per_node == 4
-    assert Topology.from_launcher({"LOCAL_WORLD_SIZE": "4"}, 2).ranks_per_node == 2

@@ -26,14 +26,9 @@ one with contributions that the other ranks do not have."""
 
 
 class Averaging:
-    """Sums the gradients of some parameters over a group of ranks and divides them.
-
-    Args:
-        parameters: by name; the same, in the same order, on every rank of the group. More may join.
-        divisor: of the sums.
-        in_rank_order: sum each element in the order of the ranks, wherever it is; for rows that move.
-        hooked_by_caller: the caller calls `arrives`; else hooks do.
-    """
+    """Sums the gradients of some parameters, the same on every rank of a group, and divides them; more may join.
+    ``in_rank_order``: each element in the order of the ranks, for rows that move. ``hooked_by_caller``: the caller
+    calls `arrives`; else hooks do."""
 
     def __init__(
         self,
@@ -147,11 +142,8 @@ class Averaging:
         return left is not None and gradient is not None and left() is not gradient
 
     def _kinds_by_rank(self, highest: list[int]) -> list[int]:
-        """Distinguish replaced gradients that are still equal on all ranks from new ones. Collective if there are any.
-
-        Raises:
-            RuntimeError: they are not equal, and a sum of them might add contributions twice.
-        """
+        """Distinguish replaced gradients that are still equal on all ranks from new ones; RuntimeError: a sum of them
+        might add contributions twice. Collective if there are any."""
         replaced = [number for number, one in enumerate(highest) if one == REPLACED]
         if not replaced:
             return highest
@@ -220,12 +212,9 @@ class Averaging:
 
 
 def sum_in_rank_order(flat_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the ranks of a group, each element added in the order of the ranks: ``[N]`` of the same dtype.
-
-    An all-reduce adds in an order that depends on the place of an element in the buffer, and with three ranks or more
-    the order shows in the last bits: an expert's gradient would depend on its slot. Here each rank sums one part, and
-    as many bytes travel as in a ring all-reduce.
-    """
+    """Return the sum over the ranks of a group, each element added in the order of the ranks. An all-reduce adds in an
+    order that depends on an element's place: an expert's gradient would depend on its slot. Here each rank sums one
+    part."""
     ranks = group.size()
     if ranks <= 2:  # a + b is b + a
         dist.all_reduce(flat_N, group=group)

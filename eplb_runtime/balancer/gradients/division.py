@@ -21,25 +21,17 @@ from ...moe.experts.slices import is_sliced
 
 @dataclass(frozen=True)
 class Divisors:
-    """Divisors of gradients of whole experts; their product is `distributed.ranks.Job.gradient_divisor`.
-
-    Args:
-        in_layers: where a layer computes with the experts, besides the other one.
-        at_parameters: applied to every gradient that reaches a parameter.
-    """
+    """Divisors of gradients of whole experts: where a layer computes with them, and at every gradient that reaches a
+    parameter. Their product is `distributed.ranks.Job.gradient_divisor`."""
 
     in_layers: float
     at_parameters: float
 
     @classmethod
     def of(cls, job: Job, *, by_host: bool, dense_is_sharded: bool) -> Divisors:
-        """Divisors for the experts of this rank.
-
-        Args:
-            by_host: the framework computes the experts itself: nobody sees which gradient comes from where.
-            dense_is_sharded: each rank has a part of the other parameters, and gets its gradient past the sums over
-                ranks, once.
-        """
+        """Return divisors for the experts of this rank. ``by_host``: nobody sees which gradient comes from where;
+        ``dense_is_sharded``: each rank has a part of the other parameters, and gets its gradient past the sums over
+        ranks."""
         divisor = job.gradient_divisor
         if by_host:
             return cls(1, divisor)
@@ -76,17 +68,9 @@ def _is_known(hook: Callable[..., Any]) -> bool:
 
 
 class Division:
-    """Divides the gradients of expert parameters as soon as a backward pass makes them.
-
-    Args:
-        parameters: home rows ``[E/R, ...]`` by name. Sliced ones are divided where they are computed, and only watched.
-        divisor: `Divisors.at_parameters`.
-        has_copies: whether there are replica slots, which gather gradients of what was trained at attach alone.
-        arrives: called with each parameter that a backward pass is about to add to.
-
-    Attributes:
-        training: whether an optimizer steps them. Without, a backward pass is refused: what it was for is unknown.
-    """
+    """Divides the gradients of expert parameters as soon as a backward pass makes them; sliced ones are divided where
+    they are computed. ``arrives`` is called with each parameter that is about to be added to. Without an optimizer
+    (``training``) a backward pass is refused."""
 
     def __init__(
         self,
@@ -106,11 +90,8 @@ class Division:
             self._hook(self._parameters[name])
 
     def follow(self) -> None:
-        """Divide gradients of parameters that are trained since the last call.
-
-        Raises:
-            RuntimeError: replicas have no place for their gradients, or hooks would not see those.
-        """
+        """Divide gradients of parameters that are trained since the last call; RuntimeError: replicas have no place for
+        theirs."""
         for name, parameter in self._watched.items():
             if foreign_hooks(parameter):
                 raise RuntimeError(

@@ -26,16 +26,10 @@ def squares_of_experts(
     groups: ProcessGroups,
     slices: dist.ProcessGroup | None,
 ) -> list[Tensor]:
-    """Squared 2-norm of each expert parameter's gradient over all its experts: float64 scalars, equal on every rank.
-
-    Args:
-        gradients: ``(layer, gradient [E/R, ...])`` of this rank's homes, or its slices of them, or the gradient of
-            each slot (None: zeros), or this rank's ranges of them; on every rank of ``groups.rows`` for the same
-            parameters.
-        logical_of_rows_LH: int64 ``[L, E/R]``: the logical expert of each row.
-        num_experts: E.
-        slices: the EDP ranks, where each has a slice; else None.
-    """
+    """Return the squared 2-norm of each expert parameter's gradient over all its experts: float64 scalars, equal on
+    every rank. ``gradients``: ``(layer, gradient)`` of this rank's homes, or its slices (over ``slices``) or ranges of
+    them, on every rank of ``groups.rows`` for the same parameters; ``logical_of_rows_LH``: the logical expert of each
+    row."""
     device = logical_of_rows_LH.device
     squares_NE = torch.zeros(len(gradients), num_experts, dtype=torch.float64, device=device)
     divided = [gradient for _, gradient in gradients if isinstance(gradient, RangesOfSlots)]

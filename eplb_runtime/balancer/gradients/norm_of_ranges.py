@@ -23,12 +23,7 @@ _CHUNK = 1 << 24
 
 @dataclass(frozen=True)
 class RangesOfSlots:
-    """This rank's ranges of the gradients of a layer's experts.
-
-    Args:
-        gradients: of each slot, flat, this rank's range; None or empty: it has none.
-        ranges: of each slot.
-    """
+    """This rank's ranges of the gradients of each slot of a layer, flat; None or empty: it has none."""
 
     gradients: Sequence[Tensor | None]
     ranges: Sequence[Ranges]
@@ -38,12 +33,8 @@ class RangesOfSlots:
 def squares_of_slots(
     layers: Sequence[RangesOfSlots], place: int, group: dist.ProcessGroup, device: torch.device
 ) -> list[Tensor]:
-    """For each of ``layers``, float64 ``[slots]``: squared 2-norms, equal on all ranks of the group. Collective.
-
-    Args:
-        place: of this rank among those of the group.
-        group: the ranks that hold the same experts.
-    """
+    """Return for each of ``layers`` float64 ``[slots]``: squared 2-norms, equal on all ranks of the group.
+    Collective."""
     slots = [(gradient, ranges) for one in layers for gradient, ranges in zip(one.gradients, one.ranges, strict=True)]
     counts = [-(-_length(ranges) // BLOCK) for _, ranges in slots]
     cuts = [_cut_blocks(ranges) for _, ranges in slots]

@@ -16,12 +16,8 @@ from .norm_of_ranges import RangesOfSlots
 
 
 class Gradients:
-    """Gradients of one model: each contribution is reduced once, and all are clipped by one norm.
-
-    Args:
-        dense_parameters: all parameters outside the experts, by name; more may join.
-        follow: called before each reduction, to learn of parameters that have joined.
-    """
+    """Gradients of one model: each contribution is reduced once, and all are clipped by one norm. ``follow`` is called
+    before each reduction, to learn of parameters that have joined."""
 
     def __init__(
         self,
@@ -143,13 +139,8 @@ class Gradients:
     def square_of_experts(
         self, logical_of_rows_LH: Tensor, num_experts: int, gradient_of: Callable[[Tensor], Tensor | None]
     ) -> Tensor:
-        """Squared norm over all experts of the model, for a host that clips by itself: a float64 scalar, equal on every
-        rank and for every placement. Collective.
-
-        Args:
-            logical_of_rows_LH, num_experts: as of `clip`.
-            gradient_of: the host's gradient of an expert parameter.
-        """
+        """Return the squared norm over all experts of the model, for a host that clips by itself: a float64 scalar,
+        equal on every rank and for every placement. Collective."""
         squares = self._squares_of_experts(logical_of_rows_LH, num_experts, gradient_of)
         none = torch.zeros((), dtype=torch.float64, device=logical_of_rows_LH.device)
         return sum_over_stages(torch.stack(squares).sum() if squares else none, self._groups)

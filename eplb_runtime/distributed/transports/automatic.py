@@ -33,12 +33,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """The transport of one job, equal on all its ranks.
-
-    Args:
-        name: of `TRANSPORTS`.
-        why: not another one, in one line.
-    """
+    """The transport of one job, equal on all its ranks, and why it is not another one."""
 
     name: str
     why: str
@@ -53,20 +48,12 @@ _WHY_NOT: Mapping[str, Callable[[torch.device], str]] = {
 
 
 def why_not(name: str, device: torch.device) -> str:
-    """Return why this process cannot use a transport, in a line; empty if it can. Connects nothing.
-
-    Args:
-        device: the model's.
-    """
+    """Return why this process cannot use a transport, or "". Connects nothing."""
     return _WHY_NOT[name](device) if name in _WHY_NOT else ""
 
 
 def probe(device: torch.device) -> tuple[Finding, ...]:
-    """Return what each transport finds in this process, by name; connects nothing.
-
-    Args:
-        device: the model's.
-    """
+    """Return what each transport finds in this process, by name; connects nothing."""
     purposes = {
         "torch": "gloo carries between CPUs" if device.type == "cpu" else "the device's own backend",
         "cuda_ipc": "between the GPUs of one node, by their copy engines",
@@ -79,22 +66,13 @@ def probe(device: torch.device) -> tuple[Finding, ...]:
 
 
 def why_not_each(device: torch.device) -> dict[str, str]:
-    """Return why this rank would rather not use each transport; empty if it would.
-
-    Args:
-        device: the model's.
-    """
+    """Return why this rank would rather not use each transport, or ""."""
     across = "" if device.type == "cpu" and nixl_agent.rdma_devices() else "no RDMA between CPUs"
     return {"cuda_ipc": why_not("cuda_ipc", device), "nixl": across or why_not("nixl", device)}
 
 
 def choose(nodes: Sequence[str], lacking: Sequence[Mapping[str, str]]) -> TransportChoice:
-    """Return the transport that all ranks will use.
-
-    Args:
-        nodes: of each rank, names of the nodes.
-        lacking: of each rank, what `why_not_each` said.
-    """
+    """Return the transport that all ranks will use, by their nodes and what `why_not_each` said of each rank."""
     why = {
         name: next((f"rank {rank}: {said[name]}" for rank, said in enumerate(lacking) if said[name]), "")
         for name in ("cuda_ipc", "nixl")
@@ -106,14 +84,8 @@ def choose(nodes: Sequence[str], lacking: Sequence[Mapping[str, str]]) -> Transp
 
 
 class Automatic(Wrapping):
-    """Chooses when it warms up, with all ranks of the group; torch.distributed until then, and where the choice fails.
-
-    Args:
-        group, backend, device, timeout_seconds: as for every transport.
-
-    Attributes:
-        choice: None before `warm_up`.
-    """
+    """Chooses when it warms up, with all ranks of the group; torch.distributed until then, and where the choice
+    fails."""
 
     def __init__(self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float) -> None:
         self._group = group

@@ -37,18 +37,10 @@ class Pending(ABC):
 
     @abstractmethod
     def poll(self) -> bool:
-        """Whether all of it is done; does not wait.
-
-        Raises:
-            TransportError: it has failed.
-        """
+        """Return whether all of it is done, without waiting; TransportError: it has failed."""
 
     def has(self, index: int) -> bool:
-        """Return whether this one of the messages received is here; transports that cannot tell wait for all.
-
-        Raises:
-            TransportError: as `poll`.
-        """
+        """Return whether this one of the messages received is here; transports that cannot tell wait for all."""
         return self.poll()
 
     @abstractmethod
@@ -96,11 +88,7 @@ class PendingGroup(Pending):
 
 
 def gather_bytes(mine: bytes, group: dist.ProcessGroup, device: torch.device, deadline: float) -> list[bytes]:
-    """`consensus.gather_bytes`, for transports.
-
-    Raises:
-        TransportError: a rank did not come in time.
-    """
+    """`consensus.gather_bytes`, for transports."""
     try:
         return consensus.gather_bytes(mine, group, device, deadline)
     except consensus.ConsensusError as error:
@@ -110,11 +98,7 @@ def gather_bytes(mine: bytes, group: dist.ProcessGroup, device: torch.device, de
 def first_problem(
     problem: str, group: dist.ProcessGroup, device: torch.device, deadline: float
 ) -> consensus.RankProblem | None:
-    """`consensus.first_problem`, for transports.
-
-    Raises:
-        TransportError: a rank did not come in time.
-    """
+    """`consensus.first_problem`, for transports."""
     try:
         return consensus.first_problem(problem, group, device, deadline)
     except consensus.ConsensusError as error:
@@ -145,41 +129,25 @@ class Transport(ABC):
         self._timeout = seconds
 
     def register(self, regions: Sequence[Tensor]) -> None:  # noqa: B027 (most transports have nothing to do)
-        """Get memory ready that messages will be parts of; collective in effect. Regions known already cost nothing.
-
-        Args:
-            regions: contiguous uint8 tensors that stay where they are.
-        """
+        """Get memory ready that messages will be parts of; collective in effect. Regions known already cost nothing."""
 
     def free_spare(self) -> None:  # noqa: B027 (most transports keep none)
         """Free memory that is kept for messages to come; nothing may be pending."""
 
     @abstractmethod
     def warm_up(self, deadline: float) -> None:
-        """Open the connections to all peers now, so that the first rebalance does not pay for them; collective.
-
-        Raises:
-            TransportError: a peer did not come before the deadline (of `time.monotonic`).
-        """
+        """Open the connections to all peers now, so that the first rebalance does not pay for them; collective."""
 
     @abstractmethod
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Begin to send and receive. What is sent has been computed by the current stream; nothing waits here.
-
-        Raises:
-            TransportError: a connection is closed already.
-        """
+        """Begin to send and receive. What is sent has been computed by the current stream; nothing waits here."""
 
     @abstractmethod
     def empty(self, nbytes: int) -> Tensor:
         """Uninitialised uint8 memory that messages may live in (pinned where that is faster)."""
 
     def seconds(self, sends: Sequence[Message], receives: Sequence[Message], deadline: float) -> float:
-        """How long these messages take, by the device's own clock where there is one. Waits for the end.
-
-        Raises:
-            TransportError: as `Pending.wait`.
-        """
+        """Return how long these messages take, by the device's own clock where there is one. Waits for the end."""
         began = time.perf_counter()
         self.post(sends, receives).wait(deadline)
         return time.perf_counter() - began
@@ -190,11 +158,7 @@ class Transport(ABC):
 
 
 class Wrapping(Transport):
-    """Does all that another transport does, by that one; a subclass changes what it is there for.
-
-    Args:
-        inner: ends with this one.
-    """
+    """Does all that another transport does, by that one; a subclass changes what it is there for."""
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner

@@ -25,15 +25,7 @@ def why_not(device: torch.device) -> str:
 
 
 class CudaIpc(Windows):
-    """Writes into the windows of other ranks of the node.
-
-    Args:
-        group, backend, device, timeout_seconds: as of `Windows`.
-        package: `torch.distributed._symmetric_memory`, or a double.
-
-    Raises:
-        TransportError: the model is not on a GPU.
-    """
+    """Writes into the windows of other ranks of the node; ``package``: `torch.distributed._symmetric_memory`."""
 
     by = "CUDA IPC"
 
@@ -64,11 +56,7 @@ class CudaIpc(Windows):
 
 
 class _NodeWindow(Window):
-    """In memory of the node.
-
-    Args:
-        own: this rank's window, a block of ``memory``.
-    """
+    """A window in memory of the node."""
 
     def __init__(self, memory: NodeMemory, own: Tensor, piece_bytes: int) -> None:
         super().__init__(own, memory.rank, memory.size, piece_bytes, KINDS)

@@ -47,13 +47,7 @@ _GRACE_SECONDS = 5.0
 
 @dataclass(eq=False)
 class _Post(Pending):
-    """One rank's messages of a round. Asking for it carries it: `poll` waits for the other ranks.
-
-    Args:
-        transfer: called with this and a deadline, until it is done or has failed.
-        sends, receives: to and from other ranks.
-        end: a time of `time.monotonic`, the latest for all of it.
-    """
+    """One rank's messages of a round. Asking for it carries it by ``transfer``: `poll` waits for the other ranks."""
 
     transfer: Callable[[_Post, float], None]
     sends: Sequence[Message]
@@ -78,18 +72,7 @@ class _Post(Pending):
 
 
 class DeepEP(Transport):
-    """Carries by `deep_ep.Buffer`. Every rank of the group posts equally often, also where it has no messages.
-
-    Args:
-        group: the migration group; used to agree on each round, and to make the buffer if nobody has.
-        backend: its backend's name.
-        device: the model's.
-        timeout_seconds: nothing that was posted is waited for longer, whatever the deadline.
-        package: `deep_ep`; None: imported.
-
-    Raises:
-        TransportError: the model is not on a GPU.
-    """
+    """Carries by `deep_ep.Buffer`. Every rank of the group posts equally often, also where it has no messages."""
 
     def __init__(
         self,
@@ -179,11 +162,7 @@ class DeepEP(Transport):
         self._posts.clear()
 
     def _exchange(self, post: _Post, deadline: float) -> None:
-        """One round, with all ranks.
-
-        Raises:
-            TransportError: a rank did not come in time, two do not mean the same messages, or rows were lost.
-        """
+        """Carry out one round, with all ranks."""
         sent_RR = self._agree(post, deadline)
         streams_R = [streams_of(sent_R) for sent_R in sent_RR]
         rows, chunk = max(_rows(streams) for streams in streams_R), CHUNK_BYTES // ROW_BYTES
@@ -198,11 +177,7 @@ class DeepEP(Transport):
         post.done = True
 
     def _agree(self, post: _Post, deadline: float) -> list[list[int]]:
-        """Bytes from each rank (first) to each rank, the same on all; afterwards every rank makes the calls.
-
-        Raises:
-            TransportError: a rank did not come in time, or a rank awaits other bytes than it is sent.
-        """
+        """Return bytes from each rank (first) to each rank, the same on all; afterwards every rank makes the calls."""
         sizes = [[0] * self._num_ranks for _ in range(2)]
         for of_peer, messages in zip(sizes, (post.sends, post.receives), strict=True):
             for message in messages:
@@ -264,11 +239,8 @@ def _rows(streams: Sequence[RowStream]) -> int:
 
 
 def _pieces(messages: Sequence[Message], peer: int, begin: int, nbytes: int) -> Iterator[tuple[Tensor, slice]]:
-    """Parts of the messages to or from a rank that lie in some bytes of all of them: each with its place in those.
-
-    Args:
-        begin, nbytes: of the rank's messages one behind another; may go beyond their end.
-    """
+    """Yield parts of the messages to or from a rank that lie in some bytes of all of them, each with its place in
+    those."""
     first = 0
     for message in messages:
         if message.peer != peer:

@@ -30,32 +30,22 @@ _between_nodes: list[tuple[int, ...]] = []
 
 
 def why_not(device: torch.device | None = None) -> str:
-    """Why this process cannot use DeepEP, in a line; empty: it can. Imports nothing.
-
-    Args:
-        device: the model's; None: the one that torch sees.
-    """
+    """Return why this process cannot use DeepEP, or "". Imports nothing."""
     if why := _no_gpu(device):
         return why
     return "" if util.find_spec("deep_ep") else f"the package deep_ep is not installed: {INSTALL}"
 
 
 def no_infiniband() -> str:
-    """Why the low-latency kernels cannot run on this machine, in a line; empty: they can.
-
-    They send by InfiniBand's queue pairs, also inside a node, and without any they trap, which ends the CUDA context.
-    """
+    """Return why the low-latency kernels cannot run on this machine, or "". They send by InfiniBand's queue pairs, also
+    inside a node, and without any they trap, which ends the CUDA context."""
     if INFINIBAND.is_dir() and any(INFINIBAND.iterdir()):
         return ""
     return f"low_latency_tokens needs InfiniBand, and {INFINIBAND} has no device: leave low_latency_tokens out"
 
 
 def _no_gpu(device: torch.device | None) -> str:
-    """Return why kernels for Hopper GPUs and newer cannot carry here, in a line; empty if they can.
-
-    Args:
-        device: the model's; None: the one that torch sees.
-    """
+    """Return why kernels for Hopper GPUs and newer cannot carry here, or ""."""
     if device is not None and device.type != "cuda":
         return f"it carries between GPUs, and this model is on {device.type}"
     if not torch.cuda.is_available():
@@ -66,12 +56,7 @@ def _no_gpu(device: torch.device | None) -> str:
 
 
 def why_not_between(num_ranks: int, ranks_per_node: int) -> str:
-    """Why DeepEP cannot carry between so many ranks, in a line; empty: it can.
-
-    Args:
-        num_ranks: R of the EP group.
-        ranks_per_node: of them that share a node.
-    """
+    """Return why DeepEP cannot carry between so many ranks, or ""."""
     if num_ranks <= RANKS_OF_A_NODE:
         if num_ranks not in (2, 4, 8):
             return f"it carries between 2, 4 or 8 ranks of a node, not {num_ranks}"
@@ -85,14 +70,7 @@ def why_not_between(num_ranks: int, ranks_per_node: int) -> str:
 
 
 def imported(asked: str = "dispatch='deepep'") -> Any:
-    """The package `deep_ep`.
-
-    Args:
-        asked: the setting that wants it, for messages.
-
-    Raises:
-        ConfigError: it cannot be imported, or has no `Buffer`.
-    """
+    """Return the package `deep_ep`, or raise ConfigError with the setting that wants it."""
     try:
         package = importlib.import_module("deep_ep")
     except ModuleNotFoundError as error:
@@ -105,11 +83,7 @@ def imported(asked: str = "dispatch='deepep'") -> Any:
 
 
 def settings(package: Any, num_ranks: int) -> tuple[Any, Any]:
-    """DeepEP's own for so many ranks, with the multiprocessors that were set last: there, and back.
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """Return DeepEP's own settings for so many ranks, with the multiprocessors that were set last: there, and back."""
     try:
         return package.Buffer.get_dispatch_config(num_ranks), package.Buffer.get_combine_config(num_ranks)
     except AssertionError:
@@ -126,15 +100,7 @@ def refuse_filled_memory() -> None:
 
 
 def new_buffer(package: Any, group: dist.ProcessGroup, there: Any, back: Any) -> Any:
-    """A buffer between the ranks of a group, for rows of any width that one call takes. Collective.
-
-    Args:
-        group: used while it is made, and not afterwards.
-        there, back: of `settings`.
-
-    Raises:
-        ConfigError: it would be a second one between nodes.
-    """
+    """Return a buffer between the ranks of a group, for rows of any width that one call takes. Collective."""
     ranks = group.size()
     if ranks > RANKS_OF_A_NODE and _between_nodes:
         raise ConfigError(

@@ -17,13 +17,7 @@ ROW_BYTES = 14336
 
 @dataclass(frozen=True)
 class RowStream:
-    """Messages from one rank to another, one behind the other, in whole rows.
-
-    Args:
-        peer: who gets it.
-        first_row: of the source's rows in this exchange.
-        rows: how many.
-    """
+    """Messages from one rank to another, one behind the other, in whole rows."""
 
     peer: int
     first_row: int
@@ -32,11 +26,7 @@ class RowStream:
 
 @dataclass(frozen=True)
 class RowSpan:
-    """Rows of a stream that go in one call.
-
-    Args:
-        begin, end: of the source's rows in the whole exchange.
-    """
+    """Rows of a stream that go in one call."""
 
     stream: RowStream
     begin: int
@@ -68,13 +58,8 @@ def spans_of(streams: Sequence[RowStream], first: int, rows: int) -> list[RowSpa
 
 
 def addresses(parts: Sequence[RowSpan], base: int, first: int) -> tuple[Tensor, Tensor]:
-    """Of the rows of one call the rank that each is for, int64 ``[N, 1]`` (-1: none), and their numbers from 1, float32
-    ``[N, 1]``. N is at least 1: where nothing goes, a row for nobody, of number 0.
-
-    Args:
-        base: what a number has besides the row's place in the call.
-        first: the first row of the call.
-    """
+    """Return the rank that each row of a call is for, int64 ``[N, 1]`` (-1: none), and their numbers from 1, float32
+    ``[N, 1]``. N is at least 1: where nothing goes, a row for nobody, of number 0."""
     count = max(1, sum(part.end - part.begin for part in parts))
     to_N1 = torch.full((count, 1), -1, dtype=torch.int64)
     numbers_N1 = torch.zeros(count, 1, dtype=torch.float32)
@@ -98,14 +83,8 @@ def as_rows(flat: Tensor) -> Tensor:
 def call(
     buffer: Any, config: Any, num_ranks: int, rows_NC: Tensor, to_N1: Tensor, numbers_N1: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Dispatch rows to ranks, each one of DeepEP's experts. What arrives, in the order of its numbers: the numbers,
-    float32 ``[M]``, and all bytes, one row behind the other. Collective.
-
-    Args:
-        buffer: `deep_ep.Buffer`.
-        config: of `deepep_package.settings`, there.
-        count: so many rows come.
-    """
+    """Dispatch rows to ranks, each one of DeepEP's experts; returns what arrives in the order of its numbers: these,
+    float32 ``[M]``, and all bytes, one row behind the other. Collective."""
     to_ranks, to_nodes, to_experts, in_rank, _ = buffer.get_dispatch_layout(to_N1, num_ranks)
     # Who knows how many rows come need not wait for DeepEP's word on the host, which is waited for with Python
     # locked; DeepEP takes that inside a node only, and waits with it unlocked between nodes.
@@ -127,10 +106,6 @@ def call(
 
 
 def expected_numbers(parts: Sequence[tuple[int, RowSpan]]) -> Tensor:
-    """float32 ``[M]``, ascending: the numbers of rows that arrive.
-
-    Args:
-        parts: in the order of their sources, with what their numbers have besides the row's.
-    """
+    """Return float32 ``[M]``, ascending: the numbers of rows that arrive."""
     numbers = [torch.arange(base + part.begin + 1, base + part.end + 1) for base, part in parts]
     return torch.cat([torch.empty(0), *(one.float() for one in numbers)])

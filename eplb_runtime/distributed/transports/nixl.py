@@ -49,12 +49,7 @@ class _Notified(PendingMessages):
 
 @dataclass(eq=False)
 class _Region:
-    """Memory that the agent knows.
-
-    Args:
-        handle: the agent's.
-        notified: peers that may write there; what none was notified of is only read here.
-    """
+    """Memory that the agent knows, and peers that were told of it and may write there."""
 
     memory: Tensor
     handle: Any
@@ -118,17 +113,7 @@ class _NixlTraffic:
 
 
 class Nixl(ProgressTransport[_Notified]):
-    """Writes through NIXL's UCX agent.
-
-    Args:
-        group: the migration group; only used to exchange addresses.
-        backend: its backend's name.
-        device: the model's; messages are there.
-        timeout_seconds: nothing that was posted is waited for longer, whatever the deadline.
-
-    Raises:
-        TransportError: the package is missing or cannot be used.
-    """
+    """Writes through NIXL's UCX agent; the group is only used to exchange addresses."""
 
     by = "nixl"
 

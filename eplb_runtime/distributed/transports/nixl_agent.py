@@ -33,11 +33,7 @@ def why_not() -> str:
 
 
 def new_agent(name: str) -> Any:
-    """An agent of NIXL's with the UCX back end.
-
-    Raises:
-        TransportError: the package is missing, or built without UCX. What NIXL itself raises goes through.
-    """
+    """Return an agent of NIXL's with the UCX back end; TransportError: the package is missing, or built without UCX."""
     found = next((package for package in PACKAGES if importlib.util.find_spec(package)), None)
     if found is None:
         raise TransportError("the nixl package is not installed: pip install 'eplb-runtime[nixl]'")

@@ -12,15 +12,7 @@ from .windows import KINDS, Window, Windows
 
 
 class Nvshmem(Windows):
-    """Writes into the windows of other ranks.
-
-    Args:
-        group, backend, device, timeout_seconds: as of `Windows`.
-        library: None: nvshmem4py.
-
-    Raises:
-        TransportError: the model is not on a GPU.
-    """
+    """Writes into the windows of other ranks; ``library``: nvshmem4py."""
 
     by = "NVSHMEM"
 

@@ -38,11 +38,7 @@ class Library:
 
 
 def load() -> Library:
-    """The package.
-
-    Raises:
-        TransportError: it is not there, or cannot be loaded.
-    """
+    """Return the package, or raise TransportError."""
     try:
         return Library(
             import_module("nvshmem.core"), import_module("nvshmem.bindings.nvshmem"), import_module("cuda.core").Device
@@ -65,13 +61,7 @@ def why_not(device: torch.device) -> str:
 
 
 class HeapWindow(Window):
-    """This rank's part of the heap.
-
-    Args:
-        memory: uint8, as large on every rank; it begins at an address that stands for the same place on all.
-        library: writes.
-        rank, num_ranks, piece_bytes, kinds: as of `Window`.
-    """
+    """This rank's part of the heap, which begins at an address that stands for the same place on all ranks."""
 
     def __init__(self, memory: Tensor, library: Library, rank: int, num_ranks: int, piece_bytes: int, kinds: int):
         super().__init__(memory, rank, num_ranks, piece_bytes, kinds)
@@ -110,15 +100,7 @@ _process = _Process()
 def window_of(
     group: dist.ProcessGroup, device: torch.device, kinds: int, deadline: float, library: Library | None
 ) -> Window:
-    """A window between the ranks of a group, of the caller alone until it is released. Collective.
-
-    Args:
-        kinds: of notes.
-        library: None: nvshmem4py.
-
-    Raises:
-        TransportError: NVSHMEM is not there, on any rank, or has been started between other ranks.
-    """
+    """Return a window between the ranks of a group, of the caller alone until it is released. Collective."""
     members, problem = tuple(dist.get_process_group_ranks(group)), ""
     try:
         library = library or load()

@@ -18,19 +18,8 @@ from .base import Message, Pending, Transport, TransportError
 
 
 class PendingMessages(Pending):
-    """Messages in flight, counted by the transport's thread.
-
-    Args:
-        left: how many are not done yet.
-        end: a time of `time.monotonic`, the latest for all of them.
-        give_up: called with this and a reason; afterwards it has failed, unless it was done.
-
-    Attributes:
-        here: which of the messages received have arrived; `expect` says how many there are. Empty: this transport
-            cannot tell.
-        finished: set when all are done, or none will be any more.
-        problem: why it has failed.
-    """
+    """Messages in flight, counted by the transport's thread: how many are left, until when, which have arrived
+    (``here``; empty: it cannot tell), why they have failed. ``finished`` is set when all are done, or none will be."""
 
     def __init__(self, left: int, end: float, give_up: Callable[[PendingMessages, str], None]) -> None:
         self._give_up = give_up
@@ -83,15 +72,7 @@ Posted = TypeVar("Posted", bound=PendingMessages)
 
 
 class ProgressTransport(Transport, Generic[Posted]):
-    """A transport whose thread carries what is pending. `_state` guards all of it.
-
-    Args:
-        rank: this one's place in the group.
-        timeout_seconds: nothing that was posted is waited for longer, whatever the deadline.
-
-    Attributes:
-        by: what carries, in words.
-    """
+    """A transport whose thread carries what is pending. `_state` guards all of it; ``by`` is what carries, in words."""
 
     by: ClassVar[str]
 
@@ -162,11 +143,7 @@ def to_others(rank: int, sends: Sequence[Message], receives: Sequence[Message]) 
 
 
 def try_out(transport: Transport, peers: Iterable[int], deadline: float) -> None:
-    """Send a byte to each of these peers, and receive one from each, in one call.
-
-    Raises:
-        TransportError: they did not arrive before the deadline.
-    """
+    """Send a byte to each of these peers, and receive one from each, in one call."""
     others = list(peers)
     out, arrived = transport.empty(1).zero_(), transport.empty(max(1, len(others)))
     transport.post(

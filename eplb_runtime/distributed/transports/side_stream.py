@@ -41,11 +41,7 @@ class SideStream:
 
 
 def wait_until(done: Callable[[], bool], deadline: float, what: str) -> None:
-    """Asks again and again.
-
-    Raises:
-        TransportError: the deadline passed.
-    """
+    """Ask again and again until it is done; TransportError: the deadline passed."""
     while not done():
         if time.monotonic() > deadline:
             raise TransportError(f"{what} was not done in time")

@@ -24,14 +24,7 @@ _TAGS = 1 << 15
 
 
 class TorchPointToPoint(Transport):
-    """Batched isend/irecv on the balancer's migration group.
-
-    Args:
-        group: the migration group, used by nobody else.
-        backend: its backend's name.
-        device: the model's device.
-        timeout_seconds: nothing that was posted is waited for longer, whatever the deadline.
-    """
+    """Batched isend/irecv on the balancer's migration group, used by nobody else."""
 
     def __init__(self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float) -> None:
         self._group = group
@@ -94,14 +87,7 @@ class TorchPointToPoint(Transport):
 
 
 class _OnHost(PendingMessages):
-    """Works of gloo, which tells of their end only to a thread that waits.
-
-    Args:
-        works: what is received first, in its order.
-        end: a time of `time.monotonic`, the latest for all of them.
-        rank: this one's place in the group.
-        receives: all messages that were to be received.
-    """
+    """Works of gloo, which tells of their end only to a thread that waits."""
 
     def __init__(self, works: Sequence[dist.Work], end: float, rank: int, receives: Sequence[Message]) -> None:
         super().__init__(len(works), end, _OnHost._close_connections)

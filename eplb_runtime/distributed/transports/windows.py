@@ -96,15 +96,9 @@ class _StagedPiece:
 
 @dataclass
 class _Peer:
-    """Traffic with one. Numbers count pieces since the start.
-
-    Args:
-        sends, receives: not begun yet, in order.
-        sent: written to the peer; ``room``: of these the peer has copied out.
-        arrived: written by the peer; ``taken``: of these copied out here.
-        leaving: it has said that it gives up; what it wrote before is still to be seen.
-        problem: why nothing goes between us any more.
-    """
+    """Traffic with one. Numbers count pieces: ``sent`` to the peer, which has copied out ``room`` of them; ``arrived``
+    from it, of which ``taken`` are copied out here. ``leaving``: it gives up, and what it wrote before is still to be
+    seen."""
 
     sends: deque[_StagedPiece] = field(default_factory=deque)
     receives: deque[_StagedPiece] = field(default_factory=deque)
@@ -117,14 +111,7 @@ class _Peer:
 
 
 class Windows(ProgressTransport[PendingMessages]):
-    """Writes into the windows of other ranks.
-
-    Args:
-        group: the migration group; only used to meet.
-        backend: its backend's name.
-        device: the model's.
-        timeout_seconds: nothing that was posted is waited for longer, whatever the deadline.
-    """
+    """Writes into the windows of other ranks; the group is only used to meet."""
 
     def __init__(self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float) -> None:
         self.device = device
@@ -141,11 +128,7 @@ class Windows(ProgressTransport[PendingMessages]):
 
     @abstractmethod
     def _open(self, deadline: float) -> Window:
-        """Make the window of this rank and open those of others. Collective.
-
-        Raises:
-            TransportError: it cannot be had, on any rank.
-        """
+        """Make the window of this rank and open those of others. Collective."""
 
     def warm_up(self, deadline: float) -> None:
         window = self._open(deadline)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import xxhash
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ...balancer.gradients.division import foreign_hooks
 from ...config import BalancerConfig
-from ...distributed.consensus import all_equal, barrier, extremes, first_problem, gather_rows, maxima
+from ...distributed.consensus import barrier, deviating, first_problem, gather_rows, has_another
 from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Job
 from ...moe.experts.elementwise import check_elementwise
@@ -58,49 +59,75 @@ def check(
     groups: ProcessGroups,
     device: torch.device,
 ) -> Placement:
-    """Everything that can be refused, before anything is changed. Collective; all ranks raise, or none does.
+    """Return the placement to start from, or refuse before anything is changed. Collective; all ranks raise, or none.
 
-    Returns:
-        The placement to start from.
+    Each rank first says what it has found by itself; then one exchange compares what ranks must have in common.
     """
-    layers = [layer for stage in stages for layer in stage.host.layers]
+    layers, job = [layer for stage in stages for layer in stage.host.layers], groups.job
+    facts, given, problem = list[_Fact](), None, ""
     try:
         _check_here(stages, optimizers, config, groups, device)
-        layout, problem = _layout_of_state(layers, optimizers, groups.job), ""
-    except AttachError as error:
-        layout, problem = "", str(error)
-    raise_on_all(problem, groups)
-    hint = "spread experts evenly, and make the optimizer alike on all ranks"
-    _same_everywhere(layout, "division of optimizer state", groups, hint)
-    num_experts = _experts_of_job(layers[0].num_experts if layers else 0, groups)
-    problem, placement = "", None
-    try:
-        placement = _initial_placement(config, groups.job, num_experts)
+        given = _given_placement(config)
+        facts = _facts(stages, optimizers, config, job, "" if given is None else given.digest())
     except AttachError as error:
         problem = str(error)
     raise_on_all(problem, groups)
-    assert placement is not None
-    _same_settings(config, groups)
-    hint = "give all ranks the same one, or copies of one file"
-    _same_everywhere(placement.digest(), "initial placement", groups, hint, over_stages=True)
     before = spread_of(layers[0].experts) if layers else None
-    _same_everywhere(str(before is not None), "answer to whether shard_experts was called", groups, "call it on all")
-    if _are_spread(before, bool(layers), groups):
-        if before is not None:
-            _check_spread(before, placement, num_experts, config, groups.job)
-        return placement
+    own = [xxhash.xxh3_128(fact.text.encode()).digest() for fact in facts]
+    own.append((layers[0].num_experts if layers else 0).to_bytes(15) + bytes([before is not None]))
+    rows = gather_rows(torch.frombuffer(bytearray(b"".join(own)), dtype=torch.uint8), groups.control)
+    rows_of = {rank: bytes(row) for rank, row in zip(job.ranks, rows.tolist(), strict=True)}
+    for number, fact in enumerate(facts):
+        digests = {rank: row[number * 16 : number * 16 + 16] for rank, row in rows_of.items()}
+        for together in [job.ranks] if fact.over_all else job.data_sets:
+            if odd := deviating(digests, together):
+                raise AttachError(f"{has_another(odd, fact.what, together[0])}: {fact.hint}")
+    said = {(int.from_bytes(row[-16:-1]), bool(row[-1])) for row in rows_of.values()}
+    counts, spread = sorted({experts for experts, _ in said if experts}), {was for experts, was in said if experts}
+    if not counts:
+        raise AttachError("no stage has an MoE layer: nothing to balance")
+    if len(counts) > 1:
+        raise AttachError(f"the MoE layers have different numbers of experts ({counts}); they must be equal")
+    if len(spread) > 1:
+        raise AttachError("shard_experts was called for some pipeline stages and not for others: call it for all")
+    placement = _initial_placement(config, job, counts[0], given)
+    if before is not None:
+        _check_spread(before, placement, counts[0], config, job)
+    return placement
+
+
+@dataclass(frozen=True)
+class _Fact:
+    """What ranks that hold the same stages, or all of them, must have in common."""
+
+    what: str
+    text: str
+    hint: str
+    over_all: bool = False
+
+
+def _facts(
+    stages: Sequence[Stage], optimizers: Sequence[AnyOptimizer], config: BalancerConfig, job: Job, placement: str
+) -> list[_Fact]:
+    layers = [layer for stage in stages for layer in stage.host.layers]
+    is_spread = any(spread_of(layer.experts) is not None for layer in layers)
     weights = {
         stage.prefix + name: tensor
-        for stage in stages
+        for stage in ([] if is_spread else stages)
         for name, tensor in stage.model.state_dict().items()
         if isinstance(tensor, Tensor)
     }
     shapes = " ".join(f"{name}{tuple(tensor.shape)}{tensor.dtype}" for name, tensor in weights.items())
-    _same_everywhere(shapes, "model", groups, "build the same model on every rank")
     fingerprint = checksum([as_bytes(tensor.contiguous()) for tensor in weights.values() if not tensor.is_meta])
-    hint = "seed all ranks equally, or load the same checkpoint"
-    _same_everywhere(fingerprint.hex(), "set of weights", groups, hint)
-    return placement
+    of_config, of_state = "give all ranks the same config", _layout_of_state(layers, optimizers, job)
+    return [
+        *(_Fact(f"{name} in its config", text, of_config, True) for name, text in config.described().items()),
+        _Fact("initial placement", placement, "give all ranks the same one, or copies of one file", True),
+        _Fact("division of optimizer state", of_state, "spread experts and make the optimizer alike on all ranks"),
+        _Fact("answer to whether shard_experts was called", str(is_spread), "call it on all"),
+        _Fact("model", shapes, "build the same model on every rank"),
+        _Fact("set of weights", fingerprint.hex(), "seed all ranks equally, or load the same checkpoint"),
+    ]
 
 
 def _check_here(
@@ -137,21 +164,12 @@ def _check_here(
 
 
 def check_current(device: torch.device) -> None:
-    """Raises AttachError if this thread works on another GPU than the model's: kernels of Triton and of DeepEP run on
-    the current one, wherever their tensors are."""
+    """Refuse another GPU than this thread's: kernels of Triton and of DeepEP run on the current one."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         raise AttachError(
             f"the experts are on {device}, and this process works on GPU {torch.cuda.current_device()}: call "
             f"torch.cuda.set_device({device.index}) before the model is made"
         )
-
-
-def _are_spread(before: Spread | None, has_layers: bool, groups: ProcessGroups) -> bool:
-    """Whether the experts of the job were cut before, also on ranks whose stages have none."""
-    answers = torch.tensor([has_layers and before is not None, has_layers and before is None], dtype=torch.uint8)
-    if bool(maxima(answers, groups.control).all()):
-        raise AttachError("shard_experts was called for some pipeline stages and not for others: call it for all")
-    return bool(answers[0])
 
 
 def _check_spread(before: Spread, placement: Placement, num_experts: int, config: BalancerConfig, job: Job) -> None:
@@ -168,16 +186,6 @@ def _check_spread(before: Spread, placement: Placement, num_experts: int, config
         raise AttachError(
             "shard_experts was given another EP group or initial placement: give both the same config and ep_group"
         )
-
-
-def _experts_of_job(here: int, groups: ProcessGroups) -> int:
-    """E of the whole model, also on ranks whose stages have no MoE layer (``here``: 0)."""
-    least, most = map(int, extremes(torch.tensor(here), groups.control, has_values=bool(here)))
-    if least > most:
-        raise AttachError("no stage has an MoE layer: nothing to balance")
-    if most != least:
-        raise AttachError(f"the MoE layers have different numbers of experts ([{least}, {most}]); they must be equal")
-    return most
 
 
 def _check_sharded(model: nn.Module, host: HostModel, config: BalancerConfig, job: Job) -> None:
@@ -350,7 +358,15 @@ def _layout_of_state(layers: Sequence[MoELayer], optimizers: Sequence[AnyOptimiz
     return " ".join(found)
 
 
-def _initial_placement(config: BalancerConfig, job: Job, experts: int) -> Placement:
+def _given_placement(config: BalancerConfig) -> Placement | None:
+    given = config.initial_placement
+    try:
+        return given if given is None or isinstance(given, Placement) else Placement.load(given)
+    except PlacementError as error:
+        raise AttachError(f"initial_placement: {error}") from None
+
+
+def _initial_placement(config: BalancerConfig, job: Job, experts: int, given: Placement | None) -> Placement:
     ranks = job.ep_size
     if experts % ranks:
         raise AttachError(uneven(experts, ranks))
@@ -361,15 +377,13 @@ def _initial_placement(config: BalancerConfig, job: Job, experts: int) -> Placem
         )
     if config.rank_speed is not None and len(config.rank_speed) != ranks:
         raise AttachError(f"rank_speed has {len(config.rank_speed)} numbers for {ranks} ranks: give one for each")
-    given = config.initial_placement
+    if given is None:
+        return Placement.initial(job.num_layers, experts, ranks, config.replica_slots)
     try:
-        if given is None:
-            return Placement.initial(job.num_layers, experts, ranks, config.replica_slots)
-        placement = given if isinstance(given, Placement) else Placement.load(given)
-        placement.require_model(job.num_layers, experts, ranks, config.replica_slots)
+        given.require_model(job.num_layers, experts, ranks, config.replica_slots)
     except PlacementError as error:
         raise AttachError(f"initial_placement: {error}") from None
-    return placement.with_epoch(0)
+    return given.with_epoch(0)
 
 
 def raise_on_all(problem: str, groups: ProcessGroups) -> None:
@@ -380,34 +394,11 @@ def raise_on_all(problem: str, groups: ProcessGroups) -> None:
 
 
 def as_all_say(error: BaseException, groups: ProcessGroups) -> AttachError | None:
-    """Attaching has failed on this rank: tell the others, who fail too. What to raise in the place of the error; None:
-    the error itself."""
+    """Tell the others that attaching has failed here; returns what to raise instead of the error, if anything."""
     cause = groups.explain(error)
     if not cause and (isinstance(error, AttachError) or not isinstance(error, Exception)):
         return None
     return AttachError(cause or one_line(error, with_type=True))
-
-
-def _same_settings(config: BalancerConfig, groups: ProcessGroups) -> None:
-    """All ranks of the job have the same settings, or all raise, with the name of one that differs."""
-    shown = config.described()
-    wholes = [xxhash.xxh3_128(text.encode()).digest() for text in shown.values()]
-    digests = torch.frombuffer(bytearray(b"".join(wholes)), dtype=torch.uint8)
-    rows = gather_rows(digests, groups.control).reshape(len(groups.job.ranks), len(shown), -1)
-    other = (rows != rows[:1]).any(dim=2)
-    if other.any():
-        rank, number = (int(place) for place in other.nonzero()[0])
-        raise AttachError(
-            f"rank {groups.job.ranks[rank]} has another {list(shown)[number]} in its config than rank "
-            f"{groups.job.ranks[0]}: give all ranks the same config"
-        )
-
-
-def _same_everywhere(text: str, what: str, groups: ProcessGroups, hint: str, *, over_stages: bool = False) -> None:
-    """Compare among the ranks that hold the same stages, or over all; every rank of the job raises, or none."""
-    sets = None if over_stages else groups.job.data_sets
-    if differs := all_equal(xxhash.xxh3_128(text.encode()).digest(), what, groups.control, sets):
-        raise AttachError(f"{differs}: {hint}")
 
 
 def wait_for_ranks(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ...balancer.balancer import Removable
 from ...config import BalancerConfig
@@ -123,13 +125,10 @@ class HostOptimizer(Protocol):
         has_moved: Callable[[], bool],
         experts_here: Callable[[Tensor], list[int]],
     ) -> Removable:
-        """Call ``before`` and ``after`` around each step from now on.
-
-        Args:
-            square_of_experts: the squared norm over all experts, to clip by, of what is the gradient of a parameter.
-            has_moved: whether experts stand elsewhere than where the host has put them; also asked after ``remove``.
-            experts_here: the logical experts in this rank's slots of the layer that has a parameter, likewise.
-        """
+        """Call ``before`` and ``after`` around each step from now on. ``square_of_experts``: the squared norm over all
+        experts, to clip by, of what is the gradient of a parameter; ``has_moved``: whether experts are elsewhere than
+        where the host has put them; ``experts_here``: the logical experts in this rank's slots of a parameter's
+        layer."""
 
 
 AnyOptimizer = torch.optim.Optimizer | HostOptimizer
@@ -166,9 +165,9 @@ class HostModel:
     """
 
     layers: tuple[MoELayer, ...]
-    real_tokens: Callable[[int], Tensor | None]
-    watch_batches: Callable[[], Removable]
-    remake_buffers: Callable[[nn.Module], None]
+    real_tokens: Callable[[int], Tensor | None] = lambda tokens: None
+    watch_batches: Callable[[], Removable] = lambda: RemovableHandle(OrderedDict())
+    remake_buffers: Callable[[nn.Module], None] = lambda module: None
     save_together: Callable[[Callable[[str], None]], None] = lambda barrier: None
     folders: PretrainedFolders | None = None
     saves_itself: str = ""
@@ -185,17 +184,8 @@ class HostModel:
 
 @dataclass(frozen=True)
 class WatchedLayer:
-    """An MoE layer whose choices are looked at, and nothing else.
-
-    Args:
-        name: of the experts module within the model.
-        num_experts: E.
-        hook: lets another see the experts chosen in each forward from now on, int64 ``[T, K]`` or as bool ``[T, E]``,
-            with the columns of a token and K; returns how to end it.
-        experts: the module that holds the weights of the experts on this rank.
-        experts_here: how many these are.
-        mark_work: lets a clock measure the layer's expert work from now on; returns how to end it. None: it cannot.
-    """
+    """An MoE layer whose choices are looked at, and nothing else. ``hook`` lets another see the experts chosen in each
+    forward, int64 ``[T, K]`` or bool ``[T, E]``, with columns and K; it and ``mark_work`` return how to end it."""
 
     name: str
     num_experts: int
@@ -207,26 +197,17 @@ class WatchedLayer:
 
 @dataclass(frozen=True)
 class WatchedModel:
-    """What a host knows of a model that stays as it is; ``real_tokens`` and ``watch_batches`` as of `HostModel`.
-
-    Args:
-        takes_replicas: whether the framework's layers could hold replicas.
-    """
+    """What a host knows of a model that stays as it is."""
 
     layers: tuple[WatchedLayer, ...]
-    real_tokens: Callable[[int], Tensor | None]
-    watch_batches: Callable[[], Removable]
+    real_tokens: Callable[[int], Tensor | None] = lambda tokens: None
+    watch_batches: Callable[[], Removable] = lambda: RemovableHandle(OrderedDict())
     takes_replicas: bool = True
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One of the models that are attached on this rank: the whole model, or a pipeline stage of it.
-
-    Args:
-        number: of the stage, over the whole model.
-        prefix: what stands before the model's own names where there are several models on this rank.
-    """
+    """An attached model or pipeline stage; ``prefix`` goes before its names where there are several."""
 
     number: int
     model: nn.Module
@@ -236,13 +217,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Spread:
-    """That ``shard_experts`` has cut a module's experts already.
-
-    Args:
-        rows: E/R, experts that are left here.
-        placement: digest of the placement they were cut by; empty: in logical order.
-        ep_ranks: of the EP group they were cut for.
-    """
+    """What ``shard_experts`` has cut: E/R, the placement's digest (empty: logical order), and the EP ranks."""
 
     rows: int
     placement: str

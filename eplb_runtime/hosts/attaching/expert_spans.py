@@ -15,11 +15,7 @@ from ...load.expert_clock import ExpertClock, Mark
 
 @dataclass(frozen=True, eq=False)
 class ExpertCall:
-    """A call of a layer's experts in a sampled step.
-
-    Args:
-        begin: its first mark.
-    """
+    """A call of a layer's experts in a sampled step, and its first mark."""
 
     clock: ExpertClock
     begin: Mark
@@ -39,12 +35,7 @@ def call_begins(clock: ExpertClock, hidden: Any) -> tuple[Any, ExpertCall | None
 
 @torch.compiler.disable
 def call_ends(call: ExpertCall | None, hidden: Any, out: Any) -> Any:
-    """The experts' output, at the end of a call.
-
-    Args:
-        hidden: what the experts were given. Where it takes no gradient, nothing says when the backward pass ends, and
-            the forward alone counts.
-    """
+    """Return the experts' output at the end of a call. Where ``hidden`` takes no gradient, the forward alone counts."""
     if call is None:
         return out
     call.clock.forward_ends(call.begin)
@@ -53,11 +44,7 @@ def call_ends(call: ExpertCall | None, hidden: Any, out: Any) -> Any:
 
 
 def mark_calls(experts: nn.Module, name: str, clock: ExpertClock) -> Callable[[], None]:
-    """Mark the calls of a module; returns how to end it.
-
-    Args:
-        name: of the hidden states among its arguments, the first of which they are.
-    """
+    """Mark the calls of a module, whose hidden states are the argument ``name``; returns how to end it."""
     running: list[tuple[ExpertCall | None, Any]] = []
 
     def before(

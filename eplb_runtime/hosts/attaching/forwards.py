@@ -11,12 +11,8 @@ from .description import Stage
 
 
 class Forwards:
-    """Of one stage. A graph of torch.compile that fails tells nobody, nor does a forward that is interrupted (Ctrl-C):
-    such a forward has ended by the time that its thread begins another, or asks where experts stand.
-
-    Args:
-        layers: whose experts it holds.
-    """
+    """Forwards of one stage. A graph of torch.compile that fails tells nobody, nor does a forward that is interrupted
+    (Ctrl-C): such a forward has ended by the time that its thread begins another, or asks where experts are."""
 
     def __init__(self, balancer: Balancer, stage: Stage, layers: frozenset[int]) -> None:
         self._balancer = balancer
@@ -26,8 +22,7 @@ class Forwards:
         stage.model.register_forward_hook(lambda *_: self._end(), always_call=True)
 
     def end_what_broke_off(self) -> None:
-        """This thread is in no forward any more, unless a model asks while it runs: then the rest of its layers wait
-        for the next step."""
+        """End this thread's forward; the rest of its layers wait for the next step."""
         if get_ident() in self._running:
             self._balancer._after_forward(self._layers)
 

@@ -26,14 +26,7 @@ def blank(size: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def make_buffers(model: nn.Module, device: torch.device, remake: Callable[[nn.Module], None]) -> None:
-    """Give memory to all meta buffers, and values to those that checkpoints leave out.
-
-    Args:
-        remake: lets the model's own code fill the buffers of one module.
-
-    Raises:
-        MetaError: that code does not fill one of them.
-    """
+    """Give meta buffers memory; the model's own code, or MetaError, fills those that checkpoints leave out."""
     for module in model.modules():
         missing = [name for name, _ in _meta_buffers(module) if name in module._non_persistent_buffers_set]
         filled = []

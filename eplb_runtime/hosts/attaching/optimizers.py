@@ -26,11 +26,7 @@ from .state_hooks import Homes, mark_optimizer
 
 
 def refuse_shared(optimizer: torch.optim.Optimizer) -> None:
-    """One optimizer cannot serve two attached models: each balancer would take the other's experts for dense.
-
-    Raises:
-        AttachError: it steps another attached model.
-    """
+    """Raise AttachError if an optimizer steps another attached model, whose experts it would take for dense."""
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
     if any(isinstance(getattr(hook, "__self__", None), Optimizers) for hook in hooks):
         raise AttachError(
@@ -40,11 +36,7 @@ def refuse_shared(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Optimizers:
-    """Those that step one attached model.
-
-    Args:
-        parameters: of the model, experts as they lie here, by name.
-    """
+    """Those that step one attached model, whose parameters are given by name, experts as they are here."""
 
     def __init__(self, balancer: Balancer, parameters: Mapping[str, Tensor]) -> None:
         self._balancer = balancer
@@ -161,8 +153,7 @@ class Optimizers:
         self._hooks[number] = [*mark_optimizer(optimizer, self._experts, self._homes_of), before, after]
 
     def add_container(self, container: torch.optim.Optimizer, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Hook what steps several optimizers in one step of its own. They are let alone, also where the container has
-        them step by themselves, as to make their state."""
+        """Hook what steps several optimizers in one step of its own; these are let alone."""
         for optimizer in optimizers:
             self._contained.append(optimizer)
             self._balancer._trained_by(optimizer, {})

@@ -45,7 +45,7 @@ def shard_stage(
         rows_LH = rows_of_rank(placement, groups.job.ep_rank)
         for layer, rows in zip(host.layers, rows_LH, strict=True):
             for name in layer.parameters:
-                layer.put(name, cut(layer, name, rows, device))
+                layer.put(name, cut_rows(layer, name, rows, device))
             mark_spread(layer.experts, Spread(len(rows), placement.digest(), groups.job.ep_ranks))
     except BaseException as error:
         said = as_all_say(error, groups)
@@ -62,7 +62,7 @@ def rows_of_rank(placement: Placement, rank: int) -> Tensor:
     return torch.from_numpy(placement.homes_LRH[:, rank].astype("int64"))
 
 
-def cut(layer: MoELayer, name: str, rows: Tensor, device: torch.device) -> nn.Parameter:
+def cut_rows(layer: MoELayer, name: str, rows: Tensor, device: torch.device) -> nn.Parameter:
     """These experts' rows of a full parameter."""
     full = layer.parameter(name)
     stack = layer.of_experts(name, full.detach())
@@ -79,11 +79,8 @@ def install(
     rows: Tensor | None,
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
-    """Put a parameter in the place of an expert parameter, in the module and in the optimizer that holds it.
-
-    Args:
-        rows: int64 ``[E/R]``, which rows of what was there are its own; None: all.
-    """
+    """Put a parameter in the place of an expert parameter, in module and optimizer; ``rows`` of what was there are its
+    own."""
     old = layer.parameter(name)
     local.__dict__.update(vars(old))  # what people write on parameters (no weight decay, groups)
 

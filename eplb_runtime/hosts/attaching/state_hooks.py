@@ -29,13 +29,7 @@ _WHOLE = 1e-6
 
 @dataclass(frozen=True)
 class Homes:
-    """Where the experts of a layer stand, as every rank of the EP group knows it.
-
-    Args:
-        order: the logical expert of each home, rank after rank.
-        rank: position of this one in the EP group.
-        moved: whether any of them has stood elsewhere since attach.
-    """
+    """Where the experts of a layer are, rank after rank, this rank's place, and whether any has moved."""
 
     order: Sequence[int]
     rank: int
@@ -57,14 +51,8 @@ class Homes:
         return [self.rank, *self.order]
 
     def why_not(self, mark: Sequence[float] | None, what: str, name: str) -> str:
-        """Why rows cannot be put where the experts stand now; empty: they can. Ranks that were given state of one
-        moment come to the same, also those whose own experts have stayed.
-
-        Args:
-            mark: that the state carries; None: it has lost its own, or was made of parameters by name.
-            what: the state, in words.
-            name: of the experts.
-        """
+        """Return why rows with this mark cannot be put where the experts are now, or "". Ranks that were given state of
+        one moment come to the same, also those whose own experts have stayed."""
         if mark is None and self.num_ranks == 1:  # whole, as of a model that nobody balances
             return (
                 "" if self.here == (theirs := list(range(len(self.order)))) else refusal(what, name, theirs, self.here)
@@ -119,18 +107,9 @@ def mark_state(
     made_with: list[int] | None = None,
     on_partial: Callable[[Homes], None] = lambda homes: None,
 ) -> None:
-    """Let the state of an experts module say which logical experts its rows are.
-
-    The mark is a tensor beside the weights, so that it goes wherever they go: into copies of the dict, files, averages.
-
-    Args:
-        name: of the module, for messages.
-        homes: where they stand now.
-        made_with: where the host has made this rank's experts alone, each as tensors of its own: which they were, and
-            are in a state dict from before. None: rows of tensors, and all experts before.
-        on_partial: called when somebody takes this rank's rows for a state dict, and not live parameters
-            (``keep_vars=True``).
-    """
+    """Let the state of an experts module say which logical experts its rows are, by a tensor beside the weights, which
+    goes wherever they go. ``made_with``: the experts of this rank where the host made them as tensors of their own.
+    ``on_partial`` is called when a state dict takes this rank's rows, and not live parameters."""
 
     def rows_of(module: nn.Module, state: Mapping[str, Any], prefix: str) -> set[int]:
         own = [state.get(prefix + key) for key, _ in module.named_parameters()]
@@ -170,15 +149,7 @@ def mark_state(
 def mark_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], homes_of: Callable[[str], Homes]
 ) -> list[RemovableHandle]:
-    """Let the state of an optimizer say which logical experts its rows are.
-
-    Args:
-        names: of the expert parameters, by the parameter's id.
-        homes_of: as for `mark_state`, of a parameter.
-
-    Returns:
-        How to end it.
-    """
+    """Let the state of an optimizer say which logical experts its rows are; returns how to end it."""
 
     def held() -> list[tuple[str, Tensor] | None]:
         """What the optimizer holds in order; None: no experts."""

@@ -10,12 +10,7 @@ from torch import Tensor, nn
 
 
 class Before:
-    """What attaching changes, put down beforehand. It keeps full experts alive until it is dropped.
-
-    Args:
-        models: with all of their modules.
-        optimizers: that hold their parameters.
-    """
+    """What attaching changes of models and optimizers. It keeps full experts alive until it is dropped."""
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         modules = [module for model in models for module in model.modules()]

@@ -29,13 +29,10 @@ from ..attaching.description import (
     mark_spread,
 )
 from ..settings import JobSettings, run_checks
-from .delayed import why_not_delayed
 from .graphs import check_not_captured
-from .layer import install, keeps_every_bit, mark_work, watch
+from .layer import QUANTIZE_AGAIN, install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of
-from .order import why_not_permuted
-from .quantized import why_not_followed
-from .settings import CHECKS, EXACT_IN_ONE_SUM, reorders, settings_of, stand_ins, without_replicas
+from .settings import CHECKS, EXACT_IN_ONE_SUM, settings_of, stand_ins, without_replicas
 from .weights import weights
 
 logger = logging.getLogger("eplb_runtime")
@@ -45,11 +42,7 @@ _OF_A_SLOT = (re.compile(r"(local_experts\.)(\d+)(\..*)"), re.compile(r"(.*\D)(\
 
 
 def describe(model: nn.Module) -> HostModel:
-    """The MoE layers of a Megatron model, or of one of its pipeline stages: as ``get_model`` gives it, or bare.
-
-    Raises:
-        AttachError: it cannot be balanced.
-    """
+    """Return the MoE layers of a Megatron model or stage, as ``get_model`` gives it, or bare."""
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseMoELayer)]
     for name, module in found:
         _check_layer(name, module)
@@ -63,9 +56,6 @@ def describe(model: nn.Module) -> HostModel:
         )
     return HostModel(
         layers,
-        lambda tokens: None,
-        lambda: model.register_forward_pre_hook(lambda *_: None),
-        lambda module: None,
         ranks=_ranks(model, found, wrapped),
         optimizer=partial(adapt, wrapped),
         dispatches=True,
@@ -92,8 +82,6 @@ def watched(model: nn.Module) -> WatchedModel:
             for name, module in model.named_modules()
             if isinstance(module, MegatronLayer)
         ),
-        lambda tokens: None,
-        lambda: model.register_forward_pre_hook(lambda *_: None),
         takes_replicas=False,
     )
 
@@ -138,8 +126,7 @@ def _ranks(model: nn.Module, found: Sequence[tuple[str, Any]], wrapped: bool) ->
 
 
 def _divides_experts(model: nn.Module) -> bool:
-    """Return whether optimizer state of experts is divided over ranks that hold the same; equal on all ranks of the
-    job."""
+    """Return whether optimizer state of experts is divided over the ranks that hold them."""
     ddp = getattr(model, "ddp_config", None)
     return (
         bool(getattr(ddp, "use_distributed_optimizer", False))
@@ -181,11 +168,47 @@ def _problems(model: nn.Module, optimizers: Sequence[Any]) -> list[str]:
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MegatronLayer)]
     found += [why for name, module in layers if (why := why_not_followed(name, module))][:1]
     found += [why for name, module in layers if (why := why_not_delayed(name, module))][:1]
-    found += [why for _, module in layers[:1] if reorders(module.config) and (why := why_not_permuted(module))]
     if not found and dist.get_rank() == 0:
         for name, tested in stand_ins(settings):
-            logger.warning("%s was tested with a stand-in (%s), and not on a GPU yet", name, tested)
+            logger.warning(
+                "%s was tested with a stand-in (%s), and not on a GPU yet: prove it by `eplb-runtime verify -- JOB`",
+                name,
+                tested,
+            )
     return found
+
+
+def why_not_delayed(name: str, module: Any) -> str:
+    """Return why gradients of a layer's experts would not come as they are expected, or "". TransformerEngine's grouped
+    layers add each expert's gradients, micro-batch by micro-batch, to ``main_grad`` when Megatron calls `backward_dw`,
+    before the layer's backward pass ends: nothing of that follows the placement."""
+    setting = "overlap_dispatch_backward_with_experts_wgrad"
+    if not getattr(module.config, setting, False):
+        return ""
+    if getattr(module.experts, "_with_fused_impl", False):
+        return f"{setting}=True with use_transformer_engine_op_fuser=True has not been run; set one of them to False"
+    for own in ("linear_fc1", "linear_fc2"):
+        linear: Any = getattr(module.experts, own, None)
+        if not hasattr(linear, "backward_dw"):
+            which = f"{name}.experts.{own} ({type(linear).__name__})"
+            return f"{which} has no backward_dw: when it computes gradients is not known; set {setting}=False"
+        if not all(hasattr(weight, "main_grad") for weight in linear.parameters() if weight.requires_grad):
+            return f"{setting}=True without Megatron's DistributedDataParallel around the model; set it to False"
+    return ""
+
+
+def why_not_followed(name: str, module: Any) -> str:
+    """Return why the experts of a layer would not have their weights quantized anew, or ""."""
+    if getattr(module.config, "fp8", None) is None:
+        return ""
+    for own, part in module.experts.named_modules():
+        weights = list(part.parameters(recurse=False))
+        which = f"{name}.experts.{own} ({type(part).__name__})"
+        if weights and not hasattr(part, QUANTIZE_AGAIN):
+            return f"{which} has no {QUANTIZE_AGAIN}: when it quantizes its weights anew is not known; leave fp8 out"
+        if any(hasattr(weight, "_quantizer") for weight in weights):
+            return f"{which} has weights that are FP8 themselves, which cannot be moved yet: set fp8_param_gather=False"
+    return ""
 
 
 def _refuses(layers: Sequence[MoELayer], wrapped: bool, config: BalancerConfig) -> str:
@@ -218,8 +241,7 @@ def _check_layer(name: str, module: nn.Module) -> None:
 
 
 def _notes(layers: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
-    """Lines that say what makes bits depend on where experts are: sums of a token's results in the order of slots, and
-    sums of gradients of ranks that hold the same experts, which the backend may add up by their place in a buffer."""
+    """Return lines that say which sums, of results or of gradients, depend on where experts are."""
     notes = []
     if inexact := [(name, module) for name, module in layers if not keeps_every_bit(module)]:
         name, module = inexact[0]

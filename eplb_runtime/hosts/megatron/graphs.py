@@ -32,11 +32,7 @@ def goes_on_after_graph(module: Any) -> bool:
 
 
 def check_not_captured(model: nn.Module, module: Any) -> None:
-    """Refuse graphs of a layer's preprocessing that were captured before its columns could change places.
-
-    Raises:
-        AttachError: there are some.
-    """
+    """Refuse graphs of a layer's preprocessing that were captured before its columns could change places."""
     if graphs_preprocessing(module.config) and any(getattr(part, "cuda_graphs", None) for part in model.modules()):
         raise AttachError(
             "CUDA graphs of moe_preprocess were captured before attach, and would send tokens where experts were then: "
@@ -45,10 +41,7 @@ def check_not_captured(model: nn.Module, module: Any) -> None:
 
 
 class GraphedColumns:
-    """The change of a layer's columns inside a graph, and what a replay leaves of it.
-
-    All graphs of a layer, one for each micro-batch in flight, write to the same memory, which is read at once.
-    """
+    """The change of a layer's columns inside its graphs, which all write to one memory that is read at once."""
 
     def __init__(self, columns: HostDispatchedLayer) -> None:
         self._columns = columns
@@ -65,14 +58,7 @@ class GraphedColumns:
         return chosen_TE.index_select(1, order), weights_TE.index_select(1, order)
 
     def begin(self, rows_ND: Tensor) -> None:
-        """After a replay: begin the layer's forward, with the load that the graph has counted.
-
-        Args:
-            rows_ND: what will travel.
-
-        Raises:
-            RuntimeError: the graph does not follow the placement.
-        """
+        """After a replay: begin the layer's forward with the load that the graph has counted."""
         if self._left_2E is None:
             raise RuntimeError("a CUDA graph of moe_preprocess was captured before attach: attach first, then capture")
         self._columns.begin_after_graph(rows_ND, *self._left_2E)

@@ -4,7 +4,7 @@ A distributed optimizer divides each bucket of a flat buffer evenly over the ran
 these begin and end; each rank steps what it has of an expert, whole or cut. HybridDeviceOptimizer steps an inner tensor
 in the place of each parameter, some in host memory, by their order and sizes; loading makes inner tensors anew, so none
 is remembered. TransformerEngine's FusedAdam keeps dtypes of its own, some with a scale; its accessors would round once
-more, so raw memory moves, and `check_layout` tries at attach how it is laid out.
+more, so raw memory moves.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ _MASTER = "master_param"
 """TransformerEngine's key of the master, or of the 16 bits of it that a weight in bfloat16 lacks."""
 _SCALED = (torch.float16,)
 """Dtypes whose numbers are to be multiplied by a scale. bfloat16 has one, too, which is always 1."""
-_TRIED = 64
-"""Numbers that are written and read back."""
 
 
 # -- divided over ranks ------------------------------------------------------------------------------------------------
@@ -54,11 +52,7 @@ def stepped_by_all(leaf: Any) -> Iterator[Tensor]:
 
 
 def ranges_of(leaf: Any, parameter: Tensor) -> Ranges:
-    """For each of `ranks_of`, the elements of a flat parameter that it steps; empty ones are ``(0, 0)``.
-
-    Raises:
-        AttachError: this rank's is not what the optimizer itself says.
-    """
+    """Return for each of `ranks_of` the elements of a flat parameter that it steps; empty ones are ``(0, 0)``."""
     buffer = next(buffer for buffer in leaf.buffers if parameter in buffer.param_index_map)
     begin, end, number = buffer.param_index_map[parameter]
     bucket, ranks = buffer.buckets[number], len(ranks_of(leaf))
@@ -85,12 +79,8 @@ def ranges_of(leaf: Any, parameter: Tensor) -> Ranges:
 
 @dataclass(frozen=True)
 class OffloadedState:
-    """What is kept for one parameter, in the same form wherever it is.
-
-    Args:
-        state: by key, sorted; `MAIN` is what the next step reads, left out where it has the parameter's own dtype.
-        copies: other memory with the numbers of `MAIN`, or of the parameter itself.
-    """
+    """What is kept for one parameter, wherever it is: ``state`` by sorted key, and ``copies``, other memory with the
+    numbers of `MAIN` or of the parameter itself."""
 
     state: Mapping[str, Tensor]
     copies: Mapping[str, tuple[Tensor, ...]]
@@ -108,12 +98,7 @@ def is_mixed(optimizer: Any) -> bool:
 def offloaded_state(
     optimizer: HybridDeviceOptimizer, given: Tensor, parameter: Tensor, first: int = 0
 ) -> OffloadedState:
-    """What is kept for a parameter of the model.
-
-    Args:
-        given: what the optimizer was given in its place: itself, a view of it, or its float32 master.
-        first: element of the flat parameter with which that begins.
-    """
+    """Return what is kept for a parameter of which the optimizer steps ``given``, from element ``first`` on."""
     own_place = parameter.data_ptr() + first * parameter.itemsize
     inner = optimizer.param_to_inner_param[given]
     state = {key: value for key, value in optimizer.state.get(given, {}).items() if key != _AGAIN}
@@ -145,11 +130,7 @@ def is_precision_aware(leaf: Any) -> bool:
 
 
 def raw_state(optimizer: Any, given: Tensor) -> dict[str, Tensor]:
-    """Live memory by key: `MAIN` for the master, and each scale after what it belongs to; empty before the first step.
-
-    Args:
-        given: what the optimizer steps in the place of a parameter.
-    """
+    """Return live memory by key, each scale after what it belongs to; empty before the first step."""
     found = {}
     for key, value in optimizer.state.get(given, {}).items():
         name = MAIN if key == _MASTER else key
@@ -157,47 +138,3 @@ def raw_state(optimizer: Any, given: Tensor) -> dict[str, Tensor]:
         if value.dtype in _SCALED:
             found[f"{name}_scale"] = optimizer._scales[given][key]
     return found
-
-
-def check_layout(optimizer: Any, given: Tensor) -> None:
-    """Write numbers by the optimizer's own accessor, carry their raw memory to another tensor, and read them there.
-
-    Args:
-        given: one that it steps.
-
-    Raises:
-        AttachError: they are not the same, or there is no such accessor.
-    """
-    here, there = (torch.zeros(_TRIED, dtype=given.dtype, device=given.device) for _ in range(2))
-    numbers = torch.linspace(-3, 5, _TRIED, dtype=torch.float32, device=given.device)
-    try:
-        for number, key in enumerate(("exp_avg", "exp_avg_sq", *([_MASTER] if optimizer.master_weights else []))):
-            _set(optimizer, here, key, numbers * (number + 1))
-            _set(optimizer, there, key, torch.ones_like(numbers))
-        source, target = raw_state(optimizer, here), raw_state(optimizer, there)
-        same = list(source) == list(target)
-        for key, value in source.items():
-            target[key].copy_(value)
-        for key in list(optimizer.state[here]):
-            read = optimizer.get_unscaled_state(there, key)
-            same &= torch.equal(read, optimizer.get_unscaled_state(here, key)) and bool(read.any())
-    except (AttributeError, KeyError, TypeError, AssertionError, RuntimeError) as error:
-        raise AttachError(_unknown(optimizer, f"{type(error).__name__}: {error}")) from None
-    finally:
-        for tensor in (here, there):
-            optimizer.state.pop(tensor, None)
-            getattr(optimizer, "_scales", {}).pop(tensor, None)
-    if not same:
-        raise AttachError(_unknown(optimizer, "what was read is not what was written"))
-
-
-def _set(optimizer: Any, tensor: Tensor, key: str, numbers: Tensor) -> None:
-    remainders = getattr(optimizer, "store_param_remainders", False) and tensor.dtype == torch.bfloat16
-    optimizer.set_scaled_state(tensor, key, numbers.to(torch.int16) if remainders and key == _MASTER else numbers)
-
-
-def _unknown(optimizer: Any, what: str) -> str:
-    return (
-        f"{type(optimizer).__name__} keeps its state in another way than TransformerEngine's FusedAdam is known to "
-        f"({what}): set use_precision_aware_optimizer=False"
-    )

@@ -10,16 +10,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...load.expert_clock import ExpertClock
 from ...moe.layer import HostDispatchedLayer
 from ..attaching.expert_spans import ExpertCall, call_begins, call_ends
 from .graphs import GraphedChoices, GraphedColumns, goes_on_after_graph, is_captured
 from .order import RowsInLogicalOrder
-from .quantized import WeightCaches
 from .saved_state import save_by_logical_expert
 from .settings import reorders, sums_in_order
+
+QUANTIZE_AGAIN = "is_first_microbatch"
+"""The mark of a layer whose quantized weights are to be made anew."""
 
 
 def keeps_every_bit(module: Any) -> bool:
@@ -28,11 +30,7 @@ def keeps_every_bit(module: Any) -> bool:
 
 
 def install(module: Any, columns: HostDispatchedLayer) -> None:
-    """Let a layer route by where experts stand, and save by which they are.
-
-    Args:
-        module: Megatron's `MoELayer`.
-    """
+    """Let a layer route by where experts are, and save by which they are."""
     in_order = RowsInLogicalOrder(module.token_dispatcher, columns) if reorders(module.config) else None
     own_route, own_preprocess, own_postprocess = module.route, module.preprocess, module.postprocess
     graphed, caches = GraphedColumns(columns), WeightCaches(module.experts, columns)
@@ -85,9 +83,25 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
     save_by_logical_expert(module, lambda: columns.logical_of_slots)
 
 
+class WeightCaches:
+    """FP8 weights that TransformerEngine's layers keep of experts in bf16 or fp32. They are made anew in the first
+    micro-batch of a step, which Megatron marks; a forward outside of its schedules is marked here after a commit."""
+
+    def __init__(self, experts: nn.Module, columns: HostDispatchedLayer) -> None:
+        self._experts, self._columns = experts, columns
+        self._followed = 0
+
+    def follow(self) -> None:
+        """Ahead of the experts of a forward: have weights quantized anew if the placement has changed."""
+        if self._followed != self._columns.changes:
+            self._followed = self._columns.changes
+            for part in self._experts.modules():
+                if hasattr(part, QUANTIZE_AGAIN):
+                    setattr(part, QUANTIZE_AGAIN, True)
+
+
 def mark_work(module: Any, clock: ExpertClock) -> Callable[[], None]:
-    """Let a clock measure a layer from the permutation before its dispatch to that after its combine; returns how to
-    end it. Nothing is measured where another micro-batch goes backward in between."""
+    """Let a clock measure a layer, unless another micro-batch goes backward in it; returns how to end it."""
     if module.config.overlap_moe_expert_parallel_comm:
         return lambda: None
     own_preprocess, own_postprocess = module.preprocess, module.postprocess

@@ -29,7 +29,6 @@ from ...moe.experts.optimizer_state import Ranges
 from ..attaching.description import AnyOptimizer, AttachError, MoELayer
 from .kept_state import (
     OffloadedState,
-    check_layout,
     is_divided,
     is_mixed,
     is_offloaded,
@@ -49,15 +48,7 @@ Square = Callable[[Callable[[Tensor], Tensor | None]], Tensor]
 
 
 def adapt(wrapped: bool, layers: Sequence[MoELayer], optimizer: Any) -> AnyOptimizer:
-    """What attaching can use of an optimizer.
-
-    Args:
-        wrapped: whether gradients go to Megatron's own buffers.
-        layers: of all pipeline stages of this rank; none where these have no MoE layer.
-
-    Raises:
-        AttachError: it cannot be used.
-    """
+    """Return what attaching can use of an optimizer, for the MoE layers of all stages of this rank."""
     experts = {
         f"{layer.name}.{name}": (layer.name, layer.parameter(name)) for layer in layers for name in layer.parameters
     }
@@ -92,15 +83,7 @@ def options_of(optimizer: Any) -> dict[str, Any]:
 
 
 class StepByMegatron:
-    """A `hosts.attaching.description.HostOptimizer`.
-
-    Args:
-        optimizer: as the training loop has it.
-        experts: the expert parameters of the model with their layer's name, by name.
-
-    Raises:
-        AttachError: it keeps state that cannot be reached in place.
-    """
+    """A `HostOptimizer`; AttachError where it keeps state that cannot be reached in place."""
 
     def __init__(self, optimizer: Any, experts: Mapping[str, tuple[str, torch.nn.Parameter]]) -> None:
         self._optimizer = optimizer
@@ -112,9 +95,11 @@ class StepByMegatron:
             mine = {name: parameter for name, parameter in self._experts.items() if id(parameter) in held}
             if mine:
                 _check_leaf(leaf, mine)
-            here = [parameter for parameter in mine.values() if _is_here(leaf, parameter)]
-            if here and is_precision_aware(leaf):
-                check_layout(leaf.optimizer, _given(leaf, here[0]))
+            if mine and is_precision_aware(leaf) and not hasattr(leaf.optimizer, "_scales"):
+                raise AttachError(
+                    f"{type(leaf.optimizer).__name__} has no _scales, so it keeps its state in another way than "
+                    "TransformerEngine's FusedAdam: set use_precision_aware_optimizer=False"
+                )
             self._leaf_of.update({id(parameter): leaf for parameter in mine.values()})
         if any(is_mixed(leaf.optimizer) for leaf in _leaves(optimizer)) and dist.get_rank() == 0:
             logger.warning(
@@ -254,11 +239,7 @@ class StepByMegatron:
         return list({id(leaf): leaf for leaf in self._leaf_of.values()}.values())
 
     def _check_norm(self) -> None:
-        """Check that `join` can take experts out of Megatron's own norm, which follows the order of slots.
-
-        Raises:
-            AttachError: one optimizer steps experts together with others, or there is no chain.
-        """
+        """Refuse an optimizer out of whose own norm, which follows the order of slots, `join` cannot take experts."""
         if _layer_wise(self._optimizer):
             return
         together = [leaf for leaf in self._leaves_of_experts() if not _is_for_experts(leaf)]

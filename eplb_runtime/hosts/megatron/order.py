@@ -10,22 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.moe_utils import permute, unpermute
 from torch import Tensor
 
 from ...moe.layer import HostDispatchedLayer
 
-_TRIED = 8
-"""Tokens, and experts, that are permuted at attach."""
-
 
 class RowsInLogicalOrder:
-    """The way of one layer's rows between the order of logical experts and that of slots.
-
-    Args:
-        dispatcher: Megatron's `MoEAlltoAllTokenDispatcher`; from now on it takes columns by logical expert.
-        columns: where experts are.
-    """
+    """One layer's rows: its dispatcher takes columns by logical expert, and rows travel in the order of slots."""
 
     def __init__(self, dispatcher: Any, columns: HostDispatchedLayer) -> None:
         self._columns = columns
@@ -57,10 +48,7 @@ class RowsInLogicalOrder:
 
 
 def _places(counts_E: Tensor, logical_of_slots: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Where each row in the order of slots is in logical order, and the other way round; int64 ``[N]`` each.
-
-    Nothing waits for the device.
-    """
+    """Return where each row in the order of slots is in logical order, and the other way round; no host sync."""
     counts_P = counts_E.index_select(0, logical_of_slots)
     first_E, first_P = counts_E.cumsum(0) - counts_E, counts_P.cumsum(0) - counts_P
     shift_P = first_E.index_select(0, logical_of_slots) - first_P
@@ -82,34 +70,3 @@ class _Moved(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (back_N,) = ctx.saved_tensors
         return gradient.index_select(0, back_N), None, None
-
-
-def why_not_permuted(module: Any) -> str:
-    """Empty, or why chunks of rows could not change places: the fused permutation is tried on a few.
-
-    Args:
-        module: Megatron's `MoELayer`, whose rows travel in another order than they are added in.
-    """
-    if not module.config.moe_permute_fusion:
-        return ""
-    weight = next(module.experts.parameters())
-    generator = torch.Generator().manual_seed(0)
-    rows, probs = (torch.rand(_TRIED, _TRIED, generator=generator) for _ in range(2))
-    chosen = (torch.rand(_TRIED, _TRIED, generator=generator) < 0.5).to(weight.device)
-    rows, probs = rows.to(weight.device, weight.dtype), (probs + 1).to(weight.device) * chosen
-    results = []
-    try:
-        for fused in (False, True):
-            moved, weights, places, *_ = permute(rows, chosen, probs, num_out_tokens=int(chosen.sum()), fused=fused)
-            total = unpermute(moved, places, restore_shape=rows.shape, routing_map=chosen, fused=fused)
-            results.append((moved, weights, total))
-    except (ValueError, TypeError, AssertionError, RuntimeError) as error:
-        return f"moe_permute_fusion=True: its permutation cannot be run ({error}); set moe_permute_fusion=False"
-    (moved, weights, total), (moved_fused, weights_fused, total_fused) = results
-    same = torch.equal(moved, moved_fused) and torch.equal(weights, weights_fused.reshape_as(weights))
-    if not same or not torch.allclose(total.float(), total_fused.float(), rtol=5e-2):
-        return (
-            "moe_permute_fusion=True: it permutes in another order than Megatron's own code, which is by expert; "
-            "set moe_permute_fusion=False"
-        )
-    return ""

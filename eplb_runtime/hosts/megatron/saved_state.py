@@ -29,12 +29,7 @@ Put = Callable[[Any, str, Callable[..., Any]], None]
 
 
 def save_by_logical_expert(module: Any, logical_of_slots: Callable[[], Tensor]) -> None:
-    """From now on, the sharded state of a layer's experts has their logical numbers.
-
-    Args:
-        module: Megatron's `MoELayer`.
-        logical_of_slots: int64 ``[E]``.
-    """
+    """Let the sharded state of a layer's experts have their logical numbers from now on."""
     own, mine = module.experts.sharded_state_dict, list(module.local_expert_indices)
 
     def sharded_state_dict(
@@ -75,12 +70,7 @@ def _placed(entry: Any, axis: int, logical: Mapping[int, int]) -> Any:
 
 
 def say_experts(leaf: Any, experts_here: Callable[[], dict[str, list[int]]], put: Put) -> None:
-    """Let the plain state of an optimizer say of which experts it is, and be refused where others stand.
-
-    Args:
-        leaf: one that is not distributed.
-        experts_here: the logical expert of each of this rank's slots, now, by layer.
-    """
+    """Let the plain state of an optimizer say of which experts it is, and be refused where others are."""
     own_state, own_sharded, own_load = leaf.state_dict, leaf.sharded_state_dict, leaf.load_state_dict
     made_with = experts_here()
 
@@ -107,13 +97,7 @@ def say_experts(leaf: Any, experts_here: Callable[[], dict[str, list[int]]], put
 
 
 def refuse_places(optimizer: Any, leaf: Any, has_moved: Callable[[], bool], put: Put) -> None:
-    """Let a distributed optimizer save and load no state by place once experts have moved.
-
-    Args:
-        optimizer: as the training loop has it.
-        leaf: the distributed one in it, or the same.
-        has_moved: whether experts stand elsewhere than where Megatron has put them.
-    """
+    """Let a distributed optimizer save and load no state by place once experts have moved."""
     own = leaf.sharded_state_dict
 
     def sharded_state_dict(

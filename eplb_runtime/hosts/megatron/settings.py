@@ -86,11 +86,7 @@ by its place in buffers, as Megatron-LM's flags have it by default; adapters, wi
 
 
 def settings_of(options: Mapping[str, Any]) -> JobSettings:
-    """Settings of options by Megatron's names, in any of the forms that Megatron takes.
-
-    Args:
-        options: also ``world_size``, the ranks of the job, where it is known.
-    """
+    """Return settings of options in any of the forms that Megatron takes; ``world_size`` too, if known."""
     options = {name: value for name, value in options.items() if value is not None}
     if options.get("cuda_graph_impl", "none") == "none":  # by the older names
         for name, implementation in (("external_cuda_graph", "transformer_engine"), ("enable_cuda_graph", "local")):
@@ -154,8 +150,7 @@ def _can_reorder(config: Any) -> bool:
 
 
 def reorders(config: Any) -> bool:
-    """Return whether rows are permuted and added in logical order, and travel in that of slots: ``config`` has
-    Megatron's names."""
+    """Return whether rows are permuted and added in logical order, and travel in that of slots."""
     return config.moe_router_topk > EXACT_BY_ITSELF and _can_reorder(config)
 
 

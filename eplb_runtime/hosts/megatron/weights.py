@@ -23,16 +23,7 @@ _LAYER = re.compile(r"(.*\blayers)\.(\d+)\.")
 
 
 def weights(layers: Sequence[MoELayer], model: nn.Module, first_layer: int) -> list[Weight]:
-    """Parameters and persistent buffers. Collective over data-parallel ranks where parameters are gathered late.
-
-    Args:
-        layers: its MoE layers, in order.
-        model: as it was attached.
-        first_layer: number of the first one over the whole model.
-
-    Raises:
-        CheckpointError: tensors are cut by tensor parallelism.
-    """
+    """Return parameters and persistent buffers; collective where parameters are gathered late."""
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
         raise CheckpointError(
             "tensor parallelism cuts Megatron's tensors, and how they are put together is known to converters alone: "
@@ -85,8 +76,7 @@ def _of_experts(name: str, layer: MoELayer, names: Sequence[str], number: int) -
     def convert(values: Sequence[Tensor]) -> Mapping[str, Tensor]:
         return {name: values[0]}
 
-    by_expert = tuple({name: (one, None)} for one in named)
-    return Weight((rows,), number, dict.fromkeys(named, spec), by_expert, convert)
+    return Weight((rows,), number, dict.fromkeys(named, spec), {name: name}, convert)
 
 
 def _global(model: Any, name: str) -> str:

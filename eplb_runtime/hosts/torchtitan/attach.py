@@ -4,7 +4,6 @@ built its optimizers."""
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial, wraps
@@ -13,10 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan
-from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
 from ...balancer.balancer import Balancer
@@ -27,7 +24,6 @@ from ..attaching.attach import attach_stages
 from ..attaching.checks import device_of
 from ..attaching.description import AttachError, HostModel, Spread, Stage, mark_spread
 from ..settings import JobSettings, run_checks
-from .dispatchers import why_elsewhere
 from .experts import balanced_experts, describe, routed_experts
 from .pipeline import accompany, build_pipeline, numbers_of
 from .settings import (
@@ -95,8 +91,7 @@ def _path(function: Callable[..., Any]) -> str:
 def _parallelize(
     own: Callable[..., nn.Module], model: nn.Module, *, parallel_dims: ParallelDims, **options: Any
 ) -> nn.Module:
-    """Raises AttachError where torchtitan would fail itself, long before `_attach`: its default `spmd_backend` does not
-    run with torch 2.13."""
+    """Refuse an `spmd_backend` with which torchtitan would fail itself, long before `_attach`."""
     backend = parallel_dims.spmd_backend
     for refusal in check_spmd_backend(parallel_dims):
         raise AttachError(str(refusal))
@@ -155,8 +150,6 @@ def _attach(
     except Exception as error:
         problem = error
     _all_can_attach(ranks, "attach", config, problem)
-    if settings.moe_comm_backend != STANDARD:
-        _all_can_attach(ranks, "a batch through the dispatchers", config, _try_dispatchers(model_parts, device))
     balancer = attach_stages(
         stages, optimizers.optimizers, config=config, ranks=ranks, device=device, container=optimizers
     )
@@ -178,16 +171,15 @@ def _say_of(settings: JobSettings) -> None:
         return
     for name, tested in stand_ins(settings):
         logger.warning(
-            "%s='%s' was tested with a stand-in (%s), and not on a GPU yet", name, settings.moe_comm_backend, tested
+            "%s='%s' was tested with a stand-in (%s), and not on a GPU yet: prove it by `eplb-runtime verify -- JOB`",
+            name,
+            settings.moe_comm_backend,
+            tested,
         )
 
 
 def _notes(settings: JobSettings, added_up: int) -> tuple[str, ...]:
-    """Lines that say what makes bits depend on where experts are.
-
-    Args:
-        added_up: ranks over which FSDP adds up gradients of experts.
-    """
+    """Return lines that say what makes bits depend on where experts are."""
     notes = []
     if added_up > 2:
         notes.append(
@@ -208,20 +200,6 @@ def _notes(settings: JobSettings, added_up: int) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _try_dispatchers(model_parts: Sequence[nn.Module], device: torch.device) -> Exception | None:
-    """Find what is otherwise than giving slots to torchtitan's own dispatchers needs it. Collective: a rank that has
-    found something goes on to the last layer, where the others are."""
-    problem: Exception | None = None
-    try:
-        for name, routed in (named for part in model_parts for named in routed_experts(part)):
-            width = next(routed.inner_experts.parameters()).shape[-1]
-            if (why := why_elsewhere(name, routed, RoutedExperts.forward, width, device)) and problem is None:
-                problem = AttachError(why)
-    except Exception as error:
-        return problem or error
-    return problem
-
-
 def _host(part: nn.Module, ep_ranks: tuple[int, ...], settings: JobSettings) -> HostModel:
     """A model, or a stage of it: which may have no routed experts. The experts are where torchtitan has put them."""
     backend = str(settings.moe_comm_backend)
@@ -231,9 +209,6 @@ def _host(part: nn.Module, ep_ranks: tuple[int, ...], settings: JobSettings) -> 
     # Batches are packed: every token is real.
     return HostModel(
         tuple(layers),
-        lambda tokens: None,
-        lambda: RemovableHandle(OrderedDict()),
-        lambda module: None,
         saves_itself="torchtitan's own checkpointer (config.checkpoint)",
         dispatches=backend != STANDARD,
     )

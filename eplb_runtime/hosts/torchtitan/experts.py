@@ -27,11 +27,7 @@ from .settings import STANDARD
 
 
 class BalancedRoutedExperts(RoutedExperts):
-    """Routed experts whose tokens go where the placement says, instead of to the rank ``expert // (E/R)``.
-
-    Attributes:
-        only_shapes: whether what comes is no batch, and shall only have the right shape afterwards.
-    """
+    """Routed experts whose tokens go where the placement says; ``only_shapes``: what comes is no batch."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
@@ -85,14 +81,7 @@ def routed_experts(model: nn.Module) -> Iterator[tuple[str, RoutedExperts]]:
 
 
 def describe(name: str, routed: RoutedExperts, backend: str) -> MoELayer:
-    """One layer of a model that torchtitan has made parallel.
-
-    Args:
-        backend: its ``moe_comm_backend``.
-
-    Raises:
-        AttachError: the override did not replace it, or its dispatcher is not what the backend makes.
-    """
+    """Return one layer of a model that torchtitan has made parallel with this ``moe_comm_backend``."""
     if not isinstance(routed, BalancedRoutedExperts):
         raise AttachError(
             f"{name} is a {type(routed).__name__} that eplb_runtime's override did not replace: "

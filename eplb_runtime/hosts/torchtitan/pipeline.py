@@ -38,11 +38,7 @@ def build_pipeline(own: Callable[..., Built], model: nn.Module, **options: Any) 
 
 
 def numbers_of(model_parts: Sequence[nn.Module]) -> tuple[int, ...]:
-    """The pipeline stage of each part of a model.
-
-    Raises:
-        AttachError: another function has made them, or torch's stages are others than those that are known.
-    """
+    """Return the pipeline stage of each part of a model."""
     number_of = {
         id(stage.submod): stage.stage_index
         for schedule in [_schedule_of(model_parts)]

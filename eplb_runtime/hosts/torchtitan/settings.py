@@ -45,19 +45,14 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def settings_of(options: Mapping[str, Any]) -> JobSettings:
-    """Settings of options by torchtitan's names.
-
-    Args:
-        options: also ``world_size``, the ranks of the job, where it is known.
-    """
+    """Return settings of options by torchtitan's names; ``world_size`` too, if known."""
     sizes = (options.get(name) or 1 for name in ("pipeline_parallel_degree", "expert_parallel_degree"))
     ranks = ranks_of_an_expert(options.get("world_size"), *sizes)
     return JobSettings({"expert_data_parallel_size": ranks, **options}, DEFAULTS)
 
 
 def backend_of(dispatchers: Iterable[Any]) -> str:
-    """``moe_comm_backend`` of a model whose layers have these configs of dispatchers; other names where one is not
-    known, or several are mixed."""
+    """Return ``moe_comm_backend`` of these configs of dispatchers; other names where it is not known."""
     names = {type(one).__qualname__.removesuffix(".Config").rpartition(".")[2] for one in dispatchers}
     found = {STANDARD if name in _STANDARD_DISPATCHERS else name for name in names}
     named = {name: backend for backend, name in OWN_BACKENDS.items()}
@@ -149,7 +144,7 @@ CHECKED_AT_ATTACH = (
     "the overrides, pipelining_fn and post_optimizer_build_fn that balance() sets are in the config",
     "each rank holds whole experts, equally many",
     "with replica slots: the ranks that hold the same experts divide dimension 1 of their tensors",
-    "deepep, hybridep, minimal_async_ep: a batch sent through the dispatcher comes to its slots and back",
+    "deepep, hybridep, minimal_async_ep: the dispatcher takes the arguments of torchtitan 0.3.0",
 )
 RANKS, EXPERTS = "expert_parallel_degree", "num_experts"
 """Settings of the ranks and experts of a layer."""

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from ...checkpoint.joint_access import JointAccess
 from ...checkpoint.state import LogicalView
-from ...moe.experts.gathering import rows_per_call
+from ...checkpoint.stream import TensorList, brought
+from ...checkpoint.weights import TensorSpec, as_named
 from ..attaching.description import AttachError, MoELayer, spread_of
 
 MERGE = (
@@ -33,13 +34,7 @@ MERGE = (
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """LoRA on one matrix of an experts module.
-
-    Args:
-        wrapper: PEFT's, around the experts module or around another wrapper.
-        path: of the wrapper within the outermost one, with a dot behind it; empty: it is that.
-        adapter: PEFT's name for it.
-    """
+    """LoRA on one matrix: PEFT's wrapper, its path within the outermost one, and the adapter's name."""
 
     wrapper: Any
     path: str
@@ -80,14 +75,7 @@ class LowRank:
 
 @dataclass(frozen=True, eq=False)
 class AdaptedExperts:
-    """An experts module with LoRA around it.
-
-    Args:
-        outer: the outermost wrapper.
-        experts: the module that is wrapped.
-        path: of that within ``outer``, with a dot behind it.
-        low_rank: for each matrix that is adapted.
-    """
+    """An experts module with LoRA around it: the outermost wrapper, the module, its path, and LoRA of each matrix."""
 
     outer: nn.Module
     experts: nn.Module
@@ -140,11 +128,7 @@ def factors(a: Tensor, b: Tensor, matrix: Tensor, transposed: bool) -> tuple[Ten
 
 
 def adapted_experts(model: nn.Module, is_experts: Callable[[nn.Module], bool]) -> Iterator[tuple[str, AdaptedExperts]]:
-    """``(name of the outermost wrapper, what it adapts)`` of every experts module that is wrapped.
-
-    Raises:
-        AttachError: something around an experts module cannot be split by expert.
-    """
+    """Yield name and adapters of every wrapped experts module; AttachError: they have no form by expert."""
     inside: set[int] = set()
     saver = peft_model(model)
     for name, module in model.named_modules():
@@ -239,11 +223,7 @@ def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module, is_cut: bo
 
 
 def follow(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]]) -> None:
-    """Let PEFT merge, save and load adapters of experts that are spread; refuse what would be wrong without a word.
-
-    Args:
-        model: attached; what PEFT knows by name is found in it when it is called.
-    """
+    """Let PEFT merge, save and load adapters of experts that are spread; refuse what would be wrong without a word."""
     for layer, adapted in layers:
         for one in adapted.low_rank:
             _merge_by_expert(one)
@@ -362,8 +342,7 @@ def _save_together(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExp
     }
 
     def save_pretrained(save_directory: str | Path, *arguments: Any, **options: Any) -> None:
-        """As the library's, adapters in PEFT's layout. Collective: every rank calls it, the first one writes, whatever
-        ``is_main_process`` is."""
+        """As the library's, adapters in PEFT's layout. Collective; the first rank writes."""
         if options.pop("state_dict", None) is not None:
             raise AttachError("save_pretrained of an attached model takes no state_dict: adapters are gathered here")
         options.pop("is_main_process", None)
@@ -371,13 +350,10 @@ def _save_together(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExp
         view.refuse_freed("save_pretrained of an attached model", merged_too=False)
         joint = JointAccess.of(view)
         state = _detached_state(saver.state_dict)
-        for name, back in of_peft.items():
-            stack = _on_first_rank(view, name, joint)
-            if stack is not None:
-                state[name.removeprefix(prefix)] = back(stack)
+        for name, stack in _brought(view, list(of_peft), joint.ranks[0]).items():
+            state[name.removeprefix(prefix)] = of_peft[name](stack)
         write = partial(own, save_directory, *arguments, is_main_process=True, state_dict=state, **options)
-        joint.trying(write, first_only=True)
-        joint.agree(f"{save_directory} was not written")
+        joint.on_first(f"{save_directory} was not written", write)
 
     def load_adapter(*arguments: Any, **options: Any) -> Any:
         """Load as the library does, into the parameters that are there."""
@@ -391,19 +367,21 @@ def _save_together(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExp
     object.__setattr__(saver, "load_adapter", load_adapter)
 
 
-def _on_first_rank(view: LogicalView, name: str, joint: JointAccess) -> Tensor | None:
-    """``[E, ...]`` in logical order on the first rank's CPU; others keep nothing, and get None. Collective."""
-    balancer, layer, rows = view.balancer, view.layer_of(name), view.parameters[name]
-    assert balancer is not None and layer is not None
-    homes_RH, step = balancer.placement.homes_LRH[layer], rows_per_call(rows)
-    stack = torch.empty((view.num_experts, *rows.shape[1:]), dtype=rows.dtype) if joint.is_first else None
-    for source, homes_H in enumerate(homes_RH):
-        for first in range(0, len(homes_H), step):
-            last = min(first + step, len(homes_H))
-            brought = balancer._bring_rows(rows, first, last, source, joint.ranks[0])
-            if stack is not None and brought is not None:
-                stack[torch.from_numpy(homes_H[first:last].astype("int64"))] = brought.cpu()
-    return stack
+def _brought(view: LogicalView, names: Sequence[str], rank: int) -> dict[str, Tensor]:
+    """``[E, ...]`` in logical order on the CPU of one rank; on the others nothing. Collective."""
+    assert view.balancer is not None
+    weights = []
+    for name in names:
+        rows = view.parameters[name]
+        spec = TensorSpec((view.num_experts, *rows.shape[1:]), rows.dtype)
+        weights.append(as_named(name, rows, view.layer_of(name), spec))
+    tensors = TensorList(view.balancer, {view.balancer._runtime.job.stages[0]: weights})
+    stacks: dict[str, Tensor] = {}
+    for item, row, value in brought(tensors, [rank] * len(names)):
+        if item.name not in stacks:
+            stacks[item.name] = torch.empty(item.spec.shape, dtype=item.spec.dtype)
+        stacks[item.name][row] = value[0]
+    return stacks
 
 
 def _detached_state(state_dict: Callable[..., dict[str, Any]]) -> dict[str, Any]:

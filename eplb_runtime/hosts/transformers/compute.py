@@ -25,15 +25,10 @@ logger = logging.getLogger("eplb_runtime")
 
 
 class RowCompute:
-    """A `moe.experts.compute.Compute`.
-
-    Args:
-        experts: the module, before its forward is replaced.
-        names: of its parameters, in the order in which weights are given.
-        low_rank: LoRA on some of them. Behind the module's own weights two are given for each, ``[S, r, in]`` and
-            ``[S, out, r]``. They are added as grouped products of their own, or to the matrix, as PEFT does, where the
-            module's own code computes, or the GPU's grouped products do not take rows of r numbers.
-    """
+    """A `moe.experts.compute.Compute` of a module whose forward is not replaced yet. With LoRA, two weights follow the
+    module's own for each matrix, ``[S, r, in]`` and ``[S, out, r]``: added as grouped products of their own, or to the
+    matrix, as PEFT does, where the module's own code computes or the GPU's grouped products do not take rows of r
+    numbers."""
 
     def __init__(self, experts: nn.Module, names: Sequence[str], low_rank: Sequence[LowRank] = ()) -> None:
         self._experts = experts
@@ -64,8 +59,7 @@ class RowCompute:
             return weigh_gradients(self._sorted_again(rows_MD, counts_S), weights_M)
 
     def _split(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, _Added]]:
-        """The module's own weights, and what is added to the products with them. What has to be added to a weight
-        itself, is."""
+        """Return the module's own weights, with what has to be added to them, and what is added to products."""
         own, pairs = list(parameters[: len(self._names)]), parameters[len(self._names) :]
         added = {
             one.matrix: _Added(pairs[2 * number], pairs[2 * number + 1], one.scaling)
@@ -160,10 +154,8 @@ def _norm_follows(experts: nn.Module) -> bool:
 def _grouped_mm(
     experts: Any, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None, added: Mapping[str, _Added]
 ) -> Tensor:
-    """The steps of the library's ``grouped_mm`` for rows in order: no sorting, no gathering, no multiplying.
-
-    With ``weights_M`` gradients come unweighted; see `_LastLinear`. ``added``: to products with the matrices named.
-    """
+    """Return the library's ``grouped_mm`` for rows in order: no sorting, no gathering, no multiplying. With
+    ``weights_M`` gradients come unweighted (`_LastLinear`); ``added`` goes to the products with the matrices named."""
     slot_M = counts_S.slot_of_rows(rows_MD.shape[0]) if experts.has_bias else None
 
     def linear(rows_MI: Tensor, name: str, weights_M: Tensor | None = None) -> Tensor:

@@ -38,11 +38,7 @@ if TYPE_CHECKING:
 
 
 def describe(model: nn.Module) -> HostModel:
-    """The MoE layers of ``model`` in model order, and the padding of its batches.
-
-    Raises:
-        AttachError: an experts module holds tensors whose expert dimension cannot be told.
-    """
+    """Return the MoE layers of ``model`` in model order, and the padding of its batches."""
     adapted = dict(adapted_experts(model, follows_experts_interface))
     inside = {id(one.experts) for one in adapted.values()}
     layers = tuple(
@@ -218,7 +214,7 @@ class _Folders:
 
 
 def _weights(model: nn.Module, first_layer: int) -> Sequence[Weight]:
-    from .streamed import weights
+    from .naming import weights
 
     return weights(model, first_layer)
 

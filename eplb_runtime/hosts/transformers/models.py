@@ -57,12 +57,7 @@ class ModelError(ValueError):
 
 
 def small_config(family: str, experts: int) -> Any:
-    """Configuration of a causal language model of two MoE layers, two experts a token.
-
-    Args:
-        family: one of FAMILIES.
-        experts: a layer; a multiple of 4.
-    """
+    """Return the configuration of a small causal language model of two MoE layers, two experts a token."""
     from transformers import AutoConfig
 
     own = {**_OF_FAMILY[family], _EXPERTS_OF[family]: experts, "num_experts_per_tok": 2}
@@ -70,11 +65,7 @@ def small_config(family: str, experts: int) -> Any:
 
 
 def read_config(path: str | Path) -> Any:
-    """A model's configuration from its folder or its ``config.json``; nothing is fetched, no code of it is run.
-
-    Raises:
-        ModelError: it isn't there, or it is none that the library knows.
-    """
+    """Return a model's configuration from its folder or ``config.json``; nothing is fetched, no code of it is run."""
     from transformers import AutoConfig
 
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
@@ -87,11 +78,7 @@ def read_config(path: str | Path) -> Any:
 
 
 def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
-    """A causal language model of this configuration on the meta device: shapes and no memory.
-
-    Raises:
-        ModelError: the library has no causal language model for it.
-    """
+    """Return a causal language model of this configuration on the meta device: shapes and no memory."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -110,11 +97,7 @@ def choices_per_token(config: Any) -> int:
 
 
 def make_model(config: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """A causal language model of this configuration, random weights, routers that prefer some experts.
-
-    Raises:
-        ModelError: the library has no causal language model for it.
-    """
+    """Return a causal language model of this configuration with random weights and routers that prefer some experts."""
     from transformers import AutoModelForCausalLM
 
     try:

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ...checkpoint.state import CheckpointError, Entry, LogicalView, part_here
+from ...checkpoint.state import CheckpointError, Entry, LogicalView
 from ...moe.experts.slices import columns, is_sliced, local
 
 
@@ -65,7 +65,7 @@ def read(view: LogicalView, folder: Path) -> None:
             rows = [(None, None)] if layer is None else list(enumerate(view.experts_here(layer)))
             for row, expert in rows:
                 for made, value in _convert(target, name, _sources(view, target, expert), view.model).items():
-                    _put(live[made].tensor, row, value)
+                    _put(view, live[made], row, value)
     view.weights_changed()
 
 
@@ -74,12 +74,13 @@ def _wanted(entry: Entry, expert: int | None) -> torch.Size:
     return size if expert is None else torch.Size([1, *size[1:]])
 
 
-def _put(tensor: Tensor, row: int | None, value: Tensor) -> None:
+def _put(view: LogicalView, entry: Entry, row: int | None, value: Tensor) -> None:
     """Write a whole tensor, or one expert's row ``[1, ...]`` of it, or this rank's slice of either."""
-    if row is None:
-        local(tensor).copy_(part_here(value, tensor))
-    else:
-        local(tensor)[row].copy_(value[0, columns(tensor)] if is_sliced(tensor) else value[0])
+    if row is not None:
+        local(entry.tensor)[row].copy_(value[0, columns(entry.tensor)] if is_sliced(entry.tensor) else value[0])
+        return
+    for offsets, block in view.blocks_of(entry):
+        block.copy_(value[tuple(slice(at, at + size) for at, size in zip(offsets, block.shape, strict=True))])
 
 
 def _files(folder: Path) -> list[Path]:

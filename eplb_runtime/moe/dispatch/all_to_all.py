@@ -98,11 +98,7 @@ class AllToAll(Dispatcher):
     def _sums_to_tokens(
         self, rows_MD: Tensor, metadata: AllToAllMetadata, weights: Tensor | None
     ) -> Callable[[], Tensor]:
-        """Send rows by slot to their tokens; waiting returns each token's sum ``[T, D]``.
-
-        Args:
-            weights: ``Dispatched.combine_weights``; None: a plain sum.
-        """
+        """Send rows by slot to their tokens; waiting returns each token's sum ``[T, D]``."""
         rows = self._choices_to_tokens(rows_MD, metadata)
         return lambda: self._moves.sum_choices(rows(), metadata.place_TK, self._memory, weights)
 
@@ -196,14 +192,8 @@ class AllToAll(Dispatcher):
             self._forward_tag.check(tags.cpu().numpy())
 
     def _exchange_counts(self, counts_2RW: Tensor) -> tuple[NDArray[np.int64], Tensor]:
-        """The one host sync of a dispatch without known counts: torch.distributed takes sizes as host integers.
-
-        Args:
-            counts_2RW: as of `permute.Leaving`, with the tag (`ForwardTag`) last.
-
-        Returns:
-            int64 ``[2, R, W]``: sent to each rank, and received from it; and the latter on the device.
-        """
+        """Return int64 ``[2, R, W]``, sent to each rank and received from it, and the latter on the device. The one
+        host sync of a dispatch without known counts: torch.distributed takes sizes as host integers."""
         with self._channels.launching():
             dist.all_to_all_single(counts_2RW[1], counts_2RW[0], group=self._channels.current().counts)
         both: NDArray[np.int64] = counts_2RW.cpu().numpy()
@@ -213,14 +203,8 @@ class AllToAll(Dispatcher):
 
 
 class OneRank(AllToAll):
-    """`AllToAll` for a group of one: rows are only permuted by slot. The same rows and sums, bit for bit.
-
-    Each choice is a row, so M = T * K. No host sync in a forward, a recompute or a backward pass, and no size that
-    depends on a value: a CUDA graph can capture them.
-
-    Raises:
-        ValueError: there are more ranks.
-    """
+    """`AllToAll` for a group of one: rows are only permuted by slot. The same rows and sums, bit for bit. Each choice
+    is a row; no host sync and no size that depends on a value: a CUDA graph can capture them."""
 
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)

@@ -30,15 +30,8 @@ from .permute import PLAIN, Moves
 
 @dataclass(frozen=True, eq=False)
 class DispatchContext:
-    """What dispatchers of an EP group are made from.
-
-    Args:
-        channels: of the EP group; nobody else has tokens in flight in these groups.
-        slots_per_rank: S.
-        forward_tag: checks that ranks are in the same forward; None: no check.
-        moves: how rows are permuted and summed.
-        expert_clock: measures backward passes of layers in some steps.
-    """
+    """What dispatchers of an EP group are made from: channels of its own, S, the tag that checks forwards (None: no
+    check), how rows are permuted and summed, and the clock of backward passes."""
 
     channels: MicroBatchChannels
     slots_per_rank: int
@@ -102,29 +95,14 @@ class Dispatcher(ABC):
         self._memory = RowMemory()
 
     def check(self, hidden_TD: Tensor, weights_TK: Tensor) -> None:  # noqa: B027
-        """Refuse hidden states that cannot be sent, by shapes and dtypes alone, before ranks exchange anything.
-
-        Raises:
-            ConfigError: a setting is not for such hidden states.
-        """
+        """Refuse hidden states that cannot be sent, by shapes and dtypes alone, before ranks exchange anything."""
 
     @abstractmethod
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> DispatchMetadata:
-        """Work out which row goes where.
-
-        Args:
-            slots_TK: int64 ``[T, K]``, physical slots; T may differ between ranks and may be 0.
-            counts: rows between this rank and each slot, if known: a dispatcher may then skip its exchange of counts.
-        """
+        """Return which row goes where; with known ``counts`` a dispatcher may skip its exchange of them."""
 
     def dispatch(self, hidden_TD: Tensor, weights_TK: Tensor, metadata: DispatchMetadata) -> Dispatched:
-        """Send each (token, choice) to its slot. Differentiable.
-
-        Args:
-            hidden_TD: ``[T, D]``.
-            weights_TK: ``[T, K]``, router weights.
-            metadata: of `plan`, or of an earlier dispatch with the same choices on every rank.
-        """
+        """Send each (token, choice) to its slot; also with metadata of the same choices. Differentiable."""
         learns, by_rank = torch.is_grad_enabled(), self.combine_order == "by_rank"
         travelling = weights_TK if learns or by_rank else None
         rows_MD, weights_M, counts_S, metadata = _Dispatch.apply(hidden_TD, travelling, metadata, self)
@@ -132,24 +110,13 @@ class Dispatcher(ABC):
         return Dispatched(rows_MD, counts_S, weights_M if learns else None, combine_weights, hidden_TD.dtype, metadata)
 
     def combine(self, out_MD: Tensor, dispatched: Dispatched) -> Tensor:
-        """Bring the experts' results back and sum each token's, times their router weights. Differentiable.
-
-        Args:
-            out_MD: ``[M, D]``, in the order of ``rows_MD``; of any floating dtype.
-
-        Returns:
-            ``[T, D]`` in the dtype of the hidden states. The gradient for ``out_MD`` is unweighted.
-        """
+        """Return ``[T, D]`` in the dtype of the hidden states: each token's results times their router weights, summed.
+        Differentiable; the gradient for ``out_MD`` is unweighted."""
         combined_TD: Tensor = _Combine.apply(out_MD, dispatched, self)
         return combined_TD
 
     def close(self, deadline: float) -> None:  # noqa: B027
-        """Free what it holds of devices and networks, if it can; not between a forward and its backward. The next
-        dispatch allocates it again.
-
-        Args:
-            deadline: a time of `time.monotonic`, for the other ranks to come.
-        """
+        """Free what it holds of devices and networks, if it can; the next dispatch allocates it again."""
 
     # -- the transfers behind the autograd functions -------------------------------------------------------------------
 
@@ -157,11 +124,7 @@ class Dispatcher(ABC):
     def dispatch_rows(
         self, hidden_TD: Tensor, weights_TK: Tensor | None, metadata: Any
     ) -> tuple[Tensor, Tensor | None, SlotCounts, DispatchMetadata]:
-        """Send hidden states and router weights (None: only the former).
-
-        Returns:
-            Rows ``[M, D]`` and weights ``[M]`` by slot, rows of each slot, and the metadata for the same way again.
-        """
+        """Return rows ``[M, D]``, weights ``[M]`` and counts by slot, and metadata for the same way again."""
 
     @abstractmethod
     def combine_rows(self, out_MD: Tensor, weights: Tensor, metadata: Any) -> Tensor:
@@ -171,16 +134,7 @@ class Dispatcher(ABC):
     def combine_gradients(
         self, grad_MD: Tensor, grad_M: Tensor | None, metadata: Any, hidden_needed: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Backward of `dispatch_rows`.
-
-        Args:
-            grad_MD: of rows.
-            grad_M: of weights; None: they need no gradient.
-            hidden_needed: whether hidden states need one; otherwise the first result may be None.
-
-        Returns:
-            ``[T, D]``, summed over a token's choices, and ``[T, K]``.
-        """
+        """Return ``[T, D]``, summed over a token's choices, and ``[T, K]``; None where not needed."""
 
     @abstractmethod
     def dispatch_gradients(self, grad_TD: Tensor, metadata: Any) -> Tensor:

@@ -150,8 +150,7 @@ class TwoStreams:
                 here.wait_stream(stream)
 
     def in_order_with_this_one(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return a context in which any stream uses what the stream that is current now writes: it begins after what
-        that has to do then, and that goes on after it."""
+        """Return a context that goes after what this stream has to do now, and that it goes after."""
         writer = self._current()
 
         @contextlib.contextmanager
@@ -250,8 +249,7 @@ class MicroBatchChannels:
         return self._second if in_backward() or threading.get_ident() == self._second_thread else self.first
 
     def launching(self) -> AbstractContextManager[None]:
-        """Inside, an exchange is launched: where two things run at once, when it is this one's turn on every rank. Not
-        within another."""
+        """Inside, an exchange is launched, when it is this one's turn on every rank. Not within another."""
         order = self._order
         return contextlib.nullcontext() if order is None else order.launching(self._number())
 
@@ -336,8 +334,7 @@ class MicroBatchChannels:
             self.busy = self._forwards_only = False
 
     def alone(self, work: Callable[[], T], swapped: bool = False) -> T:
-        """Run one thing on the stream that it would have as the first of `both`, so that its backward pass can be one
-        of two things at once."""
+        """Run one thing on its stream, so that its backward pass can be one of two things at once."""
         if self.streams is None:
             return work()
         stream = self.streams.begin()[swapped]

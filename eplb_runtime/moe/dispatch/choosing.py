@@ -36,13 +36,7 @@ LOW_LATENCY = (
 
 @dataclass(frozen=True)
 class DispatchChoice:
-    """The dispatcher of one EP group, equal on all its ranks.
-
-    Args:
-        name: ``"all_to_all"``, ``"hierarchical"`` or ``"deepep"``.
-        why: in a line.
-        problem: what was asked for cannot be had; empty: it can.
-    """
+    """The dispatcher of one EP group, equal on all its ranks, why, and what of a wish cannot be had."""
 
     name: str
     why: str
@@ -72,12 +66,7 @@ def unfit_settings(config: BalancerConfig, num_ranks: int) -> str:
 
 
 def choose(asked: str, lacking: Sequence[str]) -> DispatchChoice:
-    """One choice for all ranks.
-
-    Args:
-        asked: ``DispatchConfig.name``.
-        lacking: of each rank, what `lacks` said.
-    """
+    """Return one choice for all ranks, by ``DispatchConfig.name`` and what each rank lacks."""
     why = next((f"rank {rank}: {said}" for rank, said in enumerate(lacking) if said), "")
     if asked in OVER_TORCH:
         return DispatchChoice(asked, "it was asked for")
@@ -93,11 +82,7 @@ def choose(asked: str, lacking: Sequence[str]) -> DispatchChoice:
 def choose_together(
     config: BalancerConfig, group: dist.ProcessGroup, topology: Topology, device: torch.device, seconds: float
 ) -> DispatchChoice:
-    """`choose` for this EP group, in so many seconds. Collective over it, if there is something to choose.
-
-    Raises:
-        TransportError: a rank did not come in time.
-    """
+    """Return `choose` for this EP group. Collective over it, if there is something to choose."""
     if config.dispatch.name in OVER_TORCH:
         return choose(config.dispatch.name, [])
     mine = unfit_settings(config, topology.num_ranks) or lacks(device, topology.num_ranks, topology.ranks_per_node)
@@ -126,11 +111,7 @@ def make_dispatcher(
 
 
 def micro_batch_overlap_problem(config: BalancerConfig, device: torch.device, is_sharded: bool) -> str:
-    """Why two batches at once would be wrong on streams of their own, in a line; empty: they go, as on any CPU.
-
-    Args:
-        is_sharded: `fully_shard` divides parameters of the model.
-    """
+    """Return why two batches at once would be wrong on streams of their own, or ""."""
     if device.type == "cpu":
         return ""
     if config.overlap:

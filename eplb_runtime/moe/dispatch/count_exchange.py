@@ -16,15 +16,7 @@ from .channels import MicroBatchChannels
 
 
 class CountExchange:
-    """Every rank's counts of a batch: the input of the split of tokens over replicas.
-
-    Independent of the dispatcher, which may find out sizes otherwise. One collective per call, and one host
-    sync for counts on the host.
-
-    Args:
-        channels: of the EP group.
-        forward_tag: checks that ranks are in the same forward; None: no check.
-    """
+    """Every rank's counts of a batch: one collective per call, and one host sync for counts on the host."""
 
     def __init__(self, channels: MicroBatchChannels, forward_tag: ForwardTag | None = None) -> None:
         self._channels = channels

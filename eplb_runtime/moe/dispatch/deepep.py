@@ -31,13 +31,8 @@ from .metadata import DispatchMetadata
 
 @dataclass(frozen=True, eq=False)
 class SendLayout(DispatchMetadata):
-    """A batch before its first dispatch, in which DeepEP works out the rest.
-
-    Args:
-        slots_TK: int64, physical slots.
-        sent: where its rows go; None: by the low-latency kernels.
-        counts: what arrives here; None: DeepEP tells the host.
-    """
+    """A batch before its first dispatch: slots, where its rows go (None: low-latency kernels), and what arrives (None:
+    DeepEP tells the host)."""
 
     slots_TK: Tensor
     sent: SendTokens | None
@@ -66,11 +61,7 @@ class RecvLayout(DispatchMetadata):
 
     @classmethod
     def of(cls, received: RecvTokens, top_k: int) -> RecvLayout:
-        """Rows by slot, those of a slot as they arrived: by source rank and position there.
-
-        Args:
-            top_k: K of this rank's tokens.
-        """
+        """Return rows by slot, those of a slot as they arrived: by source rank and position there."""
         slots_N = received.slots_UK.reshape(-1)
         here_N = slots_N >= 0
         order_N = torch.argsort(torch.where(here_N, slots_N, 1 << 30), stable=True)
@@ -204,11 +195,7 @@ class DeepEPDispatcher(Dispatcher):
     # -- for both ------------------------------------------------------------------------------------------------------
 
     def _recv_counts(self, sent: SendTokens, top_k: int, known: RowCounts | None) -> RecvCounts | None:
-        """What arrives here; None where DeepEP tells the host. All ranks are in the same forward afterwards.
-
-        Args:
-            known: rows of each choice, if they were exchanged before.
-        """
+        """Return what arrives here, or None where DeepEP tells the host; compares forwards."""
         nothing, slots = sent.slots_NK.new_empty(0), self._slots_per_rank
         if self._buffer.tells_the_host:
             if self._forward_tag is not None and known is None:

@@ -49,12 +49,7 @@ class SendTokens:
 
 @dataclass(frozen=True)
 class RecvCounts:
-    """How much arrives here, on the host.
-
-    Args:
-        rows: that come.
-        choices_S: for each local slot.
-    """
+    """How many rows, and how many choices for each local slot, arrive here; on the host."""
 
     rows: int
     choices_S: list[int]
@@ -118,23 +113,14 @@ class DeepEPBuffer:
         return self._num_ranks > deepep_package.RANKS_OF_A_NODE
 
     def layout(self, slots_NK: Tensor) -> SendTokens:
-        """Count the rows to each rank and slot on the device. No other rank is waited for.
-
-        Args:
-            slots_NK: int64, physical slots.
-        """
+        """Count the rows to each rank and slot on the device. No other rank is waited for."""
         slots_NK = slots_NK.contiguous()
         to_ranks, to_nodes, to_experts, in_rank, _ = self._buffer().get_dispatch_layout(slots_NK, self._num_experts)
         return SendTokens(slots_NK, to_ranks, to_nodes, to_experts, in_rank)
 
     def dispatch(self, rows_NC: Any, sent: SendTokens, counts: RecvCounts | None) -> RecvTokens:
-        """Send each row once to every rank where it has a slot.
-
-        Args:
-            rows_NC: bfloat16; any bytes, they are copied. Or float8 with scales.
-            sent: of `layout`.
-            counts: what arrives here; the host does not wait then. None where DeepEP `tells_the_host`: one host sync.
-        """
+        """Send each row once to every rank where it has a slot. With ``counts``, what arrives here, the host does not
+        wait; None where DeepEP `tells_the_host`."""
         assert (counts is None) == self.tells_the_host
         buffer, slots_NK = self._buffer(), sent.slots_NK
         first, *more = split_columns(rows_NC, MOST_ROW_BYTES)
@@ -189,11 +175,7 @@ class DeepEPBuffer:
 
 
 def split_columns(rows_NC: Any, most_bytes: int) -> list[Any]:
-    """Rows in pieces of as many columns as one call takes; float8 rows stay in one.
-
-    Args:
-        most_bytes: of a row.
-    """
+    """Return rows in pieces of as many columns as one call of ``most_bytes`` takes; float8 rows stay in one."""
     if not isinstance(rows_NC, Tensor):
         return [rows_NC]
     most = most_bytes // rows_NC.element_size()

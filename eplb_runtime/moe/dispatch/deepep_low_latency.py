@@ -30,13 +30,8 @@ _LOW = (1 << 32) - 1
 
 @dataclass(frozen=True, eq=False)
 class LowLatencyLayout(DispatchMetadata):
-    """Where the rows of one batch went.
-
-    Args:
-        handle: DeepEP's.
-        slots_TK: int64, physical slots.
-        index_M: int64, for each row by slot its place in DeepEP's ``[S, R * most tokens]``.
-    """
+    """Where the rows of one batch went: DeepEP's handle, slots, and for each row by slot its place in ``[S, R * most
+    tokens]``."""
 
     handle: Any
     slots_TK: Tensor
@@ -113,12 +108,8 @@ class LowLatency:
         return result
 
     def _through(self, kernels: Any, arguments: tuple[Any, ...], **settings: Any) -> Any:
-        """What a call gives. Where another batch computes meanwhile, rows are received when that has been computed:
-        until then they travel without a multiprocessor that waits for them.
-
-        They are received before the other batch sends any: what sends clears the memory that the next call's rows come
-        to, which is that of the last ones. ``arguments`` are read until then.
-        """
+        """Return what a call gives. Where another batch computes meanwhile, rows are received when that has been
+        computed, and before the other batch sends any: what sends clears the memory of the last ones."""
         with self._channels.shared("low latency"):
             if not self._channels.is_ordered:
                 return kernels(*arguments, **settings)
@@ -145,11 +136,7 @@ class LowLatency:
         return found_M.index_select(0, chosen_M)
 
     def check(self, hidden_TD: Tensor, top_k: int) -> None:
-        """Refuse what there are no kernels for, by shapes and dtypes alone.
-
-        Raises:
-            ConfigError: these hidden states cannot go so.
-        """
+        """Refuse what there are no kernels for, by shapes and dtypes alone."""
         width = hidden_TD.shape[1]
         if hidden_TD.dtype != row_bytes.WIRE_DTYPE or width not in WIDTHS or top_k > MOST_TOP_K:
             raise ConfigError(

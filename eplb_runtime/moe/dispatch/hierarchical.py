@@ -96,16 +96,8 @@ class Hierarchical(AllToAll):
         counts_RS: NDArray[np.int64],
         begin_R: NDArray[np.int64],
     ) -> Callable[[], Tensor]:
-        """Send with each choice the row that its token has on the choice's rank, where a token goes only once.
-
-        Args:
-            row_of_token_TR: int64, the number of a token among this rank's rows to each rank.
-            counts_RS: choices that each rank sends to the slots here.
-            begin_R: where the rows of each rank begin here.
-
-        Returns:
-            A function that waits for them and returns int64 ``[M]``, for each row by slot its token's received row.
-        """
+        """Send with each choice the row that its token has on the choice's rank, where a token goes only once; waiting
+        returns int64 ``[M]``, for each row by slot its token's received row."""
         source_row_TK = row_of_token_TR.gather(1, slots_TK // self._slots_per_rank)
         source_row = self._to_experts(source_row_TK.view(-1, 1), choices)
         begin_SR = np.tile(begin_R, self._slots_per_rank)
@@ -117,11 +109,7 @@ class Hierarchical(AllToAll):
     def _across(
         self, visits_TNG: Tensor, visits_TN: Tensor, tokens_2N: NDArray[np.int64]
     ) -> tuple[AllToAllSplits, Callable[[], Tensor]]:
-        """Tokens to nodes; and what goes ahead of them: int64 ``[F, G]``, 1 for a rank here that the token visits.
-
-        Args:
-            tokens_2N: to each node, and from the rank of this place on each.
-        """
+        """Send tokens to nodes, and ahead of them int64 ``[F, G]``, 1 for a rank here that the token visits."""
         device, node = visits_TN.device, self._node
         sent_2N = torch.from_numpy(np.stack([begins(tokens_2N[0], node), tokens_2N[0]])).to(device, non_blocking=True)
         rows = int(tokens_2N[0].sum())

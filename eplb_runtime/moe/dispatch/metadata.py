@@ -59,22 +59,14 @@ class AllToAllSplits:
         return cls(index_U, num_local_rows, sent, received)
 
     def reversed(self, index_U: Tensor | None) -> AllToAllSplits:
-        """The same exchange in the other direction.
-
-        Args:
-            index_U: int64, permutation from arrival order to the current order; None: identity.
-        """
+        """Return the exchange in the other direction; ``index_U``: from arrival order to the current one."""
         return AllToAllSplits(index_U, self.num_local_rows, self.received, self.sent)
 
 
 @dataclass(frozen=True, eq=False)
 class RowRouting:
-    """The way of rows to their slots.
-
-    Args:
-        splits: the exchange; its source rows are tokens or choices.
-        received_row_M: int64, for each row by slot its place among those received.
-    """
+    """The way of rows to their slots: the exchange of tokens or choices, and for each row by slot its place among those
+    received."""
 
     splits: AllToAllSplits
     received_row_M: Tensor

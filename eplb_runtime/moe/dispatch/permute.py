@@ -65,14 +65,7 @@ class Arriving(NamedTuple):
 def leaving(
     slots_TK: Tensor, rank: int, num_ranks: int, slots_per_rank: int, *, dedup: bool, tag: int | None = None
 ) -> Leaving:
-    """Which row goes where. No host sync.
-
-    Args:
-        slots_TK: integer; each from 0 to P - 1.
-        rank: this one.
-        dedup: send a token once to each rank where it has choices, not once for each choice.
-        tag: sent to each rank beside the counts.
-    """
+    """Return which row goes where, without a host sync. ``dedup``: a token goes once to each rank."""
     slots_N, device = slots_TK.reshape(-1), slots_TK.device
     choice_N = order_by_slot(slots_N, rank * slots_per_rank, slots_per_rank, num_ranks * slots_per_rank)
     place_TK = inverse(choice_N).view(slots_TK.shape)
@@ -101,14 +94,8 @@ def arriving(
     source_row_M1: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Arriving:
-    """Where rows arrive, and where they are wanted.
-
-    Args:
-        counts_RW: int64, the counts that each rank has sent here (`Leaving`).
-        first: this rank.
-        source_row_M1: `Leaving.source_row_N1` of all ranks, in arrival order; None: each choice has a row of its own.
-        counts: ``counts_RW`` on ``device``, if it is there already.
-    """
+    """Return where rows arrive, and where they are wanted, by the counts that each rank has sent here (``counts``: the
+    same on the device) and `Leaving.source_row_N1` of all ranks, in arrival order."""
     counts_RS = counts_RW[:, :slots_per_rank]
     order_R = own_first(len(counts_RS), first)
     arriving_RS = counts_RS[order_R]
@@ -157,12 +144,8 @@ def count(slots_N: Tensor, num_slots: int) -> Tensor:
 
 
 def order_by_slot(slots_N: Tensor, first_slot: int, slots_per_rank: int, num_slots: int) -> Tensor:
-    """int64 ``[N]``: choices by slot, choices of one slot in their own order; the slots of this rank come first, so
-    that what stays here lies in one piece and what leaves in another, by rank.
-
-    Args:
-        first_slot: of this rank, which has ``slots_per_rank``.
-    """
+    """Return int64 ``[N]``: choices by slot, choices of one slot in their own order; the slots of this rank come first,
+    so that what stays here lies in one piece and what leaves in another, by rank."""
     place_P = _places_of_slots(first_slot, slots_per_rank, num_slots, slots_N.device)
     return torch.argsort(place_P.index_select(0, slots_N), stable=True)
 
@@ -186,15 +169,7 @@ def visits(slots_TK: Tensor, slots_per_rank: int, num_ranks: int) -> Tensor:
 
 
 def dedup_tokens(visits_TR: Tensor, begin_R: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Tokens by the ranks that they visit, in their own order for each.
-
-    Args:
-        begin_R: int64, where those of each rank begin.
-        rows: how many they are, U.
-
-    Returns:
-        int64 ``[U]``, the tokens; int64 ``[T, R]``, which one of a rank's rows a token is, where it visits that rank.
-    """
+    """Return int64 ``[U]``, tokens by the ranks that they visit, and ``[T, R]``, their place there."""
     within_TR = visits_TR.cumsum(dim=0) - 1
     # One place more than rows: what is not sent goes there.
     place_TR = torch.where(visits_TR > 0, within_TR + begin_R, rows)
@@ -215,17 +190,8 @@ def part(source: Tensor, index_U: Tensor, staying: Tensor, leaving: Tensor) -> N
 
 
 def sum_choices(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights_TK: Tensor | None = None) -> Tensor:
-    """Each token's choices, weighted, summed in the router's order.
-
-    Args:
-        rows_ND: ``[N, D]``.
-        place_TK: int64 ``[T, K]``: where each choice lies in ``rows_ND``.
-        weights_TK: ``[T, K]``; None: ones.
-
-    Returns:
-        ``[T, D]`` in the wider of both dtypes; products are rounded to it (in float32 on a CPU they need not be), and
-        summed in float32 at least.
-    """
+    """Return ``[T, D]``: each token's choices, weighted, summed in the router's order, in the wider of both dtypes;
+    products are rounded to it (in float32 on a CPU they need not be), and summed in float32 at least."""
     dtype = rows_ND.dtype if weights_TK is None else torch.promote_types(rows_ND.dtype, weights_TK.dtype)
     if rows_ND.device.type == "cpu" and rows_ND.dtype == dtype == torch.float32 and place_TK.numel():
         return _sum_in_one_pass(rows_ND, place_TK, weights_TK)
@@ -254,17 +220,8 @@ def sum_one_by_one(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights
 def sum_here(
     rows_MD: Tensor, place_UK: Tensor, weights_M: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Each token's choices of which the rows are here, weighted, summed in the router's order.
-
-    Args:
-        rows_MD: ``[M, D]``.
-        place_UK: int64 ``[U, K]``: where each choice lies in ``rows_MD``; -1: elsewhere.
-        weights_M: ``[M]``, of the rows; None: ones.
-        dtype: of the result.
-
-    Returns:
-        ``[U, D]``; products are rounded to the wider dtype of both, and summed in float32. Zeros where nothing is here.
-    """
+    """Return ``[U, D]``: each token's choices of which the rows are here (place -1: elsewhere), weighted, summed in the
+    router's order; products are rounded to the wider dtype of both, and summed in float32."""
     total_UD = rows_MD.new_zeros(place_UK.shape[0], rows_MD.shape[1], dtype=torch.float32)
     if not rows_MD.shape[0]:
         return total_UD.to(dtype)
@@ -278,29 +235,13 @@ def sum_here(
 
 
 def bags(bag_U: Tensor, num_bags: int) -> tuple[Tensor, Tensor]:
-    """Elements by the bag that each is in, those of a bag in their own order.
-
-    Args:
-        bag_U: int64, from 0 to ``num_bags``.
-
-    Returns:
-        int64 ``[U]``, the elements; int64 ``[num_bags]``, where each bag begins.
-    """
+    """Return elements by the bag that each is in, in their own order, and where each bag begins."""
     size_B = count(bag_U, num_bags)
     return torch.argsort(bag_U, stable=True), size_B.cumsum(0) - size_B
 
 
 def sum_bags(rows_UD: Tensor, element_U: Tensor, begin_B: Tensor, weights_U: Tensor | None = None) -> Tensor:
-    """Rows of each bag, weighted, summed one after another in float32 at least: deterministic.
-
-    Args:
-        rows_UD: ``[U, D]``.
-        element_U, begin_B: of `bags`.
-        weights_U: ``[U]``, of the rows; None: ones.
-
-    Returns:
-        ``[B, D]`` in the dtype of the rows; zeros for an empty bag.
-    """
+    """Return ``[B, D]``: rows of each bag, weighted, summed one after another in float32 at least: deterministic."""
     dtype = rows_UD.dtype if weights_U is None else torch.promote_types(rows_UD.dtype, weights_U.dtype)
     dtype = torch.promote_types(dtype, torch.float32)
     weights = None if weights_U is None else weights_U.index_select(0, element_U).to(dtype)

@@ -33,14 +33,8 @@ class _Forward:
 
 
 class RecomputeCache:
-    """The forwards of one layer in the running step.
-
-    Args:
-        beside: whether something else runs at once, on every rank alike: which of a forward and a backward pass is
-            first then may differ from rank to rank.
-        changes: how often the layer's placement has changed.
-        before_backward: called when a backward pass comes to the layer; raises where none may run now.
-    """
+    """The forwards of one layer in the running step. ``is_overlapping``: whether something else runs at once, on every
+    rank alike; ``changes``: how often the layer's placement has changed."""
 
     def __init__(
         self,
@@ -58,24 +52,15 @@ class RecomputeCache:
         self._differed: AsyncMismatchFlag | None = None
 
     def begin(self, step: int) -> None:
-        """A forward that repeats none, in a step that follows ``step`` closed ones. What an earlier step left behind is
-        not waited for.
-
-        Raises:
-            RecomputeError: a recompute has differed.
-        """
+        """Begin a forward that repeats none, in the step after ``step``; earlier steps are forgotten."""
         self._raise_if_it_differed()
         with self._lock:
             if step != self._step:
                 self._step, self._count, self._only = step, 0, None
 
     def track_backward(self, combined_TD: Tensor, topk_ids_TK: Tensor, metadata: Any, training: bool) -> Tensor:
-        """The layer's output as it is. From here on until its backward runs, this forward is in flight.
-
-        Args:
-            training: a forward without gradients could be repeated too, by reentrant checkpointing, and its backward
-                would not be seen: in flight until the step ends. In evaluation it is taken for what it looks like.
-        """
+        """Return the layer's output; until its backward runs, this forward is in flight. In training also without
+        gradients: reentrant checkpointing could repeat it, and its backward would not be seen."""
         if not combined_TD.requires_grad and not training:
             return combined_TD
         with self._lock:
@@ -98,13 +83,9 @@ class RecomputeCache:
         return left
 
     def repeated(self, topk_ids_TK: Tensor) -> Any:
-        """The metadata of the forward that is being repeated; None if it cannot be told: then on every rank.
-
-        Raises:
-            RuntimeError: as ``before_backward``.
-            RecomputeError: this rank's choices are not that forward's. (On a device a later forward raises it, once the
-                host has been told: nothing waits for the device.)
-        """
+        """Return the metadata of the forward that is being repeated, or None, on every rank, if it cannot be told;
+        RecomputeError if this rank's choices are not that forward's (on a device a later forward raises it: no host
+        sync)."""
         self.before_backward()
         only = self._only
         if only is None or self._is_overlapping():
@@ -133,12 +114,7 @@ class RecomputeCache:
 
 
 class AsyncMismatchFlag:
-    """Whether anything compared so far has differed: found out on the device, and told to the host without a sync. It
-    is never taken back, so that whoever looks before the device has got there finds it when he looks again.
-
-    Attributes:
-        on_host: bool, what the host has been told.
-    """
+    """Whether anything compared so far has differed, told to the host without a sync; never taken back."""
 
     def __init__(self, device: torch.device) -> None:
         with torch.inference_mode(False):  # kept: made inside it, nobody outside could write to it

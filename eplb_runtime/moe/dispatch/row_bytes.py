@@ -16,16 +16,7 @@ WIRE_DTYPE = torch.bfloat16
 
 
 def pack(hidden_TD: Tensor, weights_TW: Tensor | None, times: int = 1) -> Tensor:
-    """Rows that carry a hidden state and, behind it, weights.
-
-    Args:
-        hidden_TD: ``[T, D]``, of two bytes an element or more.
-        weights_TW: ``[T, times * W]``; None: none travel.
-        times: rows that each token makes, one after another, each with its share of the weights.
-
-    Returns:
-        bfloat16 ``[T * times, C]``, a multiple of 32 bytes wide; what fills it up is not initialised.
-    """
+    """Return bfloat16 ``[T * times, C]``: rows with a hidden state and a share of the token's weights."""
     tokens = hidden_TD.shape[0]
     hidden = _columns(hidden_TD)
     weights = None if weights_TW is None else _columns(weights_TW)
@@ -38,13 +29,7 @@ def pack(hidden_TD: Tensor, weights_TW: Tensor | None, times: int = 1) -> Tensor
 
 
 def unpack(rows_NC: Tensor, index_M: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """``[M, D]``, the hidden states of some rows of `pack`.
-
-    Args:
-        index_M: int64, which rows.
-        width: D.
-        dtype: of the hidden states.
-    """
+    """Return ``[M, D]``, the hidden states of some rows of `pack`."""
     # Its own memory and no view: whoever computes may write there.
     hidden = torch.empty(index_M.shape[0], width, dtype=dtype, device=rows_NC.device)
     own = rows_NC[:, : width * dtype.itemsize // WIRE_DTYPE.itemsize]
@@ -60,15 +45,8 @@ def unpack_weights(rows_NC: Tensor, behind: torch.dtype, width: int, weights: in
 
 
 def pack_sums(rows_ND: Tensor, exact_NW: Tensor | None) -> Tensor:
-    """Rows to be added up on the way: bfloat16 as it is, all else by bytes.
-
-    Args:
-        rows_ND: ``[N, D]``; of another dtype than bfloat16 it must be the only summand.
-        exact_NW: ``[N, W]``, where each value is zero in all summands but one.
-
-    Returns:
-        bfloat16 ``[N, C]``, a multiple of 32 bytes wide.
-    """
+    """Return bfloat16 ``[N, C]``, a multiple of 32 bytes wide: rows to be added up on the way, bfloat16 as it is, all
+    else by bytes (then it must be the only summand). Each value of ``exact_NW`` is zero in all summands but one."""
     parts = [rows_ND if rows_ND.dtype == WIRE_DTYPE else _bytes(rows_ND)]
     if exact_NW is not None:
         parts.append(_bytes(exact_NW))

@@ -19,13 +19,8 @@ from .compute import Compute, SlotCounts
 
 @dataclass(frozen=True)
 class Aligned:
-    """A `Compute` around one that wants aligned rows.
-
-    Args:
-        compute: given rows of which every slot has a multiple; where only the device knows how many come, the last
-            slot has what is left of the memory, too.
-        multiple: of rows.
-    """
+    """A `Compute` around one that wants each slot's rows filled up to a multiple; where only the device knows how many
+    come, the last slot has what is left of the memory, too."""
 
     compute: Compute
     multiple: int
@@ -72,18 +67,7 @@ class _Regroup(torch.autograd.Function):
 
 
 def regroup(source_ND: Tensor, from_S: Tensor, to_S: Tensor, offsets_S: Tensor, places: int) -> Tensor:
-    """Rows of slots that end in some places, to slots that end in others.
-
-    Args:
-        source_ND: ``[N, D]``.
-        from_S: int32, where each slot ends in it.
-        to_S: int32, where each slot ends in the result.
-        offsets_S: int32, where each slot's rows end with nothing between; each slot has room for its rows in both.
-        places: of the result.
-
-    Returns:
-        ``[places, D]``; zeros where no row is.
-    """
+    """Return ``[places, D]``: rows of slots that end at ``from_S``, moved to slots that end at ``to_S``."""
     place_P = torch.arange(places, dtype=torch.int32, device=source_ND.device)
     slot_P = torch.searchsorted(to_S, place_P, right=True).clamp_(max=to_S.shape[0] - 1)
     zero = to_S.new_zeros(1)

@@ -77,13 +77,7 @@ class WeighingCompute(Protocol):
 
 
 class LocalExperts:
-    """The slots of one layer on this rank.
-
-    Args:
-        compute: runs rows through slots with the host's own code.
-        parameters: the weights that stand in the module now, ``[E/R, ...]`` each, asked for once a forward.
-        divisor: of the gradients that this layer gives the weights.
-    """
+    """The slots of one layer here: the host's code, the live weights, and what their gradients are divided by."""
 
     def __init__(self, compute: Compute, parameters: Callable[[], Sequence[Tensor]], divisor: float = 1.0) -> None:
         self._compute = compute
@@ -91,16 +85,8 @@ class LocalExperts:
         self._divisor = divisor
 
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None) -> Tensor:
-        """Run the rows that arrived here, on every rank, also with none.
-
-        Args:
-            rows_MD: ``[M, D]``, ordered by local slot.
-            counts_S: how many rows each local slot has.
-            weights_M: router weights of the rows, if gradients will come unweighted; they get theirs here then.
-
-        Returns:
-            ``[M, D]``, unweighted.
-        """
+        """Return ``[M, D]``, unweighted results of the rows that arrived here, ordered by slot; on every rank, also
+        with none. ``weights_M``: router weights, if gradients will come unweighted."""
         parameters = with_divided_gradients(self._parameters(), self._divisor)
         return run_rows(self._compute, rows_MD, counts_S, parameters, weights_M)
 

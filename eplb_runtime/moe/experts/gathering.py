@@ -1,4 +1,4 @@
-"""Bring experts of several ranks together, a few rows at a time: on every rank in logical order, or on one rank.
+"""Bring experts of several ranks together, a few rows at a time: on every rank, in logical order.
 
 Nothing here holds more than what it returns and one block of rows: a layer's experts may fill a device.
 """
@@ -28,13 +28,8 @@ def rows_per_call(rows: Tensor) -> int:
 def in_logical_order(
     rows: Tensor, homes_RH: NDArray[np.integer], groups: ProcessGroups, device: torch.device | str | None = None
 ) -> Tensor:
-    """``[E, ...]`` on every rank, from the home rows ``[E/R, ...]`` of each. Collective over all EP groups.
-
-    Args:
-        homes_RH: the logical expert of each home row of each EP rank; with divided rows, of each of the job's
-            ``row_ranks``.
-        device: where the result is to be; None: where ``rows`` are.
-    """
+    """Return ``[E, ...]`` on every rank from the home rows of each (``homes_RH``: their logical experts). Collective
+    over all EP groups."""
     device = local(rows).device if device is None else torch.device(device)
     whole = torch.empty((homes_RH.size, *rows.shape[1:]), dtype=rows.dtype, device=device)
     step, here = rows_per_call(rows), local(rows).shape[0]
@@ -53,12 +48,8 @@ def in_logical_order(
 def rearranged(
     rows: Tensor, here_E: NDArray[np.integer], wanted_E: NDArray[np.integer], groups: ProcessGroups
 ) -> Tensor:
-    """This rank's part of all rows in another order: new memory, one exchange. Collective over the job's ``row_ranks``.
-
-    Args:
-        rows: ``[E/R, ...]`` (of divided rows ``E/(R D)``), what is here, plain.
-        here_E, wanted_E: the logical expert of each row, over all ranks one after the other, now and as returned.
-    """
+    """Return this rank's part of all rows in another order: new memory, one exchange. ``here_E``, ``wanted_E``: the
+    logical expert of each row over all ranks. Collective over the job's ``row_ranks``."""
     job, count = groups.job, rows.shape[0]
     mine = slice(job.row_rank * count, (job.row_rank + 1) * count)
     going = np.argsort(wanted_E)[here_E[mine]]  # the row that each of ours becomes
@@ -75,36 +66,6 @@ def rearranged(
     return torch.empty_like(arrived).index_copy_(0, order, arrived)
 
 
-def on_one_rank(
-    rows: Tensor, first: int, last: int, source: int, destination: int, groups: ProcessGroups
-) -> Tensor | None:
-    """Home rows ``first:last`` of the EP rank ``source`` on rank ``destination`` of the job; None on all others.
-
-    They come from the destination's own EP group; sliced ones are put together from all. Collective over all EP groups.
-    """
-    shape = (last - first, *rows.shape[1:])
-    mine: Tensor | None = None
-    if groups.job.ep_rank == source:
-        mine = local(rows)[first:last].detach()
-        if is_sliced(rows):
-            mine = whole_rows(rows, first, mine.new_empty(shape), groups)
-    if destination not in groups.job.ep_ranks:
-        return None
-    to = groups.job.ep_ranks.index(destination)
-    if to == source:
-        return mine
-    nbytes = torch.Size(shape).numel() * rows.element_size()
-    device = local(rows).device
-    sent = as_bytes(mine.contiguous()) if mine is not None else torch.empty(0, dtype=torch.uint8, device=device)
-    arrives = nbytes if groups.job.ep_rank == to else 0
-    received = torch.empty(arrives, dtype=torch.uint8, device=device)
-    sizes = [0] * len(groups.job.ep_ranks)
-    to_each, from_each = list(sizes), list(sizes)
-    to_each[to], from_each[source] = sent.numel(), arrives
-    dist.all_to_all_single(received, sent, from_each, to_each, group=groups.dispatch)
-    return received.view(rows.dtype).view(shape) if groups.job.ep_rank == to else None
-
-
 def whole_rows(rows: Tensor, first: int, out: Tensor, groups: ProcessGroups) -> Tensor:
     """Fill ``out`` with rows of this rank from ``first`` on; slices come from the EDP ranks (collective over them)."""
     here = local(rows)[first : first + out.shape[0]].detach()
@@ -118,3 +79,9 @@ def whole_rows(rows: Tensor, first: int, out: Tensor, groups: ProcessGroups) -> 
         dist.broadcast(as_bytes(slice_), rank, group=groups.expert_data)
         out[:, position * width : (position + 1) * width] = slice_
     return out
+
+
+def whole_row(rows: Tensor, row: int, groups: ProcessGroups) -> Tensor:
+    """One expert of this rank, ``[1, ...]``: live memory, of slices a new tensor (collective over the EDP ranks)."""
+    here = local(rows).detach()[row : row + 1]
+    return whole_rows(rows, row, here.new_empty((1, *rows.shape[1:])), groups) if is_sliced(rows) else here

@@ -38,9 +38,8 @@ class StateOwner(Protocol):
         (`PARAMETER`)."""
 
     def ranges_of(self, parameter: Tensor) -> Ranges:
-        """The elements of a flat parameter whose state each rank keeps that holds it; empty: each keeps all of it.
-        Where it is not empty, ``state_of`` has flat tensors of this rank's range, which may have none, or single
-        numbers without a dimension."""
+        """Return the elements of a flat parameter whose state each rank keeps that holds it; empty: each keeps all of
+        it. Else ``state_of`` has flat tensors of this rank's range, or single numbers."""
 
 
 PARAMETER = ""
@@ -58,11 +57,7 @@ def state_of(optimizer: torch.optim.Optimizer | StateOwner, parameter: Tensor) -
 def state_of_each(
     optimizer: torch.optim.Optimizer | StateOwner, parameters: Sequence[Tensor]
 ) -> list[tuple[str, tuple[Tensor, ...]]]:
-    """The state of experts that are parameters of their own, one tensor for each of them, sorted by key.
-
-    Raises:
-        OptimizerStateError: they do not all have the same, or a part of it is no tensor and could not be moved.
-    """
+    """Return the state of experts that are parameters of their own, one tensor for each, sorted by key."""
     of_each = [state_of(optimizer, parameter) for parameter in parameters]
     for state in of_each:
         if list(state) != list(of_each[0]):
@@ -90,12 +85,8 @@ def ranges_of_each(optimizer: torch.optim.Optimizer | StateOwner, parameters: Se
 def divided_state_of_each(
     optimizer: torch.optim.Optimizer | StateOwner, parameters: Sequence[Tensor]
 ) -> list[tuple[str, tuple[Tensor, ...]]]:
-    """This rank's ranges of the state of experts that are parameters of their own, one flat tensor for each of them, or
-    a number without a dimension, sorted by key. Where it has nothing of an expert, an empty tensor.
-
-    Raises:
-        OptimizerStateError: as `state_of_each`.
-    """
+    """Return this rank's ranges of the state of experts that are parameters of their own: a flat tensor for each, a
+    number, or an empty tensor, sorted by key."""
     held = [position for position, parameter in enumerate(parameters) if state_of(optimizer, parameter)]
     found = []
     for key, of_held in state_of_each(optimizer, [parameters[position] for position in held]) if held else ():
@@ -120,14 +111,8 @@ def copies_of_each(
 def expert_state(
     optimizer: torch.optim.Optimizer | StateOwner, parameter: Tensor, registered: Collection[int] = ()
 ) -> list[tuple[str, Tensor]]:
-    """The state tensors of ``parameter`` whose rows are its experts, sorted by key.
-
-    Args:
-        registered: addresses of memory that moves by itself, wherever it is kept.
-
-    Raises:
-        OptimizerStateError: a tensor has neither the parameter's leading dimension nor a single element.
-    """
+    """Return the state tensors of ``parameter`` whose rows are its experts, sorted by key. ``registered``: addresses of
+    memory that moves by itself."""
     state = state_of(optimizer, parameter)
     found = []
     for key in sorted(state, key=str):
@@ -138,14 +123,8 @@ def expert_state(
 
 
 def is_per_expert(key: str, value: Any, parameter: Tensor, registered: Collection[int] = ()) -> bool:
-    """Whether the rows of a state tensor are the experts of ``parameter`` (else it is one number for all).
-
-    Args:
-        registered: as for `expert_state`.
-
-    Raises:
-        OptimizerStateError: it is neither.
-    """
+    """Return whether the rows of a state tensor are the experts of ``parameter``, or it is one number for all;
+    OptimizerStateError: neither."""
     if not isinstance(value, Tensor):
         if _holds_tensors(value, registered):
             raise OptimizerStateError(
@@ -178,14 +157,8 @@ def replace_parameter(
     new: torch.nn.Parameter,
     take_rows: Callable[[Tensor], Tensor],
 ) -> None:
-    """Put ``new`` in the place of ``old``: same group, same options, its state cut to the rows that ``new`` holds.
-
-    Args:
-        take_rows: full tensor ``[E, ...]`` -> a new tensor of this rank's rows ``[E/R, ...]``.
-
-    Raises:
-        OptimizerStateError: the optimizer does not hold ``old``, or its state cannot be split.
-    """
+    """Put ``new`` in the place of ``old``: same group, same options, its state cut by ``take_rows`` to the rows that
+    ``new`` holds."""
     place = next(
         ((group, i) for group in optimizer.param_groups for i, p in enumerate(group["params"]) if p is old), None
     )

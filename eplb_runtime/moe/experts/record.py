@@ -37,11 +37,7 @@ class RowField:
 
     @torch.no_grad()
     def write(self, local_slot: int, values: Tensor) -> None:
-        """Copy a row's values into the live row of a slot, and into all other memory that holds it.
-
-        Args:
-            values: of the row's dtype and shape, on any device.
-        """
+        """Copy a row's values into the live row of a slot, and into all other memory that holds it."""
         self.source.row(local_slot).copy_(values)
         self.write_copies(local_slot, values)
 
@@ -89,11 +85,7 @@ class RecordFormat:
         return _digest(words)
 
     def state_digest(self) -> bytes:
-        """Equal on two ranks that keep ranges of state when these can be exchanged; empty: this rank keeps none.
-
-        Raises:
-            OptimizerStateError: not the same is kept for all tensors of an expert.
-        """
+        """Return bytes that are equal on ranks whose ranges of state can be exchanged; empty: this rank keeps none."""
         kept: dict[str, list[str]] = {}
         for one in (field.source for field in self.fields if field.source.part != "row"):
             name, _, key = one.name.rpartition("/")
@@ -126,15 +118,9 @@ class End:
 
 @torch.no_grad()
 def piece(record_format: RecordFormat, source: End, destination: End, *, here: End) -> RecordFormat:
-    """What of a divided record goes from one rank to another: a record of one row (0), of live memory.
-
-    Weights go from the rank that steps them, which has them before any other, to all ranks that hold the expert; state
-    goes from the rank that keeps it to the one that will. What has no ranges (a frozen matrix, a registered buffer) is
-    whole on each of them, and goes to the one at the same place among those that hold the other row.
-
-    Args:
-        here: one of the two ends, the one on this rank.
-    """
+    """Return what of a divided record goes from one rank to another, one of them ``here``: a record of one row of live
+    memory. Weights go from the rank that steps them to all that hold the expert; state goes from the rank that keeps it
+    to the one that will. What has no ranges is whole on each of them, and goes to the one at the same place."""
     tensors = []
     for one in (field.source for field in record_format.fields):
         if not one.ranges:

@@ -129,14 +129,8 @@ def _names_of_state(tensors: Sequence[ExpertTensor]) -> frozenset[str]:
 
 
 class ExpertTensors:
-    """The registry of one model on one rank.
-
-    Args:
-        num_layers: L, MoE layers of the whole model.
-        homes_per_rank: E/R, the rows of every registered tensor that are on this rank (of divided rows ``E/(R D)``).
-        optimizers: where the state of the registered parameters lives; none for inference, others may follow.
-        move_gradients: whether gradients that exist move too.
-    """
+    """The registry of one model on one rank. ``homes_per_rank``: E/R (of divided rows ``E/(R D)``); ``optimizers``:
+    where the state of registered parameters lives; ``move_gradients``: whether gradients that exist move too."""
 
     def __init__(
         self,
@@ -170,11 +164,8 @@ class ExpertTensors:
         return any(isinstance(entry.tensor, tuple) for entries in self._layers for entry in entries)
 
     def add(self, layer: int, name: str, tensor: Tensor | tuple[Tensor, ...], kind: Kind = "parameter") -> None:
-        """Register a tensor ``[E/R, ...]`` of a layer, or one tensor for each of its E/R home slots.
-
-        Raises:
-            RegistryError: wrong number of rows, unequal ones, or the name is taken.
-        """
+        """Register a tensor ``[E/R, ...]`` of a layer, or one for each of its home slots; RegistryError: wrong rows, or
+        the name is taken."""
         if isinstance(tensor, tuple):
             if len(tensor) != self._homes_per_rank or len({(row.shape, row.dtype) for row in tensor}) > 1:
                 raise RegistryError(
@@ -236,11 +227,7 @@ class ExpertTensors:
         return bool(self._left_behind)
 
     def refuse_left_behind(self, parameter: Tensor | None = None) -> None:
-        """This gradient is about to be added to; None: all are about to be used.
-
-        Raises:
-            RuntimeError: it is one that experts have left behind, and was not zeroed.
-        """
+        """Raise RuntimeError if experts have left this gradient (None: any) behind and it was not zeroed before use."""
         for one in list(self._left_behind) if parameter is None else [parameter]:
             name, left = self._left_behind.get(one, ("", None))
             gradient = one.grad
@@ -275,12 +262,8 @@ class ExpertTensors:
         return {local(tensor).data_ptr() for entry in buffers for tensor in entry.memory}
 
     def largest_home_bytes(self) -> int:
-        """Bytes of one expert with all that moves with it to a rank, in the layer where they are most; 0 without
-        layers. Of divided state it is what each of the ranks gets on average.
-
-        Raises:
-            OptimizerStateError: an optimizer keeps something that cannot move.
-        """
+        """Return the bytes of one expert with all that moves with it, in the layer where they are most; of divided
+        state what each of the ranks gets on average."""
         return max((sum(map(_bytes_to_a_rank, self.of_home(layer))) for layer in self.layers), default=0)
 
     def ranges_of(self, parameters: tuple[Tensor, ...]) -> tuple[Ranges, ...]:
@@ -294,12 +277,9 @@ class ExpertTensors:
         return self._memory[layer].why_freed()
 
     def of_home(self, layer: int) -> list[ExpertTensor]:
-        """Everything that moves with a home of this layer, in an order that is equal on every rank.
-
-        Optimizer state that does not exist yet is not in the list: it moves as not existing. Memory that has two names
-        (a master copy of weights that need none) is in it once: moved twice, experts of one rank would be back where
-        they were.
-        """
+        """Return everything that moves with a home of this layer, in an order that is equal on every rank. Optimizer
+        state that does not exist yet moves as not existing. Memory that has two names is in it once: moved twice,
+        experts of one rank would be back where they were."""
         named: dict[object, ExpertTensor] = {}
         for tensor in self._named_of_home(layer):
             known = tensor.row_bytes and all(part.data_ptr() and has_memory(part) for part in tensor.memory)

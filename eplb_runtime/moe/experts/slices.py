@@ -51,8 +51,7 @@ def has_divide_factor(module: nn.Module) -> bool:
 
 
 def version(tensor: Tensor) -> tuple[int, int, int]:
-    """Changes whenever a tensor is replaced or written. What writes a DTensor is counted there alone, what writes its
-    slice (FSDP, a migration) there."""
+    """Return a number that changes when a tensor is replaced, or it or its slice is written."""
     return id(tensor), tensor._version, local(tensor)._version
 
 

@@ -21,17 +21,8 @@ ASSERT = {"debug": True, "sanitize_overflow": False}
 
 
 def count_and_map(ids_TK: Tensor, table_E: Tensor, counts_E: Tensor, real_T: Tensor | None = None) -> Tensor:
-    """Count a batch's choices and find their slots, in one pass.
-
-    Args:
-        ids_TK: int32 or int64.
-        table_E: int64, the slot of each expert.
-        counts_E: int64, added to.
-        real_T: bool, False for padding, which has slots and does not count; None: every token counts.
-
-    Returns:
-        int64 ``[T, K]``, the slots.
-    """
+    """Count a batch's choices into ``counts_E`` and return their slots, in one pass. ``real_T``: False for padding,
+    which has slots and does not count."""
     ids_TK, choices = ids_TK.contiguous(), ids_TK.numel()
     slots_TK = torch.empty(ids_TK.shape, dtype=torch.int64, device=ids_TK.device)
     if choices:
@@ -140,8 +131,7 @@ def _count_block(  # type: ignore[no-untyped-def]
 def before_each_block(  # type: ignore[no-untyped-def]
     of_blocks, blocks, column, WIDTH: tl.constexpr, WIDE: tl.constexpr, AT_ONCE: tl.constexpr
 ):
-    """Some columns of ``of_blocks`` ``[blocks, WIDTH]``, in place: each becomes the sum of the earlier blocks'; and the
-    sum of all."""
+    """Turn columns of ``of_blocks`` in place into sums of the earlier blocks'; returns the sum of all."""
     before = tl.zeros((WIDE,), dtype=tl.int32)
     for first in range(0, blocks, AT_ONCE):
         block = first + tl.arange(0, AT_ONCE)

@@ -12,8 +12,7 @@ from ...placement import Placement
 
 
 def record_use(*tensors: Tensor) -> None:
-    """Keep the memory of tensors that another thread's stream has made until this thread's stream has read them, also
-    where they are freed before."""
+    """Keep memory that another thread's stream has made until this thread's stream has read it."""
     for tensor in tensors:
         if tensor.device.type != "cpu":
             tensor.record_stream(torch.accelerator.current_stream(tensor.device))
@@ -42,8 +41,7 @@ class SlotTable:
         self.prepare(placement, range(placement.num_layers))()
 
     def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
-        """Make ready to take over a placement that differs in these layers; what is returned does it, in place, and
-        needs no more memory."""
+        """Return what takes over a placement that differs in these layers, in place, and needs no more memory."""
         rows = np.asarray(layers, dtype=np.int64)
         homes = placement.homes_LRH[rows].reshape(len(rows), -1)
         new = torch.from_numpy(np.concatenate([placement.require_homes()[rows], homes], axis=1, dtype=np.int64))
@@ -68,11 +66,7 @@ class SlotTable:
         return self._home_LE[layer]
 
     def require_known(self, layer: int, topk_ids_TK: Tensor) -> None:
-        """Refuse ids of no expert where a look at them costs no wait. (A device ends the job by its own assertion.)
-
-        Raises:
-            ValueError: an id is negative or too large.
-        """
+        """Refuse ids of no expert where a look at them costs no wait. (A device ends the job by its own assertion.)"""
         if topk_ids_TK.device.type != "cpu" or not topk_ids_TK.numel():
             return
         ids_TK = topk_ids_TK.detach().numpy()

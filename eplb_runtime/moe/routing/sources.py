@@ -26,20 +26,9 @@ def split_for_rank(
     locality: bool = True,
     speed_R: NDArray[np.float64] | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """What one rank sends and receives of one layer's batch.
-
-    Args:
-        counts_RE: integer ``[R, E]``, tokens of each source rank for each expert.
-        rank: sends the tokens, and has the slots that receive.
-        ranks_per_node: consecutive ranks that share a node.
-        mode: as ``split_totals``.
-        speed_R: float64 ``[R]``, of each rank, the fastest 1; None: all alike.
-        locality: serve copies on the source's own rank first, then on its node; otherwise in order of ranks alone.
-
-    Returns:
-        int64 ``[E, C]``, tokens that ``rank`` sends to each copy, sums over C are ``counts_RE[rank]`` exactly; and
-        int64 ``[R, S]``, tokens that each rank sends to the slots of ``rank``.
-    """
+    """Return int64 ``[E, C]``, tokens that ``rank`` sends to each copy of one layer's batch, and int64 ``[R, S]``,
+    tokens that each rank sends to its slots. ``locality``: serve copies on the source's own rank first, then on its
+    node."""
     counts: NDArray[np.int64] = np.ascontiguousarray(counts_RE, dtype=np.int64)
     totals_LE = _column_sums(counts)[None]
     quota_LEC = split_by_speed(

@@ -29,13 +29,7 @@ def split_by_speed(
     sweeps: int = SWEEPS,
     layers: slice = slice(None),
 ) -> NDArray[np.int64]:
-    """`split_totals`, for ranks of these speeds.
-
-    Args:
-        speed_R: float64 ``[R]``, of each rank, the fastest 1; a rank of speed 0 has no copies. None: all alike.
-
-    Others, and the result, as of `split_totals`.
-    """
+    """Return `split_totals` for ranks of these speeds, the fastest 1; one of speed 0 has no replicas."""
     if speed_R is None or mode == "even":
         return split_totals(totals_LE, tables, mode=mode, sweeps=sweeps, layers=layers)
     least_L = np.asarray(totals_LE, dtype=np.int64).sum(axis=1) / max(float(speed_R.sum()), 1e-12)

@@ -24,12 +24,7 @@ from .water_filling import Mode
 
 @dataclass(frozen=True, eq=False)
 class RowCounts:
-    """How many rows one rank sends and receives, on the host.
-
-    Args:
-        sent_P: int64 ``[P]``, rows that this rank sends to each slot.
-        received_RS: int64 ``[R, S]``, rows that each rank sends to this rank's slots.
-    """
+    """Rows that this rank sends to each slot, and that each rank sends to its slots; int64, on the host."""
 
     sent_P: NDArray[np.int64]
     received_RS: NDArray[np.int64]
@@ -73,15 +68,8 @@ class SplitSettings:
 
 
 class BatchSplitter:
-    """Splits batches under one placement; `follow` takes over the next one.
-
-    Args:
-        device: where the router's choices are.
-        ep_rank: this rank.
-        settings: how to split.
-        count: what counts a batch's choices, with the counts of `count_choices`.
-        deal: what deals choices out, with the results of `deal_out`; it is given what ``count`` has found.
-    """
+    """Splits batches under one placement; `follow` takes over the next one. ``count`` and ``deal`` are kernels with the
+    results of `count_choices` and `deal_out`."""
 
     def __init__(
         self,
@@ -107,8 +95,7 @@ class BatchSplitter:
         self.prepare(placement, range(placement.num_layers))()
 
     def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
-        """Make ready to take over a placement that differs in these layers, with one copy to the device; what is
-        returned does it, and needs no more memory."""
+        """Return what takes over a placement that differs in these layers and needs no more memory."""
         changed = list(layers)
         home = None if placement.home is None else placement.home[changed]
         part = Placement(placement.physical_to_logical[changed], placement.num_experts, placement.num_ranks, home)
@@ -137,16 +124,8 @@ class BatchSplitter:
     def route(
         self, layer: int, topk_ids_TK: Tensor, counts_RE: NDArray[np.int64], begins: Tensor | None = None
     ) -> tuple[Tensor, RowCounts]:
-        """The physical slot of each choice of a batch, and how many rows go where. No host sync.
-
-        Args:
-            topk_ids_TK: int64 ``[T, K]``, this rank's choices, on the device.
-            counts_RE: int64 ``[R, E]``, ``counts`` of every rank, on the host.
-            begins: what else ``counts`` has found.
-
-        Returns:
-            int64 ``[T, K]`` on the device; an expert's choices go to its copies in the order of the tokens.
-        """
+        """Return int64 ``[T, K]``, the slot of each choice of a batch, an expert's choices to its copies in the order
+        of the tokens, and how many rows go where. ``counts_RE`` are of every rank, on the host. No host sync."""
         sent_EC, received_RS = self._split(layer, counts_RE)
         expert_P, copy_P, listed_P = self._layers[layer].slot_P
         sent = torch.from_numpy(sent_EC).to(topk_ids_TK.device, non_blocking=True)
@@ -188,18 +167,8 @@ def count_choices(topk_ids_TK: Tensor, num_experts: int) -> Counted:
 
 
 def deal_out(topk_ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor, begins: Tensor | None = None) -> Tensor:
-    """The slot of each choice: the first ``sent_EC[e, 0]`` choices of an expert, in order, go to its first copy, the
-    next ``sent_EC[e, 1]`` to its second.
-
-    Args:
-        topk_ids_TK: int64 ``[T, K]``, logical experts.
-        sent_EC: int64 ``[E, C]``; the sum over C is how often the expert was chosen.
-        copy_slot_EC: int64 ``[E, C]``.
-        begins: not needed.
-
-    Returns:
-        int64 ``[T, K]``.
-    """
+    """Return int64 ``[T, K]``, the slot of each choice: the first ``sent_EC[e, 0]`` choices of an expert, in order, go
+    to its first copy, the next ``sent_EC[e, 1]`` to its second. ``begins`` is for kernels."""
     ids = topk_ids_TK.reshape(-1)
     by_expert = torch.repeat_interleave(copy_slot_EC.reshape(-1), sent_EC.reshape(-1), output_size=ids.shape[0])
     order = torch.argsort(ids, stable=True)

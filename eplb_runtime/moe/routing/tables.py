@@ -95,12 +95,7 @@ def _first_on_each_rank(slot_LEC: NDArray[np.int32], slots_per_rank: int) -> NDA
 
 
 def sweep_order(rank_EC: NDArray[np.int32], count_E: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the replicated experts by greedy coloring (those of one color share no rank): most copies first, then id.
-
-    Args:
-        rank_EC: int32, ranks of each expert's copies.
-        count_E: int32, how many of them count.
-    """
+    """Return the replicated experts by greedy coloring, where those of one color share no rank."""
     several = np.flatnonzero(count_E > 1)
     replicated: NDArray[np.int32] = several[np.lexsort((several, -count_E[several]))].astype(np.int32)
     color = _colors(replicated, np.ascontiguousarray(rank_EC), count_E, int(rank_EC.max(initial=0)) + 1)

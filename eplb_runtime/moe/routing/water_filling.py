@@ -79,13 +79,8 @@ def split_totals(
 
 
 def ballast(level_L: NDArray[np.floating], speed_R: NDArray[np.float64]) -> NDArray[np.int64]:
-    """int64 ``[L, R]``: tokens that each rank counts beside its own, so that ranks which then count alike take equally
-    long.
-
-    Args:
-        level_L: float64 ``[L]``, what ranks are to take, in tokens of the fastest.
-        speed_R: float64 ``[R]``, of each rank, the fastest 1; at least 0.
-    """
+    """Return int64 ``[L, R]``, tokens that each rank counts beside its own, so that ranks which then count alike take
+    equally long. ``level_L``: what ranks are to take, in tokens of the fastest, whose speed is 1."""
     return np.asarray(np.floor(level_L[:, None] * (1.0 - speed_R)), dtype=np.int64)
 
 
@@ -155,11 +150,9 @@ def go_on(
     before_NC: NDArray[np.int64],
     load_R: NDArray[np.int64],
 ) -> None:
-    """Take each expert's split farther the way it came from ``before_NC``; in place, ``before_NC`` too.
-
-    Every copy but the first goes on by so many eighths, the first takes up the difference; an expert for which that
-    would need less than nothing stays.
-    """
+    """Take each expert's split farther the way it came from ``before_NC``; in place, ``before_NC`` too. Every copy but
+    the first goes on by so many eighths, the first takes up the difference; an expert for which that would need less
+    than nothing stays."""
     for index in range(count_N.size):
         first, possible = share_NC[index, 0], True
         for copy in range(1, count_N[index]):
@@ -188,11 +181,8 @@ def is_optimal(
     load_R: NDArray[np.int64],
     slack: int,
 ) -> bool:
-    """Whether no split can lower the busiest rank by more than ``slack`` units.
-
-    The certificate: the load of the ranks within ``slack`` of the busiest, less what could leave them (experts with a
-    copy elsewhere), spread evenly over these ranks, is a lower bound for every split.
-    """
+    """Return whether no split can lower the busiest rank by more than ``slack`` units. The certificate: the load of the
+    ranks within ``slack`` of the busiest, less what could leave them, spread evenly over them, is a lower bound."""
     peak = load_R.max()
     floor = peak - slack
     locked, crowd = 0, 0
@@ -223,13 +213,8 @@ def sweep_until_optimal(
     load_R: NDArray[np.int64],
     sweeps: int,
 ) -> int:
-    """Gauss-Seidel from the split that stands in ``share_NC`` and ``load_R``, changed in place.
-
-    Stops early when the busiest rank is within 2 ** -10 of the mean or of the certificate's bound.
-
-    Returns:
-        sweeps done.
-    """
+    """Return the Gauss-Seidel sweeps done from the split in ``share_NC`` and ``load_R``, in place; stops when the
+    busiest rank is within 2 ** -10 of the mean or of the certificate's bound."""
     enough = load_R.sum() // load_R.size
     enough += enough >> TOLERANCE_BITS
     before_NC = np.empty_like(share_NC)

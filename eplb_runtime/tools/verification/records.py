@@ -43,7 +43,6 @@ class Cell:
 
     @property
     def norm(self) -> float:
-        """On its first rank."""
         return float(np.sqrt(self.sums[0, 0]))
 
 
@@ -120,16 +119,19 @@ class Difference:
 
 
 def first_difference(one: Run, other: Run) -> Difference | None:
-    """Return the first difference of any bit, as far as both runs came; None: there is none."""
+    """Return the first difference of any bit, as far as both runs came; None: there is none.
+
+    Losses alone make none: a term over a rank's experts goes by where they are, and its gradient may not.
+    """
     for number in range(min(one.length, other.length) + 1):
         here, there = one.step(number), other.step(number)
-        losses = list(zip(map(repr, here.losses), map(repr, there.losses), strict=True))  # NaN is equal to itself
-        if (rank := next((rank for rank, (a, b) in enumerate(losses) if a != b), -1)) >= 0:
-            hint = "weights were the same: the model computes with something that does not move with its experts"
-            return Difference(number, "the loss", None, rank, hint)
         lone = next(iter(here.cells.keys() ^ there.cells.keys()), None)
         odd = [key for key in here.ordered() if lone is None and not here.cells[key].same_bits(there.cells[key])]
         if lone is not None or odd:
+            losses = zip(map(repr, here.losses), map(repr, there.losses), strict=True)  # NaN is equal to itself
+            for rank in (rank for rank, (a, b) in enumerate(losses) if a != b):
+                hint = "weights were the same: the model computes with something that does not move with its experts"
+                return Difference(number, "the loss", None, rank, hint)
             name, expert = key = odd[0] if lone is None else lone
             cells = [step.cells[key] for step in (here, there) if key in step.cells]
             pairs = zip(cells[0].digests, cells[-1].digests, strict=False)
@@ -201,18 +203,20 @@ class Closeness:
 
 
 def to_rounding(fixed: Run, other: Run, shaken: Run) -> Closeness:
-    """Compare gradients and updates of each step until tokens are routed otherwise, and then losses.
+    """Compare gradients and updates of each step until tokens are routed otherwise, and then losses if they were alike.
 
     Args:
         shaken: as ``fixed``, with gradients that were changed by rounding errors.
     """
-    excess, worst, compared, routed_alike = 0.0, (0.0, "", 0), 0, True
+    excess, worst, compared, routed_alike, losses_count = 0.0, (0.0, "", 0), 0, True, True
     rounding = float(fixed.meta["rounding"])
     before: tuple[StepRecord, ...] = ()
     for number in range(min(fixed.length, other.length, shaken.length) + 1):
         steps = (fixed.step(number), other.step(number), shaken.step(number))
         routed_alike = routed_alike and np.array_equal(steps[0].counts, steps[1].counts)
-        measures = _measures(steps, before, rounding) if routed_alike else _losses(steps)
+        if routed_alike:
+            losses_count = losses_count and all(apart <= allowed for _, allowed, apart, _ in _losses(steps))
+        measures = _measures(steps, before, rounding) if routed_alike else _losses(steps) if losses_count else ()
         for name, allowed, apart, scale in measures:
             share = apart / scale if scale else float(apart > 0)
             if apart > allowed:

@@ -28,8 +28,7 @@ from .records import Closeness, Difference, Run, first_difference, to_rounding, 
 from .report import Report
 
 SEED = 20250710
-LAST_LINES = 8
-"""Lines of a job's output that are shown where it failed."""
+LAST_LINES = 8  # of a job's output that are shown where it failed
 _LOOK_SECONDS, _END_SECONDS = 0.2, 30.0
 _NAMES = {"single": "all experts on each rank", "moved": "moved homes and replicas"}
 _PENALTY = ": what a rank does with its experts is not what plain training does with all (a penalty, a scale, a mask?)"
@@ -143,9 +142,7 @@ def verify_command(command: Sequence[str], steps: int = 12, keep: Path | None = 
                 trial = Trial(layout, steps, str(own.resolve()), replicas)
                 run = _run(command, trial, f"run {number}, {layout}")
                 if number == 1 and (new := sorted(set(os.listdir()) - before)):
-                    _say(
-                        f"the job has written {', '.join(new[:5])} here: a run that goes on from it cannot be compared"
-                    )
+                    _say(f"the job has written {', '.join(new[:5])}: a run that goes on from it cannot be compared")
                 if number == 1 and run.length > 0:
                     steps = run.length  # of a job that ends sooner: the other runs end as those of others do
                 number += 1

@@ -1,7 +1,7 @@
 """What `eplb-runtime verify` makes of every wrong and every right job: ``python -m tests.support.misuse.table``.
 
-Prints a table in Markdown. Exit status 1: a wrong job is "right" and nothing was said, or a right one is not, or
-something was said.
+Prints a line for each job, and at the end a table in Markdown. Exit status 1: a wrong job is "right" and nothing was
+said, or a right one is not, or something was said.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from pathlib import Path
@@ -62,7 +62,7 @@ def said_live(report: dict[str, Any]) -> str:
     """The first line that the job itself has said, or with which it ended; empty: none."""
     if report["said"]:
         return str(report["said"][0])
-    _, failed, why = report["reason"].partition("failed: ")
+    _, failed, why = report["reason"].partition("exit status ")
     return why.split(" | ")[-1] if failed else ""
 
 
@@ -73,9 +73,29 @@ def first_difference(report: dict[str, Any]) -> str:
         return f"moved: step {moved['step']}, {moved['tensor']}"
     if single["equal"] is False:
         return f"single: step {single['step']}, {single['tensor']}, {single['worst']:.1g}"
-    if report["unregistered"]:
-        return str(report["unregistered"][0]["holder"])
-    return f"none (single: {single['worst']:.1g})" if single["worst"] is not None else "none"
+    return str(report["unregistered"][0]["holder"]) if report["unregistered"] else report["reason"]
+
+
+def group_of(line: dict[str, Any]) -> str:
+    """What found a job, or that it was right."""
+    report = line["report"]
+    if report["verdict"] == "right" and not said_live(report):
+        return "right, and nothing said"
+    live = "said live" if said_live(report) else "not said live"
+    if report["verdict"] != "wrong":
+        return f"{live}; verify: {'unknown: unregistered' if report['unregistered'] else report['verdict']}"
+    shown = next((name for name in ("moved", "single") if report[name]["equal"] is False), "the line said")
+    return f"{live}; verify: wrong by {shown}"
+
+
+def table(lines: Iterable[dict[str, Any]]) -> str:
+    """Jobs by what has found them, as Markdown; of one that was run more than once the last run."""
+    last = {(line["kind"], line["script"], line["case"]): group_of(line) for line in lines}
+    rows = ["| loops that are | found | |", "|---|---|---|"]
+    for kind, group in sorted({(kind, group) for (kind, _, _), group in last.items()}, reverse=True):
+        cases = [case for (of_kind, _, case), found in last.items() if (of_kind, found) == (kind, group)]
+        rows.append(f"| {kind} | {group} | {len(cases)}: {', '.join(cases)} |")
+    return "\n".join(rows)
 
 
 def main() -> int:
@@ -83,10 +103,11 @@ def main() -> int:
     parser.add_argument("--script", choices=SCRIPTS, action="append", help="default: all")
     parser.add_argument("--case", action="append", metavar="NAME", help="wrong or right; default: all")
     parser.add_argument("--kind", choices=("wrong", "right"), action="append", help="default: both")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="append a line with each report to a file")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="append each report to a file, and show all in it")
     options, more = parser.parse_known_args()
-    print("| job | what is wrong | said live | verdict | first difference |\n|---|---|---|---|---|")
-    missed = 0
+    missed, lines = 0, []
+    if options.json and options.json.exists():
+        lines = [json.loads(line) for line in options.json.read_text().splitlines()]
     with server() as path:
         for name, script in SCRIPTS.items():
             cases = script.CASES
@@ -101,15 +122,14 @@ def main() -> int:
                 said = said_live(report)
                 is_silent_right = report["verdict"] == "right" and not said
                 missed += is_silent_right == (kind == "wrong")
-                shown = f"yes: {said[:SHOWN]}" if said else "no"
-                print(
-                    f"| `{name}` {case} | {what} | {shown} | {report['verdict']} | {first_difference(report)} |",
-                    flush=True,
-                )
+                shown = f"said: {said[:SHOWN]}" if said else "nothing said"
+                difference = first_difference(report)
+                print(f"{name} {case} ({what}): {shown}; {report['verdict']}: {difference}", file=sys.stderr)
+                lines.append({"script": name, "case": case, "kind": kind, "arguments": more, "report": report})
                 if options.json:
-                    line = {"script": name, "case": case, "kind": kind, "arguments": more, "report": report}
                     with options.json.open("a") as file:
-                        file.write(json.dumps(line) + "\n")
+                        file.write(json.dumps(lines[-1]) + "\n")
+    print(table(lines))
     return 1 if missed else 0
 
 

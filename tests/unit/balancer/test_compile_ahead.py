@@ -16,7 +16,6 @@ from eplb_runtime.balancer import compile_ahead, rebalancer
 from eplb_runtime.balancer.decision import DecisionMaker
 from eplb_runtime.balancer.rebalancer import Rebalancer
 from eplb_runtime.config import BalancerConfig, MigrationConfig
-from eplb_runtime.utils.jit import cache_folder
 from eplb_runtime.utils.worker import Worker
 
 
@@ -42,28 +41,6 @@ def test_what_was_compiled_before_starts_no_process(compiled: list[str], monkeyp
     compile_ahead.main("")
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
     compile_ahead.compile_apart("")
-
-
-def test_control_another_policy_starts_one(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    started = []
-
-    def start(command: list[str], **_: object) -> None:
-        started.append(command)
-        raise OSError("no processes here")
-
-    monkeypatch.setattr(subprocess, "Popen", start)
-    compile_ahead.main("")
-    compile_ahead.compile_apart("incremental")
-    assert started == [[sys.executable, "-m", "eplb_runtime.balancer.compile_ahead", "incremental"]]
-
-
-def test_code_of_a_rank_that_plans_nothing_is_part_of_each_policys(compiled: list[str]) -> None:
-    assert not compile_ahead.is_compiled("")
-    compile_ahead.main("static")
-    assert compile_ahead.is_compiled("") and compile_ahead.is_compiled("static")
-    assert not compile_ahead.is_compiled("incremental"), "control"
-    compile_ahead.main("")
-    assert compiled == ["static"]
 
 
 def decisions(policy: str, is_planner: bool = True, **budget: Any) -> Any:
@@ -109,11 +86,6 @@ def test_a_process_that_fails_is_in_nobodys_way(compiled: list[str], monkeypatch
     monkeypatch.setattr(sys, "executable", "/bin/false")
     compile_ahead.compile_apart("incremental")
     assert compiled == []
-
-
-def test_the_mark_changes_with_the_policy() -> None:
-    one, other = compile_ahead._mark("incremental"), compile_ahead._mark("")
-    assert one != other and one.parent == other.parent == cache_folder()
 
 
 def test_a_copy_of_the_package_and_a_later_file_are_not_taken_for_compiled(tmp_path: Path) -> None:

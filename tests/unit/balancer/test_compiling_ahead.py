@@ -5,11 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
-from eplb_runtime.balancer.compile_ahead import compile_planner
-from eplb_runtime.planner import PlanError
-
 AFTER_WARMUP = """
 import numpy as np, numba
 from eplb_runtime.placement import Placement
@@ -36,8 +31,3 @@ assert [len(kernel.signatures) for kernel in kernels] == before, "a plan compile
 
 def test_after_the_warm_up_no_plan_compiles_anything() -> None:
     subprocess.run([sys.executable, "-c", AFTER_WARMUP], check=True)
-
-
-def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(PlanError, match="unknown"):
-        compile_planner("no such policy")

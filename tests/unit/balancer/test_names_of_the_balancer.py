@@ -23,13 +23,3 @@ def test_a_balancer_has_few_public_names() -> None:
     names = public_names(Balancer)
     assert {"config", "placement", "step", "close"} <= names
     assert len(names) <= MOST_NAMES, sorted(names)
-
-
-def test_a_public_attribute_counts() -> None:
-    class WithAttribute:
-        def __init__(self) -> None:
-            self.one = self._two = 0
-
-        def three(self) -> None: ...
-
-    assert public_names(WithAttribute) == {"one", "three"}

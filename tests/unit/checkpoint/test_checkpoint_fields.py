@@ -78,9 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 ODD = st.one_of(
     st.none(),
     st.integers(-(2**70), 2**70),
-    st.sampled_from([0, 1, -1, 2**63 - 1, float("nan"), float("inf")]),
-    st.text(max_size=5),
-    st.sampled_from(["", "\n", "../x", "float32", "load", "model.0.weight", "{"]),
+    st.sampled_from([0, 1, -1, 2**63 - 1, float("nan"), "", "\n", "../x", "float32", "load", "model.0.weight", "{"]),
     st.lists(st.integers(-2, 5), max_size=3),
     st.dictionaries(st.sampled_from(["tensor", "dtype", "a"]), st.sampled_from([1, "float32", [1, 2]]), max_size=2),
 )

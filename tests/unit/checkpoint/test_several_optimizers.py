@@ -1,7 +1,8 @@
-"""A model that several optimizers train, in logical order and in checkpoints."""
+"""A model that several optimizers train, in logical order and in checkpoints, which say in the log where they are."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -50,11 +51,14 @@ def test_each_takes_its_own_back(steps: int) -> None:
 
 
 @pytest.mark.parametrize("format", ["safetensors", "dcp"])
-def test_a_folder_keeps_all_of_them(format: str, tmp_path: Path) -> None:
+def test_a_folder_keeps_all_of_them(format: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "eplb_runtime")
     model, optimizers = trained(0)
     eplb.checkpoint.save(tmp_path / "at", model, optimizers, format=format)  # type: ignore[arg-type]
+    assert f"checkpoint saved to {tmp_path / 'at'}" in caplog.messages
     fresh, fresh_optimizers = trained(1)
     eplb.checkpoint.load(tmp_path / "at", fresh, fresh_optimizers)
+    assert f"checkpoint loaded from {tmp_path / 'at'}" in caplog.messages
     assert same(eplb.logical_state_dict(model, optimizers), eplb.logical_state_dict(fresh, fresh_optimizers))
     assert fresh_optimizers[0].param_groups[0]["lr"] == 0.1
 

@@ -111,7 +111,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 def test_a_rebound_forward_computes_with_another_experts_weights() -> None:
     model = model_of(*[1.0] * EXPERTS)
     model.experts[ODD].forward = model.experts[0].forward
-    assert f"experts.{ODD} does not compute as experts.0 does (forward is" in refusal(model)
+    assert f"experts.{ODD} gives other results" in refusal(model)
     model = model_of(*[1.0] * EXPERTS)
     for expert in model.experts:
         expert.forward = model.experts[0].forward

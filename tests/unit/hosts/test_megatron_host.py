@@ -38,61 +38,11 @@ def slots(*names: str) -> dict[str, tuple[str, ...]]:
     return _slots("layer.experts", Experts(*names), 2)
 
 
-def test_each_slot_has_one_tensor_of_each_kind() -> None:
-    one_by_one = [f"local_experts.{slot}.linear_fc{n}.weight" for slot in (1, 0) for n in (1, 2)]
-    assert slots(*one_by_one) == {
-        f"local_experts.*.linear_fc{n}.weight": tuple(f"local_experts.{slot}.linear_fc{n}.weight" for slot in (0, 1))
-        for n in (1, 2)
-    }
-    grouped = [f"linear_fc1.{kind}{slot}" for slot in (0, 1) for kind in ("weight", "bias")]
-    assert slots(*grouped) == {
-        f"linear_fc1.{kind}*": (f"linear_fc1.{kind}0", f"linear_fc1.{kind}1") for kind in ("weight", "bias")
-    }
-
-
-@pytest.mark.parametrize(
-    "names",
-    [("weight1", "weight2"), ("linear.weight0",), ("linear.weight0", "linear.weight1", "scale"), ()],
-    ids=["GroupedMLP", "one is missing", "one for all", "none"],
-)
-def test_experts_that_are_kept_otherwise_are_refused(names: tuple[str, ...]) -> None:
-    with pytest.raises(AttachError, match="SequentialMLP and TEGroupedMLP"):
-        slots(*names)
-
-
 def part(key: str, slot: int, of: int = 4) -> Any:
     """A tensor ``[layers 3, experts, 2]`` of the layer 1, as Megatron makes it."""
     from megatron.core.dist_checkpointing import ShardedTensor
 
     return ShardedTensor.from_rank_offsets(key, torch.zeros(2), (0, 1, 3), (1, slot, of), prepend_axis_num=2)
-
-
-def test_parts_of_tensors_are_renumbered_also_those_that_a_factory_makes_later() -> None:
-    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
-
-    from eplb_runtime.hosts.megatron.saved_state import _placed
-
-    logical = {2: 0, 3: 2}
-    assert _placed(part("experts.weight", 3), 1, logical).global_offset == (1, 2, 0)
-    extra = ShardedObject("experts._extra_state", None, (3, 4), (1, 2))
-    assert _placed(extra, 1, logical).global_offset == (1, 0)
-    made = ShardedTensorFactory(
-        "weight", torch.zeros(4), lambda key, *_: [part(f"{key}_w", 2), part(key, 3)], torch.cat
-    )
-    built = _placed(made, 1, logical).build_fn("exp_avg.weight", torch.zeros(4), 0, None)
-    assert [(one.key, one.global_offset[1]) for one in built] == [("exp_avg.weight_w", 0), ("exp_avg.weight", 2)]
-    with pytest.raises(RuntimeError, match="no expert of this rank"):
-        _placed(part("experts.weight", 1), 1, logical)
-
-
-def test_keys_with_numbers_are_renamed_and_others_refused() -> None:
-    from eplb_runtime.hosts.megatron.saved_state import _named
-
-    entry = part("mlp.experts.experts.3.linear_fc1.weight", 0, of=1)
-    renamed = _named(entry, "mlp.experts.experts.", {2: 0, 3: 12})
-    assert renamed.key == "mlp.experts.experts.12.linear_fc1.weight" and renamed.data is entry.data
-    with pytest.raises(RuntimeError, match="no expert of this rank"):
-        _named(part("mlp.experts.experts.linear_fc1.weight", 0), "mlp.experts.experts.", {3: 1})
 
 
 def test_megatron_still_has_what_the_host_takes_the_place_of() -> None:
@@ -185,21 +135,6 @@ def a_stage(number: int, first: int) -> tuple[nn.Module, Any]:
         slots={"linear_fc1.weight*": ("linear_fc1.weight0", "linear_fc1.weight1")},
     )
     return model, described
-
-
-def test_tensors_are_named_by_layers_and_experts_of_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    from eplb_runtime.hosts.megatron import weights
-
-    monkeypatch.setattr(weights.parallel_state, "get_tensor_model_parallel_world_size", lambda: 1)
-    model, layer = a_stage(number=6, first=2)
-    dense, bias, experts = sorted(weights.weights([layer], model, 7), key=lambda weight: weight.layer or 0)
-    assert list(dense.made) == ["decoder.layers.5.mlp.router.weight"] and dense.layer is None
-    assert list(bias.made) == ["decoder.layers.5.mlp.router.expert_bias"], "what is not saved does not leave"
-    assert list(experts.made) == [f"decoder.layers.5.mlp.experts.linear_fc1.weight{expert}" for expert in range(4)]
-    assert experts.layer == 7 and experts.by_expert is not None
-    ((key, (name, row)),) = experts.by_expert[3].items()
-    assert (name, row) == ("decoder.layers.5.mlp.experts.linear_fc1.weight3", None)
-    assert experts.convert([experts.row(1)])[key].tolist() == [3, 3]
 
 
 def test_tensors_that_tensor_parallelism_cuts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

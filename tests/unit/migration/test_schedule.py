@@ -206,11 +206,6 @@ def test_the_digest_tells_schedules_apart() -> None:
     assert one.digest() != make_schedule(current, random_placement(3, 2, 8, 4, 1), [10, 10], 1000).digest()
 
 
-def test_nothing_to_do_is_no_round() -> None:
-    placement = random_placement(1, 2, 8, 4, 1)
-    assert make_schedule(placement, placement, [10, 10], 100).rounds == ()
-
-
 def test_copies_alone_are_one_round_without_transfers() -> None:
     current = random_placement(1, 2, 8, 4, 2)
     schedule = make_schedule(current, current.without_replicas(), [10, 10], 100)

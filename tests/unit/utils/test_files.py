@@ -15,7 +15,7 @@ from eplb_runtime.tools.formats.loads import write_load
 from eplb_runtime.tools.formats.own import Own
 from eplb_runtime.tools.formats.sglang import SGLang
 from eplb_runtime.utils import files
-from eplb_runtime.utils.files import FileError, replacing, require_readable, require_writable, write_file
+from eplb_runtime.utils.files import FileError, require_readable, require_writable, write_file
 
 PLACEMENT = Placement.initial(2, 4, 2, replica_slots=1)
 LOAD = np.arange(1.0, 25).reshape(3, 2, 4)
@@ -92,22 +92,6 @@ def test_until_the_end_the_old_file_stands(tmp_path: Path, writer: str, monkeypa
     assert (tmp_path / name).stat().st_size > 0
 
 
-def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "a") as file:
-        file.write(b"half")
-        raise KeyboardInterrupt
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_nobody_can_foresee_the_name_in_between(tmp_path: Path) -> None:
-    names = set()
-    for _ in range(3):
-        with replacing(tmp_path / "a"):
-            names |= {path.name for path in tmp_path.iterdir()} - {"a"}
-    assert len(names) == 3
-    assert all(len(name) > 32 for name in names)
-
-
 def test_a_file_that_is_replaced_keeps_its_permissions_and_a_new_one_gets_the_usual(tmp_path: Path) -> None:
     (tmp_path / "secret").touch(0o600)
     write_file(tmp_path / "secret", "x")
@@ -115,15 +99,6 @@ def test_a_file_that_is_replaced_keeps_its_permissions_and_a_new_one_gets_the_us
     (tmp_path / "usual").touch()
     write_file(tmp_path / "new", "x")
     assert (tmp_path / "new").stat().st_mode == (tmp_path / "usual").stat().st_mode
-
-
-def test_what_cannot_be_written_is_named_by_its_own_name(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    for path in (tmp_path / "none" / "a.json", tmp_path / "folder"):
-        with pytest.raises(OSError) as refusal:
-            write_file(path, "x")
-        assert refusal.value.filename == str(path)
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 def test_a_destination_that_will_not_do_is_noticed_beforehand(tmp_path: Path) -> None:

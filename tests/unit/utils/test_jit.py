@@ -54,14 +54,6 @@ def test_a_caller_is_compiled_anew_when_what_it_calls_has_changed(package: Path)
     assert first[1] != second[1]
 
 
-def test_a_source_without_compiled_functions_changes_nothing(package: Path) -> None:
-    before = folder_for(package)
-    (package / "other.py").write_text("x = 1\n")
-    assert folder_for(package) == before
-    (package / "other.py").write_text("from .utils.jit import is_ready, jit\n\n\n@jit\ndef once(x):\n    return x\n")
-    assert folder_for(package) != before
-
-
 def test_constants_that_are_compiled_in_are_of_modules_that_the_digest_covers() -> None:
     """Else compiled code of before a change of one would be loaded."""
     marked = {path for path in module._PACKAGE.rglob("*.py") if module._MARK in path.read_bytes()}

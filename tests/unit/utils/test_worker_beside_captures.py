@@ -66,9 +66,3 @@ def test_a_thread_that_carries_experts_has_none_either(modes: dict[int, int]) ->
     transport = Carries(modes)
     transport._run()
     assert transport.ended.wait(10.0) and transport.seen == 1
-
-
-def test_without_a_gpu_nothing_is_asked_of_a_driver(modes: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    worker.ignore_captures_of_others()
-    assert modes == {}

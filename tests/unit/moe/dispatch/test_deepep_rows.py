@@ -138,12 +138,6 @@ def test_float8_keeps_every_bit_of_weights_and_some_of_hidden_states(weights_dty
     assert not torch.equal(back[2:], hidden[2:])
 
 
-def test_no_tokens_travel_in_float8() -> None:
-    rows = float8.pack(torch.empty(0, 256, dtype=torch.bfloat16), torch.empty(0, 2))
-    assert float8.unpack(rows, torch.empty(0, dtype=torch.int64)).shape == (0, 256)
-    assert float8.unpack_weights(rows, 2, torch.float32).shape == (0, 2)
-
-
 @pytest.mark.parametrize(
     ("width", "dtype", "choices", "said"),
     [
@@ -164,23 +158,6 @@ def test_hidden_states_that_float8_does_not_carry_are_refused(
 # -- what is refused, and what is chosen -------------------------------------------------------------------------------
 
 
-def test_a_machine_without_a_gpu_says_so() -> None:
-    assert "GPU" in deepep_package.why_not(torch.device("cpu"))
-    if not torch.cuda.is_available():
-        assert deepep_package.why_not() == "torch sees no CUDA device"
-
-
-def test_a_missing_package_is_one_line_that_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepep_package.importlib, "import_module", lambda name: (_ for _ in ()).throw(not_there()))
-    with pytest.raises(ConfigError, match=r"no module deep_ep\): build it from github.com/deepseek-ai/DeepEP") as said:
-        deepep_package.imported()
-    assert "\n" not in str(said.value)
-
-
-def not_there() -> ModuleNotFoundError:
-    return ModuleNotFoundError("No module named 'deep_ep'", name="deep_ep")
-
-
 @pytest.mark.parametrize(
     ("ranks", "per_node", "said"),
     [(8, 8, ""), (2, 8, ""), (16, 8, ""), (1, 1, "not 1"), (6, 8, "not 6"), (4, 2, "share a node"), (16, 4, "8 ranks")],
@@ -197,18 +174,6 @@ def test_memory_that_torch_fills_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         deepep_package.refuse_filled_memory()
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     deepep_package.refuse_filled_memory()
-
-
-def test_auto_takes_deepep_where_every_rank_has_it() -> None:
-    assert choose("auto", ["", ""]).name == "deepep"
-    one_lacks_it = choose("auto", ["", "torch sees no CUDA device"])
-    assert (one_lacks_it.name, one_lacks_it.why) == ("all_to_all", "no deepep: rank 1: torch sees no CUDA device")
-    assert not one_lacks_it.problem
-
-
-def test_deepep_that_was_asked_for_and_is_not_there_is_a_problem() -> None:
-    assert choose("deepep", ["", "no GPU"]).problem == "dispatch='deepep': rank 1: no GPU"
-    assert not choose("deepep", ["", ""]).problem
 
 
 def test_the_order_of_sums_picks_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,25 +283,3 @@ def test_settings_that_cannot_work_are_refused() -> None:
         BalancerConfig(dispatch=DispatchConfig(sms=7))
     with pytest.raises(ConfigError, match="combine_order='both' is unknown"):
         BalancerConfig(dispatch=DispatchConfig("deepep", combine_order="both"))  # type: ignore[arg-type]
-
-
-def test_a_package_that_cannot_be_loaded_is_something_that_a_rank_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepep_package, "why_not", lambda device: "")
-    monkeypatch.setattr(
-        deepep_package.importlib, "import_module", lambda name: (_ for _ in ()).throw(OSError("libx.so"))
-    )
-    assert "libx.so" in choosing.lacks(torch.device("cuda"), 8, 8)
-
-
-def test_ranks_that_deepep_has_no_settings_for_are_something_that_a_rank_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepep_package, "why_not", lambda device: "")
-    monkeypatch.setattr(deepep_package.importlib, "import_module", lambda name: deepep_double)
-    assert choosing.lacks(torch.device("cuda"), 40, 8) == "dispatch='deepep' has no settings for 40 ranks"
-    assert choosing.lacks(torch.device("cuda"), 16, 8) == ""
-
-
-def test_attach_notes_what_makes_bits_depend_on_placement() -> None:
-    by_rank = BalancerConfig(dispatch=DispatchConfig("deepep", combine_order="by_rank"))
-    assert choosing.notes(by_rank) == (choosing.SUMS_BY_RANK,) and choosing.notes(BalancerConfig()) == ()
-    in_float8 = BalancerConfig(dispatch=DispatchConfig("deepep", dtype="float8"))
-    assert choosing.notes(in_float8) == (choosing.IN_FLOAT8,)

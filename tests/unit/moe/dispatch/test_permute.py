@@ -8,7 +8,6 @@ import torch
 
 from eplb_runtime.moe.dispatch import permute
 from eplb_runtime.moe.dispatch.memory import RowMemory
-from eplb_runtime.moe.dispatch.metadata import worth_deduplicating
 
 DTYPES = [
     (torch.float64, torch.float64),
@@ -52,10 +51,6 @@ def test_choices_are_ordered_by_slot_with_those_of_this_rank_first(rank: int) ->
         expected += [choice for choice in range(120) if slots[choice] == slot]
     assert order.tolist() == expected
     assert permute.inverse(order)[order].tolist() == list(range(120))
-
-
-def test_counts_are_of_every_slot() -> None:
-    assert permute.count(torch.tensor([3, 0, 3, 3]), 5).tolist() == [1, 0, 0, 3, 0]
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
@@ -129,11 +124,6 @@ def test_a_token_is_sent_once_to_each_rank_that_it_visits(tokens: int) -> None:
     for token in range(tokens):
         for rank in (slots[token] // 2).tolist():
             assert sent[begin[rank] + within[token, rank]] == token
-
-
-def test_sending_once_is_worth_it_where_many_choices_meet_few_ranks() -> None:
-    assert worth_deduplicating(2, 4) and worth_deduplicating(8, 8) and worth_deduplicating(1, 2)
-    assert not worth_deduplicating(2, 1) and not worth_deduplicating(64, 8) and not worth_deduplicating(1, 1)
 
 
 def test_no_tokens_and_no_rows_are_no_special_case() -> None:

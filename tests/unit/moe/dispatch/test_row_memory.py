@@ -18,10 +18,6 @@ def test_a_buffer_that_nobody_holds_is_used_again() -> None:
     assert memory.like(EXAMPLE, 990).data_ptr() == address
 
 
-def test_a_buffer_is_aligned_as_torch_aligns() -> None:
-    assert RowMemory().like(EXAMPLE, 1000).data_ptr() % 64 == 0
-
-
 def test_a_view_keeps_its_buffer() -> None:
     memory = RowMemory()
     view = memory.like(EXAMPLE, 1000)[5:7]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eplb_runtime.moe.dispatch import permute
-from eplb_runtime.moe.kernel_selection import CheckedKernel, Kernels, _of_leaving, kernels_for
+from eplb_runtime.moe.kernel_selection import CheckedKernel, _of_leaving
 from eplb_runtime.moe.routing.kernels import torch_count_and_map
 from eplb_runtime.moe.routing.splitter import count_choices
 
@@ -65,9 +65,3 @@ def test_what_is_left_uninitialised_is_not_compared(dedup: bool) -> None:
     order = CheckedKernel("order", leaving, permute.leaving, _of_leaving)
     order(torch.tensor([[0, 1], [2, 3]]), 0, 2, 2, dedup=dedup, tag=3)
     assert order._chosen is leaving
-
-
-def test_without_a_gpu_plain_torch_is_used_and_a_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "eplb_runtime"):
-        assert kernels_for(torch.device("cpu")) == Kernels()
-    assert "no effect on cpu" in caplog.text

@@ -34,9 +34,3 @@ for name in {MODULES}:
 """
     done = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
-
-
-def test_blocks_are_powers_of_2() -> None:
-    from eplb_runtime.utils.triton import power_of_2
-
-    assert [power_of_2(number) for number in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]

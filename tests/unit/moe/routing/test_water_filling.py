@@ -172,17 +172,6 @@ def test_every_layer_of_measured_loads_comes_within_half_a_percent_too(shared_da
     assert gaps(totals, tables, placement, sweeps=4).max() > 0.5  # or the loads would say nothing
 
 
-def test_a_warm_start_saves_sweeps() -> None:
-    ring = Placement([[e for r in range(16) for e in (r, (r - 1) % 16)]], 16, 16, [list(range(0, 32, 2))])
-    tables = SplitTables.of(ring)
-    totals = np.arange(16, 0, -1)[None] * 10_000
-    best = water_filling.split_totals(totals, tables, sweeps=100)
-    warm = water_filling.split_totals(totals, tables, sweeps=1, warm_LEC=best)
-    cold = water_filling.split_totals(totals, tables, sweeps=1)
-    peak = [rank_loads(q[0], tables.copy_slot_LEC[0], ring).max() for q in (best, warm, cold)]
-    assert peak[1] <= peak[0] * 1.001 < peak[2]
-
-
 def test_tokens_go_to_their_own_rank_first_then_to_their_own_node() -> None:
     placement = Placement([[0, 1, 1, 0, 2, -1, 3, 0]], 4, 4, [[0, 2, 4, 6]])
     tables = SplitTables.of(placement)

@@ -1,26 +1,73 @@
-"""What computes the experts of a layer on this rank: homes alone, or with copies, whole or sliced over EDP."""
+"""Replica slots of a job: what carries their rows, and what computes a layer's experts on this rank with them."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from functools import partial
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...balancer.gradients.division import Divisors
 from ...config import BalancerConfig
+from ...distributed.node_memory import NodeMemory, why_not
+from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Job
 from ...moe.experts.aligned import Aligned
 from ...moe.experts.compute import LocalExperts
 from ...moe.experts.slices import is_sliced, local
 from ...replicas.bank import ReplicaBank, gathered_memory, replica_memory, slice_of_row
+from ...replicas.copy_engine import CopyEngine
 from ...replicas.persistent import PersistentReplicas
+from ...replicas.point_to_point import PointToPoint
+from ...replicas.row_transport import RowTransport
 from ...replicas.sharded import ReplicaGather, ShardedReplicas
 from ...replicas.sync import ReplicaSync
+from ...topology import Topology
+from ...utils.errors import one_line
+from .checks import raise_on_all
 from .description import MoELayer
 
 logger = logging.getLogger("eplb_runtime")
+
+
+def transport_of_copies(
+    config: BalancerConfig, groups: ProcessGroups, topology: Topology, device: torch.device
+) -> RowTransport:
+    """Return what carries rows of replicas, or raise AttachError on all ranks. Collective over the job."""
+    rows = groups.replicas if config.replica_slots else groups.rows
+    transport: RowTransport = PointToPoint(rows, groups.job.row_ranks)
+    if config.copies_by == "torch":
+        return transport
+    # What can be seen before ranks meet.
+    alone = topology.ranks_per_node == 1
+    raise_on_all(_refused("each rank has a node of its own" if alone else why_not(device)), groups)
+    problem = ""
+    try:
+        transport = _copy_engine(groups, topology, device, transport)
+    except (RuntimeError, AssertionError) as error:
+        problem = one_line(error)
+    raise_on_all(_refused(problem), groups)
+    return transport
+
+
+def _refused(why: str) -> str:
+    return f"copies_by='copy_engine': {why}" if why else ""
+
+
+def _copy_engine(
+    groups: ProcessGroups, topology: Topology, device: torch.device, by_torch: RowTransport
+) -> RowTransport:
+    node = groups.of_nodes(topology.ranks_per_node)
+    # As long as a lost rank is waited for elsewhere.
+    host_seconds = dist.distributed_c10d._get_default_store().timeout.total_seconds()  # type: ignore[attr-defined]
+    memory = NodeMemory(node, device, host_seconds)
+    memory.connect(time.monotonic() + groups.setup_seconds)
+    size = topology.ranks_per_node * groups.job.row_division
+    return CopyEngine(memory, groups.job.row_rank // size * size, device, by_torch)
 
 
 def local_experts(
@@ -32,14 +79,7 @@ def local_experts(
     bank: ReplicaBank | None,
     gather: ReplicaGather,
 ) -> LocalExperts:
-    """The slots of one layer, as dispatch calls them.
-
-    Args:
-        index: of the layer in the whole model.
-        divisors: of gradients of whole experts.
-        replicas, bank: None without replica slots.
-        gather: where sliced copies are put together.
-    """
+    """Return the slots of one layer, as dispatch calls them."""
     assert layer.compute is not None
     compute = layer.compute if layer.alignment == 1 else Aligned(layer.compute, layer.alignment)
     leaves = _live_parameters(layer)

@@ -1,0 +1,28 @@
+"""Each fault that is put into the package on purpose is caught by the test that is named for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mutants import MUTANTS
+
+pytestmark = pytest.mark.long
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_caught(name: str) -> None:
+    file, _, test = MUTANTS[name][0].partition("::")
+    path = Path(__file__).with_name(file)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "", "-p", "no:cacheprovider", str(path)]
+    if test.endswith("]"):
+        command[-1] += f"::{test}"
+    else:
+        command += ["-k", test]
+    environment = os.environ | {"EPLB_TEST_MUTANT": name}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)
+    unpatched = "in apply" in done.stdout or "import mutants" in done.stdout
+    assert done.returncode == 1 and not unpatched, done.stdout[-3000:]

@@ -1,0 +1,272 @@
+"""Faults put into the package on purpose, each with a test that must fail then (`test_mutants`).
+
+A rank applies the one that `EPLB_TEST_MUTANT` names before it does anything else (`ranks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Patch = Callable[[], None]
+
+
+def leave_behind(*what: str) -> Patch:
+    """Experts move without their tensors of these names."""
+
+    def patch() -> None:
+        from eplb_runtime.moe.experts.registry import ExpertTensors
+
+        whole = ExpertTensors.of_home
+        ExpertTensors.of_home = lambda self, layer: [t for t in whole(self, layer) if not t.name.endswith(what)]
+
+    return patch
+
+
+def combine_in_physical_order() -> None:
+    """Each token's results are summed in the order of their slots, as a scatter-add over arriving rows would."""
+    from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+
+    plan, dispatch = AllToAll.plan, AllToAll.dispatch
+
+    def plan_by_slot(self: Any, slots: torch.Tensor, counts: Any = None) -> Any:
+        order = slots.argsort(dim=1, stable=True)
+        metadata = plan(self, slots.gather(1, order), counts)
+        object.__setattr__(metadata, "order", order)
+        return metadata
+
+    def by_slot(self: Any, hidden: torch.Tensor, weights: torch.Tensor, metadata: Any) -> Any:
+        return dispatch(self, hidden, weights.gather(1, metadata.order), metadata)
+
+    AllToAll.plan, AllToAll.dispatch = plan_by_slot, by_slot
+
+
+def nobody_compares_plans() -> None:
+    from eplb_runtime.distributed.ballot import Verdict
+    from eplb_runtime.distributed.consensus import Agreement
+
+    Agreement.check_equal = lambda self, digest, what, problem="": Verdict(True)
+
+
+def sum_in_any_order() -> None:
+    from eplb_runtime.balancer.gradients import averaging
+
+    def all_reduce(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        dist.all_reduce(flat, group=group)
+        return flat
+
+    averaging.sum_in_rank_order = all_reduce
+
+
+def reduce_again_after_every_forward() -> None:
+    from eplb_runtime.balancer.gradients.averaging import Averaging
+
+    Averaging._leave_to_the_first = lambda self, parameter: None
+
+
+def overlook_new_gradients() -> None:
+    from eplb_runtime.balancer.gradients.averaging import Averaging
+    from eplb_runtime.balancer.gradients.reduction import Gradients
+
+    Averaging.has_new = Averaging.has_replaced = False
+    Gradients.arrives = lambda self, parameter: None
+
+
+def norm_of_one_stage() -> None:
+    from eplb_runtime.balancer.gradients import reduction
+
+    reduction.sum_over_stages = lambda square, groups: square
+
+
+def forget_gradients_of_copies() -> None:
+    from eplb_runtime.replicas.sync import ReplicaSync
+
+    ReplicaSync._add_to_homes = lambda *_: None
+
+
+def lose_gradients_on_the_way() -> None:
+    from eplb_runtime.replicas.bank import ReplicaBank
+
+    rows = ReplicaBank.gradient_rows
+    ReplicaBank.gradient_rows = lambda self, replica: [row * 0 for row in rows(self, replica)]
+
+
+def average_copies() -> None:
+    from eplb_runtime.replicas.sync import ReplicaSync
+
+    add = ReplicaSync._add_to_homes
+    ReplicaSync._add_to_homes = lambda self, lent, trained, arrivals: add(
+        self, lent, trained, [[row / 2 for row in rows] for rows in arrivals]
+    )
+
+
+def miss_a_refresh() -> None:
+    """And take it for made: weights that were written without one are refused."""
+    from eplb_runtime.replicas.sync import ReplicaSync
+
+    refresh, calls = ReplicaSync.refresh, []
+
+    def sometimes(self: Any, *layers: Any) -> None:
+        calls.append(True)
+        if len(calls) != 3:  # after attach and after each step
+            refresh(self, *layers)
+        else:
+            self._versions = {layer: self._versions_now(layer) for layer in self._banks}
+
+    ReplicaSync.refresh = sometimes
+
+
+def let_copies_decay() -> None:
+    from eplb_runtime.replicas.sync import ReplicaSync
+
+    refresh = ReplicaSync.refresh
+
+    def decayed(self: Any, *layers: Any) -> None:
+        refresh(self, *layers)
+        self.wait_all()
+        for bank in self._banks.values():
+            for replica in range(bank.replica_slots):
+                for row in bank.replica_rows(replica):
+                    row.data.mul_(1 - 1e-4)  # homes lie in the same piece, and are taken for written else
+
+    ReplicaSync.refresh = decayed
+
+
+def count_copies_in_the_norm() -> None:
+    from eplb_runtime.balancer.balancer import Balancer
+
+    clip = Balancer.clip_grad_norm_
+
+    def counting(self: Any, *arguments: Any) -> torch.Tensor:
+        copies = int((self.placement.copy_count - 1).sum())
+        return clip(self, *arguments) * (1.0 + 1e-6 * copies)
+
+    Balancer.clip_grad_norm_ = counting
+
+
+def hand_nothing_on() -> None:
+    from eplb_runtime.replicas.sync import ReplicaSync
+
+    post = ReplicaSync._post_weights
+
+    def forgetful(self: Any, layer: int) -> None:
+        post(self, layer)
+        self._to_hand_on.clear()
+
+    ReplicaSync._post_weights = forgetful
+
+
+def add_nothing_on_the_way() -> None:
+    from eplb_runtime.replicas.broadcast_plan import GradientStage
+
+    GradientStage.add = lambda self: None
+
+
+def forget_sums_of_sliced_copies() -> None:
+    from eplb_runtime.replicas.sharded import ShardedReplicas
+
+    ShardedReplicas.collect = lambda self, gradients, edges: None
+
+
+def forget_other_edp_ranks() -> None:
+    from eplb_runtime.replicas.sharded import ReplicaGather
+
+    ReplicaGather.slice_of_sum = lambda self, gradient, dtype: gradient.chunk(self._ranks, dim=1)[
+        self._group.rank()
+    ].to(dtype)
+
+
+def undo_nothing() -> None:
+    from eplb_runtime.hosts.attaching.undo import Before
+
+    Before.restore = lambda self: None
+
+
+def pieces_stay_on_their_edp_rank() -> None:
+    """As if each kept the same range of every slot."""
+    from eplb_runtime.migration.exchange import RoundExecutor
+
+    own = RoundExecutor._shipments
+
+    def along(executor: Any, transfer: Any, record_format: Any) -> Any:
+        holders = executor._home_rows.holders
+        yield from (
+            one for one in own(executor, transfer, record_format) if one.source % holders == one.destination % holders
+        )
+
+    RoundExecutor._shipments = along
+
+
+def norm_of_each_rank_alone() -> None:
+    """Squares are summed over what a rank has of an expert, wherever that is cut."""
+    from eplb_runtime.balancer.gradients import norm_of_ranges
+
+    norm_of_ranges._cut_blocks = lambda ranges: []
+
+
+def keep_weights_in_fp8() -> None:
+    from eplb_runtime.hosts.megatron.quantized import WeightCaches
+
+    WeightCaches.follow = lambda caches: None
+
+
+def leave_scales() -> None:
+    """Only numbers move, and not what they are to be multiplied by."""
+    from eplb_runtime.hosts.megatron import optimizers
+
+    own = optimizers.raw_state
+    optimizers.raw_state = lambda *args: {key: value for key, value in own(*args).items() if "scale" not in key}
+
+
+def leave_copies_in_host_memory() -> None:
+    from eplb_runtime.hosts.megatron import optimizers
+
+    own = optimizers._offloaded
+    optimizers._offloaded = lambda leaf, parameter: replace(own(leaf, parameter), copies={})
+
+
+REPLICAS = "test_replicas.py::test_training_with_copies_is_training_without_to_1e_12"
+OPTIMIZERS = "test_training_is_bit_identical.py::test_so_is_training_with_other_optimizers_dtypes_and_experts"
+EDP = "test_expert_data_parallel.py"
+LOOPS = "test_reduced_once.py::test_any_loop_trains_as_one_process[EDP 2, no divisor]"
+SLICED = "test_fully_shard_copies.py::test_training_with_sliced_copies_is_training_in_one_process"
+DIVIDED = "test_megatron_divided.py::test_experts_with_divided_state_move_and_no_bit_changes"
+MUTANTS: dict[str, tuple[str, Patch]] = {
+    "second moment left behind": (OPTIMIZERS, leave_behind("exp_avg_sq")),
+    "combined in physical order": (OPTIMIZERS, combine_in_physical_order),
+    "masters left behind": ("test_mixed_precision.py::test_migration_changes_no_bit_with", leave_behind("master")),
+    "nobody compares plans": (f"{EDP}::test_a_group_with_another_plan_is_noticed", nobody_compares_plans),
+    "sums in any order": (f"{EDP}::test_migration_changes_no_bit_where_three_or_more", sum_in_any_order),
+    "gradients reduced again": (LOOPS, reduce_again_after_every_forward),
+    "new gradients overlooked": (LOOPS, overlook_new_gradients),
+    "norm of one stage": ("test_pipelining.py::test_a_schedule_equals_the_whole_model", norm_of_one_stage),
+    "gradients of copies forgotten": (f"{REPLICAS}[copies]", forget_gradients_of_copies),
+    "gradients of copies lost": (f"{REPLICAS}[copies]", lose_gradients_on_the_way),
+    "copies averaged": (f"{REPLICAS}[copies]", average_copies),
+    "a refresh missed": (f"{REPLICAS}[copies]", miss_a_refresh),
+    "copies decay": (f"{REPLICAS}[copies]", let_copies_decay),
+    "copies in the norm": (f"{REPLICAS}[copies]", count_copies_in_the_norm),
+    "nothing handed on": (f"{REPLICAS}[copies that hang on copies]", hand_nothing_on),
+    "nothing added on the way": (f"{REPLICAS}[copies that hang on copies]", add_nothing_on_the_way),
+    "sums of sliced copies forgotten": (SLICED, forget_sums_of_sliced_copies),
+    "other EDP ranks forgotten": (SLICED, forget_other_edp_ranks),
+    "a failed attach undoes nothing": ("test_attach_fails.py::test_an_attach_that_fails", undo_nothing),
+    "pieces stay on their EDP rank": (DIVIDED, pieces_stay_on_their_edp_rank),
+    "norm by the cut": (DIVIDED, norm_of_each_rank_alone),
+    "divided state left behind": (DIVIDED, leave_behind("exp_avg")),
+    "weights kept in FP8": ("test_megatron_fp8.py::test_a_forward_by_hand", keep_weights_in_fp8),
+    "scales left behind": ("test_megatron_precision_aware.py::test_state_in_dtypes_of_its_own", leave_scales),
+    "copies in host memory left behind": (
+        "test_megatron_offload.py::test_experts_with_state",
+        leave_copies_in_host_memory,
+    ),
+}
+"""Name -> the test of `tests/distributed` (the beginning of its name) that fails then, and the fault."""
+
+
+def apply(name: str) -> None:
+    MUTANTS[name][1]()
