@@ -22,7 +22,7 @@ from eplb_runtime.config import ConfigError
 from eplb_runtime.distributed import node_memory
 from eplb_runtime.distributed.node_memory import NodeMemory
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
-from eplb_runtime.hosts.attaching import attach, copies
+from eplb_runtime.hosts.attaching import attach, replicas
 from eplb_runtime.hosts.attaching.description import AttachError
 from eplb_runtime.replicas import tree
 
@@ -33,8 +33,8 @@ CARRIED = {"bytes": 0}
 
 def use_the_doubles() -> None:
     attach.measure = lambda topology, *_: topology  # plans go by it, and no two measurements are the same
-    copies.why_not = lambda device: ""
-    copies.NodeMemory = partial(NodeMemory, package=double)
+    replicas.why_not = lambda device: ""
+    replicas.NodeMemory = partial(NodeMemory, package=double)
     of_peer = NodeMemory.of_peer
 
     def counted(self: NodeMemory, peer: int, own: torch.Tensor) -> torch.Tensor:
@@ -234,7 +234,7 @@ def test_so_it_is_where_fsdp_slices_experts() -> None:
 def lose_a_signal(rank: int, folder: str) -> None:
     """Leaves what it heard and ends, as a rank with an error does: the other may be in a collective by then."""
     use_the_doubles()
-    copies._host_seconds = lambda: 2.0
+    replicas.NodeMemory = lambda node, device, _: NodeMemory(node, device, 2.0, package=double)
     model = make_model("gpt_oss", experts=8, top_k=2)
     config = eplb.BalancerConfig(
         replica_slots=1, copies_by="copy_engine", initial_placement=copied_both_ways(), dense_gradients="allreduce"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from mutants import MUTANTS
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1300)]
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -23,6 +23,6 @@ def test_a_mutant_is_caught(name: str) -> None:
     else:
         command += ["-k", test]
     environment = os.environ | {"EPLB_TEST_MUTANT": name}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     unpatched = "in apply" in done.stdout or "import mutants" in done.stdout
     assert done.returncode == 1 and not unpatched, done.stdout[-3000:]

@@ -50,7 +50,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def began(*arguments: object) -> None:
         raise AssertionError("the load was read before this was noticed")
 
-    monkeypatch.setattr(loads, "read_load", began)
+    monkeypatch.setattr(loads, "read_record", began)
 
 
 def test_ranks_that_are_none_cannot_be_gone(refusal: Callable[..., str], load_file: Path, no_work: None) -> None:
@@ -91,7 +91,7 @@ def test_what_memory_cannot_hold(refusal: Callable[..., str], load_file: Path, m
     def full(path: str, dense_layers: int = 0) -> None:
         raise MemoryError("Unable to allocate 6.82 TiB")
 
-    monkeypatch.setattr(loads, "read_load", full)
+    monkeypatch.setattr(loads, "read_record", full)
     assert refusal("plan", load_file, *CLUSTER) == (
         "eplb-runtime: not enough memory for this: Unable to allocate 6.82 TiB\n"
     )

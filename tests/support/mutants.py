@@ -209,7 +209,7 @@ def norm_of_each_rank_alone() -> None:
 
 
 def keep_weights_in_fp8() -> None:
-    from eplb_runtime.hosts.megatron.quantized import WeightCaches
+    from eplb_runtime.hosts.megatron.layer import WeightCaches
 
     WeightCaches.follow = lambda caches: None
 
