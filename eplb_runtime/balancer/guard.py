@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from ..distributed.consensus import deviating, gather_bytes, gather_rows
 from ..load.aggregate import HostCopy
 from ..moe.experts.memory import WeightMemory
-from ..utils.checksums import bit_sums, bit_words
+from .gradients.averaging import bit_sums, bit_words
 from .model_check import Snapshot, options_of, snapshots, why_misplaced, why_not_stepped
 from .runtime import Runtime
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -49,17 +48,14 @@ def _run(arguments: argparse.Namespace) -> int:
 
     report = _of_command(arguments) if arguments.job else _of_our_model(arguments)
     if arguments.job or is_first():
-        if arguments.json:
-            print_json(report.to_dict())
-        else:
-            print(report)
+        print_json(report.to_dict()) if arguments.json else print(report)
     return STATUS[report.verdict]
 
 
 def _of_command(arguments: argparse.Namespace) -> Any:
     from ..tools.verification import verify_command
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the job ends, and its folder goes
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the job ends, and its folder goes
     if arguments.keep is not None and arguments.keep.exists() and any(arguments.keep.iterdir()):
         raise InputError(f"--keep {arguments.keep}: the folder is not empty; name a new one")
     return verify_command(arguments.job, arguments.steps, arguments.keep)

@@ -54,24 +54,6 @@ def host_array(data: Tensor) -> NDArray[np.uint8]:
     return np.asarray(_HostMemory(data)) if data.numel() else np.empty(0, np.uint8)
 
 
-def bit_words(tensor: Tensor) -> Tensor:
-    """The elements of a tensor as whole numbers of their size."""
-    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-
-
-def bit_sums(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """int64: the sum of all bits of each tensor as whole numbers, which a change of any element changes; 0 of None.
-    Computed on their device without a sync; each tensor is read once."""
-    sums = [torch.zeros((), dtype=torch.int64, device=device)] * len(tensors)
-    for place, tensor in enumerate(tensors):
-        if tensor is not None:
-            words = bit_words(tensor.detach())
-            if tensor.is_contiguous() and tensor.nbytes % 8 == 0 and words.storage_offset() * words.itemsize % 8 == 0:
-                words = words.reshape(-1).view(torch.int64)  # the longest: fewer to add
-            sums[place] = torch.sum(words, dtype=torch.int64)
-    return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=device)
-
-
 def checksum(rows: Sequence[Tensor]) -> bytes:
     """Return 16 bytes over flat uint8 tensors; on a GPU the blocks are hashed there. CPU and GPU have different
     checksums."""

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...balancer.balancer import Balancer
+from ...balancer.gradients.averaging import bit_words
 from ...config import BalancerConfig, DispatchConfig, Trial
 from ...distributed.consensus import gather_bytes, gather_rows
 from ...distributed.ranks import Ranks
@@ -31,7 +32,6 @@ from ...moe.experts.optimizer_state import state_of
 from ...moe.experts.slices import has_memory, local
 from ...placement import Placement
 from ...planner.shuffle import shuffled
-from ...utils.checksums import bit_words
 from ...utils.files import write_file
 from .description import Stage, spread_of
 from .unregistered import unregistered
@@ -43,6 +43,12 @@ _CHUNK = 1 << 22
 """Elements that are read at once."""
 _SAME_SHARE = 0.2
 """Relative distance of gradients from one share of what backward passes gave, up to which they have it."""
+_MOST_SHARE = 1.4
+_SHARES = (
+    "gradients outside the experts come {:.2g} times as large to the optimizer as those of experts, for the same loss: "
+    "average them over ranks, once, and divide the loss by no number of ranks (as DistributedDataParallel, or "
+    "BalancerConfig(dense_gradients='allreduce'))"
+)
 _ENOUGH_MEMORY = 0.8
 """Share of the free memory that the experts of a run with all of them on each rank may take."""
 KINDS = ("gradient", "buffer", "cache", "optimizer_state", "range", "number", "parameter")
@@ -230,7 +236,8 @@ class TrialRun:
         apart = (seen - shares.unsqueeze(1) * given).norm(dim=1) / seen.norm(dim=1)
         if bool((apart < _SAME_SHARE).all()):  # each has one share, as far as can be told
             ratio = shares[0] / shares[1] * len(job.edp_ranks) * job.gradient_divisor / len(job.data_ranks)
-            self._meta["shares"] = [*self._meta.get("shares", ()), float(ratio)]
+            if not 1 / _MOST_SHARE < ratio < _MOST_SHARE:
+                self._balancer._guard.report(_SHARES.format(float(ratio)))
 
     def _end(self) -> None:
         """Finish the record; the job does not go on to what comes after its loop."""
