@@ -12,7 +12,6 @@ from .arguments import (
     add_command,
     choice,
     cluster,
-    not_negative,
     option,
     positive,
     positive_float,
@@ -36,7 +35,6 @@ def add(commands: Any) -> None:
     current = "the placement of now, ours or an engine's; moves are counted from it"
     parameters = "of one expert, to count bytes: 12 each with its state, 2 in a copy"
     speeds = "how fast each rank is beside the others (default: all alike)"
-    gone = "ranks that are not there, with --policy free: experts get slots on the others"
     options = [
         option("load", "LOAD", str, LOAD),
         *cluster(),
@@ -45,7 +43,6 @@ def add(commands: Any) -> None:
         option("--current", "PLACEMENT", str, current),
         option("--expert-parameters", "N", positive, parameters),
         option("--rank-speed", "A,B,...", several(positive_float), speeds),
-        option("--gone", "A,B,...", several(not_negative), gone),
         option("-o", "FILE", str, "write the placement, .json or .safetensors", dest="output"),
     ]
     add_command(commands, "plan", _run, "plan a placement for a measured load", EXAMPLES, options)
@@ -60,11 +57,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
     require_policies([arguments.policy])
     require_output(arguments.output, (".json", ".safetensors"))
-    topology, available, current = topology_of(arguments), None, None
-    if arguments.gone is not None:
-        if max(arguments.gone) >= arguments.ranks:
-            raise InputError(f"--gone names rank {max(arguments.gone)}: there are ranks 0 to {arguments.ranks - 1}")
-        available = [rank not in arguments.gone for rank in range(arguments.ranks)]
+    topology, current = topology_of(arguments), None
     if arguments.current is not None:
         read = partial(read_placement, arguments.current, arguments.ranks, arguments.dense_layers or 0)
         current = read()
@@ -86,7 +79,6 @@ def _run(arguments: argparse.Namespace) -> None:
         groups=arguments.groups,
         max_moves=arguments.max_moves,
         rank_speed=arguments.rank_speed,
-        available=available,
         cost=None if parameters is None else CostModel(home_bytes=12 * parameters, replica_bytes=2 * parameters),
     )
     note_compilation()

@@ -20,6 +20,7 @@ GONE = {
     "top": "`report RUN` shows a run, and BalancerConfig(listen=...) serves the same page while the job runs",
     "trace --plot": "`trace merge DIR` writes a file that ui.perfetto.dev draws",
     "bubbles --plot": "`--json` says what each schedule leaves idle",
+    "plan --gone": "plan for the ranks that are left, --ranks N",
     "bubbles --table": "give the schedule by name, as --schedule dualpipev",
     "convert --layout": "leave it out, homes are restored where a map allows it",
 }
