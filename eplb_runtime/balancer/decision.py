@@ -34,14 +34,12 @@ from ..placement import Placement
 from ..planner import CostModel, Plan, plan
 from ..planner.cost import crossing_seconds
 from ..planner.evaluate import has_no_copies, predicted_imbalance
-from ..planner.planning import plan_again
 from ..planner.track_record import JUDGED, TrackRecord
 from ..utils.jit import compiling_ahead, without_waiting
 from ..utils.spans import phase
 from ..utils.worker import Worker
 from .compile_ahead import UNDER_A_BUDGET, compile_apart, compile_here, compiles, is_compiled
-from .guard import Guard, SampleComparison
-from .guard_samples import Sample
+from .guard import MOST_NAMED, Guard, Sample, SampleComparison
 from .runtime import Runtime
 
 logger = logging.getLogger("eplb_runtime")
@@ -72,8 +70,7 @@ class Decision:
         steps: training steps that the load covers.
         finding: of the guard; empty: none.
         stays: reason for which a plan is not carried out; empty: it is, or there is none.
-        uncounted: names of this rank's experts modules whose load was not counted, because they are in evaluation mode
-            while others train.
+        uncounted: a line that names MoE layers in evaluation mode while others train; empty: none.
         summary: decision, reason, moves, imbalance_before, imbalance_after, plan_seconds, as rank 0 sent them.
     """
 
@@ -84,7 +81,7 @@ class Decision:
     summary: dict[str, Any] | None = None
     finding: str = ""
     stays: str = ""
-    uncounted: tuple[str, ...] = ()
+    uncounted: str = ""
     load: NDArray[np.int64] | None = None
     placements: tuple[tuple[int, Placement], ...] = ()
     step_seconds: float = 0.0
@@ -212,8 +209,6 @@ class DecisionMaker:
         # A planner that never returns must not take the thread along that talks to the other ranks.
         self._planning = Worker("eplb_runtime plan")
         self._overdue: Future[bytes] | None = None
-        self._found: Plan | None = None
-        """To rebalance, and not handed out."""
         self.planner: Callable[..., Plan] = plan
         self.on_load: Callable[[NDArray[np.int64], int, int, float], None] = lambda load_TLE, steps, nbytes, seconds: (
             None
@@ -454,20 +449,19 @@ class DecisionMaker:
         load = np.stack(self.history) if self.history else measurement.declared
         assert load is not None
 
+        made: list[Plan] = []
+
         def make() -> bytes:
-            late, self._found = self._found, None
             # While code is compiled no plan has replicas yet, so judging runs nothing that is compiled.
             self._track_record.observe(total.sum(axis=0, dtype=np.float64))
             with without_waiting() if compiling else nullcontext():
-                return self._make_plan(load, measurement, compiling, late)
+                made.append(self._make_plan(load, measurement, compiling))
+            return _as_message(made[0], measurement.placement, self._predictions(self._cost(measurement)))
 
         message, in_time = self._in_time(make)
-        if not in_time:
-            return message  # what is found later stays for the next decision
-        made, self._found = self._found, None
         # What is declared is the next load alone: no later one says whether the plan was good.
-        if made is not None and measurement.declared is None:
-            self._track_record.note(made)
+        if in_time and made and made[0].decision == "rebalance" and measurement.declared is None:
+            self._track_record.note(made[0])
         return message
 
     def _in_time(self, work: Callable[[], bytes]) -> tuple[bytes, bool]:
@@ -491,14 +485,8 @@ class DecisionMaker:
             logger.warning("the planner has not returned after %g s; going on without a plan", seconds)
             return _failed(f"the planner took longer than {seconds:g} s"), False
 
-    def _make_plan(
-        self, load: NDArray[Any], measurement: Measurement, compiling: bool, late: Plan | None = None
-    ) -> bytes:
-        """Ask the planner.
-
-        Args:
-            late: what the search of an earlier decision found after its time. If it still pays, it is the plan.
-        """
+    def _make_plan(self, load: NDArray[Any], measurement: Measurement, compiling: bool) -> Plan:
+        """Ask the planner."""
         cost, policy, trust = self._cost(measurement), self._config.policy, self._track_record.trust
         how: dict[str, Any] = {"policy": policy, "sources": self._sources}
         if compiling:
@@ -515,39 +503,17 @@ class DecisionMaker:
             "trust": trust,
         }
         notes = ["homes only: the planner is still being compiled"] if compiling else []
-        if late is not None and compiling and not has_no_copies(late.placement):
-            late = None
-        made = None if late is None else self._again(late, load, how)
-        if made is not None:
-            notes.append("found by an earlier search, which took longer than ranks wait")
-        else:
-            if policy == "incremental" and not compiling:
-                how["deadline"] = self._config.timeout_seconds * SEARCHING
-            slots_per_rank = measurement.placement.slots_per_rank
-            made = self.planner(load, self._topology, slots_per_rank=slots_per_rank, layout="home", **how)
-        self._found = made if made.decision == "rebalance" else None
+        if policy == "incremental" and not compiling:
+            how["deadline"] = self._config.timeout_seconds * SEARCHING
+        slots_per_rank = measurement.placement.slots_per_rank
+        made = self.planner(load, self._topology, slots_per_rank=slots_per_rank, layout="home", **how)
         if trust < SAID_BELOW and self._config.gate == "payoff":
             notes.append(f"counting {trust:.0%} of predicted gains: as much came true lately")
         if notes:
             made = replace(made, reason=f"{made.reason} ({'; '.join(notes)})")
         if not measurement.step_seconds:  # no step is timed yet, as at the first decision of a resumed job
             made = replace(made, seconds_saved=np.nan)
-        return _as_message(made, measurement.placement, self._predictions(cost))
-
-    def _again(self, late: Plan, load: NDArray[Any], how: Mapping[str, Any]) -> Plan | None:
-        """Weigh what an earlier search found by today's load; None: search anew.
-
-        Args:
-            how: terms of the plan.
-        """
-        if late.current is None or late.current.digest() != how["current"].digest():
-            return None  # another placement was restored
-        try:
-            made = plan_again(late.placement, load, self._topology, **how)
-        except Exception:
-            logger.warning("what an earlier search found could not be weighed; searching anew", exc_info=True)
-            return None
-        return made if made.decision == "rebalance" else None
+        return made
 
     def _predictions(self, cost: CostModel) -> dict[str, Any]:
         """Predicted and true gains of earlier plans, in seconds of a plan's horizon at today's step time."""
@@ -627,18 +593,24 @@ def _decisions_of_horizon(config: BalancerConfig) -> int:
     return JUDGED if config.interval is None else -(-config.horizon // config.interval)
 
 
-def _uncounted(total: NDArray[np.int64], in_evaluation: Mapping[int, str]) -> tuple[str, ...]:
-    """Names of the layers in evaluation mode without a counted token, where other layers have some.
+def _uncounted(total: NDArray[np.int64], in_evaluation: Mapping[int, str]) -> str:
+    """Name the layers in evaluation mode without a counted token, where other layers have some: a frozen part of a
+    model is no error.
 
     Args:
         total: int64 ``[T, L, E]``, of all ranks.
         in_evaluation: names of layers by index.
     """
-    if not in_evaluation:
-        return ()
     is_counted_L: NDArray[np.bool_] = np.asarray(total.any(axis=(0, 2)))
-    names = tuple(name for layer, name in in_evaluation.items() if not is_counted_L[layer])
-    return names if is_counted_L.any() else ()
+    names = [name for layer, name in in_evaluation.items() if not is_counted_L[layer]]
+    if not names or not is_counted_L.any():
+        return ""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return (
+        f"MoE layers are in evaluation mode while others train: {', '.join(names[:MOST_NAMED])}{more}; their tokens "
+        "are not counted, so their experts are placed without knowing their load: call train() on these modules "
+        "(frozen parameters stay frozen), or on the whole model"
+    )
 
 
 def _highest(control: dist.ProcessGroup, *here: int) -> list[int]:

@@ -52,11 +52,8 @@ class LogicalState:
         return _state_of(self._view)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What ``dcp.load`` calls when it has filled the tensors of ``state_dict()`` in place.
-
-        Raises:
-            CheckpointError: the checkpoint has optimizer state that had no tensors to go to.
-        """
+        """What ``dcp.load`` calls when it has filled the tensors of ``state_dict()`` in place. Optimizer state that had
+        no tensors to go to is a `CheckpointError`."""
         view, header = self._view, _read_header(state["eplb_runtime"])
         if view.optimizers:
             if header["optimizer_tensors"] != (here := _count(view)):
@@ -137,14 +134,8 @@ def async_save(folder: str | Path, view: LogicalView, storage_writer: dcp.Storag
 
 
 class FolderOfDCP(Saved):
-    """A checkpoint of DCP, open for reading; there are no checksums.
-
-    Args:
-        view: without an optimizer, what the checkpoint has of one is not looked at.
-        key: under which the state was saved; empty: under none.
-        reader: of other storage than a file system.
-        group: of the ranks that read; None: all.
-    """
+    """A checkpoint of DCP, open for reading; there are no checksums. Without an optimizer in the view, what the
+    checkpoint has of one is not looked at."""
 
     def __init__(
         self,

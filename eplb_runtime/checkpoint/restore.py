@@ -46,11 +46,8 @@ class Saved:
 
 
 class Fitted:
-    """A checkpoint that fits a model, and what it will write there. Nothing is written yet.
-
-    Raises:
-        CheckpointError: an entry is missing, has no place in the model, or has another shape; or options do not fit.
-    """
+    """A checkpoint that fits a model, and what `write` will write there. An entry that is missing, has no place in the
+    model or another shape, or options that do not fit, are refused here."""
 
     def __init__(self, view: LogicalView, saved: Saved) -> None:
         self._view, self._saved = view, saved
@@ -162,11 +159,7 @@ def load_logical_state_dict(model: nn.Module, optimizer: Given, state: Mapping[s
 
 
 def numbers_of(view: LogicalView, encode: Callable[[Any, str], Any] = lambda value, _: value) -> dict[str, Any] | None:
-    """Param groups and state that is no tensor, as in `Saved.optimizers`; None without an optimizer.
-
-    Args:
-        encode: of each value, with its name.
-    """
+    """Param groups and state that is no tensor, each value encoded, as in `Saved.optimizers`; None: no optimizer."""
     if not view.optimizers:
         return None
     groups = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,10 +79,10 @@ class LogicalView:
         keep_slices(self.model)
         self.parameters: dict[str, Tensor] = dict(self.model.named_parameters())
         self._name_of = {id(parameter): name for name, parameter in self.parameters.items()}
-        self._states: dict[str, MutableMapping[Tensor, Any]] = {}
-        for one in self.optimizers:
-            for group in one.param_groups:
-                self._states.update(dict.fromkeys(self.names_of(group), one.state))
+        # The optimizer and not its state, which load_state_dict replaces.
+        self._optimizer_of = {
+            name: one for one in self.optimizers for group in one.param_groups for name in self.names_of(group)
+        }
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -149,13 +149,19 @@ class LogicalView:
             ) from None
 
     def optimizer_state(self, name: str) -> dict[str, Any]:
-        """What the optimizer keeps for a parameter; empty before its first step."""
-        return dict(self._states[name].get(self.parameters[name], {})) if name in self._states else {}
+        """The optimizer's state of a parameter; empty before its first step."""
+        one = self._optimizer_for(name)
+        return dict(one.state.get(self.parameters[name], {})) if one is not None else {}
 
     def set_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
         """Replace what the optimizer keeps for a parameter."""
-        if name in self._states and (state or self.optimizer_state(name)):
-            self._states[name][self.parameters[name]] = dict(state)
+        one = self._optimizer_for(name)
+        if one is not None and (state or self.optimizer_state(name)):
+            one.state[self.parameters[name]] = dict(state)
+
+    def _optimizer_for(self, name: str) -> torch.optim.Optimizer | None:
+        """The one that has a parameter, or will get it."""
+        return self._optimizer_of.get(name, self.optimizers[0] if self.optimizers else None)
 
     def experts_here(self, layer: int) -> list[int]:
         """The logical expert of each of this rank's rows."""
@@ -172,13 +178,8 @@ class LogicalView:
         all ranks before any of them waits for another. Collective when attached.
 
         Args:
-            what: the call, by name.
             patient: wait as long as the host's process groups do: before a load ranks may come at very different times.
             merged_too: False: adapters alone are meant, which are what they are while they are merged.
-
-        Raises:
-            CheckpointError: some of it is freed or merged, here or on another rank.
-            RuntimeError: a rank did not come within the timeout.
         """
         freed = self._freed() or (why_merged(self.model) if merged_too else "")
         freed = f"{what}: {freed}" if freed else ""

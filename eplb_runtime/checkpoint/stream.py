@@ -68,27 +68,23 @@ class StreamItem:
 
     @property
     def is_stacked(self) -> bool:
-        """Return whether its rows are the experts of a layer, each from the rank that has it."""
+        """Its rows are the experts of a layer, each from the rank that has it."""
         return self.layer is not None and self.expert is None and not self.joint
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Part of a tensor that one rank adds.
-
-    Args:
-        item: number of the tensor.
-        expert: logical expert; None: of none.
-        row: of a stacked tensor; None: all of it.
-        owner: global rank it comes from; None: every rank has it, so nothing travels.
-        to: global rank that it goes to; None: to all.
-    """
+    """Part of a tensor that one rank adds: of the item of that number."""
 
     item: int
     expert: int | None
+    """The logical expert; None: of none."""
     row: int | None
+    """Of a stacked tensor; None: all of it."""
     owner: int | None
+    """Global rank that it comes from; None: every rank has it, so nothing travels."""
     to: int | None
+    """Global rank that it goes to; None: to all."""
 
 
 class TensorList:
@@ -140,16 +136,8 @@ class TensorList:
         return TensorSpec(spec.shape, self._dtype) if self._dtype is not None and spec.dtype.is_floating_point else spec
 
     def agree(self, options: str, problem: str) -> str:
-        """Learn the tensors of all stages, or why the ranks cannot go on. Collective on the control group.
-
-        Args:
-            options: must be the same on all ranks.
-            problem: why this rank cannot go on; empty: it can.
-
-        Returns:
-            Empty, or what is wrong on which rank, the same on all ranks: a problem, other options, or other tensors
-            than those of the ranks that share its stages.
-        """
+        """Learn the tensors of all stages. Collective on the control group. Returns, on all ranks, the first problem of
+        a rank, that options differ, or that ranks of a stage have other tensors; empty: there is nothing of that."""
         control = self.balancer._runtime.groups.control
         text = json.dumps([_fields_of(item) for item in self.items])
         if found := first_problem(problem or self.problem(), control):
@@ -198,11 +186,7 @@ class TensorList:
         return ranks[int(self._places[item.layer, expert]) // (self.num_experts // len(ranks))]
 
     def chunks_of(self, number: int, to: int | None = None) -> list[Chunk]:
-        """Return the parts of a tensor, each from one rank.
-
-        Args:
-            to: the only rank that needs it; None: all do.
-        """
+        """Return the parts of a tensor, each from one rank, that go to all or to the one rank that needs it."""
         item = self.items[number]
         if item.is_stacked:
             return [Chunk(number, e, e, self.owner_of(item, e), to) for e in range(self.num_experts)]
@@ -473,11 +457,7 @@ class LogicalTensors(Iterator[NamedTensor]):
 
     @torch.no_grad()
     def _bring(self, numbers: range) -> Iterator[NamedTensor]:
-        """Fill a bucket. Collective.
-
-        Raises:
-            ExportError: a rank has stopped or failed, or has not come.
-        """
+        """Fill a bucket, or raise what a rank has that stopped, failed or has not come. Collective."""
         tensors, problem = self._tensors, self._tensors.moved() or self._tensors.problem()
         chunks = [chunk for number in numbers for chunk in tensors.chunks_of(number, self._rank)]
         bucket = Bucket(tensors, chunks, copies=True)

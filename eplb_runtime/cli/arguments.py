@@ -1,10 +1,9 @@
-"""What the commands' arguments share: the parser, groups of arguments, kinds of values. A command's own stand in its
-file."""
+"""What the commands' arguments share: the parser, a table of options for each command, kinds of values."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 PROGRAM = "eplb-runtime"
@@ -22,6 +21,8 @@ MOST = 2**53
 
 Run = Callable[[argparse.Namespace], int | None]
 """A command; returns its exit status, None for 0."""
+Option = tuple[Sequence[str], dict[str, Any]]
+"""Arguments of ``add_argument``."""
 
 
 class InputError(ValueError):
@@ -35,7 +36,10 @@ class Parser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def add_command(commands: Any, name: str, run: Run, summary: str, examples: str) -> argparse.ArgumentParser:
+def add_command(
+    commands: Any, name: str, run: Run, summary: str, examples: str, options: Sequence[Option] = ()
+) -> argparse.ArgumentParser:
+    """Add a command with its options, beside those that all have."""
     command: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
@@ -44,40 +48,48 @@ def add_command(commands: Any, name: str, run: Run, summary: str, examples: str)
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.set_defaults(run=run)
-    command.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    add_options(command, [flag("--json", "print one JSON object instead of a table"), *options])
     command.add_argument("-v", "--verbose", action="count", default=0, help="say more on stderr; twice: everything")
     return command
 
 
-def adder(command: Any) -> Callable[..., None]:
-    def add(flag: str, metavar: str, kind: Callable[[str], Any], text: str, **more: Any) -> None:
-        command.add_argument(flag, metavar=metavar, type=kind, help=text, **more)
-
-    return add
+def add_options(command: Any, options: Sequence[Option]) -> None:
+    for names, settings in options:
+        command.add_argument(*names, **settings)
 
 
-def add_cluster(command: argparse.ArgumentParser) -> None:
-    add = adder(command)
-    add("--ranks", "R", positive, "ranks of the EP group", required=True)
-    add("--ranks-per-node", "G", positive, "ranks that share a node", required=True)
-    add("--slots-per-rank", "S", positive, "experts that each rank holds, copies included", required=True)
-    add("--groups", "N", positive, "expert groups of group-limited routing (default: 1)", default=1)
-    add("--max-moves", "M", not_negative, "at most M slots move in a plan, over all layers")
-    add(
-        "--windows",
-        "A:B",
-        windows,
-        "of the file, only these: 3, 0:5, or --windows=-5: for the last",
-        default=slice(None),
-    )
-    add("--intra-node-bandwidth", "GB/S", positive_float, "of a rank, inside its node (default: 400)", default=400.0)
-    add("--inter-node-bandwidth", "GB/S", positive_float, "of a rank, to other nodes (default: 50)", default=50.0)
-    add_dense_layers(command)
+def option(name: str, metavar: str, kind: Callable[[str], Any], text: str, default: Any = None, **more: Any) -> Option:
+    """Return an option with a value; a positional argument where the name has no dash."""
+    settings = {"metavar": metavar, "type": kind, "help": text, **more}
+    return [name], settings if default is None else {**settings, "default": default}
 
 
-def add_dense_layers(command: argparse.ArgumentParser) -> None:
+def flag(name: str, text: str) -> Option:
+    return [name], {"action": "store_true", "help": text}
+
+
+def choice(name: str, choices: Sequence[str], text: str, default: str | None = None) -> Option:
+    return [name], {"choices": choices, "help": text, "default": default}
+
+
+def dense_layers() -> Option:
     text = "leading layers without experts, which SGLang and TensorRT-LLM number too"
-    adder(command)("--dense-layers", "N", not_negative, text)
+    return option("--dense-layers", "N", not_negative, text)
+
+
+def cluster() -> list[Option]:
+    few = "of the file, only these: 3, 0:5, or --windows=-5: for the last"
+    return [
+        option("--ranks", "R", positive, "ranks of the EP group", required=True),
+        option("--ranks-per-node", "G", positive, "ranks that share a node", required=True),
+        option("--slots-per-rank", "S", positive, "experts that each rank holds, copies included", required=True),
+        option("--groups", "N", positive, "expert groups of group-limited routing (default: 1)", 1),
+        option("--max-moves", "M", not_negative, "at most M slots move in a plan, over all layers"),
+        option("--windows", "A:B", windows, few, slice(None)),
+        option("--intra-node-bandwidth", "GB/S", positive_float, "of a rank, inside its node (default: 400)", 400.0),
+        option("--inter-node-bandwidth", "GB/S", positive_float, "of a rank, to other nodes (default: 50)", 50.0),
+        dense_layers(),
+    ]
 
 
 # -- kinds of values -----------------------------------------------------------------------------------------------
@@ -103,22 +115,17 @@ def share(text: str) -> float:
     return float(_number(text, float, lambda value: 0 < value <= 1, "a share above 0, up to 1"))
 
 
+def several(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Return a kind of comma-separated values: ``3,7`` -> [3, 7]."""
+    return lambda text: [kind(part.strip()) for part in text.split(",")]
+
+
 def names(text: str) -> list[str]:
     """``a,b`` -> ["a", "b"]."""
     found = [name.strip() for name in text.split(",") if name.strip()]
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r}: give names with commas between")
     return found
-
-
-def speeds(text: str) -> list[float]:
-    """``1,.5`` -> [1.0, 0.5]."""
-    return [positive_float(part) for part in text.split(",")]
-
-
-def ranks_of(text: str) -> list[int]:
-    """``3,7`` -> [3, 7]."""
-    return [not_negative(part) for part in text.split(",")]
 
 
 def windows(text: str) -> slice:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .arguments import LOAD, InputError, add_command, adder, positive
+from .arguments import LOAD, InputError, Option, add_command, choice, flag, option, positive
 from .inputs import require_extra
 from .printing import note, print_json, print_table, spinner
 
-ON_RANKS = {
-    "dispatch": ("carrying tokens between ranks, beside plain all-to-alls", 20, "timings taken, the median counts"),
-    "migrate": ("moving experts between ranks, beside plain messages", 10, "timings taken, the median counts"),
-    "train": ("training steps, static, balanced and ideal; takes minutes", 8, "blocks of ten steps of each variant"),
+SUMMARIES = {
+    "dispatch": "carrying tokens between ranks, beside plain all-to-alls",
+    "migrate": "moving experts between ranks, beside plain messages",
+    "train": "training steps, static, balanced and ideal; takes minutes",
 }
-"""Files of ``tools/bench/`` that need ranks: summary, repeats by default, and what is repeated."""
+"""Files of ``tools/bench/`` that need ranks."""
 STEADY = 1.25
 """Blocks of equal work of which the slowest takes more than so many times as long as the fastest were disturbed."""
 
@@ -26,47 +25,37 @@ STEADY = 1.25
 def add(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure on this machine: planning, dispatch, migration, training")
     benches = bench.add_subparsers(title="what to measure", metavar="WHAT", required=True)
-    planner = add_command(
-        benches,
-        "planner",
-        _planner,
-        "balance and time of the policies",
-        """
+    examples = """
   eplb-runtime bench planner
   eplb-runtime bench planner load.npz --json
-""",
-    )
-    planner.add_argument("loads", metavar="LOAD", nargs="*", help=f"{LOAD} (default: generated loads)")
-    adder(planner)("--repeats", "N", positive, "timings taken, the median counts (default: 5)", default=5)
-    for what in ON_RANKS:
-        _add_on_ranks(benches, what)
-
-
-def _add_on_ranks(benches: Any, what: str) -> None:
-    summary, repeats, meaning = ON_RANKS[what]
-    command = add_command(
-        benches,
-        what,
-        _on_ranks,
-        summary,
-        f"""
+"""
+    loads = option("loads", "LOAD", str, f"{LOAD} (default: generated loads)", nargs="*")
+    add_command(benches, "planner", _planner, "balance and time of the policies", examples, [loads, _repeats(5)])
+    device = choice("--device", ("cpu", "cuda"), "of the ranks (default: cpu)", "cpu")
+    wider = "of an expert's hidden layer: more of it, more of a step is computing (default: 1024)"
+    traces = "write a profiler trace of each variant and rank there, for `trace compare`"
+    own: dict[str, list[Option]] = {
+        "dispatch": [_repeats(20), device, option("--hidden", "D", positive, "numbers in a row (default: 512)", 512)],
+        "migrate": [_repeats(10), device],
+        "train": [
+            option("--repeats", "N", positive, "blocks of ten steps of each variant (default: 8)", 8),
+            option("--width", "W", positive, wider, 1024),
+            flag("--brief", "only experts fixed and experts moved: a minute"),
+            option("--profile", "DIR", Path, traces),
+        ],
+    }
+    for what, options in own.items():
+        examples = f"""
   eplb-runtime bench {what}                                             # starts two ranks on this machine
   torchrun --nproc-per-node 4 -m eplb_runtime.cli bench {what} --json   # on these
-""",
-    )
-    command.set_defaults(what=what, brief=False, profile=None, device="cpu")
-    add = adder(command)
-    add("--repeats", "N", positive, f"{meaning} (default: {repeats})", default=repeats)
-    add("--ranks", "R", positive, "ranks to start when not under torchrun (default: 2)", default=2)
-    if what == "train":
-        wider = "of an expert's hidden layer: more of it, more of a step is computing (default: 1024)"
-        add("--width", "W", positive, wider, default=1024)
-        command.add_argument("--brief", action="store_true", help="only experts fixed and experts moved: a minute")
-        add("--profile", "DIR", Path, "write a profiler trace of each variant and rank there, for `trace compare`")
-    else:
-        command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks (default: cpu)")
-    if what == "dispatch":
-        add("--hidden", "D", positive, "numbers in a row (default: 512)", default=512)
+"""
+        ranks = option("--ranks", "R", positive, "ranks to start when not under torchrun (default: 2)", 2)
+        command = add_command(benches, what, _on_ranks, SUMMARIES[what], examples, [ranks, *options])
+        command.set_defaults(what=what, own=[names[0][2:] for names, _ in options])
+
+
+def _repeats(default: int) -> Option:
+    return option("--repeats", "N", positive, f"timings taken, the median counts (default: {default})", default)
 
 
 def _planner(arguments: argparse.Namespace) -> None:
@@ -79,38 +68,35 @@ def _planner(arguments: argparse.Namespace) -> None:
 
 def _on_ranks(arguments: argparse.Namespace) -> int:
     """Measure on the ranks of a launcher, or start some that run this same command."""
-    what, profile = arguments.what, arguments.profile
-    if arguments.brief and profile:
-        raise InputError("--profile goes without --brief")
-    if profile and profile.exists() and not profile.is_dir():
-        raise InputError(f"--profile {profile}: this is a file; give a folder")
+    what, options = arguments.what, {name: getattr(arguments, name) for name in arguments.own}
     if what == "train":
+        profile = options["profile"]
+        if options["brief"] and profile:
+            raise InputError("--profile goes without --brief")
+        if profile and profile.exists() and not profile.is_dir():
+            raise InputError(f"--profile {profile}: this is a file; give a folder")
         require_extra("transformers", "bench train")
     from ..tools.launch import is_first, launched, process_group, start_ranks
 
-    options = {name: getattr(arguments, name) for name in ("width", "hidden") if name in arguments}
     if not launched():
-        words = ["--repeats", str(arguments.repeats), *(["--json"] if arguments.json else [])]
-        words += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        words += ["--brief"] if arguments.brief else ["--device", arguments.device] if what != "train" else []
-        words += ["--profile", str(profile)] if profile else []
+        words = ["--json"] if arguments.json else []
+        for name, value in options.items():
+            words += [f"--{name}"] if value is True else [f"--{name}", str(value)] if value else []
         return start_ranks(["bench", what, *words], arguments.ranks)
-    if what == "train":
-        options |= {"brief": arguments.brief, "profile": profile}
-    with process_group(arguments.device) as device, spinner() if is_first() else nullcontext() as shown:
+    device = options.pop("device", "cpu")
+    with process_group(device) as here, spinner() if is_first() else nullcontext() as shown:
         if shown is not None and what == "train":
             options["on_progress"] = shown.update
-        bench = import_module(f"..tools.bench.{what}", __package__)
-        result = bench.run(device, arguments.repeats, **options)
+        result = import_module(f"..tools.bench.{what}", __package__).run(here, **options)
     if is_first():
         _print(result, arguments.json)
-        if arguments.brief and max(row["slowest_over_fastest"] for row in result["train"]) > STEADY:
+        if options.get("brief") and max(row["slowest_over_fastest"] for row in result["train"]) > STEADY:
             note("other processes use these cores: the times say little; try again on a quiet machine")
     return 0
 
 
-def _print(result: Mapping[str, Any], as_json: bool) -> None:
-    """Lists of rows as tables, single values as lines."""
+def _print(result: dict[str, Any], as_json: bool) -> None:
+    """Print lists of rows as tables, single values as lines."""
     if as_json:
         print_json(result)
         return

@@ -5,33 +5,29 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .arguments import add_command, add_dense_layers, adder, positive
+from .arguments import add_command, dense_layers, option, positive
 from .printing import note, print_json
 
-
-def add(commands: Any) -> None:
-    command = add_command(
-        commands,
-        "convert",
-        _run,
-        "convert placements and loads to and from the serving engines' formats",
-        """
+EXAMPLES = """
   eplb-runtime convert placement.json sglang.json --to sglang --dense-layers 3   # for --init-expert-location
   eplb-runtime convert placement.json eplb.yaml --dense-layers 3                 # for TensorRT-LLM's load_balancer
   eplb-runtime convert sglang.json placement.json --ranks 32 --dense-layers 3
   eplb-runtime convert expert_distribution_recorder_1.pt load.npz --dense-layers 3
   eplb-runtime convert sample load.safetensors                                   # the series that comes along
-""",
-    )
-    command.add_argument("source", metavar="IN", help="a placement or a load; known by its content")
-    command.add_argument("destination", metavar="OUT", help="the file to write")
-    add = adder(command)
-    formats = "eplb-runtime, sglang, vllm or tensorrt-llm"
-    add("--to", "FORMAT", str, f"{formats} (default by ending: .yaml tensorrt-llm, .pt sglang, others eplb-runtime)")
-    add("--ranks", "R", positive, "EP size, which most engines' maps do not say")
-    layouts = "home: the map's homes must be found; free: they are left out (default: found where the map allows it)"
-    command.add_argument("--layout", choices=("home", "free"), help=layouts)
-    add_dense_layers(command)
+"""
+
+
+def add(commands: Any) -> None:
+    formats = "eplb-runtime, sglang, vllm or tensorrt-llm (default by ending: .yaml tensorrt-llm, .pt sglang, "
+    options = [
+        option("source", "IN", str, "a placement or a load; known by its content"),
+        option("destination", "OUT", str, "the file to write"),
+        option("--to", "FORMAT", str, formats + "others eplb-runtime)"),
+        option("--ranks", "R", positive, "EP size, which most engines' maps do not say"),
+        dense_layers(),
+    ]
+    summary = "convert placements and loads to and from the serving engines' formats"
+    add_command(commands, "convert", _run, summary, EXAMPLES, options)
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -39,14 +35,8 @@ def _run(arguments: argparse.Namespace) -> None:
 
     from ..tools.formats.convert import convert
 
-    done = convert(
-        arguments.source,
-        arguments.destination,
-        to=arguments.to,
-        num_ranks=arguments.ranks,
-        dense_layers=arguments.dense_layers,
-        layout=arguments.layout,
-    )
+    source, destination, dense = arguments.source, arguments.destination, arguments.dense_layers
+    done = convert(source, destination, to=arguments.to, num_ranks=arguments.ranks, dense_layers=dense)
     if arguments.json:
         print_json(asdict(done))
         return
@@ -54,7 +44,7 @@ def _run(arguments: argparse.Namespace) -> None:
         note(f"{done.format} numbers all layers of a model: give --dense-layers N if N dense layers come first")
     axes = ("layers", "slots") if done.kind == "placement" else ("windows", "layers", "experts")
     shape = " x ".join(f"{size} {axis}" for size, axis in zip(done.shape, axes, strict=True))
-    print(f"{done.kind} of {shape}: {done.source_format} -> {done.format}, written to {arguments.destination}")
+    print(f"{done.kind} of {shape}: {done.source_format} -> {done.format}, written to {destination}")
     if done.homes == "restored":
         print("homes were found again: in the first slots of each rank, as a map written from the home layout has them")
     if done.filled_slots:

@@ -4,27 +4,18 @@ recipe would attach."""
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from .arguments import InputError, add_command, adder, not_negative, positive
+from .arguments import InputError, add_command, choice, not_negative, option, positive
 from .printing import print_json, print_lines, print_table, spinner
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ..tools.doctor import Diagnosis, TransportTrial
     from ..tools.recipes import RecipeAnswer
 
-
-def add(commands: Any) -> None:
-    command = add_command(
-        commands,
-        "doctor",
-        _run,
-        "say what memory a model takes on each rank, for each choice, and what this machine can use",
-        """
+EXAMPLES = """
   eplb-runtime doctor
   torchrun --nproc-per-node 4 -m eplb_runtime.cli doctor       # measures the links between ranks, too
   eplb-runtime doctor --model-config ./my-model --ranks 64 --replica-slots 1
@@ -34,31 +25,27 @@ def add(commands: Any) -> None:
   eplb-runtime doctor --recipe recipes.json run_verl.sh --json # several: a total
 
 exit status: 0; 1 if a recipe's job would not attach, 2 bad input
-""",
-    )
-    command.add_argument(
-        "--recipe",
-        nargs="+",
-        metavar="FILE",
-        help="say whether a job would attach: a script or text with Megatron's flags or verl's overrides, JSON, or a "
-        "torchtitan config function by import path",
-    )
-    command.add_argument("--model-config", metavar="PATH", help="a folder with config.json, or that file")
-    add = adder(command)
-    add("--ranks", "R", positive, "ranks of the EP group")
-    add("--replica-slots", "K", not_negative, "copies that each rank can hold per layer (default: 0)", default=0)
-    add("--ranks-per-node", "G", positive, "ranks that share a node's memory (default: 8, or all)")
-    dtypes = ("bfloat16", "float16", "float32", "float64")
-    command.add_argument(
-        "--dtype", choices=dtypes, default="bfloat16", help="of weights, gradients and state (default: bfloat16)"
-    )
-    command.add_argument(
-        "--optimizer", choices=("adamw", "sgd"), default="adamw", help="sgd: with momentum (default: adamw)"
-    )
-    add("--staging-bytes", "N", positive, "as in BalancerConfig (default: its own)")
-    command.add_argument(
-        "--device", choices=("cpu", "cuda"), help="what transports are tried on (default: cuda where there is one)"
-    )
+"""
+_YES_NO = {True: "yes", False: "no", None: "not known"}
+
+
+def add(commands: Any) -> None:
+    recipe = "say whether a job would attach: a script or text with Megatron's flags or verl's overrides, JSON, or a "
+    dtype = "of weights, gradients and state (default: bfloat16)"
+    tried = "what transports are tried on (default: cuda where there is one)"
+    options = [
+        option("--recipe", "FILE", str, recipe + "torchtitan config function by import path", nargs="+"),
+        option("--model-config", "PATH", str, "a folder with config.json, or that file"),
+        option("--ranks", "R", positive, "ranks of the EP group"),
+        option("--replica-slots", "K", not_negative, "copies that each rank can hold per layer (default: 0)", 0),
+        option("--ranks-per-node", "G", positive, "ranks that share a node's memory (default: 8, or all)"),
+        choice("--dtype", ("bfloat16", "float16", "float32", "float64"), dtype, "bfloat16"),
+        choice("--optimizer", ("adamw", "sgd"), "sgd: with momentum (default: adamw)", "adamw"),
+        option("--staging-bytes", "N", positive, "as in BalancerConfig (default: its own)"),
+        choice("--device", ("cpu", "cuda"), tried),
+    ]
+    summary = "say what memory a model takes on each rank, for each choice, and what this machine can use"
+    add_command(commands, "doctor", _run, summary, EXAMPLES, options)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -82,16 +69,64 @@ def _run(arguments: argparse.Namespace) -> int:
         staging_bytes=arguments.staging_bytes,
     )
     with process_group(device) as here, spinner() if is_first() else nullcontext() as shown:
-        trials = try_transports(here, on_progress=lambda said: shown.update(said) if shown is not None else None)
+        trials = try_transports(here, shown.update if shown is not None else lambda said: None)
+    said = {**found.to_dict(), "transports": [asdict(trial) for trial in trials]}
     if is_first() and arguments.json:
-        print_json({**found.to_dict(), "transports": [asdict(trial) for trial in trials]})
+        print_json(said)
     elif is_first():
-        _show(found, trials)
+        _show(said, found.title, found.memory)
     return 0
 
 
+def _show(said: dict[str, Any], title: str, memory: Sequence[Any]) -> None:
+    tables: dict[str, list[dict[str, Any]]] = {
+        title: [
+            {"memory of each rank": item.what, "GiB": _gib(item.nbytes), "where": item.where, "when": item.when}
+            for item in memory
+        ],
+        "rows that experts make": [
+            {
+                "tensor": one["tensor"],
+                "bytes": " and ".join(map(str, one["row_bytes"])),
+                "on a CPU": "steady" if one["steady"] else "the last bits depend on the place of a row",
+            }
+            for one in said["widths"]
+        ],
+        "versions": [{"package": name, "version": version} for name, version in said["versions"].items()],
+        "back ends": [
+            {"back end": one["name"], "usable": _YES_NO[one["usable"]], "why": one["why"]} for one in said["backends"]
+        ],
+        "transports of experts": [
+            {
+                "transport": one["name"],
+                "on": one["device"],
+                "usable": _YES_NO[one["usable"]],
+                "GB/s in node": _speed(one["intra_node_gb_per_second"]),
+                "between": _speed(one["inter_node_gb_per_second"]),
+                "why": one["why"],
+            }
+            for one in said["transports"]
+        ],
+        "two trainings are the same": [
+            {"": one["what"], "to": one["same"], "why": one["why"]} for one in said["exactness"]
+        ],
+    }
+    for name, rows in tables.items():
+        if rows:
+            print_table(name, rows)
+
+
+def _speed(gb_per_second: float | None) -> str:
+    return "" if gb_per_second is None else f"{gb_per_second:.3g}"
+
+
+def _gib(nbytes: int) -> str:
+    gib = nbytes / 2**30
+    return f"{gib:,.0f}" if gib >= 100 else f"{gib:.3g}"
+
+
 def _judge(paths: Sequence[str], as_json: bool) -> int:
-    """Returns 1 where one is refused."""
+    """Return 1 where a recipe is refused."""
     from ..tools.recipes import answer, read_recipes, reasons, totals
 
     answers = [answer(recipe) for path in paths for recipe in read_recipes(path)]
@@ -111,19 +146,15 @@ def _judge(paths: Sequence[str], as_json: bool) -> int:
             }
             for one in answers
         ]
-        print_table("recipes", rows)
-        print_table("total", totals(answers))
-        print_table("refused settings", reasons(answers))
+        for title, table in (("recipes", rows), ("total", totals(answers)), ("refused settings", reasons(answers))):
+            print_table(title, table)
     return int(any(one.attaches is False for one in answers))
-
-
-_YES_NO = {True: "yes", False: "no", None: "not known"}
 
 
 def _show_answer(found: RecipeAnswer) -> None:
     from ..config import MigrationConfig
 
-    number, version = len(found.refused), found.version
+    number, version, said = len(found.refused), found.version, found.to_dict()
     verdict = {
         True: "yes, it attaches",
         False: f"no, it does not attach: {number} {'setting is' if number == 1 else 'settings are'} refused",
@@ -133,13 +164,12 @@ def _show_answer(found: RecipeAnswer) -> None:
     ep, edp = ("not known" if size is None else size for size in (found.ep, found.edp))
     print_lines(
         f"{found.recipe.name}: {verdict[found.attaches]}{f' ({version})' if version else ''}",
-        f"homes move: {_YES_NO[found.attaches]}; replica slots: {_YES_NO[found.to_dict()['replicas']]}"
+        f"homes move: {_YES_NO[found.attaches]}; replica slots: {_YES_NO[said['replicas']]}"
         + "".join(f" ({one.setting}: {one.why})" for one in found.without_replicas[:1]),
         f"with homes moved, training is equal to: {found.exact or 'not known'}",
         f"EP {ep}, EDP {edp}; a migration takes up to {2 * staged} MiB per rank ({staged} in, {staged} out; more only "
         "where one expert with its state is larger)",
     )
-    said = found.to_dict()
     for title, rows in (
         ("refused", said["refused"]),
         ("the recipe does not show", said["unknown"]),
@@ -150,43 +180,3 @@ def _show_answer(found: RecipeAnswer) -> None:
             print_table(title, [{name: str(cell) for name, cell in row.items() if name != "of"} for row in rows])
     if found.host:
         print_lines("checked at attach:", *(f"  {what}" for what in found.host.CHECKED_AT_ATTACH))
-
-
-def _show(found: Diagnosis, trials: Sequence[TransportTrial]) -> None:
-    if (shape := found.shape) is not None:
-        title = (
-            f"{shape['model']}: {shape['parameters'] / 1e9:.4g} billion parameters, {shape['layers']} MoE layers of "
-            f"{shape['experts']} experts, on {shape['ranks']} ranks, {shape['replica_slots']} replica slots, "
-            f"{shape['dtype']}"
-        )
-        rows = [(item.what, _gib(item.nbytes), item.where, item.when) for item in found.memory]
-        _print_rows(title, ("memory of each rank", "GiB", "where", "when"), rows)
-        steady = {True: "steady", False: "the last bits depend on where a row stands"}
-        rows_of_experts = [
-            (one.tensor, " and ".join(map(str, one.row_bytes)), steady[one.steady]) for one in found.widths
-        ]
-        _print_rows("rows that experts make", ("tensor", "bytes", "on a CPU"), rows_of_experts)
-    _print_rows("versions", ("package", "version"), list(found.versions.items()))
-    backends = [(one.name, _YES_NO[one.usable], one.why) for one in found.backends]
-    _print_rows("back ends", ("back end", "usable", "why"), backends)
-    speeds = [
-        [
-            "" if speed is None else f"{speed:.3g}"
-            for speed in (one.intra_node_gb_per_second, one.inter_node_gb_per_second)
-        ]
-        for one in trials
-    ]
-    tried = [(one.name, one.device, _YES_NO[one.usable], *of, one.why) for one, of in zip(trials, speeds, strict=True)]
-    _print_rows("transports of experts", ("transport", "on", "usable", "GB/s in node", "between", "why"), tried)
-    same = [(said.what, said.same, said.why) for said in found.exactness]
-    _print_rows("two trainings are the same", ("", "to", "why"), same)
-
-
-def _print_rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    if rows:
-        print_table(title, [dict(zip(columns, row, strict=True)) for row in rows])
-
-
-def _gib(nbytes: int) -> str:
-    gib = nbytes / 2**30
-    return f"{gib:,.0f}" if gib >= 100 else f"{gib:.3g}"

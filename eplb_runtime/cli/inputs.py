@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,16 +16,14 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from ..observe.run_folder import JobRecord
     from ..topology import Topology
-
-EXTRAS = {"transformers": "transformers", "matplotlib": "plot", "yaml": "convert"}
-"""Module that is not always installed -> the extra that installs it."""
 
 
 def require_extra(module: str, what: str) -> None:
-    """Refuse ``what`` where the module that it needs is missing."""
+    """Refuse ``what`` where a module that an extra of the same name installs is missing."""
     if find_spec(module) is None:
-        raise InputError(f"{what} needs {module}: pip install 'eplb-runtime[{EXTRAS[module]}]'")
+        raise InputError(f"{what} needs {module}: pip install 'eplb-runtime[{module}]'")
 
 
 def require_output(path: str | None, endings: Sequence[str]) -> None:
@@ -51,49 +50,49 @@ def require_policies(policies: Sequence[str]) -> None:
 def topology_of(arguments: argparse.Namespace) -> Topology:
     from ..topology import Topology
 
+    bandwidths = (arguments.intra_node_bandwidth * 1e9, arguments.inter_node_bandwidth * 1e9)
     try:
-        return Topology(
-            arguments.ranks,
-            arguments.ranks_per_node,
-            arguments.intra_node_bandwidth * 1e9,
-            arguments.inter_node_bandwidth * 1e9,
-        )
+        return Topology(arguments.ranks, arguments.ranks_per_node, *bandwidths)
     except ValueError as error:
         raise InputError(str(error)) from None
 
 
 def read_windows(path: str, arguments: argparse.Namespace, layers: int | None = None) -> NDArray[np.float64]:
-    """The load of the windows that were asked for, float64 [T, L, E], without dense layers.
+    """Return the load of the windows that were asked for, float64 [T, L, E], without dense layers.
 
     Args:
         layers: MoE layers, where they are known: a file that has no more of them has no dense layers to leave out.
     """
+    return read_job(path, arguments, layers).load
+
+
+def read_job(path: str, arguments: argparse.Namespace, layers: int | None = None) -> JobRecord:
+    """Return the windows of :func:`read_windows`, with what the record says of the job."""
     import numpy as np
 
-    from ..tools.formats.loads import layers_without_tokens, read_load
+    from ..tools.formats.loads import layers_without_tokens, read_record
 
-    dense = arguments.dense_layers or 0
-    load = read_load(path, 0 if layers else dense)
-    if layers and dense and load.shape[1] != layers:
-        load = read_load(path, dense)
-    chosen: NDArray[np.float64] = load[arguments.windows]
+    dense, windows = arguments.dense_layers or 0, arguments.windows
+    record = read_record(path, 0 if layers else dense)
+    if layers and dense and record.load.shape[1] != layers:
+        record = read_record(path, dense)
+    chosen = record.load[windows]
     if not len(chosen):
-        raise InputError(f"{path}: --windows leaves none of its {len(load)} windows")
+        raise InputError(f"{path}: --windows leaves none of its {len(record.load)} windows")
     leading = layers_without_tokens(chosen)
-    if leading == chosen.shape[1]:
-        return chosen
-    if leading:
-        counted = f"--dense-layers {dense + leading}"
-        note(f"{path}: the first {leading} layers carry no tokens; {counted} leaves them out")
-    others = [dense + leading + layer for layer in np.flatnonzero(~chosen[:, leading:].any(axis=(0, 2))).tolist()]
-    if others:
-        few = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
-        note(f"{path}: no tokens in layer {few}, counted from 0; they count as balanced")
-    return chosen
+    if leading < chosen.shape[1]:
+        if leading:
+            counted = f"--dense-layers {dense + leading}"
+            note(f"{path}: the first {leading} layers carry no tokens; {counted} leaves them out")
+        others = dense + np.setdiff1d(np.flatnonzero(~chosen.any(axis=(0, 2))), np.arange(leading))
+        if len(others):
+            few = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
+            note(f"{path}: no tokens in layer {few}, counted from 0; they count as balanced")
+    return replace(record, load=chosen, steps_T=record.steps_T[windows])
 
 
 def with_tokens(path: str, load: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The windows of ``[T, L, E]`` in which tokens were counted: the others would count as balanced."""
+    """Return the windows of ``[T, L, E]`` in which tokens were counted: the others would count as balanced."""
     counted_T = load.any(axis=(1, 2))
     if not counted_T.any():
         raise InputError(f"{path}: no token was counted; record a job that trains")

@@ -5,44 +5,47 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from .arguments import LOAD, POLICY, InputError, add_cluster, add_command, adder, positive, ranks_of, speeds
+from .arguments import (
+    LOAD,
+    POLICY,
+    InputError,
+    add_command,
+    choice,
+    cluster,
+    option,
+    positive,
+    positive_float,
+    several,
+)
 from .inputs import read_windows, require_output, require_policies, topology_of, with_tokens
-from .printing import noting_compilation, print_json
+from .printing import note_compilation, print_json
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ..placement import Placement
-
-
-def add(commands: Any) -> None:
-    command = add_command(
-        commands,
-        "plan",
-        _run,
-        "plan a placement for a measured load",
-        """
+EXAMPLES = """
   eplb-runtime plan load.npz --ranks 64 --ranks-per-node 8 --slots-per-rank 5 -o placement.json
   eplb-runtime plan load.npz --ranks 64 --ranks-per-node 8 --slots-per-rank 5 --current placement.json --max-moves 100
   eplb-runtime plan dump.pt --dense-layers 3 --ranks 32 --ranks-per-node 8 --slots-per-rank 9 --policy free --json
-""",
-    )
-    command.add_argument("load", metavar="LOAD", help=LOAD)
-    add_cluster(command)
-    add = adder(command)
-    add("--policy", "NAME", str, f"{POLICY} (default: incremental)", default="incremental")
-    command.add_argument("--layout", choices=("home", "free"), help="training or inference (default: the policy's own)")
-    add("--current", "PLACEMENT", str, "the placement that stands now, ours or an engine's; moves are counted from it")
-    add("--expert-parameters", "N", positive, "of one expert, to count bytes: 12 each with its state, 2 in a copy")
-    add("--rank-speed", "A,B,...", speeds, "how fast each rank is beside the others (default: all alike)")
-    add(
-        "--gone",
-        "A,B,...",
-        ranks_of,
-        "ranks that are not there, with --policy free: experts get slots on the others",
-    )
-    add("-o", "FILE", str, "write the placement, .json or .safetensors", dest="output")
+"""
+
+
+def add(commands: Any) -> None:
+    current = "the placement of now, ours or an engine's; moves are counted from it"
+    parameters = "of one expert, to count bytes: 12 each with its state, 2 in a copy"
+    speeds = "how fast each rank is beside the others (default: all alike)"
+    options = [
+        option("load", "LOAD", str, LOAD),
+        *cluster(),
+        option("--policy", "NAME", str, f"{POLICY} (default: incremental)", "incremental"),
+        choice("--layout", ("home", "free"), "training or inference (default: the policy's own)"),
+        option("--current", "PLACEMENT", str, current),
+        option("--expert-parameters", "N", positive, parameters),
+        option("--rank-speed", "A,B,...", several(positive_float), speeds),
+        option("-o", "FILE", str, "write the placement, .json or .safetensors", dest="output"),
+    ]
+    add_command(commands, "plan", _run, "plan a placement for a measured load", EXAMPLES, options)
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -50,17 +53,20 @@ def _run(arguments: argparse.Namespace) -> None:
 
     from ..planner import CostModel, plan
     from ..planner.policies import LAYOUTS
+    from ..tools.formats.convert import read_placement
 
     require_policies([arguments.policy])
     require_output(arguments.output, (".json", ".safetensors"))
-    topology, available = topology_of(arguments), _available(arguments)
-    current = None if arguments.current is None else _current(arguments)
+    topology, current = topology_of(arguments), None
+    if arguments.current is not None:
+        read = partial(read_placement, arguments.current, arguments.ranks, arguments.dense_layers or 0)
+        current = read()
     layers = None if current is None else current.num_layers
     load = with_tokens(arguments.load, read_windows(arguments.load, arguments, layers))
     if current is not None:
         _require_equal_layers(arguments, load.shape[1], current.num_layers)
         layout = arguments.layout or LAYOUTS[arguments.policy][0]
-        current = current if current.layout == layout else _current(arguments, layout)
+        current = current if current.layout == layout else read(layout=layout)
     parameters = arguments.expert_parameters
     make = partial(
         plan,
@@ -73,11 +79,10 @@ def _run(arguments: argparse.Namespace) -> None:
         groups=arguments.groups,
         max_moves=arguments.max_moves,
         rank_speed=arguments.rank_speed,
-        available=available,
         cost=None if parameters is None else CostModel(home_bytes=12 * parameters, replica_bytes=2 * parameters),
     )
-    with noting_compilation():
-        make()  # loads compiled code, so that the seconds of the plan are those of planning
+    note_compilation()
+    make()  # loads compiled code, so that the seconds of the plan are those of planning
     planned = make()
     if arguments.output is not None:
         planned.placement.save(arguments.output)
@@ -103,21 +108,6 @@ def _run(arguments: argparse.Namespace) -> None:
             "seconds": planned.plan_seconds,
         }
     )
-
-
-def _available(arguments: argparse.Namespace) -> list[bool] | None:
-    if arguments.gone is None:
-        return None
-    if max(arguments.gone) >= arguments.ranks:
-        raise InputError(f"--gone names rank {max(arguments.gone)}: there are ranks 0 to {arguments.ranks - 1}")
-    return [rank not in arguments.gone for rank in range(arguments.ranks)]
-
-
-def _current(arguments: argparse.Namespace, layout: str | None = None) -> Placement:
-    """The placement that stands; in this layout, or in the file's."""
-    from ..tools.formats.convert import read_placement
-
-    return read_placement(arguments.current, arguments.ranks, arguments.dense_layers or 0, layout=layout)
 
 
 def _require_equal_layers(arguments: argparse.Namespace, of_load: int, of_placement: int) -> None:

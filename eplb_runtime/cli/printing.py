@@ -5,108 +5,17 @@ from __future__ import annotations
 import json
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .arguments import PROGRAM
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 COLUMNS = 80
 """Of a table where there is no terminal."""
 EVERY_SECONDS = 10.0
 """Between two lines of progress where stderr is no terminal."""
-COMPILED_FIRST = "the planner is compiled first, once on this machine: a minute, more where others use it"
-"""A note before the first plan on a machine."""
-
-
-def note(message: str) -> None:
-    """Print a line on stderr that is no refusal."""
-    print(f"{PROGRAM}: note: {message}", file=sys.stderr)
-
-
-@contextmanager
-def noting_compilation(poll_seconds: float = 1.0) -> Iterator[None]:
-    """Say once on stderr that code is compiled, if the block compiles any: it takes a minute and more."""
-    from ..utils.jit import cache_folder
-
-    def functions() -> int:
-        return sum(1 for _ in cache_folder().rglob("*.nbi"))
-
-    before, over = functions(), threading.Event()
-
-    def watch() -> None:
-        while not over.wait(poll_seconds):
-            if functions() > before:
-                note(COMPILED_FIRST)
-                return
-
-    watching = threading.Thread(target=watch, daemon=True)
-    watching.start()
-    try:
-        yield
-    finally:
-        over.set()
-        watching.join()
-
-
-def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table of 80 columns, or as wide as the terminal. One that is too wide is turned: its rows become columns,
-    as many to a table as fit."""
-    from rich.console import Console
-
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    heads, lines = (
-        [heading(name) for name in columns],
-        [[_shown(row.get(name, "")) for name in columns] for row in rows],
-    )
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=COLUMNS)
-    console.print(title, markup=False, highlight=False)
-    if len(columns) <= 2 or _width(heads, lines) <= console.width:
-        console.print(_table(heads, lines))
-        return
-    while lines:
-        for count in range(len(lines), 0, -1):
-            first, *others = zip(*lines[:count], strict=True)
-            turned = [[name, *cells] for name, cells in zip(heads[1:], others, strict=True)]
-            if count == 1 or _width([heads[0], *first], turned) <= console.width:
-                break
-        console.print(_table([heads[0], *first], turned))
-        lines = lines[count:]
-
-
-def _width(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> int:
-    """Columns of the terminal that a table takes at least, with what rich needs to part them."""
-    return 7 + sum(3 + _least(head, [line[index] for line in lines]) for index, head in enumerate(heads))
-
-
-def _least(head: str, cells: Sequence[str]) -> int:
-    """Width that a column cannot go below: words may be wrapped, numbers not."""
-    widest = max(map(len, cells), default=0)
-    word = max(map(len, head.split()), default=0)
-    return max(word, widest if all(map(_NUMBER.match, cells)) else min(24, widest))
-
-
-def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table()
-    for index, head in enumerate(heads):
-        cells = [line[index] for line in lines]
-        numbers = index > 0 and all(map(_NUMBER.match, cells))
-        table.add_column(escape(head), justify="right" if numbers else "left", min_width=_least(head, cells))
-    for line in lines:
-        table.add_row(*map(escape, line))
-    return table
-
-
 _UNITS = (
     ("gb per second", "GB/s"),
     ("gbps", "GB/s"),
@@ -116,21 +25,20 @@ _UNITS = (
     ("gib", "GiB"),
     ("seconds", "s"),
 )
-
-
-def heading(name: str) -> str:
-    """The heading of a column: its key's words, with its unit as it is written."""
-    words = name.replace("_", " ")
-    for long, short in _UNITS:
-        words = re.sub(rf"\b{long}\b", short, words)
-    return words
-
-
 _NUMBER = re.compile(r"^$|^[-+]?[\d.,]+(?:e[-+]\d+)?(?: ?%)?(?: \(.*\))?$|^nan$|^inf$")
 
 
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def note(message: str) -> None:
+    """Print a line on stderr that is no refusal."""
+    print(f"{PROGRAM}: note: {message}", file=sys.stderr)
+
+
+def note_compilation() -> None:
+    """Say on stderr that code is compiled, where nothing has been compiled yet: it takes a minute and more."""
+    from ..utils.jit import cache_folder
+
+    if not any(cache_folder().rglob("*.nbi")):
+        note("the planner is compiled first, once on this machine: a minute, more where others use it")
 
 
 def print_lines(*lines: str) -> None:
@@ -141,6 +49,69 @@ def print_lines(*lines: str) -> None:
 
 def print_json(fields: Mapping[str, Any]) -> None:
     print(json.dumps(fields))
+
+
+def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table of 80 columns, or as wide as the terminal. One that is too wide is turned: its rows become columns,
+    as many to a table as fit."""
+    from rich.console import Console
+
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    heads, lines = [heading(name) for name in names], [[_shown(row.get(name, "")) for name in names] for row in rows]
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=COLUMNS)
+    console.print(title, markup=False, highlight=False)
+    columns = [list(column) for column in zip(heads, *lines, strict=True)]
+    if len(names) <= 2 or _width(columns) <= console.width:
+        console.print(_table(columns))
+        return
+    while lines:
+        fitting = (count for count in range(len(lines), 1, -1) if _width([heads, *lines[:count]]) <= console.width)
+        count = next(fitting, 1)
+        console.print(_table([heads, *lines[:count]]))
+        lines = lines[count:]
+
+
+def _width(columns: Sequence[Sequence[str]]) -> int:
+    """Return what a table takes at least, with what rich needs to part its columns."""
+    return 7 + sum(3 + _least(*column) for column in columns)
+
+
+def _least(head: str, *cells: str) -> int:
+    """Return the width that a column cannot go below: words may be wrapped, numbers not."""
+    widest = max(map(len, cells), default=0)
+    word = max(map(len, head.split()), default=0)
+    return max(word, widest if all(map(_NUMBER.match, cells)) else min(24, widest))
+
+
+def _table(columns: Sequence[Sequence[str]]) -> Any:
+    """Return a table of columns, each with its heading first."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table()
+    for index, (head, *cells) in enumerate(columns):
+        numbers = index > 0 and all(map(_NUMBER.match, cells))
+        table.add_column(escape(head), justify="right" if numbers else "left", min_width=_least(head, *cells))
+    for line in list(zip(*columns, strict=True))[1:]:
+        table.add_row(*map(escape, line))
+    return table
+
+
+def heading(name: str) -> str:
+    """Return the heading of a column: its key's words, with its unit as it is written."""
+    words = name.replace("_", " ")
+    for long, short in _UNITS:
+        words = re.sub(rf"\b{long}\b", short, words)
+    return words
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+# -- progress --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -158,9 +129,10 @@ def progress(what: str, total: int, of_bytes: bool = False) -> Iterator[Callable
             yield lambda count=1: bar.advance(task, count)
         return
     lines, so_far = Spinner(None), 0
+    unit = 2**20 if of_bytes else 1
 
     def text() -> str:
-        return f"{what} {so_far / 2**20:,.0f} of {total / 2**20:,.0f} MiB" if of_bytes else f"{what} {so_far}/{total}"
+        return f"{what} {so_far // unit}/{total // unit}{' MiB' if of_bytes else ''}"
 
     def advance(count: int = 1) -> None:
         nonlocal so_far

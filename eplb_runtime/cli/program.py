@@ -1,7 +1,6 @@
-"""The ``eplb-runtime`` command: asks one command's file, prints what it says, and turns bad input into one line.
+"""The ``eplb-runtime`` command: runs one command's file, and turns bad input into one line and exit status 2.
 
-No decisions here. Rooms are imported by the command that needs them, so that ``--help`` is quick. Bad input gets one
-line on stderr that says what is wrong and how to mend it, and exit status 2.
+Rooms are imported by the command that needs them, so that ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -21,7 +20,9 @@ GONE = {
     "top": "`report RUN` shows a run, and BalancerConfig(listen=...) serves the same page while the job runs",
     "trace --plot": "`trace merge DIR` writes a file that ui.perfetto.dev draws",
     "bubbles --plot": "`--json` says what each schedule leaves idle",
+    "plan --gone": "plan for the ranks that are left, --ranks N",
     "bubbles --table": "give the schedule by name, as --schedule dualpipev",
+    "convert --layout": "leave it out, homes are restored where a map allows it",
 }
 """Commands and options of earlier versions, and what to use instead."""
 
@@ -33,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given and given[0] == gone.split()[0] and set(gone.split()) <= set(given):
             return _complain(f"{gone} is gone: {instead}", BAD_INPUT)
     parsed = _parser().parse_args(arguments)
-    _log(parsed.verbose)
+    if parsed.verbose:  # warnings are always shown
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+        logging.getLogger("eplb_runtime").setLevel(logging.INFO if parsed.verbose == 1 else logging.DEBUG)
     try:
         status: int | None = parsed.run(parsed)
         sys.stdout.flush()
@@ -51,13 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not isinstance(error, _input_errors()):
             raise
         return _complain(str(error), BAD_INPUT)
-
-
-def _log(verbose: int) -> None:
-    """Warnings always, what happens with ``-v``, everything with ``-vv``."""
-    if verbose:
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-        logging.getLogger("eplb_runtime").setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
 
 
 def _input_errors() -> tuple[type[ValueError], ...]:

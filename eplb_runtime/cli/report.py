@@ -6,57 +6,37 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .arguments import add_command, adder
+from .arguments import add_command, option
 from .inputs import require_output
 from .printing import note, print_json
 
-
-def add(commands: Any) -> None:
-    command = add_command(
-        commands,
-        "report",
-        _run,
-        "write one HTML file that shows a run, live page and summary, or what `simulate -o FILE.json` has written",
-        """
+EXAMPLES = """
   eplb-runtime report runs/first -o report.html
   eplb-runtime simulate series.npz --ranks 8 --ranks-per-node 8 --slots-per-rank 5 --every 5 -o windows.json
   eplb-runtime report windows.json -o simulated.html
-""",
-    )
-    command.add_argument(
-        "source", metavar="RUN", help="the folder of BalancerConfig(run=...) or of eplb.record, or simulate's .json"
-    )
-    adder(command)(
-        "-o", "FILE", str, "where to write it, .html (default: report.html)", dest="output", default="report.html"
-    )
+"""
+
+
+def add(commands: Any) -> None:
+    source = "the folder of BalancerConfig(run=...) or of eplb.record, or simulate's .json"
+    where = "where to write it, .html (default: report.html)"
+    summary = "write one HTML file that shows a run, live page and summary, or what `simulate -o FILE.json` has written"
+    options = [option("source", "RUN", str, source), option("-o", "FILE", str, where, "report.html", dest="output")]
+    add_command(commands, "report", _run, summary, EXAMPLES, options)
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from ..observe.page import holds_recorded_load, recorded_load, report_of, state_of_run
-    from ..observe.summary import summary_of, summary_text
+    from ..observe.page import report_of
     from ..utils.files import write_file
 
     require_output(arguments.output, (".html", ".htm"))
-    source = Path(arguments.source)
-    summary: dict[str, Any] | None = None
-    recorded = recorded_load(source) if holds_recorded_load(source) else None
-    if recorded is not None:
-        summary = recorded.fields()
-    elif source.is_dir():
-        state, left_out = state_of_run(source)
-        summary = summary_of(state)
-        if left_out:
-            note(f"{left_out} events of {source} contradict its job and are left out")
-    write_file(Path(arguments.output), report_of(source))
+    report = report_of(Path(arguments.source))
+    if report.left_out:
+        note(f"{report.left_out} events of {arguments.source} contradict its job and are left out")
+    write_file(Path(arguments.output), report.html)
     if arguments.json:
-        print_json({"report": arguments.output, "summary": summary})
+        print_json({"report": arguments.output, "summary": report.summary})
         return
-    if recorded is not None:
-        imbalance = recorded.fields()["imbalance"]
-        print(
-            f"{recorded.steps} steps recorded; imbalance on {recorded.ranks} ranks {imbalance['mean']:.3f} mean, "
-            f"{imbalance['max']:.3f} at most; would balancing pay? eplb-runtime assess {source}"
-        )
-    elif summary is not None:
-        print(summary_text(summary))
+    if report.text:
+        print(report.text)
     print(f"written: {arguments.output}")

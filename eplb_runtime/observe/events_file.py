@@ -36,16 +36,13 @@ MOST_ELEMENTS = 1 << 26
 
 
 class EventWriter:
-    """Appends to the log of a run; one process at a time.
+    """Appends to the log of a run. Where another process begins to write to the same folder, the older one stops: two
+    jobs would read as one.
 
     Args:
         run: folder of the run; made if it is not there.
         job: the record that every file begins with.
-
-    Attributes:
         file_bytes, most_files: when a file is set aside, and how many are kept.
-
-    Where another process begins to write to the same folder, the older one stops: two jobs would read as one.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -57,7 +54,7 @@ class EventWriter:
         self._descriptor = -1
         self._written = 0
         self._followed = False
-        self.file_bytes, self.most_files = file_bytes, most_files
+        self._file_bytes, self._most_files = file_bytes, most_files
         run.mkdir(parents=True, exist_ok=True)
         self._next()
 
@@ -69,7 +66,7 @@ class EventWriter:
             FileError: another process has begun to write to this folder.
         """
         self._require_ours()
-        if self._descriptor < 0 or self._written > self.file_bytes:
+        if self._descriptor < 0 or self._written > self._file_bytes:
             self._next()
         self._append(record)
         if "placement" in record:
@@ -88,7 +85,7 @@ class EventWriter:
             number = int(aside[-1].stem.rpartition("-")[2]) + 1 if aside else 1
             aside.append(self._run / f"events-{number:06}.jsonl")
             path.rename(aside[-1])
-        for old in aside[: max(0, len(aside) - self.most_files)]:
+        for old in aside[: max(0, len(aside) - self._most_files)]:
             old.unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o666)
@@ -148,22 +145,17 @@ def read_events(run: Path) -> list[Record]:
                 continue  # set aside while we were reading
             seen.add(inode)
             while (line := _next_line(file)) is not None:
-                record = _record(line)
-                if record is not None:
-                    found.append(record)
+                try:
+                    fields = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(fields, dict) and fields.get("event") == JOB:
+                    kind, version = fields.get("format"), fields.get("version")
+                    if (kind, version) != (FORMAT, 1):
+                        raise FileError(f"events of format {kind!r}, version {version!r}: not ours, or newer")
+                with suppress(RecordError):
+                    found.append(from_json(fields))
     return found
-
-
-def _record(line: bytes) -> Record | None:
-    try:
-        fields = json.loads(line)
-        if isinstance(fields, dict) and fields.get("event") == JOB:
-            _require_known(fields)
-        return from_json(fields)
-    except FileError:
-        raise
-    except (ValueError, RecursionError):
-        return None
 
 
 def _next_line(file: BinaryIO) -> bytes | None:
@@ -175,33 +167,23 @@ def _next_line(file: BinaryIO) -> bytes | None:
 
 
 def holds_events(run: Path) -> bool:
-    """Whether a job has written its events to this folder."""
+    """Return whether a job has written its events to this folder."""
     return (run / NAME).is_file() or bool(files_aside(run))
 
 
 def files_aside(run: Path) -> list[Path]:
-    """Files before the one that is written, oldest first."""
-    found = [path for path in run.glob("events-*.jsonl") if path.stem.removeprefix("events-").isdigit()]
-    return sorted(found, key=lambda path: int(path.stem.removeprefix("events-")))
-
-
-def _require_known(fields: Mapping[str, Any]) -> None:
-    if (fields.get("format"), fields.get("version")) != (FORMAT, 1):
-        raise FileError(
-            f"events of format {fields.get('format')!r}, version {fields.get('version')!r}: not ours, or newer"
-        )
-
-
-# -- records as lines -------------------------------------------------------------------------------------------------
+    """Return the files before the one that is written, oldest first."""
+    numbers = {path: path.stem.removeprefix("events-") for path in run.glob("events-*.jsonl")}
+    return sorted((path for path, number in numbers.items() if number.isdigit()), key=lambda path: int(numbers[path]))
 
 
 def to_json(record: Mapping[str, Any]) -> Record:
-    """A record without arrays in it, as a line of the log holds it."""
+    """Return a record without arrays in it, as a line of the log holds it."""
     return {name: encode(value, level=1) if isinstance(value, np.ndarray) else value for name, value in record.items()}
 
 
 def from_json(line: Any) -> Record:
-    """What `to_json` made.
+    """Return what `to_json` made.
 
     Raises:
         RecordError: it is something else.

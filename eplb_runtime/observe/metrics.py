@@ -6,7 +6,7 @@ MaxVio as in the paper on balancing without an auxiliary loss, balancedness as s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,14 @@ PREFIX = "eplb_"
 NOT_INSTALLED = "prometheus_client is not installed on rank 0: pip install 'eplb-runtime[metrics]'"
 
 Samples = list[tuple[dict[str, str], float]]
+_COUNTERS = {
+    "rebalances": "Rebalances that were carried out.",
+    "pause_seconds": "Seconds that training stopped for rebalances.",
+    "rollouts": "How often the balancer was suspended.",
+    "rollout_seconds": "Seconds of rollouts that are over.",
+    "pauses": "How often the ranks lost each other.",
+}
+"""Totals of a state under the same name."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ def metrics_of(state: RunState, progress: Progress, now: float, left_out: int = 
             *_of_load(state),
             *_balance(state),
             *_of_decisions(state, progress),
-            *_of_trouble(state),
+            *(_counter(name, told, getattr(state, name)) for name, told in _COUNTERS.items()),
             _counter("left_out_events", "Events that could not be shown: a listener was too slow.", left_out),
             _gauge("steps", "Optimizer steps so far.", progress.step),
             _gauge("step_seconds", "Seconds of a training step, smoothed.", progress.step_seconds),
@@ -81,32 +89,29 @@ def _flat(metrics: Iterable[Metric]) -> dict[str, float]:
 
 
 def _of_load(state: RunState) -> list[Metric]:
-    measured = state.measured
+    measured = state.measured or {}
     rows: dict[str, NDArray[np.float64]] = {}
-    violation: Samples = []
-    ranks: Samples = []
-    if measured is not None:
-        rows |= {"measured": measured["imbalance"], "start": measured["imbalance_start"]}
-        tokens_R = measured["rank_load"][0].sum(axis=0) / max(1, measured["steps"])
-        ranks = [({"rank": str(rank)}, float(tokens)) for rank, tokens in enumerate(tokens_R)]
-        if measured["max_vio"] is not None:
-            violation = [({"layer": str(layer)}, float(value)) for layer, value in enumerate(measured["max_vio"])]
+    violation: Sequence[float] | NDArray[np.float64] = []
+    ranks: Sequence[float] | NDArray[np.float64] = []
+    if measured:
+        rows = {"measured": measured["imbalance"], "start": measured["imbalance_start"]}
+        ranks = measured["rank_load"][0].sum(axis=0) / max(1, measured["steps"])
+        violation = [] if measured["max_vio"] is None else measured["max_vio"]
     if state.by_layer is not None:
         rows |= {"predicted": state.by_layer[1], "bound": state.by_layer[2]}
-    over: Samples = [({"kind": kind, **labels}, x) for kind, row_L in rows.items() for labels, x in _over(row_L, "max")]
-    layers: Samples = [
-        ({"layer": str(layer), "kind": kind}, float(x)) for kind, row_L in rows.items() for layer, x in enumerate(row_L)
-    ]
+    over = [({"kind": kind, **labels}, x) for kind, row_L in rows.items() for labels, x in _over(row_L, "max")]
+    layers = [({"layer": str(layer), "kind": kind}, x) for kind, row_L in rows.items() for layer, x in enumerate(row_L)]
+    share = [({"source": state.share.source}, state.share.value)]
     return [
         _gauge("imbalance", "Max / mean rank load over layers: measured, at the start, predicted, the bound.", over),
         _gauge("layer_imbalance", "Max / mean rank load of a layer.", layers),
-        _gauge("layer_max_vio", "Max / mean - 1 of a layer's experts' loads.", violation),
-        _gauge("rank_tokens_per_step", "(token, choice) pairs a step of each rank of the EP group, all layers.", ranks),
+        _gauge("layer_max_vio", "Max / mean - 1 of a layer's experts' loads.", _by("layer", enumerate(violation))),
         _gauge(
-            "moe_share",
-            "Share of a step from dispatch to combine: measured, given or assumed.",
-            [({"source": state.share.source}, state.share.value)],
+            "rank_tokens_per_step",
+            "(token, choice) pairs a step of each rank of the EP group, all layers.",
+            _by("rank", enumerate(ranks)),
         ),
+        _gauge("moe_share", "Share of a step from dispatch to combine: measured, given or assumed.", share),
     ]
 
 
@@ -119,8 +124,7 @@ def _balance(state: RunState) -> list[Metric]:
         average, most = float(measured["imbalance"].mean()), float(measured["imbalance"].max())
         cumulative = _cumulative_overload(measured["rank_load"][0], state.job.get("layers_of_stage"))
         balancedness = _over(measured["balancedness"], "min")
-        if measured["max_vio"] is not None:
-            violation = _over(measured["max_vio"], "max")
+        violation = [] if measured["max_vio"] is None else _over(measured["max_vio"], "max")
     return [
         _gauge("avg_overload_factor", "Mean over layers of the busiest rank's tokens over the mean.", average),
         _gauge("max_overload_factor", "Worst layer's busiest rank's tokens over the mean.", most),
@@ -143,34 +147,23 @@ def _cumulative_overload(rank_load_LR: NDArray[np.int64], layers_of_stage: Seque
 
 def _of_decisions(state: RunState, progress: Progress) -> list[Metric]:
     decided: Samples = [({"decision": d, "reason": r}, n) for (d, r), n in sorted(state.decided.items())]
-    phases: Samples = [({"phase": phase}, seconds) for phase, seconds in sorted(state.phase_seconds.items())]
-    saved: Samples = [({"kind": "measured"}, state.saved_seconds), ({"kind": "predicted"}, state.promised_seconds)]
+    aborts: Samples = [({"phase": p, "cause": c}, n) for (p, c), n in sorted(state.aborts.items())]
+    saved = {"measured": state.saved_seconds, "predicted": state.promised_seconds}
     judged = state.predictions or {}
-    predicted: Samples = [({"kind": kind}, judged[f"{kind}_seconds"]) for kind in ("predicted", "true") if judged]
-    experts: Samples = [({"link": link}, state.moved_experts[link]) for link in LINKS]
-    nbytes: Samples = [({"link": link}, state.moved_bytes[link]) for link in LINKS]
+    predicted = {kind: judged[f"{kind}_seconds"] for kind in ("predicted", "true") if judged}
+    experts, nbytes = ({link: moved[link] for link in LINKS} for moved in (state.moved_experts, state.moved_bytes))
+    phases = dict(sorted(state.phase_seconds.items()))
+    balancing = state.standing == "balancing"
     return [
         _gauge("placement_epoch", "Commits so far.", state.epoch),
         _gauge("placement_age_steps", "Steps since experts moved.", max(0, progress.step - state.placed_at)),
         _counter("decisions", "Decisions, by what was decided and why.", decided),
-        _counter("rebalances", "Rebalances that were carried out.", state.rebalances),
-        _counter("pause_seconds", "Seconds that training stopped for rebalances.", state.pause_seconds),
-        _counter("phase_seconds", "Seconds of rank 0 in each phase of planning and moving.", phases),
-        _gauge("saved_seconds", "Seconds saved: by the measured imbalance; as plans predicted.", saved),
-        _gauge("judged_seconds", "Gains of judged plans: as predicted, and come true.", predicted),
-        _counter("moved_experts", "Experts that changed their home slot, in one EP group.", experts),
-        _counter("moved_bytes", "Bytes of experts with their state, in one EP group.", nbytes),
-    ]
-
-
-def _of_trouble(state: RunState) -> list[Metric]:
-    aborts: Samples = [({"phase": p, "cause": c}, n) for (p, c), n in sorted(state.aborts.items())]
-    balancing = state.standing == "balancing"
-    return [
+        _counter("phase_seconds", "Seconds of rank 0 in each phase of planning and moving.", _by("phase", phases)),
+        _gauge("saved_seconds", "Seconds saved: by the measured imbalance; as plans predicted.", _by("kind", saved)),
+        _gauge("judged_seconds", "Gains of judged plans: as predicted, and come true.", _by("kind", predicted)),
+        _counter("moved_experts", "Experts that changed their home slot, in one EP group.", _by("link", experts)),
+        _counter("moved_bytes", "Bytes of experts with their state, in one EP group.", _by("link", nbytes)),
         _gauge("balancing", "1 while ranks balance, 0 in rollouts, pauses and at the end.", balancing),
-        _counter("rollouts", "How often the balancer was suspended.", state.rollouts),
-        _counter("rollout_seconds", "Seconds of rollouts that are over.", state.rollout_seconds),
-        _counter("pauses", "How often the ranks lost each other.", state.pauses),
         _counter("aborts", "Rebalances that were dropped, by where and why.", aborts),
         _counter("guard_findings", "Mistakes that the guard found.", state.findings),
     ]
@@ -187,6 +180,11 @@ def _counter(name: str, told: str, value: float | Samples) -> Metric:
     return _gauge(name, told, value, "counter")
 
 
+def _by(label: str, values: Mapping[Any, float] | Iterable[tuple[Any, float]]) -> Samples:
+    """Return samples with one label each."""
+    return [({label: str(name)}, value) for name, value in dict(values).items()]
+
+
 def _over(by_layer: NDArray[np.float64], worst: str) -> Samples:
     extreme = by_layer.max() if worst == "max" else by_layer.min()
     return [({"over": "mean"}, float(by_layer.mean())), ({"over": worst}, float(extreme))]
@@ -196,11 +194,8 @@ def _over(by_layer: NDArray[np.float64], worst: str) -> Samples:
 
 
 class MetricsCollector:
-    """A collector for a registry of prometheus_client, also for one of the job's own.
-
-    Args:
-        read: returns the current metrics; called at each scrape.
-    """
+    """A collector for a registry of prometheus_client, also for one of the job's own; ``read`` returns the current
+    metrics and is called at each scrape."""
 
     def __init__(self, read: Callable[[], Sequence[Metric]]) -> None:
         self._read = read
@@ -218,14 +213,8 @@ class MetricsCollector:
 
 
 def exposition(read: Callable[[], Sequence[Metric]], accept: str) -> tuple[bytes, str]:
-    """Return the text that Prometheus reads, and its content type.
-
-    Args:
-        accept: the header of the request.
-
-    Raises:
-        ImportError: prometheus_client is missing.
-    """
+    """Return the text that Prometheus reads, and its content type, by the request's header ``Accept``; raises
+    ``ImportError`` where prometheus_client is missing."""
     from prometheus_client import CollectorRegistry
     from prometheus_client.exposition import choose_encoder
 

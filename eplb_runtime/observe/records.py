@@ -149,31 +149,22 @@ def _rank_load(
     placements: tuple[tuple[int, Placement], ...],
     speed_R: NDArray[np.float64] | None,
 ) -> NDArray[np.float64]:
-    """float64 ``[L, R]``: tokens of each rank under the split that the job uses, over all rows.
-
-    Args:
-        total_1LE: the sum of all rows.
-    """
+    """Return float64 ``[L, R]``: tokens of each rank under the split that the job uses, over all rows, whose sum is
+    ``total_1LE``."""
     first, total = 0, np.zeros((load_TLE.shape[1], placements[-1][1].num_ranks))
     for end, placement in placements:
         rows = load_TLE[first:end]
-        if not _is_split_by_batch(placement):  # then loads add up
-            rows = total_1LE if len(rows) == len(load_TLE) else rows.sum(axis=0, keepdims=True)
-        for load in rows:
-            total += _rank_load_of(load.astype(np.float64), placement, speed_R)
+        if _is_split_by_batch(placement):
+            tables = SplitTables.of(placement)
+            for load_LE in rows.astype(np.float64):
+                filled_LR, tokens_L1 = filled_rank_load(load_LE, tables, speed_R), load_LE.sum(axis=1, keepdims=True)
+                units_L1 = filled_LR.sum(axis=1, keepdims=True)
+                total += np.divide(filled_LR * tokens_L1, units_L1, out=np.zeros_like(filled_LR), where=units_L1 > 0)
+        elif len(rows):
+            load_LE = (total_1LE[0] if len(rows) == len(load_TLE) else rows.sum(axis=0)).astype(np.float64)
+            total += even_split_rank_load(load_LE, placement)
         first = end
     return total
-
-
-def _rank_load_of(
-    load_LE: NDArray[np.float64], placement: Placement, speed_R: NDArray[np.float64] | None
-) -> NDArray[np.float64]:
-    if not _is_split_by_batch(placement):
-        return even_split_rank_load(load_LE, placement)
-    tables = SplitTables.of(placement)
-    filled_LR = filled_rank_load(load_LE, tables, speed_R)
-    units_L1, tokens_L1 = filled_LR.sum(axis=1, keepdims=True), load_LE.sum(axis=1, keepdims=True)
-    return np.asarray(np.divide(filled_LR * tokens_L1, units_L1, out=np.zeros_like(filled_LR), where=units_L1 > 0))
 
 
 def _imbalance(
@@ -191,7 +182,7 @@ def _imbalance(
 
 
 def _is_split_by_batch(placement: Placement) -> bool:
-    """By water-filling: then the load of two batches is not the sum of their loads."""
+    """Return whether tokens are split by water-filling: then the load of two batches is not the sum of their loads."""
     return placement.home is not None and _has_copies(placement)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..load.expert_clock import ExpertShare
-from .records import JOB, Record, RecordError
+from .records import Record, RecordError
 
 MOST_DECISIONS, MOST_TROUBLES = 400, 50
 MOST_POINTS = 600
@@ -25,31 +25,31 @@ LONGEST_TEXT = 400
 """Of a reason or a cause."""
 LINKS = ("inside a rank", "inside a node", "between nodes")
 
-_REASONS = (
-    ("nothing to move", "nothing to move"),
-    ("no gain", "no gain"),
-    ("would save", "does not pay"),
-    ("saves", "pays"),
-    ("forecast imbalance", "imbalance falls"),
-    ("mean imbalance", "imbalance falls"),  # in logs of earlier versions
-    ("the planner is still being compiled", "compiling"),
-)
-_CAUSES = (
-    ("checksum", "checksum"),
-    ("memory", "memory"),
-    ("no token", "no tokens"),
-    ("declare", "declared load"),
-    ("planner", "planner"),
-    ("planning", "planner"),
-    ("waited", "timeout"),
-    ("timed out", "timeout"),
-    ("timeout", "timeout"),
-    ("connect", "connection"),
-)
+_REASONS = {
+    "nothing to move": "nothing to move",
+    "no gain": "no gain",
+    "would save": "does not pay",
+    "saves": "pays",
+    "forecast imbalance": "imbalance falls",
+    "mean imbalance": "imbalance falls",  # in logs of earlier versions
+    "the planner is still being compiled": "compiling",
+}
+_CAUSES = {
+    "checksum": "checksum",
+    "memory": "memory",
+    "no token": "no tokens",
+    "declare": "declared load",
+    "planner": "planner",
+    "planning": "planner",
+    "waited": "timeout",
+    "timed out": "timeout",
+    "timeout": "timeout",
+    "connect": "connection",
+}
 _PREDICTED = ("imbalance_before", "imbalance_after", "seconds_saved", "seconds_spent", "horizon_steps")
 _PREDICTIONS = ("judged_plans", "judged_decisions", "predicted_seconds", "true_seconds")
 _PHASES = ("prepare", "post", "transfer", "verify", "maps", "vote", "commit")
-_ABORT_PHASES = tuple((phase, phase) for phase in ("planned", "prepared", "staged", "verified", "decided", "committed"))
+_ABORT_PHASES = {phase: phase for phase in ("planned", "prepared", "staged", "verified", "decided", "committed")}
 
 
 class RunState:
@@ -112,19 +112,54 @@ class RunState:
         Raises:
             RecordError: it contradicts the job; nothing has changed but totals added before the contradiction.
         """
-        take = _TAKES.get(record["event"])
-        if take is None:
-            return  # of a later version
         with self._lock:
             try:
-                take(self, record)
-                self.step, self.time = int(record["step"]), float(record["time"])
+                if self._fold(record):
+                    self.step, self.time = int(record["step"]), float(record["time"])
+                    self.version += 1
             except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
-                raise RecordError(f"{record['event']}: {type(error).__name__}: {error}") from None
-            finally:
                 self.version += 1
+                raise RecordError(f"{record['event']}: {type(error).__name__}: {error}") from None
 
-    # -- one method a kind of record -------------------------------------------------------------------------------
+    def _fold(self, record: Record) -> bool:
+        """Return False for an event of a later version."""
+        match record["event"]:
+            case "JobAttached":
+                self._attached(record)
+            case "LoadMeasured":
+                self._load_measured(record)
+            case "RebalancePlanned":
+                self._planned(record)
+            case "RebalanceCommitted":
+                self._committed(record)
+            case "RebalanceAborted":
+                self.aborts[_kind(record["phase"], _ABORT_PHASES), _kind(record["cause"], _CAUSES)] += 1
+                if self.decisions and self.decisions[-1]["step"] == record["step"]:
+                    self.decisions[-1]["outcome"] = "dropped"
+                self._trouble("dropped", f"{record['phase']}: {record['cause']}", record)
+            case "BalancingPaused":
+                self.standing, self.cause = "paused", str(record["cause"])[:LONGEST_TEXT]
+                self.pauses += 1
+                self._trouble("paused", record["cause"], record)
+            case "BalancingResumed":
+                self.standing, self.cause = "balancing", ""
+                self._trouble("resumed", f"after {int(record['tries'])} tries", record)
+            case "Suspended":
+                self.standing, self.cause = "suspended", "a rollout"
+                self.rollouts += 1
+            case "SuspensionEnded":
+                self.rollout_seconds += _seconds(record["seconds"])
+                self.standing, self.cause = "balancing", ""
+            case "BalancingEnded":
+                self.standing, self.cause = "ended", str(record["cause"])[:LONGEST_TEXT]
+                if record["cause"] != "closed":
+                    self._trouble("ended", record["cause"], record)
+            case "GuardFinding":
+                self.findings += 1
+                self._trouble("found", record["finding"], record)
+            case _:
+                return False
+        return True
 
     def _attached(self, record: Record) -> None:
         shape = tuple(int(record[name]) for name in ("layers", "experts", "ranks", "slots_per_rank", "ranks_per_node"))
@@ -152,7 +187,7 @@ class RunState:
         violation_L = None  # as in logs of earlier versions
         if "max_vio" in record:
             violation_L = np.array(record["max_vio"], dtype=np.float64).reshape(layers)
-        steps, seconds = int(record["steps"]), _seconds(record["step_seconds"])
+        step, steps, seconds = int(record["step"]), int(record["steps"]), _seconds(record["step_seconds"])
         values = [imbalance, at_start] if violation_L is None else [imbalance, at_start, violation_L]
         if rank_load.shape != (2, layers, ranks) or not all(np.isfinite(each).all() for each in values):
             raise ValueError("a load of another job")
@@ -161,7 +196,7 @@ class RunState:
         now_L, start_L = imbalance.mean(axis=0), at_start.mean(axis=0)
         self.measured = {
             "max_vio": violation_L,
-            "step": int(record["step"]),
+            "step": step,
             "steps": steps,
             "step_seconds": seconds,
             "load": load,
@@ -176,7 +211,7 @@ class RunState:
         self.measured_steps += steps
         point = {"mean": now_L.mean(), "worst": now_L.max(), "start_mean": start_L.mean(), "start_worst": start_L.max()}
         point = {name: float(value) for name, value in point.items()}
-        self._add_point({**point, "step": self.measured["step"], "steps": steps, "step_seconds": seconds, "windows": 1})
+        self._add_point({**point, "step": step, "steps": steps, "step_seconds": seconds, "windows": 1})
 
     def _planned(self, record: Record) -> None:
         if record["decision"] not in ("rebalance", "stay"):
@@ -226,38 +261,6 @@ class RunState:
         horizon = row.get("horizon_steps") or self.job["horizon_steps"] or 1  # in logs of earlier versions: the job's
         self._promised_per_step = (row.get("seconds_saved") or 0.0) / max(1, int(horizon))
 
-    def _aborted(self, record: Record) -> None:
-        self.aborts[_kind(record["phase"], _ABORT_PHASES), _kind(record["cause"], _CAUSES)] += 1
-        if self.decisions and self.decisions[-1]["step"] == record["step"]:
-            self.decisions[-1]["outcome"] = "dropped"
-        self._trouble("dropped", f"{record['phase']}: {record['cause']}", record)
-
-    def _paused(self, record: Record) -> None:
-        self.standing, self.cause = "paused", str(record["cause"])[:LONGEST_TEXT]
-        self.pauses += 1
-        self._trouble("paused", record["cause"], record)
-
-    def _resumed(self, record: Record) -> None:
-        self.standing, self.cause = "balancing", ""
-        self._trouble("resumed", f"after {int(record['tries'])} tries", record)
-
-    def _suspended(self, record: Record) -> None:
-        self.standing, self.cause = "suspended", "a rollout"
-        self.rollouts += 1
-
-    def _suspension_ended(self, record: Record) -> None:
-        self.rollout_seconds += _seconds(record["seconds"])
-        self.standing, self.cause = "balancing", ""
-
-    def _ended(self, record: Record) -> None:
-        self.standing, self.cause = "ended", str(record["cause"])[:LONGEST_TEXT]
-        if record["cause"] != "closed":
-            self._trouble("ended", record["cause"], record)
-
-    def _found(self, record: Record) -> None:
-        self.findings += 1
-        self._trouble("found", record["finding"], record)
-
     def _trouble(self, kind: str, text: object, record: Record) -> None:
         self.troubles.append({"kind": kind, "text": str(text)[:LONGEST_TEXT], "step": int(record["step"])})
 
@@ -271,21 +274,6 @@ class RunState:
                 _merge(first, second)
             self.curve = self.curve[::2]
             self._windows_of_a_point *= 2
-
-
-_TAKES: Mapping[str, Callable[[RunState, Record], None]] = {
-    JOB: RunState._attached,
-    "LoadMeasured": RunState._load_measured,
-    "RebalancePlanned": RunState._planned,
-    "RebalanceCommitted": RunState._committed,
-    "RebalanceAborted": RunState._aborted,
-    "BalancingPaused": RunState._paused,
-    "BalancingResumed": RunState._resumed,
-    "Suspended": RunState._suspended,
-    "SuspensionEnded": RunState._suspension_ended,
-    "BalancingEnded": RunState._ended,
-    "GuardFinding": RunState._found,
-}
 
 
 def state_of(records: Iterable[Record]) -> tuple[RunState, int]:
@@ -310,10 +298,10 @@ def _merge(into: dict[str, float], point: Mapping[str, float]) -> None:
     into["step"], into["windows"] = point["step"], total
 
 
-def _kind(text: object, known: Iterable[tuple[str, str]]) -> str:
+def _kind(text: object, known: Mapping[str, str]) -> str:
     """Return one of a few words for a sentence: labels of metrics must stay few."""
     lowered = str(text).lower()
-    return next((word for begins, word in known if begins in lowered), "other")
+    return next((word for part, word in known.items() if part in lowered), "other")
 
 
 def _share(record: Record) -> ExpertShare:

@@ -16,7 +16,7 @@ import socketserver
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
@@ -44,6 +44,7 @@ class Answer:
     content: bytes
     content_type: str = "text/plain; charset=utf-8"
     status: HTTPStatus = HTTPStatus.OK
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 Route = Callable[[Mapping[str, str]], Answer]
@@ -115,7 +116,16 @@ class Handler(BaseHTTPRequestHandler):
     error_message_format, error_content_type = "%(code)d %(message)s\n", "text/plain; charset=utf-8"
 
     def do_GET(self) -> None:
-        self._send(*self._answer())
+        answer = self._answer()
+        content, headers = answer.content, {**_HEADERS, **answer.headers, "Content-Type": answer.content_type}
+        if len(content) > 1000 and "gzip" in self.headers.get("Accept-Encoding", ""):
+            content, headers["Content-Encoding"] = gzip.compress(content, compresslevel=1), "gzip"
+        self.send_response(answer.status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
 
     do_HEAD = do_GET
 
@@ -126,28 +136,30 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing: a token may be in a path."""
 
-    def _answer(self) -> tuple[Answer, Mapping[str, str]]:
+    def _answer(self) -> Answer:
         if not self._is_for_this_server():
-            return _text(HTTPStatus.FORBIDDEN, "this address serves its own page only"), {}
+            return _text(HTTPStatus.FORBIDDEN, "this address serves its own page only")
         try:
             parts = urlsplit(self.path)
             query = {name: values[-1] for name, values in parse_qs(parts.query, max_num_fields=10).items()}
         except ValueError:
-            return _text(HTTPStatus.BAD_REQUEST, "no such request"), {}
+            return _text(HTTPStatus.BAD_REQUEST, "no such request")
         if self.path.startswith("/?") and self._is_token(query.get("token", "")):
             # A cookie takes the token out of the address, which histories keep.
             cookie = f"{COOKIE}={self.server.token}; Path=/; HttpOnly; SameSite=Strict"
-            return _text(HTTPStatus.SEE_OTHER, "let in"), {"Location": "/", "Set-Cookie": cookie}
-        if self.server.token is not None and not self._has_token():
-            return _text(HTTPStatus.UNAUTHORIZED, TOKEN_MISSING), {"WWW-Authenticate": "Bearer"}
+            return _text(HTTPStatus.SEE_OTHER, "let in", {"Location": "/", "Set-Cookie": cookie})
+        bearer = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        cookies = [part.strip().removeprefix(f"{COOKIE}=") for part in self.headers.get("Cookie", "").split(";")]
+        if self.server.token is not None and not any(map(self._is_token, [bearer, *cookies])):
+            return _text(HTTPStatus.UNAUTHORIZED, TOKEN_MISSING, {"WWW-Authenticate": "Bearer"})
         route = self.server.routes.get(parts.path)
         if route is None:
-            return _text(HTTPStatus.NOT_FOUND, "nothing here"), {}
+            return _text(HTTPStatus.NOT_FOUND, "nothing here")
         try:
-            return route({**query, "Accept": self.headers.get("Accept", "")}), {}
+            return route({**query, "Accept": self.headers.get("Accept", "")})
         except Exception:
             logger.debug("%s cannot be shown", parts.path, exc_info=True)
-            return _text(HTTPStatus.INTERNAL_SERVER_ERROR, "this cannot be shown; the job goes on"), {}
+            return _text(HTTPStatus.INTERNAL_SERVER_ERROR, "this cannot be shown; the job goes on")
 
     def _is_for_this_server(self) -> bool:
         hosts, origin = self.headers.get_all("Host") or [], self.headers.get("Origin")
@@ -158,33 +170,17 @@ class Handler(BaseHTTPRequestHandler):
         site = self.headers.get("Sec-Fetch-Site", "none")
         return site in ("none", "same-origin") or self.headers.get("Sec-Fetch-Mode") == "navigate"
 
-    def _has_token(self) -> bool:
-        given = [self.headers.get("Authorization", "").removeprefix("Bearer ")]
-        given += [part.strip().removeprefix(f"{COOKIE}=") for part in self.headers.get("Cookie", "").split(";")]
-        return any(self._is_token(token) for token in given)
-
     def _is_token(self, token: str) -> bool:
         expected = self.server.token
         return expected is not None and hmac.compare_digest(token.encode("utf-8", "replace"), expected.encode())
 
-    def _send(self, answer: Answer, more: Mapping[str, str]) -> None:
-        content, headers = answer.content, {**_HEADERS, **more, "Content-Type": answer.content_type}
-        if len(content) > 1000 and "gzip" in self.headers.get("Accept-Encoding", ""):
-            content, headers["Content-Encoding"] = gzip.compress(content, compresslevel=1), "gzip"
-        self.send_response(answer.status)
-        for name, value in {**headers, "Content-Length": str(len(content))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
 
-
-def _text(status: HTTPStatus, text: str) -> Answer:
-    return Answer(f"{text}\n".encode(), status=status)
+def _text(status: HTTPStatus, text: str, headers: Mapping[str, str] | None = None) -> Answer:
+    return Answer(f"{text}\n".encode(), status=status, headers=headers or {})
 
 
 def _is_address(host: str) -> bool:
-    """Whether a host is an IP address, which no foreign name (DNS rebinding) is."""
+    """Return whether a host is an IP address, which no foreign name (DNS rebinding) is."""
     bare = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
     with suppress(ValueError):
         return bool(ipaddress.ip_address(bare))

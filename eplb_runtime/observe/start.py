@@ -49,14 +49,14 @@ class Shown:
 
     Args:
         topology: of one EP group.
-        placement: where the experts stand.
+        placement: where the experts are.
         world_size: ranks of the job.
         layers_of_stage: as for `job_record`.
         progress: how far training is; called on other threads.
 
     Attributes:
         state: what the job has come to.
-        server: None: nobody has asked for one, or its address could not be had.
+        server: None: none was asked for, or its address could not be had.
 
     Raises:
         OSError: the folder of the run cannot be written to.
@@ -103,10 +103,10 @@ class Shown:
             if record["event"] == "RebalancePlanned":
                 tracker(record["step"], scalars_of(self.state, self._progress()))
 
-        self._observer.add(f"the tracker {len(self._observer)}", sink)
+        self._observer.add(f"the tracker {len(self._observer.sinks)}", sink)
 
     def close(self) -> None:
-        """What was heard is written; the page is gone. Says what the run has come to."""
+        """Write what was heard, close the page, and log what the run has come to."""
         self._observer.close()
         if self.server is not None:
             self.server.close()
@@ -120,11 +120,11 @@ class Shown:
 
     @property
     def left_out(self) -> int:
-        """Events that could not be taken."""
+        """Return the number of events that could not be taken."""
         return self._observer.left_out
 
     def balance(self) -> dict[str, float]:
-        """How even the newest measured load was, by the field's names; empty before anything was measured."""
+        """Return how even the newest measured load was, by the field's names; empty before anything was measured."""
         with self.state.locked():
             return balance_of(self.state)
 
@@ -146,9 +146,8 @@ class Shown:
         return server
 
     def _state(self, query: Mapping[str, str]) -> Answer:
-        """How far training is, and the whole state if it is another than the one that was seen (``after``)."""
-        version = self.state.version
-        view = b"null"
+        """Return how far training is, and the whole state if it is another than the one that was seen (``after``)."""
+        version, view = self.state.version, b"null"
         if query.get("after") != str(version):
             if self._cached[0] != version:
                 self._cached = (version, _json(view_of(self.state)))
@@ -173,10 +172,11 @@ class Observer:
     A sink that fails is named once in the log, and tried again with the next record.
 
     Args:
-        start: where the experts stand without a balancer.
+        start: where the experts are without a balancer.
         speed_R: of the ranks, as the planner knows it.
 
     Attributes:
+        sinks: by name.
         left_out: events that were dropped because too many were waiting.
     """
 
@@ -185,21 +185,18 @@ class Observer:
         self._speed_R = speed_R
         self._worker = Worker("eplb_runtime observer")
         self._room = threading.Semaphore(MOST_WAITING)
-        self._sinks: dict[str, Sink] = {}
+        self.sinks: dict[str, Sink] = {}
         self._closers: list[Callable[[], None]] = []
         self._failing: set[str] = set()
         self.left_out = 0
 
-    def add(self, name: str, sink: Sink, close: Callable[[], None] = lambda: None) -> None:
-        """A function that takes records from now on, on the observer's thread, and how to end it."""
-        self._sinks = {**self._sinks, name: sink}
-        self._closers.append(close)
-
-    def __len__(self) -> int:
-        return len(self._sinks)
+    def add(self, name: str, sink: Sink, close: Callable[[], None] | None = None) -> None:
+        """Give a function the records from now on, on the observer's thread; ``close`` ends it."""
+        self.sinks = {**self.sinks, name: sink}
+        self._closers += [] if close is None else [close]
 
     def hear(self, event: Event) -> None:
-        """Never waits, never raises."""
+        """Take an event; never waits, never raises."""
         if self._worker.closed:
             return
         if not self._room.acquire(blocking=False):
@@ -208,11 +205,11 @@ class Observer:
         self._worker.submit(partial(self._hand_on, event, time.time()))
 
     def close(self) -> None:
-        """All that was heard is handed on, if it is quick enough, and the sinks are closed."""
-        if self._worker.closed:
-            return
-        self._worker.submit(self._close_sinks)
-        self._worker.close(CLOSING_SECONDS)
+        """Hand on all that was heard, if that is quick enough, and close the sinks."""
+        if not self._worker.closed:
+            for close in self._closers:
+                self._worker.submit(close)
+            self._worker.close(CLOSING_SECONDS)
 
     def _hand_on(self, event: Event, now: float) -> None:
         self._room.release()
@@ -221,7 +218,7 @@ class Observer:
         except Exception:
             logger.exception("the event %s cannot be shown; the job goes on", event.name)
             return
-        for name, sink in self._sinks.items():
+        for name, sink in self.sinks.items():
             try:
                 sink(record)
             except Exception as error:
@@ -230,10 +227,3 @@ class Observer:
                 self._failing.add(name)
             else:
                 self._failing.discard(name)
-
-    def _close_sinks(self) -> None:
-        for close in self._closers:
-            try:
-                close()
-            except Exception as error:
-                logger.warning("what shows the job did not close: %s: %s", type(error).__name__, error)

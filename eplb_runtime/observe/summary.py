@@ -24,15 +24,10 @@ MOSTLY_TRUE = 0.5
 def summary_of(state: RunState, progress: Progress | None = None) -> dict[str, Any]:
     """Return steps, imbalance with and without rebalancing, what was moved, what it cost and saved.
 
-    Returns:
-        ``steps``, ``decisions``, ``rebalances``, ``dropped``, ``imbalance{start, measured, last}`` (means over layers
-        and measured steps; ``last``: of the newest measurement; None: nothing was measured), ``balance`` (of the newest
-        measurement, by the field's names: ``max_vio/mean``, ``balancedness/mean`` ...), ``moved_experts``,
-        ``moved_bytes`` (between ranks, in one EP group), ``placed_replicas`` (replica slots that were given another
-        expert), ``pause_seconds``, ``saved_seconds{predicted, measured}``,
-        ``predictions{judged_plans, judged_decisions, predicted_seconds, true_seconds}`` (None: no plan was judged),
-        ``expert_work{share, source}`` (of a step; the source is "measured", "given" or "assumed"), ``guard_findings``,
-        ``pauses``, ``rollouts{count, seconds}`` (in which the balancer was suspended).
+    ``imbalance``: means over layers and measured steps, and of the newest measurement; None: nothing was measured.
+    ``balance``: of the newest measurement, by the field's names. Moved experts and bytes: between ranks, in one EP
+    group. ``placed_replicas``: replica slots that were given another expert. ``predictions``: None: no plan was judged.
+    ``rollouts``: those in which the balancer was suspended.
     """
     with state.locked():
         windows = sum(point["windows"] for point in state.curve)
@@ -91,21 +86,20 @@ def summary_text(summary: dict[str, Any]) -> str:
         f"{summary['dropped']} dropped"
     ]
     if imbalance["measured"] is not None:
+        last = "" if imbalance["last"] is None else f", {imbalance['last']:.3f} last"  # None: just started again
         lines.append(
             f"imbalance (max / mean rank load, mean over layers): {imbalance['start']:.3f} with the initial "
-            f"placement, {imbalance['measured']:.3f} measured, {imbalance['last']:.3f} last"
+            f"placement, {imbalance['measured']:.3f} measured{last}"
         )
     placed = summary["placed_replicas"]
     replicas = f"{counted(placed, 'replica')} placed, " if placed else ""
-    lines.append(
+    lines += [
         f"{counted(summary['moved_experts'], 'expert')} moved between ranks, "
-        f"{summary['moved_bytes'] / 2**20:.1f} MiB, {replicas}training stopped for {summary['pause_seconds']:.3g} s"
-    )
-    lines.append(
+        f"{summary['moved_bytes'] / 2**20:.1f} MiB, {replicas}training stopped for {summary['pause_seconds']:.3g} s",
         f"seconds saved: {saved['measured']:.3g} estimated from the measured imbalance; {saved['predicted']:.3g} "
-        "predicted by the plans for the steps in which each was in use"
-    )
-    lines += [f"  {sentence}" for sentence in SAVED_TOLD]
+        "predicted by the plans for the steps in which each was in use",
+        *(f"  {sentence}" for sentence in SAVED_TOLD),
+    ]
     if (text := predictions_text(summary["predictions"])) is not None:
         lines += [text, f"  {CAME_TRUE_TOLD}"]
     work = summary["expert_work"]

@@ -75,37 +75,21 @@ def checked_layout(policy: str, layout: str | None) -> str:
 
 
 def checked_speed(settled: Settled, policy: str, ranks: int) -> NDArray[np.float64] | None:
-    """float64 ``[R]``, the fastest rank 1, those that are not available 0; None: all alike and there."""
+    """float64 ``[R]``, the fastest rank 1; None: all alike."""
     speed_R: NDArray[np.float64] | None = None
     if settled.rank_speed is not None:
         speed_R = _one_a_rank(settled.rank_speed, "rank_speed", ranks).astype(np.float64)
         if not (np.isfinite(speed_R).all() and (speed_R > 0).all()):
-            raise PlanError("rank_speed: give every rank a number above 0; ranks that are gone stand in available=")
+            raise PlanError("rank_speed: give every rank a number above 0")
         if policy not in KNOWS_SPEEDS and (speed_R != speed_R[0]).any():
             raise PlanError(f"policy {policy!r} takes all ranks for equally fast: choose incremental for rank_speed")
         if speed_R.min() < SLOWEST * speed_R.max():
             raise PlanError(
                 f"rank_speed: {speed_R.min():g} beside {speed_R.max():g}: a rank that is {1 / SLOWEST:g} times slower "
-                "is broken, or measured in another unit; ranks that are gone stand in available="
+                "is broken, or measured in another unit"
             )
         speed_R = None if (speed_R == speed_R[0]).all() else speed_R / speed_R.max()
-    if settled.available is None:
-        return speed_R
-    given_R = _one_a_rank(settled.available, "available", ranks)
-    there_R = given_R.astype(bool)
-    if (there_R != given_R).any():
-        raise PlanError("available: give True or False for each rank; how fast ranks are stands in rank_speed=")
-    if there_R.all():
-        return speed_R
-    if not there_R.any():
-        raise PlanError("available: no rank is left to plan for")
-    if policy != "free" or settled.groups > 1:
-        raise PlanError(
-            f"available: policy {policy!r} needs every rank; 'free' (groups=1) plans without some. A job whose "
-            "ranks are gone loads its checkpoint on those that are left"
-        )
-    there_R = there_R.astype(np.float64) if speed_R is None else there_R * speed_R
-    return np.asarray(there_R / there_R.max())
+    return speed_R
 
 
 def _one_a_rank(values: ArrayLike, name: str, ranks: int) -> NDArray[np.generic]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..placement import EMPTY, Placement
+from ..placement import Placement
 from ..topology import Topology
 from .checks import check_whole_number, checked_load
 from .planning import plan
@@ -32,7 +31,6 @@ def rebalance_experts(
     *,
     policy: str | None = None,
     current: Tensor | None = None,
-    available: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Plan all layers anew; the arguments and the results of deepseek-ai/EPLB's function of this name.
 
@@ -47,8 +45,6 @@ def rebalance_experts(
             than there are experts for it (on its node, where groups are kept together) and must hold some twice.
         current: integer ``[L, P]``, the expert in each slot now: the plan stays near it, and layers that would gain
             nothing stay as they are. None: plan anew.
-        available: bool ``[R]``; ranks that are False are gone: every expert gets a copy elsewhere, by the fewest moves
-            from ``current``, and the slots of these ranks hold -1. None: all are there.
 
     Returns:
         int64 on the CPU: ``physical_to_logical`` ``[L, P]``; ``logical_to_physical`` ``[L, E, C]``, padded with -1, C
@@ -83,7 +79,7 @@ def rebalance_experts(
     load = known if np.ndim(weight) == 3 else known[0]
     slots_per_rank = num_replicas // num_gpus
     within_reach = load.shape[-1] // (num_nodes if groups > 1 else 1)
-    if slots_per_rank > within_reach and policy in (None, "deepseek") and current is None and available is None:
+    if slots_per_rank > within_reach and policy in (None, "deepseek") and current is None:
         planned = balance(known.mean(axis=0), num_replicas, groups, num_nodes, num_gpus)
         slots, copies, count = (torch.from_numpy(map_.astype(np.int64)) for map_ in planned)
         return slots, copies, count
@@ -92,7 +88,6 @@ def rebalance_experts(
     standing = None
     if current is not None:
         standing = Placement(torch.as_tensor(current).cpu().numpy(), load.shape[-1], num_gpus)
-    there = None if available is None else torch.as_tensor(available).cpu().numpy().astype(bool)
     made = plan(
         load,
         Topology(num_gpus, num_gpus // num_nodes),
@@ -101,20 +96,8 @@ def rebalance_experts(
         policy=policy,
         layout="free",
         groups=groups,
-        available=there,
     )
-    return _tensors(made.placement, there)
-
-
-def _tensors(placement: Placement, there_R: NDArray[np.bool_] | None) -> tuple[Tensor, Tensor, Tensor]:
-    import torch
-
+    placement = made.placement
     maps = (placement.physical_to_logical, placement.logical_to_physical, placement.copy_count)
-    if there_R is not None and not there_R.all():
-        there_LEC = (maps[1] != EMPTY) & there_R[placement.rank_of(maps[1])]
-        count_LE = there_LEC.sum(axis=2)
-        by_expert = np.sort(np.where(there_LEC, maps[1], placement.num_slots), axis=2)[:, :, : count_LE.max()]
-        by_slot = np.where(np.repeat(there_R, placement.slots_per_rank), maps[0], EMPTY)
-        maps = (by_slot, np.where(by_expert == placement.num_slots, EMPTY, by_expert), count_LE)
     slots, copies, count = (torch.from_numpy(map_.astype(np.int64)) for map_ in maps)
     return slots, copies, count

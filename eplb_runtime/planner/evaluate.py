@@ -15,19 +15,13 @@ from .types import PlanRequest
 UNITS = 2.0**40
 
 
-def even_split_rank_load(
-    load: NDArray[np.float64], placement: Placement, speed_R: NDArray[np.float64] | None = None
-) -> NDArray[np.float64]:
+def even_split_rank_load(load: NDArray[np.float64], placement: Placement) -> NDArray[np.float64]:
     """float64 ``[L, R]``: tokens per rank when each expert's tokens are spread evenly over its copies.
 
     Args:
         load: float64 ``[L, E]``.
-        speed_R: copies on ranks whose speed is 0 get nothing; None: there are none.
     """
     slots, count_LE = placement.physical_to_logical, placement.copy_count
-    if speed_R is not None and not speed_R.all():
-        slots = np.where(np.repeat(speed_R > 0, placement.slots_per_rank), slots, EMPTY)
-        count_LE = np.stack([np.bincount(row[row != EMPTY], minlength=placement.num_experts) for row in slots])
     share = np.concatenate([load / np.maximum(count_LE, 1), np.zeros((len(load), 1))], axis=1)
     slots = np.where(slots == EMPTY, placement.num_experts, slots)
     by_slot = np.take_along_axis(share, slots.astype(np.int64), axis=1)
@@ -74,13 +68,11 @@ def home_rank_load(load: NDArray[np.float64], placement: Placement) -> NDArray[n
 def imbalance(rank_load: NDArray[np.float64], speed_R: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
     """Max / mean over the last axis; 1 where there is no load at all.
 
-    With speeds: the time of the rank that takes longest, over that of all ranks if the load were shared out by speed;
-    ranks of speed 0 have no load.
+    With speeds: the time of the rank that takes longest, over that of all ranks if the load were shared out by speed.
     """
     if speed_R is not None:
-        used = speed_R > 0
-        rank_load = rank_load[..., used] / speed_R[used]
-        whole = (rank_load * speed_R[used]).sum(axis=-1) / speed_R.sum()
+        whole = rank_load.sum(axis=-1) / speed_R.sum()
+        rank_load = rank_load / speed_R
         return np.asarray(np.where(whole > 0, rank_load.max(axis=-1) / np.where(whole > 0, whole, 1.0), 1.0))
     mean = rank_load.mean(axis=-1)
     return np.asarray(np.where(mean > 0, rank_load.max(axis=-1) / np.where(mean > 0, mean, 1.0), 1.0), dtype=np.float64)
@@ -93,7 +85,7 @@ def predicted_imbalance(
 
     Args:
         load: float64 ``[L, E]``, or ``[W, L, E]`` for several windows.
-        speed_R: float64 ``[R]``, of each rank, the fastest 1, 0 for one that is gone (free layout); None: all alike.
+        speed_R: float64 ``[R]``, of each rank, the fastest 1; None: all alike.
 
     Returns:
         float64 ``[L]`` or ``[W, L]``.
@@ -101,7 +93,7 @@ def predicted_imbalance(
     if load.ndim == 2:
         return np.asarray(predicted_imbalance(load[None], placement, speed_R)[0])
     if placement.home is None:
-        return np.stack([imbalance(even_split_rank_load(window, placement, speed_R), speed_R) for window in load])
+        return np.stack([imbalance(even_split_rank_load(window, placement), speed_R) for window in load])
     if has_no_copies(placement):
         return np.stack([imbalance(home_rank_load(window, placement), speed_R) for window in load])
     tables = SplitTables.of(placement)
@@ -161,17 +153,8 @@ def lowest_imbalance(request: PlanRequest, windows: NDArray[np.float64]) -> NDAr
     return bounds.reshape(windows.shape[:2])
 
 
-def moves_between(
-    current: Placement | None,
-    placement: Placement,
-    topology: Topology,
-    speed_R: NDArray[np.float64] | None = None,
-) -> NDArray[np.int32]:
-    """int32 ``[M, 5]`` as in ``Plan.moves``: every slot that gets an expert which did not stand in it.
-
-    Args:
-        speed_R: nothing can be had from ranks of speed 0; None: there are none.
-    """
+def moves_between(current: Placement | None, placement: Placement, topology: Topology) -> NDArray[np.int32]:
+    """int32 ``[M, 5]`` as in ``Plan.moves``: every slot that gets an expert which did not stand in it."""
     new = placement.physical_to_logical
     if current is None:
         layer, slot = np.nonzero(new != EMPTY)
@@ -184,7 +167,7 @@ def moves_between(
     elif current.home is not None:
         source = current.home_rank[layer, expert]
     else:
-        source = _nearest_copy(current, layer, expert, destination, topology, speed_R)
+        source = _nearest_copy(current, layer, expert, destination, topology)
     is_home = np.zeros(len(slot), dtype=bool)
     if placement.home is not None:
         is_home |= placement.home[layer, expert] == slot
@@ -197,15 +180,12 @@ def _nearest_copy(
     expert: NDArray[np.int32],
     destination: NDArray[np.integer],
     topology: Topology,
-    speed_R: NDArray[np.float64] | None,
 ) -> NDArray[np.int64]:
-    """The rank to copy from: the destination itself, else one of its node, else the lowest; -1 where none is left."""
+    """The rank to copy from: the destination itself, else one of its node, else the lowest."""
     copies = current.logical_to_physical[layer, expert]
     ranks = current.rank_of(copies)
     far = (ranks // topology.ranks_per_node != (destination // topology.ranks_per_node)[:, None]).astype(np.int64)
     distance = np.where(ranks == destination[:, None], 0, 1 + far)
-    gone = copies < 0 if speed_R is None else (copies < 0) | (speed_R[ranks] == 0)
-    distance = np.where(gone, 3, distance) * (current.num_ranks + 1) + ranks
-    nearest = distance.argmin(axis=1)[:, None]
-    sources = np.where(np.take_along_axis(gone, nearest, axis=1), -1, np.take_along_axis(ranks, nearest, axis=1))
-    return np.asarray(sources[:, 0], dtype=np.int64)
+    distance = np.where(copies < 0, 3, distance) * (current.num_ranks + 1) + ranks
+    nearest = np.take_along_axis(ranks, distance.argmin(axis=1)[:, None], axis=1)
+    return np.asarray(nearest[:, 0], dtype=np.int64)

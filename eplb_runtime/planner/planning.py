@@ -15,11 +15,9 @@ from ..load import forecast as forecasts
 from ..load.forecast import coarsen
 from ..placement import Placement
 from ..topology import Topology
-from .available import without_gone_ranks
 from .checks import (
     check_current,
     check_deadline,
-    check_fits,
     check_gate,
     check_kinds,
     check_shapes,
@@ -60,7 +58,7 @@ def plan(
         layout: ``"home"`` or ``"free"``; None: the policy's own.
         groups: expert groups of group-limited routing, for the policies that know them; default 1.
         max_moves: at most so many slots, over all layers, whose rank did not hold that expert; None: no limit. For a
-            plan from ``current``; what ranks that are gone held moves besides.
+            plan from ``current``.
         max_bytes: the same in bytes (needs ``cost``); None: no limit.
         cost: bytes and seconds (`CostModel`); needed by the ``"payoff"`` gate, and for the plan to know its bytes.
         gate: ``"payoff"``: rebalance when predicted seconds saved exceed predicted seconds spent, in the layers that
@@ -72,11 +70,9 @@ def plan(
             replayed routing in reinforcement learning).
         rank_speed: float ``[R]``, how fast each rank is beside the others: a slow one gets fewer tokens, and imbalance
             is the slowest rank's time over that of all ranks at their speeds. For ``incremental``; None: all alike.
-        available: bool ``[R]``; ranks that are False are gone, and every expert gets a slot elsewhere, by the fewest
-            moves. Their own slots keep their experts; nobody reads them. For ``free``; None: all are there.
-        sources: tokens by where they come from, ``[N, L, E]`` by node or ``[R, L, E]`` by rank; only the proportions in
-            which an expert's tokens come from the nodes matter. None: from all alike. They count where crossing nodes
-            has a cost (``cost=CostModel(crossing_seconds=...)``), for ``incremental``.
+        sources: tokens by the node that they come from, ``[N, L, E]``; only the proportions in which an expert's tokens
+            come from the nodes matter. None: from all alike. They count where crossing nodes has a cost
+            (``cost=CostModel(crossing_seconds=...)``), for ``incremental``.
         trust: share of a plan's gain that is believed, in [0, 1], default 1: as much as came true of earlier ones
             (`track_record.TrackRecord` measures it). Below 1 it needs ``cost``: it weighs seconds saved.
         deadline: seconds from now on after which ``incremental`` begins with no further layer: those with most to gain
@@ -102,53 +98,19 @@ def plan(
     began = time.perf_counter()
     settled = _settled(terms)
     request = _asked(load, topology, slots_per_rank, current, policy, layout, settled)
-    everybody = request.speed_R is None or bool(request.speed_R.all())
-    placement = POLICIES[policy](request) if everybody else without_gone_ranks(request, POLICIES[policy])
-    return weigh(request, policy, placement, settled, began)
-
-
-def plan_again(
-    placement: Placement,
-    load: ArrayLike,
-    topology: Topology,
-    *,
-    current: Placement,
-    policy: str = "incremental",
-    **terms: Unpack[Terms],
-) -> Plan:
-    """Weigh a placement that an earlier search found as `plan` weighs its own, without a search.
-
-    Args:
-        placement: for the same experts, ranks and slots as ``current``, in its layout.
-        policy: that found it.
-        load, topology, current, terms: as for `plan`.
-
-    Returns:
-        The plan; to stay where more would move than ``max_moves`` and ``max_bytes`` let.
-
-    Raises:
-        PlanError: as `plan`.
-    """
-    began = time.perf_counter()
-    settled = _settled(terms)
-    request = _asked(load, topology, current.slots_per_rank, current, policy, current.layout, settled)
-    check_fits(placement, request, "placement")
-    made = weigh(request, policy, placement, settled, began)
-    too_many = settled.max_moves is not None and made.moved_slots > settled.max_moves
-    bytes_moved = made.bytes_intra_node + made.bytes_inter_node
-    if not too_many and (settled.max_bytes is None or bytes_moved <= settled.max_bytes):
-        return made
-    reason = f"{made.moved_slots} slots ({bytes_moved:,} B) are more than may move at a time"
-    return replace(weigh(request, policy, current, settled, began), reason=reason)
+    return weigh(request, policy, POLICIES[policy](request), settled, began)
 
 
 def _settled(terms: Mapping[str, Any]) -> Settled:
     """The terms given.
 
     Raises:
+        PlanError: a name that `plan` had once.
         TypeError: a name that `plan` does not have.
     """
     known = [field.name for field in fields(Settled)]
+    if "available" in terms:
+        raise PlanError("plan has no argument 'available' any more: plan for the ranks that are left, Topology(ranks)")
     for name in terms:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)

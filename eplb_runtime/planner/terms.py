@@ -23,7 +23,6 @@ class Terms(TypedDict, total=False):
     forecast: str
     declared: ArrayLike | None
     rank_speed: ArrayLike | None
-    available: ArrayLike | None
     sources: ArrayLike | None
     trust: float
     deadline: float | None
@@ -41,7 +40,6 @@ class Settled:
     forecast: str = "auto"
     declared: ArrayLike | None = None
     rank_speed: ArrayLike | None = None
-    available: ArrayLike | None = None
     sources: ArrayLike | None = None
     trust: float = 1.0
     deadline: float | None = None

@@ -30,7 +30,7 @@ def checked_sources(sources: ArrayLike, layers: int, experts: int, topology: Top
     """float64 ``[L, N, E]``: the share of each expert's tokens that comes from each node; alike where none came.
 
     Args:
-        sources: tokens by where they came from, ``[N, L, E]`` or ``[R, L, E]``.
+        sources: tokens by the node that they came from, ``[N, L, E]``.
 
     Raises:
         PlanError: another shape, or values that are no counts.
@@ -39,18 +39,16 @@ def checked_sources(sources: ArrayLike, layers: int, experts: int, topology: Top
         counts = np.asarray(sources, dtype=np.float64)
     except (TypeError, ValueError):
         raise PlanError("sources is not an array of numbers: give [nodes, layers, experts]") from None
-    nodes, ranks = topology.num_nodes, topology.num_ranks
-    if counts.shape not in ((nodes, layers, experts), (ranks, layers, experts)):
+    nodes = topology.num_nodes
+    if counts.shape != (nodes, layers, experts):
         raise PlanError(
-            f"sources has shape {counts.shape}: give tokens by node, [{nodes}, {layers}, {experts}], or by rank, "
-            f"[{ranks}, {layers}, {experts}]"
+            f"sources has shape {counts.shape}: give tokens by node, [{nodes}, {layers}, {experts}]; add up those of a "
+            "node's ranks"
         )
     with np.errstate(over="ignore"):
         adds_up = bool(np.isfinite(counts.sum()))
     if not (adds_up and (counts >= 0).all()):
         raise PlanError("sources: give token counts, zero where nothing was counted")
-    if len(counts) != nodes:
-        counts = counts.reshape(nodes, -1, layers, experts).sum(axis=1)
     total_LE = counts.sum(axis=0)
     share = np.divide(counts, total_LE, out=np.full_like(counts, 1.0 / nodes), where=total_LE > 0)
     return np.ascontiguousarray(share.transpose(1, 0, 2))

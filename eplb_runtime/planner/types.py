@@ -45,7 +45,7 @@ class PlanRequest:
         home_bytes, replica_bytes: bytes of one expert with and without optimizer state (0: unknown).
         seconds_per_imbalance: what one unit of one layer's imbalance costs over the horizon, in seconds; None: moves
             need not pay for themselves.
-        speed_R: float64 ``[R]``, how fast each rank is, the fastest 1, 0 for one that is gone; None: all alike.
+        speed_R: float64 ``[R]``, how fast each rank is, the fastest 1; None: all alike.
         crossing_price: imbalance that it is worth if no token is computed on another node than its own instead of all.
         source_share_LNE: float64 ``[L, N, E]``, the share of each expert's tokens that comes from each node; None: all
             nodes send alike.
@@ -131,8 +131,8 @@ class Plan:
         current: the placement that stands now, or None.
         moves: int32 ``[M, 5]``, columns (layer, expert, source rank, destination slot, is home), in that order of
             layers and slots: every slot that gets another expert. The source is the expert's home rank in ``current``
-            (its nearest copy in the free layout; -1 without ``current``, or where no rank that is left holds it). A
-            source equal to the destination's own rank is a copy inside the rank.
+            (its nearest copy in the free layout; -1 without ``current``). A source equal to
+            the destination's own rank is a copy inside the rank.
         imbalance_before: float64 ``[L]``, expected max / mean rank load of ``current``, the mean over scenarios of
             the load to come, or None.
         imbalance_after: float64 ``[L]``, the same of ``placement``; by water-filling in the home layout, by even split
@@ -148,7 +148,7 @@ class Plan:
             they come from, under the forecast, with ``current`` and with ``placement``; None: nobody asked
             (``sources``, or a cost of crossing), or nothing stands.
         offers: parts of what the policy found, by slots moved from none to all; one of them is the plan where the gate
-            knows seconds. Empty: nothing stands, or experts stand only on ranks that are gone.
+            knows seconds. Empty: nothing stands.
     """
 
     policy: str

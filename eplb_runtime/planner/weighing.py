@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..placement import Placement
-from .available import lost_experts
 from .cost import HYSTERESIS, CostModel
 from .evaluate import expected_lower_bound, imbalance_by_scenario, imbalance_with_changes, moves_between
 from .policies.hierarchical import rule_cost
@@ -29,10 +28,8 @@ def weigh(request: PlanRequest, policy: str, placement: Placement, settled: Sett
     """Decide between the policy's placement, the part of it that is worth most seconds, and the current one."""
     current, topology, cost = request.current, request.topology, settled.cost
     before, after = _expected(request, current, placement)
-    moves = moves_between(current, placement, topology, request.speed_R)
-    lost = 0 if current is None else lost_experts(current, request.speed_R)
-    before = None if lost else before
-    crossing_before = None if lost else _crossing(request, current)
+    moves = moves_between(current, placement, topology)
+    crossing_before = _crossing(request, current)
     crossing_after = _crossing(request, placement)
     offers: tuple[Offer, ...] = ()
     saved = spent = float("nan")
@@ -58,8 +55,6 @@ def weigh(request: PlanRequest, policy: str, placement: Placement, settled: Sett
             spent = cost.transfer_seconds(moves, topology, request.slots_per_rank) + stall
     moving = len(np.unique(moves[:, MOVE_LAYER]))
     decision, reason = _decide(settled.gate, (before, after), falls, moving, (saved, spent), whole)
-    if lost:
-        reason = f"{lost} experts stand only on ranks that are gone; forecast imbalance {after.mean():.3f}"
     if crossing_before is not None and crossing_after is not None:
         reason += f"; tokens that cross nodes {crossing_before.mean():.1%} -> {crossing_after.mean():.1%}"
     if request.deadline is not None and request.deadline.left_out:

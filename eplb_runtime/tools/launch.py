@@ -39,22 +39,17 @@ def start_ranks(arguments: Sequence[str], ranks: int, module: str = "eplb_runtim
 
 @contextmanager
 def process_group(device: str) -> Iterator[torch.device]:
-    """Inside, torch.distributed is initialised: with torchrun's ranks, or with this process alone.
+    """Initialise torch.distributed in the block, with torchrun's ranks or this process alone; yields its device.
 
     Args:
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL beside gloo; each rank of a node has its own GPU).
 
-    Yields:
-        This rank's device.
-
     Raises:
         LaunchError: there is no GPU, or fewer than ranks on this node, or ranks share one.
     """
-    local_rank = int(launcher_environment().get("LOCAL_RANK", "0"))
-    here = torch.device("cpu")
+    here, backend = torch.device("cpu"), "gloo"
     if device == "cuda":
-        here = _gpu(local_rank)
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        here, backend = _gpu(int(launcher_environment().get("LOCAL_RANK", "0"))), "cpu:gloo,cuda:nccl"
     if launched():
         dist.init_process_group(backend)
     else:
@@ -82,14 +77,7 @@ def repeat_every_bit() -> None:
 
 
 def refuse_shared_gpus(gpu: str) -> None:
-    """Refuse ranks that have the same GPU. Collective.
-
-    Args:
-        gpu: of this rank, as `identity_of`; "": none.
-
-    Raises:
-        LaunchError: some have; on all ranks.
-    """
+    """Refuse ranks that have the same GPU. Collective. ``gpu``: of this rank, as `identity_of`; "": none."""
     world = dist.distributed_c10d._get_default_group()
     word = json.dumps([node_of_this_rank(), gpu]).encode()
     rank_of: dict[bytes, int] = {}
@@ -102,7 +90,7 @@ def refuse_shared_gpus(gpu: str) -> None:
 
 
 def _gpu(local_rank: int) -> torch.device:
-    """This rank's own; the only one that it sees, where the launcher shows each rank one."""
+    """Return this rank's own; the only one that it sees, where the launcher shows each rank one."""
     count = torch.cuda.device_count()
     if local_rank >= count != 1:
         raise LaunchError(

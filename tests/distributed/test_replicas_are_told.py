@@ -10,7 +10,7 @@ from ranks import run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceCommitted, brief
-from eplb_runtime.observe.page import state_of_run
+from eplb_runtime.observe.run_folder import state_of_run
 from eplb_runtime.observe.summary import summary_of, summary_text
 from eplb_runtime.placement import EMPTY
 

@@ -50,12 +50,12 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def began(*arguments: object) -> None:
         raise AssertionError("the load was read before this was noticed")
 
-    monkeypatch.setattr(loads, "read_load", began)
+    monkeypatch.setattr(loads, "read_record", began)
 
 
-def test_ranks_that_are_none_cannot_be_gone(refusal: Callable[..., str], load_file: Path, no_work: None) -> None:
+def test_ranks_that_are_gone_are_left_out_of_the_cluster(refusal: Callable[..., str], load_file: Path) -> None:
     said = refusal("plan", load_file, *CLUSTER, "--policy", "free", "--gone", "0,2")
-    assert "--gone names rank 2: there are ranks 0 to 1" in said
+    assert "plan --gone is gone: plan for the ranks that are left" in said
 
 
 def test_speeds_are_one_a_rank(refusal: Callable[..., str], load_file: Path) -> None:
@@ -91,7 +91,7 @@ def test_what_memory_cannot_hold(refusal: Callable[..., str], load_file: Path, m
     def full(path: str, dense_layers: int = 0) -> None:
         raise MemoryError("Unable to allocate 6.82 TiB")
 
-    monkeypatch.setattr(loads, "read_load", full)
+    monkeypatch.setattr(loads, "read_record", full)
     assert refusal("plan", load_file, *CLUSTER) == (
         "eplb-runtime: not enough memory for this: Unable to allocate 6.82 TiB\n"
     )

@@ -15,8 +15,9 @@ from observed_large import large_records
 from eplb_runtime import BalancerConfig
 from eplb_runtime.load.clock import Progress
 from eplb_runtime.observe.events_file import EventWriter
-from eplb_runtime.observe.page import report_of, state_of_run
+from eplb_runtime.observe.page import report_of
 from eplb_runtime.observe.records import record_of
+from eplb_runtime.observe.run_folder import state_of_run
 from eplb_runtime.observe.start import Shown
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: no browser test")
@@ -218,7 +219,7 @@ def test_a_report_shows_the_same_without_a_server(page: Any, tmp_path: Path) -> 
     for record in others:
         writer.write(record)
     writer.close()
-    (tmp_path / "report.html").write_text(report_of(tmp_path))
+    (tmp_path / "report.html").write_text(report_of(tmp_path).html)
     page.goto((tmp_path / "report.html").as_uri())
     state, _ = state_of_run(tmp_path)
     assert exact(page, "imbalance") == pytest.approx(state.measured["imbalance"].mean(), abs=1e-9)

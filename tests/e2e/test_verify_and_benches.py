@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,18 @@ def test_a_job_that_fails_or_does_not_attach_is_unknown() -> None:
     assert "no data" in json.loads(failing.stdout)["reason"]
     other = shell("verify", "--", sys.executable, "-c", "print('hello')")
     assert other.returncode == 3 and "reached no eplb_runtime.attach" in other.stdout and "hello" in other.stderr
+
+
+def test_verify_that_is_ended_ends_its_job_and_removes_its_folder(tmp_path: Path) -> None:
+    os.mkfifo(begun := tmp_path / "begun")
+    (folder := tmp_path / "temporary").mkdir()
+    command = [sys.executable, "-m", COMMAND, "verify", "--", "sh", "-c", f"echo $$ > {begun}; exec sleep 600"]
+    verify = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)})
+    job = int(begun.read_text())  # waits until it runs
+    verify.terminate()
+    assert verify.wait(120) == 128 + signal.SIGINT and not list(folder.iterdir())
+    with pytest.raises(ProcessLookupError):
+        os.kill(job, 0)
 
 
 def test_verify_of_one_rank_reads_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

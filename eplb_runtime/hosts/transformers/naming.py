@@ -28,12 +28,7 @@ Convert = Callable[[State], State]
 
 
 def weights(model: nn.Module, first_layer: int) -> list[Weight]:
-    """Tensors as ``save_pretrained`` of the whole model would write them; of another module under its own names.
-
-    Raises:
-        CheckpointError: the model is quantised, adapters are merged into it, or the library's names cannot be given a
-            tensor at a time.
-    """
+    """Tensors as ``save_pretrained`` of the whole model would write them; of another module under its own names."""
     view = LogicalView(model)
     if problem := why_merged(view.model):
         raise CheckpointError(problem)
@@ -43,14 +38,8 @@ def weights(model: nn.Module, first_layer: int) -> list[Weight]:
 
 
 def folder_weights(view: LogicalView, as_in_model: bool = False) -> list[Weight]:
-    """The tensors of the library's folders, each with what it is made of.
-
-    Args:
-        as_in_model: keep the model's own names.
-
-    Raises:
-        CheckpointError: the model is quantised, or the tensors would not make the folder that the whole model makes.
-    """
+    """The tensors of the library's folders, or under the model's own names, each with what it is made of. A quantised
+    model is refused, and one of which the tensors would not make the folder that the whole model makes."""
     if getattr(view.model, "hf_quantizer", None) is not None:
         raise CheckpointError("the model is quantised: load it with dequantize=True to export it")
     entries, convert = _saved_entries(view), partial(_by_library, view.model, as_in_model)

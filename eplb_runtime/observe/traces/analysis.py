@@ -7,7 +7,6 @@ On a GPU that is what its streams ran. On a CPU streams are threads: operators c
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .columns import Columns, Spans, read_columns
-from .intervals import Intervals, length, overlap, union
-from .kinds import COMPUTE, STEP, kind_of_gloo
+from .columns import Columns, Intervals, Spans, length, overlap, read_columns, union
+from .kinds import COMPUTE, STEP, kind_of_copy, kind_of_gloo, kind_of_kernel
 from .phases import PhaseTime, phases_of
 from .reading import OnProgress, TraceError
 
@@ -60,8 +58,7 @@ class Analysis:
     Args:
         device: ``"gpu"`` or ``"cpu"``.
         span_us: from the first begin to the last end of what ran.
-        busy_us: in which anything ran.
-        compute_us: in which anything computed.
+        busy_us, compute_us: in which anything ran, in which anything computed.
         steps: that the profiler has marked; ``step_us``: median of them, 0 where there is none; ``step_spread_us``:
             from their first to their third quartile.
         kinds: by kind of work, runs and their durations added up.
@@ -89,13 +86,8 @@ class Analysis:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What ran: ``[N]`` spans with their stream, kind and name.
-
-    Args:
-        kind_N: index into ``kinds``.
-        names: of the kernels.
-    """
+class _Work:
+    """What ran: ``[N]`` spans with their stream, kind (an index into ``kinds``) and name (into ``names``)."""
 
     spans_N2: Intervals
     where_N: NDArray[np.int64]
@@ -107,10 +99,6 @@ class Work:
     def union_of(self, chosen_N: NDArray[np.bool_]) -> Intervals:
         return union(self.spans_N2[chosen_N])
 
-    @property
-    def computes_N(self) -> NDArray[np.bool_]:
-        return np.array([kind == COMPUTE for kind in self.kinds] or [False])[self.kind_N]
-
 
 def analyse(path: Path, on_progress: OnProgress = lambda count: None) -> Analysis:
     """Read a trace and say what the rank did with its time.
@@ -120,15 +108,16 @@ def analyse(path: Path, on_progress: OnProgress = lambda count: None) -> Analysi
         OSError: it cannot be read.
     """
     columns = read_columns(path, on_progress)
-    work = work_of(columns)
+    work = _work_of(columns)
     if not len(work.spans_N2):
         raise TraceError(f"{path}: nothing in it was computed or sent: it needs kernels, or operators of a CPU")
-    begin = float(work.spans_N2[:, 0].min())
-    span = float(work.spans_N2[:, 1].max()) - begin
-    computing = work.union_of(work.computes_N)
-    communicating = work.union_of(~work.computes_N)
-    busy = length(work.union_of(np.ones(len(work.kind_N), dtype=bool)))
-    steps = [end - begin for begin, end in _steps(columns)]
+    computes_N = np.array([kind == COMPUTE for kind in work.kinds])[work.kind_N]
+    computing, communicating = work.union_of(computes_N), work.union_of(~computes_N)
+    span = float(work.spans_N2[:, 1].max() - work.spans_N2[:, 0].min())
+    busy, travelled, hidden = length(union(work.spans_N2)), length(communicating), overlap(communicating, computing)
+    names = columns.names.all
+    wanted = [index for index, name in enumerate(columns.marks.name_N.tolist()) if STEP.match(str(names[name]))]
+    steps = np.diff(columns.marks.spans_N2[wanted], axis=1).ravel().tolist()
     return Analysis(
         file=str(path),
         rank=columns.rank,
@@ -140,39 +129,40 @@ def analyse(path: Path, on_progress: OnProgress = lambda count: None) -> Analysi
         steps=len(steps),
         step_us=_rounded(statistics.median(steps)) if steps else 0.0,
         step_spread_us=_rounded(float(np.subtract(*np.percentile(steps, (75, 25))))) if steps else 0.0,
-        communication=_communication(communicating, computing),
+        communication=Communication(
+            _rounded(travelled),
+            _rounded(hidden),
+            _rounded(travelled - hidden),
+            round(hidden / travelled, 6) if travelled else 0.0,
+        ),
         kinds=_kinds(work),
         streams=_streams(work, columns, span),
         kernels=_kernels(work),
-        phases=phases_of(columns, work.spans_N2, work.computes_N, computing),
+        phases=phases_of(columns, work.spans_N2, computes_N, computing),
     )
 
 
-def _communication(communicating: Intervals, computing: Intervals) -> Communication:
-    total, hidden = length(communicating), overlap(communicating, computing)
-    share = hidden / total if total else 0.0
-    return Communication(_rounded(total), _rounded(hidden), _rounded(total - hidden), round(share, 6))
-
-
-def work_of(columns: Columns) -> Work:
+def _work_of(columns: Columns) -> _Work:
     """Return kernels of a GPU; else operators and gloo's spans of a CPU."""
-    names = [name if isinstance(name, str) else name[0] for name in columns.names.all]
-    device = columns.device
+    all_names = columns.names.all
+    names = [name if isinstance(name, str) else name[0] for name in all_names]
+    device, gloo = columns.device, columns.gloo
     if len(device):
-        kind_of_name = {number: columns.kind_of_device(number) for number in np.unique(device.name_N).tolist()}
+        kind_of_name = {}
+        for number in np.unique(device.name_N).tolist():
+            name, category = all_names[number]
+            kind_of_name[number] = kind_of_kernel(name) if category == "kernel" else kind_of_copy(name)
         spans_N2, where_N, name_N = device.spans_N2, device.where_N, device.name_N
     else:
         kind_of_name = {number: kind_of_gloo(name) or COMPUTE for number, name in enumerate(names)}
-        gloo = columns.gloo
-        spans_N2, where_N, name_N = (
-            np.concatenate(both)
-            for both in zip(_outermost(columns.operators), (gloo.spans_N2, gloo.where_N, gloo.name_N), strict=True)
-        )
+        of_gloo = (gloo.spans_N2, gloo.where_N, gloo.name_N)
+        both = zip(_outermost(columns.operators), of_gloo, strict=True)
+        spans_N2, where_N, name_N = (np.concatenate(pair) for pair in both)
     kinds = sorted(set(kind_of_name.values()))
     number_of = np.zeros(len(names) or 1, dtype=np.int64)
     for number, kind in kind_of_name.items():
         number_of[number] = kinds.index(kind)
-    return Work(spans_N2, where_N, number_of[name_N], name_N, kinds, names)
+    return _Work(spans_N2, where_N, number_of[name_N], name_N, kinds, names)
 
 
 def _outermost(operators: Spans) -> tuple[Intervals, NDArray[np.int64], NDArray[np.int64]]:
@@ -188,61 +178,43 @@ def _outermost(operators: Spans) -> tuple[Intervals, NDArray[np.int64], NDArray[
     return spans_N2[keep_N], where_N[keep_N], name_N[keep_N]
 
 
-def _steps(columns: Columns) -> list[list[float]]:
-    names = columns.names.all
-    wanted = [index for index, number in enumerate(columns.marks.name_N.tolist()) if STEP.match(str(names[number]))]
-    found: list[list[float]] = columns.marks.spans_N2[wanted].tolist()
-    return found
+def _kinds(work: _Work) -> dict[str, dict[str, float]]:
+    count = np.bincount(work.kind_N, minlength=len(work.kinds))
+    took = np.bincount(work.kind_N, weights=np.diff(work.spans_N2, axis=1)[:, 0], minlength=len(work.kinds))
+    rows = {kind: {"count": int(count[n]), "us": _rounded(took[n])} for n, kind in enumerate(work.kinds) if count[n]}
+    return dict(sorted(rows.items(), key=lambda item: -item[1]["us"]))
 
 
-def _kinds(work: Work) -> dict[str, dict[str, float]]:
-    took_N = work.spans_N2[:, 1] - work.spans_N2[:, 0]
-    found: dict[str, dict[str, float]] = {
-        kind: {"count": int((work.kind_N == n).sum()), "us": _rounded(float(took_N[work.kind_N == n].sum()))}
-        for n, kind in enumerate(work.kinds)
-    }
-    return {kind: row for kind, row in sorted(found.items(), key=lambda item: -item[1]["us"]) if row["count"]}
-
-
-def _streams(work: Work, columns: Columns, span: float) -> tuple[StreamTimes, ...]:
+def _streams(work: _Work, columns: Columns, span: float) -> tuple[StreamTimes, ...]:
+    places: list[int] = np.unique(work.where_N).tolist()
+    all_places = columns.places.all
+    several = len({all_places[place][0] for place in places}) > 1
     found = []
-    for place, name in _place_names(work, columns).items():
+    for place in places:
+        pid, tid = all_places[place]
+        name = columns.place_names.get((pid, tid), f"{'stream' if len(columns.device) else 'thread'} {tid}").strip()
         here_N = work.where_N == place
         kinds = {
-            kind: _rounded(length(work.union_of(here_N & (work.kind_N == n))))
-            for n, kind in enumerate(work.kinds)
-            if (here_N & (work.kind_N == n)).any()
+            work.kinds[n]: _rounded(length(work.union_of(here_N & (work.kind_N == n))))
+            for n in np.unique(work.kind_N[here_N]).tolist()
         }
         busy = length(work.union_of(here_N))
-        found.append(StreamTimes(name, _rounded(busy), _rounded(span - busy), kinds))
+        found.append(StreamTimes(f"{pid}: {name}" if several else name, _rounded(busy), _rounded(span - busy), kinds))
     return tuple(sorted(found, key=lambda stream: -stream.busy_us))
 
 
-def _place_names(work: Work, columns: Columns) -> dict[int, str]:
-    """Of the streams that have work."""
-    places: list[int] = np.unique(work.where_N).tolist()
-    several = len({columns.places.all[place][0] for place in places}) > 1
-    names = {}
-    for place in places:
-        pid, tid = columns.places.all[place]
-        name = columns.place_names.get((pid, tid), f"{'stream' if len(columns.device) else 'thread'} {tid}").strip()
-        names[place] = f"{pid}: {name}" if several else name
-    return names
-
-
-def _kernels(work: Work) -> tuple[Kernel, ...]:
-    took_N = work.spans_N2[:, 1] - work.spans_N2[:, 0]
-    count = np.bincount(work.name_N, minlength=len(work.names))
-    total = np.bincount(work.name_N, weights=took_N, minlength=len(work.names))
-    found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+def _kernels(work: _Work) -> tuple[Kernel, ...]:
+    count = np.bincount(work.name_N)
+    total = np.bincount(work.name_N, weights=np.diff(work.spans_N2, axis=1)[:, 0])
+    found: dict[tuple[str, str], tuple[int, float]] = {}
     for number, kind in dict(zip(work.name_N.tolist(), work.kind_N.tolist(), strict=True)).items():
-        row = found[work.names[number], work.kinds[kind]]
-        row[0] += int(count[number])
-        row[1] += float(total[number])
-    kernels = [Kernel(name, kind, int(count), _rounded(us)) for (name, kind), (count, us) in found.items()]
+        key = (work.names[number], work.kinds[kind])  # a name may be of two categories
+        runs, us = found.get(key, (0, 0.0))
+        found[key] = (runs + int(count[number]), us + float(total[number]))
+    kernels = [Kernel(name, kind, runs, _rounded(us)) for (name, kind), (runs, us) in found.items()]
     return tuple(sorted(kernels, key=lambda kernel: (-kernel.us, kernel.name)))
 
 
 def _rounded(microseconds: float) -> float:
-    """To nanoseconds, as fine as traces are."""
-    return round(microseconds, 3)
+    """Return it to nanoseconds, as fine as traces are."""
+    return round(float(microseconds), 3)

@@ -1,6 +1,6 @@
 """What an analysis needs of a trace, in columns: a few dozen bytes an event, so that gigabytes of trace fit in memory.
 
-Times are microseconds since the first event of the file.
+Times are microseconds since the first event of the file. Intervals are float64 ``[N, 2]``, begin and end.
 """
 
 from __future__ import annotations
@@ -13,67 +13,76 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .kinds import STEP, computes, kind_of_copy, kind_of_gloo, kind_of_kernel, micro_batch_of, phase_of
-from .reading import OnProgress, TraceError, duration_of, name_of, number, read_events
+from .kinds import STEP, computes, kind_of_gloo, micro_batch_of, phase_of
+from .reading import (
+    OnProgress,
+    TraceError,
+    duration_of,
+    name_of,
+    number,
+    place_of,
+    rank_of,
+    read_events,
+    thread_name_of,
+)
 
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "xpu_runtime")
 NO_CORRELATION = -1
 MERGED = "mergedRanks"
 """In a file of several ranks, which they are."""
+Intervals = NDArray[np.float64]
 
 
 class Names:
     """Numbers for names: each text is kept once."""
 
     def __init__(self) -> None:
-        self.all: list[Any] = []
-        self._numbers: dict[Any, int] = {}
+        self.numbers: dict[Any, int] = {}
 
     def number(self, name: Any) -> int:
-        found = self._numbers.get(name)
-        if found is None:
-            found = self._numbers[name] = len(self.all)
-            self.all.append(name)
-        return found
+        return self.numbers.setdefault(name, len(self.numbers))
+
+    @property
+    def all(self) -> list[Any]:
+        return list(self.numbers)
 
 
 class Spans:
     """Spans of one sort."""
 
     def __init__(self) -> None:
-        self._begin, self._duration = array("d"), array("d")
-        self._where, self._name, self._link = array("q"), array("q"), array("q")
+        self._times = array("d")
+        self._numbers = array("q")
 
     def add(self, begin: float, duration: float, where: int, name: int, link: int = NO_CORRELATION) -> None:
-        self._begin.append(begin)
-        self._duration.append(duration)
-        self._where.append(where)
-        self._name.append(name)
-        self._link.append(link)
+        self._times.extend((begin, begin + duration))
+        self._numbers.extend((where, name, link))
 
     def __len__(self) -> int:
-        return len(self._begin)
+        return len(self._times) // 2
 
     @property
-    def spans_N2(self) -> NDArray[np.float64]:
-        """Begin and end, ``[N, 2]``."""
-        begin_N = np.array(self._begin)
-        return np.stack([begin_N, begin_N + np.array(self._duration)], axis=1)
+    def spans_N2(self) -> Intervals:
+        """Return begin and end, ``[N, 2]``."""
+        return np.array(self._times).reshape(-1, 2)
 
     @property
     def where_N(self) -> NDArray[np.int64]:
-        """Number of the stream or thread."""
-        return np.array(self._where, dtype=np.int64)
+        """Return the number of the stream or thread."""
+        return self._column(0)
 
     @property
     def name_N(self) -> NDArray[np.int64]:
-        return np.array(self._name, dtype=np.int64)
+        return self._column(1)
 
     @property
     def link_N(self) -> NDArray[np.int64]:
-        """What ties a kernel to its launch; `NO_CORRELATION`: nothing."""
-        return np.array(self._link, dtype=np.int64)
+        """Return what ties a kernel to its launch; `NO_CORRELATION`: nothing."""
+        return self._column(2)
+
+    def _column(self, number: int) -> NDArray[np.int64]:
+        return np.array(self._numbers, dtype=np.int64).reshape(-1, 3)[:, number]
 
 
 @dataclass
@@ -103,11 +112,6 @@ class Columns:
     names: Names = field(default_factory=Names)
     rank: int | None = None
 
-    def kind_of_device(self, number: int) -> str:
-        """Return the kind of a span of ``device`` with this name's number."""
-        name, category = self.names.all[number]
-        return kind_of_kernel(name) if category == "kernel" else kind_of_copy(name)
-
 
 def read_columns(path: Path, on_progress: OnProgress = lambda count: None) -> Columns:
     """Read a trace.
@@ -120,13 +124,9 @@ def read_columns(path: Path, on_progress: OnProgress = lambda count: None) -> Co
     head: dict[str, Any] = {}
     origin: float | None = None
     for event in read_events(path, head, on_progress):
-        kind = event.get("ph")
-        if kind == "M" and event.get("name") == "thread_name":
-            arguments = event.get("args")
-            name = arguments.get("name") if isinstance(arguments, dict) else None
-            if isinstance(name, str):
-                found.place_names.setdefault(place_of(event), name[:80])
-        if kind == "X":
+        if name := thread_name_of(event):
+            found.place_names.setdefault(place_of(event), name[:80])
+        if event.get("ph") == "X":
             begin = number(path, event, "ts")
             origin = begin if origin is None else origin
             _add_span(found, event, begin - origin)
@@ -141,6 +141,7 @@ def _add_span(found: Columns, event: dict[str, Any], begin: float) -> None:
     arguments = event.get("args")
     link = arguments.get("correlation") if isinstance(arguments, dict) else None
     link = link if isinstance(link, int) and 0 <= link < 2**62 else NO_CORRELATION
+    is_annotation = category in ("user_annotation", None)
     label: Any = name
     if category in DEVICE_CATEGORIES:
         if not len(found.device):
@@ -150,24 +151,45 @@ def _add_span(found: Columns, event: dict[str, Any], begin: float) -> None:
         spans, label = found.launches, ""
     elif category == "cpu_op" and not len(found.device) and computes(name):
         spans = found.operators
-    elif category in ("user_annotation", None) and kind_of_gloo(name) is not None:
+    elif is_annotation and kind_of_gloo(name) is not None:
         spans = found.gloo
-    elif category in ("user_annotation", None) and (
-        phase_of(name) or micro_batch_of(name) is not None or STEP.match(name)
-    ):
+    elif is_annotation and (phase_of(name) or micro_batch_of(name) is not None or STEP.match(name)):
         spans = found.marks
     else:
         return
     spans.add(begin, duration, found.places.number(place_of(event)), found.names.number(label), link)
 
 
-def place_of(event: dict[str, Any]) -> tuple[str, str]:
-    """Return process and thread of an event; of a GPU, device and stream."""
-    return str(event.get("pid", ""))[:80], str(event.get("tid", ""))[:80]
+# -- intervals -------------------------------------------------------------------------------------------------------
 
 
-def rank_of(head: dict[str, Any]) -> int | None:
-    """Return the rank that a trace names; None: it names none."""
-    info = head.get("distributedInfo")
-    rank = info.get("rank") if isinstance(info, dict) else None
-    return rank if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < 2**20 else None
+def union(spans_N2: Intervals) -> Intervals:
+    """Return the same times in order, none twice."""
+    if not len(spans_N2):
+        return np.empty((0, 2))
+    spans_N2 = spans_N2[np.argsort(spans_N2[:, 0], kind="stable")]
+    reach_N = np.maximum.accumulate(spans_N2[:, 1])
+    first_N = np.concatenate([[True], spans_N2[1:, 0] > reach_N[:-1]])
+    last_N = np.concatenate([first_N[1:], [True]])
+    return np.stack([spans_N2[first_N, 0], reach_N[last_N]], axis=1)
+
+
+def length(union_N2: Intervals) -> float:
+    """Return the microseconds of a `union`."""
+    return float((union_N2[:, 1] - union_N2[:, 0]).sum())
+
+
+def overlap(one_N2: Intervals, other_N2: Intervals) -> float:
+    """Return how much of one `union` is in another."""
+    if not len(one_N2) or not len(other_N2):
+        return 0.0
+    return float((_covered(other_N2, one_N2[:, 1]) - _covered(other_N2, one_N2[:, 0])).sum())
+
+
+def _covered(union_N2: Intervals, at_M: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return how much of a `union` is before each time."""
+    before_N = np.concatenate([[0.0], np.cumsum(union_N2[:, 1] - union_N2[:, 0])])
+    index_M = np.searchsorted(union_N2[:, 0], at_M, side="right")
+    last_M = np.maximum(index_M - 1, 0)
+    past_M = before_N[last_M] + np.minimum(at_M, union_N2[last_M, 1]) - union_N2[last_M, 0]
+    return np.where(index_M > 0, past_M, 0.0)

@@ -26,20 +26,15 @@ _GLOO = re.compile(r"^(?:gloo|mpi|ucc):(\w+)")
 
 @lru_cache(maxsize=65536)
 def kind_of_kernel(name: str) -> str:
-    """What a kernel of this name is for, one of the words above."""
+    """Return what a kernel of this name is for, one of the words above."""
     plain = name.split("(", 1)[0]  # a signature names types, which say nothing of what the kernel does
     if _NCCL.search(plain):
         return POINT_TO_POINT if _SEND.search(plain) else COLLECTIVE
-    found = _EP.search(plain)
-    if found:
+    if found := _EP.search(plain):
         own = plain[found.start() :]
         if _NOTIFY.search(own):
             return NOTIFY
-        if "combine" in own:
-            return COMBINE
-        if "dispatch" in own:
-            return DISPATCH
-        return ONE_SIDED
+        return COMBINE if "combine" in own else DISPATCH if "dispatch" in own else ONE_SIDED
     if _NVSHMEM.search(plain) or _SYMMETRIC.search(plain):
         return ONE_SIDED
     return COMPUTE
@@ -77,14 +72,14 @@ STEP = re.compile(r"^ProfilerStep#(\d+)$")
 _MICRO_BATCH = re.compile(r"^PP:\d+(?:FULL_BACKWARD|[FBIW])(\d+)$|^(?:Forward|Backward) (\d+)$")
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class PhaseKind:
     """A phase that a span names. ``direction``: F forward, B backward (of inputs, or of all), W gradients of weights,
-    empty: none of them. ``layer``: -1 where the span does not say."""
+    empty: none of them. ``layer``: None where the span does not say."""
 
     phase: str
     direction: str = ""
-    layer: int = -1
+    layer: int | None = None
 
 
 @lru_cache(maxsize=65536)
@@ -96,7 +91,7 @@ def phase_of(name: str) -> PhaseKind | None:
         return None
     groups = found.groupdict()
     layer = groups.get("layer")
-    return PhaseKind(groups["phase"], groups["pass"] or "", -1 if layer is None else int(layer))
+    return PhaseKind(groups["phase"], groups["pass"] or "", None if layer is None else int(layer))
 
 
 @lru_cache(maxsize=65536)

@@ -9,18 +9,27 @@ whose row can only show nested ones.
 from __future__ import annotations
 
 import gzip
-import io
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ...utils.files import replacing
-from .columns import DEVICE_CATEGORIES, MERGED, Names, place_of, rank_of
+from .columns import DEVICE_CATEGORIES, MERGED, Names
 from .kinds import kind_of_gloo
-from .reading import OnProgress, TraceError, duration_of, name_of, number, read_events
+from .reading import (
+    OnProgress,
+    TraceError,
+    duration_of,
+    name_of,
+    number,
+    place_of,
+    rank_of,
+    read_events,
+    thread_name_of,
+)
 
 _DAY_US = 86_400e6
 
@@ -71,35 +80,28 @@ def merge(paths: Sequence[Path], output: Path, on_progress: OnProgress = lambda 
     sources = [_first_pass(path, on_progress) for path in paths]
     by_rank = _by_rank(sources)
     base = min(source.base for source in sources)
-    _align(sources, base)
+    for source in sources:
+        source.offset = (source.base - base) / 1000
+    firsts = [source.first + source.offset for source in sources]
+    if max(firsts) - min(firsts) > _DAY_US:  # unrelated clocks: let them begin together
+        for source, first in zip(sources, firsts, strict=True):
+            source.offset += min(firsts) - first
     numbers, threads = Names(), Names()
     events = dropped = 0
-    with _opened(output) as file:
-        head = {"schemaVersion": 1, "displayTimeUnit": "ms", "baseTimeNanoseconds": base, MERGED: list(by_rank)}
-        file.write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
-        for rank, source in by_rank.items():
-            for event in _rewritten(rank, source, threads, numbers, on_progress):
-                if event is None:
-                    dropped += 1
-                    continue
-                file.write((",\n" if events else "") + json.dumps(event))
-                events += 1
-        file.write("\n]}\n")
-    return Merged(tuple(by_rank), events, len(numbers.all), dropped)
-
-
-@contextmanager
-def _opened(output: Path) -> Iterator[IO[str]]:
     with replacing(output) as raw:
-        if output.suffix == ".gz":
-            with gzip.open(raw, "wt", encoding="utf-8", compresslevel=2) as packed:
-                yield packed
-            return
-        text = io.TextIOWrapper(raw, encoding="utf-8")
-        try:
-            yield text
-        finally:
-            text.detach()
+        packed = gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=2) if output.suffix == ".gz" else nullcontext(raw)
+        with packed as file:
+            head = {"schemaVersion": 1, "displayTimeUnit": "ms", "baseTimeNanoseconds": base, MERGED: list(by_rank)}
+            file.write(json.dumps(head)[:-1].encode() + b', "traceEvents": [\n')
+            for rank, source in by_rank.items():
+                for event in _rewritten(rank, source, threads, numbers, on_progress):
+                    if event is None:
+                        dropped += 1
+                        continue
+                    file.write((b",\n" if events else b"") + json.dumps(event).encode())
+                    events += 1
+            file.write(b"\n]}\n")
+    return Merged(tuple(by_rank), events, len(numbers.numbers), dropped)
 
 
 def _first_pass(path: Path, on_progress: OnProgress) -> _Source:
@@ -117,11 +119,8 @@ def _first_pass(path: Path, on_progress: OnProgress) -> _Source:
         elif kind in ("s", "t", "f"):
             key = _flow_key(event)
             source.flows[key] = source.flows.get(key, "") + str(kind)
-        elif kind == "M" and event.get("name") == "thread_name":
-            arguments = event.get("args")
-            name = arguments.get("name") if isinstance(arguments, dict) else None
-            if isinstance(name, str) and not source.names.get(place_of(event)):
-                source.names[place_of(event)] = name.strip()[:200]
+        elif (name := thread_name_of(event)) and not source.names.get(place_of(event)):
+            source.names[place_of(event)] = name
     if source.first == float("inf"):
         raise TraceError(f"{path}: it has no spans: nothing to merge")
     base = head.get("baseTimeNanoseconds", 0)
@@ -141,22 +140,11 @@ def _by_rank(sources: Sequence[_Source]) -> dict[int, _Source]:
         return dict(enumerate(sources))
     found: dict[int, _Source] = {}
     for source in sorted(sources, key=lambda source: source.rank or 0):
-        assert source.rank is not None
-        if source.rank in found:
-            both = f"{found[source.rank].path} and {source.path} are both of rank {source.rank}"
+        other = found.setdefault(source.rank or 0, source)
+        if other is not source:
+            both = f"{other.path} and {source.path} are both of rank {source.rank}"
             raise TraceError(f"{both}: give the traces of one job, one a rank")
-        found[source.rank] = source
     return found
-
-
-def _align(sources: Sequence[_Source], base: int) -> None:
-    """Set offsets to one base; traces of unrelated clocks begin together."""
-    for source in sources:
-        source.offset = (source.base - base) / 1000
-    firsts = [source.first + source.offset for source in sources]
-    if max(firsts) - min(firsts) > _DAY_US:
-        for source, first in zip(sources, firsts, strict=True):
-            source.offset += min(firsts) - first
 
 
 def _rewritten(

@@ -36,7 +36,7 @@ class TraceError(FileError):
 def read_events(
     path: Path, head: dict[str, Any] | None = None, on_progress: OnProgress = lambda count: None
 ) -> Iterator[dict[str, Any]]:
-    """The events of a trace, in the order of the file.
+    """Yield the events of a trace, in the order of the file.
 
     Args:
         path: ``{"traceEvents": [...], ...}`` or a plain list of events; gzipped if its first bytes say so.
@@ -165,12 +165,11 @@ class _Text:
         return True
 
 
-def number(path: Path, event: dict[str, Any], key: str) -> float:
-    """Return a time of an event, in microseconds.
+# -- parts of an event -----------------------------------------------------------------------------------------------
 
-    Raises:
-        TraceError: it is missing or no finite number.
-    """
+
+def number(path: Path, event: dict[str, Any], key: str) -> float:
+    """Return a time of an event, in microseconds, or raise `TraceError`: it is missing or no finite number."""
     value = event.get(key)
     if type(value) is float and -_MOST_US < value < _MOST_US:
         return value
@@ -184,11 +183,7 @@ def number(path: Path, event: dict[str, Any], key: str) -> float:
 
 
 def duration_of(path: Path, event: dict[str, Any]) -> float:
-    """Return the duration of an event in microseconds.
-
-    Raises:
-        TraceError: it is negative or no finite number.
-    """
+    """Return the duration of an event in microseconds, or raise `TraceError`: it is negative or no finite number."""
     duration = number(path, event, "dur") if "dur" in event else 0.0
     if duration < 0:
         raise TraceError(f"{path}: an event lasts {duration:g} us: times run forwards")
@@ -198,6 +193,27 @@ def duration_of(path: Path, event: dict[str, Any]) -> float:
 def name_of(event: dict[str, Any]) -> str:
     name = event.get("name")
     return name if isinstance(name, str) else ""
+
+
+def thread_name_of(event: dict[str, Any]) -> str:
+    """Return the name that an event gives to its thread or stream; "": it gives none."""
+    arguments = event.get("args")
+    if event.get("ph") != "M" or event.get("name") != "thread_name" or not isinstance(arguments, dict):
+        return ""
+    name = arguments.get("name")
+    return name.strip()[:200] if isinstance(name, str) else ""
+
+
+def place_of(event: dict[str, Any]) -> tuple[str, str]:
+    """Return process and thread of an event; of a GPU, device and stream."""
+    return str(event.get("pid", ""))[:80], str(event.get("tid", ""))[:80]
+
+
+def rank_of(head: dict[str, Any]) -> int | None:
+    """Return the rank that a trace names; None: it names none."""
+    info = head.get("distributedInfo")
+    rank = info.get("rank") if isinstance(info, dict) else None
+    return rank if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < 2**20 else None
 
 
 def _short(value: Any) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from .analysis import Analysis
@@ -20,7 +20,7 @@ _ENDINGS = (".json", ".json.gz")
 
 
 def traces_in(path: Path) -> list[Path]:
-    """A file, or the traces in a folder in the order of their names, numbers by their value.
+    """Return a file, or the traces in a folder in the order of their names, numbers by their value.
 
     Raises:
         TraceError: a folder without traces.
@@ -40,29 +40,22 @@ def traces_in(path: Path) -> list[Path]:
 
 
 def together(analyses: Sequence[Analysis]) -> dict[str, Any]:
-    """JSON-able: of one trace all that is known of it; of several their means, and each of them in ``traces``."""
+    """Return what is known, JSON-able: of one trace all; of several their means, and each of them in ``traces``."""
     if len(analyses) == 1:
         return analyses[0].to_dict()
+    each = [one.to_dict() for one in analyses]
 
-    def mean(value: Callable[[Analysis], float]) -> float:
-        return round(statistics.fmean(value(one) for one in analyses), 3)
+    def means(rows: Sequence[Mapping[str, float]], *names: str) -> dict[str, float]:
+        return {name: round(fmean(row[name] for row in rows), 3) for name in names}
 
-    total, hidden = mean(lambda one: one.communication.us), mean(lambda one: one.communication.hidden_us)
+    travelled = means([one["communication"] for one in each], "us", "hidden_us", "exposed_us")
+    share = round(travelled["hidden_us"] / travelled["us"], 6) if travelled["us"] else 0.0
     return {
-        "span_us": mean(lambda one: one.span_us),
-        "busy_us": mean(lambda one: one.busy_us),
-        "idle_us": mean(lambda one: one.idle_us),
-        "compute_us": mean(lambda one: one.compute_us),
-        "step_us": mean(lambda one: one.step_us),
-        "communication": {
-            "us": total,
-            "hidden_us": hidden,
-            "exposed_us": mean(lambda one: one.communication.exposed_us),
-            "hidden_share": round(hidden / total, 6) if total else 0.0,
-        },
-        "streams": [{"file": one.file, **asdict(stream)} for one in analyses for stream in one.streams],
-        "kernels": [{"file": one.file, **asdict(kernel)} for one in analyses for kernel in one.kernels],
-        "traces": [one.to_dict() for one in analyses],
+        **means(each, "span_us", "busy_us", "idle_us", "compute_us", "step_us"),
+        "communication": {**travelled, "hidden_share": share},
+        "streams": [{"file": one["file"], **stream} for one in each for stream in one["streams"]],
+        "kernels": [{"file": one["file"], **kernel} for one in each for kernel in one["kernels"]],
+        "traces": each,
     }
 
 
@@ -80,18 +73,13 @@ class Change:
 
     @classmethod
     def of(cls, what: str, a: float, b: float) -> Change:
-        if _is_share(what):
-            return cls(what, round(a, 3), round(b, 3), round(b - a, 4))
-        return cls(what, round(a, 3), round(b, 3), round(b / a - 1, 4) if a else None)
+        change = b - a if what.endswith(" share") else b / a - 1 if a else None
+        return cls(what, round(a, 3), round(b, 3), None if change is None else round(change, 4))
 
     @property
     def is_share(self) -> bool:
         """Return whether the numbers are shares, which differ in percentage points."""
-        return _is_share(self.what)
-
-
-def _is_share(what: str) -> bool:
-    return what.endswith(" share")
+        return self.what.endswith(" share")
 
 
 @dataclass(frozen=True)
@@ -109,9 +97,11 @@ class MarkedSteps:
 
     @property
     def error_us(self) -> float:
-        """How far the median may be off by chance: the interquartile range over the root of the number of steps. For
-        normal noise that is 1.08 standard errors of a median (1.25 sigma / sqrt(n), with a range of 1.35 sigma). Steps
-        that drift together, as those of a machine that gets busy do, are off by more."""
+        """Return how far the median may be off by chance: the interquartile range over the root of the number of steps.
+
+        For normal noise that is 1.08 standard errors of a median (1.25 sigma / sqrt(n), with a range of 1.35 sigma).
+        Steps that drift together, as those of a machine that gets busy do, are off by more.
+        """
         return self.spread_us / math.sqrt(self.count) if self.count else 0.0
 
     @classmethod
@@ -120,7 +110,7 @@ class MarkedSteps:
         if not marked:
             return cls(0.0, 0.0, 0.0)
         count, median, spread = (
-            statistics.fmean(values)
+            fmean(values)
             for values in zip(*((one.steps, one.step_us, one.step_spread_us) for one in marked), strict=True)
         )
         return cls(round(count, 1), round(median, 3), round(spread, 3))
@@ -152,32 +142,42 @@ class TraceComparison:
     is_noise: bool | None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return it JSON-able."""
         return asdict(self)
 
 
 def compare(a: Sequence[Analysis], b: Sequence[Analysis], name_a: str, name_b: str) -> TraceComparison:
-    """What changed between two jobs.
-
-    Args:
-        a, b: an analysis for each rank.
-        name_a, name_b: what to call them.
-    """
+    """Return what changed between two jobs: an analysis for each rank, and how to call them."""
     by_step = all(one.steps for one in (*a, *b))
     steps_a, steps_b = MarkedSteps.of(a), MarkedSteps.of(b)
     is_noise = None
     if min(steps_a.count, steps_b.count) > 1:
         is_noise = abs(steps_b.median_us - steps_a.median_us) <= math.hypot(steps_a.error_us, steps_b.error_us)
 
+    def changes(numbers: Callable[[Sequence[Analysis]], Mapping[str, float]]) -> tuple[Change, ...]:
+        of_a, of_b = numbers(a), numbers(b)
+        return tuple(
+            Change.of(what, of_a.get(what, 0.0), of_b.get(what, 0.0)) for what in dict.fromkeys([*of_a, *of_b])
+        )
+
     def totals(rows: Callable[[Analysis], Iterable[tuple[str, float]]]) -> tuple[Change, ...]:
-        return _changes(_totals(a, by_step, rows), _totals(b, by_step, rows))
+        """Return microseconds by name, mean over ranks."""
+
+        def added(ranks: Sequence[Analysis]) -> Mapping[str, float]:
+            found: Counter[str] = Counter()
+            for one in ranks:
+                for name, microseconds in rows(one):
+                    found[name] += microseconds / (one.steps if by_step else 1) / len(ranks)  # type: ignore[assignment]
+            return found
+
+        return changes(added)
 
     kernels = totals(lambda one: ((kernel.name, kernel.us) for kernel in one.kernels))
     return TraceComparison(
         name_a,
         name_b,
         "step" if by_step else "trace",
-        _changes(_summary(a, by_step), _summary(b, by_step)),
+        changes(lambda ranks: _summary(ranks, by_step)),
         totals(lambda one: ((row.name, row.host_us) for row in one.phases)),
         totals(lambda one: ((kind, row["us"]) for kind, row in one.kinds.items())),
         tuple(sorted(kernels, key=lambda row: -abs(row.b - row.a))),
@@ -187,43 +187,23 @@ def compare(a: Sequence[Analysis], b: Sequence[Analysis], name_a: str, name_b: s
     )
 
 
-def _changes(a: dict[str, float], b: dict[str, float]) -> tuple[Change, ...]:
-    return tuple(Change.of(what, a.get(what, 0.0), b.get(what, 0.0)) for what in dict.fromkeys([*a, *b]))
-
-
 def _summary(ranks: Sequence[Analysis], by_step: bool) -> dict[str, float]:
-    computing = [_of(one, one.compute_us, by_step) for one in ranks]
+    def of_ranks(value: Callable[[Analysis], float]) -> list[float]:
+        return [value(one) / (one.steps if by_step else 1) for one in ranks]
 
-    def mean(value: Callable[[Analysis], float]) -> float:
-        return statistics.fmean(_of(one, value(one), by_step) for one in ranks)
-
-    computed = statistics.fmean(computing)
-    travelled, hidden = mean(lambda one: one.communication.us), mean(lambda one: one.communication.hidden_us)
-    took = {"step, median": statistics.fmean(one.step_us for one in ranks)} if by_step else {}
+    computing = of_ranks(lambda one: one.compute_us)
+    computed = fmean(computing)
+    travelled = fmean(of_ranks(lambda one: one.communication.us))
+    hidden = fmean(of_ranks(lambda one: one.communication.hidden_us))
     return {
-        **took,
-        "span": mean(lambda one: one.span_us),
+        **({"step, median": fmean(one.step_us for one in ranks)} if by_step else {}),
+        "span": fmean(of_ranks(lambda one: one.span_us)),
         "computing": computed,
         "computing, busiest rank": max(computing),
         "computing, max / mean over ranks": max(computing) / computed if computed else 0.0,
         "communication": travelled,
         "communication, hidden": hidden,
-        "communication, exposed": mean(lambda one: one.communication.exposed_us),
+        "communication, exposed": fmean(of_ranks(lambda one: one.communication.exposed_us)),
         "communication, hidden share": hidden / travelled if travelled else 0.0,
-        "idle": mean(lambda one: one.idle_us),
+        "idle": fmean(of_ranks(lambda one: one.idle_us)),
     }
-
-
-def _totals(
-    ranks: Sequence[Analysis], by_step: bool, rows: Callable[[Analysis], Iterable[tuple[str, float]]]
-) -> dict[str, float]:
-    """Return microseconds by name, mean over ranks."""
-    found: dict[str, float] = defaultdict(float)
-    for one in ranks:
-        for name, microseconds in rows(one):
-            found[name] += _of(one, microseconds, by_step) / len(ranks)
-    return dict(found)
-
-
-def _of(one: Analysis, microseconds: float, by_step: bool) -> float:
-    return microseconds / one.steps if by_step else microseconds

@@ -71,7 +71,7 @@ def run(
         ``deepseek`` in the same shape).
 
     Raises:
-        PlanError, LoadFileError: a planner or a file cannot be used.
+        PlanError, FormatError: a planner or a file cannot be used.
     """
     loads = {Path(path).name: _few_windows(read_load(path)) for path in load_files} or generated_loads()
     rows: list[dict[str, Any]] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -37,20 +37,14 @@ class TransportTrial:
 
 
 def try_transports(
-    device: torch.device, names: Sequence[str] | None = None, on_progress: Callable[[str], None] = lambda said: None
+    device: torch.device, on_progress: Callable[[str], None] = lambda said: None
 ) -> tuple[TransportTrial, ...]:
     """Warm every transport up on the ranks of the process group and measure its links. Collective; never raises for a
-    transport that cannot be used here.
-
-    Args:
-        device: of this rank.
-        names: of transports; None: all.
-        on_progress: told what is tried next.
-    """
+    transport that cannot be used here. ``on_progress`` is called with what is tried next."""
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_SECONDS))
     found = []
     try:
-        for name in TRANSPORTS if names is None else names:
+        for name in TRANSPORTS:
             on_progress(f"trying transport {name}")
             found.append(_tried(name, device, control))
     finally:
@@ -85,7 +79,7 @@ def _tried(name: str, device: torch.device, control: dist.ProcessGroup) -> Trans
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[Any, str]:
-    """What it gives, or why it gives nothing."""
+    """Return what it gives, or why it gives nothing."""
     try:
         return work(), ""
     except (TransportError, RuntimeError, ImportError, OSError, ValueError) as error:

@@ -22,8 +22,14 @@ from ...utils.jit import cache_folder
 from ...utils.tables import counted
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "numba")
+OPTIONAL = {
+    "transformers": ("transformers", "Hugging Face models"),
+    "yaml": ("pyyaml", "TensorRT-LLM's placement files"),
+    "accelerate": ("accelerate", "Transformers' Trainer"),
+    "prometheus_client": ("prometheus_client", "metrics on /metrics"),
+}
 POLICY = "incremental"
-"""What jobs plan with unless told otherwise."""
+"""The default of jobs."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class Width:
 
 @dataclass(frozen=True)
 class Exactness:
-    """A comparison of two trainings. ``same``: ``"verify"``: ask `eplb-runtime verify` on the machine in question."""
+    """A comparison of two trainings: the same "bits", to "rounding", or "verify": ask that command where it runs."""
 
     what: str
     same: Literal["bits", "rounding", "verify"]
@@ -64,7 +70,7 @@ def versions() -> dict[str, str]:
 
 
 def backends() -> tuple[Backend, ...]:
-    """What carries tokens and experts, what optional parts need, and whether decisions are compiled already."""
+    """Return what carries tokens and experts, what optional parts need, and whether decisions are compiled already."""
     gloo = dist.is_available() and dist.is_gloo_available()
     has_nccl = dist.is_available() and dist.is_nccl_available()
     nccl = "torch sees no CUDA device" if has_nccl else "torch was built without it"
@@ -74,26 +80,17 @@ def backends() -> tuple[Backend, ...]:
     deep_ep, symmetric = deepep_package.why_not(), node_memory.why_not(torch.device("cuda"))
     purpose = "tokens (dispatch='auto' takes it where ranks fit), experts, copies"
     of_copies = "copies of experts inside a node, if asked for (copies_by='copy_engine')"
-    extras = (
-        ("transformers", "transformers", "Hugging Face models"),
-        ("matplotlib", "matplotlib", "trace analyse --plot, bubbles --plot"),
-        ("yaml", "pyyaml", "TensorRT-LLM's placement files"),
-        ("accelerate", "accelerate", "Transformers' Trainer"),
-    )
-    return (
+    found = [
         Backend("gloo", gloo, "experts and tokens between CPUs" if gloo else "torch was built without it"),
         Backend("nccl", has_nccl and torch.cuda.is_available(), nccl),
         Backend("deep_ep", not deep_ep, deep_ep or purpose),
         Backend("symmetric memory", not symmetric, f"{symmetric or of_copies}: it has not been run on GPUs yet"),
         Backend("hierarchical", True, "tokens cross to a node once, without deep_ep: dispatch='hierarchical'"),
-        *(
-            Backend(module, True, what)
-            if util.find_spec(module) is not None
-            else Backend(module, False, f"{what}: pip install {package}")
-            for module, package, what in extras
-        ),
-        compiled(),
-    )
+    ]
+    for module, (package, what) in OPTIONAL.items():
+        installed = util.find_spec(module) is not None
+        found.append(Backend(module, installed, what if installed else f"{what}: pip install {package}"))
+    return (*found, compiled())
 
 
 def compiled() -> Backend:
@@ -113,7 +110,7 @@ def compiled() -> Backend:
 
 
 def widths_of(parameters: Mapping[str, Tensor]) -> tuple[Width, ...]:
-    """Of expert tensors ``[E, ...]``, one of each name."""
+    """Return the rows of expert tensors ``[E, ...]``, one of each name."""
     found = []
     for name, tensor in parameters.items():
         if tensor.ndim > 2:
@@ -123,29 +120,25 @@ def widths_of(parameters: Mapping[str, Tensor]) -> tuple[Width, ...]:
 
 
 def exactness(widths: Sequence[Width] | None, replica_slots: int) -> tuple[Exactness, ...]:
-    """What will be equal in two trainings.
+    """Return what will be equal in two trainings.
 
     Args:
         widths: of the model's experts; None: no model is known.
         replica_slots: copies that a rank can hold per layer.
     """
-    on_cpu, on_gpu = "experts moved or not, on CPUs", "experts moved or not, on GPUs"
-    odd = next((width for width in widths or () if not width.steady), None)
+    same: Literal["bits", "rounding", "verify"] = "bits"
+    why = f"all rows are multiples of {STEADY_ROW_BYTES} bytes"
     if widths is None:
-        why = f"where experts make rows of multiples of {STEADY_ROW_BYTES} bytes: give --model-config"
-        moved = Exactness(on_cpu, "verify", why)
-    elif odd is None:
-        moved = Exactness(on_cpu, "bits", f"all rows are multiples of {STEADY_ROW_BYTES} bytes")
-    else:
+        same, why = "verify", f"where experts make rows of multiples of {STEADY_ROW_BYTES} bytes: give --model-config"
+    elif odd := next((width for width in widths if not width.steady), None):
         rows = " and ".join(map(str, odd.row_bytes))
-        why = f"{odd.tensor} makes rows of {rows} bytes, no multiples of {STEADY_ROW_BYTES}"
-        moved = Exactness(on_cpu, "rounding", why)
+        same, why = "rounding", f"{odd.tensor} makes rows of {rows} bytes, no multiples of {STEADY_ROW_BYTES}"
     copies = "copies split an expert's tokens, so sums are added in another order"
     with_copies = Exactness(f"with {replica_slots} replica slots or without", "rounding", copies)
     why_gpu = "it depends on the kernels: run verify --device cuda on this very cluster"
     return (
-        moved,
-        Exactness(on_gpu, "verify", why_gpu),
+        Exactness("experts moved or not, on CPUs", same, why),
+        Exactness("experts moved or not, on GPUs", "verify", why_gpu),
         *([with_copies] if replica_slots else []),
         Exactness("saved and loaded on as many ranks", "bits", "checkpoints hold every bit, in logical order"),
         Exactness("on another number of ranks", "rounding", "gradients are summed over other batches of tokens"),

@@ -22,11 +22,10 @@ from ...placement import Placement
 from ...replicas.bank import accumulation_dtype, replica_memory
 from .machine import Backend, Exactness, Width, backends, exactness, versions, widths_of
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 STATE_TENSORS = {"adamw": 2, "sgd": 1}
+"""Tensors of a parameter's size and dtype that an optimizer keeps for it; SGD with momentum."""
 SHARD_BYTES = 5 * 10**9
 """What ``export_pretrained`` writes into a file unless it is given ``max_shard_size``."""
-"""Tensors of a parameter's size and dtype that an optimizer keeps for it; SGD with momentum."""
 
 
 class DoctorError(ValueError):
@@ -41,7 +40,6 @@ class Item:
         key: the purpose in JSON.
         where: ``"device"``, ``"host"`` (the CPU's memory, which all ranks of a node share), either, or ``"disk"``.
         when: ``"always"``, or what asks for it.
-        nbytes: bytes.
     """
 
     key: str
@@ -62,13 +60,23 @@ class Diagnosis:
     versions: Mapping[str, str]
     backends: Sequence[Backend]
 
+    @property
+    def title(self) -> str:
+        """Return the model and the job in words."""
+        shape = self.shape
+        if shape is None:
+            return ""
+        return (
+            f"{shape['model']}: {shape['parameters'] / 1e9:.4g} billion parameters, {shape['layers']} MoE layers of "
+            f"{shape['experts']} experts, on {shape['ranks']} ranks, {shape['replica_slots']} replica slots, "
+            f"{shape['dtype']}"
+        )
+
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; memory by key, in bytes a rank."""
+        """Return it JSON-able; memory by key, in bytes a rank."""
         said = asdict(self)
-        return {
-            "shape": said.pop("shape"),
-            "memory_bytes": {one["key"]: one["nbytes"] for one in said.pop("memory")},
-        } | said
+        memory = {one["key"]: one["nbytes"] for one in said.pop("memory")}
+        return {"shape": said.pop("shape"), "memory_bytes": memory, **said}
 
 
 def diagnose(
@@ -88,7 +96,7 @@ def diagnose(
         ranks: R of the EP group.
         ranks_per_node: that share a host's memory; None: 8, or all.
         replica_slots: k.
-        dtype: of weights, gradients and optimizer state, one of DTYPES.
+        dtype: of weights, gradients and optimizer state, a name of torch's.
         optimizer: one of STATE_TENSORS.
         staging_bytes: as in `MigrationConfig`; None: its default.
 
@@ -101,39 +109,34 @@ def diagnose(
     from ...hosts.transformers.models import choices_per_token, meta_model, read_config
 
     described = read_config(model_config)
-    model = meta_model(described, DTYPES[dtype])
+    model = meta_model(described, getattr(torch, dtype))
     layers = describe(model).layers
     counts = sorted({layer.num_experts for layer in layers})
     if not layers:
         raise DoctorError(f"{model_config}: {type(model).__name__} has no MoE layer that can be spread")
     if len(counts) > 1:
         raise DoctorError(f"{model_config}: its MoE layers have {counts} experts: all must have as many")
-    if (chosen := choices_per_token(described)) > counts[0]:
-        raise DoctorError(f"{model_config}: it picks {chosen} of {counts[0]} experts for a token")
-    Placement.initial(len(layers), counts[0], ranks, replica_slots)  # says what cannot be spread
-    own = counts[0] // ranks
-    if replica_slots > counts[0] - own:
+    (experts,) = counts
+    if (chosen := choices_per_token(described)) > experts:
+        raise DoctorError(f"{model_config}: it picks {chosen} of {experts} experts for a token")
+    Placement.initial(len(layers), experts, ranks, replica_slots)  # says what cannot be spread
+    own = experts // ranks
+    if replica_slots > experts - own:
         raise DoctorError(
-            f"{replica_slots} replica slots: a rank has only {counts[0] - own} experts of other ranks to copy"
+            f"{replica_slots} replica slots: a rank has only {experts - own} experts of other ranks to copy"
         )
     node = min(ranks, 8) if ranks_per_node is None else ranks_per_node
     if ranks % node:
         raise DoctorError(f"{ranks} ranks do not fill nodes of {node}: give --ranks-per-node")
-    stacks = {name: getattr(layer.experts, name) for layer in layers for name in layer.parameters}
-    homes = [
-        [
-            nn.Parameter(stack.detach()[:own], stack.requires_grad)
-            for stack in (getattr(layer.experts, name) for name in layer.parameters)
-        ]
-        for layer in layers
-    ]
-    spread = {id(getattr(layer.experts, name)) for layer in layers for name in layer.parameters}
+    stacks = [{name: getattr(layer.experts, name) for name in layer.parameters} for layer in layers]
+    homes = [[nn.Parameter(one.detach()[:own], one.requires_grad) for one in of_layer.values()] for of_layer in stacks]
+    spread = {id(stack) for of_layer in stacks for stack in of_layer.values()}
     shape = {
         "model": type(model).__name__,
         "dtype": dtype,
         "optimizer": optimizer,
         "layers": len(layers),
-        "experts": counts[0],
+        "experts": experts,
         "ranks": ranks,
         "ranks_per_node": node,
         "replica_slots": replica_slots,
@@ -142,8 +145,8 @@ def diagnose(
     dense = [parameter for parameter in model.parameters() if id(parameter) not in spread]
     buffers = [one for one in model.state_dict(keep_vars=True).values() if not isinstance(one, nn.Parameter)]
     migration = MigrationConfig() if staging_bytes is None else MigrationConfig(staging_bytes=staging_bytes)
-    memory = _memory(shape, homes, dense, buffers, migration.staging_bytes)
-    widths = widths_of(stacks)
+    memory = _memory(shape, homes, dense, sum(buffer.nbytes for buffer in buffers), migration.staging_bytes)
+    widths = widths_of({name: stack for of_layer in stacks for name, stack in of_layer.items()})
     return Diagnosis(shape, memory, widths, exactness(widths, replica_slots), versions(), backends())
 
 
@@ -151,25 +154,25 @@ def _memory(
     shape: Mapping[str, Any],
     homes: Sequence[Sequence[Tensor]],
     dense: Sequence[Tensor],
-    buffers: Sequence[Tensor],
+    buffer_bytes: int,
     staging_bytes: int,
 ) -> list[Item]:
-    states, ranks, name = STATE_TENSORS[shape["optimizer"]], shape["ranks"], shape["optimizer"]
+    name, ranks, node = shape["optimizer"], shape["ranks"], shape["ranks_per_node"]
+    states = STATE_TENSORS[name]
     own = sum(parameter.nbytes for layer in homes for parameter in layer)
     rest = sum(parameter.nbytes for parameter in dense)
     staging = max(staging_bytes, *(_record_bytes(layer, states) for layer in homes))
     row = max(rows_per_call(parameter) * parameter[:1].nbytes for layer in homes for parameter in layer)
     export = 2 * row + max((parameter.nbytes for parameter in dense), default=0) + min(own + rest, SHARD_BYTES)
-    whole = (own * ranks + rest) * (1 + states) + sum(buffer.nbytes for buffer in buffers) + row
-    always, training, move = "always", "training", "a migration"
+    whole = (own * ranks + rest) * (1 + states) + buffer_bytes + row
     items = [
-        Item("homes_weights", "experts at home: weights", "device", always, own),
-        Item("homes_gradients", "experts at home: gradients", "device", training, own),
-        Item("homes_optimizer_state", f"experts at home: {name} state", "device", training, own * states),
-        Item("dense_weights", "the rest of the model, not sharded: weights", "device", always, rest),
-        Item("dense_gradients", "the rest: gradients", "device", training, rest),
-        Item("dense_optimizer_state", f"the rest: {name} state", "device", training, rest * states),
-        Item("training", "all of this", "device", training, (own + rest) * (2 + states)),
+        Item("homes_weights", "experts at home: weights", "device", "always", own),
+        Item("homes_gradients", "experts at home: gradients", "device", "training", own),
+        Item("homes_optimizer_state", f"experts at home: {name} state", "device", "training", own * states),
+        Item("dense_weights", "the rest of the model, not sharded: weights", "device", "always", rest),
+        Item("dense_gradients", "the rest: gradients", "device", "training", rest),
+        Item("dense_optimizer_state", f"the rest: {name} state", "device", "training", rest * states),
+        Item("training", "all of this", "device", "training", (own + rest) * (2 + states)),
     ]
     if shape["replica_slots"]:
         copies, kept = replica_memory(homes, shape["replica_slots"], gradients=True), "copies kept"
@@ -177,25 +180,22 @@ def _memory(
         items += [
             Item("copies_kept", "copies: weights, gradients", "device", kept, copies.kept),
             Item("copies_kept_no_sync", "gradients held back", "device", f"{kept}, no_sync", copies.held_back),
-            Item("copies_arriving", "gradients that arrive, for each copy lent", "device", training, lent),
+            Item("copies_arriving", "gradients that arrive, for each copy lent", "device", "training", lent),
         ]
-    node = shape["ranks_per_node"]
-    what = "an expert, its conversion, a dense tensor, a shard"
+    what, state, moving = "an expert, its conversion, a dense tensor, a shard", "logical_state_dict", "a migration"
     return [
         *items,
-        Item("migration_staging", "experts on their way in", "device", move, staging),
-        Item("migration_peak", "experts on their way in and out, at most", "device", move, 2 * staging),
+        Item("migration_staging", "experts on their way in", "device", moving, staging),
+        Item("migration_peak", "experts on their way in and out, at most", "device", moving, 2 * staging),
         Item("export_peak", what, "device, host", "export_pretrained", export),
         Item("export_written", "what it writes, on average", "disk", "export_pretrained", own + rest // ranks),
-        Item("logical_state_dict", "the whole state", "host", "logical_state_dict", whole),
-        Item(
-            "logical_state_dict_node", f"the same on a node of {node} ranks", "host", "logical_state_dict", whole * node
-        ),
+        Item(state, "the whole state", "host", state, whole),
+        Item("logical_state_dict_node", f"the same on a node of {node} ranks", "host", state, whole * node),
     ]
 
 
 def _record_bytes(layer: Sequence[Tensor], states: int) -> int:
-    """One expert on the wire: its rows and the optimizer's."""
+    """Return the bytes of one expert on the wire: its rows and the optimizer's."""
     tensors = [
         ExpertTensor(f"{position}/{number}", parameter, "parameter" if number == 0 else "optimizer_state")
         for position, parameter in enumerate(layer)

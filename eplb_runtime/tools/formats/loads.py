@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ...placement import PlacementError
-from ...utils.files import FileError, require_writable
-from .arrays import LoadArray, names_in, numbers
-from .base import Engine
-from .content import Content, open_content
-from .engines import ENGINES, OWN
-from .errors import FormatError, LoadFileError
+from ...observe.run_folder import JobRecord
+from ...utils.files import require_writable
+from .engines import OWN, find_load, why_no_load
+from .reading import FormatError, LoadArray, about, numbers, open_content
 
 SAMPLE = "sample"
 MOST_TOKENS = 2.0**53
@@ -24,49 +19,43 @@ MOST_TOKENS = 2.0**53
 
 
 def read_load(path: str | Path, dense_layers: int = 0) -> LoadArray:
-    """Read tokens per logical expert from a file or a directory of dumps.
+    """Return the load of :func:`read_record`: float64 [T, L, E], tokens; T = 1 for a file of one window."""
+    return np.asarray(read_record(path, dense_layers).load)
+
+
+def read_record(path: str | Path, dense_layers: int = 0) -> JobRecord:
+    """Read tokens per logical expert from a file or a folder, with what it says of the job.
 
     Understood, by the name's ending and then by content:
 
     * ``.npz`` or ``.safetensors`` with an array ``load`` of shape [L, E] or [T, L, E], oldest window first;
     * ``.json``: ``{"load": ...}`` or SGLang's ``{"logical_count": ...}``, the same shapes as nested lists;
-    * ``.pt``: a dump of SGLang's expert distribution recorder, see :func:`sglang.recorded_load`;
-    * a directory in which a run has recorded its load, see `load.series`;
-    * a directory of SGLang ``.pt`` dumps of modes ``per_pass`` and ``per_token``, one or more files a rank;
-    * a directory of TensorRT-LLM expert statistics, see :func:`tensorrt_llm.expert_statistics`;
-    * a directory that Megatron-LM's ``--moe-routing-trace-path`` has filled, or one rank's ``.jsonl`` of it, see
-      :func:`megatron.traced_load`;
-    * a ``.pt`` file that slime's ``--save-debug-rollout-data`` has written, or a directory of them, one window a
-      rollout, see :func:`slime.replayed_load`;
+    * a folder in which a run or ``eplb.record`` has recorded its load, see `load.series`;
+    * ``.pt`` dumps of SGLang's expert distribution recorder, one or a folder of them, see `sglang`;
+    * a folder of TensorRT-LLM expert statistics, see `tensorrt_llm`;
+    * a folder that Megatron-LM's ``--moe-routing-trace-path`` has filled, or one rank's file of it, see `megatron`;
+    * slime's ``--save-debug-rollout-data``, a file or a folder of them, one window a rollout, see `slime`;
     * the word ``sample``, where nothing has this name: a series that comes along, to try things out. It was drawn, not
       measured: 60 windows of 4 layers of 64 experts, 16,384 choices a layer, over three domains of 20 windows.
 
     Args:
-        path: file or directory.
         dense_layers: leading layers without experts that the file counts too (SGLang numbers all layers of the
             model, 3 of DeepSeek-V3's 61 are dense); they are left out.
 
-    Returns:
-        float64 [T, L, E], tokens; T = 1 for a file of one window.
-
     Raises:
-        LoadFileError: missing, of another format, or with values that are no token counts.
+        FormatError: missing, of another format, or with values that are no token counts.
     """
     path = resolved_path(path)
-    try:
+    with about(path):
         content = open_content(path)
         found = find_load(content)
         if found is None:
-            raise FormatError(_no_load(content))
-        return checked_load(found[0], dense_layers)
-    except OSError as error:
-        raise LoadFileError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except FileError as error:
-        raise LoadFileError(f"{path}: {error}") from None
+            raise FormatError(why_no_load(content))
+        return replace(found[0], load=checked_load(found[0].load, dense_layers))
 
 
 def resolved_path(path: str | Path) -> Path:
-    """The file that is meant: ``sample`` comes along, where nothing has this name."""
+    """Return the file that is meant: ``sample`` comes along, where nothing has this name."""
     path = Path(path)
     return Path(__file__).with_name("sample.npz") if path == Path(SAMPLE) and not path.exists() else path
 
@@ -75,33 +64,22 @@ def write_load(path: str | Path, load: ArrayLike) -> None:
     """Write tokens per logical expert, [L, E] or [T, L, E], as ``.npz``, ``.safetensors`` or ``.json``.
 
     Raises:
-        LoadFileError: another ending, or values that are no token counts.
+        FormatError: another ending, or values that are no token counts.
     """
     path = Path(path)
-    try:
+    with about(path, reading=False):
         require_writable(path, OWN.load_endings)
         OWN.save_load(path, checked_load(load, 0), 0)
-    except FileError as error:
-        raise LoadFileError(f"{path}: {error}") from None
 
 
 def layers_without_tokens(load: LoadArray) -> int:
-    """How many leading layers of a [T, L, E] load carry no token in any window: dense layers, as a rule."""
+    """Return how many leading layers of a [T, L, E] load carry no token in any window: dense layers, as a rule."""
     busy = np.flatnonzero(load.any(axis=(0, 2)))
     return int(busy[0]) if len(busy) else load.shape[1]
 
 
-def find_load(content: Content) -> tuple[Any, Engine] | None:
-    """The load in a file, unchecked, and the engine whose file it is; None: it holds none."""
-    for engine in ENGINES:
-        load = engine.load(content)
-        if load is not None:
-            return load, engine
-    return None
-
-
 def checked_load(values: ArrayLike, dense_layers: int) -> LoadArray:
-    """float64 [T, L, E] without the leading dense layers.
+    """Return token counts as float64 [T, L, E] without the leading dense layers.
 
     Raises:
         FormatError: values that are no token counts, or another shape.
@@ -123,25 +101,3 @@ def checked_load(values: ArrayLike, dense_layers: int) -> LoadArray:
             "token count; counts are from 0 to 2**53"
         )
     return np.ascontiguousarray(load)
-
-
-def neither(content: Content) -> str:
-    """What to say of a file in which no engine finds anything."""
-    return f"neither a placement nor a load: it holds {_held(content)}"
-
-
-def _no_load(content: Content) -> str:
-    for engine in ENGINES:
-        with suppress(FileError, PlacementError):  # one that is broken is none of ours, either
-            if engine.placement(content) is not None:
-                return f'holds a placement ({engine.name}), not a load; write a load as {{"load": [...]}}'
-    wanted = " or ".join(engine.load_names[content.kind] for engine in ENGINES if content.kind in engine.load_names)
-    if content.kind == "directory":
-        return f"no load in this directory: it has no {wanted}"
-    return f"no {wanted or 'load'} in it, only {_held(content)}: store the counts under that name"
-
-
-def _held(content: Content) -> str:
-    if content.kind == "directory":
-        return "no file that an engine dumps"
-    return names_in(content.value) if isinstance(content.value, Mapping) else f"a {type(content.value).__name__}"

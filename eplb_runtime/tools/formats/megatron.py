@@ -11,56 +11,51 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ...load.series import RecordedJob
+from ...observe.run_folder import JobRecord
 from ...utils.files import FileError, require_readable
-from .arrays import MOST_EXPERTS, LoadArray, expert_ids, require_few
 from .base import Engine
-from .content import Content
-from .errors import FormatError, first_line
+from .reading import MOST_EXPERTS, Content, FormatError, expert_ids, first_line, require_few
 
 NAME = re.compile(r"router_trace_rank\d+\.jsonl")
 STAGE = "pre_dispatch"
-"""Where in a layer the choices were taken; lines of any other stage are left out."""
+"""Place in a layer where the choices were taken; lines of any other stage are left out."""
 MOST_BYTES = 64 << 30
 """Of one rank's file, which is read line by line."""
 _LONGEST_LINE = 256 << 20
 
 _Layer = tuple[bool, int, int]
-"""Of a multi-token prediction block or not, that block's index, and the layer's number in its block."""
+"""In a multi-token prediction block or not, that block's index, and the layer's number in its block."""
 
 
 class Megatron(Engine):
     name = "megatron"
     load_names: ClassVar = {"directory": "router_trace_rank*.jsonl"}
 
-    def load(self, content: Content) -> LoadArray | None:
-        """A directory that ``--moe-routing-trace-path`` has filled, or one rank's file of it; see `traced_load`."""
+    def load(self, content: Content) -> JobRecord | None:
+        """A directory that ``--moe-routing-trace-path`` has filled, or one rank's file of it: one window a step.
+
+        Checked against Megatron-LM's ``core/transformer/moe/router_trace.py``: a line is a micro-batch of one router,
+        with ``step``, ``stage``, ``block``, ``layer``, ``top_indices`` ``[tokens, topk]``, and ``mtp_idx`` for layers
+        of multi-token prediction, which come last here. Steps that not all layers have reached, as the last one of a
+        job that was stopped, are left out. The number of experts is that of ``logit_shape`` where logits were captured,
+        and else one more than the largest id. Its layers take no replicas.
+        """
         if content.kind == "jsonl":
-            return traced_load([content.path])
-        files = trace_files(content.path) if content.kind == "directory" else []
-        return traced_load(files) if files else None
+            files, ranks = [content.path], 0
+        elif content.kind == "directory":
+            files = sorted(path for path in content.path.iterdir() if NAME.fullmatch(path.name))
+            ranks = len(files)
+        else:
+            return None
+        if not files:
+            return None
+        load = _traced(files)
+        return JobRecord(load, (1,) * len(load), RecordedJob(ranks=ranks, takes_no_replicas=1))
 
 
-def trace_files(directory: Path) -> list[Path]:
-    """The ranks' files of a router trace, one each; none: the directory holds no trace."""
-    return sorted(path for path in directory.iterdir() if NAME.fullmatch(path.name))
-
-
-def traced_load(files: list[Path]) -> LoadArray:
-    """Tokens per expert by step and layer, summed over ranks and micro-batches.
-
-    Checked against Megatron-LM's ``core/transformer/moe/router_trace.py``: a line is a micro-batch of one router, with
-    ``step``, ``stage``, ``block``, ``layer``, ``top_indices`` ``[tokens, topk]``, and ``mtp_idx`` for layers of
-    multi-token prediction, which come last here. Steps that not all layers have reached, as the last one of a job that
-    was stopped, are left out. The number of experts is that of ``logit_shape`` where logits were captured, and else one
-    more than the largest id.
-
-    Returns:
-        float64 ``[T, L, E]``, one window a training step.
-
-    Raises:
-        FormatError: a line is no line of a trace, or no step is whole.
-        OSError: a file cannot be read.
-    """
+def _traced(files: list[Path]) -> NDArray[np.int64]:
+    """Return int64 ``[T, L, E]``, summed over ranks and micro-batches."""
     counts: dict[tuple[int, _Layer], NDArray[np.int64]] = {}
     experts = 0
     for file in files:
@@ -74,26 +69,24 @@ def traced_load(files: list[Path]) -> LoadArray:
                 raise FormatError(f"{file.name}, line {number}: no line of a router trace ({said})") from None
             if key is None:
                 continue
-            counted = np.bincount(ids)
             before = counts.get(key, np.zeros(0, np.int64))
-            longest = max(len(counted), len(before))
-            counts[key] = np.pad(counted, (0, longest - len(counted))) + np.pad(before, (0, longest - len(before)))
-            experts = max(experts, longest, of_logits)
+            counts[key] = np.bincount(ids, minlength=len(before))
+            counts[key][: len(before)] += before
+            experts = max(experts, len(counts[key]), of_logits)
             require_few(len(counts) * experts, "the trace")
-    steps, layers = {step for step, _ in counts}, {layer for _, layer in counts}
+    steps, layers = {step for step, _ in counts}, sorted({layer for _, layer in counts})
     whole = [step for step in sorted(steps) if all((step, layer) in counts for layer in layers)]
     if not whole:
         raise FormatError("no step of the trace has all its layers: give the files of all ranks, in one directory")
-    load = np.zeros((len(whole), len(layers), experts))
+    load = np.zeros((len(whole), len(layers), experts), np.int64)
     for window, step in enumerate(whole):
-        for row, layer in enumerate(sorted(layers)):
-            of_layer = counts[step, layer]
-            load[window, row, : len(of_layer)] = of_layer
+        for row, layer in enumerate(layers):
+            load[window, row, : len(counts[step, layer])] = counts[step, layer]
     return load
 
 
 def _read(line: bytes) -> tuple[tuple[int, _Layer] | None, NDArray[np.int64], int]:
-    """Step and layer of a line (None: of another stage), the experts chosen, and E where the line says it, else 0."""
+    """Return step and layer of a line (None: of another stage), its experts, and E where the line says it, else 0."""
     record: Any = json.loads(line)
     if not isinstance(record, Mapping):
         raise TypeError(f"it holds a {type(record).__name__}")
@@ -115,7 +108,7 @@ def _read(line: bytes) -> tuple[tuple[int, _Layer] | None, NDArray[np.int64], in
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Numbers and lines of a file, without a last one that was cut off."""
+    """Yield numbers and lines of a file, without a last one that was cut off."""
     require_readable(path, MOST_BYTES)
     with open(path, "rb") as file:
         number = 0

@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ...observe.run_folder import JobRecord
 from ...placement import Placement
-from ...utils.files import FileError, replacing, write_file
-from .arrays import LoadArray, expert_ids, names_in, numbers, require_few
+from ...utils.files import replacing, write_file
 from .base import Engine, ExpertMap
-from .content import Content
-from .errors import FormatError
-from .readers import read_pt
+from .reading import Content, FormatError, LoadArray, expert_ids, names_in, numbers, read_named_pt, require_few
 
 
 class SGLang(Engine):
@@ -33,7 +30,7 @@ class SGLang(Engine):
         """``--init-expert-location``, as JSON or ``.pt``: ``{"physical_to_logical_map": [num_layers][P]}``.
 
         Its reader (``srt/eplb/expert_location.py``, ``compute_initial_expert_location_metadata``) passes every key on
-        as an argument, so the map stands alone; rows are the model's layers, dense ones included (their rows must be
+        as an argument, so the map has no other; rows are the model's layers, dense ones included (their rows must be
         valid and are not used); P is experts plus ``--ep-num-redundant-experts`` and must be a multiple of the EP
         size. Files written here were read by that function of sglang 0.5.23, as JSON and as ``.pt``.
         """
@@ -41,22 +38,22 @@ class SGLang(Engine):
             return None
         return ExpertMap(content.value["physical_to_logical_map"])
 
-    def load(self, content: Content) -> LoadArray | None:
+    def load(self, content: Content) -> JobRecord | None:
         """A dump of its expert distribution recorder, or a directory of dumps.
 
-        Two shapes of dump: modes ``stat`` and ``stat_approx`` hold ``logical_count``, see :func:`summed_load`; modes
-        ``per_pass`` and ``per_token`` hold ``records`` of one rank, see :func:`recorded_load`: give their whole
-        directory, so that all ranks are counted.
-
-        Checked against SGLang's ``srt/eplb/expert_distribution.py`` and ``srt/eplb/eplb_simulator/reader.py``.
+        Modes ``stat`` and ``stat_approx`` dump ``logical_count``, see `_summed`; ``per_pass`` and ``per_token`` dump
+        ``records`` of one rank, see `_recorded`: give their whole directory, so that all ranks are counted. Checked
+        against SGLang's ``srt/eplb/expert_distribution.py`` and ``srt/eplb/eplb_simulator/reader.py``.
         """
         if content.kind == "directory":
-            dumps = sorted(content.path.glob("*.pt"))
-            if len(dumps) > 1:
-                return recorded_load(map(_read_dump, dumps))
-            return _load_of(_read_dump(dumps[0])) if dumps else None
-        names = {"json": ("logical_count",), "pt": ("logical_count", "records")}.get(content.kind, ())
-        return _load_of(content.value) if any(content.holds(name) for name in names) else None
+            files = sorted(content.path.glob("*.pt"))
+            first = read_named_pt(files[0]) if len(files) == 1 else None
+            if first is not None and "logical_count" in first:
+                return JobRecord(_summed(first["logical_count"]))
+            return JobRecord(_recorded(map(read_named_pt, files))) if files else None
+        if content.kind in ("json", "pt") and content.holds("logical_count"):
+            return JobRecord(_summed(content.value["logical_count"]))
+        return JobRecord(_recorded([content.value])) if content.kind == "pt" and content.holds("records") else None
 
     def save_placement(self, path: Path, placement: Placement, dense_layers: int) -> None:
         trivial = np.arange(placement.num_slots) % placement.num_experts  # what SGLang gives layers without a plan
@@ -68,8 +65,8 @@ class SGLang(Engine):
         _save(path, "logical_count", padded.tolist())
 
 
-def summed_load(logical_count: Any) -> LoadArray:
-    """float64 [T, L, E] from a dump's ``logical_count`` [passes, L, E], already summed over ranks.
+def _summed(logical_count: Any) -> LoadArray:
+    """Return float64 [T, L, E] from a dump's ``logical_count`` [passes, L, E], already summed over ranks.
 
     It is a ring buffer: passes that were never filled are zero, and left out here; once the ring has turned, its first
     row is not its oldest.
@@ -82,17 +79,11 @@ def summed_load(logical_count: Any) -> LoadArray:
     return counts[filled] if filled.any() else counts[:1]
 
 
-def recorded_load(dumps: Iterable[Mapping[str, Any]]) -> LoadArray:
-    """float64 [T, L, E], one window a forward pass, from the ``records`` of all ranks.
+def _recorded(dumps: Iterable[Mapping[str, Any]]) -> LoadArray:
+    """Return float64 [T, L, E], one window a forward pass, from the ``records`` of all ranks, one dump at a time.
 
     A record has ``global_physical_count`` [L, P], a dump ``last_physical_to_logical_map`` [L, P]. Records from before a
     rebalance are read through the map after it, as SGLang's own reader does: record with a fixed placement.
-
-    Args:
-        dumps: of the ranks; one is held at a time.
-
-    Raises:
-        FormatError: no such dumps, or of more than one model.
     """
     by_pass: dict[int, LoadArray] = {}
     shape: tuple[int, ...] = ()
@@ -108,19 +99,8 @@ def recorded_load(dumps: Iterable[Mapping[str, Any]]) -> LoadArray:
     return np.stack([by_pass[number] for number in sorted(by_pass)])
 
 
-def _load_of(dump: Mapping[str, Any]) -> LoadArray:
-    return summed_load(dump["logical_count"]) if "logical_count" in dump else recorded_load([dump])
-
-
-def _read_dump(path: Path) -> dict[str, Any]:
-    try:
-        return read_pt(path)
-    except FileError as error:
-        raise FormatError(f"{path.name}: {error}") from None
-
-
 def _passes(dump: Mapping[str, Any]) -> Iterable[tuple[int, LoadArray]]:
-    """The passes that one rank recorded: their numbers and tokens per logical expert, [L, E]."""
+    """Yield the passes that one rank recorded: their numbers and tokens per logical expert, [L, E]."""
     if "records" not in dump or "last_physical_to_logical_map" not in dump:
         raise FormatError(
             f'no SGLang expert distribution: it holds {names_in(dump)}, neither "logical_count" nor "records" '
@@ -132,24 +112,20 @@ def _passes(dump: Mapping[str, Any]) -> Iterable[tuple[int, LoadArray]]:
         raise FormatError('a record without "forward_pass_id" or "global_physical_count"') from None
     if not all(isinstance(number, int) for number, _ in records):
         raise FormatError('a "forward_pass_id" that is no whole number')
-    physical_to_logical = expert_ids(dump["last_physical_to_logical_map"], "last_physical_to_logical_map")
-    num_slots = physical_to_logical.shape[1]
-    if not num_slots or not ((physical_to_logical >= 0) & (physical_to_logical < num_slots)).all():
+    expert_LP = expert_ids(dump["last_physical_to_logical_map"], "last_physical_to_logical_map")
+    layers, slots = expert_LP.shape
+    if not expert_LP.size or not ((expert_LP >= 0) & (expert_LP < slots)).all():
         raise FormatError("last_physical_to_logical_map must be [layers, slots] of expert ids")
+    experts = int(expert_LP.max()) + 1
+    flat = (np.arange(layers)[:, None] * experts + expert_LP).ravel()
     for number, counts in records:
-        slots = numbers(counts, "global_physical_count")
-        if slots.shape != physical_to_logical.shape:
+        count_LP = numbers(counts, "global_physical_count")
+        if count_LP.shape != expert_LP.shape:
             raise FormatError(
-                f"a record counts {list(slots.shape)} [layers, slots], the map has {list(physical_to_logical.shape)}"
+                f"a record counts {list(count_LP.shape)} [layers, slots], the map has {list(expert_LP.shape)}"
             )
-        yield number, _sum_by_expert(slots, physical_to_logical)
-
-
-def _sum_by_expert(slots: LoadArray, physical_to_logical: NDArray[np.int64]) -> LoadArray:
-    layers, experts = len(slots), int(physical_to_logical.max()) + 1
-    flat = np.arange(layers)[:, None] * experts + physical_to_logical
-    by_expert: LoadArray = np.bincount(flat.ravel(), slots.ravel(), layers * experts).astype(np.float64)
-    return by_expert.reshape(layers, experts)
+        by_expert: LoadArray = np.bincount(flat, count_LP.ravel(), layers * experts).astype(np.float64)
+        yield number, by_expert.reshape(layers, experts)
 
 
 def _save(path: Path, name: str, values: list[Any]) -> None:

@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...utils.files import FileError
-from .arrays import MOST_EXPERTS, LoadArray, expert_ids, require_few
+from ...load.series import RecordedJob
+from ...observe.run_folder import JobRecord
 from .base import Engine
-from .content import Content
-from .errors import FormatError
-from .readers import read_pt
+from .reading import MOST_EXPERTS, Content, FormatError, expert_ids, read_named_pt, require_few
 
 FIELDS = ("rollout_id", "samples")
 ROUTING = "rollout_routed_experts"
@@ -23,48 +21,36 @@ ROUTING = "rollout_routed_experts"
 
 class Slime(Engine):
     name = "slime"
-    numbers_dense_layers = True
-    has_dense_rows = True
+    numbers_dense_layers = has_dense_rows = True
 
-    def load(self, content: Content) -> LoadArray | None:
-        """A file that ``--save-debug-rollout-data`` has written, or a folder of them; see `replayed_load`."""
-        if content.kind == "pt":
-            return replayed_load([content.value]) if content.holds(*FIELDS) else None
-        files = rollout_files(content.path) if content.kind == "directory" else []
-        first = _read(files[0]) if files else {}
-        if not all(name in first for name in FIELDS):
-            return None
-        return replayed_load(chain([first], map(_read, files[1:])))
+    def load(self, content: Content) -> JobRecord | None:
+        """A file that ``--save-debug-rollout-data FOLDER/{rollout_id}.pt`` has written, or a folder of them, without
+        evaluations (``eval_N.pt``): one window a rollout.
+
+        Checked against slime's ``observability/rollout_data_utils.py`` (``save_debug_rollout_data``) and
+        ``utils/types.py``: a sample has ``rollout_routed_experts`` ``[tokens, layers, topk]``, a row for each layer of
+        the model. Dense layers have expert 0 in every place, and no load here. The number of experts is one more than
+        the largest id. What is trained on it are Megatron's layers, which take no replicas.
+        """
+        rollouts: Iterable[Mapping[str, Any]] = ()
+        if content.kind == "pt" and content.holds(*FIELDS):
+            rollouts = [content.value]
+        elif content.kind == "directory":
+            rollouts = _folder(content.path)
+        load = _replayed(rollouts)
+        return None if load is None else JobRecord(load, (1,) * len(load), RecordedJob(takes_no_replicas=1))
 
 
-def rollout_files(directory: Path) -> list[Path]:
-    """Files whose names are numbers, in their order: ``--save-debug-rollout-data FOLDER/{rollout_id}.pt``. Evaluations
-    (``eval_N.pt``) are left out."""
+def _folder(directory: Path) -> Iterable[Mapping[str, Any]]:
+    """Return the rollouts in a folder in the order of their numbers; none where the first file is no rollout."""
     numbered = {int(path.stem): path for path in directory.glob("*.pt") if path.stem.isdecimal()}
-    return [numbered[number] for number in sorted(numbered)]
+    files = [numbered[number] for number in sorted(numbered)]
+    first = read_named_pt(files[0]) if files else {}
+    return chain([first], map(read_named_pt, files[1:])) if all(name in first for name in FIELDS) else ()
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return read_pt(path)
-    except FileError as error:
-        raise FormatError(f"{path.name}: {error}") from None
-
-
-def replayed_load(rollouts: Iterable[Mapping[str, Any]]) -> LoadArray:
-    """Tokens per expert by rollout and layer of the model.
-
-    Checked against slime's ``observability/rollout_data_utils.py`` (``save_debug_rollout_data``) and
-    ``utils/types.py``: a sample has ``rollout_routed_experts`` ``[tokens, layers, topk]``, a row for each layer of the
-    model. Dense layers have expert 0 in every place, and no load here. The number of experts is one more than the
-    largest id.
-
-    Returns:
-        float64 ``[T, L, E]``, one window a rollout.
-
-    Raises:
-        FormatError: no sample, one without routing, or of other layers than the first.
-    """
+def _replayed(rollouts: Iterable[Mapping[str, Any]]) -> NDArray[np.int64] | None:
+    """Return int64 ``[T, L, E]``, tokens per expert by rollout and layer of the model; None: there are no rollouts."""
     windows: list[NDArray[np.int64]] = []
     for rollout in rollouts:
         if not all(name in rollout for name in FIELDS):
@@ -86,11 +72,11 @@ def replayed_load(rollouts: Iterable[Mapping[str, Any]]) -> LoadArray:
         windows.append(counts)
         require_few(len(windows) * counts.size, "the rollouts")
     experts = max((window.shape[1] for window in windows), default=0)
-    return np.stack([_added(np.zeros((len(window), experts), np.int64), window) for window in windows]).astype(float)
+    return np.stack([_added(np.zeros((1, experts), np.int64), one) for one in windows]) if windows else None
 
 
 def _counted(ids_TLK: NDArray[np.int64], where: str) -> NDArray[np.int64]:
-    """``[L, E]``, E one more than the largest id."""
+    """Return ``[L, E]``, E one more than the largest id."""
     layers = ids_TLK.shape[1]
     largest = int(ids_TLK.max(initial=0))
     if not 0 <= ids_TLK.min(initial=0) <= largest < MOST_EXPERTS:
@@ -102,7 +88,7 @@ def _counted(ids_TLK: NDArray[np.int64], where: str) -> NDArray[np.int64]:
 
 
 def _added(one: NDArray[np.int64], other: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The sum of two, the smaller one with zeros behind."""
+    """Return the sum of two, the smaller one with zeros behind."""
     layers, experts = np.maximum(one.shape, other.shape)
     total = np.zeros((layers, experts), np.int64)
     for counts in (one, other):

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ...placement import EMPTY, Placement
-from .arrays import expert_ids
-from .errors import ConvertError
+from .reading import FormatError, expert_ids
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,14 +42,14 @@ def tensors_of_slots(tensors: TensorStream, physical_to_logical: Placement | Arr
             (`convert.read_placement` reads vLLM's and SGLang's files); the same on every rank.
 
     Raises:
-        ConvertError: the map is for another number of layers or experts, or leaves out an expert; on every rank alike,
+        FormatError: the map is for another number of layers or experts, or leaves out an expert; on every rank alike,
             ahead of the first tensor.
     """
     given = physical_to_logical
     rows = given.physical_to_logical if isinstance(given, Placement) else expert_ids(given, "the map")
     layers = 1 + max((layer for layer, _ in tensors.experts.values()), default=-1)
     if rows.ndim != 2 or len(rows) != layers:
-        raise ConvertError(
+        raise FormatError(
             f"the map has shape {list(rows.shape)}, and the model {layers} MoE layers: give [layers, slots] without "
             "rows of dense layers"
         )
@@ -66,19 +65,17 @@ def tensors_of_slots(tensors: TensorStream, physical_to_logical: Placement | Arr
 
 
 def _require_all(rows: NDArray[np.integer[Any]], experts: int) -> None:
-    """Refuse a map on every rank alike, ahead of the first tensor: where one rank alone receives, others see none."""
+    """Refuse a map on every rank alike, ahead of the first tensor."""
     for layer, row in enumerate(rows):
         if len(missing := np.setdiff1d(np.arange(experts), row)):
-            raise ConvertError(f"the map of layer {layer} has no slot for expert {missing[0]}, which the model has")
+            raise FormatError(f"the map of layer {layer} has no slot for expert {missing[0]}, which the model has")
         if row.max() >= experts:
-            raise ConvertError(f"the map of layer {layer} has expert {row.max()}, and the model {experts} experts")
+            raise FormatError(f"the map of layer {layer} has expert {row.max()}, and the model {experts} experts")
 
 
 def fill_empty_slots(placement: Placement) -> NDArray[np.int32]:
-    """int32 [L, P]: the map with each empty slot given a copy of the expert that has fewest copies so far.
-
-    Ties go to the lower id; never an expert that stands on that rank already, if there is another.
-    """
+    """Return int32 [L, P]: the map with each empty slot given a copy of the expert that has fewest copies so far and is
+    not on that rank; ties go to the lower id."""
     rows = np.array(placement.physical_to_logical)
     counts = np.array(placement.copy_count)
     for layer, slot in np.argwhere(rows == EMPTY):

@@ -10,13 +10,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from ...observe.run_folder import JobRecord
 from ...placement import Placement
 from ...utils.files import FileError, write_file
-from .arrays import LoadArray, numbers, require_few
 from .base import Engine, ExpertMap
-from .content import Content
-from .errors import ConvertError, FormatError
-from .readers import SafetensorsArrays
+from .reading import Content, FormatError, LoadArray, numbers, read_tensors, require_few
 
 
 class TensorRTLLM(Engine):
@@ -36,16 +34,40 @@ class TensorRTLLM(Engine):
             return None
         assignments = content.value["initial_global_assignments"]
         if not isinstance(assignments, dict) or not assignments:
-            raise ConvertError("initial_global_assignments holds no layers")
+            raise FormatError("initial_global_assignments holds no layers")
         if not all(isinstance(layer, int) and layer >= 0 for layer in assignments):
-            raise ConvertError("a layer of initial_global_assignments is no number")
+            raise FormatError("a layer of initial_global_assignments is no number")
         layers = tuple(sorted(assignments))
         return ExpertMap([assignments[layer] for layer in layers], layers=layers)
 
-    def load(self, content: Content) -> LoadArray | None:
-        """A directory of statistics; see :func:`expert_statistics`."""
-        has_some = content.kind == "directory" and any(content.path.glob("rank*.safetensors"))
-        return expert_statistics(content.path) if has_some else None
+    def load(self, content: Content) -> JobRecord | None:
+        """A directory of statistics, one window an iteration.
+
+        ``rank*.safetensors`` hold one count vector [E] by name ``<iteration>_<layer>``; they are summed over ranks.
+        ``rank*_raw.safetensors`` are left alone. Dense layers do not occur, so layer numbers are taken in ascending
+        order. Checked against its ``examples/wide_ep/ep_load_balancer/utils.py`` (``load_expert_statistic``).
+        """
+        files = sorted(content.path.glob("rank*.safetensors")) if content.kind == "directory" else []
+        if not files:
+            return None
+        counts: dict[tuple[int, int], LoadArray] = {}
+        experts = 0
+        for file in files:
+            for key, vector in _vectors(file) if not file.stem.endswith("_raw") else ():
+                experts = experts or len(vector)
+                if len(vector) != experts:
+                    raise FormatError(
+                        f"{file.name}: iteration {key[0]}, layer {key[1]} counts {len(vector)} experts, others "
+                        f"{experts}: give one run's files alone"
+                    )
+                counts[key] = counts.get(key, 0.0) + vector
+                require_few(len(counts) * experts, "the directory")
+        iterations, layers = (sorted({key[part] for key in counts}) for part in (0, 1))
+        if not counts or len(counts) != len(iterations) * len(layers):
+            raise FormatError(
+                f"{len(counts)} count vectors for {len(iterations)} iterations x {len(layers)} layers: some are missing"
+            )
+        return JobRecord(np.array([[counts[iteration, layer] for layer in layers] for iteration in iterations]))
 
     def save_placement(self, path: Path, placement: Placement, dense_layers: int) -> None:
         rows = enumerate(placement.physical_to_logical.tolist(), start=dense_layers)
@@ -54,47 +76,10 @@ class TensorRTLLM(Engine):
         write_file(path, "\n".join(head + lines) + "\n")
 
 
-def expert_statistics(directory: Path) -> LoadArray:
-    """Tokens per logical expert in a TensorRT-LLM expert statistics directory.
-
-    ``rank*.safetensors`` hold one count vector [E] by name ``<iteration>_<layer>``; they are summed over ranks.
-    ``rank*_raw.safetensors`` are left alone. Layers of the file that are dense simply do not occur, so layer numbers
-    are taken in ascending order.
-
-    Checked against TensorRT-LLM's ``examples/wide_ep/ep_load_balancer/utils.py`` (``load_expert_statistic``).
-
-    Returns:
-        float64 [T, L, E], one window an iteration.
-
-    Raises:
-        FormatError: a name or vector of another kind, or some that are missing.
-    """
-    counts: dict[tuple[int, int], LoadArray] = {}
-    experts = 0
-    for file in sorted(directory.glob("rank*.safetensors")):
-        if file.stem.endswith("_raw"):
-            continue
-        for key, vector in _vectors(file):
-            experts = experts or len(vector)
-            if len(vector) != experts:
-                raise FormatError(
-                    f"{file.name}: iteration {key[0]}, layer {key[1]} counts {len(vector)} experts, others {experts}: "
-                    "give one run's files alone"
-                )
-            counts[key] = counts.get(key, 0.0) + vector
-            require_few(len(counts) * experts, "the directory")
-    iterations, layers = (sorted({key[part] for key in counts}) for part in (0, 1))
-    if not counts or len(counts) != len(iterations) * len(layers):
-        raise FormatError(
-            f"{len(counts)} count vectors for {len(iterations)} iterations x {len(layers)} layers: some are missing"
-        )
-    return np.array([[counts[iteration, layer] for layer in layers] for iteration in iterations])
-
-
 def _vectors(file: Path) -> Iterator[tuple[tuple[int, int], LoadArray]]:
-    """Each count vector of one rank's file with its (iteration, layer)."""
+    """Yield each count vector of one rank's file with its (iteration, layer)."""
     try:
-        for name, values in SafetensorsArrays(file).items():
+        for name, values in read_tensors(file).items():
             match = re.fullmatch(r"([0-9]{1,18})_([0-9]{1,18})", name)
             if match is None:
                 raise FormatError(f"it holds {name[:80]!r}, which is no <iteration>_<layer>")

@@ -26,11 +26,7 @@ def run(
     *,
     on_step: Callable[[], None] = lambda: None,
 ) -> Report:
-    """Verify on the ranks that torchrun started, or on this process alone; arguments as those of the command.
-
-    Raises:
-        LaunchError, ModelError, AttachError: what was asked for cannot be run.
-    """
+    """Verify on the ranks that torchrun started, or on this process alone; arguments as those of the command."""
     from ...hosts.transformers.models import make_model, read_config, small_config
 
     with process_group(device) as here:

@@ -38,7 +38,7 @@ def run(
         JSON-able, by table: rows of `bench.planner.run`, `windows.run`, `suite.run` and `per_batch.run`.
 
     Raises:
-        PlanError, LoadFileError: a peer or a file cannot be used.
+        PlanError, FormatError: a peer or a file cannot be used.
     """
     found = {name: find_peer(name) for name in peers}
     others = {name: _planner(peer) for name, peer in found.items()}

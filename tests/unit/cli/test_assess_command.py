@@ -45,21 +45,6 @@ def test_what_cannot_be_judged_is_two_sentences_and_no_table(skewed: Path, capsy
     )
 
 
-def test_a_wait_for_the_compiler_is_announced(
-    skewed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    monkeypatch.setattr("eplb_runtime.utils.jit.cache_folder", lambda: cache)
-    assert main(["assess", str(skewed), "--ranks", "4", "--json"]) == 0
-    assert "note: the planner is compiled first" in capsys.readouterr().err
-    assert main(["assess", str(skewed), "--ranks", "3", "--json"]) == 0
-    assert "compiled" not in capsys.readouterr().err
-    (cache / "function.nbc").touch()
-    assert main(["assess", str(skewed), "--ranks", "4", "--json"]) == 0
-    assert "compiled" not in capsys.readouterr().err
-
-
 def test_json_is_the_verdict_alone(skewed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = json.loads(printed(capsys, skewed, "--ranks", "4", "--every", "3", "--json"))
     assert list(shown) == ["pays", "imbalance", "step_saved", "move_seconds", "assumed", "advice"]

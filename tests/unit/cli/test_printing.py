@@ -65,11 +65,6 @@ def test_a_wide_table_is_turned(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f" {123456.789 * n:.4g} " in lines[4 + n] and f"a long number {n}" in lines[4 + n] for n in range(9))
 
 
-def test_a_narrow_table_is_not_turned(capsys: pytest.CaptureFixture[str]) -> None:
-    printing.print_table("t", [{"policy": "one", "moved": 1}, {"policy": "two", "moved": 2}])
-    assert "┃ policy ┃ moved ┃" in capsys.readouterr().out
-
-
 def test_many_rows_of_a_wide_table_become_tables_of_as_many_as_fit(capsys: pytest.CaptureFixture[str]) -> None:
     heads = [f"row{n}" for n in range(8)]
     printing.print_table("t", wide(*heads))
@@ -77,13 +72,6 @@ def test_many_rows_of_a_wide_table_become_tables_of_as_many_as_fit(capsys: pytes
     assert max(map(len, lines)) <= 80
     shown = [[word for word in line.split() if word.startswith("row")] for line in lines if "policy" in line]
     assert shown == [heads[:4], heads[4:]]
-
-
-def test_what_is_quick_says_it_is_done(capsys: pytest.CaptureFixture[str]) -> None:
-    with printing.progress("steps", 3) as advance, printing.spinner() as shown:
-        advance()
-        shown.update("block 1")
-    assert capsys.readouterr().err == "eplb-runtime: note: steps 1/3, 0 s\n"
 
 
 @pytest.mark.parametrize(("flags", "level"), [((), 0), (("-v",), logging.INFO), (("-vv",), logging.DEBUG)])

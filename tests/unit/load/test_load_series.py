@@ -15,8 +15,8 @@ from eplb_runtime.load import series
 from eplb_runtime.load.series import RecordedJob, SeriesWriter, read_job, read_series
 from eplb_runtime.observe import recording as recorder_module
 from eplb_runtime.observe.recording import Recorder
-from eplb_runtime.tools.formats.errors import LoadFileError
 from eplb_runtime.tools.formats.loads import read_load
+from eplb_runtime.tools.formats.reading import FormatError
 from eplb_runtime.utils.files import FileError
 
 LAYERS, EXPERTS = 2, 3
@@ -63,7 +63,7 @@ def test_a_bit_that_flips_is_noticed(tmp_path: Path) -> None:
     line = json.loads(lines[1])
     line["data"] = line["data"][:20] + ("A" if line["data"][20] != "A" else "B") + line["data"][21:]
     path.write_bytes(lines[0] + json.dumps(line).encode() + b"\n" + lines[2])
-    with pytest.raises(LoadFileError, match=r"000001.jsonl, line 2: .*(cannot be read|another size)"):
+    with pytest.raises(FormatError, match=r"000001.jsonl, line 2: .*(cannot be read|another size)"):
         read_load(tmp_path)
 
 
@@ -78,7 +78,7 @@ def test_a_bit_that_flips_is_noticed(tmp_path: Path) -> None:
 )
 def test_other_files_are_refused_in_one_line(line: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "1.jsonl").write_text(line[:4000] + "\n")
-    with pytest.raises(LoadFileError, match=said):
+    with pytest.raises(FormatError, match=said):
         read_load(tmp_path)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -171,11 +169,6 @@ def test_troubles_and_progress_are_counted() -> None:
     assert value(values(state(paused)), "balancing") == 0
 
 
-def test_before_the_first_measurement_there_are_metrics_too() -> None:
-    found = values(state([job()]))
-    assert value(found, "rebalances") == value(found, "placement_epoch") == 0
-
-
 def test_a_month_of_events_does_not_grow_the_state() -> None:
     """Nor the number of series; and totals and the curve stay right."""
     grown, once = RunState(), records(2, with_troubles=True)
@@ -278,17 +271,6 @@ def test_trackers_get_numbers_by_name() -> None:
     assert run.logged == {**board.logged, "eplb/step": 7} and run.axes == {"eplb/step": None, "eplb/*": "eplb/step"}
 
 
-def test_tensorboard_takes_what_its_double_takes() -> None:
-    writer = pytest.importorskip("torch.utils.tensorboard", reason="tensorboard is not installed").SummaryWriter
-    assert _names(writer.add_scalar) == _names(Tensorboard.add_scalar)
-
-
-def test_wandb_takes_what_its_double_takes() -> None:
-    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
-    for name in ("log", "define_metric"):
-        assert set(_names(getattr(Wandb, name))) <= set(_names(getattr(wandb.Run, name)))
-
-
 def test_mlflow_gets_a_batch(tmp_path: Any) -> None:
     pytest.importorskip("mlflow", reason="mlflow is not installed")
     from mlflow import MlflowClient
@@ -297,13 +279,3 @@ def test_mlflow_gets_a_batch(tmp_path: Any) -> None:
     run = client.create_run(client.create_experiment("tried")).info.run_id
     trackers.mlflow(run, client)(7, {"imbalance/measured/mean": 1.5})
     assert client.get_run(run).data.metrics == {"eplb/imbalance/measured/mean": 1.5}
-
-
-def _names(function: Any) -> list[str]:
-    return list(inspect.signature(function).parameters)
-
-
-def test_a_step_that_ended_long_ago_is_told() -> None:
-    found = {metric.name: metric for metric in metrics_of(state(), Progress(1, 0.1, 3600.0), time.time())}
-    told = found["eplb_last_step_timestamp_seconds"].samples[0][1]
-    assert told < time.time() - 3000

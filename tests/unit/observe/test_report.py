@@ -12,7 +12,8 @@ from observed import job, records
 
 from eplb_runtime.cli import main
 from eplb_runtime.observe.events_file import NAME, EventWriter
-from eplb_runtime.observe.page import report_of, state_of_run, view_of
+from eplb_runtime.observe.page import report_of, view_of
+from eplb_runtime.observe.run_folder import state_of_run
 from eplb_runtime.observe.run_state import state_of
 
 
@@ -49,7 +50,7 @@ class Links(HTMLParser):
 
 
 def test_a_report_holds_the_whole_view_and_fetches_nothing(run: Path) -> None:
-    page = Links(report_of(run))
+    page = Links(report_of(run).html)
     told = json.loads(page.data)
     assert told["view"] == json.loads(json.dumps(view_of(state_of_run(run)[0])))
     assert told["view"]["totals"]["rebalances"] == 2
@@ -60,7 +61,7 @@ def test_what_events_say_cannot_end_the_data(run: Path) -> None:
     writer = EventWriter(run, job())
     writer.write({"event": "GuardFinding", "step": 1, "time": 1.0, "finding": "</script><script>alert(1)</script>"})
     writer.close()
-    page = report_of(run)
+    page = report_of(run).html
     assert "alert(1)</script>" not in page
     assert json.loads(Links(page).data)["view"]["troubles"][-1]["text"].startswith("</script>")
 
@@ -71,6 +72,9 @@ def test_the_command_writes_it_and_says_what_the_run_came_to(run: Path, capsys: 
     assert "2 rebalances" in capsys.readouterr().out and output.stat().st_size > 10_000
     assert main(["report", str(run), "-o", str(output), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["summary"]["rebalances"] == 2
+    EventWriter(run, job()).close()  # it starts again, and has measured nothing yet
+    assert main(["report", str(run), "-o", str(output)]) == 0
+    assert " measured\n" in capsys.readouterr().out
 
 
 def test_a_simulation_is_shown_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,5 +119,5 @@ def test_a_log_that_was_cut_is_shown_as_far_as_it_goes(run: Path) -> None:
     for cut in (1, len(whole) // 2, len(whole) - 3000):
         (run / NAME).write_bytes(whole[:-cut])
         assert state_of_run(run)[0].version < lines
-        assert "imbalance" in report_of(run)
+        assert "imbalance" in report_of(run).html
     assert state_of([])[0].version == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,19 +13,18 @@ from observed import EXPERTS, INTERVAL, LAYERS, RANKS, STEP_SECONDS, TOPOLOGY, r
 from observed import job as job_record
 
 from eplb_runtime.cli import main
-from eplb_runtime.load.series import RecordedJob, SeriesWriter, read_series
+from eplb_runtime.load.series import RecordedJob, SeriesWriter
 from eplb_runtime.observe.events_file import EventWriter
+from eplb_runtime.observe.run_folder import JobRecord
 from eplb_runtime.tools.assess import (
     LEAST_SAVED,
     MOE_SHARE,
     STALL_SECONDS,
     Assessment,
-    Given,
-    Recorded,
+    Overrides,
     assess,
-    count_plans,
-    recorded,
 )
+from eplb_runtime.tools.formats.loads import read_record
 
 JOB = RecordedJob(
     ranks=4,
@@ -40,7 +40,7 @@ JOB = RecordedJob(
     device="cuda",
     step_seconds=0.5,
 )
-GIVEN = Given(moe_share=0.4, stall_seconds=0.0)
+GIVEN = Overrides(moe_share=0.4, stall_seconds=0.0)
 HOMES = replace(GIVEN, replica_slots=0)
 SHARE = "migration=MigrationConfig(moe_share=0.4)"
 
@@ -56,8 +56,12 @@ def skewed(windows: int = 24) -> np.ndarray:
     return load
 
 
-def judged(load: np.ndarray, job: RecordedJob = JOB, given: Given = GIVEN) -> Assessment:
-    return assess(Recorded(load, 1, job), given)
+def series(load: np.ndarray, steps: int, job: RecordedJob, **more: Any) -> JobRecord:
+    return JobRecord(load, [steps] * len(load), job, **more)
+
+
+def judged(load: np.ndarray, job: RecordedJob = JOB, given: Overrides = GIVEN) -> Assessment:
+    return assess(series(load, 1, job), given)
 
 
 def test_a_skewed_load_pays_and_the_next_step_is_named() -> None:
@@ -154,7 +158,7 @@ def test_a_share_that_was_recorded_is_taken_and_called_measured() -> None:
     assert "If 40 % of a step is expert work" in as_given.paragraph()
     assert all("expert work" not in one.what for one in found.assumed)
     assert "moe_share" not in found.advice, "the job measures it itself"
-    even = assess(Recorded(skewed(), 1, job, imbalance=1.0), given)
+    even = assess(series(skewed(), 1, job, imbalance=1.0), given)
     assert "in expert work (worked out from 40 % measured, with other imbalance)" in even.paragraph()
     grown = 0.4 * 16 / 7
     assert even.shares is not None and even.shares[0] == pytest.approx(grown / (0.6 + grown))
@@ -182,18 +186,18 @@ def test_a_verdict_that_hangs_on_the_share_says_from_which_on() -> None:
     ],
 )
 def test_a_record_that_cannot_say_says_what_would_help(
-    load: np.ndarray, job: RecordedJob, given: Given, parts: tuple[str, ...]
+    load: np.ndarray, job: RecordedJob, given: Overrides, parts: tuple[str, ...]
 ) -> None:
     found = judged(load, job, given)
     assert found.pays is None and all(part in found.paragraph() for part in parts)
-    assert "\n" not in found.paragraph() and count_plans(Recorded(load, 1, job), given) == 0
+    assert "\n" not in found.paragraph()
     shown = found.fields()
     assert shown["pays"] is shown["move_seconds"] is shown["imbalance"]["now"] is shown["step_saved"]["share"] is None
     assert shown["advice"] == found.paragraph() != ""
 
 
 def test_the_json_has_the_documented_keys() -> None:
-    shown = judged(skewed(), given=Given()).fields()
+    shown = judged(skewed(), given=Overrides()).fields()
     assert list(shown) == ["pays", "imbalance", "step_saved", "move_seconds", "assumed", "advice"]
     assert list(shown["imbalance"]) == ["now", "homes", "replicas"]
     assert list(shown["step_saved"]) == ["share", "low", "high"]
@@ -201,26 +205,26 @@ def test_the_json_has_the_documented_keys() -> None:
 
 
 def test_what_a_record_says_is_not_assumed() -> None:
-    found = judged(skewed(), given=Given())
+    found = judged(skewed(), given=Overrides())
     assert {one.option: one.value for one in found.assumed} == {
         "--moe-share": MOE_SHARE,
         "--stall-seconds": STALL_SECONDS,
         "--intra-node-bandwidth": 400.0,
         "--inter-node-bandwidth": 50.0,
     }
-    measured = assess(Recorded(skewed(), 1, JOB, bandwidths=(100.0, 10.0)), Given())
+    measured = assess(series(skewed(), 1, JOB, bandwidths=(100.0, 10.0)), Overrides())
     assert [one.option for one in measured.assumed] == ["--moe-share", "--stall-seconds"]
-    on_cpu = judged(skewed(), replace(JOB, device="cpu"), Given())
+    on_cpu = judged(skewed(), replace(JOB, device="cpu"), Overrides())
     assert {one.value for one in on_cpu.assumed if "bandwidth" in one.option} == {1.0}
 
 
 def test_all_figures_of_a_bare_series_are_named_with_the_option_that_sets_them() -> None:
-    bare = assess(Recorded(skewed(40)), Given())
+    bare = assess(JobRecord(skewed(40)), Overrides())
     named = {one.option.removeprefix("--").replace("-", "_"): one.value for one in bare.assumed}
     inside_one_node = {"inter_node_bandwidth", "replica_slots"}
-    assert set(named) == {entry.name for entry in fields(Given)} - inside_one_node
-    given = Given(**{name: int(value) if name.endswith("bytes") else value for name, value in named.items()})  # type: ignore[arg-type]
-    again = assess(Recorded(skewed(40)), given)
+    assert set(named) == {entry.name for entry in fields(Overrides)} - inside_one_node
+    given = Overrides(**{name: int(value) if name.endswith("bytes") else value for name, value in named.items()})  # type: ignore[arg-type]
+    again = assess(JobRecord(skewed(40)), given)
     assert again.assumed == () and again.now == bare.now and again.saved is not None and bare.saved is not None
     assert again.saved[0] == bare.saved[0]
 
@@ -260,7 +264,6 @@ def test_a_long_record_is_judged_by_its_newest_windows() -> None:
     load = np.concatenate([skewed(400), even(84)])
     found = judged(load)
     assert found.windows == 80 and found.pays is False
-    assert count_plans(Recorded(load, 1, JOB), GIVEN) == 100
 
 
 @pytest.mark.parametrize(
@@ -272,9 +275,7 @@ def test_a_long_record_is_judged_by_its_newest_windows() -> None:
     ],
 )
 def test_measured_loads_of_public_models_pay(shared_data: Path, file: str, now: float, saved: float) -> None:
-    from eplb_runtime.tools.formats.loads import read_load
-
-    found = assess(recorded(shared_data / f"{file}.npz", read_load(shared_data / f"{file}.npz")), Given())
+    found = assess(read_record(shared_data / f"{file}.npz"), Overrides())
     assert found.pays is True and found.now is not None and found.saved is not None
     assert found.now.imbalance == pytest.approx(now, abs=0.06) and found.saved[0] == pytest.approx(saved, abs=0.02)
 
@@ -285,9 +286,8 @@ def test_a_folder_says_what_was_recorded_of_its_job(tmp_path: Path) -> None:
         measured = RecordedJob(step_seconds=seconds, optimizer_bytes=JOB.optimizer_bytes)
         writer.append(skewed(8).astype(np.int64), 2, measured)
     writer.close()
-    found = recorded(tmp_path, read_series(tmp_path)[0].astype(np.float64))
+    found = read_record(tmp_path)
     assert found.job == JOB and found.steps_per_window == 2 and found.imbalance == 0.0
-    assert recorded(tmp_path / "load.npz", skewed()).job == RecordedJob()
 
 
 def test_what_is_compared_is_said_where_it_could_be_taken_for_something_else() -> None:
@@ -309,8 +309,8 @@ def test_windows_of_other_numbers_of_steps_are_left_out_and_counted(
     writer.append(load[:30], 4)
     writer.append(load[30:], 7)
     writer.close()
-    found = recorded(tmp_path, read_series(tmp_path)[0].astype(np.float64))
-    assert (len(found.load), found.steps_per_window, found.left_out) == (30, 4, 10)
+    found = read_record(tmp_path)
+    assert (len(found.alike().load), found.steps_per_window) == (30, 4)
     assert assess(found, GIVEN).left_out == 10
     assert main(["assess", str(tmp_path)]) == 0
     assert "than 4, as most have, were left out: 10 of 40." in " ".join(capsys.readouterr().out.split())
@@ -327,7 +327,7 @@ def test_a_balanced_run_says_its_links_and_the_imbalance_that_its_steps_were_mea
     for record in records(with_troubles=False)[1:]:
         events.write(record)
     events.close()
-    found = recorded(tmp_path, load.astype(np.float64))
+    found = read_record(tmp_path)
     assert found.job.step_seconds == STEP_SECONDS and found.steps_per_window == 1
     assert found.bandwidths == (TOPOLOGY.intra_node_bandwidth / 1e9, TOPOLOGY.inter_node_bandwidth / 1e9)
     assert 1 < found.imbalance < 1.5
@@ -347,10 +347,10 @@ def test_an_optimizer_without_state_is_no_unknown_one() -> None:
 
 
 def test_plans_are_made_between_windows_and_the_interval_says_so() -> None:
-    found = assess(Recorded(skewed(), 20, JOB), replace(GIVEN, every=30))
-    same = assess(Recorded(skewed(), 20, JOB), replace(GIVEN, every=20))
+    found = assess(series(skewed(), 20, JOB), replace(GIVEN, every=30))
+    same = assess(series(skewed(), 20, JOB), replace(GIVEN, every=20))
     assert found.interval == same.interval == 20 and found.advice == same.advice
-    assert assess(Recorded(skewed(), 20, JOB), replace(GIVEN, every=1)).advice == same.advice
+    assert assess(series(skewed(), 20, JOB), replace(GIVEN, every=1)).advice == same.advice
 
 
 def test_reasons_are_the_true_ones() -> None:
@@ -371,22 +371,6 @@ def test_replicas_that_pay_are_named_where_homes_do_not() -> None:
     assert homes.pays is False and found.pays is True and found.best is found.replicas
 
 
-def test_what_makes_a_step_longer_is_called_so_and_the_least_comes_first() -> None:
-    base = judged(skewed(), given=replace(HOMES, moe_share=None))
-    longer = replace(base, saved=(-0.022, -0.033, -0.011))
-    assert "a step takes 2.2 % more (1 to 3 % for 20 to 60 %)" in longer.paragraph()
-    assert base.saved is not None and base.saved[1] <= base.saved[0] <= base.saved[2]
-
-
 def test_more_replicas_than_there_are_experts_are_refused_by_their_option() -> None:
     with pytest.raises(ValueError, match=r"--replica-slots 7: .* give at most 6"):
         judged(skewed(), given=replace(GIVEN, replica_slots=7))
-
-
-def test_one_file_of_a_router_trace_is_of_a_framework_without_replicas(tmp_path: Path) -> None:
-    path = tmp_path / "router_trace_rank0.jsonl"
-    path.touch()
-    assert recorded(path, skewed()).takes_replicas is False
-    other = tmp_path / "load.npz"
-    other.touch()
-    assert recorded(other, skewed()).takes_replicas is True

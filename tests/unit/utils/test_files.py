@@ -11,8 +11,8 @@ import pytest
 
 from eplb_runtime.placement import Placement, PlacementError
 from eplb_runtime.tools.formats.convert import write_placement
+from eplb_runtime.tools.formats.engines import Own
 from eplb_runtime.tools.formats.loads import write_load
-from eplb_runtime.tools.formats.own import Own
 from eplb_runtime.tools.formats.sglang import SGLang
 from eplb_runtime.utils import files
 from eplb_runtime.utils.files import FileError, require_readable, require_writable, write_file

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from traces import COMBINE, DISPATCH, GEMM, NOTIFY, REDUCE, cpu_events, gpu_events, kernel, of_rank, span, write
 
 from eplb_runtime.observe.traces import TraceError, analyse
-from eplb_runtime.observe.traces.intervals import length, overlap, union
+from eplb_runtime.observe.traces.columns import length, overlap, union
 from eplb_runtime.observe.traces.kinds import (
     COLLECTIVE,
     COMPUTE,

@@ -115,18 +115,6 @@ def test_a_difference_of_medians_is_noise_up_to_the_spread_of_medians(
     assert compare([single], [single], "a", "b").is_noise is None, "one step has no spread"
 
 
-def test_a_comparison_says_how_many_steps_it_is_of(said: Any, tmp_path: Path) -> None:
-    shown = said("trace", "compare", *(a_job(tmp_path / name, [100, 300]) for name in "ab"))
-    assert "2 traces, 2 steps of 500 us" in shown and "this is noise" in shown
-
-
-def test_a_job_beside_itself_has_not_changed(said: Any, tmp_path: Path) -> None:
-    job = a_job(tmp_path / "job", [100, 300])
-    found = json.loads(said("trace", "compare", job, job, "--json"))
-    rows = [row for part in ("summary", "phases", "kinds", "kernels") for row in found[part]]
-    assert rows and all(row["change"] in (0, None) and row["a"] == row["b"] for row in rows)
-
-
 def test_merge_writes_beside_what_it_reads(said: Any, tmp_path: Path) -> None:
     folder = a_job(tmp_path / "job", [100, 300])
     assert "2 ranks" in said("trace", "merge", folder)

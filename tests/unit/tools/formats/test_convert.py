@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,15 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_runtime.placement import EMPTY, Placement, PlacementError
-from eplb_runtime.tools.formats.convert import (
-    FORMATS,
-    ConvertError,
-    convert,
-    fill_empty_slots,
-    read_placement,
-    write_placement,
-)
+from eplb_runtime.tools.formats.convert import FORMATS, convert, fill_empty_slots, read_placement, write_placement
 from eplb_runtime.tools.formats.loads import read_load, write_load
+from eplb_runtime.tools.formats.reading import FormatError
 
 LAYERS, EXPERTS, RANKS, DENSE = 3, 8, 4, 2
 ENDING = {"eplb-runtime": ".json", "tensorrt-llm": ".yaml"}
@@ -63,13 +56,6 @@ def test_any_placement_reads_back_as_written(
     path = tmp_path_factory.mktemp("convert") / f"map{ENDING.get(to, '.json')}"
     write_placement(path, placement, to)
     assert read_placement(path, ranks, layout="free") == placement
-
-
-def test_home_layout_keeps_homes_and_empty_slots_in_our_own_files(tmp_path: Path) -> None:
-    placement = Placement.initial(LAYERS, EXPERTS, RANKS, replica_slots=1)
-    placement.save(tmp_path / "a.json")
-    assert convert(tmp_path / "a.json", tmp_path / "b.safetensors").filled_slots == 0
-    assert read_placement(tmp_path / "b.safetensors", RANKS) == placement
 
 
 # -- what each reader demands --------------------------------------------------------------------------------------
@@ -137,11 +123,10 @@ def test_a_load_goes_to_sglang_and_back(tmp_path: Path, ending: str) -> None:
     assert np.array_equal(read_load(tmp_path / "back.safetensors"), load)
 
 
-@pytest.mark.parametrize("setting", [{"num_ranks": 2}, {"layout": "free"}])
-def test_what_a_load_has_not_is_refused_and_not_ignored(tmp_path: Path, setting: dict[str, Any]) -> None:
+def test_what_a_load_has_not_is_refused_and_not_ignored(tmp_path: Path) -> None:
     write_load(tmp_path / "load.json", [[1, 2]])
-    with pytest.raises(ConvertError, match="it holds a load, which has no ranks or homes: leave --"):
-        convert(tmp_path / "load.json", tmp_path / "out.json", **setting)
+    with pytest.raises(FormatError, match="it holds a load, which has no ranks: leave --ranks out"):
+        convert(tmp_path / "load.json", tmp_path / "out.json", num_ranks=2)
     assert not (tmp_path / "out.json").exists()
 
 
@@ -178,19 +163,13 @@ def test_what_cannot_be_converted_is_refused_in_one_line_that_names_the_file(tmp
         (tmp_path / "own.json", {"to": "vllm", "dense_layers": 1}, "neither eplb-runtime nor vllm files number dense"),
     ]
     for source, arguments, says in cases:
-        with pytest.raises((ConvertError, PlacementError)) as refusal:
+        with pytest.raises((FormatError, PlacementError)) as refusal:
             convert(source, out, **arguments)  # type: ignore[arg-type]
         message = str(refusal.value)
         assert says in message and "\n" not in message, message
         if "to" not in arguments:
             assert str(source) in message, message
     assert not out.exists()
-
-
-def test_a_load_is_no_placement(tmp_path: Path) -> None:
-    write_load(tmp_path / "load.npz", [[1, 2]])
-    with pytest.raises(ConvertError, match="holds a load, not a placement"):
-        read_placement(tmp_path / "load.npz", 1)
 
 
 LEAF = (
@@ -211,7 +190,6 @@ ANYTHING = st.recursive(
     to=st.sampled_from(FORMATS),
     dense=st.sampled_from([None, 0, 1, 2]),
     ranks=st.sampled_from([None, 1, 2]),
-    layout=st.sampled_from([None, "home", "free"]),
 )
 @settings(max_examples=100, deadline=None)
 def test_no_content_gets_more_than_a_refusal(
@@ -220,7 +198,6 @@ def test_no_content_gets_more_than_a_refusal(
     to: str,
     dense: int | None,
     ranks: int | None,
-    layout: str | None,
 ) -> None:
     folder = tmp_path_factory.mktemp("anything")
     (folder / "in.json").write_text(json.dumps(content))
@@ -229,8 +206,8 @@ def test_no_content_gets_more_than_a_refusal(
     for source in ("in.json", "in.yaml", "in.pt"):
         out = folder / f"out{ENDING.get(to, '.json')}"
         try:
-            convert(folder / source, out, to=to, num_ranks=ranks, dense_layers=dense, layout=layout)
-        except (ConvertError, PlacementError) as refusal:
+            convert(folder / source, out, to=to, num_ranks=ranks, dense_layers=dense)
+        except (FormatError, PlacementError) as refusal:
             assert "\n" not in str(refusal)
 
 
@@ -242,5 +219,5 @@ def test_the_sample_that_comes_along_is_converted_unless_a_file_has_its_name(
     assert (done.kind, done.shape) == ("load", (60, 4, 64))
     assert np.array_equal(read_load("series.npz"), read_load("sample"))
     (tmp_path / "sample").write_text('{"load": [[1, 2]]}')
-    with pytest.raises(ConvertError):
+    with pytest.raises(FormatError):
         convert("sample", "other.npz")  # a file without an ending is no load

@@ -10,7 +10,8 @@ from hypothesis import assume, given, settings
 from placements import home_placements
 
 from eplb_runtime.placement import EMPTY, Placement
-from eplb_runtime.tools.formats.convert import ConvertError, convert, read_placement, write_placement
+from eplb_runtime.tools.formats.convert import convert, read_placement, write_placement
+from eplb_runtime.tools.formats.reading import FormatError
 from eplb_runtime.tools.formats.slots import restore_homes
 
 ENGINES = {"sglang": "m.json", "vllm": "m.json", "tensorrt-llm": "m.yaml"}
@@ -28,7 +29,7 @@ def test_homes_come_back_from_every_engines_map(tmp_path: Path, to: str) -> None
     placement = some_placement()
     placement.save(tmp_path / "own.json")
     assert convert(tmp_path / "own.json", tmp_path / ENGINES[to], to=to).homes == ""
-    done = convert(tmp_path / ENGINES[to], tmp_path / "back.json", num_ranks=2)
+    done = convert(tmp_path / ENGINES[to], tmp_path / "back.json", num_ranks=2, dense_layers=0)
     assert (done.homes, done.format) == ("restored", "eplb-runtime")
     back = Placement.load(tmp_path / "back.json")
     assert back.layout == "home"
@@ -62,20 +63,19 @@ def test_a_map_that_is_no_home_layout_stays_free(tmp_path: Path, rows: list[list
     write_placement(tmp_path / "map.json", placement, "vllm")
     done = convert(tmp_path / "map.json", tmp_path / "own.json", num_ranks=ranks)
     assert done.homes == "" and Placement.load(tmp_path / "own.json") == placement
-    with pytest.raises(ConvertError, match=r"map\.json: it cannot be read in the home layout"):
-        convert(tmp_path / "map.json", tmp_path / "own.json", num_ranks=ranks, layout="home")
+    with pytest.raises(FormatError, match=r"map\.json: it cannot be read in the home layout"):
+        read_placement(tmp_path / "map.json", ranks, layout="home")
 
 
 def test_homes_are_left_out_on_request_only(tmp_path: Path) -> None:
     full = Placement.initial(2, 4, 2)
     full.save(tmp_path / "own.json")
     assert convert(tmp_path / "own.json", tmp_path / "same.json").homes == "kept"
-    assert Placement.load(tmp_path / "same.json") == full
-    assert convert(tmp_path / "own.json", tmp_path / "free.json", layout="free").homes == ""
-    assert Placement.load(tmp_path / "free.json").layout == "free"
+    assert read_placement(tmp_path / "same.json", 2) == full
+    read_placement(tmp_path / "own.json", 2, layout="free").save(tmp_path / "free.json")
     assert convert(tmp_path / "free.json", tmp_path / "still.json").homes == "", "our own files say what they are"
-    assert convert(tmp_path / "free.json", tmp_path / "again.json", layout="home").homes == "restored"
-    assert Placement.load(tmp_path / "again.json") == full
+    assert Placement.load(tmp_path / "still.json").layout == "free"
+    assert read_placement(tmp_path / "free.json", 2, layout="home") == full
     some_placement().save(tmp_path / "gaps.json")
-    with pytest.raises(ConvertError, match="empty replica slots, which the free layout does not know"):
-        convert(tmp_path / "gaps.json", tmp_path / "out.json", layout="free")
+    with pytest.raises(FormatError, match="empty replica slots, which the free layout does not know"):
+        read_placement(tmp_path / "gaps.json", 2, layout="free")

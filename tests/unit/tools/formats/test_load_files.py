@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -10,13 +9,11 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 
-from eplb_runtime.tools.formats.errors import LoadFileError
 from eplb_runtime.tools.formats.loads import layers_without_tokens, read_load, write_load
+from eplb_runtime.tools.formats.reading import FormatError
 
 LOAD = np.arange(24).reshape(2, 3, 4)
 
@@ -31,14 +28,6 @@ def test_what_is_written_is_read_back(tmp_path: Path, ending: str) -> None:
     read = read_load(tmp_path / f"load{ending}")
     assert read.dtype == np.float64
     assert np.array_equal(read, LOAD)
-
-
-@given(counts=st.lists(st.integers(0, 10**12), min_size=6, max_size=6))
-@settings(max_examples=20, deadline=None)
-def test_counts_up_to_a_trillion_survive(tmp_path_factory: pytest.TempPathFactory, counts: list[int]) -> None:
-    path = tmp_path_factory.mktemp("load") / "load.npz"
-    write_load(path, np.array(counts).reshape(2, 3))
-    assert read_load(path)[0].ravel().tolist() == counts
 
 
 @pytest.mark.parametrize("dtype", ["<f8", ">f8", "<i4", ">i2", "u1", "<f2", "g"])
@@ -56,11 +45,6 @@ def test_safetensors_of_every_number_type_are_read(tmp_path: Path, dtype: torch.
     small = torch.from_numpy(LOAD % 8)
     save_torch({"load": small.to(dtype)}, tmp_path / "load.safetensors")
     assert np.array_equal(read_load(tmp_path / "load.safetensors"), small)
-
-
-def test_one_window_gets_a_time_axis(tmp_path: Path) -> None:
-    write_load(tmp_path / "load.npz", LOAD[0])
-    assert read_load(tmp_path / "load.npz").shape == (1, 3, 4)
 
 
 def test_dense_layers_are_left_out(tmp_path: Path) -> None:
@@ -162,7 +146,7 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
 
 def test_bad_files_are_refused_in_one_line_that_names_the_file(tmp_path: Path) -> None:
     for name, (path, says) in bad_files(tmp_path).items():
-        with pytest.raises(LoadFileError) as refusal:
+        with pytest.raises(FormatError) as refusal:
             read_load(path)
         message = str(refusal.value)
         assert str(path) in message and says in message and "\n" not in message, f"{name}: {message}"
@@ -171,22 +155,16 @@ def test_bad_files_are_refused_in_one_line_that_names_the_file(tmp_path: Path) -
 @pytest.mark.parametrize("count", [2.0**53, 1e19, 1e300])
 def test_counts_beyond_whole_numbers_of_a_float_are_refused(count: float, tmp_path: Path) -> None:
     np.savez(tmp_path / "load.npz", load=np.array([[1.0, count]]))
-    with pytest.raises(LoadFileError, match=r"layer 0, expert 1: .* is no token count; counts are from 0 to 2\*\*53"):
+    with pytest.raises(FormatError, match=r"layer 0, expert 1: .* is no token count; counts are from 0 to 2\*\*53"):
         read_load(tmp_path / "load.npz")
     np.savez(tmp_path / "load.npz", load=np.array([[1.0, 2.0**53 - 1]]))
     assert read_load(tmp_path / "load.npz").max() == 2.0**53 - 1
 
 
-def test_leaving_out_every_layer_is_refused(tmp_path: Path) -> None:
-    write_load(tmp_path / "load.npz", LOAD)
-    with pytest.raises(LoadFileError, match="3 dense layers of 3: none would be left"):
-        read_load(tmp_path / "load.npz", dense_layers=3)
-
-
 def test_writing_refuses_what_reading_would_refuse(tmp_path: Path) -> None:
-    with pytest.raises(LoadFileError, match="no token count"):
+    with pytest.raises(FormatError, match="no token count"):
         write_load(tmp_path / "load.json", np.full((1, 2), -1.0))
-    with pytest.raises(LoadFileError, match=r"must end in \.npz or"):
+    with pytest.raises(FormatError, match=r"must end in \.npz or"):
         write_load(tmp_path / "load.txt", LOAD)
     assert not list(tmp_path.iterdir())
 
@@ -195,8 +173,3 @@ def test_shared_series_reads_as_windows_layers_experts(shared_data: Path) -> Non
     load = read_load(shared_data / "gpt_oss_20b_expert_load_shuffled.npz")
     assert load.shape[1:] == (24, 32)
     assert set(load.sum(axis=2).ravel()) == {4000.0}, "1,000 tokens a window, 4 experts a token"
-
-
-def test_json_is_what_other_tools_can_read(tmp_path: Path) -> None:
-    write_load(tmp_path / "load.json", LOAD)
-    assert json.loads((tmp_path / "load.json").read_text())["load"] == LOAD.tolist()

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from eplb_runtime.cli import main
-from eplb_runtime.tools.assess import recorded
-from eplb_runtime.tools.formats.errors import LoadFileError
-from eplb_runtime.tools.formats.loads import read_load
+from eplb_runtime.tools.formats.loads import read_load, read_record
+from eplb_runtime.tools.formats.reading import FormatError
 
 
 def line(step: int, layer: int, top_indices: list[list[int]], **more: Any) -> dict[str, Any]:
@@ -82,13 +81,13 @@ def test_a_line_that_is_none_is_named(tmp_path: Path, content: str, part: str) -
     folder = write(tmp_path, [line(0, 1, [[0, 1]])])
     with open(folder / "router_trace_rank0.jsonl", "a") as file:
         file.write(content + "\n")
-    with pytest.raises(LoadFileError) as caught:
+    with pytest.raises(FormatError) as caught:
         read_load(folder)
     assert part in str(caught.value) and "router_trace_rank0.jsonl, line 2" in str(caught.value)
 
 
 def test_some_ranks_alone_of_a_trace_are_refused_where_no_step_is_whole(tmp_path: Path) -> None:
-    with pytest.raises(LoadFileError, match="give the files of all ranks"):
+    with pytest.raises(FormatError, match="give the files of all ranks"):
         read_load(write(tmp_path, [line(0, 1, [[0, 1]]), line(1, 2, [[0, 1]])]))
 
 
@@ -108,7 +107,7 @@ def test_a_trace_is_assessed_with_as_many_ranks_as_wrote_it_and_without_replicas
 ) -> None:
     """Megatron's layers hold none."""
     folder = skewed(tmp_path)
-    assert recorded(folder, read_load(folder)).job.ranks == 4
+    assert read_record(folder).job.ranks == 4
     assert main(["assess", str(folder), "--json", "--every", "4"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["pays"] is True and shown["imbalance"]["now"] > 2 and shown["imbalance"]["homes"] < 1.5

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from eplb_runtime.cli import main
-from eplb_runtime.tools.assess import recorded
-from eplb_runtime.tools.formats.errors import LoadFileError
-from eplb_runtime.tools.formats.loads import read_load
+from eplb_runtime.tools.formats.loads import read_load, read_record
+from eplb_runtime.tools.formats.reading import FormatError
 
 
 def write(path: Path, *samples: Any) -> Path:
@@ -58,17 +57,17 @@ def test_dense_layers_have_no_load_and_can_be_left_out(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_routing_is_one_line(tmp_path: Path, samples: list[Any], said: str) -> None:
-    with pytest.raises(LoadFileError, match=said):
+    with pytest.raises(FormatError, match=said):
         read_load(write(tmp_path / "0.pt", *samples))
 
 
 def test_rollouts_of_different_models_are_one_line(tmp_path: Path) -> None:
     write(tmp_path / "0.pt", chosen([[0, 1]]))
     write(tmp_path / "1.pt", chosen([[0, 1], [0, 1]]))
-    with pytest.raises(LoadFileError, match="rollout 1 has 2 layers, the first 1"):
+    with pytest.raises(FormatError, match="rollout 1 has 2 layers, the first 1"):
         read_load(tmp_path)
     torch.save({"weights": torch.zeros(2)}, tmp_path / "1.pt")
-    with pytest.raises(LoadFileError, match="of different kinds"):
+    with pytest.raises(FormatError, match="of different kinds"):
         read_load(tmp_path)
 
 
@@ -78,7 +77,7 @@ def test_assess_takes_a_folder_of_rollouts(tmp_path: Path, capsys: pytest.Captur
     for rollout in range(12):
         ids = np.stack([[rng.choice(16, 2, replace=False, p=layer) for layer in hot] for _ in range(200)])
         write(tmp_path / f"{rollout}.pt", torch.from_numpy(ids))
-    assert recorded(tmp_path, read_load(tmp_path)).job.takes_no_replicas
+    assert read_record(tmp_path).job.takes_no_replicas
     assert main(["assess", str(tmp_path), "--ranks", "4"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "homes alone are tried. 4 ranks: the busiest rank has" in shown

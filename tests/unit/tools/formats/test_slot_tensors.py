@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eplb_runtime.tools.formats.convert import read_placement
-from eplb_runtime.tools.formats.errors import ConvertError
+from eplb_runtime.tools.formats.reading import FormatError
 from eplb_runtime.tools.formats.slots import tensors_of_slots
 
 MAP = [[2, 0, 1, 3, 2, 0], [1, 3, 0, 2, 3, 1]]
@@ -66,10 +66,10 @@ def test_each_slot_gets_the_tensor_of_the_expert_that_the_engine_has_there(
 
 
 def test_a_map_of_another_model_is_refused() -> None:
-    with pytest.raises(ConvertError, match=r"has shape \[2, 6\], and the model 3 MoE layers"):
+    with pytest.raises(FormatError, match=r"has shape \[2, 6\], and the model 3 MoE layers"):
         list(tensors_of_slots(Stream(False, layers=3), MAP))  # type: ignore[arg-type]
     lacking = [[0, 1, 2, 2, 1, 0], MAP[1]]
-    with pytest.raises(ConvertError, match="layer 0 has no slot for expert 3"):
+    with pytest.raises(FormatError, match="layer 0 has no slot for expert 3"):
         list(tensors_of_slots(Stream(True), lacking))  # type: ignore[arg-type]
 
 
@@ -80,6 +80,6 @@ def test_a_map_is_refused_on_every_rank_ahead_of_the_first_tensor(stacked: bool,
         "layer 1 has no slot for expert 3": [MAP[0], [0, 1, 2, 2, 1, 0]],
         "layer 0 has expert 4, and the model 4": [[0, 1, 2, 3, 4, 0], MAP[1]],
     }.items():
-        with pytest.raises(ConvertError, match=wrong):
+        with pytest.raises(FormatError, match=wrong):
             next(tensors_of_slots(Stream(stacked, receives=receives), given))  # type: ignore[arg-type]
     assert next(tensors_of_slots(Stream(stacked), MAP)).name == "norm", "control"  # type: ignore[arg-type]

@@ -1,0 +1,291 @@
+"""Files by their endings, and numbers out of them. Nothing here unpickles objects or runs what a file says."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from errno import ENOENT
+from os import strerror
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...placement import PlacementError
+from ...utils.errors import one_line
+from ...utils.files import MIB, FileError, require_readable
+
+LoadArray = NDArray[np.float64]
+
+MOST_NUMBERS = 2**28
+"""So many numbers are taken from one array: 18,000 windows of 58 layers x 256 experts, 2 GiB as float64."""
+MOST_EXPERTS = 1 << 16
+"""Experts of a layer: larger ids are none of it."""
+MOST_TEXT_BYTES, MOST_BYTES = 128 * MIB, 4096 * MIB
+"""Of JSON and YAML, whose objects take some twenty times that, and of other files."""
+
+
+class FormatError(FileError):
+    """A file of others that cannot be used, or an argument that does not fit it: one line with the mend."""
+
+
+@contextmanager
+def about(path: Path, reading: bool = True) -> Iterator[None]:
+    """Name this file in each error of the block; of ``OSError`` where it is read."""
+    try:
+        yield
+    except OSError as error:
+        if not reading:
+            raise
+        raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except PlacementError as error:
+        raise PlacementError(f"{path}: {error}") from None
+    except FileError as error:
+        raise FormatError(f"{path}: {error}") from None
+
+
+# -- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def numbers(values: Any, name: str) -> LoadArray:
+    """Return nested lists, a numpy array or a torch tensor as float64, of any shape; ``name`` is for refusals."""
+    return _plain_array(values, name, "iuf", "hold numbers").astype(np.float64)
+
+
+def expert_ids(values: Any, name: str, shape: tuple[str, ...] = ("layers", "slots")) -> NDArray[np.int64]:
+    """Return values as int64, any ids; ``shape`` names the dimensions that they must have."""
+    wanted = f"be [{', '.join(shape)}] of expert ids"
+    array = _plain_array(values, name, "iu", wanted)
+    if array.ndim != len(shape):
+        raise FormatError(f"{name} must {wanted}")
+    if array.size and array.max() > np.iinfo(np.int64).max:
+        raise FormatError(f"{name} holds {array.max()}, which is no id")
+    return array.astype(np.int64)
+
+
+def require_few(count: int, name: str) -> None:
+    """Refuse more numbers than are ever read."""
+    if count > MOST_NUMBERS:
+        raise FormatError(
+            f"{name} has {count:,} numbers, but up to {MOST_NUMBERS:,} are read: give fewer or merged windows"
+        )
+
+
+def names_in(container: Iterable[Any]) -> str:
+    """Return the first few names of a mapping, for messages."""
+    found = list(container)
+    shown = [repr(str(name)[:80]) for name in found[:6]]
+    return ", ".join(shown + ["..."] * (len(found) > 6)) or "nothing"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of another library's message, short enough to stand in ours."""
+    return one_line(error)[:160]
+
+
+def _plain_array(values: Any, name: str, kinds: str, wanted: str) -> NDArray[Any]:
+    """Return values as an array of one of numpy's ``kinds`` of dtype; ``wanted`` ends the sentence of a refusal."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(values, torch.Tensor):
+        require_few(values.numel(), name)
+        try:
+            plain = values.detach().cpu()
+            # numpy lacks bfloat16 and the 8-bit floats
+            values = (plain.to(torch.float64) if plain.is_floating_point() else plain).numpy()
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            raise FormatError(f"{name} is a tensor without plain values ({first_line(error)}): save another") from None
+    elif not isinstance(values, np.ndarray | list | tuple):
+        raise FormatError(f"{name} is a {type(values).__name__}; it must {wanted}")
+    try:
+        array = np.asarray(values)
+    except (ValueError, OverflowError, TypeError):
+        raise FormatError(f"{name} is ragged: every window and layer needs the same number of entries") from None
+    require_few(array.size, name)
+    if array.dtype.kind not in kinds:
+        held = "numbers beyond 64 bits" if array.dtype.kind == "O" else array.dtype
+        raise FormatError(f"{name} holds {held}; it must {wanted}")
+    return array
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Content:
+    """A file or folder before any engine is asked whose it is.
+
+    Args:
+        kind: the ending without its dot, or ``"directory"``.
+        value: of ``npz`` and ``safetensors`` arrays by name, each read when it is asked for; of a directory and of
+            ``jsonl`` nothing.
+        metadata: the texts in a safetensors file's header.
+    """
+
+    path: Path
+    kind: str
+    value: Any = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def holds(self, *names: str) -> bool:
+        """Return whether it is a mapping with all these names."""
+        return isinstance(self.value, Mapping) and all(name in self.value for name in names)
+
+
+def open_content(path: Path) -> Content:
+    """Read a file, or note that it is a directory.
+
+    Raises:
+        FileError: an unknown ending, not what the ending says, or too large to be read.
+        OSError: it cannot be read.
+    """
+    if path.is_dir():
+        return Content(path, "directory")
+    if not path.exists():
+        raise FileNotFoundError(ENOENT, strerror(ENOENT), str(path))
+    kind = {".yml": "yaml"}.get(path.suffix, path.suffix[1:])
+    if kind == "safetensors":
+        return Content(path, kind, *_read_safetensors(path))
+    readers: dict[str, Callable[[Path], Any]] = {
+        "npz": _read_npz,
+        "json": _read_json,
+        "pt": read_pt,
+        "yaml": _read_yaml,
+        "jsonl": lambda path: None,
+    }
+    if kind not in readers:
+        endings = ".npz, .safetensors, .json, .pt, .yaml, .yml, .jsonl"
+        raise FormatError(f"cannot tell what kind of file this is by its ending; give {endings}")
+    return Content(path, kind, readers[kind](path))
+
+
+class Arrays(Mapping[str, Any]):
+    """Arrays of a file by name; each is read when it is asked for."""
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], Any]) -> None:
+        self._names, self._read = tuple(names), read
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _read_npz(path: Path) -> Arrays:
+    require_readable(path, MOST_BYTES)
+    opened = _numpy(lambda: np.load(path, allow_pickle=False))
+    if isinstance(opened, np.ndarray):
+        raise FormatError("one bare array; save it with numpy.savez(file, load=counts)")
+
+    def read(name: str) -> Any:
+        array = _numpy(lambda: opened[name])
+        if not isinstance(array, np.ndarray) or array.dtype.kind not in "iuf":
+            raise FormatError(f"not an .npz of plain numbers: {name} holds {getattr(array, 'dtype', 'bytes')}")
+        return array
+
+    return Arrays(opened.files, read)
+
+
+def _numpy(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # numpy and zipfile raise ValueError, EOFError, BadZipFile, KeyError, ...
+        raise FormatError(f"not an .npz of plain numbers ({first_line(error)})") from None
+
+
+def _read_json(path: Path) -> Any:
+    require_readable(path, MOST_TEXT_BYTES)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"not JSON ({first_line(error)})") from None
+
+
+def _read_yaml(path: Path) -> Any:
+    """Return the first document of a file without aliases, which let few bytes stand for any amount of data."""
+    try:
+        import yaml
+    except ImportError:
+        raise FormatError("reading YAML needs PyYAML: pip install 'eplb-runtime[convert]'") from None
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise FormatError("YAML with aliases (*name) is not read: write the values out")
+            return super().compose_node(parent, index)
+
+    require_readable(path, MOST_TEXT_BYTES)
+    try:
+        loader = Loader(path.read_text(encoding="utf-8"))
+        return loader.get_data() if loader.check_data() else None
+    except FileError:
+        raise
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise FormatError(f"not YAML ({first_line(error)})") from None
+
+
+def read_pt(path: Path) -> dict[str, Any]:
+    """Return the dict in a ``torch.save`` file; an object that is no tensor and no plain value is refused."""
+    require_readable(path, MOST_BYTES)
+    import torch
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a refusal is one line
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, KeyError, ... for bad files
+        raise FormatError(f"not a torch file of tensors and plain values ({first_line(error)})") from None
+    if not isinstance(content, dict):
+        raise FormatError(f"holds a {type(content).__name__}; a dump holds a dict")
+    return content
+
+
+def read_named_pt(path: Path) -> dict[str, Any]:
+    """Read one of several ``torch.save`` files in a folder; a refusal names it."""
+    try:
+        return read_pt(path)
+    except FileError as error:
+        raise FormatError(f"{path.name}: {error}") from None
+
+
+def _read_safetensors(path: Path) -> tuple[Arrays, dict[str, str]]:
+    from safetensors import SafetensorError, safe_open
+
+    require_readable(path, MOST_BYTES)
+
+    def using(read: Callable[[Any], Any]) -> Any:
+        try:
+            with safe_open(path, framework="pt") as file:
+                return read(file)
+        except SafetensorError as error:
+            raise FormatError(f"not a safetensors file ({first_line(error)})") from None
+
+    def tensor(name: str) -> Any:
+        def read(file: Any) -> Any:
+            require_few(math.prod(file.get_slice(name).get_shape()), name)
+            return file.get_tensor(name)
+
+        return using(read)
+
+    names, metadata = using(lambda file: (tuple(file.keys()), dict(file.metadata() or {})))
+    return Arrays(names, tensor), metadata
+
+
+def read_tensors(path: Path) -> Arrays:
+    """Return the tensors of a safetensors file by name, each read when it is asked for."""
+    return _read_safetensors(path)[0]
