@@ -64,13 +64,12 @@ def test_a_job_that_fails_or_does_not_attach_is_unknown() -> None:
 
 
 def test_verify_that_is_ended_ends_its_job_and_removes_its_folder(tmp_path: Path) -> None:
-    os.mkfifo(begun := tmp_path / "begun")
-    (folder := tmp_path / "temporary").mkdir()
-    command = [sys.executable, "-m", COMMAND, "verify", "--", "sh", "-c", f"echo $$ > {begun}; exec sleep 600"]
-    verify = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)})
-    job = int(begun.read_text())  # waits until it runs
+    command = [sys.executable, "-m", COMMAND, "verify", "--", "sh", "-c", "echo $$; exec sleep 600"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    verify = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    job = next(int(line) for line in verify.stderr or () if line.strip().isdigit())
     verify.terminate()
-    assert verify.wait(120) == 128 + signal.SIGINT and not list(folder.iterdir())
+    assert verify.wait(120) == 128 + signal.SIGINT and not list(tmp_path.glob("eplb_verify_*"))
     with pytest.raises(ProcessLookupError):
         os.kill(job, 0)
 
