@@ -57,7 +57,7 @@ RATCHET = {
     "hosts": 9262,
     "tools": 5237,
     "cli": 1681,
-    "package": 51798,
+    "package": 51795,
     "files of the package": 310,
     "page": 698,
     "tests": 56889,
