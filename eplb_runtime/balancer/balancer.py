@@ -465,11 +465,7 @@ class Balancer:
             self._guard.begin()
 
     def _trained_by(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
-        """Note an optimizer that is about to be hooked.
-
-        Args:
-            outside: its parameters outside the model, by a name for messages.
-        """
+        """Note an optimizer that is about to be hooked; ``outside``: its parameters outside the model, by name."""
         self._optimizers.append(optimizer)
         self._runtime.registry.stepped_by(optimizer)
         self._train_outside(outside)
@@ -479,11 +475,7 @@ class Balancer:
                 layer.counts_in_evaluation = False
 
     def _no_longer_trained_by(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
-        """Forget an optimizer that was let go.
-
-        Args:
-            outside: as for `_trained_by`.
-        """
+        """Forget an optimizer that was let go; ``outside``: as for `_trained_by`."""
         self._optimizers[:] = [other for other in self._optimizers if other is not optimizer]
         self._runtime.registry.no_longer_stepped_by(optimizer)
         for name in outside:
@@ -809,11 +801,7 @@ class Balancer:
         return self._runtime.groups.background
 
     def _open_second_channel(self) -> MicroBatchChannels:
-        """Let two batches of a rank exchange tokens at once (`moe.dispatch.channels`). Collective, between steps.
-
-        Raises:
-            RuntimeError: as `at_once` says.
-        """
+        """Let two batches of a rank exchange tokens at once (`moe.dispatch.channels`). Collective, between steps."""
         if self._runtime.host_dispatches:
             raise RuntimeError("two batches at once need our own dispatch, and the framework carries tokens itself")
         if self._sliced and self._runtime.maps.replicas is not None:

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..distributed.consensus import deviating, gather_bytes, gather_rows
+from ..distributed.store import StoreError
 from ..load.aggregate import HostCopy
 from ..moe.experts.memory import WeightMemory
 from .gradients.averaging import bit_sums, bit_words
@@ -56,6 +57,11 @@ FACTS = (
     ("experts with the same ids", "edp_sets", _BY_AVERAGE),
 )
 """What is the same on ranks, the sets of these ranks in `Job`, and what to do where it is not."""
+_SKIPS = (
+    "a rank may skip a step that the others make (torch's GradScaler decides on each rank: use "
+    "eplb.GradScaler(balancer)), run fewer batches, or be stuck"
+)
+_POLL_SECONDS = 0.02
 _TEXTS = 4
 """Facts ahead of those about tensors."""
 
@@ -150,7 +156,7 @@ class Guard:
         self._experts = {name: runtime.parameters[name] for name in runtime.layer_of_parameter}
         self._dense, self._optimizers, self._memory, self._registered = dense, optimizers, memory, registered
         self._run, self._step, self._on_finding = run, step, on_finding
-        self._steps, self.complete_steps = 0, FIRST_STEPS
+        self._steps, self._comparisons, self.complete_steps = 0, 0, FIRST_STEPS
         self._piece: tuple[str, Tensor, Tensor] | None = None
         self._is_noted = False
         self._forwards = (0, 0)
@@ -298,15 +304,21 @@ class Guard:
 
     def _compare_job(self, sample: Sample, where: str) -> None:
         """Compare over the job, on the thread that has the control group to itself; raise or warn. Collective."""
+        self._comparisons += 1
+        groups, name = self._groups, f"guard/{self._comparisons}"
+        deadline = time.monotonic() + groups.timeout_seconds
         try:
-            self._runtime.barrier(where)
+            groups.store.compare_set(f"{name}/{groups.job.rank}", "here", passing=True)
+            finding = self._run(lambda: self.compare(sample, groups.control).finding)
         except RuntimeError as error:
-            skips = "a rank may skip a step that the others make (torch's GradScaler decides on each rank: use "
-            return self.report(f"{error}; {skips}eplb.GradScaler(balancer)), run fewer batches, or be stuck")
-        control = self._groups.control
-        try:
-            finding = self._run(lambda: self.compare(sample, control).finding)
-        except RuntimeError as error:  # no rank's mistake: connections broke, and the balancer makes new ones
+            missing = list(groups.job.ranks)
+            with suppress(StoreError):  # a silent store says nothing of ranks; one that hung up may still arrive
+                while missing := [rank for rank in missing if not groups.store.word_of(f"{name}/{rank}")]:
+                    if time.monotonic() > deadline:
+                        who = ", ".join(map(str, missing[:MOST_NAMED]))
+                        limit = f"within {groups.timeout_seconds:g} s: it is collective"
+                        return self.report(f"rank {who} did not come to {where} {limit}; {_SKIPS}")
+                    time.sleep(_POLL_SECONDS)
             return logger.info("the ranks could not compare what they see at %s: %s", where, error)
         self.report(finding)
 

@@ -20,7 +20,7 @@ WRONG = (
 RIGHT = ("parameters_kept", "averaged_by_the_loop", "compute")
 
 pytest.importorskip("transformers", reason="Transformers is not installed")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
