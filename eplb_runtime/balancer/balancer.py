@@ -105,7 +105,7 @@ class Balancer:
         hook_optimizers: Callable[[Balancer], OptimizerHooks],
         export_with: Callable[[Balancer], WeightExport],
     ) -> None:
-        config, groups = runtime.config, runtime.groups
+        config = runtime.config
         self.config = config
         self.topology = runtime.topology
         self.layer_of_parameter = dict(runtime.layer_of_parameter)
@@ -134,14 +134,13 @@ class Balancer:
         self._on_all_ranks: list[Callable[[float], None]] = []
         self._shown: Any = None
         self._guard = Guard(
-            config.guard,
-            groups,
-            runtime.watched(
-                self._dense, self._optimizers, self._memory.name_of_freed, lambda: list(self._extra_tensors)
-            ),
-            runtime.device,
+            runtime,
+            self._dense,
+            self._optimizers,
+            self._memory,
+            self._extra_tensors,
             run=lambda work: self._rebalancer.run(work),
-            number=lambda: self._rebalancer.step,
+            step=lambda: self._rebalancer.step,
             on_finding=lambda finding: self.events.emit(GuardFinding(self._rebalancer.step, finding)),
         )
         self._gradients = Gradients(
@@ -156,6 +155,7 @@ class Balancer:
             self._gradients.arrives,
         )
         self._rebalancer = Rebalancer(runtime, transport, self._guard, self.events)
+        self._rebalance_now = self._rebalancer.now
         self._restorer = Restorer(runtime, self._rebalancer)
         for layer in runtime.layers:
             layer.before = self._rebalancer.overlapped.before_layer
@@ -254,7 +254,7 @@ class Balancer:
         self._runtime.barrier("rebalance()")
         if not self._training:
             self._runtime.counter.advance()  # without an optimizer nobody else closes what was counted
-        moved = self._rebalancer.now()
+        moved = self._rebalance_now()
         if moved:
             self._after_move()
             self._refresh_replicas()
@@ -465,11 +465,7 @@ class Balancer:
             self._guard.begin()
 
     def _trained_by(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
-        """Note an optimizer that is about to be hooked.
-
-        Args:
-            outside: its parameters outside the model, by a name for messages.
-        """
+        """Note an optimizer that is about to be hooked; ``outside``: its parameters outside the model, by name."""
         self._optimizers.append(optimizer)
         self._runtime.registry.stepped_by(optimizer)
         self._train_outside(outside)
@@ -479,11 +475,7 @@ class Balancer:
                 layer.counts_in_evaluation = False
 
     def _no_longer_trained_by(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
-        """Forget an optimizer that was let go.
-
-        Args:
-            outside: as for `_trained_by`.
-        """
+        """Forget an optimizer that was let go; ``outside``: as for `_trained_by`."""
         self._optimizers[:] = [other for other in self._optimizers if other is not optimizer]
         self._runtime.registry.no_longer_stepped_by(optimizer)
         for name in outside:
@@ -809,11 +801,7 @@ class Balancer:
         return self._runtime.groups.background
 
     def _open_second_channel(self) -> MicroBatchChannels:
-        """Let two batches of a rank exchange tokens at once (`moe.dispatch.channels`). Collective, between steps.
-
-        Raises:
-            RuntimeError: as `at_once` says.
-        """
+        """Let two batches of a rank exchange tokens at once (`moe.dispatch.channels`). Collective, between steps."""
         if self._runtime.host_dispatches:
             raise RuntimeError("two batches at once need our own dispatch, and the framework carries tokens itself")
         if self._sliced and self._runtime.maps.replicas is not None:
@@ -837,6 +825,10 @@ class Balancer:
     def _plan_with(self, planner: Callable[..., Plan]) -> None:
         """Plan with a function other than `planner.plan`, of the same arguments, from the next decision on."""
         self._rebalancer.decisions.planner = planner
+
+    def _rebalance_by(self, move: Callable[[], bool]) -> None:
+        """Let `rebalance` move experts by this function, which returns whether it has."""
+        self._rebalance_now = move
 
     def _follow_steps(self, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Call functions before each optimizer's step, with gradients reduced, and at the end of each training step."""

@@ -39,8 +39,7 @@ from ..utils.jit import compiling_ahead, without_waiting
 from ..utils.spans import phase
 from ..utils.worker import Worker
 from .compile_ahead import compile_apart, compile_here, compiles, is_compiled
-from .guard import Guard, SampleComparison
-from .guard_samples import Sample
+from .guard import MOST_NAMED, Guard, Sample, SampleComparison
 from .runtime import Runtime
 
 logger = logging.getLogger("eplb_runtime")
@@ -71,8 +70,7 @@ class Decision:
         steps: training steps that the load covers.
         finding: of the guard; empty: none.
         stays: reason for which a plan is not carried out; empty: it is, or there is none.
-        uncounted: names of this rank's experts modules whose load was not counted, because they are in evaluation mode
-            while others train.
+        uncounted: a line that names MoE layers in evaluation mode while others train; empty: none.
         summary: decision, reason, moves, imbalance_before, imbalance_after, plan_seconds, as rank 0 sent them.
     """
 
@@ -83,7 +81,7 @@ class Decision:
     summary: dict[str, Any] | None = None
     finding: str = ""
     stays: str = ""
-    uncounted: tuple[str, ...] = ()
+    uncounted: str = ""
     load: NDArray[np.int64] | None = None
     placements: tuple[tuple[int, Placement], ...] = ()
     step_seconds: float = 0.0
@@ -593,18 +591,24 @@ def _decisions_of_horizon(config: BalancerConfig) -> int:
     return JUDGED if config.interval is None else -(-config.horizon // config.interval)
 
 
-def _uncounted(total: NDArray[np.int64], in_evaluation: Mapping[int, str]) -> tuple[str, ...]:
-    """Names of the layers in evaluation mode without a counted token, where other layers have some.
+def _uncounted(total: NDArray[np.int64], in_evaluation: Mapping[int, str]) -> str:
+    """Name the layers in evaluation mode without a counted token, where other layers have some: a frozen part of a
+    model is no error.
 
     Args:
         total: int64 ``[T, L, E]``, of all ranks.
         in_evaluation: names of layers by index.
     """
-    if not in_evaluation:
-        return ()
     is_counted_L: NDArray[np.bool_] = np.asarray(total.any(axis=(0, 2)))
-    names = tuple(name for layer, name in in_evaluation.items() if not is_counted_L[layer])
-    return names if is_counted_L.any() else ()
+    names = [name for layer, name in in_evaluation.items() if not is_counted_L[layer]]
+    if not names or not is_counted_L.any():
+        return ""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return (
+        f"MoE layers are in evaluation mode while others train: {', '.join(names[:MOST_NAMED])}{more}; their tokens "
+        "are not counted, so their experts are placed without knowing their load: call train() on these modules "
+        "(frozen parameters stay frozen), or on the whole model"
+    )
 
 
 def _highest(control: dist.ProcessGroup, *here: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Checks that a model stays as it was attached: which module holds which expert weights, and what is trained.
+"""Checks what one rank sees by itself: a model stays as it was attached, and its optimizers write what they list.
 
 Frameworks replace parameters (sharding), put modules around others (adapters) and add trained parameters. All of this
 is right before attach. After it, experts would be computed, averaged or moved without it.
@@ -7,12 +7,17 @@ is right before attach. After it, experts would be computed, averaged or moved w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..moe.experts.slices import has_divide_factor, keep_slices
+
+_ELEMENTS = 1024
+"""Elements of a tensor, about, that tell whether an optimizer has written it."""
 
 
 class StructureError(RuntimeError):
@@ -122,3 +127,87 @@ def _held(experts: nn.Module, key: str) -> tuple[nn.Module, str, nn.Parameter | 
     inside, _, own_name = key.rpartition(".")
     module = experts.get_submodule(inside)
     return module, own_name, module._parameters[own_name]
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+Snapshot = tuple[str, Tensor, Tensor, object]
+"""A parameter that is about to be stepped, by name: some elements, and the versions of it and its state."""
+
+
+def why_misplaced(experts: Mapping[str, Tensor], optimizers: Sequence[Any]) -> str:
+    """Name a trained expert tensor that the optimizers do not list once; empty: they list each."""
+    rates = _rates(optimizers)
+    for name, parameter in experts.items() if optimizers else ():
+        if parameter.requires_grad and (times := len(rates.get(id(parameter), ()))) != 1:
+            return (
+                f"the optimizer holds {name} {times} times, not once: it was unfrozen or param groups were changed "
+                "after attach; make the optimizer from the parameters that are to be trained, then attach"
+            )
+    return ""
+
+
+def snapshots(parameters: Mapping[str, Tensor], optimizers: Sequence[Any]) -> list[Snapshot]:
+    """Take snapshots of parameters with gradients that an optimizer lists."""
+    rates = _rates(optimizers)
+    # Writing through .data leaves no version; the values tell then, where rounding hides no update.
+    wide = [(name, p) for name, p in parameters.items() if p.element_size() > 2 and any(rates.get(id(p), ()))]
+    return [(name, p, _elements(p).clone(), _versions(p, optimizers)) for name, p in wide if p.grad is not None]
+
+
+def why_not_stepped(before: Sequence[Snapshot], optimizers: Sequence[Any], skipped: Collection[int]) -> str:
+    """Name a parameter that a step has left as it was, though it has a gradient and is listed; empty: none.
+
+    Args:
+        skipped: ids of parameters whose optimizer all ranks have skipped.
+    """
+    for name, p, elements, versions in before:
+        is_as_before = _versions(p, optimizers) == versions and torch.equal(_elements(p), elements)
+        gradient = p.grad if p.grad is not None and p.grad.layout is torch.strided else None
+        if is_as_before and gradient is not None and id(p) not in skipped and _elements(gradient).any():
+            return (
+                f"the optimizer lists {name}, which has a gradient, and its step does not write it (it may step other "
+                "tensors, or a part of the parameters on each rank, as ZeroRedundancyOptimizer does): use an optimizer "
+                "that steps all that it lists, on every rank"
+            )
+    return ""
+
+
+def options_of(optimizers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the learning rates and the other options of each group. Left out are numbers on a device, and optimizers
+    of a framework's own, which may have different groups on each rank."""
+    groups = [group for one in optimizers if isinstance(one, torch.optim.Optimizer) for group in one.param_groups]
+    others = [[(key, _numbers(group[key])) for key in sorted(set(group) - {"lr", "params"})] for group in groups]
+    return [_numbers(group.get("lr")) for group in groups], others
+
+
+def _numbers(value: Any) -> Any:
+    """The numbers in an option."""
+    if isinstance(value, Tensor):
+        return value.tolist() if value.device.type == "cpu" and value.numel() == 1 else None
+    if isinstance(value, list | tuple):
+        return [_numbers(one) for one in value]
+    return value if isinstance(value, int | float) else None
+
+
+def _rates(optimizers: Sequence[Any]) -> dict[int, list[Any]]:
+    """Learning rates by id of a parameter, one for each time that an optimizer lists it."""
+    rates: dict[int, list[Any]] = {}
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        for parameter in group["params"]:
+            rates.setdefault(id(parameter), []).append(group.get("lr", 1))
+    return rates
+
+
+def _versions(parameter: Tensor, optimizers: Sequence[Any]) -> object:
+    """Versions of a parameter and its state: an optimizer may write its state alone in some steps (a warm-up)."""
+    states = [getattr(optimizer, "state", {}).get(parameter) for optimizer in optimizers]
+    values = [parameter, *(value for state in states if isinstance(state, dict) for value in state.values())]
+    have = [isinstance(one, Tensor) and not one.is_inference() for one in values]
+    return [(id(one), one._version) if has else repr(one) for one, has in zip(values, have, strict=True)]
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """Elements from all over a tensor."""
+    flat = (tensor if tensor.is_contiguous() else tensor[:1]).detach().reshape(-1)
+    return flat[:: max(1, len(flat) // _ELEMENTS)]

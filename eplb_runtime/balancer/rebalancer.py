@@ -51,6 +51,7 @@ from ..placement import Placement, PlacementError
 from ..utils.errors import one_line
 from ..utils.worker import Worker
 from .decision import Decision, DecisionMaker, Measurement
+from .gradients.division import why_rows_stay
 from .guard import Guard
 from .runtime import Runtime
 
@@ -116,7 +117,7 @@ class Rebalancer:
         self._maps = runtime.maps
         self._restores = 0
         self._attempts = 0
-        self._known_home_bytes = 0
+        self._known_home_bytes, self._calls = 0, 0
         self._boundaries = 0
         self._pending: _Pending | None = None
         self._said: Future[object] | None = None
@@ -305,7 +306,7 @@ class Rebalancer:
     def free_memory(self) -> int:
         """Free memory for experts in flight; none are. A decision in flight is made first. Returns the bytes."""
         self.wait_for_decision()
-        self._known_home_bytes = max(self._known_home_bytes, self._home_bytes())
+        self._known_home_bytes = max(self._known_home_bytes, self._home_bytes()[0])
         return self._engine.free_memory()
 
     def take_memory(self) -> None:
@@ -395,14 +396,17 @@ class Rebalancer:
         self.run(lambda: None)  # a decision, or a word to the others, may be on the control group still
         return self._migrate(target)
 
-    def place(self, target: Placement) -> None:
+    def place(self, target: Placement, *, at_once: bool = False) -> None:
         """Migrate to a placement as after a decision: beside the next steps where migrations overlap with them, unless
-        one is in flight. Collective, at the end of a step."""
+        one is in flight, or at once, as `now`. Collective, between steps."""
+        if at_once:
+            self.drain()
         if not self._migration.in_flight:
             self._refuse_alone("a migration")
             self.run(lambda: None)  # a decision may be on the control group still
-            self._migrate(target, self._migration)
-            self.overlapped.step_begins()
+            self._migrate(target, None if at_once else self._migration)
+            if not at_once:
+                self.overlapped.step_begins()
 
     def forget_pending(self) -> None:
         """Drop the decision and the migration in flight. The worker has left the control group when this returns, or
@@ -447,8 +451,9 @@ class Rebalancer:
 
     def _decide(self, lag: int, suspended: bool = False) -> _Pending:
         steps = self._counter.open_steps
-        home_bytes = self._known_home_bytes if suspended else self._home_bytes()
+        home_bytes, stays = (self._known_home_bytes, "") if suspended else self._home_bytes()
         self._known_home_bytes = home_bytes
+        calls_before, self._calls = self._calls, sum(layer.calls for layer in self._runtime.layers)
         measurement = Measurement(
             buckets=HostCopy(self._counter.take()),
             steps=steps,
@@ -459,8 +464,8 @@ class Rebalancer:
             home_bytes=home_bytes,
             token_bytes=self._counter.token_bytes,
             sampled_steps=self._expert_clock.take(),
-            sample=None if suspended else self._guard.sample(),
-            computed=self._guard.computed(),
+            sample=None if suspended else self._guard.sample(why_rows_stay(self._runtime.parameters) or stays),
+            computed=self._calls > calls_before,
             declared=self.declared,
             keys_of_earlier=self._groups.store.passing,
             in_evaluation=self._in_evaluation(),
@@ -482,20 +487,17 @@ class Rebalancer:
         named = zip(runtime.layers, runtime.model_check.experts.items(), strict=True)
         return {layer.index: name for layer, (name, module) in named if not module.training}
 
-    def _home_bytes(self) -> int:
-        """Bytes of the largest home expert; 0: an optimizer has state that cannot move, so experts stay where they
-        are."""
+    def _home_bytes(self) -> tuple[int, str]:
+        """Bytes of the largest home expert; 0 with a reason where an optimizer has state that cannot move."""
         try:
-            return self._registry.largest_home_bytes()
+            return self._registry.largest_home_bytes(), ""
         except OptimizerStateError as error:
-            logger.debug("experts cannot move: %s", error)
-            return 0
+            return 0, f"{error}: experts stay where they are"
 
     def _agree_on_target(self, pending: _Pending) -> Placement | None:
         """The placement that all ranks have decided on; None: experts stay where they are."""
         decision, self._pending = self._outcome_of(pending), None
-        self._guard.report(decision.finding, decision.stays)
-        self._guard.report_uncounted(decision.uncounted)
+        self._guard.report(decision.finding, decision.stays, decision.uncounted)
         if (measured := decision.measured(self.step)) is not None:
             self._events.emit(measured)
         if decision.failure:

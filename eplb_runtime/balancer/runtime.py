@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,6 @@ from ..distributed.ranks import Job
 from ..load.counter import LoadCounter
 from ..load.expert_clock import ExpertClock
 from ..moe.dispatch.channels import MicroBatchChannels
-from ..moe.experts.optimizer_state import OptimizerStateError
 from ..moe.experts.registry import ExpertTensors
 from ..moe.kernel_selection import Kernels
 from ..moe.layer import ExpertParallelLayer, HostDispatchedLayer
@@ -23,7 +22,6 @@ from ..placement import Placement
 from ..replicas.placement_maps import Maps
 from ..topology import Topology
 from .gradients.division import Divisors
-from .guard_samples import Stepper, Watched
 from .model_check import ModelCheck
 
 
@@ -91,32 +89,3 @@ class Runtime:
     def averages_dense(self) -> bool:
         """Return whether the balancer averages gradients outside the experts, and not the host."""
         return self.config.dense_gradients == "allreduce"
-
-    def watched(
-        self,
-        dense: Mapping[str, Tensor],
-        optimizers: Sequence[Stepper],
-        freed: Callable[[], str],
-        registered: Callable[[], Sequence[str]],
-    ) -> Watched:
-        """Return the guard's view. Parameters and optimizers that join later appear in these very objects."""
-        layers = self.layers
-        return Watched(
-            dense=dense,
-            experts={name: self.parameters[name] for name in self.layer_of_parameter},
-            optimizers=optimizers,
-            average_dense=self.averages_dense,
-            calls=lambda: sum(layer.calls for layer in layers),
-            uncounted=lambda: sum(layer.uncounted for layer in layers),
-            freed=freed,
-            immovable=self._immovable,
-            registered=registered,
-        )
-
-    def _immovable(self) -> str:
-        """Return why experts cannot move with what their optimizer keeps for them; empty: they can."""
-        try:
-            self.registry.largest_home_bytes()
-        except OptimizerStateError as error:
-            return f"{error}: experts stay where they are"
-        return ""

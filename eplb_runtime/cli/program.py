@@ -22,6 +22,8 @@ GONE = {
     "bubbles --plot": "`--json` says what each schedule leaves idle",
     "plan --gone": "plan for the ranks that are left, --ranks N",
     "bubbles --table": "give the schedule by name, as --schedule dualpipev",
+    "verify --family": "verify your own job, as in verify -- torchrun --nproc-per-node 4 train.py",
+    "verify --model-config": "verify your own job, as in verify -- torchrun --nproc-per-node 4 train.py",
     "convert --layout": "leave it out, homes are restored where a map allows it",
 }
 """Commands and options of earlier versions, and what to use instead."""

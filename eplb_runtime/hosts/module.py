@@ -24,7 +24,7 @@ from ..moe.experts.compute import SlotCounts
 from ..moe.layer import ExpertParallelLayer
 from .attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
 from .attaching.expert_spans import call_begins, call_ends
-from .attaching.self_test import rows_like, same_to_rounding, seed_generators, try_layer, untouched, width_of_rows
+from .attaching.self_test import rows_like, same_to_rounding, seed_generators, untouched, width_of_rows
 
 RowsThroughSlots = Callable[[Tensor, SlotCounts, Mapping[str, Tensor]], Tensor]
 
@@ -92,15 +92,7 @@ def stack_experts(model: nn.Module, layers: Sequence[MoE]) -> None:
                     f"{layer.experts} is no nn.ModuleList but {type(experts).__name__}: say by compute= how rows run "
                     "through its tensors"
                 )
-            stacked = _stacked(layer.experts, experts)
-            parent = model.get_submodule(layer.experts.rpartition(".")[0])
-            weights = [tensor.detach() for tensor in stacked.parameters()]
-            run = getattr(parent, layer.run, None)
-            if not weights[0].is_meta and (
-                problem := try_layer([parent, stacked], stacked.compute, weights, run).problem
-            ):
-                raise AttachError(f"{layer.run} of {layer.experts} {problem}")
-            made.append((layer.experts, stacked))
+            made.append((layer.experts, _stacked(layer.experts, experts)))
     for name, stacked in made:
         owner, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(owner), own_name, stacked)
@@ -119,6 +111,11 @@ class StackedExperts(nn.Module):
 
     def __len__(self) -> int:
         return int(next(self.parameters()).shape[0])
+
+    def __getitem__(self, number: int) -> Callable[[Tensor], Tensor]:
+        """An expert as the list had it: the layer's own way can be run until `attach` replaces it."""
+        tensors = dict(zip(self._names, [tensor[number] for tensor in self.parameters()], strict=True))
+        return lambda rows: functional_call(self._template[0].train(self.training), tensors, (rows,))
 
     def compute(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
         """A `moe.experts.compute.Compute`: each expert's rows by a call of their own, as the list did it."""
@@ -236,7 +233,7 @@ def _describe_layer(model: nn.Module, layer: MoE) -> MoELayer:
         num_experts=rows if spread is None else spread.rows * len(spread.ep_ranks),
         parameters=tuple(named),
         compute=experts.compute if isinstance(experts, StackedExperts) else _UsersCompute(layer, tuple(named)),
-        run=None if isinstance(experts, StackedExperts) else getattr(owner, layer.run),
+        run=getattr(owner, layer.run),
         install=lambda parallel: setattr(owner, layer.run, _run(layer, getattr(owner, layer.run), parallel)),
         alignment=layer.alignment,
     )

@@ -112,7 +112,7 @@ def guard_that_finds(job: Job, finding: str) -> list[str]:
     decide = made._decide
     made._guard = SimpleNamespace(compare=lambda sample, control: SampleComparison(finding))
     made._decide = lambda measurement, *rest: decide(replace(measurement, sample=True), *rest)
-    rebalancer._guard.report = lambda finding, stays: reported.append(finding)
+    rebalancer._guard.report = lambda finding, *notices: reported.append(finding)
     return reported
 
 

@@ -60,7 +60,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "links": (attaching, "measure"),
     "checks": (attaching, "check"),
     "copies": (attaching, "transport_of_copies"),
-    "cutting": (attaching, "cut"),
+    "cutting": (attaching, "_cut"),
     "the balancer": (attaching, "Balancer"),
     "the first comparison": (eplb.Balancer, "_begin"),
 }

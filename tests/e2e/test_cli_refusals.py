@@ -180,7 +180,7 @@ def test_names_and_places_are_looked_at_first(
     assert [path.name for path in tmp_path.iterdir()] == ["load.npz"]
 
 
-@pytest.mark.parametrize("command", [["verify"], ["bench", "train"]])
+@pytest.mark.parametrize("command", [["bench", "train"]])
 def test_missing_transformers_are_noticed_first(
     refusal: Callable[..., str], command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...distributed.consensus import extremes, gather_rows, maxima
-from ..guard_samples import bit_sums
 
 BUCKET_BYTES = 32 << 20
 """Size up to which gradients of one dtype travel together."""
@@ -243,3 +242,21 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
             bucket.append(gradient)
             size += gradient.nbytes
         yield bucket
+
+
+def bit_words(tensor: Tensor) -> Tensor:
+    """The elements of a tensor as whole numbers of their size."""
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def bit_sums(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """int64: the sum of all bits of each tensor as whole numbers, which a change of any element changes; 0 of None.
+    Computed on their device without a sync; each tensor is read once."""
+    sums = [torch.zeros((), dtype=torch.int64, device=device)] * len(tensors)
+    for place, tensor in enumerate(tensors):
+        if tensor is not None:
+            words = bit_words(tensor.detach())
+            if tensor.is_contiguous() and tensor.nbytes % 8 == 0 and words.storage_offset() * words.itemsize % 8 == 0:
+                words = words.reshape(-1).view(torch.int64)  # the longest: fewer to add
+            sums[place] = torch.sum(words, dtype=torch.int64)
+    return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=device)

@@ -13,7 +13,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ...balancer.balancer import Balancer
+from ...balancer.gradients.averaging import bit_words
 from ...config import BalancerConfig, DispatchConfig, Trial
 from ...distributed.consensus import gather_bytes, gather_rows
 from ...distributed.ranks import Ranks
 from ...moe.experts.optimizer_state import state_of
 from ...moe.experts.slices import has_memory, local
+from ...placement import Placement
 from ...planner.shuffle import shuffled
 from ...utils.files import write_file
 from .description import Stage, spread_of
@@ -38,6 +41,14 @@ SKETCHES = 16
 norm of what these sums differ by."""
 _CHUNK = 1 << 22
 """Elements that are read at once."""
+_SAME_SHARE = 0.2
+"""Relative distance of gradients from one share of what backward passes gave, up to which they have it."""
+_MOST_SHARE = 1.4
+_SHARES = (
+    "gradients outside the experts come {:.2g} times as large to the optimizer as those of experts, for the same loss: "
+    "average them over ranks, once, and divide the loss by no number of ranks (as DistributedDataParallel, or "
+    "BalancerConfig(dense_gradients='allreduce'))"
+)
 _ENOUGH_MEMORY = 0.8
 """Share of the free memory that the experts of a run with all of them on each rank may take."""
 KINDS = ("gradient", "buffer", "cache", "optimizer_state", "range", "number", "parameter")
@@ -128,6 +139,8 @@ class TrialRun:
         self._losses: list[Tensor] = []
         self._shaken: set[int] = set()
         self._rows: dict[tuple[str, int], tuple[TrialEntry, Tensor, Tensor]] = {}
+        self._weighed: list[tuple[int, Tensor]] = []
+        self._arrived = torch.zeros(2, SKETCHES, dtype=torch.float64)
         self._coarsest = 0.0
         self._not_single = not_single
         self._meta: dict[str, Any] = {
@@ -141,11 +154,24 @@ class TrialRun:
             for stage in stages
             for position, layer in enumerate(stage.host.layers)
         }
-        balancer._guard.sample_completely(trial.steps)
+        balancer._guard.complete_steps = trial.steps
         self._undo = _listen(self._losses, self._see_precision)
         balancer._follow_steps(self._before_step, self._after_step)
         balancer._close_with(self._undo)
+        if trial.layout == "moved":
+            balancer._rebalance_by(self._move_at_once)
+            self._spoil_replaced()
+        if trial.layout == "fixed" and not self._runtime.averages_dense:
+            both = enumerate((balancer._dense.values(), self._runtime.parameters.values()))
+            trained = [(kind, p) for kind, tensors in both for p in tensors if p.requires_grad]
+            self._weighed = [(kind, p) for kind, p in trained if not isinstance(p, DTensor)]
+        for kind, parameter in self._weighed:
+            balancer._end_with(parameter.register_hook(partial(self._arrives, kind)))
         self._write([])
+
+    def _arrives(self, kind: int, gradient: Tensor) -> None:
+        """Add to the random sums of what backward passes here give parameters outside the experts, and experts."""
+        self._arrived[kind] += _sketched(TrialEntry("", "gradient", -1, gradient))[1][1:]
 
     def _see_precision(self, device: str) -> None:
         if torch.is_autocast_enabled(device):
@@ -162,6 +188,8 @@ class TrialRun:
             self._shake()
         for entry in self._entries_of_gradients():
             self._rows[entry.name, entry.expert] = (entry, *_sketched(entry))
+        if self._weighed:
+            self._compare_shares()
         self._counts = self._runtime.counter.counts.clone()
 
     @torch.no_grad()
@@ -175,19 +203,54 @@ class TrialRun:
         if self._step == self._trial.steps:
             self._end()
         elif self._trial.layout == "moved":
-            placement = self._balancer.placement
-            self._balancer._place(shuffled(placement, counts.double().numpy()).with_epoch(placement.epoch + 1))
+            self._balancer._place(self._next_placement(counts))
+            self._spoil_replaced()
+
+    def _next_placement(self, counts: Tensor) -> Placement:
+        placement = self._balancer.placement
+        return shuffled(placement, counts.double().numpy()).with_epoch(placement.epoch + 1)
+
+    def _move_at_once(self) -> bool:
+        """Move experts as a decision of the job's own `Balancer.rebalance` may."""
+        self._balancer._rebalancer.place(self._next_placement(self._runtime.counter.counts.cpu()), at_once=True)
+        return True
+
+    def _spoil_replaced(self) -> None:
+        """Give parameters from before attach other numbers and gradients: who still uses them trains otherwise."""
+        replaced = self._runtime.model_check.replaced()
+        for old in replaced.values() if self._step < self._trial.steps else ():
+            with torch.no_grad():
+                old.add_(1)
+            old.grad = torch.ones_like(old)
+        self._meta["replaced"] = list(replaced)
+
+    def _compare_shares(self) -> None:
+        """Note how much more of what backward passes gave the optimizer sees outside the experts than of experts."""
+        job, reduced = self._runtime.job, torch.zeros_like(self._arrived)
+        for kind, parameter in self._weighed:
+            if parameter.grad is not None:
+                reduced[kind] += _sketched(TrialEntry("", "gradient", -1, parameter.grad))[1][1:]
+        given, seen = gather_rows(torch.stack([self._arrived, reduced]), self._group).sum(dim=0)
+        self._arrived.zero_()
+        shares = (given * seen).sum(dim=1) / given.square().sum(dim=1)
+        apart = (seen - shares.unsqueeze(1) * given).norm(dim=1) / seen.norm(dim=1)
+        if bool((apart < _SAME_SHARE).all()):  # each has one share, as far as can be told
+            ratio = shares[0] / shares[1] * len(job.edp_ranks) * job.gradient_divisor / len(job.data_ranks)
+            if not 1 / _MOST_SHARE < ratio < _MOST_SHARE:
+                self._balancer._guard.report(_SHARES.format(float(ratio)))
 
     def _end(self) -> None:
         """Finish the record; the job does not go on to what comes after its loop."""
         self._undo()
         _keys.cache_clear()
         owned = [*self._balancer._known_tensors(), *(entry.tensor for entry in self._entries())]
+        replaced = self._runtime.model_check.replaced().values()  # the run with moved homes tells who uses them
+        owned += [one for old in replaced for one in (old, old.grad) if one is not None]
         found = []
-        if self._trial.layout == "moved":  # what a job keeps is the same in the other runs
+        if self._trial.layout in ("fixed", "moved"):
             found = unregistered([stage.model for stage in self._stages], self._runtime.registry, owned)
         rank = self._runtime.job.rank
-        lines = [{"holder": f"rank {rank}: {holder}", "shape": list(shape)} for holder, shape in found]
+        lines = [{"holder": f"rank {rank}: {one[0]}", "shape": list(one[1]), "content": one[2]} for one in found]
         everyone = gather_bytes(json.dumps(lines).encode(), self._group)
         self._meta["unregistered"] = [line for of_rank in everyone for line in json.loads(of_rank)]
         self._write_meta()
@@ -318,7 +381,7 @@ def _sketched(entry: TrialEntry) -> tuple[Tensor, Tensor]:
         part = flat[begin : begin + _CHUNK]
         first = entry.first + begin
         keys = _keys(first, part.numel(), flat.device)
-        digest += (_words(part) * keys).sum()
+        digest += (bit_words(part).to(torch.int64) * keys).sum()
         if part.is_floating_point():
             values = part.double()
             sums[0] += values @ values
@@ -327,13 +390,6 @@ def _sketched(entry: TrialEntry) -> tuple[Tensor, Tensor]:
                 before, after = first % SKETCHES, -(first + part.numel()) % SKETCHES
                 sums[1:] += nn.functional.pad(signed, (before, after)).view(-1, SKETCHES).sum(dim=0)
     return digest.cpu(), sums.cpu()
-
-
-def _words(part: Tensor) -> Tensor:
-    """The bits of each element as int64."""
-    if part.element_size() == 1:
-        return part.view(torch.uint8).to(torch.int64)
-    return part.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[part.element_size()]).to(torch.int64)
 
 
 @lru_cache(maxsize=16)

@@ -13,10 +13,12 @@ from types import CellType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 import numpy as np
+import xxhash
 from torch import Tensor, nn
 
 from ...moe.experts.registry import ExpertTensors
 from ...moe.experts.slices import local
+from ...utils.checksums import as_bytes
 
 MOST_FOUND = 20
 """Findings of a rank that are listed."""
@@ -28,30 +30,32 @@ _DEPTH = 3
 
 def unregistered(
     models: Sequence[nn.Module], registry: ExpertTensors, owned: Iterable[Tensor]
-) -> list[tuple[str, tuple[int, ...]]]:
-    """Return holders and shapes of what may be experts: the last dimensions are those of an expert's tensor, or it has
-    as many elements as an expert, as a parameter of experts or as the whole model.
+) -> list[tuple[str, tuple[int, ...], str]]:
+    """Return holders, shapes and contents of what may be experts: the last dimensions are those of an expert's tensor,
+    or it has as many elements as an expert, as a parameter of experts or as the whole model. The content is a checksum
+    where the number alone speaks for it, else empty.
 
     Args:
         owned: tensors that move with experts or are no experts, besides the models' parameters, gradients and buffers.
     """
     held = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
     gradients = [getattr(tensor, name, None) for tensor in held for name in ("grad", "main_grad")]
-    known = {_memory_of(one) for one in (*held, *gradients, *owned, *registry.parameters()) if one is not None}
+    known = {0} | {_memory_of(one) for one in (*held, *gradients, *owned, *registry.parameters()) if one is not None}
     rows, sizes = _shapes(models, registry)
     whole = rows | {tuple(parameter.shape) for parameter in registry.parameters()}  # else it may be an activation
     variables = list(_variables())
-    shapes: list[tuple[int, ...]] = []
+    found: list[tuple[tuple[int, ...], str]] = []
     holders: list[Any] = []
     for value, holder in _tensors(variables):
         shape = tuple(value.shape)
-        is_like = any(shape[-len(row) :] == row for row in rows) or shape[-1:] in sizes or (value.numel,) in sizes
+        has_shape = any(shape[-len(row) :] == row for row in rows)
+        is_like = has_shape or shape[-1:] in sizes or (value.numel,) in sizes
         if (shape in whole if value.has_gradient else is_like) and value.memory not in known:
             known.add(value.memory)
-            shapes.append(shape)
+            found.append((shape, "" if has_shape else value.content()))
             holders.append(holder)
     # The walk is over: lists of its own, which held what it looked at, are gone.
-    named = [(_named(holders[place], (variables, holders)), shape) for place, shape in enumerate(shapes)]
+    named = [(_named(holders[place], (variables, holders)), *one) for place, one in enumerate(found)]
     return [one for one in named if one[0]][:MOST_FOUND]
 
 
@@ -59,12 +63,18 @@ class _Candidate:
     """A tensor or an array."""
 
     def __init__(self, value: Tensor | np.ndarray[Any, Any]) -> None:
-        self.shape = tuple(value.shape)
+        self.shape, self._value = tuple(value.shape), value
         self.has_gradient = isinstance(value, Tensor) and value.grad_fn is not None
         if isinstance(value, np.ndarray):
             self.numel, self.memory = value.size, value.ctypes.data
         else:
             self.numel, self.memory = value.numel(), _memory_of(value)
+
+    def content(self) -> str:
+        """A checksum of all bits."""
+        value = self._value
+        array = value if isinstance(value, np.ndarray) else as_bytes(local(value).cpu().contiguous()).numpy()
+        return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).tobytes())
 
 
 def _memory_of(tensor: Tensor) -> int:
@@ -128,8 +138,8 @@ def _inside(values: Sequence[Any], holder: Any, depth: int) -> Iterator[tuple[_C
 def _may_be_weights(value: Tensor | np.ndarray[Any, Any]) -> bool:
     """Return whether averages, snapshots and masks are of this kind: ids are not."""
     if isinstance(value, np.ndarray):
-        return value.dtype.kind in "fV" or value.dtype.itemsize == 1
-    return not value.is_sparse and (value.is_floating_point() or value.element_size() == 1)
+        return value.dtype.kind in "fV" or value.dtype.itemsize <= 2
+    return not value.is_sparse and (value.is_floating_point() or value.element_size() <= 2)
 
 
 def _named(holder: Any, ours: tuple[Sequence[tuple[str, Any]], list[Any]]) -> str:
@@ -138,25 +148,35 @@ def _named(holder: Any, ours: tuple[Sequence[tuple[str, Any]], list[Any]]) -> st
     Args:
         ours: names and values of variables, and what is held in a list of the search.
     """
-    kind = "a variable"
+    level, known = [holder], {id(holder)}
     for _ in range(2 * _DEPTH):
-        for name, value in ours[0]:  # a closure over `holder` would be a holder itself
-            if value is holder:
-                return f"variable {name}"
-        if isinstance(holder, GeneratorType | FunctionType):
-            return f"{'function' if isinstance(holder, FunctionType) else 'generator'} {holder.__qualname__}"
-        if isinstance(holder, ModuleType):
-            return f"module {holder.__name__}"
-        if _of_a_framework(holder):
-            return ""
-        if not isinstance(holder, dict | list | tuple | CellType | Tensor | np.ndarray):
-            return f"an object of {type(holder).__name__}"
-        kind = "a closure" if isinstance(holder, CellType) else f"a {type(holder).__name__}"
-        above = [one for one in gc.get_referrers(holder) if all(one is not own for own in ours) and not _is_ours(one)]
-        if not above:
-            break
-        holder = above[0]
-    return kind
+        names = [name for one in level if (name := _name_of(one, ours[0])) is not None]
+        if names:
+            return max(names, key=bool)
+        level = [
+            above
+            for one in level
+            for above in gc.get_referrers(one)
+            if all(above is not own for own in (*ours, level)) and not _is_ours(above)
+        ]
+        level = list({id(one): one for one in level if id(one) not in known}.values())
+        known.update(map(id, level))
+    return f"a {type(holder).__name__}"
+
+
+def _name_of(value: Any, variables: Sequence[tuple[str, Any]]) -> str | None:
+    """Name what holds others under a name; empty: a framework's; None: it is only a container of what is named."""
+    for name, one in variables:
+        if one is value:
+            return f"variable {name}"
+    if isinstance(value, GeneratorType | FunctionType):
+        return f"{'function' if isinstance(value, FunctionType) else 'generator'} {value.__qualname__}"
+    if isinstance(value, ModuleType):
+        return f"module {value.__name__}"
+    if _of_a_framework(value):
+        return ""
+    is_container = isinstance(value, dict | list | tuple | CellType | Tensor | np.ndarray)
+    return None if is_container else f"an object of {type(value).__name__}"
 
 
 def _of_a_framework(value: Any) -> bool:

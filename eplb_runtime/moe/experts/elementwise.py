@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import copy
 import logging
-import random
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,7 +30,6 @@ ELEMENT_WISE = {
 _EXPERTS, _SHAPE, _STEPS = 3, (4, 32), 3
 """Rows of 128 bytes: a CPU rounds them alike wherever they are in a tensor."""
 _LEARNING_RATE = 0.1
-_Results = tuple[dict[str, Tensor], Callable[[], object]]
 
 
 def check_elementwise(
@@ -49,7 +45,8 @@ def check_elementwise(
     Raises:
         OptimizerStateError: it mixes experts, cannot step tensors of experts, or keeps for them what cannot move.
     """
-    kind, tried = type(optimizer), set[str]()
+    kind, tried = type(optimizer).__name__, set[str]()
+    listed = ELEMENT_WISE.get(type(optimizer).__module__.partition(".")[0], "").split()
     for group in optimizer.param_groups:
         mine = [one for one in group["params"] if experts is None or id(one) in experts]
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -59,27 +56,25 @@ def check_elementwise(
         for name, inner in vars(optimizer).items():
             if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:
                 raise OptimizerStateError(
-                    f"{kind.__name__}.{name} is a {type(inner).__name__} with a state of its own, which would not move "
-                    "with experts: use an optimizer that keeps all in its own state"
+                    f"{kind}.{name} is a {type(inner).__name__} with a state of its own, which would not move with "
+                    "experts: use an optimizer that keeps all in its own state"
                 )
-        if known or kind.__name__ in ELEMENT_WISE.get(kind.__module__.partition(".")[0], "").split():
+        if known or kind in listed:
             continue
         shape = _SHAPE[1:] if not each and all(one.ndim == 2 for one in mine) else _SHAPE
-        device = mine[0].device if mine[0].device.type != "meta" else torch.device("cpu")
         try:
-            mixes = _mixes(partial(_steps, optimizer, options, each), shape, device)
+            mixes = _mixes(optimizer, options, each, shape, mine[0].device)
         except _CannotTryError as error:
             logger.warning(
                 "%s cannot be tried on small tensors (%s): if it updates each expert by itself, say so by "
                 "BalancerConfig(elementwise=True); else placement changes the result",
-                kind.__name__,
-                error,
+                *(kind, error),
             )
             continue
         if mixes:
             raise OptimizerStateError(
-                f"{kind.__name__} mixes the experts of {'a rank' if each else 'a tensor'} in its update, so placement "
-                "would change the result; use an element-wise optimizer (SGD, Adam, AdamW, ...), or say "
+                f"{kind} mixes the experts of {'a rank' if each else 'a tensor'} in its update, so placement would "
+                "change the result; use an element-wise optimizer (SGD, Adam, AdamW, ...), or say "
                 "BalancerConfig(elementwise=True) if you know that it is one"
             )
 
@@ -88,66 +83,68 @@ class _CannotTryError(Exception):
     """No optimizer of this class can be made for other tensors, or its steps tell nothing."""
 
 
-def _mixes(steps: Callable[[Tensor, Tensor], _Results], shape: Sequence[int], device: torch.device) -> bool:
+def _mixes(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], each: bool, shape: Sequence[int], of: torch.device
+) -> bool:
     """Whether three experts become something else together than each with an optimizer of its own, in any bit."""
-    generator = torch.Generator().manual_seed(0)
+    device, generator = of if of.type != "meta" else torch.device("cpu"), torch.Generator().manual_seed(0)
     start_E = torch.randn(_EXPERTS, *shape, generator=generator).to(device)
     # Experts differ in size, so that whatever is taken over all of them shows.
-    sizes_E = torch.logspace(-2, 2, _EXPERTS).view(-1, *[1] * len(shape))
-    gradients_ET = torch.randn(_EXPERTS, _STEPS, *shape, generator=generator) * sizes_E.unsqueeze(1)
-    gradients_ET = gradients_ET.to(device)
-    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    sizes_E = torch.logspace(-2, 2, _EXPERTS).view(-1, 1, *[1] * len(shape))
+    gradients_ET = (torch.randn(_EXPERTS, _STEPS, *shape, generator=generator) * sizes_E).to(device)
+
+    def stepped(*experts: int) -> tuple[dict[str, Tensor], torch.optim.Optimizer, Tensor]:
+        tensors = _cut(start_E[list(experts)], each)
+        twin = _made(optimizer, options, [tensor.requires_grad_() for tensor in tensors])
+        for number in range(_STEPS):
+            _step(twin, tensors, _cut(gradients_ET[list(experts), number], each))
+        of_each = [{"": tensor.detach(), **twin.state.get(tensor, {})} for tensor in tensors]
+        kept = [key for key, one in of_each[0].items() if isinstance(one, Tensor) and one.shape == tensors[0].shape]
+        rows = {key: torch.stack([one[key] for one in of_each]) if each else of_each[0][key] for key in kept}
+        return rows, twin, tensors[0]
+
+    def same(one: Tensor, other: Tensor) -> bool:
+        return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        (together, check_state), (again, _) = (steps(start_E, gradients_ET) for _ in range(2))
-        apart = [steps(*pair)[0] for pair in zip(start_E.split(1), gradients_ET.split(1), strict=True)]
-    random.setstate(python)
-    np.random.set_state(legacy)  # noqa: NPY002
-    same = partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
-    if not all(same(together[key], again[key]) for key in together):
+        (together, twin, tensor), (again, _, _) = (stepped(*range(_EXPERTS)) for _ in range(2))
+        apart = [stepped(expert)[0] for expert in range(_EXPERTS)]
+    if not all(same(rows, again[key]) for key, rows in together.items()):
         raise _CannotTryError("its step gives something else when it is repeated: it draws random numbers")
     if not all(same(rows, torch.cat([one[key] for one in apart])) for key, rows in together.items()):
         return True
-    check_state()
+    if not each:
+        expert_state(twin, tensor)  # refuses what cannot move with experts
     return False
 
 
-def _steps(
-    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], each: bool, start_E: Tensor, gradients_ET: Tensor
-) -> _Results:
-    """Weights and state ``[experts, ...]`` after some steps of an optimizer of the same class and options, and a check
-    that raises if its state cannot move with experts."""
+def _cut(tensor: Tensor, each: bool) -> list[Tensor]:
+    return [one.clone() for one in tensor] if each else [tensor.clone()]
 
-    def cut(tensor: Tensor) -> list[Tensor]:
-        return [one.clone() for one in tensor] if each else [tensor.clone()]
+
+def _step(twin: torch.optim.Optimizer, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """One step, with a closure where the class takes one."""
 
     def closure() -> float:
         for tensor, gradient in zip(tensors, gradients, strict=True):
             tensor.grad = gradient.clone()
         return float(sum((one.detach() * gradient).sum() for one, gradient in zip(tensors, gradients, strict=True)))
 
-    tensors, gradients = [one.requires_grad_() for one in cut(start_E)], cut(gradients_ET[:, 0])
-    twin = _made(optimizer, options, tensors)
     step: Any = type(twin).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # torch's hooks are for whoever trains
-    for number in range(_STEPS):
-        gradients[:] = cut(gradients_ET[:, number])
-        closure()
+    closure()
+    try:
         try:
-            try:
-                step(twin, closure)
-            except (TypeError, ValueError):  # some refuse a closure
-                step(twin)
-        except TypeError as error:
-            raise _CannotTryError(one_line(error)) from None
-        except Exception as error:
-            raise OptimizerStateError(
-                f"{type(optimizer).__name__} cannot update tensors of experts ({one_line(error)}): use an "
-                "element-wise optimizer (SGD, Adam, AdamW, ...)"
-            ) from None
-    of_each = [{"": tensor.detach(), **twin.state.get(tensor, {})} for tensor in tensors]
-    kept = [key for key, one in of_each[0].items() if isinstance(one, Tensor) and one.shape == tensors[0].shape]
-    results = {key: torch.stack([one[key] for one in of_each]) if each else of_each[0][key] for key in kept}
-    return results, (lambda: None) if each else partial(expert_state, twin, tensors[0])
+            step(twin, closure)
+        except (TypeError, ValueError):  # some refuse a closure
+            step(twin)
+    except TypeError as error:
+        raise _CannotTryError(one_line(error)) from None
+    except Exception as error:
+        raise OptimizerStateError(
+            f"{type(twin).__name__} cannot update tensors of experts ({one_line(error)}): use an element-wise "
+            "optimizer (SGD, Adam, AdamW, ...)"
+        ) from None
 
 
 def _made(

@@ -134,7 +134,7 @@ def choices(work: Workload, skew: float, generator: torch.Generator) -> Tensor:
 
 def run(
     device: torch.device,
-    blocks: int = 8,
+    repeats: int = 8,
     *,
     brief: bool = False,
     width: int = Workload.width,
@@ -146,7 +146,7 @@ def run(
 
     Args:
         device: of this rank; the CPU.
-        blocks: of ten steps, timed, of each variant.
+        repeats: blocks of ten steps, timed, of each variant.
         brief: train experts fixed and homes moved alone.
         width, work: of the experts' hidden layer; or all sizes.
         profile: folder for traces of a block of each variant, after those that are timed: ``static/rank0.json.gz`` and
@@ -170,7 +170,7 @@ def run(
     if device.type != "cpu":
         raise ValueError("bench train measures on CPUs")
     torch.set_num_threads(1)
-    work = work or Workload(blocks=blocks, width=width, settle_blocks=3 if brief else Workload.settle_blocks)
+    work = work or Workload(blocks=repeats, width=width, settle_blocks=3 if brief else Workload.settle_blocks)
     variants = [
         _TrainVariant("static", work, work.skew, _config(work, policy="static")),
         _TrainVariant("homes", work, work.skew, _config(work)),

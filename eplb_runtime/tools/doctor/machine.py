@@ -135,7 +135,7 @@ def exactness(widths: Sequence[Width] | None, replica_slots: int) -> tuple[Exact
         same, why = "rounding", f"{odd.tensor} makes rows of {rows} bytes, no multiples of {STEADY_ROW_BYTES}"
     copies = "copies split an expert's tokens, so sums are added in another order"
     with_copies = Exactness(f"with {replica_slots} replica slots or without", "rounding", copies)
-    why_gpu = "it depends on the kernels: run verify --device cuda on this very cluster"
+    why_gpu = "it depends on the kernels: run verify on this very cluster"
     return (
         Exactness("experts moved or not, on CPUs", same, why),
         Exactness("experts moved or not, on GPUs", "verify", why_gpu),

@@ -99,9 +99,6 @@ class Run:
         return StepRecord(cells, counts, tuple(losses))
 
 
-# -- to the bit --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Difference:
     """The first tensor that is not the same in two runs, and a rank that holds it."""
@@ -180,9 +177,6 @@ def _is_scaled(one: Cell, other: Cell) -> bool:
         return one.norm == other.norm
     factor = other.norm / one.norm
     return abs(factor - 1) > 1e-4 and _apart(other.sums[0, 1:], factor * one.sums[0, 1:]) < 1e-3 * other.norm
-
-
-# -- to rounding -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -44,18 +45,19 @@ class Report:
         return self.verdict == "right"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON object of ``eplb-runtime verify --json``."""
-        found, single = self.difference, self.single
-        moved = {name: getattr(found, name, None) for name in ("step", "tensor", "expert", "rank", "hint")}
+        """Return the JSON object of ``eplb-runtime verify --json``; numbers that JSON does not have are null."""
+        single = self.single
+        moved = {name: getattr(self.difference, name, None) for name in ("step", "tensor", "expert", "rank", "hint")}
         rounding = None if self.moved_rounding is None else asdict(self.moved_rounding)
         of_single = {name: getattr(single, name, None) for name in ("equal", "worst", "tensor", "step")}
         plain = {name: value for name, value in asdict(self).items() if name not in ("difference", "moved_rounding")}
         plain.pop("single_reason")
-        return {
-            **plain,
+        plain |= {
             "moved": {"equal": self.moved, **moved, "rounding": rounding},
             "single": {**of_single, "reason": self.single_reason},
         }
+        found: dict[str, Any] = json.loads(json.dumps(plain), parse_constant=lambda _: None)
+        return found
 
     def __str__(self) -> str:
         lines = [f"{self.verdict}: {self.reason}"]

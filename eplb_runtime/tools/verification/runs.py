@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -28,10 +28,11 @@ from .report import Report
 
 SEED = 20250710
 LAST_LINES = 8  # of a job's output that are shown where it failed
-_LOOK_SECONDS = 0.2
+_LOOK_SECONDS, _END_SECONDS = 0.2, 30.0
 _NAMES = {"single": "all experts on each rank", "moved": "moved homes and replicas"}
 _PENALTY = ": what a rank does with its experts is not what plain training does with all (a penalty, a scale, a mask?)"
 
+_KEPT = "; {} and others of before attach are in use still: take parameters from model.parameters() after attach"
 Proof = Generator[tuple[str, bool], Run, Report]
 """Asks for runs: the layout of a `Trial`, and whether it keeps replica slots."""
 
@@ -53,7 +54,7 @@ def proof() -> Proof:
         return answer("unknown", f"the job {what} (what starts ranks must hand its environment on to them)", steps=0)
     tensors = len({name for name, _ in fixed.step(fixed.length).cells})
     moved = yield "moved", False
-    report = replace(report, tensors=tensors, unregistered=tuple(moved.meta.get("unregistered", ())))
+    report = replace(report, tensors=tensors, unregistered=_unregistered(fixed, moved))
     runs.append(moved)
     difference = first_difference(fixed, moved)
     if difference is None and moved.length < fixed.length:
@@ -64,7 +65,8 @@ def proof() -> Proof:
             return answer("unknown", f"the job does not repeat itself: in a second run {odd}", repeats=False)
         report = replace(report, difference=difference)
         if not report.notes:
-            return answer("wrong", f"with moved homes {difference}", repeats=True, moved=False)
+            kept = _KEPT.format(*moved.meta["replaced"]) if moved.meta.get("replaced") else ""
+            return answer("wrong", f"with moved homes {difference}{kept}", repeats=True, moved=False)
     elif not moved.meta["commits"]:
         return answer("unknown", f"no expert moved in {moved.length} steps: give --steps 3 or more")
     report = replace(report, repeats=True, moved=difference is None, single_reason=str(meta["not_single"]))
@@ -98,19 +100,16 @@ def proof() -> Proof:
     return answer("right")
 
 
-# -- a user's command --------------------------------------------------------------------------------------------------
+def _unregistered(fixed: Run, moved: Run) -> tuple[dict[str, Any], ...]:
+    """What may be experts, but for what is like them in its number of elements alone and the same in both runs."""
+    known = {one["content"] for one in fixed.meta.get("unregistered", ())} - {""}
+    found = [one for one in moved.meta.get("unregistered", ()) if one["content"] not in known]
+    return tuple({name: one[name] for name in ("holder", "shape")} for one in found)
 
 
 def verify_command(command: Sequence[str], steps: int = 12, keep: Path | None = None) -> Report:
-    """Run a command, as a user types it, in each layout; its output and the progress go to stderr.
-
-    Args:
-        steps: optimizer steps of each run, after which the job is ended.
-        keep: folder for the records and the job's output; None: they are deleted.
-
-    Raises:
-        OSError: the command cannot be started, or the folder not be written.
-    """
+    """Run a command, as a user types it, in each layout for so many optimizer steps; its output and the progress go to
+    stderr. The records and the output stay in ``keep``, or are deleted."""
     with ExitStack() as parts:
         folder = keep or Path(parts.enter_context(tempfile.TemporaryDirectory(prefix="eplb_verify_")))
         asking, number, before = proof(), 1, set(os.listdir())
@@ -154,16 +153,22 @@ def _run(command: Sequence[str], trial: Trial, title: str) -> Run:
                     shown = reached
                     _say(f"{title}: step {shown} of {trial.steps}")
                 time.sleep(0 if ended else _LOOK_SECONDS)
-        except BaseException:
-            os.killpg(job.pid, signal.SIGTERM)
-            raise
+        finally:
+            end(job)
     last = " | ".join(line.strip() for line in log.read_text(errors="replace").splitlines()[-LAST_LINES:])
     run = Run.of(folder)
     failed = job.returncode and run.length < trial.steps  # else what starts ranks has missed what they would do then
     return replace(run, failure=f"exit status {job.returncode}: {last}" if failed else "")
 
 
-# -- a loop of this process --------------------------------------------------------------------------------------------
+def end(job: subprocess.Popen[bytes]) -> None:
+    """End a job with all that it has started, and wait for it."""
+    with suppress(ProcessLookupError):
+        os.killpg(job.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            job.wait(_END_SECONDS)
+        os.killpg(job.pid, signal.SIGKILL)
+    job.wait()
 
 
 def verify(
@@ -226,7 +231,6 @@ def verify(
 
 
 def _report(found: dict[str, Any]) -> Report:
-    """The inverse of `dataclasses.asdict`, by way of JSON."""
     for name, kind in (("difference", Difference), ("moved_rounding", Closeness), ("single", Closeness)):
         found[name] = kind(**found[name]) if found[name] else None
     return Report(**{**found, **{name: tuple(found[name]) for name in ("unregistered", "said", "notes")}})

@@ -196,6 +196,22 @@ def rebalance_inside_a_step(job: Job) -> None:
     job.backward = lambda loss: (job.balancer.rebalance(), loss.backward())
 
 
+@found("verify")
+def clip_what_attach_has_replaced(job: Job) -> None:
+    """torch's clipping of a list of parameters from before attach, which has no gradients of experts any more"""
+    parameters = list(job.model.parameters())
+    job.before_step = lambda step: clip_grad_norm_(parameters, 0.1)
+
+
+@found("verify")
+def summed_by_the_loop(job: Job) -> None:
+    """a loop that divides its loss by the number of ranks and sums the gradients that the balancer leaves to it"""
+    job.settings["dense_gradients"] = "host"
+    job.backward = lambda loss: (loss / dist.get_world_size()).backward()
+    dense = lambda: [p for name, p in job.model.named_parameters() if ".experts." not in name]  # noqa: E731
+    job.before_step = lambda step: [dist.all_reduce(p.grad) for p in dense()]
+
+
 @found("live")
 def gradients_of_grad(job: Job) -> None:
     """experts' gradients by torch.autograd.grad, beside replicas"""

@@ -9,6 +9,7 @@ from typing import Any
 import gradients
 import kept
 import torch
+import torch.distributed as dist
 from job import Job, Table, clones, in_ddp, lerp, main, with_penalty
 from torch import Tensor, nn
 from transformers import OlmoeConfig, OlmoeForCausalLM
@@ -38,6 +39,27 @@ def ddp(job: Job) -> None:
     """In DistributedDataParallel, clipped by the balancer."""
     in_ddp(job)
     job.before_step = lambda step: job.balancer.clip_grad_norm_(0.05)
+
+
+@right
+def parameters_kept(job: Job) -> None:
+    """A list of parameters from before attach, which nobody uses."""
+    parameters = list(job.model.parameters())
+    job.after_step = lambda step: len(parameters)
+
+
+@right
+def averaged_by_the_loop(job: Job) -> None:
+    """The loop averages the gradients that the balancer leaves to it."""
+    job.settings["dense_gradients"] = "host"
+
+    def average(step: int) -> None:
+        for name, parameter in job.model.named_parameters():
+            if ".experts." not in name:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+
+    job.before_step = average
 
 
 @right

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from flat_settings import config_from_settings
 
 from eplb_runtime.config import BalancerConfig, Trial
 from eplb_runtime.hosts.attaching.trial import without_replicas
-from eplb_runtime.tools.verification import runs
+from eplb_runtime.tools.verification import Report, runs
+from eplb_runtime.tools.verification.records import Closeness
 
 
 @pytest.mark.parametrize(
@@ -49,3 +51,16 @@ def test_a_job_that_ends_sooner_is_run_as_far_and_one_that_fails_is_not_run_agai
     report = runs.verify_command(["train"], steps=12)
     assert [trial.steps for trial in asked] == ([12] if failure else [12, 2])
     assert report.verdict == "unknown" and (failure or "no expert moved in 2 steps") in report.reason
+
+
+def test_a_job_is_ended_whether_it_listens_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "_END_SECONDS", 0.1)
+    job = subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 600 & wait; wait"], start_new_session=True)
+    runs.end(job)
+    assert job.returncode is not None
+
+
+def test_a_report_is_valid_json_whatever_its_numbers_are() -> None:
+    report = Report("wrong", single=Closeness(False, float("inf"), "a", 1, 1)).to_dict()
+    assert report["single"]["worst"] is None
+    assert json.loads(json.dumps(report, allow_nan=False)) == report

@@ -1,0 +1,65 @@
+"""What `eplb-runtime verify` looks for at the end of a run: tensors that may be experts, and who holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from eplb_runtime.hosts.attaching.unregistered import unregistered
+from eplb_runtime.moe.experts.registry import ExpertTensors
+from eplb_runtime.tools.verification import runs
+
+SHAPE = (2, 7, 13)
+
+
+class Average:
+    """Keeps something in a list."""
+
+    def __init__(self, kept: object) -> None:
+        self.shadow = [kept]
+
+
+def found(kept: Any) -> list[tuple[str, tuple[int, ...], str]]:
+    """What is found in a loop that keeps this."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(SHAPE))
+    registry = ExpertTensors(1, SHAPE[0], [])
+    registry.add(0, "weight", model.weight)
+    average = {"averages": [Average(kept)]}
+    assert average
+    return unregistered([model], registry, [])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: np.ones(SHAPE, np.int16),
+        lambda: np.ones(SHAPE, np.int8),
+        lambda: torch.ones(SHAPE, dtype=torch.int16),
+        lambda: torch.ones(SHAPE[1:], dtype=torch.bfloat16),
+    ],
+)
+def test_an_average_is_found_in_any_number_format_and_its_owner_is_named(make: Callable[[], Any]) -> None:
+    ((holder, shape, content),) = found(make())
+    assert shape == tuple(make().shape) and content == ""
+    assert holder == "an object of Average" or holder.startswith("variable ")
+
+
+def test_what_has_only_the_number_of_elements_is_told_from_an_average_by_its_bits() -> None:
+    (output,) = found(torch.arange(91.0))
+    (average,), (moved,) = found(torch.ones(91)), found(torch.zeros(91))
+    assert output[2] and average[2] and moved[2] != average[2]
+
+    def run(*of: tuple[str, tuple[int, ...], str]) -> Any:
+        return SimpleNamespace(
+            meta={"unregistered": [dict(zip(("holder", "shape", "content"), o, strict=True)) for o in of]}
+        )
+
+    (left,) = runs._unregistered(run(output, average), run(output, moved))
+    assert left == {"holder": moved[0], "shape": (91,)}
