@@ -28,6 +28,7 @@ from ..search.packing import (
     spread_copies,
     swap,
 )
+from ..search.pairing import search_counts
 from ..search.settle import settle
 from ..types import PlanError
 
@@ -41,6 +42,9 @@ KICKS = 14
 KICK_SWAPS = 3
 WORK = 400_000
 """Slot comparisons after which a layer is not kicked again: keeps plans of large shapes short."""
+
+PAIRING_WORK, PAIRING_WORK_LARGE, LARGE = 640_000, 50_000, 1024
+"""Copies looked at in the search over counts; fewer with more slots than ``LARGE``, where the gain is small."""
 
 WANDER = 1.01
 """A kicked layer goes on from where it is until it is this much worse than the best."""
@@ -95,6 +99,9 @@ def plan_layer(layer: PackedLayer, lowest: float) -> None:
     slots_per_rank = layer.expert.shape[1]
     enough = lowest * (1.0 + TOLERANCE)
     spread_copies(layer)
+    if slots_per_rank == 2:
+        pairing_work = PAIRING_WORK if layer.expert.size <= LARGE else PAIRING_WORK_LARGE
+        search_counts(layer, enough, pairing_work // layer.expert.size)
     place_heaviest_first(layer)
     work = descend(layer, enough, WORK)
     if slots_per_rank > 2:

@@ -132,7 +132,7 @@ def _split_in_many(layer: Layer, expert: Any, token_P: FloatArray, load_R: Float
             if load_R[slot // layer.per_rank] < level:
                 under += 1
                 below += load_R[slot // layer.per_rank]
-        if under == filled or under == 0:
+        if under >= filled or under == 0:
             break
         level, filled = below / under, under
     for slot in slots:

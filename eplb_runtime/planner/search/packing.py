@@ -2,7 +2,7 @@
 
 Everything here works on one layer in one ``PackedLayer`` of arrays, splits an expert's tokens evenly over its copies,
 and is deterministic: ties go to the lower id, and "random" kicks come from a fixed integer generator. What to try, and
-how long, is decided in ``free.py``.
+how long, is decided in ``free.py``; how many copies of each expert is searched for in ``pairing.py``.
 """
 
 from __future__ import annotations
