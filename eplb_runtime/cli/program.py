@@ -18,7 +18,9 @@ COMMANDS = (assess, plan, simulate, convert, verify, report, bench, bubbles, tra
 """Modules with ``add(commands)``, in the order in which ``--help`` names them."""
 GONE = {
     "top": "`report RUN` shows a run, and BalancerConfig(listen=...) serves the same page while the job runs",
-    "trace --plot": "`trace merge DIR` writes a file that ui.perfetto.dev draws",
+    "trace --plot": "ui.perfetto.dev draws each rank's trace",
+    "trace merge": "open each rank's trace in ui.perfetto.dev",
+    "trace compare": "run `trace analyse` on each job's traces, and compare what it prints",
     "bubbles --plot": "`--json` says what each schedule leaves idle",
     "plan --gone": "plan for the ranks that are left, --ranks N",
     "bubbles --table": "give the schedule by name, as --schedule dualpipev",
