@@ -26,7 +26,7 @@ GONE = {
     "bubbles --table": "give the schedule by name, as --schedule dualpipev",
     "verify --family": "verify your own job, as in verify -- torchrun --nproc-per-node 4 train.py",
     "verify --model-config": "verify your own job, as in verify -- torchrun --nproc-per-node 4 train.py",
-    "convert --layout": "leave it out, homes are restored where a map allows it",
+    "convert --layout": "leave it out, our own files say what they are, and maps have the free layout",
 }
 """Commands and options of earlier versions, and what to use instead."""
 

@@ -24,7 +24,6 @@ from ...utils.tables import counted
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "numba")
 OPTIONAL = {
     "transformers": ("transformers", "Hugging Face models"),
-    "yaml": ("pyyaml", "TensorRT-LLM's placement files"),
     "accelerate": ("accelerate", "Transformers' Trainer"),
     "prometheus_client": ("prometheus_client", "metrics on /metrics"),
 }

@@ -1,4 +1,4 @@
-"""Slots of engines' maps: empty ones are filled on the way out, homes found on the way in, each gets its tensors."""
+"""Slots of engines' maps: empty ones are filled on the way out, and each gets its tensors."""
 
 from __future__ import annotations
 
@@ -86,25 +86,3 @@ def fill_empty_slots(placement: Placement) -> NDArray[np.int32]:
         rows[layer, slot] = expert
         counts[layer, expert] += 1
     return rows
-
-
-def restore_homes(placement: Placement) -> Placement | None:
-    """The same map in the ``home`` layout, or None where it is no such map.
-
-    A map written from the home layout has each rank's homes in its first E/R slots: every expert stands in those slots
-    exactly once, and on no rank twice.
-    """
-    layers, experts, ranks = placement.num_layers, placement.num_experts, placement.num_ranks
-    if experts % ranks:
-        return None
-    by_rank = placement.physical_to_logical.reshape(layers, ranks, -1)
-    first = by_rank[:, :, : experts // ranks].reshape(layers, experts)
-    order = np.argsort(first, axis=1, kind="stable")
-    sorted_ranks = np.sort(by_rank, axis=2)
-    if not (np.take_along_axis(first, order, 1) == np.arange(experts)).all():
-        return None
-    if (sorted_ranks[:, :, 1:] == sorted_ranks[:, :, :-1]).any():
-        return None
-    homes = experts // ranks
-    slot_of_place = (np.arange(experts) // homes) * placement.slots_per_rank + np.arange(experts) % homes
-    return Placement(placement.physical_to_logical, experts, ranks, slot_of_place[order], placement.epoch)

@@ -21,14 +21,9 @@ from eplb_runtime.placement import Placement, PlacementError
 from eplb_runtime.tools.formats.convert import convert, read_placement, write_placement
 from eplb_runtime.tools.formats.loads import read_load, write_load
 from eplb_runtime.tools.formats.reading import FormatError
-from eplb_runtime.tools.formats.sglang import SGLang
 
 PLACEMENT = Placement.initial(2, 4, 2, replica_slots=1)
 LOAD = np.arange(1.0, 25).reshape(3, 2, 4)
-RECORDS = {
-    "records": [{"forward_pass_id": 0, "global_physical_count": torch.ones(1, 2, dtype=torch.int32)}],
-    "last_physical_to_logical_map": torch.tensor([[0, 1]]),
-}
 TRACED = {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 1, "top_indices": [[0, 1], [1, 2]]}
 SEEDS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "load.npz": (".npz", lambda path: write_load(path, LOAD)),
@@ -37,15 +32,13 @@ SEEDS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "placement.json": (".json", PLACEMENT.save),
     "placement.safetensors": (".safetensors", PLACEMENT.save),
     "sglang.json": (".json", lambda path: write_placement(path, PLACEMENT, "sglang")),
-    "sglang.pt": (".pt", lambda path: write_placement(path, PLACEMENT, "sglang")),
-    "sglang load.pt": (".pt", lambda path: SGLang().save_load(path, LOAD, 0)),
-    "sglang records.pt": (".pt", lambda path: torch.save(RECORDS, path)),
+    "sglang.pt": (".pt", lambda path: torch.save({"physical_to_logical_map": torch.tensor([[0, 1]])}, path)),
+    "sglang load.pt": (".pt", lambda path: torch.save({"logical_count": torch.from_numpy(LOAD)}, path)),
     "vllm.json": (".json", lambda path: write_placement(path, PLACEMENT, "vllm")),
-    "tensorrt-llm.yaml": (".yaml", lambda path: write_placement(path, PLACEMENT, "tensorrt-llm")),
     "router trace.jsonl": (".jsonl", lambda path: path.write_text(f"{json.dumps(TRACED)}\n{json.dumps(TRACED)}\n")),
 }
 WHOLE: dict[str, bytes] = {}
-ENDINGS = [".npz", ".safetensors", ".json", ".pt", ".yaml", ".jsonl"]
+ENDINGS = [".npz", ".safetensors", ".json", ".pt", ".jsonl"]
 calm = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -66,7 +59,10 @@ def read_every_way(ending: str, content: bytes) -> int:
         ways: list[tuple[Callable[[], object], tuple[type[Exception], ...]]] = [
             (lambda: read_load(path), (FormatError,)),
             (lambda: read_placement(path, 2), (FormatError, PlacementError)),
-            (lambda: convert(path, path.with_name("out.json"), num_ranks=2), (FormatError, PlacementError)),
+            (
+                lambda: convert(path, path.with_name("out.json"), num_ranks=2, dense_layers=0),
+                (FormatError, PlacementError),
+            ),
             (lambda: Placement.load(path), (PlacementError,)),
         ]
         refused = 0
