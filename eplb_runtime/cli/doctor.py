@@ -80,14 +80,6 @@ def _show(said: dict[str, Any], title: str, memory: Sequence[Any]) -> None:
             {"memory of each rank": item.what, "GiB": _gib(item.nbytes), "where": item.where, "when": item.when}
             for item in memory
         ],
-        "rows that experts make": [
-            {
-                "tensor": one["tensor"],
-                "bytes": " and ".join(map(str, one["row_bytes"])),
-                "on a CPU": "steady" if one["steady"] else "the last bits depend on the place of a row",
-            }
-            for one in said["widths"]
-        ],
         "versions": [{"package": name, "version": version} for name, version in said["versions"].items()],
         "back ends": [
             {"back end": one["name"], "usable": _YES_NO[one["usable"]], "why": one["why"]} for one in said["backends"]
@@ -102,9 +94,6 @@ def _show(said: dict[str, Any], title: str, memory: Sequence[Any]) -> None:
                 "why": one["why"],
             }
             for one in said["transports"]
-        ],
-        "two trainings are the same": [
-            {"": one["what"], "to": one["same"], "why": one["why"]} for one in said["exactness"]
         ],
     }
     for name, rows in tables.items():

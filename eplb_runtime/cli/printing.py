@@ -115,32 +115,17 @@ def _shown(value: Any) -> str:
 
 
 @contextmanager
-def progress(what: str, total: int, of_bytes: bool = False) -> Iterator[Callable[..., None]]:
-    """Show a bar on stderr, or without a terminal a line now and then; yields the function that advances it, by one or
-    by so many."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
+    """Show on stderr how far work is; yields the function that advances it, by one or by so many."""
+    done = 0
+    with spinner() as shown:
 
-    done = DownloadColumn(binary_units=True) if of_bytes else MofNCompleteColumn()
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with Progress(TextColumn(what), BarColumn(), done, TimeElapsedColumn(), console=console, transient=True) as bar:
-            task = bar.add_task(what, total=total)
-            yield lambda count=1: bar.advance(task, count)
-        return
-    lines, so_far = Spinner(None), 0
-    unit = 2**20 if of_bytes else 1
+        def advance(count: int = 1) -> None:
+            nonlocal done
+            done += count
+            shown.update(f"{what} {done}/{total}")
 
-    def text() -> str:
-        return f"{what} {so_far // unit}/{total // unit}{' MiB' if of_bytes else ''}"
-
-    def advance(count: int = 1) -> None:
-        nonlocal so_far
-        so_far += count
-        lines.update(text())
-
-    yield advance
-    lines.say(text())
+        yield advance
 
 
 class Spinner:

@@ -23,6 +23,8 @@ GONE = {
     "trace compare": "run `trace analyse` on each job's traces, and compare what it prints",
     "bubbles --plot": "`--json` says what each schedule leaves idle",
     "plan --gone": "plan for the ranks that are left, --ranks N",
+    "bubbles --after": "play it once more with the other --imbalance",
+    "bubbles --load": "say by --imbalance how uneven each stage is, as `plan` prints it",
     "bubbles --table": "give the schedule by name, as --schedule dualpipev",
     "verify --family": "verify your own job, as in verify -- torchrun --nproc-per-node 4 train.py",
     "verify --model-config": "verify your own job, as in verify -- torchrun --nproc-per-node 4 train.py",

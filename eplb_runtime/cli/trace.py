@@ -116,7 +116,7 @@ def _read(paths: Sequence[Path]) -> list[Analysis]:
 
 def _reading(size: int) -> AbstractContextManager[Callable[[int], None]]:
     """Return a bar where there is something to wait for."""
-    return progress("reading", size, of_bytes=True) if size > LONG_BYTES else nullcontext(lambda count: None)
+    return progress("bytes", size) if size > LONG_BYTES else nullcontext(lambda count: None)
 
 
 def _us(microseconds: float) -> str:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from ..observe.run_folder import JobRecord
 from ..planner.cost import HYSTERESIS
 from ..planner.evaluate import predicted_imbalance
-from ..planner.terms import Gate
 from ..topology import DEFAULT_INTER_NODE_BANDWIDTH, DEFAULT_INTRA_NODE_BANDWIDTH, Topology
 from ..utils.tables import counted
 from .simulate import Asked, PolicyRun, Series, StepModel, simulate, start_placement
@@ -27,11 +26,6 @@ MOE_SHARE, LOW_SHARE, HIGH_SHARE = 0.4, 0.2, 0.6
 """Assumed shares of a step in expert work; the first one decides."""
 LEAST_SAVED = 0.01
 """Of a step: less is not worth a balancer, nor a replica slot."""
-GATES: tuple[Gate, ...] = ("payoff", "always")
-"""The default one, and one that is advised only where it saves `SURELY_MORE`: with few or very different windows the
-default holds back moves that would have paid."""
-SURELY_MORE = 0.02
-"""Share of a step, once moving is paid: of two gates that are as good, one is better by chance."""
 CLOSE = 0.95
 """Of the lowest imbalance that moved homes can have: they have it, nearly."""
 LEAST_INTERVALS, MOST_INTERVALS = 3, 20
@@ -103,8 +97,6 @@ class Scenario:
         move_seconds: of a plan on average; plans that move nothing count, and the first one, from experts in logical
             order, as one of ``HORIZON_INTERVALS`` at least. ``moving``: as a share of all steps.
         rebalances, plans: how many plans moved something, and how many were made.
-        gate: of the plans, as `BalancerConfig` takes it.
-        gained: share of a step that this gate saves more than the default one, moving paid.
     """
 
     name: str
@@ -118,8 +110,6 @@ class Scenario:
     moving: float
     rebalances: int
     plans: int
-    gate: Gate = "payoff"
-    gained: float = 0.0
 
     def saved(self, moe_share: float) -> float:
         """Return the share of a step that it takes less, where so much of a step is expert work."""
@@ -217,9 +207,8 @@ def assess(record: JobRecord, overrides: Overrides, on_progress: Callable[[], No
     """Would balancing have paid in the steps that were recorded?
 
     Experts stay in logical order, or their homes move, or each rank has replica slots besides; each plan sees the past
-    alone and is judged on the windows until the next. Both ways to move are tried with the default gate and with
-    ``"always"``. Expert work takes ``moe_share`` of a step as the job is now, and grows with the busiest rank's tokens,
-    as for the gate of a running job.
+    alone, is judged on the windows until the next, and goes through the default gate. Expert work takes ``moe_share``
+    of a step as the job is now, and grows with the busiest rank's tokens, as for the gate of a running job.
 
     Args:
         record: the series.
@@ -249,18 +238,18 @@ def assess(record: JobRecord, overrides: Overrides, on_progress: Callable[[], No
         raise ValueError(f"--replica-slots {slots}: {have}; give at most {experts - homes}")
     series = Series(load, resolved.every_windows, None, resolved.steps_per_window)
 
-    def play(policy: str, slots_per_rank: int, gate: Gate = "payoff") -> PolicyRun:
+    def play(policy: str, slots_per_rank: int) -> PolicyRun:
         return simulate(
             series,
             resolved.topology,
             slots_per_rank=slots_per_rank,
             policies=[policy],
-            asked=Asked(gate=gate),
+            asked=Asked(gate="payoff"),
             step_model=model,
             on_progress=on_progress,
         )[0]
 
-    def judge(name: str, run: PolicyRun, refresh_seconds: float = 0.0, gate: Gate = "payoff") -> Scenario:
+    def judge(name: str, run: PolicyRun, refresh_seconds: float = 0.0) -> Scenario:
         relative = sum(window.step_seconds for window in run.windows) / static_seconds
         first, *others = [replan.migration_seconds for replan in run.replans]
         plans = max(len(run.replans), HORIZON_INTERVALS)
@@ -278,26 +267,17 @@ def assess(record: JobRecord, overrides: Overrides, on_progress: Callable[[], No
             moving=move_seconds / resolved.interval / now_seconds,
             rebalances=sum(replan.decision == "rebalance" for replan in run.replans),
             plans=len(run.replans),
-            gate=gate,
         )
-
-    def best_gate(name: str, slots_per_rank: int, refresh_seconds: float = 0.0) -> Scenario:
-        """Return it with the default gate unless the other one saves more."""
-        ways = [judge(name, play("incremental", slots_per_rank, gate), refresh_seconds, gate) for gate in GATES]
-        default, other = ways
-        more = other.step_saved - other.moving - (default.step_saved - default.moving)
-        is_better = more > SURELY_MORE and other.step_saved > HYSTERESIS * other.moving
-        return replace(other, gained=more) if is_better else default
 
     static = play("static", homes)
     static_seconds = sum(window.step_seconds for window in static.windows)
     now = judge("as it is", static)
-    by_homes = best = best_gate("homes moved", homes)
+    by_homes = best = judge("homes moved", play("incremental", homes))
     by_replicas = None
     if slots:
         named = f"with {'one' if slots == 1 else slots} replica slot{'s' if slots > 1 else ''}"
         refresh_seconds = model.refresh_seconds(load.shape[1], slots, resolved.topology)
-        by_replicas = best_gate(named, homes + slots, refresh_seconds)
+        by_replicas = judge(named, play("incremental", homes + slots), refresh_seconds)
         gain = by_replicas.step_saved - by_replicas.moving - (by_homes.step_saved - by_homes.moving)
         if gain > LEAST_SAVED or (by_replicas.pays and not by_homes.pays):
             best = by_replicas
@@ -509,9 +489,6 @@ def _why_it_pays(resolved: _Resolved, best: Scenario, with_replicas: bool) -> tu
     verdict = "It pays." if least_share <= resolved.shares[1] else f"It pays from {least_share:.0%} of expert work on."
     settings = f"interval={resolved.interval}"
     settings += f", replica_slots={resolved.replica_slots}" if with_replicas else ""
-    if best.gate != GATES[0]:
-        verdict += f" The default gate would wait for surer gains, and save {_percent(best.gained)} less."
-        settings += f', gate="{best.gate}"'
     if not resolved.share_source and resolved.shares[1] == resolved.shares[0]:  # given: the job's gate counts with it
         settings += f", migration=MigrationConfig(moe_share={resolved.moe_share:g})"
     return verdict, f"Next: BalancerConfig({settings})"

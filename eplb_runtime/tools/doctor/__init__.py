@@ -1,4 +1,4 @@
-"""What a job will find, before it is started: memory of each choice, what is usable here, what will be exact."""
+"""What a job will find, before it is started: memory of each choice, what is usable here."""
 
 from .links import TransportTrial, try_transports
 from .memory import Diagnosis, DoctorError, diagnose

@@ -20,7 +20,7 @@ from ...moe.experts.record import RecordFormat
 from ...moe.experts.registry import ExpertTensor
 from ...placement import Placement
 from ...replicas.bank import accumulation_dtype, replica_memory
-from .machine import Backend, Exactness, Width, backends, exactness, versions, widths_of
+from .machine import Backend, backends, versions
 
 STATE_TENSORS = {"adamw": 2, "sgd": 1}
 """Tensors of a parameter's size and dtype that an optimizer keeps for it; SGD with momentum."""
@@ -55,8 +55,6 @@ class Diagnosis:
 
     shape: Mapping[str, Any] | None
     memory: Sequence[Item]
-    widths: Sequence[Width]
-    exactness: Sequence[Exactness]
     versions: Mapping[str, str]
     backends: Sequence[Backend]
 
@@ -104,7 +102,7 @@ def diagnose(
         DoctorError, ModelError, PlacementError, AttachError: this model cannot be spread so.
     """
     if model_config is None:
-        return Diagnosis(None, (), (), exactness(None, 0), versions(), backends())
+        return Diagnosis(None, (), versions(), backends())
     from ...hosts.transformers.describe import describe
     from ...hosts.transformers.models import choices_per_token, meta_model, read_config
 
@@ -146,8 +144,7 @@ def diagnose(
     buffers = [one for one in model.state_dict(keep_vars=True).values() if not isinstance(one, nn.Parameter)]
     migration = MigrationConfig() if staging_bytes is None else MigrationConfig(staging_bytes=staging_bytes)
     memory = _memory(shape, homes, dense, sum(buffer.nbytes for buffer in buffers), migration.staging_bytes)
-    widths = widths_of({name: stack for of_layer in stacks for name, stack in of_layer.items()})
-    return Diagnosis(shape, memory, widths, exactness(widths, replica_slots), versions(), backends())
+    return Diagnosis(shape, memory, versions(), backends())
 
 
 def _memory(

@@ -95,18 +95,6 @@ def test_the_refresh_of_replicas_is_no_gift() -> None:
     assert found.replicas is not None and found.replicas.step_saved < 0 and found.best is found.homes
 
 
-def test_the_gate_that_saves_more_is_advised_where_the_default_holds_moves_back() -> None:
-    """A move that pays after twelve intervals, in a load that stays for twenty; the default gate counts ten."""
-    found = judged(skewed(84), given=replace(HOMES, stall_seconds=3.6))
-    assert found.best is not None and found.best.gate == "always" and found.best.rebalances == 1
-    assert found.best.gained == pytest.approx(0.4 * (1 - 10 / 16) - 3.6 / 20 / 2, abs=1e-3) and found.pays is True
-    assert found.advice == f'Next: BalancerConfig(interval=4, gate="always", {SHARE})'
-    assert "It pays. The default gate would wait for surer gains, and save 6.0 % less. Next" in found.paragraph()
-    for stall in (0.0, 6.0):  # cheap: both move; dear: it pays with neither
-        found = judged(skewed(84), given=replace(HOMES, stall_seconds=stall))
-        assert found.best is not None and found.best.gate == "payoff" and "gate" not in found.paragraph()
-
-
 def test_a_balanced_load_does_not_pay() -> None:
     found = judged(even())
     assert found.pays is False and "It does not pay: the load is balanced" in found.paragraph()
@@ -271,7 +259,7 @@ def test_a_long_record_is_judged_by_its_newest_windows() -> None:
     [
         ("gpt_oss_20b_expert_load_by_domain", 1.70, 0.12),
         ("gpt_oss_20b_expert_load_shuffled", 1.63, 0.11),
-        ("deepseek_v3_expert_load", 1.91, 0.175),
+        ("deepseek_v3_expert_load", 1.91, 0.142),
     ],
 )
 def test_measured_loads_of_public_models_pay(shared_data: Path, file: str, now: float, saved: float) -> None:
