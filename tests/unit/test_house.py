@@ -55,14 +55,14 @@ RATCHET = {
     "observe": 3087,
     "checkpoint": 2587,
     "hosts": 9262,
-    "tools": 4716,
-    "cli": 1563,
-    "package": 50709,
-    "files of the package": 303,
+    "tools": 4356,
+    "cli": 1484,
+    "package": 50270,
+    "files of the package": 302,
     "page": 698,
-    "tests": 56611,
+    "tests": 56459,
     "files of tests": 372,
-    "Markdown, KB": 182,
+    "Markdown, KB": 181,
 }
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""
