@@ -18,7 +18,7 @@ EXAMPLES = """
 
 
 def add(commands: Any) -> None:
-    source = "the folder of BalancerConfig(run=...) or of eplb.record, or simulate's .json"
+    source = "the folder of BalancerConfig(run=...), or simulate's .json"
     where = "where to write it, .html (default: report.html)"
     summary = "write one HTML file that shows a run, live page and summary, or what `simulate -o FILE.json` has written"
     options = [option("source", "RUN", str, source), option("-o", "FILE", str, where, "report.html", dest="output")]
