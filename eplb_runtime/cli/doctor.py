@@ -34,10 +34,8 @@ def add(commands: Any) -> None:
         option("--model-config", "PATH", str, "a folder with config.json, or that file"),
         option("--ranks", "R", positive, "ranks of the EP group"),
         option("--replica-slots", "K", not_negative, "copies that each rank can hold per layer (default: 0)", 0),
-        option("--ranks-per-node", "G", positive, "ranks that share a node's memory (default: 8, or all)"),
         choice("--dtype", ("bfloat16", "float16", "float32", "float64"), dtype, "bfloat16"),
         choice("--optimizer", ("adamw", "sgd"), "sgd: with momentum (default: adamw)", "adamw"),
-        option("--staging-bytes", "N", positive, "as in BalancerConfig (default: its own)"),
         choice("--device", ("cpu", "cuda"), tried),
     ]
     summary = "say what memory a model takes on each rank, for each choice, and what this machine can use"
@@ -51,35 +49,33 @@ def _run(arguments: argparse.Namespace) -> int:
         raise InputError("doctor --model-config needs --ranks: how many ranks share the experts")
     import torch
 
-    from ..tools.doctor import diagnose, try_transports
+    from ..tools.doctor import backends, memory_of, try_transports, versions
     from ..tools.launch import is_first, process_group
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    found = diagnose(
-        arguments.model_config,
-        ranks=arguments.ranks or 1,
-        ranks_per_node=arguments.ranks_per_node,
-        replica_slots=arguments.replica_slots,
-        dtype=arguments.dtype,
-        optimizer=arguments.optimizer,
-        staging_bytes=arguments.staging_bytes,
-    )
+    title, memory = "", list[Any]()
+    if arguments.model_config is not None:
+        given = {name: getattr(arguments, name) for name in ("ranks", "replica_slots", "dtype", "optimizer")}
+        title, memory = memory_of(arguments.model_config, **given)
     with process_group(device) as here, spinner() if is_first() else nullcontext() as shown:
         trials = try_transports(here, shown.update if shown is not None else lambda said: None)
-    said = {**found.to_dict(), "transports": [asdict(trial) for trial in trials]}
+    said = {
+        "model": title,
+        "memory_bytes": {item.key: item.nbytes for item in memory},
+        "versions": versions(),
+        "backends": [asdict(one) for one in backends()],
+        "transports": [asdict(trial) for trial in trials],
+    }
     if is_first() and arguments.json:
         print_json(said)
     elif is_first():
-        _show(said, found.title, found.memory)
+        _show(said, memory)
     return 0
 
 
-def _show(said: dict[str, Any], title: str, memory: Sequence[Any]) -> None:
+def _show(said: dict[str, Any], memory: Sequence[Any]) -> None:
     tables: dict[str, list[dict[str, Any]]] = {
-        title: [
-            {"memory of each rank": item.what, "GiB": _gib(item.nbytes), "where": item.where, "when": item.when}
-            for item in memory
-        ],
+        said["model"]: [{"memory of each rank": item.what, "GiB": _gib(item.nbytes)} for item in memory],
         "versions": [{"package": name, "version": version} for name, version in said["versions"].items()],
         "back ends": [
             {"back end": one["name"], "usable": _YES_NO[one["usable"]], "why": one["why"]} for one in said["backends"]

@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 
 from ..placement import Placement
 from ..planner import CostModel, Plan, PlanError, plan
-from ..planner.cost import crossing_seconds
 from ..planner.evaluate import predicted_imbalance
 from ..planner.policies import LAYOUTS
 from ..planner.terms import Gate
 from ..planner.track_record import TrackRecord
-from ..planner.traffic import checked_sources, received
+from ..planner.traffic import received
 from ..topology import Topology
 from ..utils.files import write_file
 
@@ -41,8 +40,8 @@ class StepModel:
       training (forward, and both gradients in backward), at ``flops``.
     * exchange: a token's hidden vector travels once in dispatch and once in combine, and again both in backward; not
       where it is computed on its own rank. Links inside the node and between nodes work at the same time, so of the
-      rank that gets most the slower kind counts. Tokens of an expert come from all ranks alike unless sources say
-      otherwise, and go to copies that are near first; without copies (G - 1) / R of a rank's tokens travel inside the
+      rank that gets most the slower kind counts. Tokens of an expert come from all ranks alike,
+      and go to copies that are near first; without copies (G - 1) / R of a rank's tokens travel inside the
       node and (R - G) / R between nodes, for G ranks a node.
 
     Args:
@@ -216,14 +215,11 @@ class Asked:
     Args:
         groups, max_moves, gate: as in ``planner.plan``; the payoff gate takes seconds from the step model and
             a horizon of ``10 * every`` windows.
-        sources: tokens by where they come from, as in ``planner.plan``, the same in every window; where there is more
-            than one node, plans weigh tokens that cross nodes by the step model's seconds. None: from all alike.
     """
 
     groups: int = 1
     max_moves: int | None = None
     gate: Gate = "always"
-    sources: FloatArray | None = None
 
 
 def simulate(
@@ -258,10 +254,6 @@ def simulate(
         )
     _, layers, experts = load.shape
     mean_tokens = load.sum(axis=2).mean(axis=0) / topology.num_ranks / series.steps_per_window
-    crossing, share_LNE = 0.0, None
-    if asked.sources is not None:
-        crossing = crossing_seconds(mean_tokens, model.token_bytes, topology)
-        share_LNE = checked_sources(asked.sources, layers, experts, topology)
     starts = [start_placement(policy, layers, experts, topology.num_ranks, slots_per_rank) for policy in policies]
     runs = []
     for policy, current in zip(policies, starts, strict=True):
@@ -272,9 +264,8 @@ def simulate(
             moe_share=1.0,
             horizon_steps=HORIZON_REPLANS * every * series.steps_per_window,
             stall_seconds=model.stall_seconds,
-            crossing_seconds=crossing,
         )
-        runs.append(_play(policy, current, cost, (series, topology, asked, model, share_LNE), on_progress))
+        runs.append(_play(policy, current, cost, (series, topology, asked, model), on_progress))
     return runs
 
 
@@ -282,11 +273,11 @@ def _play(
     policy: str,
     current: Placement,
     cost: CostModel,
-    game: tuple[Series, Topology, Asked, StepModel, FloatArray | None],
+    game: tuple[Series, Topology, Asked, StepModel],
     on_progress: Callable[[], None],
 ) -> PolicyRun:
     """Replan every few windows on what is over; judge on what comes until the next replan."""
-    series, topology, asked, model, share_LNE = game
+    series, topology, asked, model = game
     load, every, steps = series.load, series.every, series.steps_per_window
     history = series.history or 4 * every
 
@@ -304,14 +295,13 @@ def _play(
                 groups=asked.groups,
                 max_moves=asked.max_moves,
                 gate=asked.gate,
-                sources=asked.sources,
             )
         except PlanError as error:
             raise PlanError(f"policy {policy}: {error}") from None
 
     def judged(window: int) -> WindowResult:
         load_LE = load[window]
-        received_LR2 = received(load_LE, current, topology, share_LNE)
+        received_LR2 = received(load_LE, current, topology)
         mean_tokens = load_LE.sum(axis=1) / topology.num_ranks / steps
         imbalance.append(of_window := predicted_imbalance(load_LE, current))
         return WindowResult(
