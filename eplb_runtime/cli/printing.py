@@ -16,15 +16,6 @@ COLUMNS = 80
 """Of a table where there is no terminal."""
 EVERY_SECONDS = 10.0
 """Between two lines of progress where stderr is no terminal."""
-_UNITS = (
-    ("gb per second", "GB/s"),
-    ("gbps", "GB/s"),
-    ("mbit per second", "Mbit/s"),
-    ("tokens per second", "tokens/s"),
-    ("mib", "MiB"),
-    ("gib", "GiB"),
-    ("seconds", "s"),
-)
 _NUMBER = re.compile(r"^$|^[-+]?[\d.,]+(?:e[-+]\d+)?(?: ?%)?(?: \(.*\))?$|^nan$|^inf$")
 
 
@@ -57,7 +48,10 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     from rich.console import Console
 
     names = list(dict.fromkeys(name for row in rows for name in row))
-    heads, lines = [heading(name) for name in names], [[_shown(row.get(name, "")) for name in names] for row in rows]
+    heads, lines = (
+        [name.replace("_", " ") for name in names],
+        [[_shown(row.get(name, "")) for name in names] for row in rows],
+    )
     console = Console()
     if not console.is_terminal:
         console = Console(width=COLUMNS)
@@ -97,14 +91,6 @@ def _table(columns: Sequence[Sequence[str]]) -> Any:
     for line in list(zip(*columns, strict=True))[1:]:
         table.add_row(*map(escape, line))
     return table
-
-
-def heading(name: str) -> str:
-    """Return the heading of a column: its key's words, with its unit as it is written."""
-    words = name.replace("_", " ")
-    for long, short in _UNITS:
-        words = re.sub(rf"\b{long}\b", short, words)
-    return words
 
 
 def _shown(value: Any) -> str:

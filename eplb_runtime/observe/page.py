@@ -16,15 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..load.series import holds_series
-from ..utils.files import FileError, require_readable
+from ..utils.files import FileError
 from .events_file import holds_events
 from .run_folder import state_of_run
 from .run_state import LINKS, RunState
 from .summary import expert_work_text, predictions_text, summary_of, summary_text
 
 SCRIPTS = ("draw.js", "page.js")
-MOST_BYTES = 1 << 30
-"""Of what `simulate` wrote."""
 _JOB = ("started", "package", "layers", "experts", "ranks", "slots_per_rank", "policy", "interval", "replica_slots")
 _STATE = ("version", "starts", "step", "standing", "cause", "epoch", "placed_at")
 _TOTALS = ("rebalances", "placed_replicas", "pause_seconds", "rollouts", "rollout_seconds", "saved_seconds")
@@ -116,61 +114,21 @@ class RunReport:
     """A report: the page, the summary as JSON and in words, and how many events could not be used."""
 
     html: str
-    summary: dict[str, Any] | None = None
-    text: str = ""
-    left_out: int = 0
+    summary: dict[str, Any]
+    text: str
+    left_out: int
 
 
 def report_of(source: Path) -> RunReport:
-    """Return the report of a run's folder, or of the ``.json`` of ``simulate -o``.
+    """Return the report of a run's folder.
 
     Raises:
-        FileError: it is none of them.
+        FileError: it is none.
         OSError: it cannot be read.
     """
-    name = source.resolve().name
     if source.is_dir() and holds_series(source) and not holds_events(source):
         raise FileError(f"{source}: recorded without a balancer: eplb-runtime assess {source} says its imbalance")
-    if source.is_dir() or holds_events(source):
-        state, left_out = state_of_run(source)
-        summary = summary_of(state)
-        html = page({"title": f"{name}: eplb_runtime", "view": view_of(state)})
-        return RunReport(html, summary, summary_text(summary), left_out)
-    require_readable(source, MOST_BYTES)
-    return RunReport(page({"title": f"{name}: simulated", "simulation": _simulation(source)}))
-
-
-def _simulation(source: Path) -> dict[str, Any]:
-    """Return what the page shows of the windows that ``simulate -o`` wrote."""
-    try:
-        found = json.loads(source.read_text())
-        windows = found["windows"]
-        policies: list[dict[str, Any]] = []
-        for summary in found["policies"]:
-            own = [window for window in windows if window["policy"] == summary["policy"]]
-            policies.append(
-                {
-                    "policy": str(summary["policy"]),
-                    "imbalance": [float(window["imbalance_mean"]) for window in own],
-                    "mean": float(summary["imbalance"]["mean"]),
-                    "worst": float(summary["imbalance"]["max"]),
-                    "balancedness": float(summary["balancedness"]["mean"]),
-                    "rebalances": int(summary["rebalances"]),
-                    "moved_bytes": sum(int(one["bytes_intra_node"]) + int(one["bytes_inter_node"]) for one in own),
-                    "step_seconds": float(summary["step_seconds"]),
-                }
-            )
-        first = min(int(window["window"]) for window in windows)
-        json.dumps(policies, allow_nan=False)  # NaN is no JSON
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FileError(
-            f"{source}: neither the folder of a run nor what `eplb-runtime simulate -o FILE.json` writes "
-            f"({type(error).__name__}: {error})"
-        ) from None
-    return {
-        "standing": "simulated",
-        "subtitle": f"{len(policies)} policies, {len(policies[0]['imbalance'])} windows" if policies else "nothing",
-        "told": "Each policy plans on the past and is judged on the next windows: max / mean rank load by window.",
-        "first_window": first,
-        "policies": policies,
-    }
+    state, left_out = state_of_run(source)
+    summary = summary_of(state)
+    html = page({"title": f"{source.resolve().name}: eplb_runtime", "view": view_of(state)})
+    return RunReport(html, summary, summary_text(summary), left_out)
