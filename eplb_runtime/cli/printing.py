@@ -112,6 +112,7 @@ def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
             shown.update(f"{what} {done}/{total}")
 
         yield advance
+        shown.update(f"{what} {done}/{total}", last=True)
 
 
 class Spinner:
@@ -121,10 +122,10 @@ class Spinner:
         self._status = status
         self._began = self._said = time.monotonic()
 
-    def update(self, text: str) -> None:
+    def update(self, text: str, last: bool = False) -> None:
         if self._status is not None:
             self._status.update(text)
-        elif time.monotonic() - self._said >= EVERY_SECONDS:
+        elif last or time.monotonic() - self._said >= EVERY_SECONDS:
             self.say(text)
 
     def say(self, text: str) -> None:

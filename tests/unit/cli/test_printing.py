@@ -41,8 +41,8 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(
             advance()
         shown.update("block 3")
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "eplb-runtime: note: steps 20/100, 10 s" and len(said) == 6
-    assert said[-1] == "eplb-runtime: note: block 3, 50 s"
+    assert said[0] == "eplb-runtime: note: steps 20/100, 10 s" and len(said) == 7
+    assert said[-2:] == ["eplb-runtime: note: block 3, 50 s", "eplb-runtime: note: steps 100/100, 50 s"]
 
 
 def wide(*heads: str) -> list[dict[str, object]]:
