@@ -7,7 +7,7 @@ nothing, by how much a step would be shorter, and the verdict in words. No file 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -76,15 +76,6 @@ class Overrides:
 
 
 @dataclass(frozen=True)
-class Assumed:
-    """A figure that neither the record nor an option gives: its name, its value, and the option that sets it."""
-
-    what: str
-    value: float
-    option: str
-
-
-@dataclass(frozen=True)
 class Scenario:
     """One way to place experts, judged.
 
@@ -133,7 +124,6 @@ class Assessment:
         pays: None: the record cannot say.
         ranks, windows: EP size, and windows that were judged.
         interval: training steps between plans.
-        assumed: every figure that was neither recorded nor given.
         verdict, advice: a sentence that says whether it pays, and what to do next.
         left_out: number of recorded windows that are of other numbers of steps than most, and were not judged.
         now, homes, replicas: the ways to place experts; None: not judged.
@@ -147,7 +137,6 @@ class Assessment:
     pays: bool | None
     ranks: int
     interval: int
-    assumed: tuple[Assumed, ...]
     verdict: str
     advice: str
     left_out: int = 0
@@ -170,7 +159,6 @@ class Assessment:
             "imbalance": {name: None if way is None else way.imbalance for name, way in ways.items()},
             "step_saved": dict(zip(("share", "low", "high"), saved, strict=True)),
             "move_seconds": None if self.best is None else self.best.move_seconds,
-            "assumed": [{"what": one.what, "value": one.value, "option": one.option} for one in self.assumed],
             "advice": self.advice if self.pays is not None else f"{self.verdict} {self.advice}",
         }
 
@@ -225,7 +213,7 @@ def assess(record: JobRecord, overrides: Overrides, on_progress: Callable[[], No
     resolved = _resolve(record, overrides)
     slots, ranks = resolved.replica_slots, resolved.ranks
     if why := _why_not(record.load, resolved):
-        return Assessment(None, ranks, resolved.interval, tuple(resolved.assumed), *why, left_out)
+        return Assessment(None, ranks, resolved.interval, *why, left_out)
     share, source = resolved.moe_share, resolved.share_source
     load = _judged_load(record.load, resolved)
     resolved, model, now_seconds = _calibrated(record, load, resolved)
@@ -293,7 +281,6 @@ def assess(record: JobRecord, overrides: Overrides, on_progress: Callable[[], No
         pays=best.pays,
         ranks=ranks,
         interval=resolved.interval,
-        assumed=tuple(resolved.assumed),
         verdict=verdict,
         advice=advice,
         left_out=left_out,
@@ -311,7 +298,7 @@ def assess(record: JobRecord, overrides: Overrides, on_progress: Callable[[], No
 
 @dataclass(frozen=True)
 class _Resolved:
-    """Every figure that the answer rests on; which of them were assumed."""
+    """Every figure that the answer rests on."""
 
     topology: Topology
     interval: int
@@ -327,7 +314,6 @@ class _Resolved:
     stall_seconds: float
     replica_slots: int
     was_on_one_rank: bool
-    assumed: list[Assumed] = field(default_factory=list)
 
     @property
     def ranks(self) -> int:
@@ -339,48 +325,46 @@ class _Resolved:
 
 
 def _resolve(record: JobRecord, overrides: Overrides) -> _Resolved:
-    job, assumed = record.job, list[Assumed]()
+    job = record.job
 
-    def resolve(option: str, known: Any, default: Any, what: str) -> Any:
-        """Return the figure that was given, else what was recorded, else a default, which is noted."""
-        chosen = getattr(overrides, option.removeprefix("--").replace("-", "_"))
-        if chosen is None and not known:
-            assumed.append(Assumed(what, default, option))
+    def resolve(name: str, known: Any, default: Any) -> Any:
+        """Return the figure that was given, else what was recorded, else a default."""
+        chosen = getattr(overrides, name)
         return chosen if chosen is not None else known or default
 
     windows, _, experts = record.load.shape
     fitting = next((ranks for ranks in (8, 4, 2) if experts % ranks == 0), 1)
-    ranks = resolve("--ranks", job.ep_size if job.ep_size > 1 else job.ranks, fitting, "ranks")
+    ranks = resolve("ranks", job.ep_size if job.ep_size > 1 else job.ranks, fitting)
     node = 0
     if ranks <= max(1, job.ranks_per_node):
         node = ranks
     elif job.ranks > job.ranks_per_node and ranks % max(1, job.ranks_per_node) == 0:
         node = job.ranks_per_node  # a job on one node does not say how many ranks another may have there
     whole_nodes = next(size for size in range(min(ranks, 8), 0, -1) if ranks % size == 0)
-    node = resolve("--ranks-per-node", node, whole_nodes, "ranks of a node")
+    node = resolve("ranks_per_node", node, whole_nodes)
     choices = float(record.load.sum(axis=2).mean()) / ranks
     steps = max(1, round(choices / STEP_CHOICES))
-    steps = resolve("--steps-per-window", record.steps_per_window, steps, "steps of a window")
+    steps = resolve("steps_per_window", record.steps_per_window, steps)
     cut = steps * max(1, windows // DEFAULT_INTERVALS, min(SHORT_INTERVAL // steps, windows // FEW_INTERVALS))
-    interval = resolve("--every", job.interval, cut, "steps between plans")
+    interval = resolve("every", job.interval, cut)
     interval = steps * max(1, interval // steps)  # plans are made between windows
-    seconds = resolve("--step-seconds", job.step_seconds, STEP_SECONDS, "seconds of a step")
+    seconds = resolve("step_seconds", job.step_seconds, STEP_SECONDS)
     recorded_share = min(1.0, job.expert_seconds / job.step_seconds) if job.step_seconds else 0.0
-    share = resolve("--moe-share", recorded_share, MOE_SHARE, "share of a step in expert work")
-    is_assumed = any(one.option == "--moe-share" for one in assumed)
-    parameters = resolve("--expert-parameters", job.expert_parameters, EXPERT_PARAMETERS, "parameters of an expert")
+    share = resolve("moe_share", recorded_share, MOE_SHARE)
+    is_assumed = overrides.moe_share is None and not recorded_share
+    parameters = resolve("expert_parameters", job.expert_parameters, EXPERT_PARAMETERS)
     known = job.expert_bytes and job.expert_parameters
     weights = round(parameters * job.expert_bytes / job.expert_parameters) if known else 2 * parameters
     of_adam = (8 if weights >= 4 * parameters else 12) * parameters  # float32 moments, and weights beside bfloat16 ones
-    state = resolve("--optimizer-bytes", job.optimizer_bytes, of_adam, "bytes of an expert's optimizer state")
+    state = resolve("optimizer_bytes", job.optimizer_bytes, of_adam)
     giga, intra, inter = 1e9, *record.bandwidths
     defaults = (DEFAULT_INTRA_NODE_BANDWIDTH / giga, DEFAULT_INTER_NODE_BANDWIDTH / giga)
     if job.device == "cpu":
         defaults = (CPU_BANDWIDTH, CPU_BANDWIDTH)
-    intra = resolve("--intra-node-bandwidth", intra, defaults[0], "GB/s of a rank inside its node")
+    intra = resolve("intra_node_bandwidth", intra, defaults[0])
     if ranks > node:
-        inter = resolve("--inter-node-bandwidth", inter, defaults[1], "GB/s of a rank to other nodes")
-    stall = resolve("--stall-seconds", None, STALL_SECONDS, "seconds of a rebalance besides its bytes")
+        inter = resolve("inter_node_bandwidth", inter, defaults[1])
+    stall = resolve("stall_seconds", None, STALL_SECONDS)
     takes_replicas = 0 if job.takes_no_replicas else 1
     return _Resolved(
         topology=Topology(ranks, node, giga * intra, giga * inter if inter else DEFAULT_INTER_NODE_BANDWIDTH),
@@ -397,7 +381,6 @@ def _resolve(record: JobRecord, overrides: Overrides) -> _Resolved:
         stall_seconds=stall,
         replica_slots=takes_replicas if overrides.replica_slots is None else overrides.replica_slots,
         was_on_one_rank=overrides.ranks is None and job.ranks == 1,
-        assumed=assumed,
     )
 
 
