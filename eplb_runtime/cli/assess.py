@@ -28,12 +28,7 @@ def add(commands: Any) -> None:
         option("record", "RUN|TRACE", str, "a recorded series of windows; " + LOAD),
         option("--ranks", "R", kinds.positive, "ranks of the EP group (default: as recorded, or 8, 4 or 2)"),
         option("--ranks-per-node", "G", kinds.positive, "ranks that share a node (default: as recorded, or up to 8)"),
-        option(
-            "--every",
-            "N",
-            kinds.positive,
-            "training steps between plans (default: as recorded, or by the record's length)",
-        ),
+        option("--every", "N", kinds.positive, "training steps between plans (default: as recorded, or 10 or more)"),
         option("--replica-slots", "K", kinds.not_negative, second),
         option("--windows", "A:B", kinds.windows, "of the record, only these, as 0:50", slice(None)),
         kinds.dense_layers(),
