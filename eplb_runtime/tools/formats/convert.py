@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...placement import EMPTY, Placement
 from ...utils.files import require_writable, write_file
 from ...utils.placement_file import ENDINGS, FILE_FORMAT
 from . import loads
 from .reading import Content, FormatError, about, expert_ids, open_content
-from .slots import fill_empty_slots
 
 OWN = "eplb-runtime"
 FORMATS = {OWN: ENDINGS, "sglang": (".json",), "vllm": (".json",), "tensorrt-llm": (".yaml", ".yml")}
@@ -152,6 +152,21 @@ def write_placement(path: str | Path, placement: Placement, to: str = OWN, dense
             text = head + "".join(lines)
         write_file(path, text)
     return int((placement.physical_to_logical == EMPTY).sum())
+
+
+def fill_empty_slots(placement: Placement) -> NDArray[np.int32]:
+    """Return int32 [L, P]: the map with each empty slot given a copy of the expert that has fewest copies so far and is
+    not on that rank; ties go to the lower id."""
+    rows = np.array(placement.physical_to_logical)
+    counts = np.array(placement.copy_count)
+    for layer, slot in np.argwhere(rows == EMPTY):
+        rank_start = slot - slot % placement.slots_per_rank
+        on_rank = rows[layer, rank_start : rank_start + placement.slots_per_rank]
+        cost = counts[layer] + placement.num_slots * np.isin(np.arange(placement.num_experts), on_rank)
+        expert = int(np.argmin(cost))
+        rows[layer, slot] = expert
+        counts[layer, expert] += 1
+    return rows
 
 
 def _map_in(content: Content) -> str | None:
