@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from .arguments import (
     LOAD,
     POLICY,
-    InputError,
     add_command,
     choice,
     cluster,
@@ -59,10 +58,7 @@ def _run(arguments: argparse.Namespace) -> None:
     topology, current = topology_of(arguments), None
     if arguments.current is not None:
         current = read_placement(arguments.current, arguments.ranks, arguments.dense_layers or 0)
-    layers = None if current is None else current.num_layers
-    load = with_tokens(arguments.load, read_windows(arguments.load, arguments, layers))
-    if current is not None:
-        _require_equal_layers(arguments, load.shape[1], current.num_layers)
+    load = with_tokens(arguments.load, read_windows(arguments.load, arguments))
     parameters = arguments.expert_parameters
     make = partial(
         plan,
@@ -104,16 +100,6 @@ def _run(arguments: argparse.Namespace) -> None:
             "seconds": planned.plan_seconds,
         }
     )
-
-
-def _require_equal_layers(arguments: argparse.Namespace, of_load: int, of_placement: int) -> None:
-    if of_load == of_placement:
-        return
-    have = f"{arguments.load} has {of_load} layers, {arguments.current} has {of_placement}"
-    if arguments.dense_layers is not None:
-        raise InputError(f"{have}, with --dense-layers {arguments.dense_layers} left out of the one that has them")
-    more = abs(of_load - of_placement)
-    raise InputError(f"{have}: if the model has {more} dense layers before the others, give --dense-layers {more}")
 
 
 def _mean_and_max(values: NDArray[np.float64]) -> dict[str, float]:
