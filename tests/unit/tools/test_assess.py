@@ -20,7 +20,6 @@ from eplb_runtime.tools.assess import (
     MOE_SHARE,
     Assessment,
     Overrides,
-    _resolve,
     assess,
 )
 from eplb_runtime.tools.formats.loads import read_record
@@ -118,15 +117,6 @@ def test_moves_that_cost_more_than_they_save_do_not_pay() -> None:
     assert short.advice == "Record 48 steps or more, and try a longer interval: --every 16."
 
 
-def test_the_first_move_weighs_as_one_of_ten_plans() -> None:
-    """A record of five plans would make it look dear; a job moves so once."""
-    short = judged(skewed(), given=replace(HOMES, stall_seconds=1.0)).homes
-    long = judged(skewed(84), given=replace(HOMES, stall_seconds=1.0)).homes
-    assert short is not None and long is not None and (short.plans, long.plans) == (5, 20)
-    assert short.rebalances == long.rebalances == 1
-    assert short.move_seconds == pytest.approx(0.1, rel=0.01) and long.move_seconds == pytest.approx(0.05, rel=0.01)
-
-
 def test_a_range_is_shown_where_nobody_says_the_share() -> None:
     found = judged(skewed(), given=replace(HOMES, moe_share=None))
     assert found.saved is not None and found.shares == (MOE_SHARE, 0.2, 0.6)
@@ -189,29 +179,6 @@ def test_the_json_has_the_documented_keys() -> None:
     assert list(shown["step_saved"]) == ["share", "low", "high"]
 
 
-def test_a_step_recorded_without_expert_parallelism_would_take_longer_with_it() -> None:
-    """Replicas' refresh, which takes the same seconds, is a smaller share of a longer step."""
-    given = replace(GIVEN, intra_node_bandwidth=1.0, inter_node_bandwidth=1.0)
-
-    def step_seconds(job: RecordedJob) -> float:
-        way = judged(skewed(), job, given).replicas
-        assert way is not None
-        return way.refresh_seconds / (0.4 * (1 - way.expert_seconds) - way.step_saved)
-
-    assert step_seconds(JOB) == pytest.approx(0.5)
-    assert step_seconds(replace(JOB, ep_size=1)) == pytest.approx(0.5 / (0.6 + 0.4 * 7 / 16))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "per_node", "asked", "taken"),
-    [(2, 2, 2, 2), (2, 2, 8, 8), (4, 2, 8, 2), (8, 8, 4, 4), (6, 3, 8, 8)],
-)
-def test_a_job_on_one_node_does_not_say_how_large_nodes_are(ranks: int, per_node: int, asked: int, taken: int) -> None:
-    job = replace(JOB, ranks=ranks, ranks_per_node=per_node, ep_size=1)
-    resolved = _resolve(series(skewed(), 1, job), replace(GIVEN, ranks=asked))
-    assert resolved.topology.ranks_per_node == taken
-
-
 def test_each_rank_keeps_its_tokens_where_other_ranks_are_asked_about() -> None:
     few, many = (judged(skewed(), given=replace(GIVEN, ranks=ranks)) for ranks in (2, 4))
     assert few.ranks == 2 and few.now is not None and many.now is not None
@@ -246,16 +213,6 @@ def test_a_folder_says_what_was_recorded_of_its_job(tmp_path: Path) -> None:
     writer.close()
     found = read_record(tmp_path)
     assert found.job == JOB and found.steps_per_window == 2 and found.imbalance == 0.0
-
-
-def test_what_is_compared_is_said_where_it_could_be_taken_for_something_else() -> None:
-    """A job without expert parallelism, and one whose framework holds no replicas."""
-    assert judged(skewed()).paragraph().startswith("4 ranks: ")
-    alone = judged(skewed(), replace(JOB, ep_size=1))
-    assert alone.paragraph().startswith("The recorded job has no expert parallelism; compared is the same job")
-    homes = judged(skewed(), replace(JOB, takes_no_replicas=1), replace(GIVEN, replica_slots=None))
-    assert homes.replicas is None and "replica_slots" not in homes.advice
-    assert homes.paragraph().startswith("The framework's layers hold no replicas, so homes alone are tried. 4 ranks: ")
 
 
 def test_windows_of_other_numbers_of_steps_are_left_out_and_counted(
@@ -296,21 +253,6 @@ def test_a_balanced_run_says_its_links_and_the_imbalance_that_its_steps_were_mea
     assert seconds == pytest.approx(STEP_SECONDS / (0.6 + 0.4 * found.imbalance / 2.5), rel=1e-3)
 
 
-def test_an_optimizer_without_state_is_no_unknown_one() -> None:
-    free, one = (judged(skewed(), given=replace(GIVEN, optimizer_bytes=given)) for given in (0, 1))
-    adam = judged(skewed(), replace(JOB, optimizer_bytes=0))
-    assert free.best is not None and one.best is not None and adam.best is not None
-    assert free.best.move_seconds == pytest.approx(one.best.move_seconds, rel=0.01)
-    assert adam.best.move_seconds > 3 * free.best.move_seconds, "control"
-
-
-def test_plans_are_made_between_windows_and_the_interval_says_so() -> None:
-    found = assess(series(skewed(), 20, JOB), replace(GIVEN, every=30))
-    same = assess(series(skewed(), 20, JOB), replace(GIVEN, every=20))
-    assert found.interval == same.interval == 20 and found.advice == same.advice
-    assert assess(series(skewed(), 20, JOB), replace(GIVEN, every=1)).advice == same.advice
-
-
 def test_reasons_are_the_true_ones() -> None:
     small = judged(skewed(), given=replace(HOMES, moe_share=0.015))
     assert small.pays is False and "expert work is a small share" in small.verdict
@@ -318,15 +260,6 @@ def test_reasons_are_the_true_ones() -> None:
     hot[:, :, 0] = 2000
     split = judged(hot, given=HOMES)
     assert split.pays is False and "the hottest expert alone" in split.verdict and "--replica-slots 1" in split.advice
-
-
-def test_replicas_that_pay_are_named_where_homes_do_not() -> None:
-    hot = even()
-    hot[:, :, 0] = 250
-    share = 0.06
-    found = judged(hot, given=replace(GIVEN, moe_share=share, step_seconds=100.0))
-    homes = judged(hot, given=replace(HOMES, moe_share=share, step_seconds=100.0))
-    assert homes.pays is False and found.pays is True and found.best is found.replicas
 
 
 def test_more_replicas_than_there_are_experts_are_refused_by_their_option() -> None:

@@ -12,15 +12,12 @@ from hypothesis import strategies as st
 from eplb_runtime.cli.program import main
 from eplb_runtime.tools.bubbles import (
     SCHEDULES,
-    BubbleError,
-    Part,
     Times,
     follow,
     stages_of,
     table_of,
 )
 from eplb_runtime.tools.bubbles.playing import BACKWARD, FORWARD, INPUT, WEIGHT
-from eplb_runtime.tools.bubbles.tables import one_forward_one_backward
 
 PUBLISHED = {"1f1b": (3, 9, 21), "zb1p": (1, 3, 7), "dualpipev": (2, 6, 14)}
 """Bubbles on 2, 4 and 8 ranks at F = I = W = 1, a forward and a backward together 3."""
@@ -61,19 +58,6 @@ def test_every_micro_batch_passes_every_stage_once_each_way(name: str) -> None:
                 done[kind].add((part.stage, part.microbatch))
         everything = {(stage, number) for stage in range(stages_of(table)) for number in range(microbatches)}
         assert all(found == everything for found in done.values())
-
-
-def test_control_a_forgotten_backward_is_noticed_as_a_step_that_waits_for_ever() -> None:
-    table = one_forward_one_backward(4, 8)
-    table[3] = [step for step in table[3] if step != (Part(BACKWARD, 3, 5),)]
-    with pytest.raises(BubbleError, match="waits for ever before B of micro-batch 5 on stage 0"):
-        follow(table, UNIT)
-
-
-def test_doing_a_part_twice_is_refused() -> None:
-    table = one_forward_one_backward(2, 2)
-    with pytest.raises(BubbleError, match="done twice"):
-        follow([[*table[0], table[0][0]], table[1]], UNIT)
 
 
 @settings(max_examples=30, deadline=None)

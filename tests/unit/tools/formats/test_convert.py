@@ -42,23 +42,6 @@ def test_a_free_placement_goes_through_any_two_formats_unchanged(tmp_path: Path,
     assert read_placement(paths[1], RANKS, dense) == placement
 
 
-@given(
-    seed=st.integers(0, 10_000),
-    layers=st.integers(1, 12),
-    experts=st.integers(1, 20),
-    ranks=st.integers(1, 5),
-    to=st.sampled_from(READ),
-)
-@settings(max_examples=30, deadline=None)
-def test_any_placement_reads_back_as_written(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, layers: int, experts: int, ranks: int, to: str
-) -> None:
-    placement = free_placement(seed, layers, experts, ranks)
-    path = tmp_path_factory.mktemp("convert") / f"map{ENDING.get(to, '.json')}"
-    write_placement(path, placement, to)
-    assert read_placement(path, ranks) == placement
-
-
 # -- what each reader demands --------------------------------------------------------------------------------------
 
 
@@ -80,11 +63,6 @@ def test_tensorrt_llm_configuration_has_its_three_keys_and_model_layer_numbers(t
     assert list(content["initial_global_assignments"]) == [2, 3, 4]
     for row in content["initial_global_assignments"].values():
         assert len(row) == 12 and set(row) == set(range(EXPERTS))
-
-
-def test_vllm_map_is_one_list_of_slots_a_moe_layer(tmp_path: Path) -> None:
-    write_placement(tmp_path / "map.json", free_placement(), "vllm")
-    assert json.loads((tmp_path / "map.json").read_text()) == free_placement().physical_to_logical.tolist()
 
 
 @pytest.mark.parametrize("to", ["sglang", "vllm", "tensorrt-llm"])
