@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,17 +155,6 @@ def _watched_layer(model: nn.Module, layer: MoE) -> WatchedLayer:
     owner = _owner_of_run(model, layer, experts)
     signature = inspect.signature(getattr(owner, layer.run))
 
-    def hook(see: Callable[[Tensor, int, int], None]) -> Callable[[], None]:
-        own = getattr(owner, layer.run)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            hidden, topk_ids, _ = signature.bind(*args, **kwargs).arguments.values()
-            _check_ids(layer, topk_ids)
-            see(topk_ids.reshape(-1, topk_ids.shape[-1]).long(), hidden.shape[-1], topk_ids.shape[-1])
-            return own(*args, **kwargs)
-
-        return _replaced(owner, layer.run, run)
-
     def mark_work(clock: ExpertClock) -> Callable[[], None]:
         own = getattr(owner, layer.run)
 
@@ -178,7 +168,21 @@ def _watched_layer(model: nn.Module, layer: MoE) -> WatchedLayer:
 
         return _replaced(owner, layer.run, run)
 
-    return WatchedLayer(layer.experts, num_experts, hook, experts, num_experts, mark_work)
+    return WatchedLayer(layer.experts, num_experts, partial(_watch, layer, owner), experts, num_experts, mark_work)
+
+
+def _watch(layer: MoE, owner: nn.Module, see: Callable[[Tensor, int, int], None]) -> Callable[[], None]:
+    """Let another see the choices of each call of the method; returns how to end it."""
+    own = getattr(owner, layer.run)
+    signature = inspect.signature(own)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        hidden, topk_ids, _ = signature.bind(*args, **kwargs).arguments.values()
+        _check_ids(layer, topk_ids)
+        see(topk_ids.reshape(-1, topk_ids.shape[-1]).long(), hidden.shape[-1], topk_ids.shape[-1])
+        return own(*args, **kwargs)
+
+    return _replaced(owner, layer.run, run)
 
 
 def _replaced(owner: nn.Module, name: str, run: Callable[..., Any]) -> Callable[[], None]:
@@ -236,6 +240,7 @@ def _describe_layer(model: nn.Module, layer: MoE) -> MoELayer:
         run=getattr(owner, layer.run),
         install=lambda parallel: setattr(owner, layer.run, _run(layer, getattr(owner, layer.run), parallel)),
         alignment=layer.alignment,
+        watch=partial(_watch, layer, owner),
     )
 
 

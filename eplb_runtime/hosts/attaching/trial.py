@@ -77,7 +77,7 @@ def layout_of(trial: Trial, config: BalancerConfig, ranks: Ranks) -> tuple[Balan
         run=None,
         listen=None,
         listen_token=None,
-        guard="off" if config.guard == "off" else "warn",
+        guard="warn",
         migration=replace(config.migration, max_moves=None, max_pause_seconds=None),
     )
     if trial.layout == "single":
