@@ -316,6 +316,10 @@ def _stacked(name: str, experts: nn.ModuleList) -> StackedExperts:
     for number, expert in enumerate(experts):
         if type(expert) is not type(first) or kinds[number] != kinds[0] or not named[0] or repr(expert) != repr(first):
             raise AttachError(f"{name}.{number} is not a module as {name}.0 is: only equal experts can be stacked")
+        if _hooks(expert) != _hooks(first):
+            raise AttachError(
+                f"{name}.{number} has other hooks than {name}.0: one module computes all experts of a stack"
+            )
         if any(True for _ in expert.buffers()):
             raise AttachError(f"{name}.{number} keeps buffers, which would not move with experts")
         if any(foreign_hooks(tensor) for tensor in named[number].values()):
@@ -333,6 +337,12 @@ def _stacked(name: str, experts: nn.ModuleList) -> StackedExperts:
     if not next(first.parameters()).is_meta:
         _check_same_results(name, experts, template)
     return StackedExperts(template, tensors).train(experts.training)
+
+
+def _hooks(expert: nn.Module) -> list[Any]:
+    """What is called with the forward and backward passes of an expert and of the modules in it."""
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return [[*getattr(module, name).values()] for module in expert.modules() for name in names]
 
 
 def _check_same_results(name: str, experts: nn.ModuleList, template: nn.Module) -> None:

@@ -68,7 +68,7 @@ from .replicas import local_experts, log_memory, transport_of_copies
 from .self_test import try_layers
 from .sharding import cut_rows, install, note_of_odd_rows, rows_of_rank
 from .state_hooks import Homes, PartialStateWarning, mark_state
-from .trial import TrialRun, layout_of, why_not_single
+from .trial import TrialRun, begin_record, layout_of, why_not_single
 from .undo import Before
 
 logger = logging.getLogger("eplb_runtime")
@@ -95,6 +95,7 @@ def attach_stages(
     trial, given = take_trial(), config
     not_single = "" if trial is None else why_not_single(stages, ranks)
     if trial is not None:
+        begin_record(trial)
         config, ranks = layout_of(trial, config, ranks)
     runs_own_way = trial is not None and trial.layout == "single"
     made = _connect(_Given(stages, optimizers, config, device, container, runs_own_way), ranks)

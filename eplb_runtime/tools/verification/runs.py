@@ -30,9 +30,14 @@ SEED = 20250710
 LAST_LINES = 8  # of a job's output that are shown where it failed
 _LOOK_SECONDS, _END_SECONDS = 0.2, 30.0
 _NAMES = {"single": "all experts on each rank", "moved": "moved homes and replicas"}
-_PENALTY = ": what a rank does with its experts is not what plain training does with all (a penalty, a scale, a mask?)"
-
+_PENALTY = (
+    ": what a rank does with its experts is not what plain training does with all (a penalty, a scale, a mask, a norm "
+    "added up by hand, a `run` that does more than run experts?)"
+)
 _KEPT = "; {} and others of before attach are in use still: take parameters from model.parameters() after attach"
+_IN_ORDER = (
+    ", by rounding alone: is something added up in the order of places (a norm by hand? balancer.clip_grad_norm_)"
+)
 Proof = Generator[tuple[str, bool], Run, Report]
 """Asks for runs: the layout of a `Trial`, and whether it keeps replica slots."""
 
@@ -66,7 +71,10 @@ def proof() -> Proof:
         report = replace(report, difference=difference)
         if not report.notes:
             kept = _KEPT.format(*moved.meta["replaced"]) if moved.meta.get("replaced") else ""
-            return answer("wrong", f"with moved homes {difference}{kept}", repeats=True, moved=False)
+            close = to_rounding(fixed, moved, (yield "shaken", False))
+            verdict = "unknown" if close.equal and not kept else "wrong"
+            why = f"with moved homes {difference}{kept}{_IN_ORDER if verdict == 'unknown' else ''}"
+            return answer(verdict, why, repeats=True, moved=False, moved_rounding=close)
     elif not moved.meta["commits"]:
         return answer("unknown", f"no expert moved in {moved.length} steps: give --steps 3 or more")
     report = replace(report, repeats=True, moved=difference is None, single_reason=str(meta["not_single"]))
@@ -80,6 +88,8 @@ def proof() -> Proof:
         if other.length < fixed.length:
             return answer("unknown", f"the run with {_NAMES[layout]} ended sooner: {other.failure}")
         shaken = shaken if shaken is not None else (yield "shaken", False)
+        if shaken.length < fixed.length:
+            return answer("unknown", f"the run with gradients changed by rounding ended sooner: {shaken.failure}")
         close = to_rounding(fixed, other, shaken)
         report = replace(report, single=close) if layout == "single" else replace(report, moved_rounding=close)
         if close.equal is None:
@@ -163,12 +173,14 @@ def _run(command: Sequence[str], trial: Trial, title: str) -> Run:
 
 def end(job: subprocess.Popen[bytes]) -> None:
     """End a job with all that it has started, and wait for it."""
-    with suppress(ProcessLookupError):
-        os.killpg(job.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
+    try:
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(job.pid, signal.SIGTERM)
             job.wait(_END_SECONDS)
-        os.killpg(job.pid, signal.SIGKILL)
-    job.wait()
+    finally:  # also where a second signal ends the waiting
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
 
 
 def verify(
