@@ -396,7 +396,7 @@ class TrialRun:
 
 
 def _shares(given_RS: Tensor, seen_S: Tensor) -> Tensor | None:
-    """Return with what weight each rank's gradient (of many ranks: their sum) is in what the optimizer sees; None: it is
+    """Return the weight of each rank's gradient (of many: of their sum) in what the optimizer sees; None: it is
     no such sum."""
     columns_SR = given_RS.T if len(given_RS) <= _MOST_RANKS else given_RS.sum(dim=0).unsqueeze(1)
     if not (columns_SR.isfinite().all() and seen_S.isfinite().all()):
