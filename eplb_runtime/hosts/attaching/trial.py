@@ -246,8 +246,9 @@ class TrialRun:
         self._arrived.clear()
         of_ranks = list(map(json.loads, gather_bytes(json.dumps(mine).encode(), self._group)))
         both = torch.tensor([one[""] for one in of_ranks if "" in one], dtype=torch.float64).sum(dim=0)
-        usual = None if both.ndim < 2 else _shares(both[:1], both[1])
-        for ranks in job.data_sets if usual is not None else ():
+        if both.ndim < 2 or (usual := _shares(both[:1], both[1])) is None:
+            return
+        for ranks in job.data_sets:
             here = [of_ranks[job.ranks.index(rank)] for rank in ranks]
             for name in here[0].keys() - {""}:
                 given, seen_RS = torch.tensor([one[name] for one in here if name in one], dtype=torch.float64).unbind(1)

@@ -109,10 +109,15 @@ class Difference:
     rank: int
     hint: str = ""
 
-    def __str__(self) -> str:
+    @property
+    def place(self) -> str:
+        """Step, tensor, expert and rank in words."""
         when = "before the first step" if self.step == 0 else f"after step {self.step}"
         of = "" if self.expert is None else f" of expert {self.expert}"
-        return f"{when} {self.tensor}{of} differs on rank {self.rank}" + (f"; {self.hint}" if self.hint else "")
+        return f"{when} {self.tensor}{of} differs on rank {self.rank}"
+
+    def __str__(self) -> str:
+        return self.place + (f"; {self.hint}" if self.hint else "")
 
 
 def first_difference(one: Run, other: Run) -> Difference | None:

@@ -72,9 +72,10 @@ def proof() -> Proof:
         if not report.notes:
             kept = _KEPT.format(*moved.meta["replaced"]) if moved.meta.get("replaced") else ""
             close = to_rounding(fixed, moved, (yield "shaken", False))
-            verdict = "unknown" if close.equal and not kept else "wrong"
-            why = f"with moved homes {difference}{kept}{_IN_ORDER if verdict == 'unknown' else ''}"
-            return answer(verdict, why, repeats=True, moved=False, moved_rounding=close)
+            found: dict[str, Any] = {"repeats": True, "moved": False, "moved_rounding": close}
+            if close.equal and close.steps >= difference.step and not kept:
+                return answer("unknown", f"with moved homes {difference.place}{_IN_ORDER}", **found)
+            return answer("wrong", f"with moved homes {difference}{kept}", **found)
     elif not moved.meta["commits"]:
         return answer("unknown", f"no expert moved in {moved.length} steps: give --steps 3 or more")
     report = replace(report, repeats=True, moved=difference is None, single_reason=str(meta["not_single"]))
