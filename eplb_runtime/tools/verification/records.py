@@ -109,15 +109,10 @@ class Difference:
     rank: int
     hint: str = ""
 
-    @property
-    def place(self) -> str:
-        """Step, tensor, expert and rank in words."""
+    def __str__(self) -> str:
         when = "before the first step" if self.step == 0 else f"after step {self.step}"
         of = "" if self.expert is None else f" of expert {self.expert}"
-        return f"{when} {self.tensor}{of} differs on rank {self.rank}"
-
-    def __str__(self) -> str:
-        return self.place + (f"; {self.hint}" if self.hint else "")
+        return f"{when} {self.tensor}{of} differs on rank {self.rank}" + (f"; {self.hint}" if self.hint else "")
 
 
 def first_difference(one: Run, other: Run) -> Difference | None:
