@@ -207,7 +207,7 @@ def to_rounding(fixed: Run, other: Run, shaken: Run) -> Closeness:
     before: tuple[StepRecord, ...] = ()
     for number in range(min(fixed.length, other.length, shaken.length) + 1):
         steps = (fixed.step(number), other.step(number), shaken.step(number))
-        routed_alike = routed_alike and all(np.array_equal(steps[0].counts, step.counts) for step in steps[1:])
+        routed_alike = routed_alike and np.array_equal(steps[0].counts, steps[1].counts)
         if routed_alike:
             losses_count = losses_count and all(apart <= allowed for _, allowed, apart, _ in _losses(steps))
         measures = _measures(steps, before, rounding) if routed_alike else _losses(steps) if losses_count else ()
@@ -219,6 +219,11 @@ def to_rounding(fixed: Run, other: Run, shaken: Run) -> Closeness:
                 excess, worst = apart / allowed, (share, name, number)
         compared, before = number if routed_alike else compared, steps
     return Closeness(True if compared else None, *worst, compared)
+
+
+def routes_alike(one: Run, other: Run, until: int) -> bool:
+    """Whether two runs give each expert as many tokens in each step, up to this one."""
+    return all(np.array_equal(one.step(number).counts, other.step(number).counts) for number in range(until + 1))
 
 
 Measure = tuple[str, float, float, float]

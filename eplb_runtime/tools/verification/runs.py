@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ...config import BalancerConfig, Trial, launcher_environment, set_trial
 from ...distributed.consensus import gather_bytes
 from ...hosts import attach
-from .records import Run, first_difference, to_rounding, uneven_buffer, untrained
+from .records import Run, first_difference, routes_alike, to_rounding, uneven_buffer, untrained
 from .report import Report
 
 SEED = 20250710
@@ -68,9 +68,11 @@ def proof() -> Proof:
         report = replace(report, difference=difference)
         if not report.notes:
             kept = _KEPT.format(*moved.meta["replaced"]) if moved.meta.get("replaced") else ""
-            close = to_rounding(fixed, moved, (yield "shaken", False))
+            noisy = yield "shaken", False
+            close = to_rounding(fixed, moved, noisy)
             found: dict[str, Any] = {"repeats": True, "moved": False, "moved_rounding": close}
-            if close.equal and close.steps >= difference.step and not kept:
+            is_close = close.equal and close.steps >= difference.step and routes_alike(fixed, noisy, difference.step)
+            if is_close and not kept:
                 return answer("unknown", f"with moved homes {replace(difference, hint=_IN_ORDER)}", **found)
             return answer("wrong", f"with moved homes {difference}{kept}", **found)
     elif not moved.meta["commits"]:
