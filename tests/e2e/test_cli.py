@@ -196,11 +196,11 @@ def test_a_plan_travels_to_an_engine_and_back(
     assert done["kind"] == "placement" and done["format"] == "sglang" and done["shape"] == [3, 12]
     assert len(json.loads((tmp_path / "map.json").read_text())["physical_to_logical_map"]) == 5
     back = ["convert", *map(str, (tmp_path / "map.json", tmp_path / "back.json")), "--ranks", "4"]
-    assert "have a row for each layer of the model: give --dense-layers N" in refusal(capsys, *back)
+    assert "sglang files number each layer of the model: give --dense-layers N" in refusal(capsys, *back)
     assert main([*back, "--dense-layers", "2"]) == 0
     said = capsys.readouterr().out
-    assert "placement of 3 layers x 12 slots: sglang -> eplb-runtime" in said and "homes were found again" in said
-    assert np.array_equal(Placement.load(tmp_path / "back.json").home, Placement.load(tmp_path / "placement.json").home)
+    assert "placement of 3 layers x 12 slots: sglang -> eplb-runtime" in said
+    assert Placement.load(tmp_path / "back.json").layout == "free"
 
 
 def test_planners_are_measured_on_a_load_file(load_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,13 +18,6 @@ def its_logger() -> Iterator[logging.Logger]:
     logger.setLevel(before)
 
 
-def test_headings_have_units() -> None:
-    assert printing.heading("gb_per_second") == "GB/s"
-    assert printing.heading("expert_mib") == "expert MiB"
-    assert printing.heading("plan_seconds") == "plan s"
-    assert printing.heading("pause_ms_per_expert") == "pause ms per expert"
-
-
 def test_numbers_stand_to_the_right_and_words_to_the_left(capsys: pytest.CaptureFixture[str]) -> None:
     printing.print_table("t", [{"a": "x", "n": 1, "w": "one"}, {"a": "y", "n": 1000, "w": "a thousand"}])
     shown = capsys.readouterr().out

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from traces import cpu_events, flow, gpu_events, of_rank, write
+from traces import cpu_events, gpu_events, of_rank, write
 
-from eplb_runtime.observe.traces import TraceError, analyse, merge
+from eplb_runtime.observe.traces import TraceError, analyse
 
 calm = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 with TemporaryDirectory() as _folder:
@@ -29,15 +29,14 @@ KEYS = ["ph", "cat", "name", "pid", "tid", "ts", "dur", "args", "id"]
 
 
 def read(content: bytes, name: str = "trace.json") -> None:
-    """Analysed and merged; the only error is one line that names the file."""
+    """Analysed; the only error is one line that names the file."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / name
         path.write_bytes(content)
-        for use in (lambda: analyse(path), lambda: merge([path], Path(folder) / "merged.json")):
-            try:
-                use()
-            except TraceError as error:
-                assert str(path) in str(error) and "\n" not in str(error)
+        try:
+            analyse(path)
+        except TraceError as error:
+            assert str(path) in str(error) and "\n" not in str(error)
 
 
 @calm
@@ -63,7 +62,7 @@ def test_any_bytes(content: bytes) -> None:
 @calm
 @given(st.integers(0, 40), st.sampled_from(KEYS), ANYTHING)
 def test_events_with_any_value(which: int, key: str, value: Any) -> None:
-    events: list[dict[str, Any]] = [*gpu_events(), flow("s", 1, 0), *cpu_events()]
+    events: list[dict[str, Any]] = [*gpu_events(), *cpu_events()]
     events[which % len(events)][key] = value
     with suppress(ValueError):  # what JSON cannot say
         read(json.dumps({"traceEvents": events}).encode())

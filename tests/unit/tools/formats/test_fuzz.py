@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import struct
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,20 +13,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save
 
 from eplb_runtime.placement import Placement, PlacementError
 from eplb_runtime.tools.formats.convert import convert, read_placement, write_placement
 from eplb_runtime.tools.formats.loads import read_load, write_load
 from eplb_runtime.tools.formats.reading import FormatError
-from eplb_runtime.tools.formats.sglang import SGLang
 
 PLACEMENT = Placement.initial(2, 4, 2, replica_slots=1)
 LOAD = np.arange(1.0, 25).reshape(3, 2, 4)
-RECORDS = {
-    "records": [{"forward_pass_id": 0, "global_physical_count": torch.ones(1, 2, dtype=torch.int32)}],
-    "last_physical_to_logical_map": torch.tensor([[0, 1]]),
-}
 TRACED = {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 1, "top_indices": [[0, 1], [1, 2]]}
 SEEDS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "load.npz": (".npz", lambda path: write_load(path, LOAD)),
@@ -37,15 +29,13 @@ SEEDS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "placement.json": (".json", PLACEMENT.save),
     "placement.safetensors": (".safetensors", PLACEMENT.save),
     "sglang.json": (".json", lambda path: write_placement(path, PLACEMENT, "sglang")),
-    "sglang.pt": (".pt", lambda path: write_placement(path, PLACEMENT, "sglang")),
-    "sglang load.pt": (".pt", lambda path: SGLang().save_load(path, LOAD, 0)),
-    "sglang records.pt": (".pt", lambda path: torch.save(RECORDS, path)),
+    "sglang.pt": (".pt", lambda path: torch.save({"physical_to_logical_map": torch.tensor([[0, 1]])}, path)),
+    "sglang load.pt": (".pt", lambda path: torch.save({"logical_count": torch.from_numpy(LOAD)}, path)),
     "vllm.json": (".json", lambda path: write_placement(path, PLACEMENT, "vllm")),
-    "tensorrt-llm.yaml": (".yaml", lambda path: write_placement(path, PLACEMENT, "tensorrt-llm")),
     "router trace.jsonl": (".jsonl", lambda path: path.write_text(f"{json.dumps(TRACED)}\n{json.dumps(TRACED)}\n")),
 }
 WHOLE: dict[str, bytes] = {}
-ENDINGS = [".npz", ".safetensors", ".json", ".pt", ".yaml", ".jsonl"]
+ENDINGS = [".npz", ".safetensors", ".json", ".pt", ".jsonl"]
 calm = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -66,7 +56,10 @@ def read_every_way(ending: str, content: bytes) -> int:
         ways: list[tuple[Callable[[], object], tuple[type[Exception], ...]]] = [
             (lambda: read_load(path), (FormatError,)),
             (lambda: read_placement(path, 2), (FormatError, PlacementError)),
-            (lambda: convert(path, path.with_name("out.json"), num_ranks=2), (FormatError, PlacementError)),
+            (
+                lambda: convert(path, path.with_name("out.json"), num_ranks=2, dense_layers=0),
+                (FormatError, PlacementError),
+            ),
             (lambda: Placement.load(path), (PlacementError,)),
         ]
         refused = 0
@@ -115,7 +108,7 @@ def test_random_bytes(ending: str, content: bytes, start: bytes) -> None:
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("opened", ["[", '{"load":', '{"layer_list":[', "- ", "{a: ", "? "])
+@pytest.mark.parametrize("opened", ["[", '{"load":'])
 def test_deep_nesting(ending: str, opened: str) -> None:
     for depth in (5, 70, 2_000, 200_000):
         closing = {"[": "]", "{": "}"}.get(opened[0], "")
@@ -123,50 +116,6 @@ def test_deep_nesting(ending: str, opened: str) -> None:
 
 
 # -- what is well-formed and still wrong -----------------------------------------------------------------------------
-
-
-def in_every_torch_dtype(write: Callable[[torch.Tensor], bytes]) -> list[bytes]:
-    """A tensor of each dtype that torch makes and ``write`` knows, as bytes of a file."""
-    files = []
-    for dtype in sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str):
-        with suppress(RuntimeError, TypeError, KeyError, ValueError):
-            plain = torch.zeros(2, 4, dtype=torch.uint8)
-            files.append(write(plain.view(dtype) if dtype.itemsize == 1 else plain.to(dtype)))
-    assert len(files) > 10
-    return files
-
-
-NUMPY_DTYPES = ["?", "i1", "u8", "f2", "f8", "g", "c16", "S3", "U3", "M8[s]", "m8[s]", "V4", "i4,f4", ">i4", "O"]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["logical_count", "physical_to_logical_map"])
-def test_torch_files_of_every_dtype(name: str) -> None:
-    def write(values: torch.Tensor) -> bytes:
-        file = io.BytesIO()
-        torch.save({name: values}, file)
-        return file.getvalue()
-
-    for content in in_every_torch_dtype(write):
-        read_every_way(".pt", content)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("metadata", [{}, {"format": "eplb-runtime-placement"}])
-def test_safetensors_of_every_dtype(metadata: dict[str, str]) -> None:
-    for content in in_every_torch_dtype(
-        lambda values: save({"load": values, "physical_to_logical": values.clone()}, metadata)
-    ):
-        read_every_way(".safetensors", content)
-
-
-@pytest.mark.parametrize("dtype", NUMPY_DTYPES)
-def test_arrays_of_every_dtype(dtype: str) -> None:
-    array = np.zeros((1, 2), dtype=dtype)
-    file = io.BytesIO()
-    np.savez(file, load=array)
-    reads_load = 3 if np.dtype(dtype).kind in "iuf" else 4
-    assert read_every_way(".npz", file.getvalue()) in (reads_load, reads_load - 1), "as a load, or converted as one"
 
 
 SAFETENSORS_HEADERS = st.recursive(
