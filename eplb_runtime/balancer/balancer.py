@@ -984,9 +984,8 @@ class Balancer:
         else:
             self._phases.refuse("a forward in training")
             with self._one_begins:
-                with self._guard.clocked():
-                    self._division.follow()
-                    self._runtime.model_check.check(thoroughly=self._guard.is_new)
+                self._division.follow()
+                self._runtime.model_check.check(thoroughly=self._guard.is_new)
                 self._in_step = True
                 if self._runtime.maps.replicas is not None and not in_recompute() and not self._runtime.channels.busy:
                     self._runtime.maps.replicas.abandon()

@@ -169,8 +169,8 @@ def test_bench_train_moves_experts_where_load_is_skewed_and_has_the_documented_k
     assert list(result["brief"]) == ["ranks", "train", "speed_up"] and result["brief"]["speed_up"] > 0
     fixed, moved = result["brief"]["train"]
     assert set(fixed) == keys and fixed["homes_moved"] == 0 < moved["homes_moved"]
-    overhead = {"static_step_ms", "attached_step_ms", "guard_ms", "overhead", "homes_moved"}
-    assert set(result["overhead"][0]) == overhead and result["overhead"][0]["guard_ms"] > 0
+    overhead = {"static_step_ms", "attached_step_ms", "overhead", "homes_moved"}
+    assert set(result["overhead"][0]) == overhead
 
 
 def test_balanced_choices_are_balanced_and_never_the_same_expert_twice() -> None:

@@ -68,7 +68,7 @@ from .replicas import local_experts, log_memory, transport_of_copies
 from .self_test import try_layers
 from .sharding import cut_rows, install, note_of_odd_rows, rows_of_rank
 from .state_hooks import Homes, PartialStateWarning, mark_state
-from .trial import TrialRun, layout_of, why_not_single
+from .trial import TrialRun, begin_record, layout_of, why_not_single
 from .undo import Before
 
 logger = logging.getLogger("eplb_runtime")
@@ -95,8 +95,10 @@ def attach_stages(
     trial, given = take_trial(), config
     not_single = "" if trial is None else why_not_single(stages, ranks)
     if trial is not None:
+        begin_record(trial)
         config, ranks = layout_of(trial, config, ranks)
-    made = _connect(_Given(stages, optimizers, config, device, container), ranks)
+    runs_own_way = trial is not None and trial.layout == "single"
+    made = _connect(_Given(stages, optimizers, config, device, container, runs_own_way), ranks)
     groups, close = made.groups, made.transport.close
     steppers = _of_torch([*optimizers, *([container] if container is not None else [])])
     before = Before([stage.model for stage in stages], steppers)
@@ -132,13 +134,14 @@ def attach_stages(
 
 @dataclass(frozen=True)
 class _Given:
-    """What is attached, and how."""
+    """What is attached, and how. ``runs_own_way``: layers whose experts are all here compute by their own code."""
 
     stages: Sequence[Stage]
     optimizers: Sequence[AnyOptimizer]
     config: BalancerConfig
     device: torch.device
     container: torch.optim.Optimizer | None
+    runs_own_way: bool
 
 
 @dataclass(frozen=True)
@@ -236,9 +239,16 @@ def _connect(given: _Given, ranks: Ranks) -> _Connected:
         if said is None:
             raise
         raise said from error
-    chosen = dispatch, copies, problems, drawing
     return _Connected(
-        stages, given.optimizers, config, device, given.container, groups, topology, transport, placement, *chosen
+        **vars(given),
+        groups=groups,
+        topology=topology,
+        transport=transport,
+        placement=placement,
+        dispatch=dispatch,
+        copies=copies,
+        problems=problems,
+        drawing=drawing,
     )
 
 
@@ -323,7 +333,10 @@ def _route(made: _Connected, cut: _Cut) -> _Routed:
         else:
             here = local_experts(index, layer, job, divisors, maps.replicas, cut.banks.get(index), gather)
             layers.append(ExpertParallelLayer(index, layer.experts, here, context, real_tokens[id(layer)]))
-        layer.install(layers[-1])
+        if made.runs_own_way and layer.watch is not None and isinstance(layers[-1], ExpertParallelLayer):
+            layer.watch(layers[-1].see)
+        else:
+            layer.install(layers[-1])
     return _Routed(channels, kernels, maps, counter, clock, dispatcher, divisors, layers)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from types import CellType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
@@ -20,7 +21,7 @@ from ...moe.experts.registry import ExpertTensors
 from ...moe.experts.slices import local
 from ...utils.checksums import as_bytes
 
-MOST_FOUND = 20
+MOST_FOUND = 100
 """Findings of a rank that are listed."""
 _FRAMEWORKS = ("eplb_runtime", "torch.distributed", "torch.autograd", "megatron", "torchtitan")
 """Modules whose objects hold buffers of their own."""
@@ -32,8 +33,8 @@ def unregistered(
     models: Sequence[nn.Module], registry: ExpertTensors, owned: Iterable[Tensor]
 ) -> list[tuple[str, tuple[int, ...], str]]:
     """Return holders, shapes and contents of what may be experts: the last dimensions are those of an expert's tensor,
-    or it has as many elements as an expert, as a parameter of experts or as the whole model. The content is a checksum
-    where the number alone speaks for it, else empty.
+    or it has as many elements as an expert, as a parameter of experts or as the whole model, or is a vector of experts
+    or of a number for each. The content is a checksum where the number alone speaks for it, else empty.
 
     Args:
         owned: tensors that move with experts or are no experts, besides the models' parameters, gradients and buffers.
@@ -50,13 +51,16 @@ def unregistered(
         shape = tuple(value.shape)
         has_shape = any(shape[-len(row) :] == row for row in rows)
         is_like = has_shape or shape[-1:] in sizes or (value.numel,) in sizes
+        if len(shape) == 1:  # experts one after the other, or a number for each
+            is_like = is_like or shape[0] == registry.homes_per_rank or not all(shape[0] % prod(row) for row in rows)
         if (shape in whole if value.has_gradient else is_like) and value.memory not in known:
             known.add(value.memory)
             found.append((shape, "" if has_shape else value.content()))
             holders.append(holder)
     # The walk is over: lists of its own, which held what it looked at, are gone.
-    named = [(_named(holders[place], (variables, holders)), *one) for place, one in enumerate(found)]
-    return [one for one in named if one[0]][:MOST_FOUND]
+    by_shape = sorted(range(len(found)), key=lambda place: found[place][1] != "")[:MOST_FOUND]
+    named = [(_named(holders[place], (variables, holders)), *found[place]) for place in by_shape]
+    return [one for one in named if one[0]]
 
 
 class _Candidate:
@@ -180,7 +184,10 @@ def _name_of(value: Any, variables: Sequence[tuple[str, Any]]) -> str | None:
 
 
 def _of_a_framework(value: Any) -> bool:
-    return str(getattr(type(value), "__module__", "")).startswith(_FRAMEWORKS)
+    """Whether this is of a class of theirs; modules may be copies that the job has made."""
+    return not issubclass(type(value), nn.Module) and str(getattr(type(value), "__module__", "")).startswith(
+        _FRAMEWORKS
+    )
 
 
 def _is_ours(value: Any) -> bool:

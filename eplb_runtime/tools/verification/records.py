@@ -221,6 +221,11 @@ def to_rounding(fixed: Run, other: Run, shaken: Run) -> Closeness:
     return Closeness(True if compared else None, *worst, compared)
 
 
+def routes_alike(one: Run, other: Run, until: int) -> bool:
+    """Whether two runs give each expert as many tokens in each step, up to this one."""
+    return all(np.array_equal(one.step(number).counts, other.step(number).counts) for number in range(until + 1))
+
+
 Measure = tuple[str, float, float, float]
 """A name, the difference that is allowed, that which is there, and what it is relative to."""
 
