@@ -60,9 +60,9 @@ RATCHET = {
     "package": 49919,
     "files of the package": 301,
     "page": 664,
-    "tests": 56154,
-    "files of tests": 372,
-    "Markdown, KB": 181,
+    "tests": 53754,
+    "files of tests": 362,
+    "Markdown, KB": 180,
 }
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""
