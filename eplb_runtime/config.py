@@ -578,7 +578,14 @@ class Trial:
 
 def take_trial() -> Trial | None:
     """Return the trial that this process is part of, once: a second ``attach`` in it is left alone."""
-    text = os.environ.pop(VERIFY, "")
+    trial = next_trial()
+    os.environ.pop(VERIFY, "")
+    return trial
+
+
+def next_trial() -> Trial | None:
+    """Return the trial that the next ``attach`` is part of."""
+    text = os.environ.get(VERIFY, "")
     return Trial(**json.loads(text)) if text else None
 
 

@@ -128,7 +128,7 @@ def attach_stages(
             logger.warning("%s", line)
     if trial is not None:
         balancer.config = replace(config, policy=given.policy)  # `declare` and the like are allowed as ever
-        TrialRun(trial, balancer, stages, of_bits, not_single, given.replica_slots)
+        TrialRun(trial, balancer, stages, of_bits, made.untried, not_single, given.replica_slots)
     return balancer
 
 
@@ -156,6 +156,7 @@ class _Connected(_Given):
     copies: RowTransport
     problems: Sequence[str]
     drawing: Sequence[str]
+    untried: Sequence[str]
 
     @property
     def job(self) -> Job:
@@ -226,7 +227,9 @@ def _connect(given: _Given, ranks: Ranks) -> _Connected:
         peers = [job.migration_ranks.index(rank) for rank in job.ep_ranks]
         topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
         placement = check(stages, given.optimizers, config, groups, device)
-        problems, drawing = try_layers([layer for stage in stages for layer in stage.host.layers], config.guard)
+        problems, drawing, untried = try_layers(
+            [layer for stage in stages for layer in stage.host.layers], config.guard
+        )
         raise_on_all("" if config.guard == "warn" else next(iter(problems), ""), groups)
         dispatch = choose_together(config, groups.dispatch, topology, device, seconds)
         raise_on_all(dispatch.problem, groups)
@@ -249,6 +252,7 @@ def _connect(given: _Given, ranks: Ranks) -> _Connected:
         copies=copies,
         problems=problems,
         drawing=drawing,
+        untried=untried,
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...moe.experts.compute import Compute, SlotCounts
+from ...utils.errors import one_line
 from .description import MoELayer, Run, spread_of
 
 _SLOTS, _ROWS = 3, 3
@@ -35,22 +36,24 @@ class LayerTest:
     Args:
         problem: how it computes otherwise than what replaces it, in words that follow the layer's name; empty: not.
         draws: whether its experts draw random numbers in training.
+        untried: why its own way could not be called alone; empty: it could, or it has none.
     """
 
     problem: str = ""
     draws: bool = False
+    untried: str = ""
 
 
-def try_layers(layers: Sequence[MoELayer], guard: str) -> tuple[list[str], list[str]]:
+def try_layers(layers: Sequence[MoELayer], guard: str) -> tuple[list[str], list[str], list[str]]:
     """Try those whose experts are whole here, and plain tensors with memory.
 
     Args:
         guard: the config's; ``"off"``: none is tried.
 
     Returns:
-        Problems, a line for a layer; and names of layers whose experts draw random numbers.
+        Problems, a line for a layer; names of layers whose experts draw random numbers; what could not be tried.
     """
-    problems, drawing = [], []
+    problems, drawing, untried = [], [], []
     for layer in layers if guard != "off" else ():
         weights = [layer.of_experts(name, layer.parameter(name).detach()) for name in layer.parameters]
         whole = spread_of(layer.experts) is None and not layer.slots and layer.live_weights is None
@@ -61,7 +64,8 @@ def try_layers(layers: Sequence[MoELayer], guard: str) -> tuple[list[str], list[
         tried = try_layer(modules, layer.compute, weights, layer.run)
         problems += [f"{layer.name} {tried.problem}"] * bool(tried.problem)
         drawing += [layer.name] * tried.draws
-    return problems, drawing
+        untried += [f"{layer.name} ({tried.untried})"] * bool(tried.untried)
+    return problems, drawing, untried
 
 
 def try_layer(modules: Sequence[nn.Module], compute: Compute, weights: Sequence[Tensor], run: Run | None) -> LayerTest:
@@ -92,12 +96,15 @@ def try_layer(modules: Sequence[nn.Module], compute: Compute, weights: Sequence[
             return LayerTest(draws=True)
         if problem := _why_slots_count(compute, rows, made_up):
             return LayerTest(problem)
-        with suppress(Exception):
+        untried = ""
+        try:
             if run is not None and (problem := _why_run_differs(run, compute, width, weights)):
                 return LayerTest(problem)
+        except Exception as error:
+            untried = one_line(error)
         for module in modules:
             module.train()
-        return LayerTest(draws=draws())
+        return LayerTest(draws=draws(), untried=untried)
     return LayerTest()
 
 

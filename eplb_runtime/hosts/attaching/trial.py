@@ -29,12 +29,12 @@ from ...config import BalancerConfig, DispatchConfig, Trial
 from ...distributed.consensus import gather_bytes, gather_rows
 from ...distributed.ranks import Ranks
 from ...moe.experts.optimizer_state import state_of
-from ...moe.experts.slices import has_memory, local
+from ...moe.experts.slices import has_memory, is_sliced, local
 from ...placement import Placement
 from ...planner.shuffle import shuffled
 from ...utils.files import write_file
-from .description import AttachError, Stage, spread_of
-from .unregistered import unregistered
+from .description import AttachError, Stage
+from .unregistered import TRAINED, unregistered
 
 SKETCHES = 16
 """Random sums of a tensor, each of every sixteenth element with random signs; the distance of two tensors is about the
@@ -104,8 +104,8 @@ def why_not_single(stages: Sequence[Stage], ranks: Ranks) -> str:
         return "the framework spreads the experts itself"
     if ranks.ep is not None or ranks.divided_rows or ranks.divided_state:
         return "the job chooses its EP groups itself"
-    if any(spread_of(layer.experts) is not None for layer in layers):
-        return "shard_experts has spread the experts before attach"
+    if any(is_sliced(layer.parameter(name)) for layer in layers for name in layer.parameters):
+        return "fully_shard divides experts over ranks that the job chooses"
     return ""
 
 
@@ -126,6 +126,7 @@ class TrialRun:
     Args:
         stages: the attached models of this rank.
         notes: what attach has said of bits.
+        untried: layers whose own way attach could not call alone.
         not_single: why the job cannot run with all experts on each rank; empty: it can, if they fit.
         replica_slots: of the job's own settings.
     """
@@ -136,6 +137,7 @@ class TrialRun:
         balancer: Balancer,
         stages: Sequence[Stage],
         notes: Sequence[str],
+        untried: Sequence[str],
         not_single: str,
         replica_slots: int,
     ) -> None:
@@ -156,6 +158,7 @@ class TrialRun:
         self._not_single = not_single
         self._meta: dict[str, Any] = {
             "notes": list(notes),
+            "untried": list(untried),
             "ranks": len(self._runtime.job.ranks),
             "copies": [list(map(self._runtime.job.ranks.index, ranks)) for ranks in self._runtime.job.data_sets],
             "replica_slots": replica_slots,
@@ -166,13 +169,15 @@ class TrialRun:
             for position, layer in enumerate(stage.host.layers)
         }
         balancer._guard.complete_steps = trial.steps
-        self._undo = _listen(self._losses, self._see_precision)
+        # Where all is on each rank gradients are averaged as they are made: what a loop does with them sees averages.
+        after = balancer.reduce_gradients if trial.layout == "single" else (lambda: None)
+        self._undo = _listen(self._losses, self._see_precision, after)
         balancer._follow_steps(self._before_step, self._after_step)
         balancer._close_with(self._undo)
         if trial.layout == "moved":
             balancer._rebalance_by(self._move_at_once)
             self._spoil_replaced()
-        if trial.layout == "fixed" and not self._runtime.averages_dense:
+        if trial.layout == "fixed":
             experts = [("", parameter) for parameter in self._runtime.parameters.values()]
             trained = [(name, p) for name, p in (*balancer._dense.items(), *experts) if p.requires_grad]
             self._weighed = [(name, p) for name, p in trained if not isinstance(p, DTensor)]
@@ -276,9 +281,14 @@ class TrialRun:
         if self._trial.layout in ("fixed", "moved"):
             found = unregistered([stage.model for stage in self._stages], self._runtime.registry, owned)
         rank = self._runtime.job.rank
-        lines = [{"holder": f"rank {rank}: {one[0]}", "shape": list(one[1]), "content": one[2]} for one in found]
-        everyone = gather_bytes(json.dumps(lines).encode(), self._group)
-        self._meta["unregistered"] = [line for of_rank in everyone for line in json.loads(of_rank)]
+        mine = [{"holder": f"rank {rank}: {one[0]}", "shape": list(one[1]), "content": one[2]} for one in found]
+        everyone = gather_bytes(json.dumps(mine).encode(), self._group)
+        self._meta["unregistered"] = lines = [line for of_rank in everyone for line in json.loads(of_rank)]
+        contents = [line["content"] for line in lines]
+        for line in lines:  # what is trained past the balancer must be the same on all ranks
+            alike = contents.count(line["content"]) == len(self._runtime.job.data_ranks)
+            if line["content"].startswith(TRAINED) and not alike:
+                line["content"] = ""
         self._write_meta()
         dist.barrier(self._group)
         if self._trial.ends_process:
@@ -448,14 +458,18 @@ def _gather_on_first(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
     return [row[:length].numpy().tobytes() for row, length in zip(into or (), lengths, strict=False)]
 
 
-def _listen(losses: list[Tensor], see_precision: Callable[[str], None]) -> Callable[[], None]:
-    """Collect what ``backward()`` is called on, and the precision of modules. Returns a function that ends both."""
+def _listen(
+    losses: list[Tensor], see_precision: Callable[[str], None], after: Callable[[], None]
+) -> Callable[[], None]:
+    """Collect what ``backward()`` is called on, and the precision of modules; call a function after each. Returns one
+    that ends both."""
     inner = torch.autograd.backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else tensors
         losses.extend(root.detach() for root in roots if isinstance(root, Tensor) and root.numel() == 1)
         inner(tensors, *args, **kwargs)
+        after()
 
     def before_forward(module: nn.Module, given: tuple[Any, ...]) -> None:
         see_precision("cuda" if torch.cuda.is_available() else "cpu")

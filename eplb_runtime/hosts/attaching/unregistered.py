@@ -23,6 +23,8 @@ from ...utils.checksums import as_bytes
 
 MOST_FOUND = 100
 """Findings of a rank that are listed."""
+TRAINED = "trained "
+"""Begins the content of a parameter with a gradient that the balancer does not know."""
 _FRAMEWORKS = ("eplb_runtime", "torch.distributed", "torch.autograd", "megatron", "torchtitan")
 """Modules whose objects hold buffers of their own."""
 _DEPTH = 3
@@ -53,9 +55,11 @@ def unregistered(
         is_like = has_shape or shape[-1:] in sizes or (value.numel,) in sizes
         if len(shape) == 1:  # experts one after the other, or a number for each
             is_like = is_like or shape[0] == registry.homes_per_rank or not all(shape[0] % prod(row) for row in rows)
+        if value.trained and value.memory not in known:
+            is_like, has_shape = True, False
         if (shape in whole if value.has_gradient else is_like) and value.memory not in known:
             known.add(value.memory)
-            found.append((shape, "" if has_shape else value.content()))
+            found.append((shape, "" if has_shape else TRAINED * value.trained + value.content()))
             holders.append(holder)
     # The walk is over: lists of its own, which held what it looked at, are gone.
     by_shape = sorted(range(len(found)), key=lambda place: found[place][1] != "")[:MOST_FOUND]
@@ -69,6 +73,7 @@ class _Candidate:
     def __init__(self, value: Tensor | np.ndarray[Any, Any]) -> None:
         self.shape, self._value = tuple(value.shape), value
         self.has_gradient = isinstance(value, Tensor) and value.grad_fn is not None
+        self.trained = isinstance(value, Tensor) and value.is_leaf and value.grad is not None
         if isinstance(value, np.ndarray):
             self.numel, self.memory = value.size, value.ctypes.data
         else:

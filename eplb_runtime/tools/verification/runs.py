@@ -93,16 +93,20 @@ def proof() -> Proof:
         close = to_rounding(fixed, other, shaken)
         report = replace(report, single=close) if layout == "single" else replace(report, moved_rounding=close)
         if close.equal is None:
-            return answer("unknown", f"the run with {_NAMES[layout]} routes tokens otherwise from its first step on")
+            why = f"the run with {_NAMES[layout]} routes tokens otherwise from its first step on"
+            return answer("unknown", why + _PENALTY * (layout == "single"))
         if not close.equal:
             why = f"{_NAMES[layout]} give another {close.tensor} after step {close.step} ({close.worst:.2g} off)"
             return answer("wrong", why + _PENALTY * (layout == "single"))
     if said := answer("right").said:
         return answer("wrong", f"said in the job: {said[0]}")
     if report.unregistered:
-        first = report.unregistered[0]
-        why = f"{first['holder']} holds what may be experts, shape {tuple(first['shape'])}, and does not move with them"
-        return answer("unknown", f"{why}: balancer.register_all(name, it), or make it new after each step")
+        holder, shape = report.unregistered[0]["holder"], tuple(report.unregistered[0]["shape"])
+        why = f"{holder} holds what may be experts, or what each rank trains alone, shape {shape}"
+        mend = "balancer.register_all(name, it), make it new after each step, or attach its optimizer"
+        return answer("unknown", f"{why}: {mend}")
+    if report.single_reason and (untried := meta["untried"]):
+        return answer("unknown", f"{untried[0]} could not be called by attach, and {report.single_reason}")
     if name := untrained(fixed):
         return answer("unknown", f"{name} has gradients and no step changes it: does the optimizer step this model?")
     if name := uneven_buffer(fixed):
