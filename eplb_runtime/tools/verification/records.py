@@ -231,11 +231,12 @@ Measure = tuple[str, float, float, float]
 
 
 def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], rounding: float) -> Iterator[Measure]:
-    """Measures of each gradient, and of each change of a weight."""
+    """Measures of each gradient, and of each change of a weight. Rounding is that of the expert with the most, relative
+    to what changes: few elements make it (with Adam those whose gradient is about zero), of chance experts."""
     fixed, other, shaken = (step.cells for step in steps)
     gradients = [cell for cell in fixed.values() if cell.kind == "gradient"]
     typical = np.sqrt(sum(c.sums[0, 0] for c in gradients) / max(1, sum(c.numel for c in gradients)))
-    noise_only = set()
+    noise_only, found = set(), []
     for key in steps[0].ordered():
         cell = fixed[key]
         if key not in other or key not in shaken or cell.kind not in ("gradient", "parameter"):
@@ -254,7 +255,14 @@ def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], roundin
             same = len(sums[0]) == len(sums[1])
             apart = max(_apart(sums[0][place if same else 0], row) for place, row in enumerate(sums[1]))
             noise = max(_apart(sums[0][place], row) for place, row in enumerate(sums[2]))
-            yield _shown(key), TIMES_SHAKEN * noise + ROUNDINGS * rounding * scale + floor, apart, scale
+            found.append((key, cell.kind, noise, ROUNDINGS * rounding * scale + floor, apart, scale))
+    most: dict[str, float] = {}
+    for (_, expert), kind, noise, _, _, scale in found:
+        if expert >= 0 and scale:
+            most[kind] = max(most.get(kind, 0.0), noise / scale)
+    for key, kind, noise, least, apart, scale in found:
+        noise = max(noise, most.get(kind, 0.0) * scale * (key[1] >= 0))
+        yield _shown(key), TIMES_SHAKEN * noise + least, apart, scale
 
 
 def _losses(steps: Sequence[StepRecord]) -> Iterator[Measure]:
