@@ -407,13 +407,17 @@ class TrialRun:
 
 
 def _shares(given_RS: Tensor, seen_S: Tensor) -> Tensor | None:
-    """Return the weight of each rank's gradient (of many: of their sum) in what the optimizer sees; None: it is
-    no such sum."""
-    columns_SR = given_RS.T if len(given_RS) <= _MOST_RANKS else given_RS.sum(dim=0).unsqueeze(1)
-    if not (columns_SR.isfinite().all() and seen_S.isfinite().all()):
+    """Return the weight that each rank's gradient has in what the optimizer sees, one for all where that fits; None: it
+    is no such sum, or ranks' gradients are too much alike to tell."""
+    if not (given_RS.isfinite().all() and seen_S.isfinite().all()):
         return None
-    shares_R = torch.linalg.lstsq(columns_SR, seen_S.unsqueeze(1), rcond=_NEAR, driver="gelsd").solution[:, 0]
-    return shares_R if (columns_SR @ shares_R - seen_S).norm() < _SAME_SHARES * seen_S.norm() else None
+    for columns_SR in (given_RS.sum(dim=0).unsqueeze(1), given_RS.T):
+        if columns_SR.shape[1] > _MOST_RANKS or torch.linalg.cond(columns_SR) > 1 / _NEAR:
+            return None
+        shares_R = torch.linalg.lstsq(columns_SR, seen_S.unsqueeze(1)).solution[:, 0]
+        if (columns_SR @ shares_R - seen_S).norm() < _SAME_SHARES * seen_S.norm():
+            return shares_R
+    return None
 
 
 def _sketched(entry: TrialEntry) -> tuple[Tensor, Tensor]:
