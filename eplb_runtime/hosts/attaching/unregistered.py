@@ -169,6 +169,8 @@ def _named(holder: Any, ours: tuple[Sequence[tuple[str, Any]], list[Any]]) -> st
             if all(above is not own for own in (*ours, level)) and not _is_ours(above)
         ]
         level = list({id(one): one for one in level if id(one) not in known}.values())
+        if not level and isinstance(holder, Tensor):  # nothing of Python has it, but a cache of torch
+            return ""
         known.update(map(id, level))
     return f"a {type(holder).__name__}"
 
