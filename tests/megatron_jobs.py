@@ -20,11 +20,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from examples import FOLDER, load_example
+from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 from torch import Tensor
 
 import eplb_runtime as eplb
 from eplb_runtime.hosts import AttachError
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
@@ -439,8 +439,8 @@ def attached(job: Any, move: bool, interval: int = 1) -> eplb.Balancer:
     )
     balancer = eplb.attach(job.models, job.optimizer, config=config)
     if move:
-        balancer._wait_until_compiled()
-        balancer._plan_with(plan_shuffle)
+        wait_until_compiled(balancer)
+        plan_by(balancer, plan_shuffle)
     return balancer
 
 
