@@ -503,13 +503,6 @@ def forget_state(balancer: eplb.Balancer) -> None:
     balancer._runtime.registry._optimizers.clear()
 
 
-class Undo:
-    """Sets back what a control has changed, when its balancer is closed."""
-
-    def __init__(self, remove: Callable[[], None]) -> None:
-        self.remove = remove
-
-
 def save_into(folder: str | Path) -> Callable[[Any, eplb.Balancer], Mapping[str, Any]]:
     """Let Megatron save a job after its training; for `trained`."""
 

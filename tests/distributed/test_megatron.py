@@ -333,25 +333,6 @@ def refusal(call: Callable[[], Any]) -> str:
     return ""
 
 
-def frozen() -> dict[str, Any]:
-    """Losses and norms of Megatron alone, and with experts moved, where the first layer's are frozen."""
-    seen: dict[str, Any] = {}
-    for who in ("alone", "moving"):
-        bare = example().model_of()
-        for name, parameter in bare.named_parameters():
-            parameter.requires_grad_("layers.0.mlp.experts" not in name)
-        model, optimizer = example().wrapped(bare)
-        balancer = None
-        if who == "moving":
-            balancer = eplb.attach([model], optimizer, config=config(True))
-            wait_until_compiled(balancer)
-            plan_by(balancer, plan_shuffle)
-        seen[who] = example().train(model, optimizer, range(2))
-        if balancer is not None:
-            balancer.close()
-    return seen
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(2, everything, str(tmp_path_factory.mktemp("megatron")))
