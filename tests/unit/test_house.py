@@ -46,7 +46,7 @@ RATCHET = {
     "(root)": 1611,
     "utils": 708,
     "distributed": 4608,
-    "load": 1640,
+    "load": 1630,
     "moe": 5993,
     "planner": 6358,
     "replicas": 1484,
@@ -60,7 +60,7 @@ RATCHET = {
     "package": 49919,
     "files of the package": 301,
     "page": 664,
-    "tests": 53101,
+    "tests": 53076,
     "files of tests": 362,
     "Markdown, KB": 180,
 }
