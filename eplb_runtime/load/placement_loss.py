@@ -15,22 +15,6 @@ JUDGED_WINDOWS = 8
 Load = NDArray[np.float64]
 
 
-def past_imbalance(forecasts: Load, load: Load, ranks: int = 8) -> Load:
-    """What forecasts would have given: max / mean rank load of what came, on ranks that balance what was foretold.
-
-    Args:
-        forecasts: float64 ``[T, L, E]``, made after each window; the newest `JUDGED_WINDOWS` of those after which
-            something came are judged.
-        load: float64 ``[T, L, E]``, the windows.
-        ranks: R; experts go to them heaviest first, each to the lightest, at most ``ceil(E / R)`` on each.
-
-    Returns:
-        float64 ``[T - 1, L]``, or fewer windows.
-    """
-    made, ahead = what_came(load)
-    return dealt_imbalance(np.ascontiguousarray(forecasts[made]), ahead, ranks)
-
-
 def what_came(load: Load) -> tuple[NDArray[np.int64], Load]:
     """The windows after which forecasts are judged, and what came after each."""
     after = np.arange(1, len(load))[-JUDGED_WINDOWS:]
@@ -39,7 +23,13 @@ def what_came(load: Load) -> tuple[NDArray[np.int64], Load]:
 
 @jit
 def dealt_imbalance(foretold_TLE: Load, came_TLE: Load, ranks: int) -> Load:
-    """float64 ``[T, L]``: as `past_imbalance`, each forecast beside what came after it."""
+    """float64 ``[T, L]``: max / mean rank load of what came, on ranks that balance what was foretold.
+
+    Args:
+        foretold_TLE: a forecast for each window.
+        came_TLE: the window that came.
+        ranks: R; experts go to them heaviest first, each to the lightest, at most ``ceil(E / R)`` on each.
+    """
     windows, layers, experts = foretold_TLE.shape
     result_TL = np.ones((windows, layers))
     room = -(-experts // ranks)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 from torch._dynamo.utils import counters
 
 import eplb_runtime as eplb
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 STEPS = 6
 COMPILED = (("model", 0), ("step", 1))
@@ -30,8 +30,8 @@ def train(rank: int, way: str, slots: int) -> dict[str, Any]:
         dense_gradients="allreduce", interval=1, replica_slots=slots, migration=eplb.MigrationConfig(lag=0)
     )
     balancer = eplb.attach(model, optimizer, config=config)
-    balancer._plan_with(plan_shuffle)
-    balancer._wait_until_compiled()
+    plan_by(balancer, plan_shuffle)
+    wait_until_compiled(balancer)
     if way == "model":
         model.compile(backend="aot_eager")
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from pipeline_models import EXPERTS, HIDDEN, VOCABULARY, Stage, make_stages, micro_batch
 from ranks import rows_of, run_ranks
+from support.shuffle import plan_by, plan_shuffle
 from torch import Tensor, nn
 from torch.distributed import pipelining as torch_pipelining
 from torch.distributed.pipelining import PipelineStage
@@ -19,7 +20,6 @@ from torch.distributed.pipelining import PipelineStage
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.hosts import pipelining
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 TOKENS, STEPS = 24, 2
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
@@ -126,7 +126,7 @@ def start(rank: int, job: Job) -> Run:
         ep_group=experts,
     )
     if job.moving:
-        balancer._plan_with(plan_shuffle)
+        plan_by(balancer, plan_shuffle)
     if job.overlap:
         pipelining.overlap(schedule, balancer)
     return Run(job, rank % job.ep, modules, schedule, optimizers, balancer, [pipeline, experts])

@@ -17,7 +17,6 @@ from eplb_runtime.load.forecast import (
     scenarios,
     variance_of_next,
 )
-from eplb_runtime.load.placement_loss import past_imbalance
 
 
 def noisy(mean: np.ndarray, windows: int, seed: int) -> np.ndarray:
@@ -53,15 +52,6 @@ def test_an_exponential_average_weighs_windows_as_its_memory_says() -> None:
     load = np.array([1.0, 2.0, 4.0]).reshape(3, 1, 1)
     assert exponential_average(load, 0.5)[-1, 0, 0] == pytest.approx((1 / 4 + 2 / 2 + 4) / (1 / 4 + 1 / 2 + 1))
     assert exponential_average(load, 0.0)[-1, 0, 0] == pytest.approx(7 / 3)
-
-
-def test_a_perfect_forecast_would_have_balanced_the_past_better_than_a_stale_one() -> None:
-    load = noisy(MEAN, 12, 0)
-    load[6:] = noisy(MEAN[:, ::-1], 6, 1)
-    perfect = past_imbalance(np.concatenate([load[1:], load[:1]]), load, ranks=4)
-    stale = past_imbalance(np.broadcast_to(load[0], load.shape), load, ranks=4)
-    assert perfect.shape == (8, 2), "the newest windows after which something came"
-    assert (perfect >= 1).all() and perfect.mean() < 1.05 < stale.mean()
 
 
 def test_a_layer_that_changes_forgets_what_was_before_and_the_others_do_not() -> None:

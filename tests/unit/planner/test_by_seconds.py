@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from eplb_runtime.load.drift import has_just_changed
-from eplb_runtime.load.forecast import foretell
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, Plan, plan
 from eplb_runtime.planner.evaluate import predicted_imbalance
@@ -101,36 +100,6 @@ def test_jumps_that_nobody_can_foresee_move_little(monkeypatch: pytest.MonkeyPat
     assert len(play(load, 8)[0]) >= 10, "control"
 
 
-def walk(remembered: float, windows: int, seed: int) -> np.ndarray:
-    """float64 ``[T, E]``, shares of experts whose popularities each window remembers a part of."""
-    generator = np.random.default_rng(seed)
-    popularity, made = generator.normal(0, 0.8, 64), []
-    for _ in range(windows):
-        fresh = np.sqrt(1 - remembered**2) * generator.normal(0, 0.8, 64)
-        popularity = remembered * popularity + fresh
-        made.append(np.exp(popularity) / np.exp(popularity).sum())
-    return np.array(made)
-
-
-def test_a_load_that_wanders_is_foretold_better_than_by_its_mean() -> None:
-    noticed, error, error_of_mean = 0, 0.0, 0.0
-    for seed in range(20):
-        share_TE = walk(0.9, 13, seed)
-        made = foretell(share_TE[:-1, None], ranks=8)
-        if not made.wanders_L[0]:
-            continue
-        noticed += 1
-        error += np.abs(made.expected[0] - share_TE[-1]).sum()
-        error_of_mean += np.abs(share_TE[:-1].mean(axis=0) - share_TE[-1]).sum()
-    assert noticed >= 10
-    assert error < 0.85 * error_of_mean
-
-
-def test_noise_does_not_wander_and_nothing_is_said_of_few_windows() -> None:
-    assert not any(foretell(walk(0.0, 12, seed)[:, None]).wanders_L[0] for seed in range(20))
-    assert not foretell(walk(0.9, 4, 0)[:, None]).wanders_L[0]
-
-
 def test_one_window_of_another_load_is_a_change_and_one_of_many_jumps_is_none() -> None:
     share = jittered(lognormal(0.5, 3, 64, 0), 9, 0.1, 0)
     share[-1, 1] = lognormal(0.5, 1, 64, 50) * 1000
@@ -150,11 +119,3 @@ def test_windows_without_tokens_are_none_to_judge_by() -> None:
         made = ask(load, current)
     assert made.decision == "rebalance"
     assert (made.imbalance_after < 1.02 * made.lower_bound).all()
-
-
-def test_where_no_gain_is_believed_a_plan_without_seconds_moves_no_more_than_where_little_is() -> None:
-    load, current = jittered(lognormal(0.8, 2, 64, 3), 8, 0.1, 3), Placement.initial(2, 64, 8)
-    made = [
-        plan(load, Topology(8), slots_per_rank=8, current=current, cost=COST, trust=trust) for trust in (0.0, 1e-3, 1.0)
-    ]
-    assert made[0].moved_slots <= made[1].moved_slots <= made[2].moved_slots > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,6 @@ from benchmarks.planner.windows import judge, plain_graph
 
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
-from eplb_runtime.planner.policies.incremental import Trajectory
-from eplb_runtime.tools.simulate import Series, merge_windows, simulate
 from eplb_runtime.topology import Topology
 
 pytest.importorskip("scipy")
@@ -25,9 +22,7 @@ def planned(load: np.ndarray, ranks: int, replicas: int) -> Placement:
     return plan(load, Topology(ranks, 8), slots_per_rank=experts // ranks + replicas, current=current).placement
 
 
-@pytest.mark.parametrize(
-    ("ranks", "replicas", "beyond"), [(32, 2, 0.003), (32, 4, 0.001), (32, 1, 0.001), (64, 2, 0.002), (16, 2, 0.003)]
-)
+@pytest.mark.parametrize(("ranks", "replicas", "beyond"), [(32, 1, 0.001), (64, 2, 0.002)])
 def test_under_pure_jitter_a_plan_is_as_good_as_a_plain_graph(ranks: int, replicas: int, beyond: float) -> None:
     load = normal(14, 8, 256)
     ours, _ = judge(planned(load[:8], ranks, replicas), load[8:])
@@ -56,47 +51,3 @@ def test_a_lasting_skew_is_met_by_copies_of_the_hottest() -> None:
     ours, _ = judge(planned(load[:8], 64, 2), load[8:])
     graph, _ = judge(plain_graph(load[:8].mean(axis=0), 64, 2), load[8:])
     assert ours.mean() < 1.002 < 1.05 < graph.mean()
-
-
-def dominated(share: float, experts: int, spread: float) -> np.ndarray:
-    """float64 ``[T, L, E]``: one expert of each layer takes this share of all tokens, lognormal shares the others."""
-    generator = np.random.default_rng(4)
-    mean = generator.lognormal(0.0, spread, (4, experts))
-    hot = generator.integers(0, experts, 4)
-    mean[np.arange(4), hot] = 0.0
-    mean *= (1.0 - share) / mean.sum(axis=1, keepdims=True)
-    mean[np.arange(4), hot] = share
-    return generator.poisson(mean * 2000 * experts, (14, *mean.shape)).astype(float)
-
-
-@pytest.mark.parametrize(
-    ("share", "experts", "ranks", "replicas", "spread", "at_most", "few_copies_give"),
-    [
-        (0.3, 256, 32, 1, 0.0, 1.005, 1.2),
-        (0.3, 256, 32, 1, 0.3, 1.005, 1.1),
-        (0.3, 512, 64, 2, 0.3, 1.002, 1.1),
-        (0.125, 256, 64, 1, 0.0, 1.005, 1.012),
-    ],
-)
-def test_an_expert_that_dominates_has_as_many_copies_as_pay(
-    monkeypatch: pytest.MonkeyPatch,
-    share: float,
-    experts: int,
-    ranks: int,
-    replicas: int,
-    spread: float,
-    at_most: float,
-    few_copies_give: float,
-) -> None:
-    load = dominated(share, experts, spread)
-    assert judge(planned(load[:8], ranks, replicas), load[8:])[0].mean() <= at_most
-    monkeypatch.setattr(sys.modules[Trajectory.__module__], "MOST_SHARES", 0)
-    assert judge(planned(load[:8], ranks, replicas), load[8:])[0].mean() > few_copies_give
-
-
-def test_over_changing_domains_few_moves_keep_the_balance(shared_data: Path) -> None:
-    load = np.load(shared_data / "gpt_oss_20b_expert_load_by_domain.npz")["load"].astype(float)
-    done = simulate(Series(merge_windows(load, 5), every=1), Topology(8, 8), slots_per_rank=5, policies=["incremental"])
-    summary = done[0].summary()
-    assert summary["balancedness"]["mean"] >= 0.93
-    assert summary["moved_slots_share"] <= 0.05, "the first plan among them"
