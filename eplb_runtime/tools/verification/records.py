@@ -231,8 +231,8 @@ Measure = tuple[str, float, float, float]
 
 
 def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], rounding: float) -> Iterator[Measure]:
-    """Measures of each gradient, and of each change of a weight. Rounding is that of the expert with the most, relative
-    to what changes: few elements make it (with Adam those whose gradient is about zero), of chance experts."""
+    """Measures of each gradient, and of each change of a weight. Rounding is that of the expert, and of the
+    change of any weight, with the most: few elements make it (with Adam those whose gradient is about zero), by chance."""
     fixed, other, shaken = (step.cells for step in steps)
     gradients = [cell for cell in fixed.values() if cell.kind == "gradient"]
     typical = np.sqrt(sum(c.sums[0, 0] for c in gradients) / max(1, sum(c.numel for c in gradients)))
@@ -258,10 +258,11 @@ def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], roundin
             found.append((key, cell.kind, noise, ROUNDINGS * rounding * scale + floor, apart, scale))
     most: dict[str, float] = {}
     for (_, expert), kind, noise, _, _, scale in found:
-        if expert >= 0 and scale:
+        if scale and (expert >= 0 or kind == "parameter"):
             most[kind] = max(most.get(kind, 0.0), noise / scale)
     for key, kind, noise, least, apart, scale in found:
-        noise = max(noise, most.get(kind, 0.0) * scale * (key[1] >= 0))
+        if key[1] >= 0 or kind == "parameter":
+            noise = max(noise, most.get(kind, 0.0) * scale)
         yield _shown(key), TIMES_SHAKEN * noise + least, apart, scale
 
 
