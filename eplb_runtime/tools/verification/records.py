@@ -231,8 +231,8 @@ Measure = tuple[str, float, float, float]
 
 
 def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], rounding: float) -> Iterator[Measure]:
-    """Measures of each gradient, and of each change of a weight. Rounding is that of the expert, and of the
-    change of any weight, with the most: few elements make it (with Adam those whose gradient is about zero), by chance."""
+    """Measures of each gradient, and of each change of a weight. Rounding is that of the expert, or of any weight's
+    change, with the most: few elements make it by chance (with Adam those whose gradient is about zero)."""
     fixed, other, shaken = (step.cells for step in steps)
     gradients = [cell for cell in fixed.values() if cell.kind == "gradient"]
     typical = np.sqrt(sum(c.sums[0, 0] for c in gradients) / max(1, sum(c.numel for c in gradients)))
