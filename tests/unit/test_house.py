@@ -60,7 +60,7 @@ RATCHET = {
     "package": 49919,
     "files of the package": 301,
     "page": 664,
-    "tests": 53076,
+    "tests": 53070,
     "files of tests": 362,
     "Markdown, KB": 180,
 }
@@ -70,6 +70,7 @@ ALLOWANCE = {  # the proof (verify -- JOB) until the guard has its size; misused
     "moe": 3,
     "balancer": 7,
     "hosts": 168,
+    "Markdown, KB": 2,
     "package": 60,
     "tools": 17,
     "tests": 1649,

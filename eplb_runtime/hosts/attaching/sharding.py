@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...config import BalancerConfig, next_trial
+from ...config import BalancerConfig, take_trial
 from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Ranks
 from ...moe.experts.optimizer_state import replace_parameter
@@ -33,7 +33,7 @@ def shard_stage(
     try:
         # A communicator of a job that leaves part of the world out would stay to the end of the process.
         ranks, layers = Ranks.of_group(ep_group), [len(host.layers)]
-        if (trial := next_trial()) is not None:
+        if (trial := take_trial(keep=True)) is not None:
             config, ranks = layout_of(trial, config, ranks)
         groups = ProcessGroups(ranks, layers, device, config.timeout_seconds, only_control=True)
     except Exception as error:
