@@ -12,7 +12,7 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -156,7 +156,7 @@ class _Connected(_Given):
     copies: RowTransport
     problems: Sequence[str]
     drawing: Sequence[str]
-    untried: Sequence[str]
+    untried: Mapping[str, str]
 
     @property
     def job(self) -> Job:
@@ -337,8 +337,9 @@ def _route(made: _Connected, cut: _Cut) -> _Routed:
         else:
             here = local_experts(index, layer, job, divisors, maps.replicas, cut.banks.get(index), gather)
             layers.append(ExpertParallelLayer(index, layer.experts, here, context, real_tokens[id(layer)]))
-        if made.runs_own_way and layer.watch is not None and isinstance(layers[-1], ExpertParallelLayer):
-            layer.watch(layers[-1].see)
+        watch = layer.watch if made.runs_own_way and made.untried.get(layer.name) != "" else None
+        if watch is not None and isinstance(layers[-1], ExpertParallelLayer):
+            watch(layers[-1].see)
         else:
             layer.install(layers[-1])
     return _Routed(channels, kernels, maps, counter, clock, dispatcher, divisors, layers)

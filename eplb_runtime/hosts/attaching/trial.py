@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -126,7 +126,7 @@ class TrialRun:
     Args:
         stages: the attached models of this rank.
         notes: what attach has said of bits.
-        untried: layers whose own way attach could not call alone.
+        untried: layers whose own way attach could not call alone, and why.
         not_single: why the job cannot run with all experts on each rank; empty: it can, if they fit.
         replica_slots: of the job's own settings.
     """
@@ -137,7 +137,7 @@ class TrialRun:
         balancer: Balancer,
         stages: Sequence[Stage],
         notes: Sequence[str],
-        untried: Sequence[str],
+        untried: Mapping[str, str],
         not_single: str,
         replica_slots: int,
     ) -> None:
@@ -158,7 +158,7 @@ class TrialRun:
         self._not_single = not_single
         self._meta: dict[str, Any] = {
             "notes": list(notes),
-            "untried": list(untried),
+            "untried": [f"{name} ({why})" for name, why in untried.items() if why],
             "ranks": len(self._runtime.job.ranks),
             "copies": [list(map(self._runtime.job.ranks.index, ranks)) for ranks in self._runtime.job.data_sets],
             "replica_slots": replica_slots,
@@ -170,7 +170,8 @@ class TrialRun:
         }
         balancer._guard.complete_steps = trial.steps
         # Where all is on each rank gradients are averaged as they are made: what a loop does with them sees averages.
-        after = balancer.reduce_gradients if trial.layout == "single" else (lambda: None)
+        is_early = trial.layout == "single" and len(self._runtime.job.layers_of_stage) == 1  # a schedule goes by stage
+        after = balancer.reduce_gradients if is_early else (lambda: None)
         self._undo = _listen(self._losses, self._see_precision, after)
         balancer._follow_steps(self._before_step, self._after_step)
         balancer._close_with(self._undo)
