@@ -98,7 +98,7 @@ def test_a_move_for_nearness_alone_is_taken_when_it_pays_and_left_when_it_does_n
 
 
 def test_the_step_model_counts_tokens_that_travel() -> None:
-    load, by_node = domains()
+    load, _ = domains()
     model, mean = StepModel(), load[0].sum(axis=1) / 8
     start = Placement.initial(LAYERS, EXPERTS, 8)
     busiest = predicted_imbalance(load[0], start) * mean
