@@ -317,9 +317,7 @@ def _stacked(name: str, experts: nn.ModuleList) -> StackedExperts:
         if type(expert) is not type(first) or kinds[number] != kinds[0] or not named[0] or repr(expert) != repr(first):
             raise AttachError(f"{name}.{number} is not a module as {name}.0 is: only equal experts can be stacked")
         if _hooks(expert) != _hooks(first):
-            raise AttachError(
-                f"{name}.{number} has other hooks than {name}.0: one module computes all experts of a stack"
-            )
+            raise AttachError(f"{name}.{number} has other hooks than {name}.0: one module computes all of a stack")
         if any(True for _ in expert.buffers()):
             raise AttachError(f"{name}.{number} keeps buffers, which would not move with experts")
         if any(foreign_hooks(tensor) for tensor in named[number].values()):
