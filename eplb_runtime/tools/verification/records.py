@@ -257,7 +257,8 @@ def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], roundin
             noise = max(_apart(sums[0][place], row) for place, row in enumerate(sums[2]))
             found.append((key, cell.kind, noise, ROUNDINGS * rounding * scale + floor, apart, scale))
     most: dict[str, float] = {}
-    for (_, expert), kind, noise, _, _, scale in found:
+    is_rounding = np.array_equal(steps[0].counts, steps[2].counts)  # else a choice of experts, in some tensors alone
+    for (_, expert), kind, noise, _, _, scale in found if is_rounding else ():
         if scale and (expert >= 0 or kind == "parameter"):
             most[kind] = max(most.get(kind, 0.0), noise / scale)
     for key, kind, noise, least, apart, scale in found:
