@@ -338,7 +338,7 @@ def _stacked(name: str, experts: nn.ModuleList) -> StackedExperts:
 
 
 def _hooks(expert: nn.Module) -> list[Any]:
-    """What is called with the forward and backward passes of an expert and of the modules in it."""
+    """Hooks on the forward and backward passes of an expert and of the modules in it."""
     names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     return [[*getattr(module, name).values()] for module in expert.modules() for name in names]
 

@@ -134,7 +134,7 @@ def attach_stages(
 
 @dataclass(frozen=True)
 class _Given:
-    """What is attached, and how. ``runs_own_way``: layers whose experts are all here compute by their own code."""
+    """Arguments of an attach. ``runs_own_way``: layers whose experts are all here compute by their own code."""
 
     stages: Sequence[Stage]
     optimizers: Sequence[AnyOptimizer]
@@ -227,9 +227,8 @@ def _connect(given: _Given, ranks: Ranks) -> _Connected:
         peers = [job.migration_ranks.index(rank) for rank in job.ep_ranks]
         topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
         placement = check(stages, given.optimizers, config, groups, device)
-        problems, drawing, untried = try_layers(
-            [layer for stage in stages for layer in stage.host.layers], config.guard
-        )
+        layers = [layer for stage in stages for layer in stage.host.layers]
+        problems, drawing, untried = try_layers(layers, config.guard)
         raise_on_all("" if config.guard == "warn" else next(iter(problems), ""), groups)
         dispatch = choose_together(config, groups.dispatch, topology, device, seconds)
         raise_on_all(dispatch.problem, groups)

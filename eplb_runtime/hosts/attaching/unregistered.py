@@ -55,7 +55,7 @@ def unregistered(
         is_like = has_shape or shape[-1:] in sizes or (value.numel,) in sizes
         if len(shape) == 1:  # experts one after the other, or a number for each
             is_like = is_like or shape[0] == registry.homes_per_rank or not all(shape[0] % prod(row) for row in rows)
-        if value.trained and value.memory not in known:
+        if value.trained:
             is_like, has_shape = True, False
         if (shape in whole if value.has_gradient else is_like) and value.memory not in known:
             known.add(value.memory)
@@ -191,10 +191,9 @@ def _name_of(value: Any, variables: Sequence[tuple[str, Any]]) -> str | None:
 
 
 def _of_a_framework(value: Any) -> bool:
-    """Whether this is of a class of theirs; modules may be copies that the job has made."""
-    return not issubclass(type(value), nn.Module) and str(getattr(type(value), "__module__", "")).startswith(
-        _FRAMEWORKS
-    )
+    """Return whether this is of a class of theirs; modules may be copies that the job has made."""
+    made_in = str(getattr(type(value), "__module__", ""))
+    return made_in.startswith(_FRAMEWORKS) and not issubclass(type(value), nn.Module)
 
 
 def _is_ours(value: Any) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -143,14 +142,16 @@ def _made(
     def own(given: Mapping[str, Any]) -> dict[str, Any]:  # without those that are checked against a device
         return copy.deepcopy({key: one for key, one in given.items() if key not in ("fused", "capturable", "foreach")})
 
-    twin = None
+    why = Exception()
     # Some constructors ask their groups for options, others refuse any that they do not know.
     for in_group, named in ((options, optimizer.defaults), ({}, optimizer.defaults), (options, {}), ({}, {})):
-        with suppress(Exception):
+        try:
             twin = type(optimizer)([{**own(in_group), "params": list(tensors)}], **own(named))
             break
-    if twin is None:
-        raise RuntimeError("none can be made for other tensors")
+        except Exception as error:
+            why = error
+    else:
+        raise why
     twin.param_groups[0].update(own(options))
     if options.get("lr") is not None:
         twin.param_groups[0]["lr"] = _LEARNING_RATE  # a schedule may begin at 0, where nothing shows

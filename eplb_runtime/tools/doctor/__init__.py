@@ -1,4 +1,4 @@
-"""What a job will find, before it is started: memory of a model, and what is usable here."""
+"""Forecast of what a job will find: memory of a model, and what is usable here."""
 
 from .links import TransportTrial, try_transports
 from .machine import backends, versions

@@ -1,4 +1,4 @@
-"""What of this machine can be used: versions, back ends, compiled code."""
+"""Parts of this machine that can be used: versions, back ends, compiled code."""
 
 from __future__ import annotations
 

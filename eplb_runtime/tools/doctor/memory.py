@@ -1,4 +1,4 @@
-"""What a model will take on each rank; nothing is trained.
+"""Memory that a model will take on each rank; nothing is trained.
 
 A model's shapes come from its configuration on the meta device, which has no memory. All numbers are bytes of one rank,
 of tensors that this package makes or cuts; activations and what a framework keeps for itself are not in them.
