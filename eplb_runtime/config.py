@@ -576,9 +576,9 @@ class Trial:
     ends_process: bool = True
 
 
-def take_trial() -> Trial | None:
-    """Return the trial that this process is part of, once: a second ``attach`` in it is left alone."""
-    text = os.environ.pop(VERIFY, "")
+def take_trial(keep: bool = False) -> Trial | None:
+    """Return the trial of this process, once: a second ``attach`` is left alone. ``keep``: leave it to ``attach``."""
+    text = os.environ.get(VERIFY, "") if keep else os.environ.pop(VERIFY, "")
     return Trial(**json.loads(text)) if text else None
 
 

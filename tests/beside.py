@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
+from support.shuffle import plan_by, plan_shuffle
 
 import eplb_runtime as eplb
 from eplb_runtime.migration.engine import Phase
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 RANKS, EXPERTS, LAYERS, INTERVAL = 3, 6, 3, 2
 
@@ -49,7 +49,7 @@ class Job:
         self.background = self.balancer._rebalancer.overlapped
         self.engine = self.balancer._rebalancer._engine
         if overlap:
-            self.balancer._plan_with(plan_shuffle)
+            plan_by(self.balancer, plan_shuffle)
         self.model.train()
 
     def step(self) -> None:

@@ -20,11 +20,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from examples import FOLDER, load_example
+from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 from torch import Tensor
 
 import eplb_runtime as eplb
 from eplb_runtime.hosts import AttachError
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
@@ -439,8 +439,8 @@ def attached(job: Any, move: bool, interval: int = 1) -> eplb.Balancer:
     )
     balancer = eplb.attach(job.models, job.optimizer, config=config)
     if move:
-        balancer._wait_until_compiled()
-        balancer._plan_with(plan_shuffle)
+        wait_until_compiled(balancer)
+        plan_by(balancer, plan_shuffle)
     return balancer
 
 
@@ -501,13 +501,6 @@ def moved_by(balancer: eplb.Balancer) -> int:
 def forget_state(balancer: eplb.Balancer) -> None:
     """Weights move, and what their optimizer keeps stays."""
     balancer._runtime.registry._optimizers.clear()
-
-
-class Undo:
-    """Sets back what a control has changed, when its balancer is closed."""
-
-    def __init__(self, remove: Callable[[], None]) -> None:
-        self.remove = remove
 
 
 def save_into(folder: str | Path) -> Callable[[Any, eplb.Balancer], Mapping[str, Any]]:

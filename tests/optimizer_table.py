@@ -24,11 +24,11 @@ import ranks
 import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
 from eplb_runtime.hosts.attaching.description import AttachError
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 PACKAGES = ("torch.optim", "torch_optimizer", "pytorch_optimizer", "schedulefree", "bitsandbytes.optim", "timm.optim")
 STEPS = 6
@@ -145,8 +145,8 @@ def train(rank: int, package: str, name: str, *, move: bool) -> tuple[dict[str, 
     )
     balancer = eplb.attach(model, optimizers, config=config)
     try:
-        balancer._wait_until_compiled()
-        balancer._plan_with(plan_shuffle)
+        wait_until_compiled(balancer)
+        plan_by(balancer, plan_shuffle)
         for optimizer in optimizers:
             if callable(begin := getattr(optimizer, "train", None)):
                 begin()

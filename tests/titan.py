@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from examples import FOLDER, load_example
+from support.shuffle import plan_by, plan_shuffle
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import eplb_runtime as eplb
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 STEPS, SAVED = 3, 2
 
@@ -52,7 +52,7 @@ class Run:
         self.trainer.metrics_processor.log = lambda step, *numbers, **_: self.logged.append(numbers)
         self.balancer = self.trainer.model_parts[0].__dict__.get("_eplb_runtime_balancer")
         if balanced:
-            self.balancer._plan_with(plan_shuffle)
+            plan_by(self.balancer, plan_shuffle)
 
     def train(self) -> Run:
         self.trainer.train()

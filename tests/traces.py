@@ -34,11 +34,6 @@ def launch(begin: float, correlation: int, tid: int = 1) -> dict[str, Any]:
     return span("cudaLaunchKernel", "cuda_runtime", begin, begin + 2, tid, args={"correlation": correlation})
 
 
-def flow(phase: str, number: Any, at: float, tid: Any = 1, pid: Any = HOST) -> dict[str, Any]:
-    more = {"bp": "e"} if phase == "f" else {}
-    return {"ph": phase, "id": number, "pid": pid, "tid": tid, "ts": FIRST + at, "cat": "ac2g", "name": "ac2g"} | more
-
-
 DISPATCH = "void deep_ep::internode::dispatch<false, 8>(int4*, float*)"
 COMBINE = "void deep_ep::internode::combine<false, 8>(int4*, float*)"
 NOTIFY = "void deep_ep::internode::notify_dispatch<false, 8>(int const*)"
@@ -78,9 +73,6 @@ def gpu_events() -> list[dict[str, Any]]:
         launch(31, 6),
         launch(33, 7),
         launch(60, 8),
-        flow("s", 8, 60),
-        flow("f", 8, 290, 20, GPU),
-        flow("f", 9, 140, 24, GPU),  # its other end is not there
     ]
     device = [
         kernel(GEMM, 0, 100, 7, 1),

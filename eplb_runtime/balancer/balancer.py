@@ -35,7 +35,6 @@ from ..moe.experts.memory import WeightMemory
 from ..moe.experts.registry import RegistryError, why_not_written
 from ..moe.experts.slices import is_sliced
 from ..placement import Placement
-from ..planner import Plan
 from ..utils.spans import phase
 from .exports import EXPORT_SECONDS, TensorStream, WeightExport, placed_logically
 from .gradients.division import Division
@@ -822,10 +821,6 @@ class Balancer:
 
     # -- for other rooms ------------------------------------------------------------------------------------------
 
-    def _plan_with(self, planner: Callable[..., Plan]) -> None:
-        """Plan with a function other than `planner.plan`, of the same arguments, from the next decision on."""
-        self._rebalancer.decisions.planner = planner
-
     def _rebalance_by(self, move: Callable[[], bool]) -> None:
         """Let `rebalance` move experts by this function, which returns whether it has."""
         self._rebalance_now = move
@@ -864,10 +859,6 @@ class Balancer:
                 close()
             except Exception:
                 logger.exception("an event listener failed as it was closed; the job goes on")
-
-    def _wait_until_compiled(self, seconds: float = 300.0) -> None:
-        """Wait for compiled planner code, in runs that are over before it is; without it training rebalances later."""
-        self._rebalancer.wait_until_compiled(seconds)
 
     @property
     def _counted(self) -> Tensor:
@@ -984,9 +975,8 @@ class Balancer:
         else:
             self._phases.refuse("a forward in training")
             with self._one_begins:
-                with self._guard.clocked():
-                    self._division.follow()
-                    self._runtime.model_check.check(thoroughly=self._guard.is_new)
+                self._division.follow()
+                self._runtime.model_check.check(thoroughly=self._guard.is_new)
                 self._in_step = True
                 if self._runtime.maps.replicas is not None and not in_recompute() and not self._runtime.channels.busy:
                     self._runtime.maps.replicas.abandon()

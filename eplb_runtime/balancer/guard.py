@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -136,7 +136,6 @@ class Guard:
 
     Attributes:
         complete_steps: that are sampled completely, after `begin`.
-        seconds, clocked_steps: time that sampling took of the training thread after those, and the number of them.
         said: all findings and notices so far, in their order, each once.
     """
 
@@ -164,7 +163,6 @@ class Guard:
         self._passed_over: set[int] = set()
         self._late_problem, self._broadcast = "", ""
         self._is_uncounted = False
-        self.seconds, self.clocked_steps = 0.0, 0
         self.said: list[str] = []
 
     def begin(self) -> None:
@@ -194,15 +192,6 @@ class Guard:
     def is_new(self) -> bool:
         """Return whether this is one of the steps that are sampled completely: the first ones."""
         return self._mode != "off" and bool(self._optimizers) and self._steps < self.complete_steps
-
-    @contextmanager
-    def clocked(self) -> Iterator[None]:
-        """Count the time inside as a cost of sampling; the first steps do not count."""
-        counts, began = not self.is_new, time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds += counts * (time.perf_counter() - began)
 
     def before_forward(self) -> None:
         """Note a piece of an expert ahead of the first forward of each step: nobody else has written it."""
@@ -237,9 +226,7 @@ class Guard:
             self._snapshots = []
             self._compare_job(self._sample("weights", problem), "the end of a step")
         elif self._mode != "off":
-            self.clocked_steps += 1
-            with self.clocked():
-                self._late_problem = self._late_problem or self._uncounted()
+            self._late_problem = self._late_problem or self._uncounted()
         self._steps, self._is_noted = self._steps + 1, False
         self._passed_over.clear()
 
@@ -249,8 +236,7 @@ class Guard:
         if self._mode == "off" or not self._optimizers:
             return None
         problem, self._late_problem = self._late_problem, ""
-        with self.clocked():
-            return self._sample("weights", problem, stays)
+        return self._sample("weights", problem, stays)
 
     def _uncounted(self) -> str:
         """Check that a step's tokens count. A rank may have no token in a step, or padding alone, and evaluate between

@@ -26,9 +26,9 @@ def add(commands: Any) -> None:
     second = "of a rank, in the second plan; 0: move homes alone (default: 1; of Megatron's trace, 0)"
     options = [
         option("record", "RUN|TRACE", str, "a recorded series of windows; " + LOAD),
-        option("--ranks", "R", kinds.positive, "ranks of the EP group (default: as recorded)"),
-        option("--ranks-per-node", "G", kinds.positive, "ranks that share a node (default: as recorded)"),
-        option("--every", "N", kinds.positive, "training steps between plans (default: as recorded)"),
+        option("--ranks", "R", kinds.positive, "ranks of the EP group (default: as recorded, or 8, 4 or 2)"),
+        option("--ranks-per-node", "G", kinds.positive, "ranks that share a node (default: as recorded, or up to 8)"),
+        option("--every", "N", kinds.positive, "training steps between plans (default: as recorded, or 10 or more)"),
         option("--replica-slots", "K", kinds.not_negative, second),
         option("--windows", "A:B", kinds.windows, "of the record, only these, as 0:50", slice(None)),
         kinds.dense_layers(),
@@ -95,8 +95,4 @@ def _run(arguments: argparse.Namespace) -> None:
         if way is not None
     ]
     print_table("Imbalance is max / mean rank load, over all layers and judged windows.", rows)
-    if assessment.assumed:
-        print_lines("", "Assumed, since neither the record nor an option says it:")
-    for one in assessment.assumed:
-        figure = f"{one.value:,.0f}" if one.value >= 1000 else f"{one.value:g}"
-        print_lines(f"  {one.what}: {figure} ({one.option})")
+    print_lines("", "What neither the record nor an option says is assumed: see assess --help.")

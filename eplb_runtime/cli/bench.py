@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
     add_command(benches, "planner", _planner, "balance and time of the policies", examples, [loads, _repeats(5)])
     device = choice("--device", ("cpu", "cuda"), "of the ranks (default: cpu)", "cpu")
     wider = "of an expert's hidden layer: more of it, more of a step is computing (default: 1024)"
-    traces = "write a profiler trace of each variant and rank there, for `trace compare`"
+    traces = "write a profiler trace of each variant and rank there, for `trace analyse`"
     own: dict[str, list[Option]] = {
         "dispatch": [_repeats(20), device, option("--hidden", "D", positive, "numbers in a row (default: 512)", 512)],
         "migrate": [_repeats(10), device],

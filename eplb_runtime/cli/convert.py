@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from .arguments import add_command, dense_layers, option, positive
-from .printing import note, print_json
+from .printing import print_json
 
 EXAMPLES = """
   eplb-runtime convert placement.json sglang.json --to sglang --dense-layers 3   # for --init-expert-location
@@ -18,11 +18,11 @@ EXAMPLES = """
 
 
 def add(commands: Any) -> None:
-    formats = "eplb-runtime, sglang, vllm or tensorrt-llm (default by ending: .yaml tensorrt-llm, .pt sglang, "
+    formats = "eplb-runtime, sglang, vllm or tensorrt-llm (default: of .yaml tensorrt-llm, else eplb-runtime)"
     options = [
         option("source", "IN", str, "a placement or a load; known by its content"),
         option("destination", "OUT", str, "the file to write"),
-        option("--to", "FORMAT", str, formats + "others eplb-runtime)"),
+        option("--to", "FORMAT", str, formats),
         option("--ranks", "R", positive, "EP size, which most engines' maps do not say"),
         dense_layers(),
     ]
@@ -40,12 +40,8 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json(asdict(done))
         return
-    if done.numbered_from_0:
-        note(f"{done.format} numbers all layers of a model: give --dense-layers N if N dense layers come first")
     axes = ("layers", "slots") if done.kind == "placement" else ("windows", "layers", "experts")
     shape = " x ".join(f"{size} {axis}" for size, axis in zip(done.shape, axes, strict=True))
     print(f"{done.kind} of {shape}: {done.source_format} -> {done.format}, written to {destination}")
-    if done.homes == "restored":
-        print("homes were found again: in the first slots of each rank, as a map written from the home layout has them")
     if done.filled_slots:
         print(f"{done.filled_slots} empty replica slots were given a copy: {done.format} knows no empty slots")

@@ -7,13 +7,10 @@ import argparse
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .arguments import InputError, add_command, choice, not_negative, option, positive
 from .printing import print_json, print_lines, print_table, spinner
-
-if TYPE_CHECKING:
-    from ..tools.recipes import RecipeAnswer
 
 EXAMPLES = """
   eplb-runtime doctor
@@ -22,7 +19,6 @@ EXAMPLES = """
   eplb-runtime doctor --model-config config.json --ranks 8 --dtype float32 --optimizer sgd --json
   eplb-runtime doctor --recipe run-qwen3-30B-A3B.sh            # would it attach? by the flags alone
   eplb-runtime doctor --recipe torchtitan.models.deepseek_v3.config_registry.deepseek_v3_16b
-  eplb-runtime doctor --recipe recipes.json run_verl.sh --json # several: a total
 
 exit status: 0; 1 if a recipe's job would not attach, 2 bad input
 """
@@ -34,14 +30,12 @@ def add(commands: Any) -> None:
     dtype = "of weights, gradients and state (default: bfloat16)"
     tried = "what transports are tried on (default: cuda where there is one)"
     options = [
-        option("--recipe", "FILE", str, recipe + "torchtitan config function by import path", nargs="+"),
+        option("--recipe", "FILE", str, recipe + "torchtitan config function by import path"),
         option("--model-config", "PATH", str, "a folder with config.json, or that file"),
         option("--ranks", "R", positive, "ranks of the EP group"),
         option("--replica-slots", "K", not_negative, "copies that each rank can hold per layer (default: 0)", 0),
-        option("--ranks-per-node", "G", positive, "ranks that share a node's memory (default: 8, or all)"),
         choice("--dtype", ("bfloat16", "float16", "float32", "float64"), dtype, "bfloat16"),
         choice("--optimizer", ("adamw", "sgd"), "sgd: with momentum (default: adamw)", "adamw"),
-        option("--staging-bytes", "N", positive, "as in BalancerConfig (default: its own)"),
         choice("--device", ("cpu", "cuda"), tried),
     ]
     summary = "say what memory a model takes on each rank, for each choice, and what this machine can use"
@@ -55,43 +49,33 @@ def _run(arguments: argparse.Namespace) -> int:
         raise InputError("doctor --model-config needs --ranks: how many ranks share the experts")
     import torch
 
-    from ..tools.doctor import diagnose, try_transports
+    from ..tools.doctor import backends, memory_of, try_transports, versions
     from ..tools.launch import is_first, process_group
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    found = diagnose(
-        arguments.model_config,
-        ranks=arguments.ranks or 1,
-        ranks_per_node=arguments.ranks_per_node,
-        replica_slots=arguments.replica_slots,
-        dtype=arguments.dtype,
-        optimizer=arguments.optimizer,
-        staging_bytes=arguments.staging_bytes,
-    )
+    title, memory = "", list[Any]()
+    if arguments.model_config is not None:
+        given = {name: getattr(arguments, name) for name in ("ranks", "replica_slots", "dtype", "optimizer")}
+        title, memory = memory_of(arguments.model_config, **given)
     with process_group(device) as here, spinner() if is_first() else nullcontext() as shown:
         trials = try_transports(here, shown.update if shown is not None else lambda said: None)
-    said = {**found.to_dict(), "transports": [asdict(trial) for trial in trials]}
+    said = {
+        "model": title,
+        "memory_bytes": {item.key: item.nbytes for item in memory},
+        "versions": versions(),
+        "backends": [asdict(one) for one in backends()],
+        "transports": [asdict(trial) for trial in trials],
+    }
     if is_first() and arguments.json:
         print_json(said)
     elif is_first():
-        _show(said, found.title, found.memory)
+        _show(said, memory)
     return 0
 
 
-def _show(said: dict[str, Any], title: str, memory: Sequence[Any]) -> None:
+def _show(said: dict[str, Any], memory: Sequence[Any]) -> None:
     tables: dict[str, list[dict[str, Any]]] = {
-        title: [
-            {"memory of each rank": item.what, "GiB": _gib(item.nbytes), "where": item.where, "when": item.when}
-            for item in memory
-        ],
-        "rows that experts make": [
-            {
-                "tensor": one["tensor"],
-                "bytes": " and ".join(map(str, one["row_bytes"])),
-                "on a CPU": "steady" if one["steady"] else "the last bits depend on the place of a row",
-            }
-            for one in said["widths"]
-        ],
+        said["model"]: [{"memory of each rank": item.what, "GiB": _gib(item.nbytes)} for item in memory],
         "versions": [{"package": name, "version": version} for name, version in said["versions"].items()],
         "back ends": [
             {"back end": one["name"], "usable": _YES_NO[one["usable"]], "why": one["why"]} for one in said["backends"]
@@ -106,9 +90,6 @@ def _show(said: dict[str, Any], title: str, memory: Sequence[Any]) -> None:
                 "why": one["why"],
             }
             for one in said["transports"]
-        ],
-        "two trainings are the same": [
-            {"": one["what"], "to": one["same"], "why": one["why"]} for one in said["exactness"]
         ],
     }
     for name, rows in tables.items():
@@ -125,58 +106,33 @@ def _gib(nbytes: int) -> str:
     return f"{gib:,.0f}" if gib >= 100 else f"{gib:.3g}"
 
 
-def _judge(paths: Sequence[str], as_json: bool) -> int:
+def _judge(path: str, as_json: bool) -> int:
     """Return 1 where a recipe is refused."""
-    from ..tools.recipes import answer, read_recipes, reasons, totals
+    from ..tools.recipes import HOSTS, answer, read_recipe
 
-    answers = [answer(recipe) for path in paths for recipe in read_recipes(path)]
-    if as_json and len(answers) == 1:
-        print_json(answers[0].to_dict())
-    elif as_json:
-        each = [{"recipe": one.recipe.name, "source": one.recipe.source, **one.to_dict()} for one in answers]
-        print_json({"recipes": each, "total": totals(answers), "reasons": reasons(answers)})
-    elif len(answers) == 1:
-        _show_answer(answers[0])
-    else:
-        rows = [
-            {
-                "recipe": one.recipe.name,
-                "attaches": _YES_NO[one.attaches],
-                "refused": ", ".join(refusal.setting for refusal in one.refused),
-            }
-            for one in answers
-        ]
-        for title, table in (("recipes", rows), ("total", totals(answers)), ("refused settings", reasons(answers))):
-            print_table(title, table)
-    return int(any(one.attaches is False for one in answers))
-
-
-def _show_answer(found: RecipeAnswer) -> None:
-    from ..config import MigrationConfig
-
-    number, version, said = len(found.refused), found.version, found.to_dict()
+    recipe = read_recipe(path)
+    found, host = answer(recipe), HOSTS[recipe.host]
+    said = found.to_dict()
+    if as_json:
+        print_json(said)
+        return int(found.attaches is False)
     verdict = {
         True: "yes, it attaches",
-        False: f"no, it does not attach: {number} {'setting is' if number == 1 else 'settings are'} refused",
+        False: "no, it does not attach",
         None: f"not known: {', '.join(found.undecided)} decides, and the recipe does not show it",
     }
-    staged = MigrationConfig().staging_bytes >> 20
-    ep, edp = ("not known" if size is None else size for size in (found.ep, found.edp))
     print_lines(
-        f"{found.recipe.name}: {verdict[found.attaches]}{f' ({version})' if version else ''}",
-        f"homes move: {_YES_NO[found.attaches]}; replica slots: {_YES_NO[said['replicas']]}"
-        + "".join(f" ({one.setting}: {one.why})" for one in found.without_replicas[:1]),
+        f"{recipe.name}: {verdict[found.attaches]} ({host.VERSION})",
+        f"homes move: {_YES_NO[found.attaches]}; replica slots: {_YES_NO[found.replicas]}",
         f"with homes moved, training is equal to: {found.exact or 'not known'}",
-        f"EP {ep}, EDP {edp}; a migration takes up to {2 * staged} MiB per rank ({staged} in, {staged} out; more only "
-        "where one expert with its state is larger)",
     )
-    for title, rows in (
-        ("refused", said["refused"]),
-        ("the recipe does not show", said["unknown"]),
-        (f"assumed: defaults of {version}, or of {found.recipe.source}", said["assumed"]),
-        ("tested with a stand-in, and not on a GPU yet", said["stand_in"]),
+    if found.refused:
+        print_table("refused", [{name: str(cell) for name, cell in row.items()} for row in said["refused"]])
+    for title, values in (
+        ("the recipe does not show", found.unknown),
+        (f"assumed: defaults of {host.VERSION}, or of {recipe.project or recipe.host}", found.assumed),
     ):
-        if rows:
-            print_table(title, [{name: str(cell) for name, cell in row.items() if name != "of"} for row in rows])
-    if found.host:
-        print_lines("checked at attach:", *(f"  {what}" for what in found.host.CHECKED_AT_ATTACH))
+        if values:
+            print_table(title, [{"setting": name, "value": str(value)} for name, value in values.items()])
+    print_lines("checked at attach:", *(f"  {what}" for what in host.CHECKED_AT_ATTACH))
+    return int(found.attaches is False)

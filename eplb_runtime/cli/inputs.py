@@ -57,25 +57,19 @@ def topology_of(arguments: argparse.Namespace) -> Topology:
         raise InputError(str(error)) from None
 
 
-def read_windows(path: str, arguments: argparse.Namespace, layers: int | None = None) -> NDArray[np.float64]:
-    """Return the load of the windows that were asked for, float64 [T, L, E], without dense layers.
-
-    Args:
-        layers: MoE layers, where they are known: a file that has no more of them has no dense layers to leave out.
-    """
-    return read_job(path, arguments, layers).load
+def read_windows(path: str, arguments: argparse.Namespace) -> NDArray[np.float64]:
+    """Return the load of the windows that were asked for, float64 [T, L, E], without dense layers."""
+    return read_job(path, arguments).load
 
 
-def read_job(path: str, arguments: argparse.Namespace, layers: int | None = None) -> JobRecord:
+def read_job(path: str, arguments: argparse.Namespace) -> JobRecord:
     """Return the windows of :func:`read_windows`, with what the record says of the job."""
     import numpy as np
 
     from ..tools.formats.loads import layers_without_tokens, read_record
 
     dense, windows = arguments.dense_layers or 0, arguments.windows
-    record = read_record(path, 0 if layers else dense)
-    if layers and dense and record.load.shape[1] != layers:
-        record = read_record(path, dense)
+    record = read_record(path, dense)
     chosen = record.load[windows]
     if not len(chosen):
         raise InputError(f"{path}: --windows leaves none of its {len(record.load)} windows")

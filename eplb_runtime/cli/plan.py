@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from .arguments import (
     LOAD,
     POLICY,
-    InputError,
     add_command,
     choice,
     cluster,
@@ -32,7 +31,7 @@ EXAMPLES = """
 
 
 def add(commands: Any) -> None:
-    current = "the placement of now, ours or an engine's; moves are counted from it"
+    current = "the placement of now, ours or an engine's (free layout); moves are counted from it"
     parameters = "of one expert, to count bytes: 12 each with its state, 2 in a copy"
     speeds = "how fast each rank is beside the others (default: all alike)"
     options = [
@@ -52,21 +51,14 @@ def _run(arguments: argparse.Namespace) -> None:
     from functools import partial
 
     from ..planner import CostModel, plan
-    from ..planner.policies import LAYOUTS
     from ..tools.formats.convert import read_placement
 
     require_policies([arguments.policy])
     require_output(arguments.output, (".json", ".safetensors"))
     topology, current = topology_of(arguments), None
     if arguments.current is not None:
-        read = partial(read_placement, arguments.current, arguments.ranks, arguments.dense_layers or 0)
-        current = read()
-    layers = None if current is None else current.num_layers
-    load = with_tokens(arguments.load, read_windows(arguments.load, arguments, layers))
-    if current is not None:
-        _require_equal_layers(arguments, load.shape[1], current.num_layers)
-        layout = arguments.layout or LAYOUTS[arguments.policy][0]
-        current = current if current.layout == layout else read(layout=layout)
+        current = read_placement(arguments.current, arguments.ranks, arguments.dense_layers or 0)
+    load = with_tokens(arguments.load, read_windows(arguments.load, arguments))
     parameters = arguments.expert_parameters
     make = partial(
         plan,
@@ -108,16 +100,6 @@ def _run(arguments: argparse.Namespace) -> None:
             "seconds": planned.plan_seconds,
         }
     )
-
-
-def _require_equal_layers(arguments: argparse.Namespace, of_load: int, of_placement: int) -> None:
-    if of_load == of_placement:
-        return
-    have = f"{arguments.load} has {of_load} layers, {arguments.current} has {of_placement}"
-    if arguments.dense_layers is not None:
-        raise InputError(f"{have}, with --dense-layers {arguments.dense_layers} left out of the one that has them")
-    more = abs(of_load - of_placement)
-    raise InputError(f"{have}: if the model has {more} dense layers before the others, give --dense-layers {more}")
 
 
 def _mean_and_max(values: NDArray[np.float64]) -> dict[str, float]:

@@ -16,15 +16,6 @@ COLUMNS = 80
 """Of a table where there is no terminal."""
 EVERY_SECONDS = 10.0
 """Between two lines of progress where stderr is no terminal."""
-_UNITS = (
-    ("gb per second", "GB/s"),
-    ("gbps", "GB/s"),
-    ("mbit per second", "Mbit/s"),
-    ("tokens per second", "tokens/s"),
-    ("mib", "MiB"),
-    ("gib", "GiB"),
-    ("seconds", "s"),
-)
 _NUMBER = re.compile(r"^$|^[-+]?[\d.,]+(?:e[-+]\d+)?(?: ?%)?(?: \(.*\))?$|^nan$|^inf$")
 
 
@@ -57,7 +48,10 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     from rich.console import Console
 
     names = list(dict.fromkeys(name for row in rows for name in row))
-    heads, lines = [heading(name) for name in names], [[_shown(row.get(name, "")) for name in names] for row in rows]
+    heads, lines = (
+        [name.replace("_", " ") for name in names],
+        [[_shown(row.get(name, "")) for name in names] for row in rows],
+    )
     console = Console()
     if not console.is_terminal:
         console = Console(width=COLUMNS)
@@ -99,14 +93,6 @@ def _table(columns: Sequence[Sequence[str]]) -> Any:
     return table
 
 
-def heading(name: str) -> str:
-    """Return the heading of a column: its key's words, with its unit as it is written."""
-    words = name.replace("_", " ")
-    for long, short in _UNITS:
-        words = re.sub(rf"\b{long}\b", short, words)
-    return words
-
-
 def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
@@ -115,32 +101,18 @@ def _shown(value: Any) -> str:
 
 
 @contextmanager
-def progress(what: str, total: int, of_bytes: bool = False) -> Iterator[Callable[..., None]]:
-    """Show a bar on stderr, or without a terminal a line now and then; yields the function that advances it, by one or
-    by so many."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
+    """Show on stderr how far work is; yields the function that advances it, by one or by so many."""
+    done = 0
+    with spinner() as shown:
 
-    done = DownloadColumn(binary_units=True) if of_bytes else MofNCompleteColumn()
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with Progress(TextColumn(what), BarColumn(), done, TimeElapsedColumn(), console=console, transient=True) as bar:
-            task = bar.add_task(what, total=total)
-            yield lambda count=1: bar.advance(task, count)
-        return
-    lines, so_far = Spinner(None), 0
-    unit = 2**20 if of_bytes else 1
+        def advance(count: int = 1) -> None:
+            nonlocal done
+            done += count
+            shown.update(f"{what} {done}/{total}")
 
-    def text() -> str:
-        return f"{what} {so_far // unit}/{total // unit}{' MiB' if of_bytes else ''}"
-
-    def advance(count: int = 1) -> None:
-        nonlocal so_far
-        so_far += count
-        lines.update(text())
-
-    yield advance
-    lines.say(text())
+        yield advance
+        shown.update(f"{what} {done}/{total}", last=True)
 
 
 class Spinner:
@@ -150,10 +122,10 @@ class Spinner:
         self._status = status
         self._began = self._said = time.monotonic()
 
-    def update(self, text: str) -> None:
+    def update(self, text: str, last: bool = False) -> None:
         if self._status is not None:
             self._status.update(text)
-        elif time.monotonic() - self._said >= EVERY_SECONDS:
+        elif last or time.monotonic() - self._said >= EVERY_SECONDS:
             self.say(text)
 
     def say(self, text: str) -> None:

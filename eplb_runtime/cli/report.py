@@ -1,4 +1,4 @@
-"""``eplb-runtime report``: one file that shows a run, or what was simulated, in any browser."""
+"""``eplb-runtime report``: one file that shows a run in any browser."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from .printing import note, print_json
 
 EXAMPLES = """
   eplb-runtime report runs/first -o report.html
-  eplb-runtime simulate series.npz --ranks 8 --ranks-per-node 8 --slots-per-rank 5 --every 5 -o windows.json
-  eplb-runtime report windows.json -o simulated.html
 """
 
 
 def add(commands: Any) -> None:
-    source = "the folder of BalancerConfig(run=...) or of eplb.record, or simulate's .json"
+    source = "the folder of BalancerConfig(run=...)"
     where = "where to write it, .html (default: report.html)"
-    summary = "write one HTML file that shows a run, live page and summary, or what `simulate -o FILE.json` has written"
+    summary = "write one HTML file that shows a run, live page and summary"
     options = [option("source", "RUN", str, source), option("-o", "FILE", str, where, "report.html", dest="output")]
     add_command(commands, "report", _run, summary, EXAMPLES, options)
 
@@ -37,6 +35,5 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json({"report": arguments.output, "summary": report.summary})
         return
-    if report.text:
-        print(report.text)
+    print(report.text)
     print(f"written: {arguments.output}")

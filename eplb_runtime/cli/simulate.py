@@ -12,7 +12,6 @@ from .arguments import (
     add_options,
     choice,
     cluster,
-    flag,
     names,
     not_negative_float,
     option,
@@ -40,7 +39,7 @@ def add(commands: Any) -> None:
         option("--policies", "A,B,...", names, policies, names(default)),
         option("--merge", "N", positive, "first merge every N windows of the series into one", 1),
         option("--history", "N", positive, "windows of the past that a plan sees (default: 4 K)"),
-        option("-o", "FILE", str, "write every judged window, .json, for `report`", dest="output"),
+        option("-o", "FILE", str, "write every judged window, .json", dest="output"),
         choice("--gate", ("always", "payoff", "off"), gate, "always"),
     ]
     times = [
@@ -49,7 +48,6 @@ def add(commands: Any) -> None:
         option("--expert-hidden-size", "N", positive, "of one expert (default: 2048)", 2048),
         option("--flops", "F", positive_float, "FLOP/s a rank sustains on expert GEMMs (default: 4e14)", 400e12),
         option("--stall-seconds", "S", not_negative_float, "cost of a rebalance besides its bytes (default: 0)", 0.0),
-        flag("--inference", "no backward pass, no optimizer state"),
     ]
     summary = "play a series of loads through several policies: plan on the past, judge on what came next"
     command = add_command(commands, "simulate", _run, summary, EXAMPLES, options)
@@ -77,7 +75,6 @@ def _run(arguments: argparse.Namespace) -> None:
                 hidden_size=arguments.hidden_size,
                 expert_hidden_size=arguments.expert_hidden_size,
                 flops=arguments.flops,
-                training=not arguments.inference,
                 stall_seconds=arguments.stall_seconds,
             ),
             on_progress=advance,

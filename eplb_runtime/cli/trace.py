@@ -1,27 +1,25 @@
-"""``eplb-runtime trace``: what the traces of torch.profiler say, two jobs side by side, and all ranks in one file."""
+"""``eplb-runtime trace``: what the traces of torch.profiler say."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..utils.tables import counted
 from .arguments import add_command, flag, option, positive
-from .inputs import require_output
 from .printing import print_json, print_lines, print_table, progress
 
 if TYPE_CHECKING:
-    from ..observe.traces import Analysis, Change, MarkedSteps
+    from ..observe.traces import Analysis
 
 LONG_BYTES = 4 * 2**20
 
 
 def add(commands: Any) -> None:
-    trace = commands.add_parser("trace", help="what profiler traces say: busy, hidden, exposed; compare, merge")
+    trace = commands.add_parser("trace", help="what profiler traces say: busy, hidden, exposed")
     actions = trace.add_subparsers(title="what to do", metavar="WHAT", required=True)
     text = "say what ran, what was hidden under computing, and what each phase of a layer took"
     examples = """
@@ -35,25 +33,6 @@ def add(commands: Any) -> None:
         option("--kernels", "N", positive, "kernels shown, the longest first (default: 10)", 10),
     ]
     add_command(actions, "analyse", _analyse, text, examples, options)
-    examples = """
-  eplb-runtime trace merge traces/                          # writes traces/merged.json.gz
-  eplb-runtime trace merge traces/ -o job.json
-"""
-    options = [
-        option("folder", "DIR", str, "with a trace of each rank"),
-        option("-o", "FILE", str, ".json or .json.gz (default: DIR/merged.json.gz)", dest="output"),
-    ]
-    add_command(actions, "merge", _merge, "put the traces of all ranks into one file for Perfetto", examples, options)
-    examples = """
-  eplb-runtime bench train --profile traces
-  eplb-runtime trace compare traces/static traces/homes
-"""
-    options = [
-        option("a", "A", str, "a trace, or a folder with one of each rank"),
-        option("b", "B", str, "the same of the other job"),
-        option("--kernels", "N", positive, "kernels shown, largest change first (default: 8)", 8),
-    ]
-    add_command(actions, "compare", _compare, "say what changed between two jobs", examples, options)
 
 
 def _analyse(arguments: argparse.Namespace) -> None:
@@ -128,61 +107,6 @@ def _phases(one: Analysis, by_layer: bool) -> list[dict[str, Any]]:
     ]
 
 
-def _merge(arguments: argparse.Namespace) -> None:
-    from ..observe.traces import merge, traces_in
-
-    folder = Path(arguments.folder)
-    paths = traces_in(folder)
-    output = Path(arguments.output or folder / "merged.json.gz")
-    require_output(str(output), (".json", ".gz"))
-    with _reading(2 * sum(path.stat().st_size for path in paths)) as advance:
-        merged = merge(paths, output, advance)
-    if arguments.json:
-        print_json({"output": str(output), **asdict(merged)})
-        return
-    print_lines(f"{output}: {len(merged.ranks)} ranks, {merged.events:,} events, {merged.flows:,} flows")
-    print_lines("open it at ui.perfetto.dev")
-
-
-def _compare(arguments: argparse.Namespace) -> None:
-    from ..observe.traces import compare, traces_in
-
-    of_a, of_b = ([*traces_in(Path(given))] for given in (arguments.a, arguments.b))
-    analyses = _read([*of_a, *of_b])
-    found = compare(analyses[: len(of_a)], analyses[len(of_a) :], arguments.a, arguments.b)
-    if arguments.json:
-        print_json(found.to_dict())
-        return
-    print_lines(f"A {found.a} ({len(of_a)} traces{_steps(found.steps_a)})")
-    print_lines(f"B {found.b} ({len(of_b)} traces{_steps(found.steps_b)})")
-    if found.is_noise is not None:
-        less, noise = ("less", ": this is noise") if found.is_noise else ("more", "")
-        print_lines(f"the medians of steps differ by {less} than they do by chance{noise}")
-    kernels = [replace(row, what=_shortened(row.what)) for row in found.kernels[: arguments.kernels]]
-    for title, rows in (
-        (f"us a {found.per}, of a rank", found.summary),
-        ("phases, us on the thread that runs them", found.phases),
-        ("kinds of work, us", found.kinds),
-        ("largest changes, us", kernels),
-    ):
-        print_table(title, [_change(row) for row in rows])
-
-
-def _steps(steps: MarkedSteps) -> str:
-    if not steps.count:
-        return ""
-    return f", {steps.count:g} steps of {_us(steps.median_us)} us, half of them within {_us(steps.spread_us)} us"
-
-
-def _change(row: Change) -> dict[str, Any]:
-    few = max(row.a, row.b) < 10  # a share or a ratio
-    a, b = (f"{value:.3f}" if few else _us(value) for value in (row.a, row.b))
-    change = "" if row.change is None else f"{row.change:+.1%}"
-    if row.is_share and row.change is not None:
-        change = f"{100 * row.change:+.1f} points"
-    return {"": row.what, "A": a, "B": b, "change": change}
-
-
 def _read(paths: Sequence[Path]) -> list[Analysis]:
     from ..observe.traces import analyse
 
@@ -192,7 +116,7 @@ def _read(paths: Sequence[Path]) -> list[Analysis]:
 
 def _reading(size: int) -> AbstractContextManager[Callable[[int], None]]:
     """Return a bar where there is something to wait for."""
-    return progress("reading", size, of_bytes=True) if size > LONG_BYTES else nullcontext(lambda count: None)
+    return progress("bytes", size) if size > LONG_BYTES else nullcontext(lambda count: None)
 
 
 def _us(microseconds: float) -> str:

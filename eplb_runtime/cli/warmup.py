@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from .arguments import add_command
-from .printing import note, print_json, spinner
+from .printing import print_json, spinner
 
 POLICIES = {
     "incremental": "policy incremental",
@@ -36,16 +36,11 @@ def _run(arguments: argparse.Namespace) -> int:
         for policy, what in POLICIES.items():
             if is_compiled(policy):
                 continue
-            started = time.perf_counter()
-            note(f"compiling {what}: {counted(functions_on_disk(), 'function')} on the disk before")
 
             def show_progress(what: str = what) -> None:
                 shown.update(f"compiling {what}: {counted(functions_on_disk(), 'function')} so far")
 
             compile_apart(policy, on_wait=show_progress)
-            if is_compiled(policy):
-                taken = time.perf_counter() - started
-                note(f"compiled {what}: {counted(functions_on_disk(), 'function')}, {taken:.0f} s")
     done, seconds, folder = all(map(is_compiled, POLICIES)), time.perf_counter() - began, str(cache_folder())
     if arguments.json:
         print_json({"compiled": done, "compiled_before": before, "seconds": seconds, "folder": folder})

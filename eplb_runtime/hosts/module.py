@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,17 +155,6 @@ def _watched_layer(model: nn.Module, layer: MoE) -> WatchedLayer:
     owner = _owner_of_run(model, layer, experts)
     signature = inspect.signature(getattr(owner, layer.run))
 
-    def hook(see: Callable[[Tensor, int, int], None]) -> Callable[[], None]:
-        own = getattr(owner, layer.run)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            hidden, topk_ids, _ = signature.bind(*args, **kwargs).arguments.values()
-            _check_ids(layer, topk_ids)
-            see(topk_ids.reshape(-1, topk_ids.shape[-1]).long(), hidden.shape[-1], topk_ids.shape[-1])
-            return own(*args, **kwargs)
-
-        return _replaced(owner, layer.run, run)
-
     def mark_work(clock: ExpertClock) -> Callable[[], None]:
         own = getattr(owner, layer.run)
 
@@ -178,7 +168,21 @@ def _watched_layer(model: nn.Module, layer: MoE) -> WatchedLayer:
 
         return _replaced(owner, layer.run, run)
 
-    return WatchedLayer(layer.experts, num_experts, hook, experts, num_experts, mark_work)
+    return WatchedLayer(layer.experts, num_experts, partial(_watch, layer, owner), experts, num_experts, mark_work)
+
+
+def _watch(layer: MoE, owner: nn.Module, see: Callable[[Tensor, int, int], None]) -> Callable[[], None]:
+    """Let another see the choices of each call of the method; returns how to end it."""
+    own = getattr(owner, layer.run)
+    signature = inspect.signature(own)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        hidden, topk_ids, _ = signature.bind(*args, **kwargs).arguments.values()
+        _check_ids(layer, topk_ids)
+        see(topk_ids.reshape(-1, topk_ids.shape[-1]).long(), hidden.shape[-1], topk_ids.shape[-1])
+        return own(*args, **kwargs)
+
+    return _replaced(owner, layer.run, run)
 
 
 def _replaced(owner: nn.Module, name: str, run: Callable[..., Any]) -> Callable[[], None]:
@@ -236,6 +240,7 @@ def _describe_layer(model: nn.Module, layer: MoE) -> MoELayer:
         run=getattr(owner, layer.run),
         install=lambda parallel: setattr(owner, layer.run, _run(layer, getattr(owner, layer.run), parallel)),
         alignment=layer.alignment,
+        watch=partial(_watch, layer, owner),
     )
 
 
@@ -311,6 +316,8 @@ def _stacked(name: str, experts: nn.ModuleList) -> StackedExperts:
     for number, expert in enumerate(experts):
         if type(expert) is not type(first) or kinds[number] != kinds[0] or not named[0] or repr(expert) != repr(first):
             raise AttachError(f"{name}.{number} is not a module as {name}.0 is: only equal experts can be stacked")
+        if _hooks(expert) != _hooks(first):
+            raise AttachError(f"{name}.{number} has other hooks than {name}.0: one module computes all of a stack")
         if any(True for _ in expert.buffers()):
             raise AttachError(f"{name}.{number} keeps buffers, which would not move with experts")
         if any(foreign_hooks(tensor) for tensor in named[number].values()):
@@ -328,6 +335,12 @@ def _stacked(name: str, experts: nn.ModuleList) -> StackedExperts:
     if not next(first.parameters()).is_meta:
         _check_same_results(name, experts, template)
     return StackedExperts(template, tensors).train(experts.training)
+
+
+def _hooks(expert: nn.Module) -> list[Any]:
+    """Hooks on the forward and backward passes of an expert and of the modules in it."""
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return [[*getattr(module, name).values()] for module in expert.modules() for name in names]
 
 
 def _check_same_results(name: str, experts: nn.ModuleList, template: nn.Module) -> None:

@@ -128,11 +128,6 @@ class TransferSchedule:
         transfer, replica = np.nonzero(map_LP[layer[:, None], slots] == expert[:, None])
         map_LP[layer[transfer], slots[transfer, replica]] = EMPTY
 
-    def bytes_of_busiest(self) -> tuple[int, int]:
-        """Bytes that the busiest rank of each round receives, summed over rounds; and their lower bound, the bytes of
-        the rank that receives most of all."""
-        return int(self.load.max(axis=1, initial=0).sum()), int(self.load.sum(axis=0).max(initial=0))
-
     def digest(self) -> bytes:
         """16 bytes, equal on two ranks when they send and expect the same experts in the same order."""
         hasher = hashlib.blake2b(self.target.digest().encode(), digest_size=16)

@@ -113,6 +113,12 @@ class ExpertParallelLayer:
         with _unseen_by_selective_checkpointing():
             return self._forward(hidden_TD, topk_ids_TK, topk_weights_TK)
 
+    @torch.compiler.disable
+    def see(self, topk_ids_TK: Tensor, columns: int, top_k: int) -> None:
+        """Begin a forward of the module's own way, which computes all experts here."""
+        if not in_recompute():
+            self._begin(torch.empty(len(topk_ids_TK), columns, device="meta"), topk_ids_TK)
+
     def _forward(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         epoch, repeated, training = self._table.epoch, in_recompute(), self._module.training
         tag, top_k = self._context.forward_tag, topk_ids_TK.shape[-1]

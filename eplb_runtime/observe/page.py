@@ -16,19 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..load.series import holds_series
-from ..placement import Placement
-from ..planner.evaluate import predicted_imbalance
-from ..utils.files import FileError, require_readable
+from ..utils.files import FileError
 from .events_file import holds_events
-from .run_folder import read_run, state_of_run
+from .run_folder import state_of_run
 from .run_state import LINKS, RunState
 from .summary import expert_work_text, predictions_text, summary_of, summary_text
 
 SCRIPTS = ("draw.js", "page.js")
-MOST_BYTES = 1 << 30
-"""Of what `simulate` wrote."""
-FEW_RANKS = (8, 4, 2)
-"""The first that divides the experts is taken where the job's own ranks say nothing of imbalance."""
 _JOB = ("started", "package", "layers", "experts", "ranks", "slots_per_rank", "policy", "interval", "replica_slots")
 _STATE = ("version", "starts", "step", "standing", "cause", "epoch", "placed_at")
 _TOTALS = ("rebalances", "placed_replicas", "pause_seconds", "rollouts", "rollout_seconds", "saved_seconds")
@@ -120,112 +114,21 @@ class RunReport:
     """A report: the page, the summary as JSON and in words, and how many events could not be used."""
 
     html: str
-    summary: dict[str, Any] | None = None
-    text: str = ""
-    left_out: int = 0
+    summary: dict[str, Any]
+    text: str
+    left_out: int
 
 
 def report_of(source: Path) -> RunReport:
-    """Return the report of a run's folder, of a recorded load, or of the ``.json`` of ``simulate -o``.
+    """Return the report of a run's folder.
 
     Raises:
-        FileError: it is none of them.
+        FileError: it is none.
         OSError: it cannot be read.
     """
-    name = source.resolve().name
     if source.is_dir() and holds_series(source) and not holds_events(source):
-        summary, told = _recorded(source)
-        imbalance = summary["imbalance"]
-        text = f"{summary['steps']} steps recorded; imbalance on {summary['ranks']} ranks {imbalance['mean']:.3f}"
-        text += f" mean, {imbalance['max']:.3f} at most; would balancing pay? eplb-runtime assess {source}"
-        html = page({"title": f"{name}: recorded without a balancer", "simulation": told})
-        return RunReport(html, summary, text)
-    if source.is_dir() or holds_events(source):
-        state, left_out = state_of_run(source)
-        summary = summary_of(state)
-        html = page({"title": f"{name}: eplb_runtime", "view": view_of(state)})
-        return RunReport(html, summary, summary_text(summary), left_out)
-    require_readable(source, MOST_BYTES)
-    return RunReport(page({"title": f"{name}: simulated", "simulation": _simulation(source)}))
-
-
-def _simulation(source: Path) -> dict[str, Any]:
-    """Return what the page shows of the windows that ``simulate -o`` wrote."""
-    try:
-        found = json.loads(source.read_text())
-        windows = found["windows"]
-        policies: list[dict[str, Any]] = []
-        for summary in found["policies"]:
-            own = [window for window in windows if window["policy"] == summary["policy"]]
-            policies.append(
-                {
-                    "policy": str(summary["policy"]),
-                    "imbalance": [float(window["imbalance_mean"]) for window in own],
-                    "mean": float(summary["imbalance"]["mean"]),
-                    "worst": float(summary["imbalance"]["max"]),
-                    "balancedness": float(summary["balancedness"]["mean"]),
-                    "rebalances": int(summary["rebalances"]),
-                    "moved_bytes": sum(int(one["bytes_intra_node"]) + int(one["bytes_inter_node"]) for one in own),
-                    "step_seconds": float(summary["step_seconds"]),
-                }
-            )
-        first = min(int(window["window"]) for window in windows)
-        json.dumps(policies, allow_nan=False)  # NaN is no JSON
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FileError(
-            f"{source}: neither the folder of a run nor what `eplb-runtime simulate -o FILE.json` writes "
-            f"({type(error).__name__}: {error})"
-        ) from None
-    return {
-        "standing": "simulated",
-        "subtitle": f"{len(policies)} policies, {len(policies[0]['imbalance'])} windows" if policies else "nothing",
-        "told": "Each policy plans on the past and is judged on the next windows: max / mean rank load by window.",
-        "first_window": first,
-        "policies": policies,
-    }
-
-
-def _recorded(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the summary of a load that was recorded without a balancer, with experts in logical order on the job's
-    ranks or on a few, and what the page shows of it: a simulation in which nothing moves."""
-    try:
-        record = read_run(folder)
-    except FileError as error:
-        raise FileError(f"{folder}: {error}") from None
-    has_tokens_T = record.load.any(axis=(1, 2))  # others are of steps in evaluation mode
-    if not has_tokens_T.any():
-        raise FileError(f"{folder}: no token has been recorded yet")
-    load_TLE, steps = record.load[has_tokens_T], int(np.array(record.steps_T)[has_tokens_T].sum())
-    windows, layers, experts = load_TLE.shape
-    own = record.job.ep_size if record.job.ep_size > 1 else record.job.ranks
-    dividing = (size for size in (own, *FEW_RANKS) if size > 1 and experts % size == 0)
-    ranks = next(dividing, 1)
-    imbalance_TL = predicted_imbalance(load_TLE.astype(np.float64), Placement.initial(layers, experts, ranks, 0))
-    mean, worst = float(imbalance_TL.mean()), float(imbalance_TL.max())
-    summary = {
-        "ranks": ranks,
-        "layers": layers,
-        "experts": experts,
-        "windows": windows,
-        "steps": steps,
-        "imbalance": {"mean": mean, "p95": float(np.percentile(imbalance_TL, 95)), "max": worst},
-        "imbalance_by_layer": imbalance_TL.mean(axis=0).tolist(),
-    }
-    policy = {
-        "policy": f"experts in logical order on {ranks} ranks",
-        "imbalance": imbalance_TL.mean(axis=1).tolist(),
-        "mean": mean,
-        "worst": worst,
-        "balancedness": float((1 / imbalance_TL).mean()),
-        "rebalances": 0,
-        "moved_bytes": 0,
-        "step_seconds": record.job.step_seconds,
-    }
-    told = {
-        "standing": "recorded",
-        "subtitle": f"{steps} steps, {windows} windows",
-        "told": "Nothing was moved: max / mean rank load by window, mean over layers.",
-        "first_window": 0,
-        "policies": [policy],
-    }
-    return summary, told
+        raise FileError(f"{source}: recorded without a balancer: eplb-runtime assess {source} says its imbalance")
+    state, left_out = state_of_run(source)
+    summary = summary_of(state)
+    html = page({"title": f"{source.resolve().name}: eplb_runtime", "view": view_of(state)})
+    return RunReport(html, summary, summary_text(summary), left_out)

@@ -31,7 +31,6 @@ _REASONS = {
     "would save": "does not pay",
     "saves": "pays",
     "forecast imbalance": "imbalance falls",
-    "mean imbalance": "imbalance falls",  # in logs of earlier versions
     "the planner is still being compiled": "compiling",
 }
 _CAUSES = {

@@ -1,45 +1,13 @@
-"""Plans that move experts for the sake of moving them: what a verification puts in the planner's place."""
+"""Plans that move experts for the sake of moving them."""
 
 from __future__ import annotations
-
-import time
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..placement import EMPTY, Placement
-from ..topology import Topology
-from .evaluate import moves_between, predicted_imbalance
-from .search.bounds import lower_bound
-from .types import Plan
 
 IntArray = NDArray[np.int32]
-
-
-def plan_shuffle(
-    load: NDArray[np.int64], topology: Topology, *, slots_per_rank: int, current: Placement, **_: Any
-) -> Plan:
-    """A plan in the home layout that always moves, balanced load or not; called as `planner.plan` is."""
-    began = time.perf_counter()
-    total = np.asarray(load, dtype=np.float64).sum(axis=0)
-    placement = shuffled(current, total)
-    return Plan(
-        policy="shuffle",
-        placement=placement,
-        current=current,
-        moves=moves_between(current, placement, topology),
-        imbalance_before=predicted_imbalance(total, current),
-        imbalance_after=predicted_imbalance(total, placement),
-        lower_bound=lower_bound(total, current.num_ranks, slots_per_rank),
-        bytes_intra_node=0,
-        bytes_inter_node=0,
-        seconds_saved=float("nan"),
-        seconds_spent=float("nan"),
-        decision="rebalance",
-        reason="experts change places to show that they can",
-        plan_seconds=time.perf_counter() - began,
-    )
 
 
 def shuffled(current: Placement, load: NDArray[np.float64]) -> Placement:

@@ -7,7 +7,7 @@ nothing, by how much a step would be shorter, and the verdict in words. No file 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from ..observe.run_folder import JobRecord
 from ..planner.cost import HYSTERESIS
 from ..planner.evaluate import predicted_imbalance
-from ..planner.terms import Gate
 from ..topology import DEFAULT_INTER_NODE_BANDWIDTH, DEFAULT_INTRA_NODE_BANDWIDTH, Topology
 from ..utils.tables import counted
 from .simulate import Asked, PolicyRun, Series, StepModel, simulate, start_placement
@@ -27,11 +26,6 @@ MOE_SHARE, LOW_SHARE, HIGH_SHARE = 0.4, 0.2, 0.6
 """Assumed shares of a step in expert work; the first one decides."""
 LEAST_SAVED = 0.01
 """Of a step: less is not worth a balancer, nor a replica slot."""
-GATES: tuple[Gate, ...] = ("payoff", "always")
-"""The default one, and one that is advised only where it saves `SURELY_MORE`: with few or very different windows the
-default holds back moves that would have paid."""
-SURELY_MORE = 0.02
-"""Share of a step, once moving is paid: of two gates that are as good, one is better by chance."""
 CLOSE = 0.95
 """Of the lowest imbalance that moved homes can have: they have it, nearly."""
 LEAST_INTERVALS, MOST_INTERVALS = 3, 20
@@ -82,15 +76,6 @@ class Overrides:
 
 
 @dataclass(frozen=True)
-class Assumed:
-    """A figure that neither the record nor an option gives: its name, its value, and the option that sets it."""
-
-    what: str
-    value: float
-    option: str
-
-
-@dataclass(frozen=True)
 class Scenario:
     """One way to place experts, judged.
 
@@ -103,8 +88,6 @@ class Scenario:
         move_seconds: of a plan on average; plans that move nothing count, and the first one, from experts in logical
             order, as one of ``HORIZON_INTERVALS`` at least. ``moving``: as a share of all steps.
         rebalances, plans: how many plans moved something, and how many were made.
-        gate: of the plans, as `BalancerConfig` takes it.
-        gained: share of a step that this gate saves more than the default one, moving paid.
     """
 
     name: str
@@ -118,8 +101,6 @@ class Scenario:
     moving: float
     rebalances: int
     plans: int
-    gate: Gate = "payoff"
-    gained: float = 0.0
 
     def saved(self, moe_share: float) -> float:
         """Return the share of a step that it takes less, where so much of a step is expert work."""
@@ -143,7 +124,6 @@ class Assessment:
         pays: None: the record cannot say.
         ranks, windows: EP size, and windows that were judged.
         interval: training steps between plans.
-        assumed: every figure that was neither recorded nor given.
         verdict, advice: a sentence that says whether it pays, and what to do next.
         left_out: number of recorded windows that are of other numbers of steps than most, and were not judged.
         now, homes, replicas: the ways to place experts; None: not judged.
@@ -157,7 +137,6 @@ class Assessment:
     pays: bool | None
     ranks: int
     interval: int
-    assumed: tuple[Assumed, ...]
     verdict: str
     advice: str
     left_out: int = 0
@@ -180,7 +159,6 @@ class Assessment:
             "imbalance": {name: None if way is None else way.imbalance for name, way in ways.items()},
             "step_saved": dict(zip(("share", "low", "high"), saved, strict=True)),
             "move_seconds": None if self.best is None else self.best.move_seconds,
-            "assumed": [{"what": one.what, "value": one.value, "option": one.option} for one in self.assumed],
             "advice": self.advice if self.pays is not None else f"{self.verdict} {self.advice}",
         }
 
@@ -217,9 +195,8 @@ def assess(record: JobRecord, overrides: Overrides, on_progress: Callable[[], No
     """Would balancing have paid in the steps that were recorded?
 
     Experts stay in logical order, or their homes move, or each rank has replica slots besides; each plan sees the past
-    alone and is judged on the windows until the next. Both ways to move are tried with the default gate and with
-    ``"always"``. Expert work takes ``moe_share`` of a step as the job is now, and grows with the busiest rank's tokens,
-    as for the gate of a running job.
+    alone, is judged on the windows until the next, and goes through the default gate. Expert work takes ``moe_share``
+    of a step as the job is now, and grows with the busiest rank's tokens, as for the gate of a running job.
 
     Args:
         record: the series.
@@ -236,7 +213,7 @@ def assess(record: JobRecord, overrides: Overrides, on_progress: Callable[[], No
     resolved = _resolve(record, overrides)
     slots, ranks = resolved.replica_slots, resolved.ranks
     if why := _why_not(record.load, resolved):
-        return Assessment(None, ranks, resolved.interval, tuple(resolved.assumed), *why, left_out)
+        return Assessment(None, ranks, resolved.interval, *why, left_out)
     share, source = resolved.moe_share, resolved.share_source
     load = _judged_load(record.load, resolved)
     resolved, model, now_seconds = _calibrated(record, load, resolved)
@@ -249,18 +226,18 @@ def assess(record: JobRecord, overrides: Overrides, on_progress: Callable[[], No
         raise ValueError(f"--replica-slots {slots}: {have}; give at most {experts - homes}")
     series = Series(load, resolved.every_windows, None, resolved.steps_per_window)
 
-    def play(policy: str, slots_per_rank: int, gate: Gate = "payoff") -> PolicyRun:
+    def play(policy: str, slots_per_rank: int) -> PolicyRun:
         return simulate(
             series,
             resolved.topology,
             slots_per_rank=slots_per_rank,
             policies=[policy],
-            asked=Asked(gate=gate),
+            asked=Asked(gate="payoff"),
             step_model=model,
             on_progress=on_progress,
         )[0]
 
-    def judge(name: str, run: PolicyRun, refresh_seconds: float = 0.0, gate: Gate = "payoff") -> Scenario:
+    def judge(name: str, run: PolicyRun, refresh_seconds: float = 0.0) -> Scenario:
         relative = sum(window.step_seconds for window in run.windows) / static_seconds
         first, *others = [replan.migration_seconds for replan in run.replans]
         plans = max(len(run.replans), HORIZON_INTERVALS)
@@ -278,26 +255,17 @@ def assess(record: JobRecord, overrides: Overrides, on_progress: Callable[[], No
             moving=move_seconds / resolved.interval / now_seconds,
             rebalances=sum(replan.decision == "rebalance" for replan in run.replans),
             plans=len(run.replans),
-            gate=gate,
         )
-
-    def best_gate(name: str, slots_per_rank: int, refresh_seconds: float = 0.0) -> Scenario:
-        """Return it with the default gate unless the other one saves more."""
-        ways = [judge(name, play("incremental", slots_per_rank, gate), refresh_seconds, gate) for gate in GATES]
-        default, other = ways
-        more = other.step_saved - other.moving - (default.step_saved - default.moving)
-        is_better = more > SURELY_MORE and other.step_saved > HYSTERESIS * other.moving
-        return replace(other, gained=more) if is_better else default
 
     static = play("static", homes)
     static_seconds = sum(window.step_seconds for window in static.windows)
     now = judge("as it is", static)
-    by_homes = best = best_gate("homes moved", homes)
+    by_homes = best = judge("homes moved", play("incremental", homes))
     by_replicas = None
     if slots:
         named = f"with {'one' if slots == 1 else slots} replica slot{'s' if slots > 1 else ''}"
         refresh_seconds = model.refresh_seconds(load.shape[1], slots, resolved.topology)
-        by_replicas = best_gate(named, homes + slots, refresh_seconds)
+        by_replicas = judge(named, play("incremental", homes + slots), refresh_seconds)
         gain = by_replicas.step_saved - by_replicas.moving - (by_homes.step_saved - by_homes.moving)
         if gain > LEAST_SAVED or (by_replicas.pays and not by_homes.pays):
             best = by_replicas
@@ -313,7 +281,6 @@ def assess(record: JobRecord, overrides: Overrides, on_progress: Callable[[], No
         pays=best.pays,
         ranks=ranks,
         interval=resolved.interval,
-        assumed=tuple(resolved.assumed),
         verdict=verdict,
         advice=advice,
         left_out=left_out,
@@ -331,7 +298,7 @@ def assess(record: JobRecord, overrides: Overrides, on_progress: Callable[[], No
 
 @dataclass(frozen=True)
 class _Resolved:
-    """Every figure that the answer rests on; which of them were assumed."""
+    """Every figure that the answer rests on."""
 
     topology: Topology
     interval: int
@@ -347,7 +314,6 @@ class _Resolved:
     stall_seconds: float
     replica_slots: int
     was_on_one_rank: bool
-    assumed: list[Assumed] = field(default_factory=list)
 
     @property
     def ranks(self) -> int:
@@ -359,48 +325,46 @@ class _Resolved:
 
 
 def _resolve(record: JobRecord, overrides: Overrides) -> _Resolved:
-    job, assumed = record.job, list[Assumed]()
+    job = record.job
 
-    def resolve(option: str, known: Any, default: Any, what: str) -> Any:
-        """Return the figure that was given, else what was recorded, else a default, which is noted."""
-        chosen = getattr(overrides, option.removeprefix("--").replace("-", "_"))
-        if chosen is None and not known:
-            assumed.append(Assumed(what, default, option))
+    def resolve(name: str, known: Any, default: Any) -> Any:
+        """Return the figure that was given, else what was recorded, else a default."""
+        chosen = getattr(overrides, name)
         return chosen if chosen is not None else known or default
 
     windows, _, experts = record.load.shape
     fitting = next((ranks for ranks in (8, 4, 2) if experts % ranks == 0), 1)
-    ranks = resolve("--ranks", job.ep_size if job.ep_size > 1 else job.ranks, fitting, "ranks")
+    ranks = resolve("ranks", job.ep_size if job.ep_size > 1 else job.ranks, fitting)
     node = 0
     if ranks <= max(1, job.ranks_per_node):
         node = ranks
     elif job.ranks > job.ranks_per_node and ranks % max(1, job.ranks_per_node) == 0:
         node = job.ranks_per_node  # a job on one node does not say how many ranks another may have there
     whole_nodes = next(size for size in range(min(ranks, 8), 0, -1) if ranks % size == 0)
-    node = resolve("--ranks-per-node", node, whole_nodes, "ranks of a node")
+    node = resolve("ranks_per_node", node, whole_nodes)
     choices = float(record.load.sum(axis=2).mean()) / ranks
     steps = max(1, round(choices / STEP_CHOICES))
-    steps = resolve("--steps-per-window", record.steps_per_window, steps, "steps of a window")
+    steps = resolve("steps_per_window", record.steps_per_window, steps)
     cut = steps * max(1, windows // DEFAULT_INTERVALS, min(SHORT_INTERVAL // steps, windows // FEW_INTERVALS))
-    interval = resolve("--every", job.interval, cut, "steps between plans")
+    interval = resolve("every", job.interval, cut)
     interval = steps * max(1, interval // steps)  # plans are made between windows
-    seconds = resolve("--step-seconds", job.step_seconds, STEP_SECONDS, "seconds of a step")
+    seconds = resolve("step_seconds", job.step_seconds, STEP_SECONDS)
     recorded_share = min(1.0, job.expert_seconds / job.step_seconds) if job.step_seconds else 0.0
-    share = resolve("--moe-share", recorded_share, MOE_SHARE, "share of a step in expert work")
-    is_assumed = any(one.option == "--moe-share" for one in assumed)
-    parameters = resolve("--expert-parameters", job.expert_parameters, EXPERT_PARAMETERS, "parameters of an expert")
+    share = resolve("moe_share", recorded_share, MOE_SHARE)
+    is_assumed = overrides.moe_share is None and not recorded_share
+    parameters = resolve("expert_parameters", job.expert_parameters, EXPERT_PARAMETERS)
     known = job.expert_bytes and job.expert_parameters
     weights = round(parameters * job.expert_bytes / job.expert_parameters) if known else 2 * parameters
     of_adam = (8 if weights >= 4 * parameters else 12) * parameters  # float32 moments, and weights beside bfloat16 ones
-    state = resolve("--optimizer-bytes", job.optimizer_bytes, of_adam, "bytes of an expert's optimizer state")
+    state = resolve("optimizer_bytes", job.optimizer_bytes, of_adam)
     giga, intra, inter = 1e9, *record.bandwidths
     defaults = (DEFAULT_INTRA_NODE_BANDWIDTH / giga, DEFAULT_INTER_NODE_BANDWIDTH / giga)
     if job.device == "cpu":
         defaults = (CPU_BANDWIDTH, CPU_BANDWIDTH)
-    intra = resolve("--intra-node-bandwidth", intra, defaults[0], "GB/s of a rank inside its node")
+    intra = resolve("intra_node_bandwidth", intra, defaults[0])
     if ranks > node:
-        inter = resolve("--inter-node-bandwidth", inter, defaults[1], "GB/s of a rank to other nodes")
-    stall = resolve("--stall-seconds", None, STALL_SECONDS, "seconds of a rebalance besides its bytes")
+        inter = resolve("inter_node_bandwidth", inter, defaults[1])
+    stall = resolve("stall_seconds", None, STALL_SECONDS)
     takes_replicas = 0 if job.takes_no_replicas else 1
     return _Resolved(
         topology=Topology(ranks, node, giga * intra, giga * inter if inter else DEFAULT_INTER_NODE_BANDWIDTH),
@@ -417,7 +381,6 @@ def _resolve(record: JobRecord, overrides: Overrides) -> _Resolved:
         stall_seconds=stall,
         replica_slots=takes_replicas if overrides.replica_slots is None else overrides.replica_slots,
         was_on_one_rank=overrides.ranks is None and job.ranks == 1,
-        assumed=assumed,
     )
 
 
@@ -509,9 +472,6 @@ def _why_it_pays(resolved: _Resolved, best: Scenario, with_replicas: bool) -> tu
     verdict = "It pays." if least_share <= resolved.shares[1] else f"It pays from {least_share:.0%} of expert work on."
     settings = f"interval={resolved.interval}"
     settings += f", replica_slots={resolved.replica_slots}" if with_replicas else ""
-    if best.gate != GATES[0]:
-        verdict += f" The default gate would wait for surer gains, and save {_percent(best.gained)} less."
-        settings += f', gate="{best.gate}"'
     if not resolved.share_source and resolved.shares[1] == resolved.shares[0]:  # given: the job's gate counts with it
         settings += f", migration=MigrationConfig(moe_share={resolved.moe_share:g})"
     return verdict, f"Next: BalancerConfig({settings})"

@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 
 from ..placement import Placement
 from ..planner import CostModel, Plan, PlanError, plan
-from ..planner.cost import crossing_seconds
 from ..planner.evaluate import predicted_imbalance
 from ..planner.policies import LAYOUTS
 from ..planner.terms import Gate
 from ..planner.track_record import TrackRecord
-from ..planner.traffic import checked_sources, received
+from ..planner.traffic import received
 from ..topology import Topology
 from ..utils.files import write_file
 
@@ -37,19 +36,18 @@ HORIZON_REPLANS = 10
 class StepModel:
     """How long the expert layers of a step take, by the tokens of the busiest rank; nothing overlaps.
 
-    * compute: tokens x 2 x 3 x hidden x expert_hidden FLOP (gate, up and down projection), three times that in
-      training (forward, and both gradients in backward), at ``flops``.
+    * compute: tokens x 2 x 3 x hidden x expert_hidden FLOP (gate, up and down projection), three times (forward, and
+      both gradients in backward), at ``flops``.
     * exchange: a token's hidden vector travels once in dispatch and once in combine, and again both in backward; not
       where it is computed on its own rank. Links inside the node and between nodes work at the same time, so of the
-      rank that gets most the slower kind counts. Tokens of an expert come from all ranks alike unless sources say
-      otherwise, and go to copies that are near first; without copies (G - 1) / R of a rank's tokens travel inside the
+      rank that gets most the slower kind counts. Tokens of an expert come from all ranks alike,
+      and go to copies that are near first; without copies (G - 1) / R of a rank's tokens travel inside the
       node and (R - G) / R between nodes, for G ranks a node.
 
     Args:
         hidden_size, expert_hidden_size: of the model (the defaults are DeepSeek-V3's).
         flops: FLOP/s that a rank sustains on expert GEMMs.
         activation_bytes: bytes of one element of a token on the wire.
-        training: count the backward pass.
         stall_seconds: fixed cost of every rebalance, besides its bytes.
         weight_bytes, state_bytes: measured bytes of one expert's weights, and of what moves with its home besides them;
             0 and None: as its sizes say.
@@ -59,7 +57,6 @@ class StepModel:
     expert_hidden_size: int = 2048
     flops: float = 400e12
     activation_bytes: int = 2
-    training: bool = True
     stall_seconds: float = 0.0
     weight_bytes: int = 0
     state_bytes: int | None = None
@@ -71,16 +68,16 @@ class StepModel:
 
     @property
     def home_bytes(self) -> int:
-        """Bytes of one expert with what has to move in training: float32 master weights and two Adam moments, or the
+        """Bytes of one expert with what has to move: float32 master weights and two Adam moments, or the
         measured weights and state."""
-        if self.weight_bytes and (self.state_bytes is not None or not self.training):
-            return self.weight_bytes + (self.state_bytes or 0)
-        return (12 if self.training else 2) * 3 * self.hidden_size * self.expert_hidden_size
+        if self.weight_bytes and self.state_bytes is not None:
+            return self.weight_bytes + self.state_bytes
+        return 12 * 3 * self.hidden_size * self.expert_hidden_size
 
     def slot_bytes(self, placement: Placement) -> int:
         """Bytes to fill a slot that is no home: one expert's weights in the home layout.
 
-        In the free layout no copy is marked as the owner, whose optimizer state must move in training: there each slot
+        In the free layout no copy is marked as the owner, whose optimizer state must move: there each slot
         counts as the average of E owners and P - E copies.
         """
         if placement.layout == "home":
@@ -99,7 +96,7 @@ class StepModel:
                 (``planner.traffic.received``); None: as without copies, from all ranks alike.
         """
         ranks, node = topology.num_ranks, topology.ranks_per_node
-        compute = 6 * self.hidden_size * self.expert_hidden_size * (3 if self.training else 1) / self.flops
+        compute = 6 * self.hidden_size * self.expert_hidden_size * 3 / self.flops
         if received_LR2 is None:
             shares = np.array([(node - 1) / ranks, (ranks - node) / ranks])
             received_LR2 = busiest_rank_tokens[:, None, None] * shares
@@ -112,12 +109,12 @@ class StepModel:
         nothing hid them."""
         bandwidth = topology.intra_node_bandwidth if topology.num_nodes == 1 else topology.inter_node_bandwidth
         gradient_bytes = 4 * 3 * self.hidden_size * self.expert_hidden_size
-        return num_layers * replica_slots * (self.replica_bytes + gradient_bytes * self.training) / bandwidth
+        return num_layers * replica_slots * (self.replica_bytes + gradient_bytes) / bandwidth
 
     @property
     def token_bytes(self) -> int:
         """Bytes on the wire of one token-expert pair in a step."""
-        return (4 if self.training else 2) * self.hidden_size * self.activation_bytes
+        return 4 * self.hidden_size * self.activation_bytes
 
 
 @dataclass(frozen=True)
@@ -216,14 +213,11 @@ class Asked:
     Args:
         groups, max_moves, gate: as in ``planner.plan``; the payoff gate takes seconds from the step model and
             a horizon of ``10 * every`` windows.
-        sources: tokens by where they come from, as in ``planner.plan``, the same in every window; where there is more
-            than one node, plans weigh tokens that cross nodes by the step model's seconds. None: from all alike.
     """
 
     groups: int = 1
     max_moves: int | None = None
     gate: Gate = "always"
-    sources: FloatArray | None = None
 
 
 def simulate(
@@ -258,10 +252,6 @@ def simulate(
         )
     _, layers, experts = load.shape
     mean_tokens = load.sum(axis=2).mean(axis=0) / topology.num_ranks / series.steps_per_window
-    crossing, share_LNE = 0.0, None
-    if asked.sources is not None:
-        crossing = crossing_seconds(mean_tokens, model.token_bytes, topology)
-        share_LNE = checked_sources(asked.sources, layers, experts, topology)
     starts = [start_placement(policy, layers, experts, topology.num_ranks, slots_per_rank) for policy in policies]
     runs = []
     for policy, current in zip(policies, starts, strict=True):
@@ -272,9 +262,8 @@ def simulate(
             moe_share=1.0,
             horizon_steps=HORIZON_REPLANS * every * series.steps_per_window,
             stall_seconds=model.stall_seconds,
-            crossing_seconds=crossing,
         )
-        runs.append(_play(policy, current, cost, (series, topology, asked, model, share_LNE), on_progress))
+        runs.append(_play(policy, current, cost, (series, topology, asked, model), on_progress))
     return runs
 
 
@@ -282,11 +271,11 @@ def _play(
     policy: str,
     current: Placement,
     cost: CostModel,
-    game: tuple[Series, Topology, Asked, StepModel, FloatArray | None],
+    game: tuple[Series, Topology, Asked, StepModel],
     on_progress: Callable[[], None],
 ) -> PolicyRun:
     """Replan every few windows on what is over; judge on what comes until the next replan."""
-    series, topology, asked, model, share_LNE = game
+    series, topology, asked, model = game
     load, every, steps = series.load, series.every, series.steps_per_window
     history = series.history or 4 * every
 
@@ -304,14 +293,13 @@ def _play(
                 groups=asked.groups,
                 max_moves=asked.max_moves,
                 gate=asked.gate,
-                sources=asked.sources,
             )
         except PlanError as error:
             raise PlanError(f"policy {policy}: {error}") from None
 
     def judged(window: int) -> WindowResult:
         load_LE = load[window]
-        received_LR2 = received(load_LE, current, topology, share_LNE)
+        received_LR2 = received(load_LE, current, topology)
         mean_tokens = load_LE.sum(axis=1) / topology.num_ranks / steps
         imbalance.append(of_window := predicted_imbalance(load_LE, current))
         return WindowResult(
@@ -397,7 +385,7 @@ def merge_windows(load: FloatArray, count: int) -> FloatArray:
 
 
 def write_windows(runs: Sequence[PolicyRun], path: str | Path) -> None:
-    """Write every judged window of every policy, and the summaries, as JSON for `report`.
+    """Write every judged window of every policy, and the summaries, as JSON.
 
     Raises:
         OSError: it cannot be written.

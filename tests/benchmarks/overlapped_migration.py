@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from eplb_runtime.config import BalancerConfig
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted, RebalancePlanned
 from eplb_runtime.hosts import attach
-from eplb_runtime.planner.shuffle import plan_shuffle
 from eplb_runtime.tools.bench.timing import median, over_ranks
 from eplb_runtime.tools.bench.train import MoEStack, Workload, choices
+from tests.support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 
 from .harness import command
 
@@ -74,8 +74,8 @@ class _OverlapVariant:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
         config = BalancerConfig(interval=INTERVAL, window=INTERVAL, dense_gradients="allreduce", **options)
         self.balancer = attach(self._model, self._optimizer, config=config)
-        self.balancer._wait_until_compiled()
-        self.balancer._plan_with(plan_shuffle)
+        wait_until_compiled(self.balancer)
+        plan_by(self.balancer, plan_shuffle)
         self._model.train()
         self._step = 0
         self._weights_TK = torch.full((WORK.tokens, WORK.top_k), 1 / WORK.top_k)

@@ -80,7 +80,7 @@ def _row(ranks: int, experts: int, layers: int, replica_slots: int, repeats: int
         repeats, lambda: make_schedule(current, target, [EXPERT_BYTES] * layers, STAGING_BYTES)
     )
     maps_seconds, _ = _least(repeats, lambda: _maps(schedule, current))
-    taken, bound = schedule.bytes_of_busiest()
+    taken, bound = int(schedule.load.max(axis=1).sum()), int(schedule.load.sum(axis=0).max())
     votes = schedule.num_rounds * int(np.ceil(np.log2(ranks))) * STEP_OF_VOTE_SECONDS
     return {
         "ranks": ranks,

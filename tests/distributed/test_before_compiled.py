@@ -9,6 +9,7 @@ import pytest
 import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support.shuffle import wait_until_compiled
 
 import eplb_runtime as eplb
 from eplb_runtime.balancer import decision, rebalancer
@@ -28,13 +29,13 @@ def train(rank: int, policy: str, replica_slots: int, steps: int, release: threa
     )
     balancer = eplb.attach(model, optimizer, config=config)
     if release is None:
-        balancer._wait_until_compiled()
+        wait_until_compiled(balancer)
     losses = []
     for step in range(steps):
         if release is not None and step == steps // 2:
             compiled = [bool(function.signatures) for function in MIGRATES]
             release.set()
-            balancer._wait_until_compiled()
+            wait_until_compiled(balancer)
         ids = batch_of(rank, step) % 12 + 12 * ((step // 3) % 3)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -26,7 +27,6 @@ import eplb_runtime as eplb
 from eplb_runtime.balancer.balancer import Balancer
 from eplb_runtime.checkpoint import CheckpointError, LogicalState
 from eplb_runtime.events import RebalanceAborted
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 EXPERTS = 8
 PARTS = 4
@@ -97,7 +97,7 @@ def build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, Balancer | None]:
         sets = [list(range(first, first + job.ep_size)) for first in range(0, dist.get_world_size(), job.ep_size)]
         group = [dist.new_group(ranks) for ranks in sets][dist.get_rank() // job.ep_size]
     balancer = eplb.attach(model, optimizer, config=config, ep_group=group)
-    balancer._plan_with(plan_shuffle)  # every decision moves something
+    plan_by(balancer, plan_shuffle)  # every decision moves something
     return model, optimizer, balancer
 
 
@@ -343,7 +343,7 @@ def roll_back(rank: int, folder: str) -> None:
     dcp.save(state, checkpoint_id=folder)
     expected = eplb.logical_state_dict(model, optimizer)
     placement = balancer.placement
-    balancer._plan_with(plan_shuffle)
+    plan_by(balancer, plan_shuffle)
     losses = train(model, optimizer, AFTER, rank, 2)
     assert balancer.placement.digest() != placement.digest()
     for group in optimizer.param_groups:

@@ -9,14 +9,14 @@ import pytest
 import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 from torch._dynamo.utils import counters
 
 import eplb_runtime as eplb
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 STEPS = 6
-WAYS = ("", "model", "step")
-"""What is compiled: nothing, the model, or a function with the whole training step in it."""
+COMPILED = (("model", 0), ("step", 1))
+"""What is compiled, the model or a function with the whole training step in it, and replica slots."""
 
 
 def train(rank: int, way: str, slots: int) -> dict[str, Any]:
@@ -30,8 +30,8 @@ def train(rank: int, way: str, slots: int) -> dict[str, Any]:
         dense_gradients="allreduce", interval=1, replica_slots=slots, migration=eplb.MigrationConfig(lag=0)
     )
     balancer = eplb.attach(model, optimizer, config=config)
-    balancer._plan_with(plan_shuffle)
-    balancer._wait_until_compiled()
+    plan_by(balancer, plan_shuffle)
+    wait_until_compiled(balancer)
     if way == "model":
         model.compile(backend="aot_eager")
 
@@ -59,7 +59,7 @@ def train(rank: int, way: str, slots: int) -> dict[str, Any]:
 
 
 def _all(rank: int) -> dict[tuple[str, int], dict[str, Any]]:
-    return {(way, slots): train(rank, way, slots) for way in WAYS for slots in (0, 1)}
+    return {case: train(rank, *case) for case in [("", 0), ("", 1), *COMPILED]}
 
 
 @cache
@@ -67,8 +67,7 @@ def results() -> list[dict[tuple[str, int], dict[str, Any]]]:
     return run_ranks(2, _all)
 
 
-@pytest.mark.parametrize("slots", [0, 1])
-@pytest.mark.parametrize("way", WAYS[1:])
+@pytest.mark.parametrize(("way", "slots"), COMPILED)
 def test_a_compiled_model_trains_to_the_same_bits(way: str, slots: int) -> None:
     for of_rank in results():
         plain, compiled = of_rank["", slots], of_rank[way, slots]

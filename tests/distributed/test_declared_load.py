@@ -13,6 +13,7 @@ import torch.distributed as dist
 from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support.shuffle import wait_until_compiled
 
 import eplb_runtime as eplb
 from eplb_runtime.balancer.guard import SampleComparison
@@ -79,7 +80,7 @@ def declare_in_many_ways(rank: int) -> dict[str, Any]:
     seen["padding said"] = [event.cause for event in padded.balancer.events if isinstance(event, RebalanceAborted)]
     padded.balancer.close()
     waits = Job(rank, replica_slots=1)  # how replicas share load is compiled, too
-    waits.balancer._wait_until_compiled()
+    wait_until_compiled(waits.balancer)
     waits.balancer.declare(SKEWED)
     seen["replicas"] = waits.balancer.rebalance() and bool((waits.balancer.placement.replicas_LRK >= 0).any())
     decisions = waits.balancer._rebalancer.decisions

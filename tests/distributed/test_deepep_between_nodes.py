@@ -19,6 +19,7 @@ from dispatch_contract import BATCHES, SLOTS, Batch, assert_as_reference, assert
 from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 
 import eplb_runtime as eplb
 from eplb_runtime.config import ConfigError, DispatchConfig
@@ -29,7 +30,6 @@ from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import DispatchContext
 from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
 from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 pytestmark = pytest.mark.long
 
@@ -145,8 +145,8 @@ def train(rank: int, **settings: Any) -> dict[str, torch.Tensor]:
         {"interval": 1, "lag": 0, "gate": "always", "dense_gradients": "allreduce", **settings}
     )
     balancer = eplb.attach(model, optimizer, config=config)
-    balancer._plan_with(plan_shuffle)
-    balancer._wait_until_compiled()
+    plan_by(balancer, plan_shuffle)
+    wait_until_compiled(balancer)
     model.train()
     found: dict[str, torch.Tensor] = {}
     for step in range(2):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import transport_contract as contract
 from beside import Job, at, fail, flip_a_bit, same
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle
 from transport_contract import RANKS, Case, hear, others, random_bytes, run_cases, soon, tell
 
 from eplb_runtime.config import BalancerConfig, ConfigError, MigrationConfig
@@ -24,7 +25,6 @@ from eplb_runtime.distributed.transports.deepep_rows import ROW_BYTES
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.engine import Phase
 from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer, RecvCounts
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 pytestmark = pytest.mark.long
 
@@ -201,7 +201,7 @@ def test_contract(ranks: list[dict[str, Any]], case: Case) -> None:
 def job_over_it(rank: int) -> dict[str, Any]:
     """A job whose experts all move at every decision, with faults on the way; the same steps without."""
     job = Job(rank, overlap=False, transport="deepep", policy="incremental", staging_bytes=40_000)
-    job.balancer._plan_with(plan_shuffle)
+    plan_by(job.balancer, plan_shuffle)
     said: dict[str, Any] = {}
     CALLS.clear()
     job.until(RebalanceCommitted)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,7 +28,6 @@ from eplb_runtime.events import RebalanceCommitted
 from eplb_runtime.hosts.attaching.attach import attach_stages
 from eplb_runtime.hosts.attaching.description import AttachError, HostModel, MoELayer, Spread, Stage, mark_spread
 from eplb_runtime.moe.experts.compute import SlotCounts
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 pytestmark = pytest.mark.long
 
@@ -142,7 +142,7 @@ def build(job: Job) -> tuple[Model, torch.optim.Optimizer, eplb.Balancer]:
     ranks = Ranks(ep=ep_ranks, gradient_divisor=1, divided_rows=job.parts)
     device = torch.device("cpu")
     balancer = attach_stages([Stage(0, model, host)], [optimizer], config=config, ranks=ranks, device=device)
-    balancer._plan_with(plan_shuffle)
+    plan_by(balancer, plan_shuffle)
     return model, optimizer, balancer
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support.shuffle import plan_by
 
 import eplb_runtime as eplb
 from eplb_runtime.load.saved import saved_windows
@@ -117,7 +118,7 @@ def refuse(rank: int, saved: dict[str, Any]) -> list[str]:
     stands = balancer.placement
     for state in ({key: saved[key] for key in ("step", "placement")}, saved, {**saved, "step": rank}):
         if state is saved:
-            balancer._plan_with(lambda *_, **__: 1 / 0)
+            plan_by(balancer, lambda *_, **__: 1 / 0)
             logging.disable(logging.WARNING)
         with pytest.raises((PlacementError, RuntimeError)) as refused:
             balancer.load_state_dict(state)

@@ -14,12 +14,12 @@ from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from newest_window import plan_newest
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle
 
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.difference import apply, difference
 from eplb_runtime.migration.engine import Phase
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 EXPERTS = 8
 Injection = Callable[[int, eplb.Balancer], None]
@@ -36,7 +36,7 @@ def nothing(rank: int, balancer: eplb.Balancer) -> None:
 
 
 def all_homes_change_places(rank: int, balancer: eplb.Balancer) -> None:
-    balancer._plan_with(plan_shuffle)
+    plan_by(balancer, plan_shuffle)
 
 
 def train(rank: int, policy: str, inject: Injection, steps: int = 8, overlap: bool = False) -> dict:
@@ -84,7 +84,7 @@ def another_plan_for_the_second_group(rank: int, balancer: eplb.Balancer) -> Non
         fields["placement"], fields["digest"] = difference(current, other), other.digest()
         message[:] = json.dumps(fields).encode()
 
-    balancer._plan_with(plan_newest)
+    plan_by(balancer, plan_newest)
     if rank >= 2:
         balancer._rebalancer._engine.probe = lambda phase, subject: alter(subject) if phase is Phase.PLANNED else None
 

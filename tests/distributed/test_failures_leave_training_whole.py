@@ -13,6 +13,7 @@ import torch.distributed as dist
 from moe_models import batch_of, make_model
 from newest_window import plan_newest
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 
 import eplb_runtime as eplb
 from eplb_runtime.distributed.transports import nixl_agent
@@ -26,7 +27,6 @@ from eplb_runtime.events import (
 )
 from eplb_runtime.migration.difference import apply, difference
 from eplb_runtime.migration.engine import MigrationBroken, Phase
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 STEPS = 8
 INTERVAL = 2
@@ -53,9 +53,9 @@ def train(
         migration=eplb.MigrationConfig(staging_bytes=staging_bytes, transport=transport),
     )
     balancer = eplb.attach(model, optimizer, config=config)
-    balancer._wait_until_compiled()
+    wait_until_compiled(balancer)
     if policy != "static":
-        balancer._plan_with(planner)
+        plan_by(balancer, planner)
     inject(rank, balancer)
     placements, losses = [], []
     for step in itertools.count():

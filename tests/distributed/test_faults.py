@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle
 
 import eplb_runtime as eplb
 from eplb_runtime.distributed.points import Phase, Probe, unobserved
@@ -25,7 +26,6 @@ from eplb_runtime.events import (
     RebalanceCommitted,
     RebalancePlanned,
 )
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 RANKS, INTERVAL = 3, 2
 ABORTED = 60
@@ -46,7 +46,7 @@ class Job:
         self.decisions = self.balancer._rebalancer.decisions
         self.engine = self.balancer._rebalancer._engine
         if policy != "static":
-            self.balancer._plan_with(plan_shuffle)
+            plan_by(self.balancer, plan_shuffle)
 
     def step(self) -> None:
         ids = batch_of(self.rank, self.steps % 7)
@@ -88,11 +88,11 @@ def one_fault_after_another(rank: int) -> dict[str, Any]:
         release.wait()
         return plan_shuffle(*args, **options)
 
-    balancer._plan_with(endless)
+    plan_by(balancer, endless)
     said["endless"] = job.until_next(RebalanceAborted).cause
     said["still busy"] = job.until_next(RebalanceAborted).cause
     release.set()
-    balancer._plan_with(plan_shuffle)
+    plan_by(balancer, plan_shuffle)
     job.until_next(RebalanceCommitted)
 
     if rank == 2:
@@ -193,9 +193,9 @@ def faults(job: Job) -> Iterator[None]:
         staged[0].record[3] ^= 1
 
     while True:
-        job.balancer._plan_with(raising(ZeroDivisionError, "a planner's bug"))
+        plan_by(job.balancer, raising(ZeroDivisionError, "a planner's bug"))
         yield
-        job.balancer._plan_with(plan_shuffle)
+        plan_by(job.balancer, plan_shuffle)
         if rank == 1:
             engine.probe = at_plans(raising(KeyError, "one rank's own trouble"))
         yield
@@ -225,7 +225,7 @@ def break_many(rank: int) -> dict[str, Any]:
         holding.append(held())
     whole = job.balancer.placement is placement
     job.engine.probe = unobserved
-    job.balancer._plan_with(plan_shuffle)
+    plan_by(job.balancer, plan_shuffle)
     committed = job.until_next(RebalanceCommitted).step
     reconnected = len(job.balancer.events.of_type(BalancingResumed))
     state = eplb.logical_state_dict(job.model, job.optimizer)

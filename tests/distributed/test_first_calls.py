@@ -16,12 +16,12 @@ import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from recording import first_calls_not_made_by_all, record
+from support.shuffle import plan_by, plan_shuffle
 
 import eplb_runtime as eplb
 from eplb_runtime.distributed.process_groups import ProcessGroups
 from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import BalancingResumed, RebalanceAborted, RebalanceCommitted
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 EXPERTS, RANKS = 6, 3
 
@@ -38,7 +38,7 @@ def connecting_anew_after_the_first(balancer: eplb.Balancer, steps: int) -> Iter
     """Steps: one, then some until the ranks have made their connections anew, then as many more as asked for."""
     yield 0
     balancer._rebalancer._pause("a test wants it")
-    balancer._plan_with(plan_shuffle)
+    plan_by(balancer, plan_shuffle)
     step, resumed = 1, balancer.events.of_type(BalancingResumed)
     while not resumed:
         yield step

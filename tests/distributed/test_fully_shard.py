@@ -11,6 +11,7 @@ from digests import digests
 from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,7 +20,6 @@ from torch.distributed.tensor import DTensor, Shard
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.hosts import AttachError
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 EXPERTS, STEPS, AFTER = 8, 4, 2
 
@@ -59,7 +59,7 @@ def build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     balancer = eplb.attach(model, optimizer, config=config, ep_group=ep_group)
     if job.policy != "static":
-        balancer._plan_with(plan_shuffle)
+        plan_by(balancer, plan_shuffle)
     return model, optimizer, balancer
 
 

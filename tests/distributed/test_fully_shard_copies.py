@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -22,7 +23,6 @@ import eplb_runtime as eplb
 from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import RebalanceCommitted
 from eplb_runtime.hosts.attaching.description import AttachError
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 EXPERTS, RANKS, STEPS, CLIP = 8, 4, 5, 0.5
 
@@ -88,7 +88,7 @@ def build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
     fully_shard(model, mesh=everyone, **options)
     optimizer = optimizer_of(model)
     balancer = eplb.attach(model, optimizer, config=config, ep_group=ep_group)
-    balancer._plan_with(plan_shuffle)
+    plan_by(balancer, plan_shuffle)
     return model, optimizer, balancer
 
 

@@ -13,10 +13,10 @@ import torch
 from digests import digests
 from moe_models import batch_of, make_model
 from ranks import asked_for, rows_of, run_ranks
+from support.shuffle import plan_by, plan_shuffle
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 pytest.importorskip("peft", reason="PEFT is not installed")
 
@@ -71,7 +71,7 @@ def attached(job: Job, *, move: bool, given: Any = None) -> tuple[Any, torch.opt
     )
     balancer = eplb.attach(model, optimizer, config=config)
     if move and not job.replica_slots:
-        balancer._plan_with(plan_shuffle)
+        plan_by(balancer, plan_shuffle)
     model.train()
     return model, optimizer, balancer
 

@@ -19,6 +19,7 @@ import torch._dynamo.utils
 from examples import FOLDER, load_example
 from flat_settings import config_from_settings
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 from torch import Tensor
 
 import eplb_runtime as eplb
@@ -26,7 +27,6 @@ from eplb_runtime.events import LoadMeasured
 from eplb_runtime.hosts import AttachError
 from eplb_runtime.load.series import read_job
 from eplb_runtime.moe.layer import HostDispatchedLayer
-from eplb_runtime.planner.shuffle import plan_shuffle
 from eplb_runtime.tools.formats.loads import read_load
 
 pytestmark = jobs.needs_megatron
@@ -113,8 +113,8 @@ def make(
         settings = config_from_settings({**vars(config(move)), "dense_gradients": "allreduce"})
         balancer = eplb.attach(model, optimizer, config=settings)
     if move:
-        balancer._wait_until_compiled()
-        balancer._plan_with(plan_shuffle)
+        wait_until_compiled(balancer)
+        plan_by(balancer, plan_shuffle)
     return ddp, optimizer, balancer
 
 
@@ -331,25 +331,6 @@ def refusal(call: Callable[[], Any]) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
-
-
-def frozen() -> dict[str, Any]:
-    """Losses and norms of Megatron alone, and with experts moved, where the first layer's are frozen."""
-    seen: dict[str, Any] = {}
-    for who in ("alone", "moving"):
-        bare = example().model_of()
-        for name, parameter in bare.named_parameters():
-            parameter.requires_grad_("layers.0.mlp.experts" not in name)
-        model, optimizer = example().wrapped(bare)
-        balancer = None
-        if who == "moving":
-            balancer = eplb.attach([model], optimizer, config=config(True))
-            balancer._wait_until_compiled()
-            balancer._plan_with(plan_shuffle)
-        seen[who] = example().train(model, optimizer, range(2))
-        if balancer is not None:
-            balancer.close()
-    return seen
 
 
 @pytest.fixture(scope="module")

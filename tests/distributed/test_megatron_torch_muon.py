@@ -12,10 +12,10 @@ import test_megatron as bare
 import torch
 from flat_settings import config_from_settings
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 
 import eplb_runtime as eplb
 from eplb_runtime.hosts import AttachError
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 pytestmark = jobs.long_megatron
 
@@ -40,8 +40,8 @@ def made(move: bool, kind: type[torch.optim.Muon] = torch.optim.Muon) -> tuple[A
     settings = config_from_settings({**vars(bare.config(move)), "dense_gradients": "allreduce"})
     balancer = eplb.attach(model, optimizers, config=settings)
     if move:
-        balancer._wait_until_compiled()
-        balancer._plan_with(plan_shuffle)
+        wait_until_compiled(balancer)
+        plan_by(balancer, plan_shuffle)
     return model, optimizers, balancer
 
 

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from pipeline_models import HIDDEN, make_stages, micro_batch
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
 from eplb_runtime.hosts import pipelining
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 POSITIONS, EP, MICRO_BATCHES, TOKENS, STEPS = 2, 2, 4, 24, 2
 
@@ -85,8 +85,8 @@ def train(rank: int, moving: bool) -> dict[str, Any]:
         ),
         ranks=pipelining.mirrored_ranks(rank // EP, POSITIONS, groups[rank // EP], pipelines=EP),
     )
-    balancer._plan_with(plan_shuffle)
-    balancer._wait_until_compiled()
+    plan_by(balancer, plan_shuffle)
+    wait_until_compiled(balancer)
     both_ways = BothWays(rank, [stage.train() for stage in stages])
     result: dict[str, Any] = {"losses": [], "norms": []}
     for step in range(STEPS):

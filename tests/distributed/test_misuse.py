@@ -16,10 +16,11 @@ import torch
 from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle
 from torch import nn
 
 import eplb_runtime as eplb
-from eplb_runtime.planner.shuffle import plan_shuffle, shuffled
+from eplb_runtime.planner.shuffle import shuffled
 
 EXPERTS = 8
 
@@ -134,7 +135,7 @@ def rebalances(rank: int) -> dict[str, object]:
         refusal(RuntimeError, lambda: balancer.load_state_dict(balancer.state_dict())),
     ]
     optimizer.step()
-    balancer._plan_with(plan_shuffle)
+    plan_by(balancer, plan_shuffle)
     moved.append(balancer.rebalance())
     optimizer.zero_grad()
     model(input_ids=ids, labels=ids)  # a forward alone, since the last decision: no mistake that a guard would find
@@ -201,7 +202,7 @@ def states(rank: int, folder: str) -> list[str]:
     torch.distributed.barrier()
     other = torch.load(Path(folder) / f"rank{1 - rank}.pt", weights_only=True)
     said.append(refusal(RuntimeError, lambda: model.load_state_dict(other)))
-    balancer._plan_with(plan_shuffle)
+    plan_by(balancer, plan_shuffle)
     train(rank, model, optimizer, 5)
     assert balancer.placement.epoch
     said.append(refusal(RuntimeError, lambda: model.load_state_dict(torch.load(file, weights_only=True))))
@@ -220,7 +221,7 @@ def alone(rank: int) -> str:
     model, optimizer, balancer = attached()
     whole = make_model("olmoe", experts=EXPERTS).state_dict()
     model.load_state_dict(whole)
-    balancer._plan_with(plan_shuffle)
+    plan_by(balancer, plan_shuffle)
     train(rank, model, optimizer, 5)
     assert balancer.placement.epoch
     said = refusal(RuntimeError, lambda: model.load_state_dict(whole))
@@ -234,7 +235,7 @@ def test_a_whole_state_dict_is_refused_where_experts_stand_in_another_order() ->
 
 def saved_by_the_library(rank: int, folder: str) -> list[str]:
     model, optimizer, balancer = attached(timeout_seconds=10)
-    balancer._plan_with(plan_shuffle)
+    plan_by(balancer, plan_shuffle)
     train(rank, model, optimizer, 5)
     assert balancer.placement.epoch
     whole = eplb.logical_state_dict(model)

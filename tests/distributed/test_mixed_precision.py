@@ -13,6 +13,7 @@ import torch.distributed as dist
 from digests import digests
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle
 from torch import nn
 
 import eplb_runtime as eplb
@@ -20,7 +21,6 @@ from eplb_runtime.balancer.balancer import Balancer
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.hosts import AttachError
 from eplb_runtime.moe.experts.registry import RegistryError
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 EXPERTS = 16
 
@@ -85,7 +85,7 @@ def train(rank: int, policy: str, job: Job) -> dict[str, Any]:
     )
     balancer = eplb.attach(model, optimizer, config=config)
     if policy == "incremental" and not job.replica_slots:
-        balancer._plan_with(plan_shuffle)  # all homes move, whatever the planner thinks of it
+        plan_by(balancer, plan_shuffle)  # all homes move, whatever the planner thinks of it
     averages = {name: p.detach().clone() for name, p in model.named_parameters()} if job.averages else {}
     for name in balancer.layer_of_parameter:
         if name in averages:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from moe_models import VOCABULARY, make_model
 from ranks import run_ranks
+from support.shuffle import plan_by, wait_until_compiled
 
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalancePlanned
@@ -24,7 +25,7 @@ def train(rank: int, ranks_per_node: int, told: bool) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     config = eplb.BalancerConfig(interval=INTERVAL, gate="always", dense_gradients="allreduce")
     balancer = eplb.attach(model, optimizer, config=config)
-    balancer._wait_until_compiled()
+    wait_until_compiled(balancer)
     decisions, asked = balancer._rebalancer.decisions, []
     # Between the nodes as slow as makes a token that crosses as dear as a step.
     decisions._topology = replace(decisions._topology, inter_node_bandwidth=1e4)
@@ -35,7 +36,7 @@ def train(rank: int, ranks_per_node: int, told: bool) -> dict[str, Any]:
         asked.append((options["sources"], seconds, tokens, options["deadline"]))
         return made
 
-    balancer._plan_with(planner)
+    plan_by(balancer, planner)
     model.train()
     counted = np.zeros((LAYERS, EXPERTS))
     first = 1 + (VOCABULARY // 2 - 1) * (rank // 2)  # each half of the ranks has words of its own

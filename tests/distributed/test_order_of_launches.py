@@ -18,10 +18,10 @@ import recorded_group
 from beside import RANKS, Job
 from ranks import run_ranks
 from recorded_group import Launch
+from support.shuffle import plan_by, plan_shuffle
 
 from eplb_runtime.events import BalancingResumed, RebalanceCommitted
 from eplb_runtime.migration import overlapped
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 pytestmark = pytest.mark.long
 
@@ -79,7 +79,7 @@ def jobs(rank: int) -> dict[str, Any]:
 def connected_anew(rank: int) -> list[Launch]:
     """What is launched from the moment where connections are lost until experts move over new ones."""
     job = Job(rank, overlap=False)
-    job.balancer._plan_with(plan_shuffle)
+    plan_by(job.balancer, plan_shuffle)
     job.until(RebalanceCommitted)
     recorded_group.launches.clear()
     job.balancer._rebalancer._pause("a test wants it")

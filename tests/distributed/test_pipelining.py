@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,15 +12,14 @@ import torch
 import torch.distributed as dist
 from pipeline_models import EXPERTS, HIDDEN, VOCABULARY, Stage, make_stages, micro_batch
 from ranks import rows_of, run_ranks
+from support.shuffle import plan_by, plan_shuffle
 from torch import Tensor, nn
 from torch.distributed import pipelining as torch_pipelining
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import OVERLAP_F_B
 
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.hosts import pipelining
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 TOKENS, STEPS = 24, 2
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
@@ -129,7 +126,7 @@ def start(rank: int, job: Job) -> Run:
         ep_group=experts,
     )
     if job.moving:
-        balancer._plan_with(plan_shuffle)
+        plan_by(balancer, plan_shuffle)
     if job.overlap:
         pipelining.overlap(schedule, balancer)
     return Run(job, rank % job.ep, modules, schedule, optimizers, balancer, [pipeline, experts])
@@ -326,37 +323,6 @@ def test_a_forward_and_a_backward_at_once_change_no_bit() -> None:
                 assert differing(before, after) == [], (job, rank)
                 assert after["committed"] == (STEPS if job.moving else 0) and after["aborted"] == []
         assert largest_difference(in_turn, expected) < 1e-10
-
-
-def meet_inside(rank: int) -> list[int]:
-    """Both halves of a pair wait for each other: in turn, the first would wait for ever."""
-    run = start(rank, AT_ONCE)
-    barrier, pairs = threading.Barrier(2, timeout=60), []
-    together = run.schedule._comp_type_to_function_map[OVERLAP_F_B]
-
-    def first_meet(own: Callable[..., None], action: Any, ctx: Any) -> None:
-        barrier.wait()
-        pairs.append(action.stage_index)
-        own(action, ctx)
-
-    together.forward, together.backward = (partial(first_meet, own) for own in (together.forward, together.backward))
-    ids, labels, _ = batches(AT_ONCE, run.column, 0)
-    run.schedule.step(ids, target=labels)
-    run.balancer.close()
-    return pairs
-
-
-def test_both_halves_of_a_pair_are_under_way_at_once() -> None:
-    for rank, pairs in enumerate(run_ranks(4, meet_inside)):
-        assert set(pairs) == set(AT_ONCE.stages_of(rank // 2)) and len(pairs) >= 2 * AT_ONCE.micro_batches
-
-
-@pytest.mark.long
-def test_four_stages_of_two_ranks_each_equal_the_whole_model() -> None:
-    job = Job("ScheduleDualPipeV", blocks=8, pp=4, micro_batches=8)
-    (results,) = run_jobs(8, [job])
-    assert largest_difference(job, results) < 1e-10
-    check_counts(job, results)
 
 
 def attach_wrongly(rank: int) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
+from support.shuffle import plan_by, wait_until_compiled
 from test_rebalance_alone import LAYERS, RANKS, Loop
 from test_rollout_phases import Phases
 
@@ -38,7 +39,7 @@ def watched(loop: Loop) -> tuple[threading.Event, list[int]]:
 def rounds(rank: int, ahead: bool) -> dict[str, Any]:
     loop = Loop(rank)
     balancer, digests = loop.balancer, []
-    balancer._wait_until_compiled()
+    wait_until_compiled(balancer)
     go_on, nbytes = watched(loop)
     for number in range(ROUNDS):
         balancer.suspend()
@@ -73,7 +74,7 @@ def beside_a_step(rank: int) -> dict[str, Any]:
     """Decisions beside a step, across an export in logical order, and dropped by a planner that fails."""
     loop = Loop(rank, timeout_seconds=20)
     balancer, found = loop.balancer, {}
-    balancer._wait_until_compiled()
+    wait_until_compiled(balancer)
     loop.train(1)
     balancer.declare(loop.replayed(0))
     balancer.plan_ahead()
@@ -93,11 +94,11 @@ def beside_a_step(rank: int) -> dict[str, Any]:
     def fails(*arguments: Any, **options: Any) -> eplb.Plan:
         raise ValueError("no plan")
 
-    balancer._plan_with(fails)
+    plan_by(balancer, fails)
     balancer.declare(loop.replayed(0))
     balancer.plan_ahead()
     found["moves"].append(balancer.rebalance())
-    balancer._plan_with(planner)
+    plan_by(balancer, planner)
     balancer.declare(loop.replayed(0))
     found["moves"].append(balancer.rebalance())
     loop.train(1)

@@ -23,7 +23,8 @@ def found(package: str, names: tuple[str, ...]) -> dict[str, Outcome]:
 def test_optimizers_of_torchs_move_to_the_bit_or_are_refused_in_a_line() -> None:
     for name, one in found("torch.optim", tuple(optimizers_of("torch.optim"))).items():
         if name in MIXING:
-            assert one.way == "refused" and MIXING[name] in one.line, (name, one)
+            way = "not run" if name == "SparseAdam" else "refused"  # which refuses experts in its first step itself
+            assert one.way == way and MIXING[name] in one.line, (name, one)
         else:
             assert one == Outcome("to the bit"), (name, one)
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support.shuffle import wait_until_compiled
 from torch.utils.checkpoint import checkpoint
 from undone import undone
 
@@ -66,7 +67,7 @@ def train(rank: int, job: Job) -> dict:
         dispatch=eplb.DispatchConfig(split_least_tokens=0 if job.replica_slots else 64),
     )
     balancer = eplb.attach(model, optimizer, config=config)
-    balancer._wait_until_compiled()
+    wait_until_compiled(balancer)
     model.train()
     calls = count_collectives()
     losses, forward_calls, backward_calls = [], [], []

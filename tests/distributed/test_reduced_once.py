@@ -13,11 +13,11 @@ import torch
 from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import rows_of, run_ranks
+from support.shuffle import plan_by, plan_shuffle
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
 from eplb_runtime.moe.experts.compute import SlotCounts
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 EXPERTS = 6
 TOLERANCE = 1e-9
@@ -266,7 +266,7 @@ class Spread(Whole):
             }
         )
         self.balancer = eplb.attach(self.model, self.optimizer, config=config, ranks=layout.ranks_of(rank))
-        self.balancer._plan_with(plan_shuffle)
+        plan_by(self.balancer, plan_shuffle)
         self.model.train()
 
     def no_sync(self):

@@ -15,12 +15,10 @@ import pytest
 import torch
 from moe_models import batch_of, make_model
 from ranks import asked_for, rows_of, run_ranks
-from undone import undone
 
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted
 from eplb_runtime.replicas import tree
-from eplb_runtime.replicas.sync import ReplicaSync
 
 EXPERTS = 16
 
@@ -277,67 +275,3 @@ def in_orders() -> list[list[list[dict]]]:
 def test_whatever_the_order_of_forwards_and_backwards(in_orders: list[list[list[dict]]], number: int) -> None:
     whole, with_copies = zip(*(of_rank[number] for of_rank in in_orders), strict=True)
     assert 0 < largest_difference(whole, with_copies) < 1e-12
-
-
-def watch_the_exchange(rank: int, keep_back: bool) -> dict:
-    events = []
-    send, finish = ReplicaSync._send, ReplicaSync._finish
-
-    def sending(self, layer):
-        events.append(f"sent {layer}")
-        send(self, layer)
-
-    def finishing(self):
-        events.extend([f"added {self._sent[0]}"] if self._sent else [])
-        finish(self)
-
-    ReplicaSync._send, ReplicaSync._finish = sending, finishing
-    model = make_model("gpt_oss", experts=EXPERTS, top_k=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    placement = eplb.Placement.initial(2, EXPERTS, 4, 1)
-    slots = placement.physical_to_logical.copy()
-    slots[:, placement.homes_per_rank :: placement.slots_per_rank] = [4, 8, 12, 0]
-    config = eplb.BalancerConfig(
-        policy="static",
-        replica_slots=1,
-        initial_placement=eplb.Placement(slots, EXPERTS, 4, placement.home),
-        dense_gradients="allreduce",
-        dispatch=eplb.DispatchConfig(split_least_tokens=0),
-    )
-    balancer = eplb.attach(model, optimizer, config=config)
-    experts = [layer.mlp.experts for layer in model.model.layers]
-    ids = batch_of(rank, 0)
-    with balancer.no_sync() if keep_back else nullcontext():
-        loss = model(input_ids=ids, labels=ids).loss
-        # Put there after the forward, which would refuse it: a hook sees nothing of the copies' gradients.
-        experts[0].gate_up_proj.register_post_accumulate_grad_hook(lambda _: events.append("layer 0 through"))
-        loss.backward()
-    events.append("backward over")
-    optimizer.step()
-    balancer.close()
-    return {"events": events}
-
-
-def watch_exchanges(rank: int) -> dict[str, dict]:
-    found = {}
-    for name, keep_back in (("sent", False), ("kept back", True)):
-        with undone(ReplicaSync):
-            found[name] = watch_the_exchange(rank, keep_back)
-    return found
-
-
-@pytest.fixture(scope="module")
-def watched() -> dict[str, dict]:
-    return run_ranks(4, watch_exchanges)[0]
-
-
-def test_gradients_of_a_layer_travel_while_the_layers_before_it_are_in_backward(watched: dict[str, dict]) -> None:
-    result = watched["sent"]
-    events = [event for event in result["events"] if event != "layer 0 through"]
-    assert events == ["sent 1", "added 1", "sent 0", "added 0", "backward over"]
-    assert result["events"].index("layer 0 through") > result["events"].index("sent 1")
-
-
-def test_gradients_kept_back_travel_once_before_the_optimizers_step(watched: dict[str, dict]) -> None:
-    events = watched["kept back"]["events"]
-    assert events == ["layer 0 through", "backward over", "sent 1", "added 1", "sent 0", "added 0"]

@@ -14,10 +14,10 @@ import torch
 from digests import digests
 from examples import load_example
 from ranks import asked_for, rows_of, run_ranks
+from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 STEPS, LONGER, CYCLES, SEEN = 3, 6, 50, (5, 12, 49)
 KINDS: dict[str, dict[str, Any]] = {
@@ -88,8 +88,8 @@ def attached(kind: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimize
     config = eplb.BalancerConfig(**chosen)
     balancer = eplb.attach(model, optimizer, config=config)
     if config.policy != "static":
-        balancer._wait_until_compiled()
-        balancer._plan_with(plan_shuffle)
+        wait_until_compiled(balancer)
+        plan_by(balancer, plan_shuffle)
     return model, optimizer, balancer
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support.shuffle import plan_by
 
 import eplb_runtime as eplb
 from eplb_runtime.distributed.ranks import Ranks
@@ -31,7 +32,7 @@ def train(rank: int, first: int, saved: str | None, ranks: int) -> tuple[str, li
         seen.append(load.tolist())
         return eplb.plan(load, *arguments, **options)
 
-    balancer._plan_with(planner)
+    plan_by(balancer, planner)
     if saved is not None:
         try:
             balancer.load_state_dict(json.loads(saved))

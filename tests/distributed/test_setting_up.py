@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from moe_models import make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.distributed import process_groups, setting_up
-from eplb_runtime.distributed.process_groups import ProcessGroups
 from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.distributed.setting_up import descriptors_left, descriptors_of_gloo
 from eplb_runtime.hosts import AttachError
@@ -153,23 +151,6 @@ def leave(descriptors: int) -> None:
     assert left is not None
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft - left + descriptors, hard))
-
-
-def groups_take(rank: int) -> tuple[int, int]:
-    """Descriptors that groups of three and two ranks took, and what is foretold of them."""
-    before = descriptors_left()
-    groups = ProcessGroups(Ranks(), [1], torch.device("cpu"), 30.0)
-    after = descriptors_left()
-    assert before is not None and after is not None
-    foretold = sum(map(descriptors_of_gloo, [RANKS, *groups._gloo_sizes(groups.job)]))
-    dist.barrier()
-    groups.close()
-    return before - after, foretold
-
-
-def test_groups_take_no_more_descriptors_than_are_foretold() -> None:
-    for taken, foretold in run_ranks(RANKS, groups_take):
-        assert 0 < taken <= foretold
 
 
 def runs_out(rank: int) -> list[str]:

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from flat_settings import NAMES, config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 
 import eplb_runtime as eplb
 from eplb_runtime.distributed.transports import nixl_agent
 from eplb_runtime.events import RebalanceCommitted
-from eplb_runtime.planner.shuffle import plan_shuffle, shuffled
+from eplb_runtime.planner.shuffle import shuffled
 
 allpairspy = pytest.importorskip("allpairspy", reason="pip install 'eplb-runtime[test]'")
 
@@ -180,8 +181,8 @@ def train(rank: int, case: Case, moving: bool) -> dict[str, Any]:
     except (ValueError, RuntimeError) as error:
         return {"refused": str(error)}
     if moving:
-        assert balancer._rebalancer.wait_until_compiled(60)
-        balancer._plan_with(plan_shuffle)
+        wait_until_compiled(balancer)
+        plan_by(balancer, plan_shuffle)
     model.train()
     batches = 1 if case["accumulation"] == "1" else 2
     steps = STEPS_BESIDE if case["overlap"] else STEPS

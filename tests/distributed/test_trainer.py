@@ -16,11 +16,11 @@ import torch.distributed as dist
 from flat_settings import config_from_settings
 from moe_models import VOCABULARY, make_model
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle
 from torch import Tensor
 from torch.utils.data import Dataset
 
 import eplb_runtime as eplb
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 pytest.importorskip("accelerate", reason="the Trainer needs Accelerate: pip install '.[trainer]'")
 
@@ -56,7 +56,7 @@ class Moving(eplb.BalancedTrainer):
 
     def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
         optimizer = super().create_optimizer(*arguments)
-        self.balancer._plan_with(plan_shuffle)
+        plan_by(self.balancer, plan_shuffle)
         return optimizer
 
 

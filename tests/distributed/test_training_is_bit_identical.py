@@ -9,10 +9,10 @@ import torch
 from moe_models import batch_of, make_model
 from newest_window import plan_newest
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 EXPERTS = 16
 
@@ -46,8 +46,8 @@ def train(rank: int, policy: str, job: Job) -> dict:
     )
     balancer = eplb.attach(model, optimizer, config=config)
     if policy != "static":
-        balancer._plan_with(plan_shuffle if job.shuffled else plan_newest)
-    balancer._wait_until_compiled()
+        plan_by(balancer, plan_shuffle if job.shuffled else plan_newest)
+    wait_until_compiled(balancer)
     model.train()
     losses = []
     for step in range(job.steps):

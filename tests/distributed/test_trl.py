@@ -14,9 +14,9 @@ import pytest
 import torch
 from examples import load_example
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 
 import eplb_runtime as eplb
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("trl", "datasets", "accelerate")),
@@ -80,9 +80,9 @@ def trainer_of(kind: str, folder: Path, config: eplb.BalancerConfig, moves: str,
         def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
             optimizer = super().create_optimizer(*arguments)
             if self.balancer.config.policy != "static":
-                self.balancer._wait_until_compiled()
+                wait_until_compiled(self.balancer)
                 if moves == "shuffle":
-                    self.balancer._plan_with(plan_shuffle)
+                    plan_by(self.balancer, plan_shuffle)
             return optimizer
 
     model, _ = load_example("rollouts").make()

@@ -10,10 +10,10 @@ import pytest
 import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 
 def attached(replica_slots: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
@@ -27,8 +27,8 @@ def attached(replica_slots: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, 
         migration=eplb.MigrationConfig(lag=0),
     )
     balancer = eplb.attach(model, optimizer, config=config)
-    balancer._plan_with(plan_shuffle)
-    balancer._wait_until_compiled()
+    plan_by(balancer, plan_shuffle)
+    wait_until_compiled(balancer)
     return model, optimizer, balancer
 
 

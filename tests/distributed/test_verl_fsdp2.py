@@ -18,13 +18,13 @@ import torch
 from examples import load_example
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import eplb_runtime as eplb
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed: pip install verl"),
@@ -79,8 +79,8 @@ def exported_by_verl(module: nn.Module) -> dict[str, Tensor]:
 def trained(functions: Any, policy: str, rank: int) -> dict[str, Any]:
     module, optimizer, balancer = build(functions, policy)
     if policy != "static":
-        balancer._wait_until_compiled()
-        balancer._plan_with(plan_shuffle)
+        wait_until_compiled(balancer)
+        plan_by(balancer, plan_shuffle)
     engine = SimpleNamespace(module=module)
     load_example("verl_weights").follow_verl_fsdp(balancer, engine)
     found: dict[str, Any] = {"losses": [], "norms": [], "exports": []}

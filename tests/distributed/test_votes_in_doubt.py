@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from beside import INTERVAL, RANKS, Job, at, same
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle
 
 from eplb_runtime.distributed.consensus import Agreement
 from eplb_runtime.distributed.store import JobStore, StoreError
@@ -19,7 +20,6 @@ from eplb_runtime.distributed.transports.base import TransportError
 from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.engine import MigrationBroken, Phase
 from eplb_runtime.migration.overlapped import Overlapped
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 SECONDS = 2.0
 """A silent store is waited for so long."""
@@ -215,7 +215,7 @@ def test_a_commit_that_is_interrupted_ends_training_however_often_the_loop_goes_
 def copies_not_refreshed(rank: int) -> str:
     """What training says where copies cannot be refreshed after a commit beside it, as when a rank has died."""
     job = Job(rank, overlap=True, staging_bytes=40_000, replica_slots=1)
-    job.balancer._plan_with(plan_shuffle)
+    plan_by(job.balancer, plan_shuffle)
     refresh = job.balancer._runtime.maps.replicas.refresh
 
     def fail(layers: Any = None) -> None:

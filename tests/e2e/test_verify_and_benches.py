@@ -14,7 +14,7 @@ import torch
 from ranks import run_ranks
 
 from eplb_runtime.cli import main
-from eplb_runtime.observe.traces import analyse, compare, traces_in
+from eplb_runtime.observe.traces import analyse, traces_in
 from eplb_runtime.tools.bench import train as bench_train
 from eplb_runtime.tools.bench.train import Workload
 
@@ -93,6 +93,12 @@ def test_a_bench_that_needs_ranks_starts_them() -> None:
     assert set(result["dispatch"][0]) == {"pass", "tokens", "mib", "ms", "all_to_all_ms", "ratio"}
 
 
+def test_bench_train_is_a_command() -> None:
+    done = shell("bench", "train", "--brief", "--repeats", "1", "--width", "32", "--json")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [row["variant"] for row in json.loads(done.stdout)["train"]] == ["static", "homes"]
+
+
 def measure(rank: int) -> tuple[dict, dict]:
     from benchmarks.dispatch import run as dispatchers
 
@@ -130,7 +136,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path]:
     return json.loads(json.dumps(run_ranks(2, train, traces)[0])), traces
 
 
-def test_traces_of_bench_train_name_the_phases_of_every_layer_and_compare(trained: tuple[dict, Path]) -> None:
+def test_traces_of_bench_train_name_the_phases_of_every_layer(trained: tuple[dict, Path]) -> None:
     traces = trained[1]
     for variant in ("static", "homes", "replicas", "even", "attached"):
         for rank, path in enumerate(traces_in(traces / variant)):
@@ -147,8 +153,6 @@ def test_traces_of_bench_train_name_the_phases_of_every_layer_and_compare(traine
             assert phases["compute", "F", 1].compute_us > 0 and phases["combine", "F", 1].communication_us > 0
             # Decisions fall into the middle of a block, and are made on a thread of their own.
             assert (("decision: add up load", "", None) in phases) == (variant != "even")
-    found = compare(*([analyse(path) for path in traces_in(traces / name)] for name in ("static", "homes")), "a", "b")
-    assert found.per == "step" and {"dispatch(F)", "combine(B)"} <= {row.what for row in found.phases}
 
 
 def test_bench_train_moves_experts_where_load_is_skewed_and_has_the_documented_keys(trained: tuple[dict, Path]) -> None:
@@ -165,8 +169,8 @@ def test_bench_train_moves_experts_where_load_is_skewed_and_has_the_documented_k
     assert list(result["brief"]) == ["ranks", "train", "speed_up"] and result["brief"]["speed_up"] > 0
     fixed, moved = result["brief"]["train"]
     assert set(fixed) == keys and fixed["homes_moved"] == 0 < moved["homes_moved"]
-    overhead = {"static_step_ms", "attached_step_ms", "guard_ms", "overhead", "homes_moved"}
-    assert set(result["overhead"][0]) == overhead and result["overhead"][0]["guard_ms"] > 0
+    overhead = {"static_step_ms", "attached_step_ms", "overhead", "homes_moved"}
+    assert set(result["overhead"][0]) == overhead
 
 
 def test_balanced_choices_are_balanced_and_never_the_same_expert_twice() -> None:

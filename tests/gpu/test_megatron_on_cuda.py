@@ -11,9 +11,9 @@ import torch
 from device import NCCL, device_of, use
 from examples import FOLDER, load_example
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 
 import eplb_runtime as eplb
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,8 +40,8 @@ def trained(rank: int, move: bool, top_k: int) -> tuple[list[Any], int]:
         config=eplb.BalancerConfig(interval=1, gate="always", policy=policy, migration=eplb.MigrationConfig(lag=0)),
     )
     if move:
-        balancer._wait_until_compiled()
-        balancer._plan_with(plan_shuffle)
+        wait_until_compiled(balancer)
+        plan_by(balancer, plan_shuffle)
     seen = ours.train(model, optimizer, range(4))
     moved = sum(event.moved_experts for event in balancer.events if hasattr(event, "moved_experts"))
     balancer.close()

@@ -9,10 +9,10 @@ import torch
 from device import NCCL, device_of, use
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle
 
 import eplb_runtime as eplb
 from eplb_runtime.events import BalancingResumed, RebalanceAborted, RebalanceCommitted
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 pytestmark = pytest.mark.gpu
 EXPERTS, RANKS = 6, 3
@@ -50,7 +50,7 @@ def train(rank: int, replica_slots: int, moving: bool, steps: int | None) -> dic
         if len(losses) == 1 and steps is None:
             balancer._rebalancer._pause("a test wants new connections")
             if moving:
-                balancer._plan_with(plan_shuffle)
+                plan_by(balancer, plan_shuffle)
         ids = batch_of(rank, len(losses)).to(device)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from device import DEVICE, NCCL, device_of, no_host_sync, use
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support.shuffle import plan_by, plan_shuffle
 from torch import Tensor
 
 import eplb_runtime as eplb
 from eplb_runtime.moe.dispatch import choosing
 from eplb_runtime.moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 RANKS, WIDTH = 2, 512
@@ -104,7 +104,7 @@ def train_and_evaluate(rank: int, way: tuple[str, str, int], at_once: bool) -> d
         migration=eplb.MigrationConfig(lag=0),
     )
     balancer = eplb.attach(model, optimizer, config=config)
-    balancer._plan_with(plan_shuffle)
+    plan_by(balancer, plan_shuffle)
     lanes = balancer._open_second_channel()
     both = balancer.at_once if at_once else lambda first, second: (first(), second())
     pair = lanes.both if at_once else lambda first, second, turned: (first(), second())

@@ -30,8 +30,8 @@ from eplb_runtime.distributed.points import Phase
 from eplb_runtime.events import BalancingResumed, Event, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.hosts import attach
 from eplb_runtime.migration.engine import MigrationBroken
-from eplb_runtime.planner.shuffle import plan_shuffle
 from eplb_runtime.tools.bench.train import MoEStack, Workload, choices
+from tests.support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 
 from .faults import ALL_RANKS, Deck, Draw, Faults
 
@@ -150,8 +150,8 @@ class Soak:
             **SETTINGS[life.settings],
         )
         self._job = _SoakJob(work, config, self._exact)
-        self._job.balancer._wait_until_compiled()
-        self._job.balancer._plan_with(plan_shuffle)
+        wait_until_compiled(self._job.balancer)
+        plan_by(self._job.balancer, plan_shuffle)
         self._seen: Counter[type[Event]] = Counter()  # the log keeps the newest events only
         self._job.balancer.events.subscribe(lambda event: self._seen.update([type(event)]))
         self._faults = Faults(self._job.balancer, self._rank, TIMEOUT_SECONDS)

@@ -12,7 +12,7 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -68,7 +68,7 @@ from .replicas import local_experts, log_memory, transport_of_copies
 from .self_test import try_layers
 from .sharding import cut_rows, install, note_of_odd_rows, rows_of_rank
 from .state_hooks import Homes, PartialStateWarning, mark_state
-from .trial import TrialRun, layout_of, why_not_single
+from .trial import TrialRun, begin_record, layout_of, why_not_single
 from .undo import Before
 
 logger = logging.getLogger("eplb_runtime")
@@ -95,8 +95,10 @@ def attach_stages(
     trial, given = take_trial(), config
     not_single = "" if trial is None else why_not_single(stages, ranks)
     if trial is not None:
+        begin_record(trial)
         config, ranks = layout_of(trial, config, ranks)
-    made = _connect(_Given(stages, optimizers, config, device, container), ranks)
+    runs_own_way = trial is not None and trial.layout == "single"
+    made = _connect(_Given(stages, optimizers, config, device, container, runs_own_way), ranks)
     groups, close = made.groups, made.transport.close
     steppers = _of_torch([*optimizers, *([container] if container is not None else [])])
     before = Before([stage.model for stage in stages], steppers)
@@ -126,19 +128,20 @@ def attach_stages(
             logger.warning("%s", line)
     if trial is not None:
         balancer.config = replace(config, policy=given.policy)  # `declare` and the like are allowed as ever
-        TrialRun(trial, balancer, stages, of_bits, not_single, given.replica_slots)
+        TrialRun(trial, balancer, stages, of_bits, made.untried, not_single, given.replica_slots)
     return balancer
 
 
 @dataclass(frozen=True)
 class _Given:
-    """What is attached, and how."""
+    """Arguments of an attach. ``runs_own_way``: layers whose experts are all here compute by their own code."""
 
     stages: Sequence[Stage]
     optimizers: Sequence[AnyOptimizer]
     config: BalancerConfig
     device: torch.device
     container: torch.optim.Optimizer | None
+    runs_own_way: bool
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,7 @@ class _Connected(_Given):
     copies: RowTransport
     problems: Sequence[str]
     drawing: Sequence[str]
+    untried: Mapping[str, str]
 
     @property
     def job(self) -> Job:
@@ -223,7 +227,8 @@ def _connect(given: _Given, ranks: Ranks) -> _Connected:
         peers = [job.migration_ranks.index(rank) for rank in job.ep_ranks]
         topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
         placement = check(stages, given.optimizers, config, groups, device)
-        problems, drawing = try_layers([layer for stage in stages for layer in stage.host.layers], config.guard)
+        layers = [layer for stage in stages for layer in stage.host.layers]
+        problems, drawing, untried = try_layers(layers, config.guard)
         raise_on_all("" if config.guard == "warn" else next(iter(problems), ""), groups)
         dispatch = choose_together(config, groups.dispatch, topology, device, seconds)
         raise_on_all(dispatch.problem, groups)
@@ -236,9 +241,17 @@ def _connect(given: _Given, ranks: Ranks) -> _Connected:
         if said is None:
             raise
         raise said from error
-    chosen = dispatch, copies, problems, drawing
     return _Connected(
-        stages, given.optimizers, config, device, given.container, groups, topology, transport, placement, *chosen
+        **vars(given),
+        groups=groups,
+        topology=topology,
+        transport=transport,
+        placement=placement,
+        dispatch=dispatch,
+        copies=copies,
+        problems=problems,
+        drawing=drawing,
+        untried=untried,
     )
 
 
@@ -323,7 +336,11 @@ def _route(made: _Connected, cut: _Cut) -> _Routed:
         else:
             here = local_experts(index, layer, job, divisors, maps.replicas, cut.banks.get(index), gather)
             layers.append(ExpertParallelLayer(index, layer.experts, here, context, real_tokens[id(layer)]))
-        layer.install(layers[-1])
+        watch = layer.watch if made.runs_own_way and made.untried.get(layer.name) != "" else None
+        if watch is not None and isinstance(layers[-1], ExpertParallelLayer):
+            watch(layers[-1].see)
+        else:
+            layer.install(layers[-1])
     return _Routed(channels, kernels, maps, counter, clock, dispatcher, divisors, layers)
 
 

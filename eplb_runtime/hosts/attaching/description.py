@@ -27,6 +27,10 @@ Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Hidden states ``[T, D]``, expert ids and router weights ``[T, K]`` -> ``[T, D]``."""
 
 
+Watch = Callable[[Callable[[Tensor, int, int], None]], Callable[[], None]]
+"""See `WatchedLayer`."""
+
+
 class AttachError(ValueError):
     """The model, optimizer or job cannot be balanced as it is; one line that says why and what would help."""
 
@@ -53,6 +57,8 @@ class MoELayer:
         by_expert: how whole parameters are seen as ``[E, ...]`` whose own first dimension is another. They are
             ``[E/R, ...]`` from then on.
         run: the module's own way, before ``install``; None: it cannot be called alone.
+        watch: lets another see the choices of each forward of that way, as of `WatchedLayer`, in place of ``install``;
+            None: that way does not run where all experts are on each rank.
     """
 
     name: str
@@ -66,6 +72,7 @@ class MoELayer:
     alignment: int = 1
     by_expert: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     run: Run | None = None
+    watch: Watch | None = None
 
     def parameter(self, name: str) -> nn.Parameter:
         """One of ``parameters``, as it is now: a tensor that takes its place for one call, too."""
@@ -189,7 +196,7 @@ class WatchedLayer:
 
     name: str
     num_experts: int
-    hook: Callable[[Callable[[Tensor, int, int], None]], Callable[[], None]]
+    hook: Watch
     experts: nn.Module
     experts_here: int
     mark_work: Callable[[ExpertClock], Callable[[], None]] | None = None

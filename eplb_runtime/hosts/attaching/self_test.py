@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...moe.experts.compute import Compute, SlotCounts
+from ...utils.errors import one_line
 from .description import MoELayer, Run, spread_of
 
 _SLOTS, _ROWS = 3, 3
@@ -35,22 +36,25 @@ class LayerTest:
     Args:
         problem: how it computes otherwise than what replaces it, in words that follow the layer's name; empty: not.
         draws: whether its experts draw random numbers in training.
+        untried: why its own way could not be called alone; empty: it is not implemented. None: it could be called.
     """
 
     problem: str = ""
     draws: bool = False
+    untried: str | None = None
 
 
-def try_layers(layers: Sequence[MoELayer], guard: str) -> tuple[list[str], list[str]]:
+def try_layers(layers: Sequence[MoELayer], guard: str) -> tuple[list[str], list[str], dict[str, str]]:
     """Try those whose experts are whole here, and plain tensors with memory.
 
     Args:
         guard: the config's; ``"off"``: none is tried.
 
     Returns:
-        Problems, a line for a layer; and names of layers whose experts draw random numbers.
+        Problems, a line for a layer; names of layers whose experts draw random numbers; and, by name, why a layer's
+        own way could not be called; empty: it is not implemented.
     """
-    problems, drawing = [], []
+    problems, drawing, untried = [], [], dict[str, str]()
     for layer in layers if guard != "off" else ():
         weights = [layer.of_experts(name, layer.parameter(name).detach()) for name in layer.parameters]
         whole = spread_of(layer.experts) is None and not layer.slots and layer.live_weights is None
@@ -61,7 +65,9 @@ def try_layers(layers: Sequence[MoELayer], guard: str) -> tuple[list[str], list[
         tried = try_layer(modules, layer.compute, weights, layer.run)
         problems += [f"{layer.name} {tried.problem}"] * bool(tried.problem)
         drawing += [layer.name] * tried.draws
-    return problems, drawing
+        if tried.untried is not None:
+            untried[layer.name] = tried.untried
+    return problems, drawing, untried
 
 
 def try_layer(modules: Sequence[nn.Module], compute: Compute, weights: Sequence[Tensor], run: Run | None) -> LayerTest:
@@ -92,12 +98,15 @@ def try_layer(modules: Sequence[nn.Module], compute: Compute, weights: Sequence[
             return LayerTest(draws=True)
         if problem := _why_slots_count(compute, rows, made_up):
             return LayerTest(problem)
-        with suppress(Exception):
+        untried = None
+        try:
             if run is not None and (problem := _why_run_differs(run, compute, width, weights)):
                 return LayerTest(problem)
+        except Exception as error:
+            untried = "" if isinstance(error, NotImplementedError) else one_line(error)
         for module in modules:
             module.train()
-        return LayerTest(draws=draws())
+        return LayerTest(draws=draws(), untried=untried)
     return LayerTest()
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...config import BalancerConfig
+from ...config import BalancerConfig, take_trial
 from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Ranks
 from ...moe.experts.optimizer_state import replace_parameter
@@ -19,6 +19,7 @@ from .checks import as_all_say, check, raise_on_all
 from .description import AttachError, MoELayer, Spread, Stage, mark_spread
 from .meta import blank
 from .self_test import try_layers
+from .trial import layout_of
 from .undo import Before
 
 logger = logging.getLogger("eplb_runtime")
@@ -32,13 +33,15 @@ def shard_stage(
     try:
         # A communicator of a job that leaves part of the world out would stay to the end of the process.
         ranks, layers = Ranks.of_group(ep_group), [len(host.layers)]
+        if (trial := take_trial(keep=True)) is not None:
+            config, ranks = layout_of(trial, config, ranks)
         groups = ProcessGroups(ranks, layers, device, config.timeout_seconds, only_control=True)
     except Exception as error:
         raise AttachError(one_line(error, with_type=True)) from error
     before = Before([stage.model], [])
     try:
         placement = check([stage], [], config, groups, device)
-        problems, _ = try_layers(host.layers, config.guard)
+        problems, _, _ = try_layers(host.layers, config.guard)
         for problem in problems if config.guard == "warn" else ():
             logger.warning("%s", problem)
         raise_on_all("" if config.guard == "warn" else next(iter(problems), ""), groups)

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -29,25 +29,27 @@ from ...config import BalancerConfig, DispatchConfig, Trial
 from ...distributed.consensus import gather_bytes, gather_rows
 from ...distributed.ranks import Ranks
 from ...moe.experts.optimizer_state import state_of
-from ...moe.experts.slices import has_memory, local
+from ...moe.experts.slices import has_memory, is_sliced, local
 from ...placement import Placement
 from ...planner.shuffle import shuffled
 from ...utils.files import write_file
-from .description import Stage, spread_of
-from .unregistered import unregistered
+from .description import AttachError, Stage
+from .unregistered import TRAINED, unregistered
 
 SKETCHES = 16
 """Random sums of a tensor, each of every sixteenth element with random signs; the distance of two tensors is about the
 norm of what these sums differ by."""
 _CHUNK = 1 << 22
 """Elements that are read at once."""
-_SAME_SHARE = 0.2
-"""Relative distance of gradients from one share of what backward passes gave, up to which they have it."""
-_MOST_SHARE = 1.4
+_SAME_SHARES, _NEAR, _ALIKE = 0.05, 0.05, 1.4
+"""Relative distances up to which gradients are sums of what backward passes gave, and factors are a whole number or
+one over it; and the factor up to which two shares are alike."""
+_MOST_RANKS = SKETCHES // 2
+"""Up to which each rank's own share is told apart."""
 _SHARES = (
-    "gradients outside the experts come {:.2g} times as large to the optimizer as those of experts, for the same loss: "
-    "average them over ranks, once, and divide the loss by no number of ranks (as DistributedDataParallel, or "
-    "BalancerConfig(dense_gradients='allreduce'))"
+    "gradients of {} come {:.2g} times as large to the optimizer as those of experts, for the same loss: average them "
+    "over ranks, once, with the same weight for each, and divide the loss by no number of ranks (as "
+    "DistributedDataParallel, or BalancerConfig(dense_gradients='allreduce'))"
 )
 _ENOUGH_MEMORY = 0.8
 """Share of the free memory that the experts of a run with all of them on each rank may take."""
@@ -69,6 +71,12 @@ def without_replicas(config: BalancerConfig) -> BalancerConfig:
     )
 
 
+def begin_record(trial: Trial) -> None:
+    """Raise AttachError where a training of the same command is on record already."""
+    if (Path(trial.folder) / "meta.json").exists():
+        raise AttachError("verify compares one training, and this command starts another: give it the first alone")
+
+
 def layout_of(trial: Trial, config: BalancerConfig, ranks: Ranks) -> tuple[BalancerConfig, Ranks]:
     """Return settings and ranks of a run: nothing is decided by load, and nothing is written but the records."""
     own = replace(
@@ -77,7 +85,7 @@ def layout_of(trial: Trial, config: BalancerConfig, ranks: Ranks) -> tuple[Balan
         run=None,
         listen=None,
         listen_token=None,
-        guard="off" if config.guard == "off" else "warn",
+        guard="warn",
         migration=replace(config.migration, max_moves=None, max_pause_seconds=None),
     )
     if trial.layout == "single":
@@ -94,8 +102,8 @@ def why_not_single(stages: Sequence[Stage], ranks: Ranks) -> str:
         return "the framework spreads the experts itself"
     if ranks.ep is not None or ranks.divided_rows or ranks.divided_state:
         return "the job chooses its EP groups itself"
-    if any(spread_of(layer.experts) is not None for layer in layers):
-        return "shard_experts has spread the experts before attach"
+    if any(is_sliced(layer.parameter(name)) for layer in layers for name in layer.parameters):
+        return "fully_shard divides experts over ranks that the job chooses"
     return ""
 
 
@@ -116,6 +124,7 @@ class TrialRun:
     Args:
         stages: the attached models of this rank.
         notes: what attach has said of bits.
+        untried: layers whose own way attach could not call alone, and why.
         not_single: why the job cannot run with all experts on each rank; empty: it can, if they fit.
         replica_slots: of the job's own settings.
     """
@@ -126,6 +135,7 @@ class TrialRun:
         balancer: Balancer,
         stages: Sequence[Stage],
         notes: Sequence[str],
+        untried: Mapping[str, str],
         not_single: str,
         replica_slots: int,
     ) -> None:
@@ -139,12 +149,14 @@ class TrialRun:
         self._losses: list[Tensor] = []
         self._shaken: set[int] = set()
         self._rows: dict[tuple[str, int], tuple[TrialEntry, Tensor, Tensor]] = {}
-        self._weighed: list[tuple[int, Tensor]] = []
-        self._arrived = torch.zeros(2, SKETCHES, dtype=torch.float64)
+        self._weighed: list[tuple[str, Tensor]] = []
+        self._arrived: dict[str, Tensor] = {}
+        self._ratios: dict[str, float] = {}
         self._coarsest = 0.0
         self._not_single = not_single
         self._meta: dict[str, Any] = {
             "notes": list(notes),
+            "untried": [f"{name} ({why})" for name, why in untried.items() if why],
             "ranks": len(self._runtime.job.ranks),
             "copies": [list(map(self._runtime.job.ranks.index, ranks)) for ranks in self._runtime.job.data_sets],
             "replica_slots": replica_slots,
@@ -155,23 +167,26 @@ class TrialRun:
             for position, layer in enumerate(stage.host.layers)
         }
         balancer._guard.complete_steps = trial.steps
-        self._undo = _listen(self._losses, self._see_precision)
+        # Where all is on each rank gradients are averaged as they are made: what a loop does with them sees averages.
+        is_early = trial.layout == "single" and len(self._runtime.job.layers_of_stage) == 1  # a schedule goes by stage
+        after = balancer.reduce_gradients if is_early else (lambda: None)
+        self._undo = _listen(self._losses, self._see_precision, after)
         balancer._follow_steps(self._before_step, self._after_step)
         balancer._close_with(self._undo)
         if trial.layout == "moved":
             balancer._rebalance_by(self._move_at_once)
             self._spoil_replaced()
-        if trial.layout == "fixed" and not self._runtime.averages_dense:
-            both = enumerate((balancer._dense.values(), self._runtime.parameters.values()))
-            trained = [(kind, p) for kind, tensors in both for p in tensors if p.requires_grad]
-            self._weighed = [(kind, p) for kind, p in trained if not isinstance(p, DTensor)]
-        for kind, parameter in self._weighed:
-            balancer._end_with(parameter.register_hook(partial(self._arrives, kind)))
+        if trial.layout == "fixed":
+            experts = [("", parameter) for parameter in self._runtime.parameters.values()]
+            trained = [(name, p) for name, p in (*balancer._dense.items(), *experts) if p.requires_grad]
+            self._weighed = [(name, p) for name, p in trained if not isinstance(p, DTensor)]
+        for name, parameter in self._weighed:
+            balancer._end_with(parameter.register_hook(partial(self._arrives, name)))
         self._write([])
 
-    def _arrives(self, kind: int, gradient: Tensor) -> None:
-        """Add to the random sums of what backward passes here give parameters outside the experts, and experts."""
-        self._arrived[kind] += _sketched(TrialEntry("", "gradient", -1, gradient))[1][1:]
+    def _arrives(self, name: str, gradient: Tensor) -> None:
+        """Add to the random sums of what backward passes here give a parameter outside the experts, or all experts."""
+        self._arrived[name] = self._arrived.get(name, 0) + _sketched(TrialEntry("", "gradient", -1, gradient))[1][1:]
 
     def _see_precision(self, device: str) -> None:
         if torch.is_autocast_enabled(device):
@@ -225,19 +240,34 @@ class TrialRun:
         self._meta["replaced"] = list(replaced)
 
     def _compare_shares(self) -> None:
-        """Note how much more of what backward passes gave the optimizer sees outside the experts than of experts."""
-        job, reduced = self._runtime.job, torch.zeros_like(self._arrived)
-        for kind, parameter in self._weighed:
+        """Note parameters whose gradient has other shares of what ranks' backward passes gave than experts have."""
+        job, none = self._runtime.job, torch.zeros(SKETCHES, dtype=torch.float64)
+        seen = dict.fromkeys(self._arrived, none)
+        for name, parameter in self._weighed:
             if parameter.grad is not None:
-                reduced[kind] += _sketched(TrialEntry("", "gradient", -1, parameter.grad))[1][1:]
-        given, seen = gather_rows(torch.stack([self._arrived, reduced]), self._group).sum(dim=0)
-        self._arrived.zero_()
-        shares = (given * seen).sum(dim=1) / given.square().sum(dim=1)
-        apart = (seen - shares.unsqueeze(1) * given).norm(dim=1) / seen.norm(dim=1)
-        if bool((apart < _SAME_SHARE).all()):  # each has one share, as far as can be told
-            ratio = shares[0] / shares[1] * len(job.edp_ranks) * job.gradient_divisor / len(job.data_ranks)
-            if not 1 / _MOST_SHARE < ratio < _MOST_SHARE:
-                self._balancer._guard.report(_SHARES.format(float(ratio)))
+                seen[name] = seen.get(name, none) + _sketched(TrialEntry("", "gradient", -1, parameter.grad))[1][1:]
+        mine = {name: torch.stack([self._arrived.get(name, none), one]).tolist() for name, one in seen.items()}
+        self._arrived.clear()
+        of_ranks = list(map(json.loads, gather_bytes(json.dumps(mine).encode(), self._group)))
+        both = torch.tensor([one[""] for one in of_ranks if "" in one], dtype=torch.float64).sum(dim=0)
+        if both.ndim < 2 or (usual := _shares(both[:1], both[1])) is None:
+            return
+        for ranks in job.data_sets:
+            here = [of_ranks[job.ranks.index(rank)] for rank in ranks]
+            for name in here[0].keys() - {""}:
+                given, seen_RS = torch.tensor([one[name] for one in here if name in one], dtype=torch.float64).unbind(1)
+                if (shares := _shares(given, seen_RS[0])) is not None:
+                    ratios = shares / usual * len(job.edp_ranks) * job.gradient_divisor
+                    self._judge(name, float(ratios.min()), float(ratios.max()))
+
+    def _judge(self, name: str, least: float, most: float) -> None:
+        """Note shares of a wrong size: a rank's own, or all of them in two steps times or through a whole number, where
+        clipping these alone would give a factor of each step's own."""
+        before, self._ratios[name] = self._ratios.get(name, 0.0), most
+        off = max(most, 1 / most) if most > 0 else 0.0
+        is_whole = off > _ALIKE and abs(off - round(off)) < _NEAR and abs(before / most - 1) < _NEAR
+        if most > _ALIKE * least or is_whole:
+            self._balancer._guard.report(_SHARES.format(name, least if most < 1 else most))
 
     def _end(self) -> None:
         """Finish the record; the job does not go on to what comes after its loop."""
@@ -250,9 +280,14 @@ class TrialRun:
         if self._trial.layout in ("fixed", "moved"):
             found = unregistered([stage.model for stage in self._stages], self._runtime.registry, owned)
         rank = self._runtime.job.rank
-        lines = [{"holder": f"rank {rank}: {one[0]}", "shape": list(one[1]), "content": one[2]} for one in found]
-        everyone = gather_bytes(json.dumps(lines).encode(), self._group)
-        self._meta["unregistered"] = [line for of_rank in everyone for line in json.loads(of_rank)]
+        mine = [{"holder": f"rank {rank}: {one[0]}", "shape": list(one[1]), "content": one[2]} for one in found]
+        everyone = gather_bytes(json.dumps(mine).encode(), self._group)
+        self._meta["unregistered"] = lines = [line for of_rank in everyone for line in json.loads(of_rank)]
+        contents = [line["content"] for line in lines]
+        for line in lines:  # what is trained past the balancer must be the same on all ranks
+            alike = contents.count(line["content"]) == len(self._runtime.job.data_ranks)
+            if line["content"].startswith(TRAINED) and not alike:
+                line["content"] = ""
         self._write_meta()
         dist.barrier(self._group)
         if self._trial.ends_process:
@@ -370,6 +405,20 @@ class TrialRun:
         return f"all experts take {needed / 2**30:.1f} GiB more on a rank" if needed > _ENOUGH_MEMORY * free else ""
 
 
+def _shares(given_RS: Tensor, seen_S: Tensor) -> Tensor | None:
+    """Return the weight that each rank's gradient has in what the optimizer sees, one for all where that fits; None: it
+    is no such sum, or ranks' gradients are too much alike to tell."""
+    if not (given_RS.isfinite().all() and seen_S.isfinite().all()):
+        return None
+    for columns_SR in (given_RS.sum(dim=0).unsqueeze(1), given_RS.T):
+        if columns_SR.shape[1] > _MOST_RANKS or torch.linalg.cond(columns_SR) > 1 / _NEAR:
+            return None
+        shares_R = torch.linalg.lstsq(columns_SR, seen_S.unsqueeze(1)).solution[:, 0]
+        if (columns_SR @ shares_R - seen_S).norm() < _SAME_SHARES * seen_S.norm():
+            return shares_R
+    return None
+
+
 def _sketched(entry: TrialEntry) -> tuple[Tensor, Tensor]:
     """int64: a digest that a change of any element changes; float64 ``[1 + SKETCHES]``: the sum of squares and, of
     gradients and weights, sums with random signs. All are added up over the parts of a row."""
@@ -412,14 +461,18 @@ def _gather_on_first(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
     return [row[:length].numpy().tobytes() for row, length in zip(into or (), lengths, strict=False)]
 
 
-def _listen(losses: list[Tensor], see_precision: Callable[[str], None]) -> Callable[[], None]:
-    """Collect what ``backward()`` is called on, and the precision of modules. Returns a function that ends both."""
+def _listen(
+    losses: list[Tensor], see_precision: Callable[[str], None], after: Callable[[], None]
+) -> Callable[[], None]:
+    """Collect what ``backward()`` is called on, and the precision of modules; call a function after each. Returns one
+    that ends both."""
     inner = torch.autograd.backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else tensors
         losses.extend(root.detach() for root in roots if isinstance(root, Tensor) and root.numel() == 1)
         inner(tensors, *args, **kwargs)
+        after()
 
     def before_forward(module: nn.Module, given: tuple[Any, ...]) -> None:
         see_precision("cuda" if torch.cuda.is_available() else "cpu")

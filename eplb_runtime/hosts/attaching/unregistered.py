@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from types import CellType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
@@ -20,8 +21,10 @@ from ...moe.experts.registry import ExpertTensors
 from ...moe.experts.slices import local
 from ...utils.checksums import as_bytes
 
-MOST_FOUND = 20
+MOST_FOUND = 100
 """Findings of a rank that are listed."""
+TRAINED = "trained "
+"""Begins the content of a parameter with a gradient that the balancer does not know."""
 _FRAMEWORKS = ("eplb_runtime", "torch.distributed", "torch.autograd", "megatron", "torchtitan")
 """Modules whose objects hold buffers of their own."""
 _DEPTH = 3
@@ -32,8 +35,8 @@ def unregistered(
     models: Sequence[nn.Module], registry: ExpertTensors, owned: Iterable[Tensor]
 ) -> list[tuple[str, tuple[int, ...], str]]:
     """Return holders, shapes and contents of what may be experts: the last dimensions are those of an expert's tensor,
-    or it has as many elements as an expert, as a parameter of experts or as the whole model. The content is a checksum
-    where the number alone speaks for it, else empty.
+    or it has as many elements as an expert, as a parameter of experts or as the whole model, or is a vector of experts
+    or of a number for each. The content is a checksum where the number alone speaks for it, else empty.
 
     Args:
         owned: tensors that move with experts or are no experts, besides the models' parameters, gradients and buffers.
@@ -50,13 +53,18 @@ def unregistered(
         shape = tuple(value.shape)
         has_shape = any(shape[-len(row) :] == row for row in rows)
         is_like = has_shape or shape[-1:] in sizes or (value.numel,) in sizes
+        if len(shape) == 1:  # experts one after the other, or a number for each
+            is_like = is_like or shape[0] == registry.homes_per_rank or not all(shape[0] % prod(row) for row in rows)
+        if value.trained:
+            is_like, has_shape = True, False
         if (shape in whole if value.has_gradient else is_like) and value.memory not in known:
             known.add(value.memory)
-            found.append((shape, "" if has_shape else value.content()))
+            found.append((shape, "" if has_shape else TRAINED * value.trained + value.content()))
             holders.append(holder)
     # The walk is over: lists of its own, which held what it looked at, are gone.
-    named = [(_named(holders[place], (variables, holders)), *one) for place, one in enumerate(found)]
-    return [one for one in named if one[0]][:MOST_FOUND]
+    by_shape = sorted(range(len(found)), key=lambda place: found[place][1] != "")[:MOST_FOUND]
+    named = [(_named(holders[place], (variables, holders)), *found[place]) for place in by_shape]
+    return [one for one in named if one[0]]
 
 
 class _Candidate:
@@ -65,6 +73,7 @@ class _Candidate:
     def __init__(self, value: Tensor | np.ndarray[Any, Any]) -> None:
         self.shape, self._value = tuple(value.shape), value
         self.has_gradient = isinstance(value, Tensor) and value.grad_fn is not None
+        self.trained = isinstance(value, Tensor) and value.is_leaf and value.grad is not None
         if isinstance(value, np.ndarray):
             self.numel, self.memory = value.size, value.ctypes.data
         else:
@@ -160,6 +169,8 @@ def _named(holder: Any, ours: tuple[Sequence[tuple[str, Any]], list[Any]]) -> st
             if all(above is not own for own in (*ours, level)) and not _is_ours(above)
         ]
         level = list({id(one): one for one in level if id(one) not in known}.values())
+        if not level and isinstance(holder, Tensor):  # nothing of Python has it, but a cache of torch
+            return ""
         known.update(map(id, level))
     return f"a {type(holder).__name__}"
 
@@ -180,7 +191,9 @@ def _name_of(value: Any, variables: Sequence[tuple[str, Any]]) -> str | None:
 
 
 def _of_a_framework(value: Any) -> bool:
-    return str(getattr(type(value), "__module__", "")).startswith(_FRAMEWORKS)
+    """Return whether this is of a class of theirs; modules may be copies that the job has made."""
+    made_in = str(getattr(type(value), "__module__", ""))
+    return made_in.startswith(_FRAMEWORKS) and not issubclass(type(value), nn.Module)
 
 
 def _is_ours(value: Any) -> bool:

@@ -147,6 +147,7 @@ def _describe_layer(name: str, outer: nn.Module, adapted: AdaptedExperts | None)
         install=install,
         by_expert={} if adapted is None or spread is not None else adapted.by_expert(),
         run=outer.forward,
+        watch=partial(_see_choices, outer) if adapted is None else None,
     )
 
 

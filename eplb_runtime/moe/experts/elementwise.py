@@ -64,11 +64,13 @@ def check_elementwise(
         shape = _SHAPE[1:] if not each and all(one.ndim == 2 for one in mine) else _SHAPE
         try:
             mixes = _mixes(optimizer, options, each, shape, mine[0].device)
-        except _CannotTryError as error:
+        except OptimizerStateError:
+            raise
+        except Exception as error:
             logger.warning(
                 "%s cannot be tried on small tensors (%s): if it updates each expert by itself, say so by "
                 "BalancerConfig(elementwise=True); else placement changes the result",
-                *(kind, error),
+                *(kind, one_line(error)),
             )
             continue
         if mixes:
@@ -77,10 +79,6 @@ def check_elementwise(
                 "change the result; use an element-wise optimizer (SGD, Adam, AdamW, ...), or say "
                 "BalancerConfig(elementwise=True) if you know that it is one"
             )
-
-
-class _CannotTryError(Exception):
-    """No optimizer of this class can be made for other tensors, or its steps tell nothing."""
 
 
 def _mixes(
@@ -93,11 +91,14 @@ def _mixes(
     sizes_E = torch.logspace(-2, 2, _EXPERTS).view(-1, 1, *[1] * len(shape))
     gradients_ET = (torch.randn(_EXPERTS, _STEPS, *shape, generator=generator) * sizes_E).to(device)
 
+    def cut(tensor: Tensor) -> list[Tensor]:
+        return [one.clone() for one in tensor] if each else [tensor.clone()]
+
     def stepped(*experts: int) -> tuple[dict[str, Tensor], torch.optim.Optimizer, Tensor]:
-        tensors = _cut(start_E[list(experts)], each)
+        tensors = cut(start_E[list(experts)])
         twin = _made(optimizer, options, [tensor.requires_grad_() for tensor in tensors])
         for number in range(_STEPS):
-            _step(twin, tensors, _cut(gradients_ET[list(experts), number], each))
+            _step(twin, tensors, cut(gradients_ET[list(experts), number]))
         of_each = [{"": tensor.detach(), **twin.state.get(tensor, {})} for tensor in tensors]
         kept = [key for key, one in of_each[0].items() if isinstance(one, Tensor) and one.shape == tensors[0].shape]
         rows = {key: torch.stack([one[key] for one in of_each]) if each else of_each[0][key] for key in kept}
@@ -110,16 +111,12 @@ def _mixes(
         (together, twin, tensor), (again, _, _) = (stepped(*range(_EXPERTS)) for _ in range(2))
         apart = [stepped(expert)[0] for expert in range(_EXPERTS)]
     if not all(same(rows, again[key]) for key, rows in together.items()):
-        raise _CannotTryError("its step gives something else when it is repeated: it draws random numbers")
+        raise RuntimeError("its step gives something else when it is repeated: it draws random numbers")
     if not all(same(rows, torch.cat([one[key] for one in apart])) for key, rows in together.items()):
         return True
     if not each:
         expert_state(twin, tensor)  # refuses what cannot move with experts
     return False
-
-
-def _cut(tensor: Tensor, each: bool) -> list[Tensor]:
-    return [one.clone() for one in tensor] if each else [tensor.clone()]
 
 
 def _step(twin: torch.optim.Optimizer, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -134,17 +131,9 @@ def _step(twin: torch.optim.Optimizer, tensors: Sequence[Tensor], gradients: Seq
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # torch's hooks are for whoever trains
     closure()
     try:
-        try:
-            step(twin, closure)
-        except (TypeError, ValueError):  # some refuse a closure
-            step(twin)
-    except TypeError as error:
-        raise _CannotTryError(one_line(error)) from None
-    except Exception as error:
-        raise OptimizerStateError(
-            f"{type(twin).__name__} cannot update tensors of experts ({one_line(error)}): use an element-wise "
-            "optimizer (SGD, Adam, AdamW, ...)"
-        ) from None
+        step(twin, closure)
+    except (TypeError, ValueError):  # some refuse a closure
+        step(twin)
 
 
 def _made(
@@ -153,18 +142,18 @@ def _made(
     def own(given: Mapping[str, Any]) -> dict[str, Any]:  # without those that are checked against a device
         return copy.deepcopy({key: one for key, one in given.items() if key not in ("fused", "capturable", "foreach")})
 
-    why = ""
+    why = Exception()
     # Some constructors ask their groups for options, others refuse any that they do not know.
     for in_group, named in ((options, optimizer.defaults), ({}, optimizer.defaults), (options, {}), ({}, {})):
         try:
             twin = type(optimizer)([{**own(in_group), "params": list(tensors)}], **own(named))
-            twin.param_groups[0].update(own(options))
+            break
         except Exception as error:
-            why = one_line(error)
-            continue
-        if options.get("lr") is not None:
-            twin.param_groups[0]["lr"] = _LEARNING_RATE  # a schedule may begin at 0, where nothing shows
-        if callable(train := getattr(twin, "train", None)):
-            train()
-        return twin
-    raise _CannotTryError(why)
+            why = error
+    else:
+        raise why
+    twin.param_groups[0].update(own(options))
+    if options.get("lr") is not None:
+        twin.param_groups[0]["lr"] = _LEARNING_RATE  # a schedule may begin at 0, where nothing shows
+    getattr(twin, "train", lambda: None)()
+    return twin

@@ -141,7 +141,7 @@ class ExpertTensors:
     ) -> None:
         self._layers: list[list[_Registered]] = [[] for _ in range(num_layers)]
         self._memory = [WeightMemory() for _ in range(num_layers)]
-        self._homes_per_rank = homes_per_rank
+        self.homes_per_rank = homes_per_rank
         self._optimizers = list(optimizers)
         self._move_gradients = move_gradients
         self._left_behind: dict[Tensor, tuple[str, weakref.ref[Tensor]]] = {}
@@ -167,15 +167,15 @@ class ExpertTensors:
         """Register a tensor ``[E/R, ...]`` of a layer, or one for each of its home slots; RegistryError: wrong rows, or
         the name is taken."""
         if isinstance(tensor, tuple):
-            if len(tensor) != self._homes_per_rank or len({(row.shape, row.dtype) for row in tensor}) > 1:
+            if len(tensor) != self.homes_per_rank or len({(row.shape, row.dtype) for row in tensor}) > 1:
                 raise RegistryError(
                     f"layer {layer}: {name} has tensors {[list(row.shape) for row in tensor]}; there must be equal "
-                    f"ones for the {self._homes_per_rank} experts of this rank"
+                    f"ones for the {self.homes_per_rank} experts of this rank"
                 )
-        elif tensor.ndim == 0 or local(tensor).shape[0] != self._homes_per_rank:
+        elif tensor.ndim == 0 or local(tensor).shape[0] != self.homes_per_rank:
             raise RegistryError(
                 f"layer {layer}: {name} has shape {tuple(local(tensor).shape)}; its first dimension must be the "
-                f"{self._homes_per_rank} experts of this rank"
+                f"{self.homes_per_rank} experts of this rank"
             )
         if any(entry.name == name for entry in self._layers[layer]):
             raise RegistryError(f"layer {layer}: {name} is registered already")

@@ -186,8 +186,8 @@ class Matrix {
 const indices = (length, most) => ticks(0, length, most, 1).values.filter((index) => index < length);
 
 /** Lines over steps. series: [{name, colour, values, dashed}], marks: steps of rebalances, floor: lowest of the axis,
- *  timed: values are seconds, unit: what a step is. */
-function lineChart(host, steps, series, { marks = [], floor = 1, timed = false, unit = "step" } = {}) {
+ *  timed: values are seconds. */
+function lineChart(host, steps, series, { marks = [], floor = 1, timed = false } = {}) {
   const values = series.flatMap((line) => line.values).filter(known);
   if (!steps.length || !values.length) {
     host.replaceChildren(element("p", { class: "told" }, "Nothing has been measured yet."));
@@ -202,7 +202,7 @@ function lineChart(host, steps, series, { marks = [], floor = 1, timed = false, 
   const y = (value) => top + (1 - (value / size - low) / (high - low)) * (height - top - bottom);
   const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
   const said = series.map((line) => `${line.name} ${fixed(line.values.findLast(known))}`).join(", ");
-  svg.setAttribute("aria-label", `Lines from ${unit} ${steps[0]} to ${steps.at(-1)}; last: ${said}.`);
+  svg.setAttribute("aria-label", `Lines from step ${steps[0]} to ${steps.at(-1)}; last: ${said}.`);
   for (const level of levels.values) {
     const at = y(level * size);
     svg.append(shape("line", { x1: left, x2: width - right, y1: at, y2: at, stroke: css("line") }));
@@ -214,7 +214,7 @@ function lineChart(host, steps, series, { marks = [], floor = 1, timed = false, 
   }
   const middle = { "text-anchor": "middle" };
   for (const step of times) svg.append(shape("text", { ...middle, x: x(step), y: height - bottom + 16 }, count(step)));
-  svg.append(shape("text", { ...middle, x: (left + width - right) / 2, y: height - 5 }, unit));
+  svg.append(shape("text", { ...middle, x: (left + width - right) / 2, y: height - 5 }, "step"));
   for (const line of series) {
     const points = line.values.map((value, at) => [steps[at], value]).filter(([, value]) => known(value));
     const path = points.map(([step, value], at) => `${at ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`);

@@ -4,7 +4,6 @@
 const ASK_SECONDS = 2, MOST_SECONDS = 20, PATIENCE_SECONDS = 15;
 const PHASES = ["plan", "prepare", "post", "transfer", "verify", "maps", "vote", "commit"];
 const GAIN = "over the plan's horizon, compared with the placement before it, discounted by how earlier plans did";
-const HUES = ["start", "mark", "accent", "good", "bad", "warn"];
 
 const find = (selector) => document.querySelector(selector);
 const chosen = { layer: null, expert: null }, matrices = {};
@@ -203,24 +202,6 @@ function showLayer(view) {
   find("#layer .replicas").hidden = !job.replica_slots;
 }
 
-function showSimulation(found) {
-  find("#simulation .told").textContent = found.told;
-  const windows = (found.policies[0]?.imbalance ?? []).map((_, at) => at + found.first_window);
-  const line = (row, at) => ({ name: row.policy, colour: css(HUES[at % HUES.length]), values: row.imbalance });
-  lineChart(find("#simulation .chart"), windows, found.policies.map(line), { unit: "window" });
-  const columns = [
-    { name: "policy", class: "text", cell: (row) => row.policy },
-    { name: "balancedness", cell: (row) => fixed(row.balancedness) },
-    { name: "imbalance, mean", cell: (row) => fixed(row.mean) },
-    { name: "worst", cell: (row) => fixed(row.worst) },
-    { name: "rebalances", cell: (row) => count(row.rebalances) },
-    { name: "bytes moved", cell: (row) => bytes(row.moved_bytes) },
-    { name: "step with its moves", cell: (row) => seconds(row.step_seconds) },
-  ];
-  const caption = "The step model compares policies; it does not predict a cluster.";
-  find("#simulation .scroll").replaceChildren(table(caption, columns, found.policies));
-}
-
 function show(view) {
   current = view;
   for (const part of [showTiles, showCurves, showHeat, showLayer, showTotals, showTimeline]) part(view);
@@ -272,7 +253,6 @@ function begin(told) {
   const repaint = () => {
     colours = null;
     if (current) for (const part of [showCurves, showHeat, showLayer]) part(current);
-    if (told?.simulation) showSimulation(told.simulation);
   };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
   addEventListener("resize", repaint);
@@ -282,17 +262,9 @@ function begin(told) {
   }
   if (!told) return ask();
   document.title = told.title;
-  if (told.view) {
-    show(opened(told.view));
-    find("#progress").replaceChildren(...facts("key", [["steps", "steps", told.view.step, count(told.view.step)]]));
-    showStanding(told.view.standing, told.view.cause === "closed" ? "finished" : told.view.standing);
-    return;
-  }
-  for (const section of document.querySelectorAll('[data-needs="run"], #numbers')) section.hidden = true;
-  find("#simulation").hidden = false;
-  find("#subtitle").textContent = told.simulation.subtitle;
-  showStanding("ended", told.simulation.standing);
-  showSimulation(told.simulation);
+  show(opened(told.view));
+  find("#progress").replaceChildren(...facts("key", [["steps", "steps", told.view.step, count(told.view.step)]]));
+  showStanding(told.view.standing, told.view.cause === "closed" ? "finished" : told.view.standing);
 }
 
 begin(JSON.parse(document.getElementById("data")?.textContent ?? "null"));

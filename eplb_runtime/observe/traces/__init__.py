@@ -1,20 +1,6 @@
-"""Traces of torch.profiler, of one rank or of many: where time went, how two jobs differ, one file for all ranks."""
+"""Traces of torch.profiler, of one rank or of many: where time went."""
 
-from .analysis import Analysis, analyse
-from .merging import Merged, merge
-from .reading import TraceError
-from .summary import Change, MarkedSteps, TraceComparison, compare, together, traces_in
+from .analysis import Analysis, analyse, together
+from .reading import TraceError, traces_in
 
-__all__ = [
-    "Analysis",
-    "Change",
-    "MarkedSteps",
-    "Merged",
-    "TraceComparison",
-    "TraceError",
-    "analyse",
-    "compare",
-    "merge",
-    "together",
-    "traces_in",
-]
+__all__ = ["Analysis", "TraceError", "analyse", "together", "traces_in"]

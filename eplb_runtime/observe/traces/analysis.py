@@ -7,6 +7,7 @@ On a GPU that is what its streams ran. On a CPU streams are threads: operators c
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,7 @@ class Analysis:
         device: ``"gpu"`` or ``"cpu"``.
         span_us: from the first begin to the last end of what ran.
         busy_us, compute_us: in which anything ran, in which anything computed.
-        steps: that the profiler has marked; ``step_us``: median of them, 0 where there is none; ``step_spread_us``:
-            from their first to their third quartile.
+        steps: that the profiler has marked; ``step_us``: median of them, 0 where there is none.
         kinds: by kind of work, runs and their durations added up.
     """
 
@@ -73,7 +73,6 @@ class Analysis:
     compute_us: float
     steps: int
     step_us: float
-    step_spread_us: float
     communication: Communication
     kinds: dict[str, dict[str, float]]
     streams: tuple[StreamTimes, ...]
@@ -128,7 +127,6 @@ def analyse(path: Path, on_progress: OnProgress = lambda count: None) -> Analysi
         compute_us=_rounded(length(computing)),
         steps=len(steps),
         step_us=_rounded(statistics.median(steps)) if steps else 0.0,
-        step_spread_us=_rounded(float(np.subtract(*np.percentile(steps, (75, 25))))) if steps else 0.0,
         communication=Communication(
             _rounded(travelled),
             _rounded(hidden),
@@ -140,6 +138,24 @@ def analyse(path: Path, on_progress: OnProgress = lambda count: None) -> Analysi
         kernels=_kernels(work),
         phases=phases_of(columns, work.spans_N2, computes_N, computing),
     )
+
+
+def together(analyses: Sequence[Analysis]) -> dict[str, Any]:
+    """Return what is known, JSON-able: of one trace all; of several their means, and each of them in ``traces``."""
+    if len(analyses) == 1:
+        return analyses[0].to_dict()
+    each = [one.to_dict() for one in analyses]
+
+    def means(rows: Sequence[Mapping[str, float]], *names: str) -> dict[str, float]:
+        return {name: round(statistics.fmean(row[name] for row in rows), 3) for name in names}
+
+    travelled = means([one["communication"] for one in each], "us", "hidden_us", "exposed_us")
+    share = round(travelled["hidden_us"] / travelled["us"], 6) if travelled["us"] else 0.0
+    return {
+        **means(each, "span_us", "busy_us", "idle_us", "compute_us", "step_us"),
+        "communication": {**travelled, "hidden_share": share},
+        "traces": each,
+    }
 
 
 def _work_of(columns: Columns) -> _Work:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from .kinds import STEP, computes, kind_of_gloo, micro_batch_of, phase_of
 from .reading import (
     OnProgress,
-    TraceError,
     duration_of,
     name_of,
     number,
@@ -29,8 +28,6 @@ from .reading import (
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "xpu_runtime")
 NO_CORRELATION = -1
-MERGED = "mergedRanks"
-"""In a file of several ranks, which they are."""
 Intervals = NDArray[np.float64]
 
 
@@ -130,8 +127,6 @@ def read_columns(path: Path, on_progress: OnProgress = lambda count: None) -> Co
             begin = number(path, event, "ts")
             origin = begin if origin is None else origin
             _add_span(found, event, begin - origin)
-    if MERGED in head:
-        raise TraceError(f"{path}: it holds several ranks, merged for looking at: give the ranks' own traces")
     found.rank = rank_of(head)
     return found
 

@@ -33,6 +33,22 @@ class TraceError(FileError):
     """A file that is no trace, or none that can be used; one line that says why."""
 
 
+def traces_in(path: Path) -> list[Path]:
+    """Return a file, or the traces in a folder in the order of their names, numbers by their value.
+
+    Raises:
+        TraceError: a folder without traces.
+        OSError: there is no such file or folder.
+    """
+    path.stat()
+    if not path.is_dir():
+        return [path]
+    found = [entry for entry in path.iterdir() if entry.name.endswith((".json", ".json.gz")) and entry.is_file()]
+    if not found:
+        raise TraceError(f"{path}: no traces in this folder (*.json, *.json.gz)")
+    return sorted(found, key=lambda entry: [(len(part), part) for part in re.findall(r"\d+|\D+", entry.name)])
+
+
 def read_events(
     path: Path, head: dict[str, Any] | None = None, on_progress: OnProgress = lambda count: None
 ) -> Iterator[dict[str, Any]]:

@@ -160,9 +160,8 @@ def run(
         in the timed steps), ``homes_moved``, ``copies`` (replicas at the end), ``over_static`` (steps in the time of a
         static one) and ``share_of_even_gain`` (of what static loses against even load). ``"speed_up"`` of homes.
         ``"overhead"``: ``static_step_ms`` (``even``'s), ``attached_step_ms`` (even load, and a balancer that decides
-        every interval), ``guard_ms`` (of a step's training thread, spent in the guard, without the first three steps),
-        ``overhead``, ``homes_moved``. Times are medians over blocks; shares, speed-up and overhead are medians over
-        blocks that followed each other.
+        every interval), ``overhead``, ``homes_moved``. Times are medians over blocks; shares, speed-up and overhead are
+        medians over blocks that followed each other.
 
     Raises:
         ValueError: the device is no CPU.
@@ -190,7 +189,6 @@ def run(
             {
                 "static_step_ms": even["step_ms"],
                 "attached_step_ms": attached["step_ms"],
-                "guard_ms": _guard_ms(variants[-1]),
                 "overhead": ratio(taken[-1], taken[-2]) - 1,
                 "homes_moved": attached["homes_moved"],
             }
@@ -239,9 +237,3 @@ def _row(variant: _TrainVariant, blocks: Sequence[float], taken: Sequence[Sequen
         won = [(s - b) / (s - e) if s > e else 0.0 for s, b, e in zip(static, blocks, taken[-2], strict=True)]
         row["share_of_even_gain"] = median(won)
     return row
-
-
-def _guard_ms(variant: _TrainVariant) -> float:
-    """Of the slowest rank, a step, without the first ones."""
-    guard = variant.balancer._guard
-    return over_ranks([guard.seconds / max(1, guard.clocked_steps) * 1e3])[0]

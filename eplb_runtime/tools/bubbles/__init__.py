@@ -6,7 +6,6 @@ gradient of inputs, of that of weights, and of a forward run together with a bac
 
 from .playing import BubbleError, Part, Played, Times, follow, stages_of
 from .tables import SCHEDULES, table_of
-from .uneven import stage_imbalance, stretch
 
 __all__ = [
     "SCHEDULES",
@@ -15,8 +14,6 @@ __all__ = [
     "Played",
     "Times",
     "follow",
-    "stage_imbalance",
     "stages_of",
-    "stretch",
     "table_of",
 ]

@@ -1,7 +1,6 @@
 """The tables of schedules by name; published formulas beside them.
 
-Those of ZB1P, ZBV, interleaved 1F1B and DualPipeV are `torch.distributed.pipelining`'s; 1F1B's and DualPipe's are made
-here.
+Those of ZB1P, ZBV, interleaved 1F1B and DualPipeV are `torch.distributed.pipelining`'s; 1F1B's is made here.
 """
 
 from __future__ import annotations
@@ -30,87 +29,6 @@ def one_forward_one_backward(ranks: int, microbatches: int) -> Table:
             counts[kind] += 1
         table.append(steps)
     return table
-
-
-def dual_pipe(ranks: int, microbatches: int) -> Table:
-    """DeepSeek's DualPipe: two copies of each stage; half of the micro-batches enter at either end.
-
-    A rank speaks of micro-batches that entered at its own end ("near") and at the other ("far"). Facts of the order of
-    steps are those of DeepSeek's published description and code.
-
-    Args:
-        ranks: even.
-        microbatches: even, at least twice the ranks.
-    """
-    if ranks % 2 or microbatches % 2 or microbatches < 2 * ranks:
-        raise BubbleError(
-            f"dualpipe wants an even number of ranks and an even number of micro-batches, at least twice as many: "
-            f"{ranks} ranks, {microbatches} micro-batches"
-        )
-    return [_dual_pipe_rank(rank, ranks, microbatches // 2) for rank in range(ranks)]
-
-
-def _dual_pipe_rank(rank: int, ranks: int, chunks: int) -> list[Step]:
-    half = ranks // 2
-    mirrored = rank >= half
-    depth = ranks - 1 - rank if mirrored else rank  # from the nearer end
-    outer = half - depth - 1
-    counts: dict[tuple[str, bool], int] = {}
-    weights: list[Part] = []
-    steps: list[Step] = []
-
-    def part(kind: str, far: bool) -> Part:
-        """The next one of its kind and direction."""
-        counted = (FORWARD if kind == FORWARD else BACKWARD, far)
-        number = counts.get(counted, 0)
-        counts[counted] = number + 1
-        from_last = far != mirrored
-        made = Part(kind, ranks - 1 - rank if from_last else rank, number + chunks * from_last)
-        if kind == INPUT:
-            weights.append(Part(WEIGHT, made.stage, made.microbatch))
-        return made
-
-    def do(kind: str, far: bool) -> None:
-        steps.append((part(kind, far),))
-
-    def do_weight() -> None:
-        if weights:
-            steps.append((weights.pop(0),))
-
-    def together(forward_far: bool) -> None:
-        steps.append((part(FORWARD, forward_far), part(BACKWARD, not forward_far)))
-
-    for _ in range(2 * outer):
-        do(FORWARD, False)
-    for _ in range(depth + 1):
-        do(FORWARD, False)
-        do(FORWARD, True)
-    for _ in range(outer):
-        do(INPUT, True)
-        do_weight()
-        do(FORWARD, True)
-    for number in range(chunks - ranks + depth + 1):
-        if number == 0 and depth == half - 1:  # the two in the middle: apart, which leaves a smaller bubble
-            do(FORWARD, False)
-            do(BACKWARD, True)
-        else:
-            together(False)
-        together(True)
-    for _ in range(outer):
-        do(BACKWARD, True)
-        together(True)
-    late = False
-    for number in range(depth + 1):
-        late = late or (number == (depth + 1) // 2 and depth % 2 == 1)
-        do(INPUT if late else BACKWARD, True)
-        late = late or (number == (depth + 1) // 2 and depth % 2 == 0)
-        do(INPUT if late else BACKWARD, False)
-    for _ in range(outer):
-        do_weight()
-        do(INPUT, False)
-    while weights:
-        do_weight()
-    return steps
 
 
 def _of_torch(name: str, stages_per_rank: int) -> Callable[[int, int], Table]:
@@ -179,7 +97,6 @@ SCHEDULES: dict[str, Schedule] = {
     ),
     "zbv": Schedule(_of_torch("ScheduleZBVZeroBubble", 2)),
     "interleaved": Schedule(_of_torch("ScheduleInterleaved1F1B", 2)),
-    "dualpipe": Schedule(dual_pipe, lambda ranks, t: (ranks / 2 - 1) * (t.together + t.backward - 3 * t.weight)),
     "dualpipev": Schedule(
         _of_torch("ScheduleDualPipeV", 2), lambda ranks, t: (ranks - 1) * (t.together + t.backward - 3 * t.weight)
     ),

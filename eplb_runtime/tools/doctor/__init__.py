@@ -1,6 +1,7 @@
-"""What a job will find, before it is started: memory of each choice, what is usable here, what will be exact."""
+"""Forecast of what a job will find: memory of a model, and what is usable here."""
 
 from .links import TransportTrial, try_transports
-from .memory import Diagnosis, DoctorError, diagnose
+from .machine import backends, versions
+from .memory import DoctorError, memory_of
 
-__all__ = ["Diagnosis", "DoctorError", "TransportTrial", "diagnose", "try_transports"]
+__all__ = ["DoctorError", "TransportTrial", "backends", "memory_of", "try_transports", "versions"]

@@ -1,30 +1,25 @@
-"""What of this machine can be used - versions, back ends, compiled code - and what will be equal to the bit here."""
+"""Parts of this machine that can be used: versions, back ends, compiled code."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ...balancer.compile_ahead import compiles, functions_on_disk, is_compiled
 from ...distributed import node_memory
 from ...distributed.transports import deepep_package
-from ...hosts.attaching.sharding import STEADY_ROW_BYTES
 from ...utils.jit import cache_folder
 from ...utils.tables import counted
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "numba")
 OPTIONAL = {
     "transformers": ("transformers", "Hugging Face models"),
-    "yaml": ("pyyaml", "TensorRT-LLM's placement files"),
     "accelerate": ("accelerate", "Transformers' Trainer"),
     "prometheus_client": ("prometheus_client", "metrics on /metrics"),
 }
@@ -38,24 +33,6 @@ class Backend:
 
     name: str
     usable: bool
-    why: str
-
-
-@dataclass(frozen=True)
-class Width:
-    """Rows that an expert tensor makes. ``steady``: on a CPU their place in memory changes no bit."""
-
-    tensor: str
-    row_bytes: tuple[int, ...]
-    steady: bool
-
-
-@dataclass(frozen=True)
-class Exactness:
-    """A comparison of two trainings: the same "bits", to "rounding", or "verify": ask that command where it runs."""
-
-    what: str
-    same: Literal["bits", "rounding", "verify"]
     why: str
 
 
@@ -107,40 +84,3 @@ def compiled() -> Backend:
         rest = "the rest is compiled by eplb-runtime warmup, or beside the first job's training"
         return Backend(name, True, f"partly: {counted(functions, 'function')} in {shown}; {rest}")
     return Backend(name, True, f"empty: the first job compiles beside training, into {shown}")
-
-
-def widths_of(parameters: Mapping[str, Tensor]) -> tuple[Width, ...]:
-    """Return the rows of expert tensors ``[E, ...]``, one of each name."""
-    found = []
-    for name, tensor in parameters.items():
-        if tensor.ndim > 2:
-            row_bytes = tuple(width * tensor.element_size() for width in tensor.shape[1:])
-            found.append(Width(name, row_bytes, not any(width % STEADY_ROW_BYTES for width in row_bytes)))
-    return tuple(found)
-
-
-def exactness(widths: Sequence[Width] | None, replica_slots: int) -> tuple[Exactness, ...]:
-    """Return what will be equal in two trainings.
-
-    Args:
-        widths: of the model's experts; None: no model is known.
-        replica_slots: copies that a rank can hold per layer.
-    """
-    same: Literal["bits", "rounding", "verify"] = "bits"
-    why = f"all rows are multiples of {STEADY_ROW_BYTES} bytes"
-    if widths is None:
-        same, why = "verify", f"where experts make rows of multiples of {STEADY_ROW_BYTES} bytes: give --model-config"
-    elif odd := next((width for width in widths if not width.steady), None):
-        rows = " and ".join(map(str, odd.row_bytes))
-        same, why = "rounding", f"{odd.tensor} makes rows of {rows} bytes, no multiples of {STEADY_ROW_BYTES}"
-    copies = "copies split an expert's tokens, so sums are added in another order"
-    with_copies = Exactness(f"with {replica_slots} replica slots or without", "rounding", copies)
-    why_gpu = "it depends on the kernels: run verify on this very cluster"
-    return (
-        Exactness("experts moved or not, on CPUs", same, why),
-        Exactness("experts moved or not, on GPUs", "verify", why_gpu),
-        *([with_copies] if replica_slots else []),
-        Exactness("saved and loaded on as many ranks", "bits", "checkpoints hold every bit, in logical order"),
-        Exactness("on another number of ranks", "rounding", "gradients are summed over other batches of tokens"),
-        Exactness("beside the model whole in one process", "rounding", "its sums run over all tokens at once"),
-    )

@@ -1,37 +1,50 @@
-"""Placements and loads to and from the serving engines' files."""
+"""Placements and loads to and from the serving engines' files.
+
+SGLang (``--init-expert-location``): ``{"physical_to_logical_map": [num_layers][P]}`` and no other key, since its reader
+(``srt/eplb/expert_location.py``, ``compute_initial_expert_location_metadata``) passes every key on as an argument; rows
+are the model's layers, dense ones included (their rows must be valid and are not used). Files written here were read by
+that function of sglang 0.5.23.
+
+vLLM: ``physical_to_logical_map`` as nested lists, [MoE layers][P], as its pull requests 49572 and 53022 propose.
+
+TensorRT-LLM (``llmapi/llm_args.py``, ``MoeLoadBalancerConfig``): ``num_slots``, ``initial_global_assignments`` and
+``layer_updates_per_iter``; every MoE layer has a row under its number in the model. These files are written alone.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
-from ...placement import EMPTY, Placement
-from ...utils.files import require_writable
-from .base import Engine, ExpertMap
-from .engines import ENGINES, FORMATS, OWN, find_load, find_placement, held_in
-from .loads import checked_load, resolved_path
-from .reading import FormatError, about, open_content
-from .slots import fill_empty_slots, restore_homes
+import numpy as np
+from numpy.typing import NDArray
 
-BY_ENDING = {".yaml": "tensorrt-llm", ".yml": "tensorrt-llm", ".pt": "sglang"}
-"""What is written under an ending when no format is asked for; others: our own."""
+from ...placement import EMPTY, Placement
+from ...utils.files import require_writable, write_file
+from ...utils.placement_file import ENDINGS, FILE_FORMAT
+from . import loads
+from .reading import Content, FormatError, about, expert_ids, open_content
+
+OWN = "eplb-runtime"
+FORMATS = {OWN: ENDINGS, "sglang": (".json",), "vllm": (".json",), "tensorrt-llm": (".yaml", ".yml")}
+"""Endings of what can be written, by format."""
+NUMBERS_DENSE_LAYERS = ("sglang", "tensorrt-llm", "slime")
+"""Formats whose layer numbers count the model's dense layers too; others have MoE layers only."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What :func:`convert` did. ``kind`` is "placement" or "load"; ``shape`` is [L, P] or [T, L, E]."""
+    """What :func:`convert` did. ``kind`` is "placement" or "load"; ``shape`` is [L, P] or [T, L, E].
+
+    ``filled_slots``: empty replica slots that were given a copy, since no engine's map can hold an empty slot.
+    """
 
     kind: str
     source_format: str
     format: str
     shape: tuple[int, ...]
     filled_slots: int = 0
-    """Empty replica slots that were given a copy, since no engine's map can hold an empty slot."""
-    homes: str = ""
-    """"kept", "restored" (see ``slots.restore_homes``), or "": the written format has no homes."""
-    numbered_from_0: bool = False
-    """The format numbers all layers of the model, and ``dense_layers`` was not given: none was assumed."""
 
 
 def convert(
@@ -47,58 +60,61 @@ def convert(
     Args:
         source: any file that :func:`read_placement` or :func:`loads.read_load` understands.
         destination: the file to write.
-        to: one of ``FORMATS``; None: by the ending (``.yaml`` TensorRT-LLM, ``.pt`` SGLang, others our own).
+        to: one of ``FORMATS``; None: TensorRT-LLM's for ``.yaml``, else our own. Loads are written in our own.
         num_ranks: EP size R; engines' maps do not say it, and our own files need it.
-        dense_layers: leading layers of the model without experts, which SGLang and TensorRT-LLM number too: left out
-            when read, put back when written. None: none, or what the file says itself; required where SGLang's or
-            slime's rows, one for each layer of the model, become a file of MoE layers.
+        dense_layers: leading layers of the model without experts: left out of files that number them when read, put
+            back when written. Required where one of both formats numbers them.
 
     Raises:
         FormatError, PlacementError: what is wrong with which file.
         OSError: the destination cannot be written.
     """
-    source, destination = resolved_path(source), Path(destination)
-    target = _engine(to or BY_ENDING.get(destination.suffix, OWN.name))
+    source, destination = loads.resolved_path(source), Path(destination)
+    to = to or ("tensorrt-llm" if destination.suffix in FORMATS["tensorrt-llm"] else OWN)
+    if to not in FORMATS:
+        raise FormatError(f"unknown format {to!r}; choose one of: {', '.join(FORMATS)}")
     with about(destination, reading=False):
-        require_writable(destination, sorted({*target.placement_endings, *target.load_endings}))
+        require_writable(destination, sorted({*FORMATS[to], *loads.ENDINGS}) if to == OWN else FORMATS[to])
     with about(source):
         content = open_content(source)
-        found, loaded = find_placement(content), None
-        if found is None:
-            loaded = find_load(content)
+        kind, loaded = _map_in(content), None
+        if kind is None:
+            loaded = loads.find_load(content)
             if loaded is None:
-                raise FormatError(f"neither a placement nor a load: it holds {held_in(content)}")
+                raise FormatError(f"neither a placement nor a load: {loads.held_in(content)}")
             if num_ranks is not None:
                 raise FormatError("it holds a load, which has no ranks: leave --ranks out")
-            record, engine = loaded
-            skipped, written = _dense_layers(engine, target, dense_layers)
-            load = checked_load(record.load, skipped)
+            if to != OWN:
+                raise FormatError(f"{to} reads no load file: plan, and convert the plan")
+        elif kind != OWN and to == OWN and num_ranks is None:
+            raise FormatError(f"a {kind} map does not say how many ranks it is for: give --ranks R")
+        origin = kind or (loaded[0] if loaded else "")
+        numbering = [name for name in (origin, to) if name in NUMBERS_DENSE_LAYERS]
+        if numbering and dense_layers is None:
+            raise FormatError(
+                f"{numbering[0]} files number each layer of the model: give --dense-layers N, the number before the "
+                "first MoE layer (0: none)"
+            )
+        if dense_layers and not numbering:
+            raise FormatError(f"neither {origin} nor {to} files number dense layers: leave --dense-layers out")
+        skipped = (dense_layers or 0) if origin in NUMBERS_DENSE_LAYERS else 0
+        if loaded is not None:
+            load = loads.checked_load(loaded[1].load, skipped)
         else:
-            held, engine = found
-            if num_ranks is None and not engine.keeps_homes and target.keeps_homes:
-                raise FormatError(f"a {engine.name} map does not say how many ranks it is for: give --ranks R")
-            layers = held.layers if isinstance(held, ExpertMap) else None
-            skipped, written = _dense_layers(engine, target, dense_layers, layers)
-            placement, homes = _as_placement(held, num_ranks, skipped)
-    numbered_from_0 = dense_layers is None and target.numbers_dense_layers and not engine.numbers_dense_layers
-    if found is None:
-        with about(destination, reading=False):
-            _require_ending(destination, target, target.load_endings, "load")
-            target.save_load(destination, load, written)
-        return Conversion("load", engine.name, target.name, load.shape, numbered_from_0=numbered_from_0)
-    filled = write_placement(destination, placement, target.name, written)
-    shape, homes = placement.physical_to_logical.shape, homes if target.keeps_homes else ""
-    return Conversion("placement", engine.name, target.name, shape, filled, homes, numbered_from_0)
+            placement = _placement_in(content, num_ranks, skipped)
+    if loaded is not None:
+        loads.write_load(destination, load)
+        return Conversion("load", origin, to, load.shape)
+    filled = write_placement(destination, placement, to, dense_layers or 0)
+    return Conversion("placement", origin, to, placement.physical_to_logical.shape, filled)
 
 
-def read_placement(path: str | Path, num_ranks: int, dense_layers: int = 0, *, layout: str | None = None) -> Placement:
-    """Read a placement from our own file or from an engine's map.
+def read_placement(path: str | Path, num_ranks: int, dense_layers: int = 0) -> Placement:
+    """Read a placement from our own file, or from SGLang's or vLLM's map, which has the free layout.
 
     Args:
         num_ranks: EP size R.
         dense_layers: leading rows of an SGLang map that are left out.
-        layout: maps know no homes. None: the home layout where an engine's map allows it (see ``slots.restore_homes``),
-            else the free one; ``"home"``: it must; ``"free"``: homes are left out.
 
     Raises:
         FormatError, PlacementError: the file holds no placement, or one for another number of ranks.
@@ -106,92 +122,78 @@ def read_placement(path: str | Path, num_ranks: int, dense_layers: int = 0, *, l
     path = Path(path)
     with about(path):
         content = open_content(path)
-        found = find_placement(content)
-        if found is None:
-            if find_load(content) is not None:
-                raise FormatError("holds a load, not a placement")
-            raise FormatError(f"neither a placement nor a load: it holds {held_in(content)}")
-        held, engine = found
-        return _as_placement(held, num_ranks, dense_layers if engine.has_dense_rows else 0, layout)[0]
+        kind = _map_in(content)
+        if kind is None:
+            raise FormatError(f"no placement: {loads.held_in(content)}")
+        return _placement_in(content, num_ranks, dense_layers if kind in NUMBERS_DENSE_LAYERS else 0)
 
 
-def write_placement(path: str | Path, placement: Placement, to: str = OWN.name, dense_layers: int = 0) -> int:
+def write_placement(path: str | Path, placement: Placement, to: str = OWN, dense_layers: int = 0) -> int:
     """Write a placement in one of ``FORMATS``; an engine's map loses homes and epoch.
 
     Returns:
         how many empty replica slots were given a copy (0 in our own format, which keeps them empty).
     """
-    path, engine, filled = Path(path), _engine(to), 0
-    if not engine.keeps_homes:
-        filled = int((placement.physical_to_logical == EMPTY).sum())
-        placement = Placement(fill_empty_slots(placement), placement.num_experts, placement.num_ranks)
+    path = Path(path)
     with about(path, reading=False):
-        _require_ending(path, engine, engine.placement_endings, "placement")
-        engine.save_placement(path, placement, dense_layers)
-    return filled
+        require_writable(path, FORMATS[to])
+        if to == OWN:
+            placement.save(path)
+            return 0
+        rows = fill_empty_slots(placement).tolist()
+        if to == "sglang":
+            trivial = np.arange(placement.num_slots) % placement.num_experts  # what SGLang gives layers without a plan
+            text = json.dumps({"physical_to_logical_map": [trivial.tolist()] * dense_layers + rows})
+        elif to == "vllm":
+            text = json.dumps(rows)
+        else:
+            lines = [f"  {layer}: {json.dumps(row)}\n" for layer, row in enumerate(rows, start=dense_layers)]
+            head = f"num_slots: {placement.num_slots}\nlayer_updates_per_iter: 0\ninitial_global_assignments:\n"
+            text = head + "".join(lines)
+        write_file(path, text)
+    return int((placement.physical_to_logical == EMPTY).sum())
 
 
-def _engine(name: str) -> Engine:
-    if name not in FORMATS:
-        raise FormatError(f"unknown format {name!r}; choose one of: {', '.join(FORMATS)}")
-    return next(engine for engine in ENGINES if engine.name == name)
+def fill_empty_slots(placement: Placement) -> NDArray[np.int32]:
+    """Return int32 [L, P]: the map with each empty slot given a copy of the expert that has fewest copies so far and is
+    not on that rank; ties go to the lower id."""
+    rows = np.array(placement.physical_to_logical)
+    counts = np.array(placement.copy_count)
+    for layer, slot in np.argwhere(rows == EMPTY):
+        rank_start = slot - slot % placement.slots_per_rank
+        on_rank = rows[layer, rank_start : rank_start + placement.slots_per_rank]
+        cost = counts[layer] + placement.num_slots * np.isin(np.arange(placement.num_experts), on_rank)
+        expert = int(np.argmin(cost))
+        rows[layer, slot] = expert
+        counts[layer, expert] += 1
+    return rows
 
 
-def _require_ending(path: Path, engine: Engine, endings: tuple[str, ...], kind: str) -> None:
-    if not endings:
-        raise FormatError(
-            f"{engine.name} reads no {kind} file; write the load for sglang, or plan and convert the plan"
-        )
-    require_writable(path, endings)
+def _map_in(content: Content) -> str | None:
+    """Return the format of the placement in a file; None: it holds none."""
+    format_of = content.metadata if content.kind == "safetensors" else content.value if content.holds("format") else {}
+    if content.kind in ("json", "safetensors") and format_of.get("format") == FILE_FORMAT:
+        return OWN
+    if content.kind in ("json", "pt") and content.holds("physical_to_logical_map"):
+        return "sglang"
+    return "vllm" if content.kind == "json" and isinstance(content.value, list) else None
 
 
-def _as_placement(
-    held: Placement | ExpertMap, num_ranks: int | None, skipped: int, layout: str | None = None
-) -> tuple[Placement, str]:
-    """Return it for so many ranks, without the first ``skipped`` rows of a map, and what became of the homes."""
-    if isinstance(held, ExpertMap):
-        placement = held.placement(num_ranks or 1, skipped)
-    elif num_ranks in (None, held.num_ranks):
-        placement = held
-    else:
-        raise FormatError(f"the placement is for {held.num_ranks} ranks, not {num_ranks}")
-    if layout == "free":
-        if (placement.physical_to_logical == EMPTY).any():
-            raise FormatError("it has empty replica slots, which the free layout does not know")
-        return Placement(placement.physical_to_logical, placement.num_experts, placement.num_ranks), ""
-    if placement.home is not None:
-        return placement, "kept"
-    restored = restore_homes(placement) if layout == "home" or isinstance(held, ExpertMap) else None
-    if restored is None and layout == "home":
-        raise FormatError(
-            "it cannot be read in the home layout: not every expert is exactly once in the first slots (experts / "
-            "ranks of them) of all ranks, or one is on a rank twice"
-        )
-    return (placement, "") if restored is None else (restored, "restored")
-
-
-def _dense_layers(
-    source: Engine, target: Engine, given: int | None, layers: tuple[int, ...] | None = None
-) -> tuple[int, int]:
-    """Return how many leading rows to leave out, and how many dense layers to write; ``layers``: the MoE layers'
-    numbers, where the file gives them."""
-    if layers is not None:
-        if given not in (None, layers[0]):
-            raise FormatError(
-                f"its first MoE layer has number {layers[0]}: leave --dense-layers out, or give {layers[0]}"
-            )
-        if target.numbers_dense_layers and any(after - before != 1 for before, after in pairwise(layers)):
-            raise FormatError(
-                f"its MoE layers {', '.join(map(str, layers[:4]))}, ... do not follow each other; {target.name} files "
-                "are written only for models whose MoE layers do"
-            )
-        return 0, layers[0] if target.numbers_dense_layers else 0
-    if given and not (source.numbers_dense_layers or target.numbers_dense_layers):
-        names = f"{source.name} nor {target.name}"
-        raise FormatError(f"neither {names} files number dense layers: leave --dense-layers out")
-    if given is None and source.has_dense_rows and not target.has_dense_rows:
-        raise FormatError(
-            f"{source.name} files have a row for each layer of the model: give --dense-layers N, the number before the "
-            "first MoE layer (0: none)"
-        )
-    return (given or 0) if source.has_dense_rows else 0, given or 0
+def _placement_in(content: Content, num_ranks: int | None, skipped: int) -> Placement:
+    """Return the placement for so many ranks, without the first ``skipped`` rows of an engine's map."""
+    if _map_in(content) == OWN:
+        fields = content.value
+        if content.kind == "safetensors":
+            names = ("physical_to_logical", "home")
+            arrays = {name: expert_ids(content.value[name], name) if content.holds(name) else None for name in names}
+            fields = {**content.metadata, **arrays}
+        placement = Placement.from_fields(fields)
+        if num_ranks not in (None, placement.num_ranks):
+            raise FormatError(f"the placement is for {placement.num_ranks} ranks, not {num_ranks}")
+        return placement
+    held = content.value if isinstance(content.value, list) else content.value["physical_to_logical_map"]
+    rows = expert_ids(held, "the map")
+    if skipped and skipped >= len(rows):
+        raise FormatError(f"{skipped} dense layers of {len(rows)}: none would be left")
+    rows = rows[skipped:]
+    return Placement(rows, int(rows.max(initial=-1)) + 1, num_ranks or 1)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ...observe.run_folder import JobRecord
-from ...utils.files import require_writable
-from .engines import OWN, find_load, why_no_load
-from .reading import FormatError, LoadArray, about, numbers, open_content
+from ...load.series import holds_series
+from ...observe.run_folder import JobRecord, read_run
+from ...utils.files import replacing, require_writable, write_file
+from . import megatron, slime
+from .reading import Content, FormatError, LoadArray, about, names_in, numbers, open_content
 
 SAMPLE = "sample"
+ENDINGS = (".npz", ".safetensors", ".json")
+"""Of load files that are written."""
 MOST_TOKENS = 2.0**53
 """Whole numbers stay below it: larger ones have lost digits, and their sums lose more."""
 
@@ -29,10 +34,9 @@ def read_record(path: str | Path, dense_layers: int = 0) -> JobRecord:
     Understood, by the name's ending and then by content:
 
     * ``.npz`` or ``.safetensors`` with an array ``load`` of shape [L, E] or [T, L, E], oldest window first;
-    * ``.json``: ``{"load": ...}`` or SGLang's ``{"logical_count": ...}``, the same shapes as nested lists;
+    * ``.json``: ``{"load": ...}``, the same shapes as nested lists;
+    * ``.pt`` or ``.json`` with ``logical_count``: dumps of SGLang's expert distribution recorder in mode ``stat``;
     * a folder in which a run or ``eplb.record`` has recorded its load, see `load.series`;
-    * ``.pt`` dumps of SGLang's expert distribution recorder, one or a folder of them, see `sglang`;
-    * a folder of TensorRT-LLM expert statistics, see `tensorrt_llm`;
     * a folder that Megatron-LM's ``--moe-routing-trace-path`` has filled, or one rank's file of it, see `megatron`;
     * slime's ``--save-debug-rollout-data``, a file or a folder of them, one window a rollout, see `slime`;
     * the word ``sample``, where nothing has this name: a series that comes along, to try things out. It was drawn, not
@@ -50,14 +54,28 @@ def read_record(path: str | Path, dense_layers: int = 0) -> JobRecord:
         content = open_content(path)
         found = find_load(content)
         if found is None:
-            raise FormatError(why_no_load(content))
-        return replace(found[0], load=checked_load(found[0].load, dense_layers))
+            raise FormatError(f'{held_in(content)}: store tokens per expert as "load"')
+        return replace(found[1], load=checked_load(found[1].load, dense_layers))
 
 
 def resolved_path(path: str | Path) -> Path:
     """Return the file that is meant: ``sample`` comes along, where nothing has this name."""
     path = Path(path)
     return Path(__file__).with_name("sample.npz") if path == Path(SAMPLE) and not path.exists() else path
+
+
+def find_load(content: Content) -> tuple[str, JobRecord] | None:
+    """Return the format and the load of a file, unchecked; None: it holds none."""
+    found = ((name, read(content)) for name, read in READERS.items())
+    return next(((name, record) for name, record in found if record is not None), None)
+
+
+def held_in(content: Content) -> str:
+    """Return what a file holds in which nothing was found."""
+    if content.kind == "directory":
+        return "it is no run's folder, and has no router_trace_rank*.jsonl of Megatron and no *.pt of slime"
+    held = names_in(content.value) if isinstance(content.value, Mapping) else f"a {type(content.value).__name__}"
+    return f"it holds {held}"
 
 
 def write_load(path: str | Path, load: ArrayLike) -> None:
@@ -68,8 +86,18 @@ def write_load(path: str | Path, load: ArrayLike) -> None:
     """
     path = Path(path)
     with about(path, reading=False):
-        require_writable(path, OWN.load_endings)
-        OWN.save_load(path, checked_load(load, 0), 0)
+        require_writable(path, ENDINGS)
+        counts = checked_load(load, 0)
+        array = counts.astype(np.int64) if np.array_equal(counts, np.floor(counts)) else counts
+        if path.suffix == ".npz":
+            with replacing(path) as file:
+                np.savez_compressed(file, load=array)
+        elif path.suffix == ".safetensors":
+            from safetensors.numpy import save
+
+            write_file(path, save({"load": array}))
+        else:
+            write_file(path, json.dumps({"load": array.tolist()}))
 
 
 def layers_without_tokens(load: LoadArray) -> int:
@@ -101,3 +129,39 @@ def checked_load(values: ArrayLike, dense_layers: int) -> LoadArray:
             "token count; counts are from 0 to 2**53"
         )
     return np.ascontiguousarray(load)
+
+
+# -- readers: the load in a file, unchecked; None: it holds none of the kind --------------------------------------
+
+
+def _own(content: Content) -> JobRecord | None:
+    if content.kind == "directory" and holds_series(content.path):
+        return read_run(content.path)
+    return JobRecord(content.value["load"]) if content.kind != "pt" and content.holds("load") else None
+
+
+def _sglang(content: Content) -> JobRecord | None:
+    """Return ``logical_count`` [passes, L, E], already summed over ranks.
+
+    It is a ring buffer: passes that were never filled are zero, and left out here; once the ring has turned, its first
+    row is not its oldest. Checked against SGLang's ``srt/eplb/expert_distribution.py``.
+    """
+    if content.holds("records", "last_physical_to_logical_map"):
+        raise FormatError("it holds single passes: record with --expert-distribution-recorder-mode stat")
+    if not content.holds("logical_count"):
+        return None
+    counts = numbers(content.value["logical_count"], "logical_count")
+    counts = counts[None] if counts.ndim == 2 else counts
+    if counts.ndim != 3:
+        raise FormatError(f"logical_count has shape {list(counts.shape)}; it must be [passes, layers, experts]")
+    filled = counts.any(axis=(1, 2))
+    return JobRecord(counts[filled] if filled.any() else counts[:1])
+
+
+READERS: dict[str, Callable[[Content], JobRecord | None]] = {
+    "eplb-runtime": _own,
+    "megatron": megatron.load_in,
+    "slime": slime.load_in,
+    "sglang": _sglang,
+}
+"""By the name of the format, in the order in which they are asked."""

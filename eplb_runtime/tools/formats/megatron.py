@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from ...load.series import RecordedJob
 from ...observe.run_folder import JobRecord
 from ...utils.files import FileError, require_readable
-from .base import Engine
 from .reading import MOST_EXPERTS, Content, FormatError, expert_ids, first_line, require_few
 
 NAME = re.compile(r"router_trace_rank\d+\.jsonl")
@@ -28,30 +27,24 @@ _Layer = tuple[bool, int, int]
 """In a multi-token prediction block or not, that block's index, and the layer's number in its block."""
 
 
-class Megatron(Engine):
-    name = "megatron"
-    load_names: ClassVar = {"directory": "router_trace_rank*.jsonl"}
+def load_in(content: Content) -> JobRecord | None:
+    """Return the load of a directory that ``--moe-routing-trace-path`` has filled, or of one rank's file of it: one
+    window a step; None: there is no such file.
 
-    def load(self, content: Content) -> JobRecord | None:
-        """A directory that ``--moe-routing-trace-path`` has filled, or one rank's file of it: one window a step.
-
-        Checked against Megatron-LM's ``core/transformer/moe/router_trace.py``: a line is a micro-batch of one router,
-        with ``step``, ``stage``, ``block``, ``layer``, ``top_indices`` ``[tokens, topk]``, and ``mtp_idx`` for layers
-        of multi-token prediction, which come last here. Steps that not all layers have reached, as the last one of a
-        job that was stopped, are left out. The number of experts is that of ``logit_shape`` where logits were captured,
-        and else one more than the largest id. Its layers take no replicas.
-        """
-        if content.kind == "jsonl":
-            files, ranks = [content.path], 0
-        elif content.kind == "directory":
-            files = sorted(path for path in content.path.iterdir() if NAME.fullmatch(path.name))
-            ranks = len(files)
-        else:
-            return None
-        if not files:
-            return None
-        load = _traced(files)
-        return JobRecord(load, (1,) * len(load), RecordedJob(ranks=ranks, takes_no_replicas=1))
+    Checked against Megatron-LM's ``core/transformer/moe/router_trace.py``: a line is a micro-batch of one router,
+    with ``step``, ``stage``, ``block``, ``layer``, ``top_indices`` ``[tokens, topk]``, and ``mtp_idx`` for layers
+    of multi-token prediction, which come last here. Steps that not all layers have reached, as the last one of a
+    job that was stopped, are left out. The number of experts is that of ``logit_shape`` where logits were captured,
+    and else one more than the largest id. Its layers take no replicas.
+    """
+    files, ranks = [content.path] if content.kind == "jsonl" else [], 0
+    if content.kind == "directory":
+        files = sorted(path for path in content.path.iterdir() if NAME.fullmatch(path.name))
+        ranks = len(files)
+    if not files:
+        return None
+    load = _traced(files)
+    return JobRecord(load, (1,) * len(load), RecordedJob(ranks=ranks, takes_no_replicas=1))
 
 
 def _traced(files: list[Path]) -> NDArray[np.int64]:

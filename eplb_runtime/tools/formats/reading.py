@@ -28,7 +28,9 @@ MOST_NUMBERS = 2**28
 MOST_EXPERTS = 1 << 16
 """Experts of a layer: larger ids are none of it."""
 MOST_TEXT_BYTES, MOST_BYTES = 128 * MIB, 4096 * MIB
-"""Of JSON and YAML, whose objects take some twenty times that, and of other files."""
+"""Of JSON, whose objects take some twenty times that, and of other files."""
+WANTED = ("load", "physical_to_logical", "home")
+"""Names of the arrays that are read."""
 
 
 class FormatError(FileError):
@@ -122,8 +124,8 @@ class Content:
 
     Args:
         kind: the ending without its dot, or ``"directory"``.
-        value: of ``npz`` and ``safetensors`` arrays by name, each read when it is asked for; of a directory and of
-            ``jsonl`` nothing.
+        value: of ``npz`` and ``safetensors`` arrays by name, None for those of no name in ``WANTED``; of a directory
+            and of ``jsonl`` nothing.
         metadata: the texts in a safetensors file's header.
     """
 
@@ -148,62 +150,19 @@ def open_content(path: Path) -> Content:
         return Content(path, "directory")
     if not path.exists():
         raise FileNotFoundError(ENOENT, strerror(ENOENT), str(path))
-    kind = {".yml": "yaml"}.get(path.suffix, path.suffix[1:])
+    kind = path.suffix[1:]
     if kind == "safetensors":
         return Content(path, kind, *_read_safetensors(path))
     readers: dict[str, Callable[[Path], Any]] = {
         "npz": _read_npz,
         "json": _read_json,
         "pt": read_pt,
-        "yaml": _read_yaml,
         "jsonl": lambda path: None,
     }
     if kind not in readers:
-        endings = ".npz, .safetensors, .json, .pt, .yaml, .yml, .jsonl"
+        endings = ".npz, .safetensors, .json, .pt, .jsonl"
         raise FormatError(f"cannot tell what kind of file this is by its ending; give {endings}")
     return Content(path, kind, readers[kind](path))
-
-
-class Arrays(Mapping[str, Any]):
-    """Arrays of a file by name; each is read when it is asked for."""
-
-    def __init__(self, names: Iterable[str], read: Callable[[str], Any]) -> None:
-        self._names, self._read = tuple(names), read
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-def _read_npz(path: Path) -> Arrays:
-    require_readable(path, MOST_BYTES)
-    opened = _numpy(lambda: np.load(path, allow_pickle=False))
-    if isinstance(opened, np.ndarray):
-        raise FormatError("one bare array; save it with numpy.savez(file, load=counts)")
-
-    def read(name: str) -> Any:
-        array = _numpy(lambda: opened[name])
-        if not isinstance(array, np.ndarray) or array.dtype.kind not in "iuf":
-            raise FormatError(f"not an .npz of plain numbers: {name} holds {getattr(array, 'dtype', 'bytes')}")
-        return array
-
-    return Arrays(opened.files, read)
-
-
-def _numpy(read: Callable[[], Any]) -> Any:
-    try:
-        return read()
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:  # numpy and zipfile raise ValueError, EOFError, BadZipFile, KeyError, ...
-        raise FormatError(f"not an .npz of plain numbers ({first_line(error)})") from None
 
 
 def _read_json(path: Path) -> Any:
@@ -212,29 +171,6 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise FormatError(f"not JSON ({first_line(error)})") from None
-
-
-def _read_yaml(path: Path) -> Any:
-    """Return the first document of a file without aliases, which let few bytes stand for any amount of data."""
-    try:
-        import yaml
-    except ImportError:
-        raise FormatError("reading YAML needs PyYAML: pip install 'eplb-runtime[convert]'") from None
-
-    class Loader(yaml.SafeLoader):
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):
-                raise FormatError("YAML with aliases (*name) is not read: write the values out")
-            return super().compose_node(parent, index)
-
-    require_readable(path, MOST_TEXT_BYTES)
-    try:
-        loader = Loader(path.read_text(encoding="utf-8"))
-        return loader.get_data() if loader.check_data() else None
-    except FileError:
-        raise
-    except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise FormatError(f"not YAML ({first_line(error)})") from None
 
 
 def read_pt(path: Path) -> dict[str, Any]:
@@ -263,29 +199,30 @@ def read_named_pt(path: Path) -> dict[str, Any]:
         raise FormatError(f"{path.name}: {error}") from None
 
 
-def _read_safetensors(path: Path) -> tuple[Arrays, dict[str, str]]:
+def _read_npz(path: Path) -> dict[str, Any]:
+    require_readable(path, MOST_BYTES)
+    try:
+        opened = np.load(path, allow_pickle=False)
+        if isinstance(opened, np.ndarray):
+            raise FormatError("one bare array; save it with numpy.savez(file, load=counts)")
+        with opened:
+            return {name: opened[name] if name in WANTED else None for name in opened.files}
+    except (OSError, MemoryError, FileError):
+        raise
+    except Exception as error:  # numpy and zipfile raise ValueError, EOFError, BadZipFile, KeyError, ...
+        raise FormatError(f"not an .npz of plain numbers ({first_line(error)})") from None
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     from safetensors import SafetensorError, safe_open
 
     require_readable(path, MOST_BYTES)
-
-    def using(read: Callable[[Any], Any]) -> Any:
-        try:
-            with safe_open(path, framework="pt") as file:
-                return read(file)
-        except SafetensorError as error:
-            raise FormatError(f"not a safetensors file ({first_line(error)})") from None
-
-    def tensor(name: str) -> Any:
-        def read(file: Any) -> Any:
-            require_few(math.prod(file.get_slice(name).get_shape()), name)
-            return file.get_tensor(name)
-
-        return using(read)
-
-    names, metadata = using(lambda file: (tuple(file.keys()), dict(file.metadata() or {})))
-    return Arrays(names, tensor), metadata
-
-
-def read_tensors(path: Path) -> Arrays:
-    """Return the tensors of a safetensors file by name, each read when it is asked for."""
-    return _read_safetensors(path)[0]
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = dict.fromkeys(file.keys())
+            for name in found.keys() & set(WANTED):
+                require_few(math.prod(file.get_slice(name).get_shape()), name)
+                found[name] = file.get_tensor(name)
+            return found, dict(file.metadata() or {})
+    except SafetensorError as error:
+        raise FormatError(f"not a safetensors file ({first_line(error)})") from None

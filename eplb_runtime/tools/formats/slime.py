@@ -12,33 +12,28 @@ from numpy.typing import NDArray
 
 from ...load.series import RecordedJob
 from ...observe.run_folder import JobRecord
-from .base import Engine
 from .reading import MOST_EXPERTS, Content, FormatError, expert_ids, read_named_pt, require_few
 
 FIELDS = ("rollout_id", "samples")
 ROUTING = "rollout_routed_experts"
 
 
-class Slime(Engine):
-    name = "slime"
-    numbers_dense_layers = has_dense_rows = True
+def load_in(content: Content) -> JobRecord | None:
+    """Return the load of a file that ``--save-debug-rollout-data FOLDER/{rollout_id}.pt`` has written, or of a folder
+    of them, without evaluations (``eval_N.pt``): one window a rollout; None: there is no such file.
 
-    def load(self, content: Content) -> JobRecord | None:
-        """A file that ``--save-debug-rollout-data FOLDER/{rollout_id}.pt`` has written, or a folder of them, without
-        evaluations (``eval_N.pt``): one window a rollout.
-
-        Checked against slime's ``observability/rollout_data_utils.py`` (``save_debug_rollout_data``) and
-        ``utils/types.py``: a sample has ``rollout_routed_experts`` ``[tokens, layers, topk]``, a row for each layer of
-        the model. Dense layers have expert 0 in every place, and no load here. The number of experts is one more than
-        the largest id. What is trained on it are Megatron's layers, which take no replicas.
-        """
-        rollouts: Iterable[Mapping[str, Any]] = ()
-        if content.kind == "pt" and content.holds(*FIELDS):
-            rollouts = [content.value]
-        elif content.kind == "directory":
-            rollouts = _folder(content.path)
-        load = _replayed(rollouts)
-        return None if load is None else JobRecord(load, (1,) * len(load), RecordedJob(takes_no_replicas=1))
+    Checked against slime's ``observability/rollout_data_utils.py`` (``save_debug_rollout_data``) and
+    ``utils/types.py``: a sample has ``rollout_routed_experts`` ``[tokens, layers, topk]``, a row for each layer of
+    the model. Dense layers have expert 0 in every place, and no load here. The number of experts is one more than
+    the largest id. What is trained on it are Megatron's layers, which take no replicas.
+    """
+    rollouts: Iterable[Mapping[str, Any]] = ()
+    if content.kind == "pt" and content.holds(*FIELDS):
+        rollouts = [content.value]
+    elif content.kind == "directory":
+        rollouts = _folder(content.path)
+    load = _replayed(rollouts)
+    return None if load is None else JobRecord(load, (1,) * len(load), RecordedJob(takes_no_replicas=1))
 
 
 def _folder(directory: Path) -> Iterable[Mapping[str, Any]]:

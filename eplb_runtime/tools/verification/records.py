@@ -221,16 +221,22 @@ def to_rounding(fixed: Run, other: Run, shaken: Run) -> Closeness:
     return Closeness(True if compared else None, *worst, compared)
 
 
+def routes_alike(one: Run, other: Run, until: int) -> bool:
+    """Whether two runs give each expert as many tokens in each step, up to this one."""
+    return all(np.array_equal(one.step(number).counts, other.step(number).counts) for number in range(until + 1))
+
+
 Measure = tuple[str, float, float, float]
 """A name, the difference that is allowed, that which is there, and what it is relative to."""
 
 
 def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], rounding: float) -> Iterator[Measure]:
-    """Measures of each gradient, and of each change of a weight."""
+    """Measures of each gradient, and of each change of a weight. Rounding is that of the expert, or of any weight's
+    change, with the most: few elements make it by chance (with Adam those whose gradient is about zero)."""
     fixed, other, shaken = (step.cells for step in steps)
     gradients = [cell for cell in fixed.values() if cell.kind == "gradient"]
     typical = np.sqrt(sum(c.sums[0, 0] for c in gradients) / max(1, sum(c.numel for c in gradients)))
-    noise_only = set()
+    noise_only, found = set(), []
     for key in steps[0].ordered():
         cell = fixed[key]
         if key not in other or key not in shaken or cell.kind not in ("gradient", "parameter"):
@@ -249,7 +255,16 @@ def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], roundin
             same = len(sums[0]) == len(sums[1])
             apart = max(_apart(sums[0][place if same else 0], row) for place, row in enumerate(sums[1]))
             noise = max(_apart(sums[0][place], row) for place, row in enumerate(sums[2]))
-            yield _shown(key), TIMES_SHAKEN * noise + ROUNDINGS * rounding * scale + floor, apart, scale
+            found.append((key, cell.kind, noise, ROUNDINGS * rounding * scale + floor, apart, scale))
+    most: dict[str, float] = {}
+    is_rounding = np.array_equal(steps[0].counts, steps[2].counts)  # else a choice of experts, in some tensors alone
+    for (_, expert), kind, noise, _, _, scale in found if is_rounding else ():
+        if scale and (expert >= 0 or kind == "parameter"):
+            most[kind] = max(most.get(kind, 0.0), noise / scale)
+    for key, kind, noise, least, apart, scale in found:
+        if key[1] >= 0 or kind == "parameter":
+            noise = max(noise, most.get(kind, 0.0) * scale)
+        yield _shown(key), TIMES_SHAKEN * noise + least, apart, scale
 
 
 def _losses(steps: Sequence[StepRecord]) -> Iterator[Measure]:

@@ -39,6 +39,13 @@ class Report:
     said: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> Report:
+        """Make the report that ``asdict`` and JSON have taken apart."""
+        for name, kind in (("difference", Difference), ("moved_rounding", Closeness), ("single", Closeness)):
+            found[name] = kind(**found[name]) if found[name] else None
+        return cls(**{**found, **{name: tuple(found[name]) for name in ("unregistered", "said", "notes")}})
+
     @property
     def passed(self) -> bool:
         """Whether the verdict is ``"right"``."""

@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from moe_models import batch_of, make_model
+from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 
 import eplb_runtime as eplb
 from eplb_runtime.distributed.ballot import Ballot, Verdict
 from eplb_runtime.events import BalancingPaused, BalancingResumed, EventLog, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.engine import Phase, PostedRound
-from eplb_runtime.planner.shuffle import plan_shuffle
 
 STEPS, INTERVAL, TIMEOUT_SECONDS = 40, 4, 4.0
 BESIDE = "beside"
@@ -109,9 +109,9 @@ def train(
     dist.barrier()  # the short timeout is for cables, not for ranks that start one after another
     balancer = eplb.attach(model, optimizer, config=config)
     dist.barrier()
-    balancer._wait_until_compiled()  # a planner that is still being compiled moves nothing
+    wait_until_compiled(balancer)  # a planner that is still being compiled moves nothing
     if points == [BESIDE]:
-        balancer._plan_with(plan_shuffle)
+        plan_by(balancer, plan_shuffle)
     CableCutter(folder, points, balancer)
     losses = []
     for step in itertools.count():

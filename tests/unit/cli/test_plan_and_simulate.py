@@ -67,11 +67,6 @@ def test_a_command_that_compiles_says_so(
     assert capsys.readouterr().err == ""
 
 
-def test_a_plan_says_that_its_imbalance_is_of_the_load_given(load: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", load, *CLUSTER]) == 0
-    assert "imbalance is that of the load given" in capsys.readouterr().out
-
-
 def test_the_seconds_of_a_plan_are_not_those_of_loading_compiled_code(
     load: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,13 +83,3 @@ def test_no_policy_is_shown_without_static(load: str, capsys: pytest.CaptureFixt
     assert main(["simulate", load, *CLUSTER, "--every", "2", "--policies", policies, "--json"]) == 0
     shown = [row["policy"] for row in json.loads(capsys.readouterr().out)["policies"]]
     assert sorted(shown) == sorted({"static", *policies.split(",")})
-
-
-def test_a_simulation_says_that_its_imbalance_is_of_what_came_next_and_fits_80_columns(
-    load: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["simulate", load, *CLUSTER, "--every", "2"]) == 0
-    shown = capsys.readouterr().out
-    assert "imbalance is that of the windows after each plan" in shown.replace("\n", "").replace("  ", " ")
-    assert max(map(len, shown.splitlines())) <= 80
-    assert sum("policy" in line for line in shown.splitlines()) == 1

@@ -18,19 +18,6 @@ def its_logger() -> Iterator[logging.Logger]:
     logger.setLevel(before)
 
 
-def test_headings_have_units() -> None:
-    assert printing.heading("gb_per_second") == "GB/s"
-    assert printing.heading("expert_mib") == "expert MiB"
-    assert printing.heading("plan_seconds") == "plan s"
-    assert printing.heading("pause_ms_per_expert") == "pause ms per expert"
-
-
-def test_numbers_stand_to_the_right_and_words_to_the_left(capsys: pytest.CaptureFixture[str]) -> None:
-    printing.print_table("t", [{"a": "x", "n": 1, "w": "one"}, {"a": "y", "n": 1000, "w": "a thousand"}])
-    shown = capsys.readouterr().out
-    assert "│    1 │ one        │" in shown and shown.startswith("t\n")
-
-
 def test_markup_in_a_cell_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     printing.print_table("[t]", [{"a": "[red]x[/red]"}])
     shown = capsys.readouterr().out
@@ -63,15 +50,6 @@ def test_a_wide_table_is_turned(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, lines)) <= 80
     assert [line for line in lines if "policy" in line] == ["┃ policy          ┃       one ┃       two ┃"]
     assert all(f" {123456.789 * n:.4g} " in lines[4 + n] and f"a long number {n}" in lines[4 + n] for n in range(9))
-
-
-def test_many_rows_of_a_wide_table_become_tables_of_as_many_as_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    heads = [f"row{n}" for n in range(8)]
-    printing.print_table("t", wide(*heads))
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    shown = [[word for word in line.split() if word.startswith("row")] for line in lines if "policy" in line]
-    assert shown == [heads[:4], heads[4:]]
 
 
 @pytest.mark.parametrize(("flags", "level"), [((), 0), (("-v",), logging.INFO), (("-vv",), logging.DEBUG)])

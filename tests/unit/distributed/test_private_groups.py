@@ -42,29 +42,6 @@ def test_a_group_is_listed_with_its_name_and_not_counted(store: dist.Store) -> N
     assert "a name" not in [one["pg_name"] for one in WORLD.pg_config_info]
 
 
-def test_a_torch_without_the_table_of_names_makes_and_forgets_groups_all_the_same(
-    store: dist.Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(type(WORLD), "pg_names")
-    group = reduced(store)
-    private_groups.forget(group)
-    assert not private_groups.is_private(group)
-    monkeypatch.undo()  # torch's own end asks for it
-
-
-def test_whoever_finds_a_group_finds_all_that_belongs_to_it(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-
-    class Map(dict):  # type: ignore[type-arg]
-        def __setitem__(self, group: dist.ProcessGroup, value: object) -> None:
-            super().__setitem__(group, value)
-            found.append(group in WORLD.pg_group_ranks and group in WORLD.pg_backend_config)
-
-    monkeypatch.setattr(dist.distributed_c10d, "_pg_map", Map(WORLD.pg_map))
-    private_groups.forget(reduced(store))
-    assert found == [True]
-
-
 @pytest.mark.parametrize("before", [None, "0"])
 def test_nccl_groups_are_made_with_a_watchdog_that_ends_nothing(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch, before: str | None

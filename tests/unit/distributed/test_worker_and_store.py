@@ -73,30 +73,6 @@ def test_a_store_that_does_not_answer_is_not_waited_for_longer_than_the_timeout(
     assert (patient.add("count", 2), patient.add("count", 1)) == (2, 3)
 
 
-def test_a_silent_store_costs_one_timeout_until_it_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    stuck, waits, do = Stuck(dist.HashStore()), [], Worker.do
-
-    def waiting(self: Worker, *arguments: object) -> object:
-        waits.append(1)
-        return do(self, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Worker, "do", waiting)
-    store = JobStore(stuck, "job", 0.05)  # type: ignore[arg-type]
-    for _ in range(14):
-        with pytest.raises(StoreError, match="does not answer"):
-            store.word_of("decision")
-    assert len(waits) == 1 and store.silent
-    with pytest.raises(StoreError):
-        store.compare_set("decision", "commit", patient=True)
-    assert len(waits) == 2, "who is in doubt waits all the same"
-    silence = store._silence
-    assert silence is not None
-    stuck.release.set()
-    silence.result(10.0)
-    store._seconds = 10.0
-    assert store.compare_set("decision", "commit") == "commit" and not store.silent
-
-
 def test_the_lives_of_a_job_and_its_attaches_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     names = []
@@ -143,16 +119,6 @@ def test_a_call_between_steps_waits_for_a_silent_store_no_longer_than_its_own_ti
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     with pytest.raises(StoreError, match="does not answer"):
         Worker("calls").do(lambda: consensus.barrier([0], "rebalance()", 0.05), 10.0)
-    stuck.release.set()
-
-
-def test_closing_a_silent_store_waits_for_nothing() -> None:
-    stuck = Stuck(dist.HashStore())
-    store = JobStore(stuck, "job", 0.05)  # type: ignore[arg-type]
-    with pytest.raises(StoreError):
-        store.word_of("decision")
-    store._seconds = 60.0
-    Worker("closes").do(store.close, 10.0)
     stuck.release.set()
 
 

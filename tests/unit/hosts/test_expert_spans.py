@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -100,29 +98,6 @@ def test_without_a_gradient_for_the_hidden_states_the_forward_counts() -> None:
     experts(torch.ones(2))
     clock.end_step()
     assert [step.time() for step in clock.take()] == [ExpertTime(1.0, 1.0)]
-
-
-@pytest.mark.parametrize("sampled", [True, False])
-def test_a_repeated_forward_that_is_broken_off_keeps_nothing(sampled: bool) -> None:
-    """Checkpointing stops the repeated forward inside the experts, whose last saved tensor is that of the last."""
-
-    class Saves(Experts):
-        def forward(self, hidden_states: Tensor) -> Tensor:
-            return hidden_states.exp().square()
-
-    clock, experts = FakeClock(), Saves(FakeClock())
-    mark_calls(experts, "hidden_states", clock)
-    if sampled:
-        clock.begin_step()
-    x = torch.ones(3, requires_grad=True)
-    inputs = []
-    for _ in range(4):
-        hidden = x * 2
-        inputs.append(weakref.ref(hidden))
-        checkpoint(experts, hidden, use_reentrant=False).sum().backward()
-        del hidden
-    gc.collect()
-    assert sum(one() is not None for one in inputs) <= 1
 
 
 def test_evaluation_is_not_measured() -> None:

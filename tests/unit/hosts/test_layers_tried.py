@@ -60,7 +60,7 @@ def said(layer: nn.Module, compute: Any = rows_through, **config: Any) -> tuple[
     return first(try_layers(host.layers, **{"guard": "auto", **config}))
 
 
-def first(found: tuple[list[str], list[str]]) -> tuple[str, list[str]]:
+def first(found: tuple[list[str], ...]) -> tuple[str, list[str]]:
     return next(iter(found[0]), ""), found[1]
 
 

@@ -15,7 +15,6 @@ ROOT = Path(__file__).parents[3]
 TESTS = ROOT / "tests"
 PAGES = {name: ROOT / f"eplb_runtime/hosts/{name}/README.md" for name in ("megatron", "torchtitan")}
 SETTINGS: dict[str, ModuleType] = {"megatron": megatron, "torchtitan": torchtitan}
-LINES = range(60, 121)
 OF_NO_FLAG = {"assumed", "num_experts", "num_moe_experts", "lora_target_modules"}
 """Fields that no class of settings is named after."""
 NO_OPTION = {"expert_data_parallel_size", "phase_offload", "lora"}
@@ -56,13 +55,6 @@ def source(names: list[str]) -> str:
         for module in re.findall(r"^ *(?:import|from) (\w+)", texts[-1], re.MULTILINE):
             left += [f"{module}.py", f"distributed/{module}.py"]
     return "\n".join([*texts, *(path.read_text() for path in sorted((ROOT / "launch/examples").glob("*.py")))])
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_short_and_has_refused_settings_first(name: str) -> None:
-    text = PAGES[name].read_text()
-    assert len(text.splitlines()) in LINES
-    assert text.index("\n## Refused\n") < text.index("\n## Open\n")
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -109,14 +101,6 @@ def test_what_was_tested_with_a_stand_in_says_so(name: str) -> None:
     found = checked(name, "yield ")
     assert found
     assert found - with_a_stand_in == set()
-
-
-def test_each_of_torchtitans_own_dispatchers_is_in_a_row_with_a_stand_in() -> None:
-    rows = [row for row in table(PAGES["torchtitan"].read_text(), "Open") if "moe_comm_backend" in row[0]]
-    assert all(_says_so("torchtitan", row) for row in rows)
-    assert {name for name in torchtitan.OWN_BACKENDS if any(name in row[0] for row in rows)} == set(
-        torchtitan.OWN_BACKENDS
-    )
 
 
 def _says_so(name: str, row: list[str]) -> bool:

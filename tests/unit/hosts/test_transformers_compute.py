@@ -113,17 +113,6 @@ def test_router_weights_get_their_gradient_from_rows_that_are_not_kept(
         assert (one - other).abs().max() <= tolerance * other.abs().max()
 
 
-def test_unweighted_gradients_are_weighed() -> None:
-    """The protocol itself, against autograd's own product."""
-    out = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
-    router = torch.rand(9, dtype=torch.float64, requires_grad=True)
-    seed = torch.randn(9, 4, dtype=torch.float64)
-    expected = torch.autograd.grad((out * router[:, None]).mul(seed).sum(), [out, router])
-    found = torch.autograd.grad(weigh_gradients(out, router), [out, router], seed)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_result_of_the_experts_is_kept(family: str) -> None:
     compute, weights = compute_of(family, "grouped_mm")
@@ -137,15 +126,6 @@ def test_no_result_of_the_experts_is_kept(family: str) -> None:
             out = call(rows, counts, weights, router)
         kept.append(any(tensor.data_ptr() == out.data_ptr() for tensor in saved))
     assert kept == [False, True]
-
-
-@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
-def test_other_implementations_are_the_modules_own_forward(implementation: str) -> None:
-    compute, weights = compute_of("olmoe", implementation)
-    for found, own in zip(
-        run(compute, weights, torch.float32), run(sorted_again(compute), weights, torch.float32), strict=True
-    ):
-        assert torch.equal(found, own)
 
 
 @pytest.mark.parametrize("fault", ["another result", "another signature"])
@@ -163,15 +143,6 @@ def test_a_library_that_does_something_else_is_left_to_do_it(fault: str, monkeyp
     for _ in range(2):
         for one, other in zip(run(compute, weights, torch.float32), own, strict=True):
             assert torch.equal(one, other)
-
-
-def test_slots_of_rows_and_counts_are_told_from_offsets() -> None:
-    counts = SlotCounts.of([2, 0, 3], torch.device("cpu"))
-    assert counts.offsets_S.tolist() == [2, 2, 5]
-    assert counts.counts_S.tolist() == [2, 0, 3]
-    assert counts.slot_of_rows(5).tolist() == [0, 0, 2, 2, 2]
-    assert counts.slot_of_rows(7).tolist() == [0, 0, 2, 2, 2, 2, 2]
-    assert SlotCounts(counts.offsets_S, None).known() == [2, 0, 3]
 
 
 # -- LoRA ------------------------------------------------------------------------------------------------------------
@@ -231,14 +202,6 @@ def test_low_rank_matrices_give_what_they_give_on_the_matrices(family: str, rank
     with Calls() as calls:
         run(compute, weights, FLOAT)
     assert ("baddbmm" in calls.names) == (rank == 3) and not {"sort", "argsort"} & set(calls.names)
-
-
-@pytest.mark.parametrize("state", ["disable_adapters", "merged"])
-def test_adapters_that_are_off_or_merged_add_nothing(state: str) -> None:
-    compute, weights = with_low_rank("olmoe", 4, **{state: True})
-    plain, own = compute_of("olmoe", "grouped_mm")
-    for one, other in zip(run(compute, weights, FLOAT)[:4], run(plain, own, FLOAT), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_pefts_layout_is_split_by_expert_and_put_together_again() -> None:

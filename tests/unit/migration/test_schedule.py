@@ -156,35 +156,10 @@ def test_rounds_of_one_expert_a_rank_keep_the_busiest_rank_busy(experts: int, ra
     """All homes change places: the bytes of the rounds' busiest ranks are within 5 % of what one rank has to carry."""
     current, target = random_placement(1, 20, experts, ranks, 0), random_placement(2, 20, experts, ranks, 0)
     schedule = make_schedule(current, target, [600] * 20, 256)
-    taken, least = schedule.bytes_of_busiest()
+    taken, least = schedule.load.max(axis=1).sum(), schedule.load.sum(axis=0).max()
     assert least == 600 * max(np.bincount(target.home_rank[current.home_rank != target.home_rank], minlength=ranks))
     assert least <= taken <= 1.05 * least
     assert len(schedule.rounds) == taken // 600
-
-
-def test_swaps_of_different_ranks_share_a_round_however_large_an_expert() -> None:
-    current = Placement.initial(2, 8, 4)
-    home = current.home.copy()
-    home[0, [0, 2]], home[1, [4, 6]] = home[0, [2, 0]], home[1, [6, 4]]
-    target = Placement(home.argsort(axis=1), 8, 4, home)
-    schedule = make_schedule(current, target, [1000, 1000], 10)
-    assert [len(round_.transfers) for round_ in schedule.rounds] == [4]
-    assert schedule.rounds[0].layers == (0, 1)
-    # The control: on the same ranks they would be over the budget.
-    home[1] = home[0]
-    again = Placement(home.argsort(axis=1), 8, 4, home)
-    assert [len(round_.transfers) for round_ in make_schedule(current, again, [1000, 1000], 10).rounds] == [2, 2]
-
-
-def test_layers_of_different_ranks_do_not_share_a_budget() -> None:
-    """Two pipeline stages: what one does is no reason for the other to wait."""
-    current, target = random_placement(1, 2, 16, 4, 1), random_placement(2, 2, 16, 4, 1)
-    target = Placement(target.physical_to_logical[[0, 0]], 16, 4, target.home[[0, 0]])
-    current = Placement(current.physical_to_logical[[0, 0]], 16, 4, current.home[[0, 0]])
-    together = make_schedule(current, target, [10, 10], 10)
-    apart = make_schedule(current, target, [10, 10], 10, holders=[7, 3])
-    assert len(together.rounds) >= 2 * len(apart.rounds)
-    assert replay(apart).digest() == target.digest()
 
 
 def test_the_last_epoch_is_the_targets_where_that_is_further_on() -> None:
@@ -195,15 +170,6 @@ def test_the_last_epoch_is_the_targets_where_that_is_further_on() -> None:
         standing = schedule.after(standing, round_)
         epochs.append(standing.epoch)
     assert epochs == [*range(1, len(epochs)), 40]
-
-
-def test_the_digest_tells_schedules_apart() -> None:
-    current, target = random_placement(1, 2, 8, 4, 1), random_placement(2, 2, 8, 4, 1)
-    one = make_schedule(current, target, [10, 10], 1000)
-    assert one.digest() == make_schedule(current, target, [10, 10], 1000).digest()
-    assert one.digest() != make_schedule(current, target, [10, 11], 1000).digest()
-    assert one.digest() != make_schedule(current, target, [10, 10], 10).digest()
-    assert one.digest() != make_schedule(current, random_placement(3, 2, 8, 4, 1), [10, 10], 1000).digest()
 
 
 def test_copies_alone_are_one_round_without_transfers() -> None:
@@ -248,12 +214,3 @@ def test_ranks_that_have_not_compiled_it_yet_find_the_same_schedule(
         patch.setattr(module, "ready", lambda function: seen.append(function) or interpreted(function))
         plain = make_schedule(*question, by_layer=by_layer)
     assert seen and plain.digest() == compiled.digest()
-
-
-def test_a_schedule_of_many_rounds_is_the_same_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More rounds than bits in a word, where the interpreter's integers could be wider than the compiled ones."""
-    question = (random_placement(0, 12, 96, 8, 1), random_placement(1, 12, 96, 8, 1), [5] * 12, 5)
-    compiled = make_schedule(*question)
-    assert compiled.num_rounds > 128
-    monkeypatch.setattr(module, "ready", interpreted)
-    assert make_schedule(*question).digest() == compiled.digest()

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_runtime.migration.exchange import RoundExecutor
-from eplb_runtime.migration.records import Records
-from eplb_runtime.migration.staging import DIRECT_BYTES, Arena, chains_of, packed_bytes, runs_of
+from eplb_runtime.migration.staging import DIRECT_BYTES, chains_of, packed_bytes, runs_of
 from eplb_runtime.moe.experts.record import RecordFormat
 from eplb_runtime.moe.experts.registry import ExpertTensor
-from eplb_runtime.placement import HomeRows
 
 CPU = torch.device("cpu")
 
@@ -79,23 +73,6 @@ def test_large_rows_are_sent_from_their_place_and_small_ones_together(
     assert [field for _, _, field in runs_of(record_format, torch.device("meta"))] == [None], "rows of another device"
 
 
-def test_an_arena_keeps_its_memory_while_a_round_fits() -> None:
-    made = []
-
-    def empty(nbytes: int) -> torch.Tensor:
-        made.append(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    arena = Arena(empty, 100)
-    for nbytes in (100, 40, 250, 200):
-        arena.reserve(nbytes)
-        arena.restart()
-        assert arena.take(nbytes).shape == (nbytes,)
-    assert made == [100, 250]
-    with pytest.raises(RuntimeError, match="too small"):
-        arena.take(100)
-
-
 def test_rows_that_may_be_elsewhere_on_other_ranks_are_packed_everywhere() -> None:
     rows = tuple(torch.zeros(DIRECT_BYTES, dtype=torch.uint8) for _ in range(2))
     for varies in (False, True):
@@ -109,39 +86,3 @@ def test_all_memory_that_holds_a_row_is_written() -> None:
     record_format = RecordFormat.of([ExpertTensor("w", rows, "parameter", copies=((), (twin,)))])
     record_format.unpack(torch.arange(64, dtype=torch.uint8), 1)
     assert torch.equal(twin.view(2, 3), rows[1]) and rows[1].any() and not rows[0].any()
-
-
-class Registering:
-    """A transport between devices of one kind, which notes what it is told of."""
-
-    device = CPU
-
-    def __init__(self) -> None:
-        self.registered: list[torch.Tensor] = []
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def register(self, regions: list[torch.Tensor]) -> None:
-        self.registered = [region for region in regions if region.numel()]
-
-
-def test_of_divided_records_memory_is_registered_that_is_sent_from_its_place() -> None:
-    ranges = (((0, LARGE), (LARGE, 2 * LARGE)),) * 2
-
-    def rows(device: str = "cpu", elements: int = 2 * LARGE) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.empty(elements, device=device) for _ in range(2))
-
-    weights = rows()
-    tensors = [
-        ExpertTensor("w", weights, "parameter", ranges=ranges),
-        ExpertTensor("w/exp_avg", rows("meta", LARGE), "optimizer_state", ranges=ranges, part="range"),
-        ExpertTensor("w/other", rows("cpu", LARGE), "optimizer_state", (), True, ranges, "range"),
-        ExpertTensor("frozen", rows("meta"), "parameter"),
-        ExpertTensor("strided", torch.empty(4 * LARGE, 2).T, "buffer"),
-    ]
-    transport = Registering()
-    executor = RoundExecutor(transport, HomeRows(2, 2, holders=2), 0, CPU, 0)  # type: ignore[arg-type]
-    schedule = SimpleNamespace(transfers=np.empty((0, 5), dtype=np.int64), num_rounds=0)
-    executor.reserve(schedule, Records({0: RecordFormat.of(tensors)}, (0,), (0,)))  # type: ignore[arg-type]
-    assert [region.data_ptr() for region in transport.registered] == [row.data_ptr() for row in weights]

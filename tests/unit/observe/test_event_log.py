@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from observed import LAYERS, RANKS, decisions, job, records, start, troubles
+from observed import decisions, job, records, start, troubles
 
 from eplb_runtime.events import EventLog, LoadMeasured, RebalanceCommitted
 from eplb_runtime.observe import start as observer_module
@@ -21,14 +19,12 @@ from eplb_runtime.observe.events_file import (
     NAME,
     EventWriter,
     files_aside,
-    from_json,
     holds_events,
     read_events,
     to_json,
 )
-from eplb_runtime.observe.records import Record, RecordError
+from eplb_runtime.observe.records import Record
 from eplb_runtime.observe.start import Observer
-from eplb_runtime.planner.evaluate import predicted_imbalance
 from eplb_runtime.utils.files import FileError
 
 
@@ -57,25 +53,6 @@ def test_what_is_heard_is_read_back(tmp_path: Path) -> None:
     assert not same(found[1], heard[2])
 
 
-def test_records_hold_what_listeners_need(tmp_path: Path) -> None:
-    """Rank loads add up to the tokens, their imbalance is the measured one, and placements are the committed ones."""
-    heard = [event for events in decisions(rounds=3) for event in events]
-    found = records(with_troubles=False)[1:]
-    for event, record in zip(heard, found, strict=True):
-        if isinstance(event, LoadMeasured):
-            assert np.array_equal(record["load"][0], event.load.sum(axis=0))
-            assert np.allclose(record["rank_load"].sum(axis=2), event.load.sum(axis=(0, 2)), atol=4)
-            loads = event.load.astype(np.float64)
-            assert np.allclose(record["imbalance"], predicted_imbalance(loads, event.placements[0][1]), atol=1e-6)
-            assert np.allclose(record["imbalance_start"], predicted_imbalance(loads, start()), atol=1e-6)
-            unbalanced = record["rank_load"][1]
-            assert np.array_equal(unbalanced, event.load.sum(axis=0).reshape(LAYERS, RANKS, -1).sum(axis=2))
-        if isinstance(event, RebalanceCommitted):
-            assert np.array_equal(record["placement"][0], event.placement.physical_to_logical)
-            moved = record["transfers"][0]
-            assert (moved[:, 2] != moved[:, 3]).sum() == event.moved_experts > 0
-
-
 def test_a_start_of_the_job_and_a_large_file_begin_another_one(tmp_path: Path) -> None:
     heard = records()[1:]
     written(tmp_path, *heard).close()
@@ -83,16 +60,6 @@ def test_a_start_of_the_job_and_a_large_file_begin_another_one(tmp_path: Path) -
     assert len(files_aside(tmp_path)) > 3
     told = [record for record in read_events(tmp_path) if record["event"] != "JobAttached"]
     assert names(told) == 2 * names(heard)
-
-
-def test_every_file_says_where_experts_stand(tmp_path: Path) -> None:
-    written(tmp_path, *records()[1:], file_bytes=1).close()
-    stands = start().physical_to_logical
-    for path in [*files_aside(tmp_path), tmp_path / NAME]:
-        lines = [from_json(json.loads(line)) for line in path.read_text().splitlines()]
-        assert lines[0]["event"] == "JobAttached" and np.array_equal(lines[0]["placement"][0], stands)
-        for record in lines[1:]:
-            stands = record["placement"][0] if "placement" in record else stands
 
 
 def test_the_oldest_files_go(tmp_path: Path) -> None:
@@ -130,23 +97,6 @@ def test_a_log_of_another_kind_is_refused(tmp_path: Path) -> None:
         read_events(tmp_path)
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
-near_misses = st.fixed_dictionaries(
-    {"event": st.sampled_from(["LoadMeasured", "JobAttached"]), "time": st.integers(), "step": st.integers()},
-    optional={"load": json_values | st.fixed_dictionaries({"shape": json_values, "data": json_values})},
-)
-
-
-@given(value=json_values | near_misses)
-def test_what_is_no_record_raises_nothing_else(value: object) -> None:
-    with contextlib.suppress(RecordError):
-        from_json(value)
-
-
 def test_a_full_disk_costs_events_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line that was half written is no danger for those that come when there is room again."""
     heard, real = records()[1:5], os.write
@@ -170,27 +120,6 @@ def test_a_full_disk_costs_events_and_no_more(tmp_path: Path, monkeypatch: pytes
     assert names(told) == names([heard[0], heard[2]])
 
 
-def test_a_disk_that_stays_full_costs_nothing_that_was_written_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each try that sets a file aside would push an older one out."""
-    heard, real = records()[1:5], os.write
-    written(tmp_path, *heard[:2]).close()
-    writer = written(tmp_path, heard[2], most_files=3, file_bytes=1)
-
-    def write(descriptor: int, data: memoryview) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "write", write)
-    for _ in range(9):
-        with pytest.raises(OSError, match="No space"):
-            writer.write(heard[3])
-    monkeypatch.setattr(os, "write", real)
-    writer.write(heard[3])
-    writer.close()
-    assert names([record for record in read_events(tmp_path) if record["event"] != "JobAttached"]) == names(heard)
-
-
 def test_of_two_jobs_in_one_folder_the_older_stops(tmp_path: Path) -> None:
     first, heard = written(tmp_path, records()[1]), records()[2]
     second = written(tmp_path, heard)
@@ -201,17 +130,6 @@ def test_of_two_jobs_in_one_folder_the_older_stops(tmp_path: Path) -> None:
     first.close()
     second.close()
     assert names(read_events(tmp_path)) == ["JobAttached", records()[1]["event"], "JobAttached", *[heard["event"]] * 2]
-
-
-def test_a_line_beyond_all_bounds_hides_none_that_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eplb_runtime.observe.events_file.MOST_LINE_BYTES", 1 << 14)
-    heard = records()[1:3]
-    writer = written(tmp_path, heard[0])
-    with open(tmp_path / NAME, "ab") as file:
-        file.write(b"x" * 40_000 + b"\n")
-    writer.write(heard[1])
-    writer.close()
-    assert names(read_events(tmp_path)) == ["JobAttached", *names(heard)]
 
 
 def test_who_shows_a_job_never_holds_it_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

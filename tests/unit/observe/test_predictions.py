@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from observed import decisions, job, records, start
 
 from eplb_runtime.events import LoadMeasured, RebalancePlanned
 from eplb_runtime.observe.page import view_of
 from eplb_runtime.observe.records import Record, record_of
 from eplb_runtime.observe.run_state import state_of
-from eplb_runtime.observe.summary import CAME_TRUE_TOLD, SAVED_TOLD, predictions_text, summary_of, summary_text
+from eplb_runtime.observe.summary import CAME_TRUE_TOLD, SAVED_TOLD, summary_of, summary_text
 
 SAID = "of 87 s that plans predicted, 5 s came true (17 plans judged at 40 decisions): raise interval or window"
 
@@ -66,23 +65,3 @@ def test_the_share_of_a_step_in_expert_work_says_where_it_is_from() -> None:
         assert "expert work 38 % of a step (measured)" in said
     for said in shown(records(2)):
         assert "expert work 50 % of a step (assumed)" in said, "control: until it is measured"
-
-
-def test_seconds_saved_go_with_the_measured_share() -> None:
-    half, tenth = (state_of(measuring(share, "measured"))[0].saved_seconds for share in (0.5, 0.1))
-    assert half > 0 and tenth == pytest.approx(half / 5)
-    assert state_of([job(), *measuring(0.5, "guessed")[1:]])[1] == 2, "a source that no job of ours writes"
-
-
-@pytest.mark.parametrize(
-    "plans, decisions, predicted, true, ends",
-    [
-        (1, 1, 4.0, 0.0, "0 s came true (1 plan judged at 1 decision: too few to be sure)"),
-        (9, 20, 4.0, 3.0, "3 s came true (9 plans judged at 20 decisions)"),
-        (9, 20, 4.0, -1.0, "0 s came true (9 plans judged at 20 decisions, which lost 1 s): raise interval or window"),
-    ],
-)
-def test_advice_is_given_where_it_is_sure(plans: int, decisions: int, predicted: float, true: float, ends: str) -> None:
-    seconds = {"predicted_seconds": predicted, "true_seconds": true}
-    text = predictions_text({"judged_plans": plans, "judged_decisions": decisions, **seconds})
-    assert text is not None and text.endswith(ends)

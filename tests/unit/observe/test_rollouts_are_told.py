@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from observed import job, start
 
-from eplb_runtime.events import Suspended, SuspensionEnded, brief
+from eplb_runtime.events import Suspended, SuspensionEnded
 from eplb_runtime.load.clock import Progress
 from eplb_runtime.observe.metrics import scalars_of
 from eplb_runtime.observe.page import view_of
@@ -33,8 +33,3 @@ def test_rollouts_are_counted_and_timed() -> None:
     values = scalars_of(state, Progress(0, 0.0, 0.0))
     assert (values["rollouts"], values["rollout_seconds"]) == (3.0, 7.5)
     assert "rollout" not in summary_text(summary_of(state_of([job()])[0]))
-
-
-def test_events_say_what_they_are() -> None:
-    assert brief(Suspended(4, 3 << 20)) == "a rollout begins, 3.0 MiB are freed here"
-    assert brief(SuspensionEnded(4, 2.5)) == "a rollout ends after 2.5 s"

@@ -6,7 +6,6 @@ import http.client
 import json
 import logging
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,7 +19,7 @@ from observed import TOPOLOGY, decisions, start
 
 from eplb_runtime import BalancerConfig
 from eplb_runtime.config import ConfigError
-from eplb_runtime.events import BalancingEnded, EventLog
+from eplb_runtime.events import EventLog
 from eplb_runtime.load.clock import Progress
 from eplb_runtime.observe import server as server_module
 from eplb_runtime.observe.server import PageServer
@@ -112,14 +111,6 @@ def test_the_page_is_served(server: PageServer) -> None:
     assert get(server, "/", "HEAD").content == b""
     assert get(server, "/", Accept_Encoding="gzip").headers["Content-Encoding"] == "gzip"
     assert get(server, "/", "POST").status == 501
-
-
-def test_a_state_that_was_seen_is_not_sent_again(server: PageServer) -> None:
-    told = json.loads(get(server, "/state").content)
-    assert told["progress"] == {"step": 17, "step_seconds": 0.25, "idle_seconds": 1.0}
-    assert told["view"]["totals"]["decisions"] == 2
-    again = json.loads(get(server, f"/state?after={told['view']['version']}").content)
-    assert again["view"] is None and again["progress"] == told["progress"]
 
 
 @pytest.mark.parametrize(
@@ -233,35 +224,6 @@ def test_browsers_that_hang_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None
     for connection in hanging:
         connection.close()
     assert made.state.rebalances == 1
-
-
-def test_a_server_thread_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "CLOSING_SECONDS", 0.1)
-    go_on, hangs = threading.Event(), threading.Event()
-
-    def hang(*request: object) -> None:
-        hangs.set()
-        go_on.wait(120)
-
-    made, _ = shown()
-    assert made.server is not None
-    monkeypatch.setattr(made.server, "process_request", hang)
-    with socket.create_connection(("127.0.0.1", made.server.port), timeout=30):
-        assert hangs.wait(60)
-        made.close()
-        assert made.server.thread.is_alive()
-    go_on.set()
-
-
-def test_an_address_that_is_taken_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    first, _ = shown()
-    assert first.server is not None
-    with caplog.at_level(logging.WARNING):
-        second, log = shown(first.server.port)
-    assert second.server is None and "training goes on" in caplog.text
-    log.emit(BalancingEnded(1, "closed"))
-    second.close()
-    first.close()
 
 
 def test_a_job_ends_with_its_summary(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

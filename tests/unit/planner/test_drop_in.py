@@ -42,11 +42,6 @@ def test_groups_stay_on_their_node() -> None:
     assert all(not first & second for first, second in node_of_group)
 
 
-def test_the_policy_can_be_chosen() -> None:
-    by_slot, _, _ = eplb_runtime.rebalance_experts(WEIGHT, 80, 1, 1, 8, policy="deepseek")
-    assert np.array_equal(by_slot.numpy(), balance(WEIGHT, 80, 1, 1, 8)[0])
-
-
 @pytest.mark.parametrize(("slots", "groups", "nodes", "ranks"), [(160, 64, 16, 32), (72 * 8, 1, 1, 8)])
 def test_where_a_rank_must_hold_an_expert_twice_the_plan_is_deepseeks(
     slots: int, groups: int, nodes: int, ranks: int

@@ -25,9 +25,7 @@ def planned(load: np.ndarray, ranks: int, replicas: int) -> Placement:
     return plan(load, Topology(ranks, 8), slots_per_rank=experts // ranks + replicas, current=current).placement
 
 
-@pytest.mark.parametrize(
-    ("ranks", "replicas", "beyond"), [(32, 2, 0.003), (32, 4, 0.001), (32, 1, 0.001), (64, 2, 0.002), (16, 2, 0.003)]
-)
+@pytest.mark.parametrize(("ranks", "replicas", "beyond"), [(32, 1, 0.001), (64, 2, 0.002)])
 def test_under_pure_jitter_a_plan_is_as_good_as_a_plain_graph(ranks: int, replicas: int, beyond: float) -> None:
     load = normal(14, 8, 256)
     ours, _ = judge(planned(load[:8], ranks, replicas), load[8:])

@@ -102,14 +102,3 @@ def test_a_number_that_would_mean_something_else_is_refused(asked: dict, says: s
     question = {"load": np.ones((1, 8)), "slots_per_rank": 2, "current": Placement.initial(1, 8, 4), **asked}
     with pytest.raises(PlanError, match=says):
         plan(question.pop("load"), Topology(4), **question)
-
-
-@pytest.mark.parametrize(("replicas", "at_most"), [(1, 1.2), (2, 1.02)])
-def test_an_expert_gets_copies_for_the_window_that_needs_most_of_them_unless_they_are_missed_elsewhere(
-    replicas: int, at_most: float
-) -> None:
-    """Limited by the window that needs fewest, two replica slots gave 1.120; by that which needs most, one 1.229."""
-    mean = np.sort(1e6 / np.arange(1, 257) ** 1.5)[::-1]
-    load = mean * np.random.default_rng(1).lognormal(0, 0.1, (32, 8, 256))
-    made = plan(load, Topology(256), slots_per_rank=1 + replicas)
-    assert made.imbalance_after.mean() < at_most

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.shuffle import plan_shuffle
 
 from eplb_runtime.placement import EMPTY, Placement
-from eplb_runtime.planner.shuffle import plan_shuffle, shuffled
+from eplb_runtime.planner.shuffle import shuffled
 from eplb_runtime.topology import Topology
 
 

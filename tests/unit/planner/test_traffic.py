@@ -11,7 +11,7 @@ from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, PlanError, plan
 from eplb_runtime.planner.evaluate import predicted_imbalance
 from eplb_runtime.planner.traffic import checked_sources, crossing_share, received
-from eplb_runtime.tools.simulate import Asked, Series, StepModel, simulate
+from eplb_runtime.tools.simulate import StepModel
 from eplb_runtime.topology import Topology
 
 TOPOLOGY = Topology(8, 4)
@@ -98,23 +98,12 @@ def test_a_move_for_nearness_alone_is_taken_when_it_pays_and_left_when_it_does_n
 
 
 def test_the_step_model_counts_tokens_that_travel() -> None:
-    load, by_node = domains()
-    model, mean = StepModel(training=False), load[0].sum(axis=1) / 8
+    load, _ = domains()
+    model, mean = StepModel(), load[0].sum(axis=1) / 8
     start = Placement.initial(LAYERS, EXPERTS, 8)
     busiest = predicted_imbalance(load[0], start) * mean
     alike = received(load[0], start, TOPOLOGY)
     assert model.seconds(busiest, TOPOLOGY, alike) == pytest.approx(model.seconds(busiest, TOPOLOGY))
-    runs = {
-        told: simulate(
-            Series(load, every=2),
-            TOPOLOGY,
-            slots_per_rank=9,
-            policies=["incremental"],
-            asked=Asked(sources=by_node if told else None),
-        )[0].summary()
-        for told in (False, True)
-    }
-    assert runs[True]["crossing_share"] < 0.2 < 0.4 < runs[False]["crossing_share"]
 
 
 @pytest.mark.parametrize(

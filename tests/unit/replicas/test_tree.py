@@ -14,11 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eplb_runtime.placement import EMPTY, HomeRows
-from eplb_runtime.planner import plan
 from eplb_runtime.replicas import broadcast_plan, point_to_point, tree
 from eplb_runtime.replicas.point_to_point import PointToPoint
 from eplb_runtime.replicas.tree import NODES_EACH, RANKS_EACH, tree_of
-from eplb_runtime.topology import Topology
 
 HOMES = 2
 
@@ -97,37 +95,6 @@ def test_a_hot_home_sends_to_few_others_however_many_copies_it_has() -> None:
     assert busiest[0] <= NODES_EACH + 1 and busiest[1] <= RANKS_EACH
     assert np.bincount(home_RK[rank_N, replica_N] // slots).max() == 1024, "from the home alone"
     assert found.stages <= 6
-
-
-LOADS = {
-    "lognormal": lambda experts: np.exp(np.random.default_rng(0).normal(0.0, 1.0, experts)),
-    "Zipf": lambda experts: np.random.default_rng(0).permutation(1 / np.arange(1, experts + 1)),
-    "one expert with a tenth": lambda experts: np.r_[experts / 9, np.ones(experts - 1)],
-}
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 4])
-@pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize(("ranks", "experts"), [(64, 256), (256, 256), (1024, 1024)])
-def test_the_busiest_rank_of_a_plan(ranks: int, experts: int, load: str, replicas: int) -> None:
-    """Experts that leave the busiest rank's node for copies: along the tree, from homes to the first copy of each node,
-    and from homes to each copy, which is how gradients came home before."""
-    slots = experts // ranks + replicas
-    found = plan(LOADS[load](experts)[None] * 1e6, Topology(ranks, 8), slots_per_rank=slots).placement
-    replicas_RK, home_E = found.replicas_LRK[0], found.require_homes()[0]
-    home_RK = np.where(replicas_RK == EMPTY, EMPTY, home_E[np.maximum(replicas_RK, 0)])
-    rank_N, replica_N = np.nonzero(home_RK != EMPTY)
-    home_N, parent_N = home_RK[rank_N, replica_N], tree_of(home_RK, slots, 8).parent_RK[rank_N, replica_N]
-    far_N = home_N // slots // 8 != rank_N // 8
-    first = np.unique(np.stack([home_N, rank_N // 8])[:, far_N], axis=1)
-    by_tree, by_node, by_copy = (
-        int(np.bincount(of).max())
-        for of in (parent_N[parent_N // 8 != rank_N // 8], first[0] // slots, home_N[far_N] // slots)
-    )
-    most = np.bincount(home_N).max()
-    print(f"\n{ranks} ranks, {experts} experts, {load}, k {replicas}: {most} copies; {by_tree} | {by_node} | {by_copy}")
-    assert by_tree <= NODES_EACH * slots
-    assert by_tree <= max(by_node, 2 * NODES_EACH + replicas)
 
 
 class Bank:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,19 +12,14 @@ from hypothesis import strategies as st
 from eplb_runtime.cli.program import main
 from eplb_runtime.tools.bubbles import (
     SCHEDULES,
-    BubbleError,
-    Part,
     Times,
     follow,
-    stage_imbalance,
     stages_of,
-    stretch,
     table_of,
 )
 from eplb_runtime.tools.bubbles.playing import BACKWARD, FORWARD, INPUT, WEIGHT
-from eplb_runtime.tools.bubbles.tables import one_forward_one_backward
 
-PUBLISHED = {"1f1b": (3, 9, 21), "zb1p": (1, 3, 7), "dualpipe": (0, 2, 6), "dualpipev": (2, 6, 14)}
+PUBLISHED = {"1f1b": (3, 9, 21), "zb1p": (1, 3, 7), "dualpipev": (2, 6, 14)}
 """Bubbles on 2, 4 and 8 ranks at F = I = W = 1, a forward and a backward together 3."""
 RANKS = (2, 4, 8)
 UNIT = Times(overlapped=3)
@@ -41,7 +35,7 @@ def test_bubbles_are_those_of_the_published_formulas(name: str) -> None:
         assert np.ptp(played.busy_R) == 0
 
 
-@pytest.mark.parametrize(("name", "parameters", "more"), [("1f1b", 1, 0), ("zb1p", 1, 0), ("dualpipe", 2, 1)])
+@pytest.mark.parametrize(("name", "parameters", "more"), [("1f1b", 1, 0), ("zb1p", 1, 0)])
 def test_memory_is_that_of_the_announcement(name: str, parameters: int, more: int) -> None:
     for ranks in RANKS:
         summary = follow(table_of(name, ranks, 32), UNIT).summary()
@@ -64,19 +58,6 @@ def test_every_micro_batch_passes_every_stage_once_each_way(name: str) -> None:
                 done[kind].add((part.stage, part.microbatch))
         everything = {(stage, number) for stage in range(stages_of(table)) for number in range(microbatches)}
         assert all(found == everything for found in done.values())
-
-
-def test_control_a_forgotten_backward_is_noticed_as_a_step_that_waits_for_ever() -> None:
-    table = one_forward_one_backward(4, 8)
-    table[3] = [step for step in table[3] if step != (Part(BACKWARD, 3, 5),)]
-    with pytest.raises(BubbleError, match="waits for ever before B of micro-batch 5 on stage 0"):
-        follow(table, UNIT)
-
-
-def test_doing_a_part_twice_is_refused() -> None:
-    table = one_forward_one_backward(2, 2)
-    with pytest.raises(BubbleError, match="done twice"):
-        follow([[*table[0], table[0][0]], table[1]], UNIT)
 
 
 @settings(max_examples=30, deadline=None)
@@ -108,23 +89,20 @@ def test_steps_of_a_rank_follow_each_other_and_wait_for_what_they_need(
     assert played.span == max(ends.values()) and played.bubble >= -1e-9 * played.span
 
 
-def test_an_uneven_stage_stretches_the_step_and_a_plan_takes_most_of_it_back(tmp_path: Path) -> None:
-    even, before, after = (
-        follow(table_of("1f1b", 4, 16), UNIT, None if imbalance is None else stretch(imbalance, 0.6)).span
-        for imbalance in (None, [1.8, 1.4, 1.3, 1.2], [1.1, 1.05, 1.05, 1.02])
-    )
+def test_an_uneven_stage_stretches_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+    spans = []
+    for imbalance in ([], ["--imbalance", "1.8,1.4,1.3,1.2"], ["--imbalance", "1.1,1.05,1.05,1.02"]):
+        assert main(["bubbles", "--schedule", "1f1b", "--microbatches", "16", "--json", *imbalance]) == 0
+        (row,) = json.loads(capsys.readouterr().out)["rows"]
+        spans.append(row["step"])
+    even, before, after = spans
     assert even < after < before
-    load = np.random.default_rng(0).lognormal(0, 0.8, (3, 8, 32))
-    uneven, planned = stage_imbalance(load, 4, 9, 4)
-    assert len(uneven) == 4 and all(1 <= b < a for a, b in zip(uneven, planned, strict=True))
-    with pytest.raises(BubbleError, match="8 MoE layers for 16 stages"):
-        stage_imbalance(load, 4, 9, 16)
 
 
 def test_the_command_prints_the_documented_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bubbles", "--schedule", "1F1B,DualPipe", "--ranks", "4", "--microbatches", "16", "--json"]) == 0
+    assert main(["bubbles", "--schedule", "1F1B,DualPipeV", "--ranks", "4", "--microbatches", "16", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["schedule"] for row in rows] == ["1f1b", "dualpipe"]
+    assert [row["schedule"] for row in rows] == ["1f1b", "dualpipev"]
     assert {"schedule", "ranks", "microbatches", "bubble", "formula", "parameters", "activations"} <= set(rows[0])
 
 
@@ -132,12 +110,12 @@ def test_the_command_prints_the_documented_rows(capsys: pytest.CaptureFixture[st
     ("arguments", "said"),
     [
         (["--schedule", "gpipe"], "unknown; choose one of: 1f1b"),
-        (["--schedule", "dualpipe", "--ranks", "3"], "even number of ranks"),
+        (["--schedule", "dualpipe"], "unknown; choose one of: 1f1b"),
         (["--schedule", "dualpipev", "--ranks", "4", "--microbatches", "3"], "at least as many microbatches"),
         (["--schedule", "1f1b", "--imbalance", "1.2,1.1"], "2 stages are given an imbalance, the schedule has 4"),
         (["--imbalance", "0.5"], "1 or more"),
-        (["--after", "1.1"], "--after needs --imbalance"),
-        (["--load", "x.npz"], "--load needs --ep-ranks"),
+        (["--after", "1.1"], "bubbles --after is gone: "),
+        (["--load", "x.npz"], "bubbles --load is gone: "),
         (["--plot", "p.svg"], "bubbles --plot is gone: "),
         (["--ranks", "9999999"], "more than is played here"),
         (["--table", "dumped.csv"], "bubbles --table is gone: "),

@@ -1,4 +1,4 @@
-"""What the doctor says of a machine: what is exact, rows of experts, compiled code, what carries experts."""
+"""What the doctor says of a machine: compiled code, what carries experts."""
 
 from __future__ import annotations
 
@@ -6,32 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from eplb_runtime.distributed.transports.base import TransportError
 from eplb_runtime.tools.doctor import links, machine
 from eplb_runtime.tools.doctor.links import try_transports
-from eplb_runtime.tools.doctor.machine import exactness, widths_of
 from eplb_runtime.tools.launch import process_group
-
-
-def same(widths: Any, replica_slots: int = 0) -> dict[str, str]:
-    return {said.what.partition(",")[2].strip() or said.what: said.same for said in exactness(widths, replica_slots)}
-
-
-def test_rows_of_experts_decide_what_is_exact_on_a_cpu() -> None:
-    steady = widths_of({"up": torch.empty(4, 64, 32), "bias": torch.empty(4, 7)})
-    odd = widths_of({"up": torch.empty(4, 64, 50)})
-    assert [(width.row_bytes, width.steady) for width in (*steady, *odd)] == [((256, 128), True), ((256, 200), False)]
-    assert (
-        same(steady)["on CPUs"] == "bits" and same(odd)["on CPUs"] == "rounding" and same(None)["on CPUs"] == "verify"
-    )
-    assert same(steady)["on GPUs"] == "verify"
-
-
-def test_copies_change_rounding() -> None:
-    assert [said.same for said in exactness(None, 1) if "replica slots" in said.what] == ["rounding"]
-    assert not [said for said in exactness(None, 0) if "replica slots" in said.what]
 
 
 def test_the_cache_of_compiled_code_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

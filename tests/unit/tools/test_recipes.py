@@ -9,16 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from recorded_recipes import recorded
 
 from eplb_runtime.cli import main
-from eplb_runtime.hosts.settings import Unknown
-from eplb_runtime.tools.recipes import RecipeError, answer, read_recipes, totals
+from eplb_runtime.tools.recipes import RecipeError, answer, read_recipe
 
 SLIME = """#!/bin/bash
 # --num-distributed-optimizer-instances 9
-SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
-source "${SCRIPT_DIR}/models/small.sh"
+MODEL_ARGS=( --num-experts 128 --moe-router-topk 8 )
 EP=${EP:-8}
 NODES=2
 PERF_ARGS=(
@@ -28,15 +25,11 @@ PERF_ARGS=(
 )
 PERF_ARGS+=( --pipeline-model-parallel-size 2
    --num-distributed-optimizer-instances 2 )
-if [ "$NODES" -gt 1 ]; then
-  PERF_ARGS+=( --pipeline-model-parallel-size 2 )
-fi
 ray start --head --num-gpus 8
 ray job submit --address="http://127.0.0.1:8265" \\
    -- python3 train.py --actor-num-nodes ${NODES} --actor-num-gpus-per-node 8 --colocate \\
    ${MODEL_ARGS[@]} "${PERF_ARGS[@]}" --wandb-key ${WANDB_KEY}
 """
-MODEL = "MODEL_ARGS=( --num-experts 128 --moe-router-topk 8 )"
 VERL = """
 offload=True
 python3 -m verl.trainer.main_ppo \\
@@ -49,6 +42,23 @@ python3 -m verl.trainer.main_ppo \\
 """
 MEGATRON = {"host": "megatron", "project": "x", "num_experts": 8, "ep": 8, "top_k": 2, "gpus": 8}
 BF16 = {"bf16": True}
+LONG = {
+    "megatron": {
+        "num_experts": "num_moe_experts",
+        "top_k": "moe_router_topk",
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "ep": "expert_model_parallel_size",
+        "etp": "expert_tensor_parallel_size",
+        "gpus": "world_size",
+    },
+    "torchtitan": {
+        "tp": "tensor_parallel_degree",
+        "pp": "pipeline_parallel_degree",
+        "ep": "expert_parallel_degree",
+        "gpus": "world_size",
+    },
+}
 FP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
 AWARE = {"use_precision_aware_optimizer": True, "use_distributed_optimizer": True}
 PREPROCESS = "attn,mamba,moe_router,moe_preprocess"
@@ -64,35 +74,33 @@ GRAPHS_OFF = {"disable_cuda_graphs": True}
 
 def judged(folder: Path, text: str, name: str = "run.sh") -> dict[str, Any]:
     (folder / name).write_text(text)
-    (recipe,) = read_recipes(str(folder / name))
-    return answer(recipe).to_dict()
+    return answer(read_recipe(str(folder / name))).to_dict()
 
 
 def judged_fields(folder: Path, base: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
-    return judged(folder, json.dumps({**base, **fields}), "one.json")
+    return judged(folder, json.dumps(in_full({**base, **fields})), "one.json")
+
+
+def in_full(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by the framework's own names."""
+    return {LONG[fields["host"]].get(name, name): value for name, value in fields.items()}
 
 
 def refused(found: Mapping[str, Any]) -> list[str]:
     return [one["setting"] for one in found["refused"]]
 
 
-def test_a_script_is_read_with_its_variables_arrays_and_sourced_files(tmp_path: Path) -> None:
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models/small.sh").write_text(MODEL)
+def test_a_script_is_read_with_its_variables_and_arrays(tmp_path: Path) -> None:
     found = judged(tmp_path, SLIME)
-    assert (found["ep"], found["edp"], found["exact"]) == (8, 1, "bit")
-    assert refused(found) == ["--num-distributed-optimizer-instances"] and found["refused"][0]["value"] == 2
-    assert {"setting": "use_distributed_optimizer", "value": True, "of": "Megatron-Core 0.16.1 to 0.19.2"} in found[
-        "assumed"
-    ]
-    assert found["unknown"] == []
+    assert refused(found) == ["num_distributed_optimizer_instances"] and found["refused"][0]["value"] == 2
+    assert found["exact"] == "bit" and found["assumed"]["use_distributed_optimizer"] is True and found["unknown"] == {}
 
 
 def test_settings_that_a_missing_file_may_hold_are_unknown_and_leave_the_answer_open(tmp_path: Path) -> None:
-    found = judged(tmp_path, SLIME.replace("--num-distributed-optimizer-instances 2", ""))
+    elsewhere = SLIME.replace("MODEL_ARGS=(", "MODEL=(")
+    found = judged(tmp_path, elsewhere.replace("--num-distributed-optimizer-instances 2", ""))
     assert found["attaches"] is None and found["refused"] == []
-    unknown = {one["setting"]: one["value"] for one in found["unknown"]}
-    assert unknown["num_distributed_optimizer_instances"] == "may be in ${MODEL_ARGS[@]}" and "optimizer" in unknown
+    assert found["unknown"]["num_distributed_optimizer_instances"] == "may be in ${MODEL_ARGS[@]}"
 
 
 @pytest.mark.parametrize(
@@ -101,12 +109,7 @@ def test_settings_that_a_missing_file_may_hold_are_unknown_and_leave_the_answer_
         ("PP=4", 4),
         ("A=4\nPP=${PP:-$A}", 4),
         ("PP=$((2 * 2))", None),
-        ("size() {\n  PP=4\n}", None),
-        ("function size {\n  if true; then PP=4; fi\n}", None),
-        ("for PP in 2 4; do PP=4; done", None),
-        ("PP=${PP:-4}", 4),
         ('if [ "$HOST" = "a" ]; then PP=4; else PP=2; fi', None),
-        ("[ -n $HOST ] && PP=4", None),
         ("PP=$(cat stages)", None),
     ],
 )
@@ -128,7 +131,7 @@ def test_options_of_a_file_that_megatron_reads_are_unknown(tmp_path: Path) -> No
     assert judged(tmp_path, SCRIPT.replace("${ARGS[@]}", ""))["attaches"] is True
     answered = judged(tmp_path, SCRIPT.replace("${ARGS[@]}", "--yaml-cfg some.yaml"))
     assert answered["attaches"] is None
-    assert {one["value"] for one in answered["unknown"]} >= {"may be in the file of --yaml-cfg"}
+    assert "may be in the file of --yaml-cfg" in answered["unknown"].values()
 
 
 def test_an_adapter_of_verls_critic_is_none_of_the_actor(tmp_path: Path) -> None:
@@ -137,56 +140,39 @@ def test_an_adapter_of_verls_critic_is_none_of_the_actor(tmp_path: Path) -> None
     )
     actor, critic = "actor_rollout_ref.model.lora_rank=", "critic.model.lora_rank="
     assert "lora" not in str(refused(judged(tmp_path, f"{options}{actor}0 {critic}8")))
-    assert refused(judged(tmp_path, f"{options}{actor}8 {critic}0")) == [actor.rstrip("=")]
+    assert refused(judged(tmp_path, f"{options}{actor}8 {critic}0")) == ["lora"]
 
 
 @pytest.mark.parametrize("size", ["0", "abc", "-8", "2.5"])
 def test_a_size_that_is_none_is_one_line(tmp_path: Path, size: str) -> None:
     with pytest.raises(
-        RecipeError, match=r"--expert-model-parallel-size is .*, and must be a whole number of at least 1"
+        RecipeError, match=r"expert_model_parallel_size is .*, and must be a whole number of at least 1"
     ):
         judged(tmp_path, SCRIPT.replace("size 8", f"size {size}"))
-    with pytest.raises(RecipeError, match="gpus is 0, and must be"):
+    with pytest.raises(RecipeError, match="world_size is 0, and must be"):
         judged_fields(tmp_path, MEGATRON, gpus=0)
-
-
-def test_experts_that_no_rank_could_have_its_part_of_are_one_line(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="num_experts 8 is no multiple of ep 3"):
-        judged_fields(tmp_path, MEGATRON, ep=3)
-    with pytest.raises(RecipeError, match="num_experts 8 is no multiple of ep 5"):
-        judged_fields(tmp_path, TORCHTITAN, ep=5)
-
-
-def test_a_size_may_begin_with_a_zero(tmp_path: Path) -> None:
-    assert judged(tmp_path, SCRIPT.replace("size 8", "size 08"))["ep"] == 8
 
 
 def test_flags_that_stand_in_lines_of_a_text_are_read(tmp_path: Path) -> None:
     found = judged(tmp_path, "--num-experts 8\n--expert-model-parallel-size=8\n--fp4-format e4m3\n", "flags.txt")
-    assert refused(found) == ["--fp4-format"] and found["ep"] == 8
+    assert refused(found) == ["fp4"]
 
 
 def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path: Path) -> None:
     found = judged(tmp_path, VERL)
-    assert refused(found) == [] and [one["setting"] for one in found["stand_in"]] == ["use_precision_aware_optimizer"]
-    assert (found["ep"], found["edp"]) == (8, 1)
-    assert {"setting": "tensor_model_parallel_size", "value": 1, "of": "Megatron-Core 0.16.1 to 0.19.2"} in found[
-        "assumed"
-    ]
-    assert "moe_permute_fusion" not in str(found["unknown"]) and found["exact"] is None, "top-k is the model's"
+    assert refused(found) == [] and found["assumed"]["tensor_model_parallel_size"] == 1
+    assert "moe_permute_fusion" not in found["unknown"] and found["exact"] is None, "top-k is the model's"
 
 
 @pytest.mark.parametrize(
     ("fields", "setting"),
     [
-        ({"etp": 2, "gpus": 16}, "etp"),
+        ({"etp": 2, "gpus": 16}, "expert_tensor_parallel_size"),
         ({"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "ncclep"}, "moe_flex_dispatcher_backend"),
         ({"cuda_graph_impl": "full_iteration"}, "cuda_graph_impl"),
-        ({"cuda_graph_impl": "local", "cuda_graph_modules": "attn"}, "cuda_graph_impl"),
         ({"cuda_graph_impl": "transformer_engine"}, "cuda_graph_modules"),
         ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": "attn,moe"}, "cuda_graph_modules"),
         ({"fp8": "e4m3"}, "fp8_recipe"),
-        ({"fp8": "delayed"}, "fp8_recipe"),
         ({"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param_gather": True}, "fp8_param_gather"),
         ({"fp4": "nvfp4"}, "fp4"),
         ({"moe_pad_expert_input_to_capacity": True}, "moe_pad_expert_input_to_capacity"),
@@ -200,10 +186,6 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
         ({"moe_expert_rank_capacity_factor": 1.5}, "moe_expert_rank_capacity_factor"),
         ({"moe_single_grouped_weight": True}, "moe_single_grouped_weight"),
         ({"optimizer_cuda_graph": True}, "optimizer_cuda_graph"),
-        (
-            {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param": True},
-            "fp8_param_gather",
-        ),
         (
             {"overlap_dispatch_backward_with_experts_wgrad": True},
             "gradient_accumulation_fusion",
@@ -227,8 +209,7 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
             "optimizer",
         ),
         ({"optimizer": "dist_muon"}, "bf16"),
-        ({"optimizer": "dist_muon", "fp16": True}, "bf16"),
-        ({"ep": 1, "pp": 2}, "ep"),
+        ({"ep": 1, "pp": 2}, "expert_model_parallel_size"),
         ({"optimizer_cpu_offload": True, "bf16": True}, "optimizer_cpu_offload"),
         (
             {"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "fp8"},
@@ -246,7 +227,6 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
         ({"use_megatron_fsdp": True}, "use_megatron_fsdp"),
         ({"lora": True}, "lora"),
         ({"lora": True, "lora_target_modules": ["linear_qkv", "linear_fc1"]}, "lora"),
-        ({"lora": True, "lora_target_modules": ["*.layers.0.*"]}, "lora"),
     ],
 )
 def test_each_rule_of_megatron_refuses_its_setting_and_no_other(
@@ -261,7 +241,7 @@ def test_each_rule_of_megatron_refuses_its_setting_and_no_other(
 @pytest.mark.parametrize(
     ("fields", "setting"),
     [
-        ({"ep": 1}, "ep"),
+        ({"ep": 1}, "expert_parallel_degree"),
         ({"spmd_backend": "full_dtensor"}, "spmd_backend"),
         ({"compiled": ["model"]}, "compiled"),
         ({"moe_comm_backend": "nccl_ep"}, "moe_comm_backend"),
@@ -290,11 +270,10 @@ def test_each_rule_of_torchtitan_refuses_its_setting_and_no_other(
 
 
 @pytest.mark.parametrize(
-    ("fields", "exact", "stand_in"),
+    ("fields", "exact"),
     [
-        ({"optimizer": "muon", "gpus": 16}, "bit", []),
-        ({"optimizer": "dist_muon", **BF16}, "bit", []),
-        ({"overlap_moe_expert_parallel_comm": True}, "bit", ["overlap_moe_expert_parallel_comm"]),
+        ({"optimizer": "muon", "gpus": 16}, "bit"),
+        ({"optimizer": "dist_muon", **BF16}, "bit"),
         (
             {
                 "overlap_moe_expert_parallel_comm": True,
@@ -302,29 +281,19 @@ def test_each_rule_of_torchtitan_refuses_its_setting_and_no_other(
                 "cuda_graph_modules": "moe_router",
             },
             "bit",
-            ["overlap_moe_expert_parallel_comm", "cuda_graph_modules"],
-        ),
-        (
-            {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"},
-            "rounding",
-            ["moe_token_dispatcher_type"],
         ),
         (
             {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep", "top_k": 2},
             "bit",
-            ["moe_token_dispatcher_type"],
         ),
-        ({"moe_permute_fusion": True}, "bit", ["moe_permute_fusion"]),
+        ({"moe_permute_fusion": True}, "bit"),
         *(
-            ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": modules}, exact, ["cuda_graph_modules"])
+            ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": modules}, exact)
             for modules, exact in (("attn", "bit"), ("mlp", "bit"), ("moe_router", "bit"), (PREPROCESS, "rounding"))
         ),
-        ({**AWARE}, "bit", ["use_precision_aware_optimizer"]),
-        ({**AWARE, "main_params_dtype": "torch.float16"}, "bit", ["use_precision_aware_optimizer"]),
-        ({**AWARE, "optimizer_cpu_offload": True, **BF16}, "bit", []),
-        ({**FP8, "moe_permute_fusion": True}, "bit", ["fp8", "moe_permute_fusion"]),
-        ({**FP8, "moe_permute_fusion": True, "moe_token_dispatcher_type": "allgather"}, "rounding", ["fp8"]),
-        ({**FP8, "moe_permute_fusion": True, "top_k": 2}, "bit", ["fp8"]),
+        ({**AWARE, "main_params_dtype": "torch.float16"}, "bit"),
+        ({**AWARE, "optimizer_cpu_offload": True, **BF16}, "bit"),
+        ({**FP8, "moe_permute_fusion": True, "moe_token_dispatcher_type": "allgather"}, "rounding"),
         (
             {
                 "project": "Megatron-Bridge",
@@ -332,24 +301,20 @@ def test_each_rule_of_torchtitan_refuses_its_setting_and_no_other(
                 "overlap_dispatch_backward_with_experts_wgrad": True,
             },
             "bit",
-            ["overlap_dispatch_backward_with_experts_wgrad"],
         ),
     ],
 )
-def test_classes_of_megatrons_settings_that_attach(
-    tmp_path: Path, fields: Mapping[str, Any], exact: str, stand_in: list[str]
-) -> None:
+def test_classes_of_megatrons_settings_that_attach(tmp_path: Path, fields: Mapping[str, Any], exact: str) -> None:
     found = judged_fields(
         tmp_path, MEGATRON, **{"top_k": 8, "moe_token_dispatcher_type": "alltoall", "gpus": 8, **fields}
     )
     assert found["attaches"] is True and found["exact"] == exact
-    assert [one["setting"] for one in found["stand_in"]] == stand_in
 
 
 @pytest.mark.parametrize("degree", ["tp", "pp"])
 def test_torchtitans_homes_move_where_replicas_are_refused(tmp_path: Path, degree: str) -> None:
     found = judged_fields(tmp_path, TORCHTITAN, **{degree: 2})
-    assert found["homes"] is True and found["replicas"] is False and found["refused"] == []
+    assert found["attaches"] is True and found["replicas"] is False and found["refused"] == []
 
 
 @pytest.mark.parametrize(
@@ -357,7 +322,6 @@ def test_torchtitans_homes_move_where_replicas_are_refused(tmp_path: Path, degre
     [
         ({"moe_comm_backend": "hybridep", "top_k": 2}, "bit"),
         ({"moe_comm_backend": "hybridep", "top_k": 8}, "rounding"),
-        ({"moe_comm_backend": "hybridep"}, None),
         ({"moe_comm_backend": "deepep", "top_k": 2}, "rounding"),
         ({"moe_comm_backend": "deepep", "top_k": 2, "deterministic": True}, "bit"),
         ({"moe_comm_backend": "minimal_async_ep", "top_k": 8, **GRAPHS_OFF}, "bit"),
@@ -376,20 +340,14 @@ def test_torchtitans_own_dispatchers_attach_with_homes_alone(
     tmp_path: Path, fields: Mapping[str, Any], exact: str | None
 ) -> None:
     found = judged_fields(tmp_path, TORCHTITAN, **fields)
-    assert found["homes"] is True and found["replicas"] is False and found["refused"] == []
+    assert found["attaches"] is True and found["replicas"] is False and found["refused"] == []
     assert found["exact"] == exact
-    assert [one["setting"] for one in found["stand_in"]] == ["moe_comm_backend"]
-
-
-def test_torchtitans_muon_is_refused_with_its_cause(tmp_path: Path) -> None:
-    (refusal,) = judged_fields(tmp_path, TORCHTITAN, optimizers=["Muon"])["refused"]
-    assert "another place in the batch" in refusal["why"] and refusal["instead"] == "use AdamW"
 
 
 def test_expert_tensor_parallelism_is_that_of_tensors_unless_it_cannot_fit(tmp_path: Path) -> None:
     assert refused(judged_fields(tmp_path, MEGATRON, tp=2, gpus=16)) == ["expert_tensor_parallel_size"]
     assert judged_fields(tmp_path, MEGATRON, tp=2, gpus=8)["attaches"] is True
-    assert refused(judged_fields(tmp_path, MEGATRON, tp=2, etp=2, gpus=8)) == ["etp"], "as written"
+    assert refused(judged_fields(tmp_path, MEGATRON, tp=2, etp=2, gpus=8)) == ["expert_tensor_parallel_size"]
 
 
 @pytest.mark.parametrize(
@@ -399,18 +357,14 @@ def test_expert_tensor_parallelism_is_that_of_tensors_unless_it_cannot_fit(tmp_p
         ("--cuda-graph-impl transformer_engine --cuda-graph-modules attn,moe_router", []),
         ("--cuda-graph-impl transformer_engine", ["cuda_graph_modules"]),
         ("--external-cuda-graph --cuda-graph-scope attn", []),
-        ("--external-cuda-graph", ["cuda_graph_modules"]),
         ("--enable-cuda-graph --cuda-graph-scope attn", ["cuda_graph_impl"]),
         ("--cuda-graph-impl local --cuda-graph-scope full_iteration", ["cuda_graph_impl"]),
-        ("--cuda-graph-impl full_iteration", ["--cuda-graph-impl"]),
         ("--cuda-graph-scope moe", []),
     ],
 )
 def test_flags_of_graphs_name_their_parts(tmp_path: Path, flags: str, refuses: list[str]) -> None:
     found = judged(tmp_path, SCRIPT.replace("${ARGS[@]}", flags))
-    assert [name.strip("-").replace("-", "_") for name in refused(found)] == [
-        name.strip("-").replace("-", "_") for name in refuses
-    ]
+    assert refused(found) == refuses
 
 
 def test_a_live_configs_graphs_are_read_in_any_form() -> None:
@@ -436,11 +390,11 @@ def test_a_live_configs_graphs_are_read_in_any_form() -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
 def test_fp8_with_scales_of_now_attaches(tmp_path: Path, recipe: str) -> None:
     found = judged_fields(tmp_path, MEGATRON, fp8="e4m3", fp8_recipe=recipe)
-    assert found["attaches"] is True and [one["setting"] for one in found["stand_in"]] == ["fp8"]
+    assert found["attaches"] is True
     flags = f"--fp8-format hybrid --fp8-recipe {recipe}"
     assert judged(tmp_path, SCRIPT.replace("${ARGS[@]}", flags))["attaches"] is True
     assert refused(judged(tmp_path, SCRIPT.replace("${ARGS[@]}", f"{flags} --fp8-param-gather"))) == [
-        "--fp8-param-gather"
+        "fp8_param_gather"
     ]
 
 
@@ -457,12 +411,13 @@ def test_saves_by_place_are_refused_before_the_first_one(tmp_path: Path) -> None
     torchrun = SCRIPT.replace("python", "torchrun --nproc-per-node 8")  # on one node, by torchrun's default
     saving = "--use-distributed-optimizer --bf16 --save checkpoints"
     found = judged(tmp_path, torchrun.replace("${ARGS[@]}", saving))
-    assert refused(found) == ["--save"] and "--dist-ckpt-optim-fully-reshardable" in found["refused"][0]["instead"]
-    assert (found["ep"], found["edp"]) == (8, 1)
+    assert (
+        refused(found) == ["saves_by_place"] and "--dist-ckpt-optim-fully-reshardable" in found["refused"][0]["instead"]
+    )
     for more in ("--dist-ckpt-optim-fully-reshardable", "--no-save-optim", "--ckpt-format torch --no-save-optim"):
         assert judged(tmp_path, torchrun.replace("${ARGS[@]}", f"{saving} {more}"))["attaches"] is True
     for more in ("--ckpt-format torch", "--ckpt-format=torch --dist-ckpt-optim-fully-reshardable"):  # one file a rank
-        assert refused(judged(tmp_path, torchrun.replace("${ARGS[@]}", f"{saving} {more}"))) == ["--save"]
+        assert refused(judged(tmp_path, torchrun.replace("${ARGS[@]}", f"{saving} {more}"))) == ["saves_by_place"]
     assert judged(tmp_path, torchrun.replace("${ARGS[@]}", "--bf16 --save checkpoints"))["attaches"] is True
 
 
@@ -474,21 +429,12 @@ def test_megatrons_arguments_take_muon_and_the_distributed_optimizer_for_the_lay
     )
     assert judged(tmp_path, one)["attaches"] is True
     found = judged(tmp_path, two)
-    assert refused(found) == ["--optimizer"] and "without --use-distributed-optimizer" in found["refused"][0]["instead"]
+    assert refused(found) == ["optimizer"] and "without --use-distributed-optimizer" in found["refused"][0]["instead"]
 
 
 @pytest.mark.parametrize("flag", ["--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"])
 def test_experts_that_megatron_shards_are_refused(tmp_path: Path, flag: str) -> None:
-    assert refused(judged(tmp_path, SCRIPT.replace("${ARGS[@]}", f"--bf16 {flag}"))) == [flag]
-
-
-def test_layer_wise_muon_steps_bf16_alone(tmp_path: Path) -> None:
-    script = SCRIPT.replace("python", "torchrun --nnodes 1 --nproc-per-node 8")
-    flags = "--optimizer muon --use-distributed-optimizer"
-    assert judged(tmp_path, script.replace("${ARGS[@]}", f"{flags} --bf16"))["attaches"] is True
-    for dtype in ("", "--fp16"):
-        found = judged(tmp_path, script.replace("${ARGS[@]}", f"{flags} {dtype}"))
-        assert refused(found) == ["bf16"] and "set bf16=True" in found["refused"][0]["instead"]
+    assert refused(judged(tmp_path, SCRIPT.replace("${ARGS[@]}", f"--bf16 {flag}"))) == ["use_megatron_fsdp"]
 
 
 def test_slime_and_verl_train_in_bf16_by_default(tmp_path: Path) -> None:
@@ -497,9 +443,7 @@ def test_slime_and_verl_train_in_bf16_by_default(tmp_path: Path) -> None:
         " actor_rollout_ref.actor.megatron.use_distributed_optimizer=False"
     )
     verl = VERL.rstrip() + overrides
-    assert refused(judged(tmp_path, verl)) == [
-        "actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload"
-    ]
+    assert refused(judged(tmp_path, verl)) == ["optimizer_cpu_offload"]
     for dtype, attaches in (("bfloat16", False), ("float16", False), ("float32", True), ("${DTYPE}", None)):
         found = judged(tmp_path, f"{verl} actor_rollout_ref.actor.megatron.dtype={dtype}")
         assert found["attaches"] is attaches
@@ -509,27 +453,12 @@ def test_slime_and_verl_train_in_bf16_by_default(tmp_path: Path) -> None:
     assert refused(judged(tmp_path, f"{slime} --fp16")) == ["bf16"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "refuses"),
-    [
-        ("", []),
-        ("--no-gradient-accumulation-fusion", ["--no-gradient-accumulation-fusion"]),
-        ("--overlap-grad-reduce", ["--overlap-grad-reduce"]),
-    ],
-)
-def test_flags_of_gradients_that_come_later_are_read(tmp_path: Path, flags: str, refuses: list[str]) -> None:
-    base = "torchrun --nproc-per-node 8 pretrain_gpt.py --num-experts 8 --expert-model-parallel-size 8 --bf16"
-    found = judged(tmp_path, f"{base} --overlap-dispatch-backward-with-experts-wgrad {flags}")
-    assert refused(found) == refuses and found["attaches"] is not bool(refuses)
-    assert refused(judged(tmp_path, f"{base} {flags}")) == []
-
-
 def test_flags_offload_all_where_they_say_no_fraction(tmp_path: Path) -> None:
     script = SCRIPT.replace("python", "torchrun --nnodes 1 --nproc-per-node 8")
     flags = "--optimizer-cpu-offload --use-distributed-optimizer --bf16"
     found = judged(tmp_path, script.replace("${ARGS[@]}", flags))
     assert found["attaches"] is True and found["exact"] == "bit"
-    assert any(one["setting"] == "optimizer_offload_fraction" and one["value"] == 1.0 for one in found["assumed"])
+    assert found["assumed"]["optimizer_offload_fraction"] == 1.0
     half = judged(tmp_path, script.replace("${ARGS[@]}", f"{flags} --optimizer-offload-fraction 0.5"))
     assert half["exact"] == "rounding"
 
@@ -540,11 +469,8 @@ def test_flags_offload_all_where_they_say_no_fraction(tmp_path: Path) -> None:
         ({}, "bit"),
         ({"top_k": 8}, "rounding"),
         ({"top_k": 8, "moe_token_dispatcher_type": "alltoall"}, "bit"),
-        ({"top_k": 8, "moe_token_dispatcher_type": "flex"}, "rounding"),
-        ({"gpus": 16}, "bit"),
         ({"gpus": 16, "use_distributed_optimizer": True}, "bit"),
         ({"gpus": 24}, "rounding"),
-        ({"gpus": 24, "use_distributed_optimizer": True}, "rounding"),
         ({"gpus": None}, None),
         ({"gpus": 8, "pp": 2, "use_distributed_optimizer": True}, None),
         ({"top_k": None}, None),
@@ -574,11 +500,10 @@ def test_a_config_function_of_torchtitan_is_called(tmp_path: Path, monkeypatch: 
     made = SimpleNamespace(small=lambda: config(layers), dense=lambda: config(layers[:1]))
     monkeypatch.setitem(__import__("sys").modules, "our_made", made)
     monkeypatch.syspath_prepend(tmp_path)
-    found = answer(read_recipes("our_configs.small")[0]).to_dict()
-    assert refused(found) == ["compiled"] and found["ep"] == 4
-    assert read_recipes("our_configs:small")[0].options["moe_comm_backend"] == "standard"
+    assert refused(answer(read_recipe("our_configs.small")).to_dict()) == ["compiled"]
+    assert read_recipe("our_configs:small").options["moe_comm_backend"] == "standard"
     with pytest.raises(RecipeError, match="no routed experts"):
-        read_recipes("our_configs.dense")
+        read_recipe("our_configs.dense")
 
 
 class AllToAllTokenDispatcher:
@@ -592,12 +517,10 @@ class AllToAllTokenDispatcher:
         ("missing.sh", None, "No such file"),
         ("empty.sh", " \n", "empty"),
         ("dense.sh", "python pretrain_gpt.py --tensor-model-parallel-size 2 --num-layers 4", "no setting of experts"),
-        ("dense.json", '{"host": "megatron", "num_experts": null, "ep": 1}', "has no experts"),
-        ("other.json", '{"a": 1}', "no field 'host'"),
+        ("dense.json", '{"host": "megatron", "expert_model_parallel_size": 1}', "has no experts"),
+        ("other.json", '{"a": 1}', "no recipe: write an object with"),
         ("broken.json", "{", "not JSON"),
         ("open.sh", "python train.py --num-experts '8", "No closing quotation"),
-        ("old.json", '{"host": "megatron", "ep": 8, "cuda_graph": "local"}', "cuda_graph is no setting of megatron's"),
-        ("list.json", "[]", "no recipe"),
     ],
 )
 def test_a_file_without_a_moe_recipe_is_one_line_and_status_2(
@@ -610,40 +533,15 @@ def test_a_file_without_a_moe_recipe_is_one_line_and_status_2(
     assert said in line and line.count("\n") == 1
 
 
-def test_the_command_prints_the_keys_for_one_and_a_total_for_several(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "one.json").write_text(json.dumps(MEGATRON))
-    (tmp_path / "two.json").write_text(json.dumps({**MEGATRON, "lora": True}))
-    files = [str(tmp_path / name) for name in ("one.json", "two.json")]
-    assert main(["doctor", "--json", "--recipe", files[0]]) == 0
-    keys = ["attaches", "homes", "replicas", "exact", "refused", "assumed", "unknown", "ep", "edp", "stand_in"]
+def test_the_command_prints_the_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "one.json").write_text(json.dumps(in_full(MEGATRON)))
+    (tmp_path / "two.json").write_text(json.dumps(in_full({**MEGATRON, "lora": True})))
+    assert main(["doctor", "--json", "--recipe", str(tmp_path / "one.json")]) == 0
+    keys = ["attaches", "replicas", "exact", "refused", "undecided", "assumed", "unknown"]
     assert list(json.loads(capsys.readouterr().out)) == keys
-    assert main(["doctor", "--json", "--recipe", *files]) == 1
-    total = json.loads(capsys.readouterr().out)["total"][-1]
-    assert total == {"source": "all", "recipes": 2, "attach": 1, "refused": 1, "unknown": 0}
-    assert main(["doctor", "--recipe", files[1]]) == 1
+    assert main(["doctor", "--recipe", str(tmp_path / "two.json")]) == 1
     shown = capsys.readouterr().out
-    assert "1 setting is refused" in shown and "one adapter" in shown and "checked at attach" in shown
-
-
-def test_recipes_that_people_run(shared_data: Path, tmp_path: Path) -> None:
-    entries = json.loads((shared_data / "recipes/recipes.json").read_text())
-    (tmp_path / "recipes.json").write_text(json.dumps([recorded(entry) for entry in entries]))
-    answers = [answer(recipe) for recipe in read_recipes(str(tmp_path / "recipes.json"))]
-    counted = {
-        row["source"]: (row["recipes"], row["attach"], row["refused"], row["unknown"]) for row in totals(answers)
-    }
-    assert counted == {
-        "Megatron-Bridge": (85, 56, 29, 0),
-        "Megatron-LM": (2, 1, 1, 0),
-        "prime-rl": (7, 0, 7, 0),
-        "slime": (12, 12, 0, 0),
-        "torchtitan": (8, 4, 4, 0),
-        "verl": (16, 16, 0, 0),
-        "all": (130, 89, 41, 0),
-    }
-    assert not any(isinstance(refusal.value, Unknown) for one in answers for refusal in one.refused)
+    assert "no, it does not attach" in shown and "one adapter" in shown and "checked at attach" in shown
 
 
 def test_the_defaults_are_megatrons_own() -> None:

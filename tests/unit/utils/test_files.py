@@ -11,9 +11,7 @@ import pytest
 
 from eplb_runtime.placement import Placement, PlacementError
 from eplb_runtime.tools.formats.convert import write_placement
-from eplb_runtime.tools.formats.engines import Own
 from eplb_runtime.tools.formats.loads import write_load
-from eplb_runtime.tools.formats.sglang import SGLang
 from eplb_runtime.utils import files
 from eplb_runtime.utils.files import FileError, require_readable, require_writable, write_file
 
@@ -32,11 +30,8 @@ WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "load.safetensors": ("l.safetensors", lambda path: write_load(path, LOAD)),
     "load.json": ("l.json", lambda path: write_load(path, LOAD)),
     "sglang map": ("m.json", to_engine("sglang")),
-    "sglang map.pt": ("m.pt", to_engine("sglang")),
-    "sglang load.pt": ("l.pt", lambda path: SGLang().save_load(path, LOAD, 0)),
     "vllm": ("m.json", to_engine("vllm")),
     "tensorrt-llm": ("m.yaml", to_engine("tensorrt-llm")),
-    "own load": ("l.json", lambda path: Own().save_load(path, LOAD, 0)),
 }
 each_writer = pytest.mark.parametrize("writer", WRITERS)
 

@@ -16,7 +16,6 @@ import torch
 from flat_settings import config_from_settings
 
 from eplb_runtime.config import (
-    DISPATCHES,
     BalancerConfig,
     ConfigError,
     DispatchConfig,
@@ -24,13 +23,9 @@ from eplb_runtime.config import (
 )
 from eplb_runtime.distributed.transports import deepep_package
 from eplb_runtime.moe.dispatch import choosing, float8, row_bytes
-from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import DispatchContext
-from eplb_runtime.moe.dispatch.choosing import DispatchChoice, choose
-from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
+from eplb_runtime.moe.dispatch.deepep import DeepEPByRank
 from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer
-from eplb_runtime.moe.dispatch.hierarchical import Hierarchical, HierarchicalByRank
-from eplb_runtime.topology import Topology
 
 SOURCE = "EPLB_RUNTIME_DEEPEP_SOURCE"
 """A folder with DeepEP's Python sources, if the package is not installed."""
@@ -38,12 +33,6 @@ FILES = ("buffers/legacy.py", "buffer.py")
 SETTINGS = ("set_num_sms", "get_dispatch_config", "get_combine_config", "get_low_latency_rdma_size_hint")
 LOW_LATENCY = ("low_latency_dispatch", "low_latency_combine")
 CALLED = ("__init__", *SETTINGS, "get_dispatch_layout", "dispatch", "combine", *LOW_LATENCY)
-KINDS = {
-    "all_to_all": (AllToAll, AllToAll),
-    "hierarchical": (Hierarchical, HierarchicalByRank),
-    "deepep": (DeepEPDispatcher, DeepEPByRank),
-}
-"""Dispatchers in logical order and by rank."""
 
 
 def real_buffer() -> ast.ClassDef:
@@ -85,14 +74,6 @@ def test_rows_and_their_weights_keep_every_bit_on_the_way_there(dtype: torch.dty
     assert torch.equal(back.view(torch.uint8), hidden[[2, 0]].view(torch.uint8))
     behind = row_bytes.unpack_weights(rows, dtype, hidden.shape[1], 1, torch.float64)
     assert torch.equal(behind.view(3, 2), weights)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_the_gradient_of_no_tokens_may_be_a_view(dtype: torch.dtype) -> None:
-    grad = torch.ones((), dtype=dtype).expand(0, 16)
-    assert row_bytes.pack(grad, None).shape[0] == 0
-    rows, values = row_bytes.unpack_sums(row_bytes.pack_sums(grad, grad[:, :1]), 16, dtype, 1, dtype)
-    assert rows.shape == (0, 16) and values.shape == (0, 1)
 
 
 ODDLY_LYING = {
@@ -167,30 +148,6 @@ def test_ranks_that_deepep_cannot_serve_are_named(ranks: int, per_node: int, sai
     assert said in found and bool(found) == bool(said)
 
 
-def test_memory_that_torch_fills_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    with pytest.raises(RuntimeError, match="fill_uninitialized_memory = False"):
-        deepep_package.refuse_filled_memory()
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    deepep_package.refuse_filled_memory()
-
-
-def test_the_order_of_sums_picks_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {
-        order: BalancerConfig(dispatch=DispatchConfig("auto", combine_order=order)) for order in ("logical", "by_rank")
-    }
-    job = Topology(8, 4)
-    for kind in {kind for kinds in KINDS.values() for kind in kinds}:
-        monkeypatch.setattr(choosing, kind.__name__, lambda *args, kind=kind: (kind, *args))
-    context, more = DispatchContext.of(None, 4), {"all_to_all": [], "hierarchical": [4]}
-    for order, config in asked.items():
-        for name, kinds in KINDS.items():
-            made = choosing.make_dispatcher(config, DispatchChoice(name, ""), job, context)
-            assert made == (kinds[order == "by_rank"], context, *more.get(name, [config.dispatch]))
-    assert {choose(name, ["why"]).name for name in DISPATCHES} == set(DISPATCHES) - {"auto"}
-
-
 @pytest.mark.parametrize(("ranks", "most"), [(8, 128), (16, 1024)])
 def test_more_slots_than_the_kernels_count_are_refused_at_attach(
     monkeypatch: pytest.MonkeyPatch, ranks: int, most: int
@@ -230,20 +187,6 @@ def test_low_latency_is_refused_where_no_kernel_was_built(
         dispatcher.check(hidden, weights)
     if dtype == torch.bfloat16:
         dispatcher.check(hidden, weights)  # what learns goes by other kernels
-
-
-@pytest.mark.parametrize("devices", [None, [], ["mlx5_0"]], ids=str)
-def test_low_latency_is_refused_on_a_machine_without_infiniband(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, devices: list[str] | None
-) -> None:
-    folder = tmp_path / "infiniband"
-    if devices is not None:
-        for each in (folder, *(folder / device for device in devices)):
-            each.mkdir()
-    monkeypatch.setattr(deepep_package, "INFINIBAND", folder)
-    said = choosing.unfit_settings(BalancerConfig(dispatch=LOW_LATENCY_CONFIG), 8)
-    assert bool(said) == (not devices)
-    assert choosing.unfit_settings(BalancerConfig(dispatch="deepep"), 8) == ""
 
 
 @pytest.mark.parametrize(

@@ -31,22 +31,6 @@ def test_what_reads_values_is_refused(name: str) -> None:
         WAITS[name](x)
 
 
-def test_it_is_refused_in_a_backward_pass() -> None:
-    class Looks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: Tensor) -> Tensor:
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: object, grad: Tensor) -> Tensor:
-            return grad if grad.sum() else grad * 2
-
-    x = torch.ones(3, requires_grad=True)
-    loss = Looks.apply(x).sum()
-    with pytest.raises(HostWaitsError), no_waits():
-        loss.backward()
-
-
 def test_what_waits_for_nothing_passes() -> None:
     x = torch.tensor([2, 0, 1])
     with no_waits():
@@ -56,13 +40,3 @@ def test_what_waits_for_nothing_passes() -> None:
         torch.repeat_interleave(x, x, output_size=3)
         torch.searchsorted(x, x)
         x[order] = x.clone()
-
-
-def test_named_functions_may_wait() -> None:
-    def looks_on_a_cpu(x: Tensor) -> bool:
-        return bool(x.any())
-
-    with no_waits(but_in=["looks_on_a_cpu"]):
-        assert looks_on_a_cpu(torch.ones(1))
-    with pytest.raises(HostWaitsError), no_waits():
-        looks_on_a_cpu(torch.ones(1))

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traces import COMBINE, DISPATCH, GEMM, NOTIFY, REDUCE, cpu_events, gpu_events, kernel, of_rank, span, write
+from traces import GEMM, cpu_events, gpu_events, of_rank, span, write
 
 from eplb_runtime.observe.traces import TraceError, analyse
 from eplb_runtime.observe.traces.columns import length, overlap, union
-from eplb_runtime.observe.traces.kinds import (
-    COLLECTIVE,
-    COMPUTE,
-    ONE_SIDED,
-    POINT_TO_POINT,
-    kind_of_copy,
-    kind_of_kernel,
-    micro_batch_of,
-    phase_of,
-)
 
 
 def test_the_trace_of_a_gpu_gives_its_known_answer(tmp_path: Path) -> None:
@@ -105,48 +94,6 @@ def test_the_published_trace_gives_its_published_numbers(shared_data: Path) -> N
     assert round(sum(p.exposed_us for p in found.phases)) == 4_177
 
 
-def test_names_of_kernels_that_carry_data() -> None:
-    for name, kind in {
-        DISPATCH: "dispatch",
-        COMBINE: "combine",
-        NOTIFY: "notify and layout",
-        REDUCE: COLLECTIVE,
-        "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": POINT_TO_POINT,
-        "ncclKernel_AllGather_RING_LL_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)": COLLECTIVE,
-        "void dpsk::ep::internode::cached_notify<false>(int, int)": "notify and layout",
-        "void deep_ep::internode_ll::dispatch<true, 3, 10, 7168>(void*, float*)": "dispatch",
-        "void deep_ep::layout::get_dispatch_layout<256, 32, 8>(long const*)": "notify and layout",
-        "void deep_ep::elastic::combine_impl<8>(int)": "combine",
-        "void deep_ep::elastic::pp_send_impl<1>(int)": ONE_SIDED,
-        "nvshmemi_barrier_all_on_stream_kernel(int)": ONE_SIDED,
-        "void multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*)": ONE_SIDED,
-        GEMM: COMPUTE,
-        "void at::native::index_elementwise_kernel<128, 4>(deep_ep::Layout)": COMPUTE,
-        "moe_combine_kernel": COMPUTE,
-    }.items():
-        assert kind_of_kernel(name) == kind, name
-    assert kind_of_copy("Memcpy PtoP (Device -> Device)") == ONE_SIDED
-    assert kind_of_copy("Memcpy HtoD (Pinned -> Device)") == COMPUTE
-
-
-def test_names_of_phases() -> None:
-    ours = phase_of("eplb_runtime dispatch(F) layer=3 epoch=17")
-    assert ours is not None and (ours.phase, ours.direction, ours.layer) == ("dispatch", "F", 3)
-    assert phase_of("mlp(W)") is not None and phase_of("eplb_runtime migration: post epoch=3") is not None
-    assert phase_of("forward (model)") is None and phase_of("aten::mm") is None
-    assert micro_batch_of("PP:0F12") == 12 and micro_batch_of("Backward 3") == 3 and micro_batch_of("PP") is None
-
-
-def test_a_trace_in_which_nothing_ran_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="nothing in it was computed or sent"):
-        analyse(write(tmp_path / "trace.json", [span("main", "python_function", 0, 5)]))
-
-
-def test_a_list_of_events_is_a_trace_too(tmp_path: Path) -> None:
-    (tmp_path / "trace.json").write_text(json.dumps([kernel(GEMM, 0, 5, 7, 1)]))
-    assert analyse(tmp_path / "trace.json").span_us == 5
-
-
 def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from eplb_runtime.observe.traces import reading
 
@@ -158,13 +105,6 @@ def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(reading, "LONGEST_VALUE", 20)
     with pytest.raises(TraceError, match="not a JSON trace"):
         analyse(path)
-
-
-def test_progress_adds_up_to_the_file(tmp_path: Path) -> None:
-    path = write(tmp_path / "trace.json", gpu_events() * 50)
-    seen: list[int] = []
-    analyse(path, seen.append)
-    assert sum(seen) == path.stat().st_size
 
 
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda pair: (pair[0], pair[0] + pair[1])))

@@ -61,37 +61,6 @@ def test_sglang_summary_dump_drops_passes_that_were_never_filled(tmp_path: Path)
     assert np.array_equal(read_load(tmp_path / "expert_distribution_recorder_1.pt"), LOAD)
 
 
-def test_sglang_records_are_summed_over_ranks_and_copies_in_order_of_the_passes(tmp_path: Path) -> None:
-    # 1 layer, 2 experts, 3 slots: expert 0 stands in slots 0 and 2
-    physical_to_logical = torch.tensor([[0, 1, 0]])
-    for rank in range(2):
-        records = [
-            {
-                "forward_pass_id": number,
-                "rank": rank,
-                "gatherer_key": "primary",
-                "global_physical_count": torch.tensor([[number, 10 + rank, 100]], dtype=torch.int32),
-            }
-            for number in (7, 3)
-        ]
-        dump = {"records": records, "last_physical_to_logical_map": physical_to_logical}
-        torch.save(dump, tmp_path / f"expert_distribution_recorder_1_{rank}.pt")
-    assert read_load(tmp_path).tolist() == [[[206, 21]], [[214, 21]]]
-
-
-def test_tensorrt_llm_statistics_are_summed_over_ranks(tmp_path: Path) -> None:
-    (tmp_path / "meta_info.json").write_text('{"num_experts": 2, "num_experts_per_token": 1}')
-    for rank in range(2):
-        counts = {
-            f"{iteration}_{layer}": np.array([iteration, layer], dtype=np.int32)
-            for iteration in (100, 101)
-            for layer in (3, 4)
-        }
-        save_file(counts, tmp_path / f"rank{rank}.safetensors")
-    save_file({"100_3": np.zeros((5, 1), dtype=np.int32)}, tmp_path / "rank0_raw.safetensors")
-    assert read_load(tmp_path).tolist() == [[[200, 6], [200, 8]], [[202, 6], [202, 8]]]
-
-
 def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
     def write(name: str, content: bytes | str) -> Path:
         path = folder / name
@@ -105,26 +74,21 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
     save_file({"counts": LOAD}, folder / "other_name.safetensors")
     torch.save({"code": NotPlain()}, folder / "code.pt")
     torch.save({"weights": torch.zeros(2)}, folder / "other.pt")
-    one = torch.ones(1, 2, dtype=torch.int32)
-    record = {"forward_pass_id": 0, "global_physical_count": one}
-    torch.save({"records": [], "last_physical_to_logical_map": one}, folder / "nothing.pt")
-    torch.save({"records": [{}], "last_physical_to_logical_map": one}, folder / "record.pt")
-    torch.save({"records": [record], "last_physical_to_logical_map": 2 * one}, folder / "ids.pt")
-    torch.save({"records": [record], "last_physical_to_logical_map": one[:, :1] - 1}, folder / "slots.pt")
+    torch.save({"records": [], "last_physical_to_logical_map": torch.ones(1, 2)}, folder / "passes.pt")
     (folder / "empty").mkdir()
     return {
         "missing": (folder / "missing.npz", "No such file"),
         "missing safetensors": (folder / "missing.safetensors", "No such file"),
         "unknown ending": (write("load.txt", "1 2"), "give .npz, .safetensors, .json"),
-        "another array": (folder / "other_name.npz", "no \"load\" in it, only 'counts'"),
-        "another tensor": (folder / "other_name.safetensors", "no \"load\" in it, only 'counts'"),
+        "another array": (folder / "other_name.npz", "it holds 'counts': store tokens per expert as \"load\""),
+        "another tensor": (folder / "other_name.safetensors", "it holds 'counts': store tokens per expert as \"load\""),
         "python objects": (folder / "objects.npz", "not an .npz of plain numbers"),
         "bare array": (folder / "bare.npz", "numpy.savez"),
         "no zip": (write("text.npz", "hello"), "not an .npz"),
         "cut zip": (write("cut.npz", (folder / "other_name.npz").read_bytes()[:90]), "not an .npz"),
         "no safetensors": (write("text.safetensors", "hello, world"), "not a safetensors file"),
         "no json": (write("text.json", "{"), "not JSON"),
-        "bare list": (write("list.json", "[[1, 2]]"), 'write a load as {"load": [...]}'),
+        "bare list": (write("list.json", "[[1, 2]]"), 'it holds a list: store tokens per expert as "load"'),
         "ragged": (write("ragged.json", '{"load": [[1, 2], [3]]}'), "ragged"),
         "words": (write("words.json", '{"load": [["a", "b"]]}'), "it must hold numbers"),
         "one axis": (write("axis.json", '{"load": [1, 2]}'), "[layers, experts] or [windows, layers, experts]"),
@@ -132,15 +96,9 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
         "NaN": (write("nan.json", '{"load": [[1, NaN]]}'), "window 0, layer 0, expert 1: nan"),
         "negative": (write("negative.json", '{"load": [[1, 2], [-3, 4]]}'), "layer 1, expert 0: -3.0"),
         "code in a .pt": (folder / "code.pt", "not a torch file of tensors and plain values"),
-        "another .pt": (
-            folder / "other.pt",
-            'no "logical_count" (or "records" with "last_physical_to_logical_map") in it, only \'weights\'',
-        ),
-        "nothing recorded": (folder / "nothing.pt", "the recorder had recorded nothing"),
-        "a broken record": (folder / "record.pt", 'a record without "forward_pass_id" or "global_physical_count"'),
-        "no such expert": (folder / "ids.pt", "must be [layers, slots] of expert ids"),
-        "other slots": (folder / "slots.pt", "a record counts [1, 2] [layers, slots], the map has [1, 1]"),
-        "empty folder": (folder / "empty", "it has no router_trace_rank*.jsonl or *.pt or rank*.safetensors"),
+        "another .pt": (folder / "other.pt", "it holds 'weights': store tokens per expert as \"load\""),
+        "single passes": (folder / "passes.pt", "record with --expert-distribution-recorder-mode stat"),
+        "empty folder": (folder / "empty", "has no router_trace_rank*.jsonl of Megatron and no *.pt"),
     }
 
 

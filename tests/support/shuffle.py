@@ -1,0 +1,53 @@
+"""A planner that moves experts at every decision, and how a test has a balancer plan with it, or with another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb_runtime.balancer.balancer import Balancer
+from eplb_runtime.placement import Placement
+from eplb_runtime.planner.evaluate import moves_between, predicted_imbalance
+from eplb_runtime.planner.search.bounds import lower_bound
+from eplb_runtime.planner.shuffle import shuffled
+from eplb_runtime.planner.types import Plan
+from eplb_runtime.topology import Topology
+
+
+def plan_by(balancer: Balancer, planner: Callable[..., Plan]) -> None:
+    """Plan with a function other than `planner.plan`, of the same arguments, from the next decision on."""
+    balancer._rebalancer.decisions.planner = planner
+
+
+def wait_until_compiled(balancer: Balancer) -> None:
+    """Wait for compiled planner code, in runs that are over before it is; without it training rebalances later."""
+    balancer._rebalancer.wait_until_compiled(300.0)
+
+
+def plan_shuffle(
+    load: NDArray[np.int64], topology: Topology, *, slots_per_rank: int, current: Placement, **_: Any
+) -> Plan:
+    """A plan in the home layout that always moves, balanced load or not; called as `planner.plan` is."""
+    began = time.perf_counter()
+    total = np.asarray(load, dtype=np.float64).sum(axis=0)
+    placement = shuffled(current, total)
+    return Plan(
+        policy="shuffle",
+        placement=placement,
+        current=current,
+        moves=moves_between(current, placement, topology),
+        imbalance_before=predicted_imbalance(total, current),
+        imbalance_after=predicted_imbalance(total, placement),
+        lower_bound=lower_bound(total, current.num_ranks, slots_per_rank),
+        bytes_intra_node=0,
+        bytes_inter_node=0,
+        seconds_saved=float("nan"),
+        seconds_spent=float("nan"),
+        decision="rebalance",
+        reason="experts change places to show that they can",
+        plan_seconds=time.perf_counter() - began,
+    )
