@@ -139,7 +139,8 @@ def _asked(
     check_sizes(windows.shape[1:], topology.num_ranks, slots_per_rank, settled.groups, layout, current)
     speed_R = checked_speed(settled, policy, topology.num_ranks)
     request = _request(windows, topology, slots_per_rank, current, layout, settled)
-    request = replace(request, speed_R=speed_R, deadline=deadline)
+    one_known = np.ndim(load) == 3 and len(windows) == 1 and settled.declared is None
+    request = replace(request, speed_R=speed_R, deadline=deadline, one_known=one_known)
     check_shapes(request)
     return request
 

@@ -72,7 +72,8 @@ class PlanRequest:
         wanders_L: bool, layers whose load surely wanders from window to window: a plan ages there. None: no layer does.
         declared: all scenarios will come (micro-batches of one step): how they differ is no doubt about any of them.
         deadline: after which the search of no further layer begins; None: time decides nothing.
-        weighs_noise: a layer moves only where its gain is more than noise; otherwise wherever it gains anything.
+        one_known: one window alone is known of a load that goes on.
+        weighs_noise: a layer moves only where its gain is more than noise; otherwise wherever it is worth its price.
     """
 
     load: NDArray[np.float64]
@@ -95,6 +96,7 @@ class PlanRequest:
     declared: bool = False
     trust: float = 1.0
     wanders_L: NDArray[np.bool_] | None = None
+    one_known: bool = False
     weighs_noise: bool = False
     deadline: Deadline | None = None
 

@@ -34,7 +34,7 @@ from ..search.descent import (
     descend,
 )
 from ..search.layer import FloatArray, IntArray, Layer, fill_to_level, judge, split_evenly
-from ..search.starts import starts
+from ..search.starts import starts, with_trees
 from ..types import PlanRequest
 
 
@@ -45,7 +45,7 @@ class SearchParameters:
     Args:
         least_price: imbalance that moving all slots of a layer must be worth besides its seconds: of ways that are as
             good, the shorter.
-        price_of_all: the same where gains must be more than noise, with replica slots.
+        price_of_all: the same with replica slots.
         first_price: the same while no replica slot is in use: a first plan lasts.
         wandering: factor of both where the load moves on: a gain is one on the next window there.
         deviation: the share of tokens that scenarios send elsewhere at which prices hold; less for steadier loads.
@@ -55,6 +55,7 @@ class SearchParameters:
         sure_together, sure_each, sure_alone: standard errors by which, on scenarios that did not lead the search, all
             layers together must gain and each layer then, or a layer must gain when they do not.
         starts: the best starts, from which a search descends.
+        trees_from: ranks from which on, with one window known, replicas are placed without a search.
         start_margin: a start that is worse than the best result by more is left out.
         stuck_ranks: busiest ranks without a step that helps, after which a descent ends.
         enough: imbalance at which a descent ends.
@@ -72,10 +73,11 @@ class SearchParameters:
     least_gain: float = 0.005
     nearly: float = 0.1
     sure: float = 1.0
-    sure_together: float = 4.0
-    sure_each: float = 2.0
-    sure_alone: float = 4.0
+    sure_together: float = 2.5
+    sure_each: float = 1.0
+    sure_alone: float = 2.5
     starts: int = 2
+    trees_from: int = 256
     start_margin: float = 0.05
     stuck_ranks: int = 6
     enough: float = 1.001
@@ -100,6 +102,7 @@ class _Question:
             load.
         prices: imbalance that moving a home, and a replica, must be worth.
         starts_anew: other starts than the current placement are allowed.
+        grows_trees: nothing is searched: replicas are placed by `search.trees`.
     """
 
     now_P: IntArray
@@ -112,6 +115,7 @@ class _Question:
     crossing_price: float
     prices: tuple[float, float]
     starts_anew: bool
+    grows_trees: bool
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,8 @@ def _questions(request: PlanRequest) -> list[_Question]:
     prices_L2 = _prices(request)
     limited = request.max_moves is not None or request.max_bytes is not None
     now_LP = np.concatenate([start.homes_LRH, start.replicas_LRK], axis=2).astype(np.int64).reshape(len(prices_L2), -1)
+    trees = request.one_known and not limited and ranks >= PARAMETERS.trees_from
+    trees = trees and replicas > 0 and request.crossing_price == 0.0
     result = []
     for layer, now_P in enumerate(now_LP):
         held_RE = np.full((ranks, experts), NOT_HERE, dtype=np.int64)
@@ -191,6 +197,7 @@ def _questions(request: PlanRequest) -> list[_Question]:
                 request.crossing_price,
                 (float(prices_L2[layer, 0]), float(prices_L2[layer, 1])),
                 not limited,
+                trees,
             )
         )
     return result
@@ -206,7 +213,7 @@ def _prices(request: PlanRequest) -> FloatArray:
     """float64 ``[L, 2]``: imbalance that moving a home, and a replica, must be worth."""
     start, topology, layers = request.start, request.topology, request.num_layers
     price_L = np.full(layers, 0.0 if request.current is None else PARAMETERS.least_price)
-    if start.replica_slots and request.current is not None and request.weighs_noise and not request.declared:
+    if start.replica_slots and request.current is not None and not request.declared:
         unused_L = (start.replicas_LRK == EMPTY).all(axis=(1, 2))
         price_L = np.where(unused_L, PARAMETERS.first_price, PARAMETERS.price_of_all)
         price_L *= np.minimum(_deviation(request) / PARAMETERS.deviation, 1.0)
@@ -238,7 +245,9 @@ def _solve(question: _Question) -> _Solution:
         return best
     least = value
     begins = [question.now_P]
-    if question.starts_anew and ranks > 1:
+    if question.grows_trees:
+        begins.append(with_trees(question.lead_WE[0], question.now_P, ranks, question.homes))
+    elif question.starts_anew and ranks > 1:
         load_E = question.lead_WE.mean(axis=0)
         begins += starts(load_E, question.now_P, ranks, question.homes, question.source_EN, question.crossing_price)
     worth = [_worth(lead, begin_P)[0] + _cost(question, begin_P) for begin_P in begins]
@@ -249,7 +258,7 @@ def _solve(question: _Question) -> _Solution:
         _worth(lead, begins[number])
         begin_P, track_NX = lead.slot_P.copy(), np.empty((room, 6))
         limits = (*question.prices, PARAMETERS.enough, PARAMETERS.stuck_ranks)
-        steps = descend(lead, question.held_RE, *limits, track_NX)
+        steps = descend(lead, question.held_RE, *limits, track_NX[:1] if question.grows_trees else track_NX)
         way_N = track_NX[: steps + 1, VALUE] + track_NX[: steps + 1, [HOMES, REPLICAS]] @ question.prices
         short = int(np.argmax(way_N <= way_N.min() + PARAMETERS.nearly * PARAMETERS.least_gain))
         found = _Solution(begin_P, track_NX[: short + 1], begin_P, before_W, before_W, 0.0)
@@ -305,7 +314,7 @@ def _cost(question: _Question, slot_P: IntArray) -> float:
 
 
 def _worth_it(request: PlanRequest, questions: list[_Question], solutions: list[_Solution | None]) -> NDArray[np.bool_]:
-    """bool ``[L]``: layers that gain more than noise, or anything where nobody asks for certainty."""
+    """bool ``[L]``: layers that gain more than noise, or more than their price where certainty is not asked for."""
     if request.current is None:
         return np.ones(request.num_layers, dtype=bool)
     gain_L, error_L = np.zeros(request.num_layers), np.zeros(request.num_layers)
@@ -314,9 +323,7 @@ def _worth_it(request: PlanRequest, questions: list[_Question], solutions: list[
             continue
         gain_W = found.before_W - found.after_W
         gain = gain_W.mean() - found.cost
-        if not request.weighs_noise:
-            gain_L[layer] = gain_W.mean()
-        elif request.declared or len(gain_W) == 1:
+        if not request.weighs_noise or request.declared or len(gain_W) == 1:
             gain_L[layer] = gain if gain > PARAMETERS.least_gain else 0.0
         elif gain > max(PARAMETERS.least_gain, PARAMETERS.sure * gain_W.std(ddof=1) / np.sqrt(len(gain_W))):
             gain_L[layer], error_L[layer] = gain, 0.0
