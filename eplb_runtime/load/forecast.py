@@ -1,7 +1,7 @@
 """The load to come, foretold from measured windows, and how far it may stray from the forecast.
 
 A layer's forecast is the mean of its windows since its load last changed. Where other forecasters err surely less, it
-is a blend of seven of them, weighed by their errors. All is judged on shares of a window's tokens.
+is a blend of seven of them, weighed by the imbalance that they would have led to. All is judged on shares of tokens.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..utils.jit import jit
 
 MOST_WINDOWS = 64
 """Longer histories are merged into at most so many windows."""
@@ -32,7 +34,8 @@ class ForecastParameters:
         sure: standard errors by which another forecaster must err less than the mean does, in one layer or in all
             layers together.
         once_sure: standard errors by which each layer must then.
-        sharpness: a forecaster whose error is larger by this share of the least one weighs 1 / e.
+        sharpness: a forecaster whose loss is larger by this share of what the least one is above 1 weighs 1 / e.
+        between_equals: weight of the share of tokens foretold for other experts, in the loss.
     """
 
     change_ratio: float = 4.0
@@ -44,6 +47,7 @@ class ForecastParameters:
     sure: float = 4.0
     once_sure: float = 1.0
     sharpness: float = 0.1
+    between_equals: float = 0.01
 
 
 PARAMETERS = ForecastParameters()
@@ -73,14 +77,16 @@ class _Foretold(NamedTuple):
 
 
 class _Blend(NamedTuple):
-    """A blend of forecasters for one layer.
+    """Forecasters of one layer.
 
     Args:
-        foretold: what it forecasts, with the errors of its past forecasts.
+        made_FCE: what each of them foretold after so many windows, and now.
+        came_CE: what came.
         gain_N, error_N: by how much others err less than the mean, and the standard error of that.
     """
 
-    foretold: _Foretold
+    made_FCE: Load
+    came_CE: Load
     gain_N: Load
     error_N: Load
 
@@ -97,12 +103,13 @@ def coarsen(load: Load) -> Load:
     return np.asarray(kept.reshape(-1, run, *load.shape[1:]).mean(axis=1))
 
 
-def foretell(load: Load, method: str = "auto") -> ExpectedLoad:
+def foretell(load: Load, method: str = "auto", ranks: int = 8) -> ExpectedLoad:
     """Forecast each layer by itself; windows in which a layer has no tokens are left out for that layer.
 
     Args:
         load: float64 ``[T, L, E]``, oldest first; ``coarsen`` it before if T is large.
         method: ``"window"`` (mean of all windows), ``"last"``, or ``"auto"``.
+        ranks: R, over which experts are spread to judge forecasters.
 
     Raises:
         ValueError: the method is unknown.
@@ -127,7 +134,7 @@ def foretell(load: Load, method: str = "auto") -> ExpectedLoad:
             blends[layer] = _blend(share_TE[change:])
     moves_L, wanders_L = _which_move_on(blends, layers)
     for layer in np.flatnonzero(moves_L).tolist():
-        foretold[layer] = blends[layer].foretold
+        foretold[layer] = _blended(blends[layer], ranks)
     return _scenarios(foretold, load, wanders_L)
 
 
@@ -170,7 +177,7 @@ def _of_the_mean(share_TE: Load, change: int) -> _Foretold:
 def _blend(share_TE: Load) -> _Blend:
     """Seven forecasters, judged on the newest windows by the square of their errors in units of an expert's share."""
     windows = len(share_TE)
-    after = np.arange(max(windows - PARAMETERS.judged, 1), windows + 1)
+    after = np.arange(max(windows - PARAMETERS.judged, 2), windows + 1)
     made_FCE = np.stack([_forecasts(share_TE[:end]) for end in after], axis=1)
     came_CE = share_TE[after[:-1]]
     unit_E = np.maximum(share_TE.mean(axis=0), 1e-9)
@@ -178,12 +185,36 @@ def _blend(share_TE: Load) -> _Blend:
     lag_NE = np.stack([((share_TE[lag:] - share_TE[:-lag]) ** 2).mean(axis=0) for lag in range(1, windows)]) / unit_E
     nearer_E = lag_NE[1:].mean(axis=0) - lag_NE[0]  # neighbours are more alike than others: the load wanders
     gain_NE = np.concatenate([error_FE[0] - error_FE[1:], nearer_E[None]])
-    error_F = np.sqrt(error_FE.mean(axis=1))
-    weight_F = np.exp(-(error_F / max(error_F.min(), 1e-12) - 1.0) / PARAMETERS.sharpness)
-    blend_CE = np.tensordot(weight_F / weight_F.sum(), made_FCE, 1)
     noise_N = gain_NE.std(axis=1, ddof=1) / np.sqrt(gain_NE.shape[1])
-    foretold = _Foretold(blend_CE[-1], came_CE - blend_CE[:-1])
-    return _Blend(foretold, gain_NE.mean(axis=1), np.maximum(noise_N, 1e-12))
+    return _Blend(made_FCE, came_CE, gain_NE.mean(axis=1), np.maximum(noise_N, 1e-12))
+
+
+def _blended(blend: _Blend, ranks: int) -> _Foretold:
+    """The blend of forecasters, weighed by what placements made for their past forecasts would have led to."""
+    came_CE = np.ascontiguousarray(blend.came_CE)
+    loss_F = np.empty(len(blend.made_FCE))
+    for number, made_CE in enumerate(blend.made_FCE):
+        misplaced = 0.5 * np.abs(made_CE[:-1] - came_CE).sum(axis=1).mean()
+        loss_F[number] = dealt_imbalance(made_CE, came_CE, ranks) + PARAMETERS.between_equals * misplaced
+    worse_F = (loss_F - loss_F.min()) / max(loss_F.min() - 1.0, 1e-3)
+    weight_F = np.exp(-worse_F / PARAMETERS.sharpness)
+    blend_CE = np.tensordot(weight_F / weight_F.sum(), blend.made_FCE, 1)
+    return _Foretold(blend_CE[-1], came_CE - blend_CE[:-1])
+
+
+@jit(error_model="numpy")
+def dealt_imbalance(made_CE: Load, came_CE: Load, ranks: int) -> float:
+    """Mean imbalance of what came, on ranks that balance what was foretold: heaviest first, each to the lightest."""
+    total, most = 0.0, -(-came_CE.shape[1] // ranks)
+    for window in range(len(came_CE)):
+        made_R, came_R, room_R = np.zeros(ranks), np.zeros(ranks), np.full(ranks, most)
+        for expert in np.argsort(-made_CE[window], kind="mergesort"):
+            rank = np.argmin(made_R)
+            came_R[rank] += came_CE[window, expert]
+            room_R[rank] -= 1
+            made_R[rank] = made_R[rank] + made_CE[window, expert] if room_R[rank] else np.inf
+        total += came_R.max() / came_R.mean()
+    return total / len(came_CE)
 
 
 def _forecasts(share_TE: Load) -> Load:

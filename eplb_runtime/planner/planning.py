@@ -154,7 +154,7 @@ def _request(
     settled: Settled,
 ) -> PlanRequest:
     """What policies are asked: with the load to come."""
-    expected = _expected_load(windows, settled)
+    expected = _expected_load(windows, settled, topology.num_ranks)
     cost = settled.cost
     priced = cost is not None and settled.gate == "payoff"
     share_LNE = None
@@ -184,7 +184,7 @@ def _request(
     )
 
 
-def _expected_load(windows: NDArray[np.float64], settled: Settled) -> forecasts.ExpectedLoad:
+def _expected_load(windows: NDArray[np.float64], settled: Settled, ranks: int) -> forecasts.ExpectedLoad:
     """The load that is declared, or else foretold."""
     if settled.declared is not None:
         known = checked_load(settled.declared, "declared load")
@@ -195,6 +195,6 @@ def _expected_load(windows: NDArray[np.float64], settled: Settled) -> forecasts.
         known = coarsen(known)
         return forecasts.ExpectedLoad(known.mean(axis=0), known, known[:0], np.zeros(known.shape[1], dtype=bool))
     try:
-        return forecasts.foretell(windows, settled.forecast)
+        return forecasts.foretell(windows, settled.forecast, ranks)
     except ValueError as error:
         raise PlanError(str(error)) from None
