@@ -19,7 +19,6 @@ from ..search.packing import (
     IntArray,
     PackedLayer,
     empty_layer,
-    improve_by_another_copy,
     improve_by_one_swap,
     improve_by_two_swaps,
     place_heaviest_first,
@@ -127,10 +126,7 @@ def descend(layer: PackedLayer, enough: float, work: int) -> int:
         if work <= 0:
             return work
         work -= num_ranks * slots * slots * (slots - 1) * (slots - 1) // 32
-        if improve_by_two_swaps(layer, rank):
-            continue
-        work -= max(num_ranks * slots * slots, num_ranks * layer.weight.size // 2)
-        if work <= 0 or not improve_by_another_copy(layer, rank):
+        if not improve_by_two_swaps(layer, rank):
             return work
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +11,6 @@ from benchmarks.planner.windows import judge, plain_graph
 
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
-from eplb_runtime.tools.simulate import Series, merge_windows, simulate
 from eplb_runtime.topology import Topology
 
 pytest.importorskip("scipy")
@@ -54,48 +51,3 @@ def test_a_lasting_skew_is_met_by_copies_of_the_hottest() -> None:
     ours, _ = judge(planned(load[:8], 64, 2), load[8:])
     graph, _ = judge(plain_graph(load[:8].mean(axis=0), 64, 2), load[8:])
     assert ours.mean() < 1.002 < 1.05 < graph.mean()
-
-
-def dominated(share: float, experts: int, spread: float) -> np.ndarray:
-    """float64 ``[T, L, E]``: one expert of each layer takes this share of all tokens, lognormal shares the others."""
-    generator = np.random.default_rng(4)
-    mean = generator.lognormal(0.0, spread, (4, experts))
-    hot = generator.integers(0, experts, 4)
-    mean[np.arange(4), hot] = 0.0
-    mean *= (1.0 - share) / mean.sum(axis=1, keepdims=True)
-    mean[np.arange(4), hot] = share
-    return generator.poisson(mean * 2000 * experts, (14, *mean.shape)).astype(float)
-
-
-@pytest.mark.parametrize(
-    ("share", "experts", "ranks", "replicas", "spread", "at_most", "few_copies_give"),
-    [
-        (0.3, 256, 32, 1, 0.0, 1.005, 1.2),
-        (0.3, 256, 32, 1, 0.3, 1.005, 1.1),
-        (0.3, 512, 64, 2, 0.3, 1.002, 1.1),
-        (0.125, 256, 64, 1, 0.0, 1.005, 1.012),
-    ],
-)
-def test_an_expert_that_dominates_has_as_many_copies_as_pay(
-    monkeypatch: pytest.MonkeyPatch,
-    share: float,
-    experts: int,
-    ranks: int,
-    replicas: int,
-    spread: float,
-    at_most: float,
-    few_copies_give: float,
-) -> None:
-    load = dominated(share, experts, spread)
-    assert judge(planned(load[:8], ranks, replicas), load[8:])[0].mean() <= at_most
-    module = sys.modules["eplb_runtime.planner.policies.incremental"]
-    monkeypatch.setattr(module, "PARAMETERS", replace(module.PARAMETERS, most_shares=0))
-    assert judge(planned(load[:8], ranks, replicas), load[8:])[0].mean() > few_copies_give
-
-
-def test_over_changing_domains_few_moves_keep_the_balance(shared_data: Path) -> None:
-    load = np.load(shared_data / "gpt_oss_20b_expert_load_by_domain.npz")["load"].astype(float)
-    done = simulate(Series(merge_windows(load, 5), every=1), Topology(8, 8), slots_per_rank=5, policies=["incremental"])
-    summary = done[0].summary()
-    assert summary["balancedness"]["mean"] >= 0.93
-    assert summary["moved_slots_share"] <= 0.05, "the first plan among them"
