@@ -32,7 +32,7 @@ def test_under_pure_jitter_a_plan_is_as_good_as_a_plain_graph(ranks: int, replic
 
 @pytest.mark.parametrize(
     ("series", "replicas", "at_most"),
-    [("by_domain", 1, 1.11), ("shuffled", 1, 1.13), ("by_domain", 2, 1.035), ("shuffled", 2, 1.035)],
+    [("by_domain", 1, 1.11), ("shuffled", 1, 1.15), ("by_domain", 2, 1.035), ("shuffled", 2, 1.035)],
 )
 def test_real_windows_are_met_better_than_by_any_graph(
     shared_data: Path, series: str, replicas: int, at_most: float

@@ -89,7 +89,7 @@ def refuse(self, signature):
 
 Dispatcher.compile = refuse
 jit._compiling.append(-1)  # another thread
-load = np.random.default_rng(3).lognormal(0.0, 1.0, (5, 6, 64)) * 1000
+load = np.tile(np.random.default_rng(3).lognormal(0.0, 1.0, (6, 64)) * 1000, (5, 1, 1))
 cost = CostModel(home_bytes=1000, step_seconds=1.0)
 question = {"slots_per_rank": 9, "current": Placement.initial(6, 64, 8, 1), "gate": "payoff", "cost": cost}
 with jit.without_waiting():

@@ -65,7 +65,7 @@ def train(load: np.ndarray, learns: bool) -> dict[str, float]:
 def test_a_router_that_wanders_stops_moving_experts() -> None:
     load = wandering(0, 40, keeps=0.0)
     blind, learns = train(load, False), train(load, True)
-    assert blind["false"] >= 15 and blind["promised"] > 10 * max(blind["kept"], 1.0), "control: it promises much"
+    assert blind["false"] >= 5 and blind["promised"] > 10 * max(blind["kept"], 1.0), "control: it promises much"
     assert learns["false"] <= blind["false"] / 3
     assert learns["net"] > blind["net"]
 
