@@ -134,5 +134,4 @@ def _judge(path: str, as_json: bool) -> int:
     ):
         if values:
             print_table(title, [{"setting": name, "value": str(value)} for name, value in values.items()])
-    print_lines("checked at attach:", *(f"  {what}" for what in host.CHECKED_AT_ATTACH))
     return int(found.attaches is False)

@@ -129,14 +129,11 @@ def _describe_layer(name: str, outer: nn.Module, adapted: AdaptedExperts | None)
 
     def install(layer: ExpertParallelLayer) -> None:
         def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            if adapted is not None:
+                unmerge_disabled(adapted)
             return layer(hidden_states, top_k_index, top_k_weights)
 
-        def adapted_forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            assert adapted is not None
-            unmerge_disabled(adapted)
-            return layer(hidden_states, top_k_index, top_k_weights)
-
-        outer.forward = forward if adapted is None else adapted_forward  # type: ignore[method-assign]
+        outer.forward = forward  # type: ignore[method-assign]
 
     return MoELayer(
         name=name,
