@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 import eplb_runtime as eplb
 
-STEPS = 6
+STEPS = 5
 COMPILED = (("model", 0), ("step", 1))
 """What is compiled, the model or a function with the whole training step in it, and replica slots."""
 

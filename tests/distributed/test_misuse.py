@@ -188,51 +188,6 @@ def test_a_backward_pass_that_broke_off_leaves_nothing_in_the_next_gradients() -
     assert max(run_ranks(2, abandoned)) < 1e-6
 
 
-def states(rank: int, folder: str) -> list[str]:
-    model, optimizer, balancer = attached()
-    train(rank, model, optimizer)
-    file = Path(folder) / f"rank{rank}.pt"
-    torch.save(model.state_dict(), file)
-    before = eplb.logical_state_dict(model)
-    train(rank, model, optimizer)
-    model.load_state_dict(torch.load(file, weights_only=True))
-    after = eplb.logical_state_dict(model)
-    assert all(torch.equal(before[name], after[name]) for name in before), "right use: nothing has moved"
-    said = []
-    torch.distributed.barrier()
-    other = torch.load(Path(folder) / f"rank{1 - rank}.pt", weights_only=True)
-    said.append(refusal(RuntimeError, lambda: model.load_state_dict(other)))
-    plan_by(balancer, plan_shuffle)
-    train(rank, model, optimizer, 5)
-    assert balancer.placement.epoch
-    said.append(refusal(RuntimeError, lambda: model.load_state_dict(torch.load(file, weights_only=True))))
-    balancer.close()
-    return said
-
-
-def test_a_plain_state_dict_is_refused_by_another_rank_and_after_a_migration(tmp_path: Path) -> None:
-    for said in run_ranks(2, states, str(tmp_path)):
-        assert all("use eplb_runtime.checkpoint" in line for line in said)
-        assert "holds experts [" in said[0]
-
-
-def alone(rank: int) -> str:
-    """EP 1: shapes fit, only the order tells."""
-    model, optimizer, balancer = attached()
-    whole = make_model("olmoe", experts=EXPERTS).state_dict()
-    model.load_state_dict(whole)
-    plan_by(balancer, plan_shuffle)
-    train(rank, model, optimizer, 5)
-    assert balancer.placement.epoch
-    said = refusal(RuntimeError, lambda: model.load_state_dict(whole))
-    balancer.close()
-    return said
-
-
-def test_a_whole_state_dict_is_refused_where_experts_stand_in_another_order() -> None:
-    assert "here stand" in run_ranks(1, alone)[0]
-
-
 def saved_by_the_library(rank: int, folder: str) -> list[str]:
     model, optimizer, balancer = attached(timeout_seconds=10)
     plan_by(balancer, plan_shuffle)

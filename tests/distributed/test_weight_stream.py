@@ -320,7 +320,7 @@ def late(model: nn.Module, optimizer: torch.optim.Optimizer, balancer: eplb.Bala
     held: list[Any] = []
 
     def work() -> None:
-        tensors = balancer.named_logical_tensors(bucket_bytes=BUCKET, timeout_seconds=6)
+        tensors = balancer.named_logical_tensors(bucket_bytes=BUCKET, timeout_seconds=3)
         for number, _ in enumerate(tensors):
             if rank == 1 and number == 4:
                 raise ValueError("in the loop")
@@ -442,7 +442,7 @@ def test_a_rank_that_never_comes_is_waited_for_no_longer_than_was_said(results: 
         if rank == 1:
             assert found["said"] == "in the loop"
         else:
-            assert "a rank did not come within 6 s, or is lost" in found["said"]
+            assert "a rank did not come within 3 s, or is lost" in found["said"]
         assert found["joined"] and found["equal"] == []
 
 
