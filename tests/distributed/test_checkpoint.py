@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 from support.shuffle import plan_by, plan_shuffle
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -71,19 +72,19 @@ def build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, Balancer | None]:
     if not job.attached:
         return model, optimizer, None
     ranks = job.ep_size or dist.get_world_size()
-    config = eplb.BalancerConfig(
-        interval=3,
-        gate="always",
-        dense_gradients="allreduce",
-        replica_slots=job.replica_slots,
-        initial_placement=scrambled(2, ranks, job),
-        dispatch=eplb.DispatchConfig(split_least_tokens=0 if job.replica_slots else 64),
-    )
     group = None
     if job.ep_size is not None:
         sets = [list(range(first, first + job.ep_size)) for first in range(0, dist.get_world_size(), job.ep_size)]
         group = [dist.new_group(ranks) for ranks in sets][dist.get_rank() // job.ep_size]
-    balancer = eplb.attach(model, optimizer, config=config, ep_group=group)
+    balancer = training.attach(
+        model,
+        optimizer,
+        ep_group=group,
+        interval=3,
+        gate="always",
+        replica_slots=job.replica_slots,
+        initial_placement=scrambled(2, ranks, job),
+    )
     plan_by(balancer, plan_shuffle)  # every decision moves something
     return model, optimizer, balancer
 
@@ -97,12 +98,7 @@ def train(
     for step in steps:
         share = PARTS // world_size
         ids = torch.cat([batch_of(part, step) % 12 + 12 * (step // 2 % 7) for part in range(PARTS)])
-        ids = ids[rank * 2 * share : (rank + 1) * 2 * share]
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(training.step(model, optimizer, ids[rank * 2 * share : (rank + 1) * 2 * share]))
     return losses
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
-from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
+from support import training
+from support.shuffle import wait_until_compiled
 from torch._dynamo.utils import counters
 
 import eplb_runtime as eplb
@@ -26,11 +27,7 @@ def train(rank: int, way: str, slots: int) -> dict[str, Any]:
     model = make_model("olmoe", layers=1).train()
     model.set_experts_implementation("grouped_mm")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    config = eplb.BalancerConfig(
-        dense_gradients="allreduce", interval=1, replica_slots=slots, migration=eplb.MigrationConfig(lag=0)
-    )
-    balancer = eplb.attach(model, optimizer, config=config)
-    plan_by(balancer, plan_shuffle)
+    balancer = training.attach(model, optimizer, interval=1, replica_slots=slots, lag=0, moving=True)
     wait_until_compiled(balancer)
     if way == "model":
         model.compile(backend="aot_eager")

@@ -14,6 +14,7 @@ import symmetric_memory_double as double
 import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 
 import eplb_runtime as eplb
 from eplb_runtime.config import ConfigError
@@ -46,15 +47,7 @@ def train(rank: int, way: str) -> dict:
     model = make_model("gpt_oss", experts=EXPERTS, top_k=2)
     turn_to(model, 4.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-    config = eplb.BalancerConfig(
-        interval=2,
-        gate="always",
-        replica_slots=2,
-        copies_by=way,
-        dense_gradients="allreduce",
-        dispatch=eplb.DispatchConfig(split_least_tokens=0),
-    )
-    balancer = eplb.attach(model, optimizer, config=config)
+    balancer = training.attach(model, optimizer, interval=2, gate="always", replica_slots=2, copies_by=way)
     model.train()
     losses, placements = [], set()
     for step in range(STEPS):
@@ -165,10 +158,13 @@ def lose_a_signal(rank: int, folder: str) -> None:
     use_the_doubles()
     replicas.NodeMemory = lambda node, device, _: NodeMemory(node, device, 2.0, package=double)
     model = make_model("gpt_oss", experts=8, top_k=2)
-    config = eplb.BalancerConfig(
-        replica_slots=1, copies_by="copy_engine", initial_placement=copied_both_ways(), dense_gradients="allreduce"
+    balancer = training.attach(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        replica_slots=1,
+        copies_by="copy_engine",
+        initial_placement=copied_both_ways(),
     )
-    balancer = eplb.attach(model, torch.optim.AdamW(model.parameters()), config=config)
     model.train()
     if rank == 1:
         double.LOST.extend((0, channel) for channel in range(64))
@@ -224,9 +220,8 @@ def refusals(rank: int) -> list[str]:
 
 def attach_and_say() -> str:
     model = make_model("gpt_oss", experts=8, top_k=2)
-    config = eplb.BalancerConfig(replica_slots=1, copies_by="copy_engine", dense_gradients="allreduce")
     try:
-        eplb.attach(model, torch.optim.AdamW(model.parameters()), config=config).close()
+        training.attach(model, torch.optim.AdamW(model.parameters()), replica_slots=1, copies_by="copy_engine").close()
     except AttachError as error:
         return str(error)
     return ""

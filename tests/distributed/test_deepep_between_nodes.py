@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from dispatch_contract import BATCHES, SLOTS, Batch, assert_as_reference, assert_rows_in_order, there_and_back
-from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
-from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
+from support import training
+from support.shuffle import wait_until_compiled
 
 import eplb_runtime as eplb
 from eplb_runtime.config import ConfigError, DispatchConfig
@@ -141,11 +141,7 @@ def test_there_is_one_buffer_and_a_second_one_is_refused(ranks: list) -> None:
 def train(rank: int, **settings: Any) -> dict[str, torch.Tensor]:
     model = make_model("olmoe", experts=8, layers=2).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = config_from_settings(
-        {"interval": 1, "lag": 0, "gate": "always", "dense_gradients": "allreduce", **settings}
-    )
-    balancer = eplb.attach(model, optimizer, config=config)
-    plan_by(balancer, plan_shuffle)
+    balancer = training.attach(model, optimizer, interval=1, lag=0, gate="always", **settings, moving=True)
     wait_until_compiled(balancer)
     model.train()
     found: dict[str, torch.Tensor] = {}

@@ -16,6 +16,7 @@ import pytest
 import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 
 import eplb_runtime as eplb
 from eplb_runtime.config import MigrationConfig
@@ -60,15 +61,11 @@ def attach(transport: str = "torch") -> tuple[torch.nn.Module, torch.optim.Optim
     model = make_model("olmoe", experts=4, layers=1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     migration = MigrationConfig(transport=transport)
-    config = eplb.BalancerConfig(dense_gradients="allreduce", timeout_seconds=30, migration=migration, interval=2)
-    return model, optimizer, eplb.attach(model, optimizer, config=config)
+    return model, optimizer, training.attach(model, optimizer, timeout_seconds=30, migration=migration, interval=2)
 
 
 def train(rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    ids = batch_of(rank, 0)
-    model(input_ids=ids, labels=ids).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    training.step(model, optimizer, batch_of(rank, 0))
 
 
 class Transports:

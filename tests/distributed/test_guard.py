@@ -11,6 +11,7 @@ import torch
 from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -378,9 +379,8 @@ def test_experts_that_somebody_has_broadcast_end_the_job_whenever(results: list[
 
 def alone(rank: int) -> list[str]:
     """Said to a rank that adopts an optimizer alone, and to ranks with another top-k each."""
-    settings = config_from_settings({"policy": "static", "dense_gradients": "allreduce", "timeout_seconds": 3.0})
     model = make_model("olmoe", experts=EXPERTS, layers=1)
-    balancer = eplb.attach(model, config=settings)
+    balancer = training.attach(model, policy="static", timeout_seconds=3.0)
     said = []
     if rank == 1:
         with pytest.raises(RuntimeError, match="rank 0 did not come") as raised:

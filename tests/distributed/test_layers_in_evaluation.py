@@ -11,6 +11,7 @@ import torch
 from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 from torch import nn
 
 import eplb_runtime as eplb
@@ -32,10 +33,7 @@ def trained(
     model.train()
     for step in range(steps):
         modes(model, step)
-        ids = batch_of(rank, step)
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        training.step(model, optimizer, batch_of(rank, step))
     found = [(event.step, event.finding) for event in balancer.events.of_type(GuardFinding)]
     balancer.close()
     logging.getLogger("eplb_runtime").removeHandler(heard)

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 from support.shuffle import plan_by, plan_shuffle
 from torch import nn
 
@@ -28,22 +28,11 @@ EXPERTS = 8
 def attached(**options: object) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
     model = make_model("olmoe", experts=EXPERTS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = config_from_settings(
-        {"interval": 2, "lag": 1, "dense_gradients": "allreduce", "policy": "static", **options}
-    )
-    return model, optimizer, eplb.attach(model, optimizer, config=config)
+    return model, optimizer, training.attach(model, optimizer, interval=2, lag=1, policy="static", **options)
 
 
 def train(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> list[float]:
-    losses = []
-    for step in range(steps):
-        ids = batch_of(rank, step)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return [training.step(model, optimizer, batch_of(rank, step)) for step in range(steps)]
 
 
 def refusal(kind: type[Exception], work: Callable[[], object]) -> str:

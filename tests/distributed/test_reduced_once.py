@@ -10,9 +10,9 @@ from random import Random
 
 import pytest
 import torch
-from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 from support.shuffle import plan_by, plan_shuffle
 from torch import Tensor, nn
 
@@ -255,17 +255,15 @@ class Spread(Whole):
     def __init__(self, rank: int, layout: Layout, **settings: bool | str) -> None:
         super().__init__(layout)
         self.of, self.scale = [rank], 1.0
-        config = config_from_settings(
-            {
-                "interval": 1000,
-                "gate": "always",
-                "dense_gradients": "allreduce",
-                "replica_slots": layout.slots,
-                "split_least_tokens": 0 if layout.slots else 64,
-                **settings,
-            }
+        self.balancer = training.attach(
+            self.model,
+            self.optimizer,
+            ranks=layout.ranks_of(rank),
+            interval=1000,
+            gate="always",
+            replica_slots=layout.slots,
+            **settings,
         )
-        self.balancer = eplb.attach(self.model, self.optimizer, config=config, ranks=layout.ranks_of(rank))
         plan_by(self.balancer, plan_shuffle)
         self.model.train()
 

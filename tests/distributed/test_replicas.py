@@ -15,6 +15,7 @@ import pytest
 import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted
@@ -48,16 +49,15 @@ def train(rank: int, job: Job) -> dict:
     if job.checkpointing:
         model.activation_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-    config = eplb.BalancerConfig(
+    balancer = training.attach(
+        model,
+        optimizer,
         interval=job.interval,
         policy=job.policy,
         gate="always",
         replica_slots=job.replica_slots,
-        dense_gradients="allreduce",
-        migration=eplb.MigrationConfig(lag=0),
-        dispatch=eplb.DispatchConfig(split_least_tokens=0 if job.replica_slots else 64),
+        lag=0,
     )
-    balancer = eplb.attach(model, optimizer, config=config)
     model.train()
     losses, norms = [], []
     for step in range(job.steps):
@@ -196,16 +196,14 @@ def train_in_order(rank: int, order: Callable[..., None], replica_slots: int) ->
         slots = placement.physical_to_logical.copy()
         slots[:, [4, 9]] = [5, 1]
         placement = eplb.Placement(slots, 8, 2, placement.home)
-    config = eplb.BalancerConfig(
+    balancer = training.attach(
+        model,
+        optimizer,
         policy="static",
         replica_slots=replica_slots,
-        dense_gradients="allreduce",
         initial_placement=placement,
-        dispatch=eplb.DispatchConfig(
-            split="even" if replica_slots else "water_filling", split_least_tokens=0 if replica_slots else 64
-        ),
+        split="even" if replica_slots else "water_filling",
     )
-    balancer = eplb.attach(model, optimizer, config=config)
     model.train()
     for step in range(2):
         order(lambda ids: model(input_ids=ids, labels=ids).loss, rank, step, balancer, optimizer)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from live_memory import LiveMemory
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -49,16 +50,17 @@ def shuffled(like: eplb.Placement) -> eplb.Placement:
 def attached(family: str, replica_slots: int) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
     model = make_model(family, experts=EXPERTS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    config = eplb.BalancerConfig(interval=None, replica_slots=replica_slots, dense_gradients="allreduce")
-    return model, optimizer, eplb.attach(model, optimizer, config=config)
+    return (
+        model,
+        optimizer,
+        training.attach(model, optimizer, interval=None, replica_slots=replica_slots),
+    )
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     model.train()
     batch = batch_of(dist.get_rank(), step)
-    model(input_ids=batch, labels=batch).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    training.step(model, optimizer, batch)
 
 
 def move(balancer: eplb.Balancer) -> None:
