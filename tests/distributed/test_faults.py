@@ -29,7 +29,7 @@ from eplb_runtime.events import (
 )
 
 RANKS, INTERVAL = 3, 2
-ABORTED = 60
+ABORTED = 40
 
 
 class Job:
@@ -245,6 +245,6 @@ def test_many_aborted_rebalances_leave_nothing_behind() -> None:
         assert len(result["holding"]) == ABORTED
         assert result["whole"] and result["committed"] and result["reconnected"] == ABORTED // 20
         assert result["same losses"] and result["same state"]
-        early = [max(held) for held in zip(*result["holding"][:20], strict=True)]
-        late = [max(held) for held in zip(*result["holding"][-20:], strict=True)]
+        early = [max(held) for held in zip(*result["holding"][:15], strict=True)]
+        late = [max(held) for held in zip(*result["holding"][-15:], strict=True)]
         assert all(b <= a for a, b in zip(early, late, strict=True)), (early, late)
