@@ -100,7 +100,7 @@ def test_experts_move_and_training_is_equal_to_rounding(results: list[dict[str, 
     assert all(tensors[key].dtype == torch.float64 for key in experts if key[3] != "step")
     assert len({key[1] for key in experts}) == EXPERTS // 2
     assert results[0][case]["static"]["moved"] == 0
-    assert results[0][case]["moving"]["moved"] == 2 * EXPERTS * STEPS
+    assert results[0][case]["moving"]["moved"] > EXPERTS * STEPS
     far = furthest(results, case)
     print(f"{case}: {far:.1e}")
     assert 0 < far < CLOSE
