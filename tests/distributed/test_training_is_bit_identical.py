@@ -94,7 +94,7 @@ def compare(world_size: int, *jobs: Job) -> list[tuple[list[str], int]]:
     return found
 
 
-PLANNED = Job(steps=24, interval=2, shuffled=False)
+PLANNED = Job(steps=16, interval=2, shuffled=False)
 """By the planner itself."""
 JOBS = {
     "eager": Job(implementation="eager"),
@@ -107,9 +107,9 @@ JOBS = {
 }
 
 
-def test_adamw_with_decay_and_clipping_and_at_least_8_migrations() -> None:
+def test_adamw_with_decay_and_clipping_and_at_least_5_migrations() -> None:
     ((found, migrations),) = compare(4, PLANNED)
-    assert migrations >= 8
+    assert migrations >= 5
     assert found == []
 
 
