@@ -29,7 +29,7 @@ class Job:
         self.rank, self.steps = rank, 0
         self.model = make_model("olmoe", experts=EXPERTS, layers=LAYERS)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.balancer = training.attach(self.model, self.optimizer, interval=2, gate="always", **settings)
+        self.balancer = training.attach(self.model, self.optimizer, **{"interval": 2, "gate": "always", **settings})
         self.model.train()
 
     def train(self, steps: int) -> None:

@@ -24,7 +24,7 @@ from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import RebalanceCommitted
 from eplb_runtime.hosts.attaching.description import AttachError
 
-EXPERTS, RANKS, STEPS, CLIP = 8, 4, 4, 0.5
+EXPERTS, RANKS, STEPS, CLIP = 8, 4, 5, 0.5
 
 
 def nothing(*_: Any) -> None:
