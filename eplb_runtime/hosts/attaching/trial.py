@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -135,7 +135,7 @@ class TrialRun:
         balancer: Balancer,
         stages: Sequence[Stage],
         notes: Sequence[str],
-        untried: Mapping[str, str],
+        untried: Sequence[str],
         not_single: str,
         replica_slots: int,
     ) -> None:
@@ -156,7 +156,7 @@ class TrialRun:
         self._not_single = not_single
         self._meta: dict[str, Any] = {
             "notes": list(notes),
-            "untried": [f"{name} ({why})" for name, why in untried.items() if why],
+            "untried": list(untried),
             "ranks": len(self._runtime.job.ranks),
             "copies": [list(map(self._runtime.job.ranks.index, ranks)) for ranks in self._runtime.job.data_sets],
             "replica_slots": replica_slots,

@@ -90,7 +90,8 @@ def proof() -> Proof:
         other = moved if (layout, replicas) == ("moved", False) else (yield layout, replicas)
         runs.append(other)
         if other.length < fixed.length:
-            return answer("unknown", f"the run with {_NAMES[layout]} ended sooner: {other.failure}")
+            often = "every rank must call backward() as often"
+            return answer("unknown", f"the run with {_NAMES[layout]} ended sooner ({often}): {other.failure}")
         close = to_rounding(fixed, other, shaken)
         report = replace(report, single=close) if layout == "single" else replace(report, moved_rounding=close)
         if close.equal is None:
