@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
   eplb-runtime bench planner
   eplb-runtime bench planner load.npz --json
 """
-    loads = option("loads", "LOAD", str, f"{LOAD} (default: generated loads)", nargs="*")
+    loads = option("loads", "LOAD", str, f"{LOAD} (default: sample)", nargs="*")
     add_command(benches, "planner", _planner, "balance and time of the policies", examples, [loads, _repeats(5)])
     device = choice("--device", ("cpu", "cuda"), "of the ranks (default: cpu)", "cpu")
     wider = "of an expert's hidden layer: more of it, more of a step is computing (default: 1024)"

@@ -18,7 +18,6 @@ EXAMPLES = """
   eplb-runtime doctor --model-config ./my-model --ranks 64 --replica-slots 1
   eplb-runtime doctor --model-config config.json --ranks 8 --dtype float32 --optimizer sgd --json
   eplb-runtime doctor --recipe run-qwen3-30B-A3B.sh            # would it attach? by the flags alone
-  eplb-runtime doctor --recipe torchtitan.models.deepseek_v3.config_registry.deepseek_v3_16b
 
 exit status: 0; 1 if a recipe's job would not attach, 2 bad input
 """
@@ -26,11 +25,11 @@ _YES_NO = {True: "yes", False: "no", None: "not known"}
 
 
 def add(commands: Any) -> None:
-    recipe = "say whether a job would attach: a script or text with Megatron's flags or verl's overrides, JSON, or a "
+    recipe = "say whether a job would attach: a script or text with Megatron's flags or verl's overrides, or JSON"
     dtype = "of weights, gradients and state (default: bfloat16)"
     tried = "what transports are tried on (default: cuda where there is one)"
     options = [
-        option("--recipe", "FILE", str, recipe + "torchtitan config function by import path"),
+        option("--recipe", "FILE", str, recipe),
         option("--model-config", "PATH", str, "a folder with config.json, or that file"),
         option("--ranks", "R", positive, "ranks of the EP group"),
         option("--replica-slots", "K", not_negative, "copies that each rank can hold per layer (default: 0)", 0),
@@ -112,7 +111,7 @@ def _judge(path: str, as_json: bool) -> int:
 
     recipe = read_recipe(path)
     found, host = answer(recipe), HOSTS[recipe.host]
-    said = found.to_dict()
+    said = asdict(found)
     if as_json:
         print_json(said)
         return int(found.attaches is False)
@@ -130,7 +129,7 @@ def _judge(path: str, as_json: bool) -> int:
         print_table("refused", [{name: str(cell) for name, cell in row.items()} for row in said["refused"]])
     for title, values in (
         ("the recipe does not show", found.unknown),
-        (f"assumed: defaults of {host.VERSION}, or of {recipe.project or recipe.host}", found.assumed),
+        (f"assumed: defaults of {host.VERSION}, or of what trains with it", found.assumed),
     ):
         if values:
             print_table(title, [{"setting": name, "value": str(value)} for name, value in values.items()])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn import functional
 
 from eplb_runtime.config import BalancerConfig
 from eplb_runtime.hosts import attach
-from eplb_runtime.tools.bench.timing import median, ratio, timed
+from eplb_runtime.tools.bench.timing import ratio, timed
 
 from .harness import command
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from eplb_runtime.config import BalancerConfig
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted, RebalancePlanned
 from eplb_runtime.hosts import attach
-from eplb_runtime.tools.bench.timing import median, over_ranks
+from eplb_runtime.tools.bench.timing import slowest
 from eplb_runtime.tools.bench.train import MoEStack, Workload, choices
 from tests.support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 
@@ -121,7 +122,7 @@ class _OverlapVariant:
             raise RuntimeError(f"a migration was dropped: {aborted}")
         mine = [sum(e.pause_seconds for e in committed), sum(e.received_bytes for e in committed)]
         late = self.balancer._rebalancer.overlapped.late_bytes - self._warm_late_bytes
-        pauses, received, late_bytes, *blocks = over_ranks([*mine, float(late), *self.block_seconds])
+        pauses, received, late_bytes, *blocks = slowest([*mine, float(late), *self.block_seconds]).tolist()
         pauses /= len(planned)
         extra = [block - other for block, other in zip(blocks, still, strict=True)]
         return {
@@ -174,9 +175,9 @@ def _measured(
         on_progress(f"computing {computing}: block {block + 1}/{repeats} of each variant")
         for variant in (still, *variants) if block % 2 == 0 else (*reversed(variants), still):
             variant.block_seconds.append(variant.steps(INTERVAL))
-    slowest = over_ranks(still.block_seconds)
-    between = variants[0].row(slowest, None)
-    rows = [between, variants[1].row(slowest, between["pause_ms"] / 1e3)]
+    blocks = slowest(still.block_seconds).tolist()
+    between = variants[0].row(blocks, None)
+    rows = [between, variants[1].row(blocks, between["pause_ms"] / 1e3)]
     for variant in (still, *variants):
         variant.balancer.close()
     return [{"computing": computing, **row} for row in rows]

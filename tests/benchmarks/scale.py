@@ -21,10 +21,10 @@ from eplb_runtime.moe.routing.lookup import SlotTable
 from eplb_runtime.moe.routing.splitter import BatchSplitter, SplitSettings
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner.planning import plan
-from eplb_runtime.tools.bench.planner import draw_load
 from eplb_runtime.topology import DEFAULT_INTER_NODE_BANDWIDTH, Topology
 
 from .harness import command
+from .planner.loads import draw_load
 
 EXPERT_BYTES = 528_482_304
 """DeepSeek-V3's expert, 44.0 M parameters, with float32 master weights and Adam's two moments."""

@@ -29,13 +29,13 @@ def live_job(rank: int, folder: str) -> dict[str, Any]:
     from eplb_runtime.hosts import AttachError
     from eplb_runtime.hosts.megatron.describe import settings_of_job
     from eplb_runtime.hosts.megatron.settings import settings_of
-    from eplb_runtime.tools.recipes import BY_FLAGS, OF_PROJECTS, read_recipe
+    from eplb_runtime.tools.recipes import BY_FLAGS, read_recipe
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     script = Path(folder) / f"run{rank}.sh"
     script.write_text(COMMAND)
     recipe = read_recipe(str(script))
-    written = settings_of({**OF_PROJECTS[recipe.project], **recipe.options})
+    written = settings_of({**recipe.defaults, **recipe.options})
     model, optimizer = ours.wrapped(ours.model_of(moe_router_topk=3))
     live = settings_of_job(model, [optimizer])
     assert live is not None

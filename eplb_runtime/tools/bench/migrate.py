@@ -41,11 +41,10 @@ def run(device: torch.device, repeats: int = 10, shapes: tuple[tuple[int, int], 
 
     Returns:
         JSON-able; ``"migrate"`` rows, one for each shape and transport that every rank can use, have ``transport``,
-        ``hidden``, ``width``, ``expert_mib`` (with state), ``experts`` (that each rank sends and receives),
-        ``gb_per_second``, ``transfer_gb_per_second`` and ``plain_gb_per_second`` (received by a rank: the engine with
-        its packing, checksums, vote and commit; of it what posts, carries and checks; batched isend and irecv of one
-        message an expert), ``ratio`` and ``transfer_ratio`` (1: as fast as the plain messages) and
-        ``pause_ms_per_expert``.
+        ``hidden``, ``width``, ``expert_mib`` (with state), ``experts`` (that each rank sends and receives), GB/s that
+        a rank receives (``gb_per_second``: the engine with packing, checksums, vote and commit;
+        ``transfer_gb_per_second``: of it what posts, carries and checks; ``plain_gb_per_second``: batched isend and
+        irecv of one message an expert), ``ratio`` and ``transfer_ratio`` to plain, and ``pause_ms_per_expert``.
 
     Raises:
         ValueError: there is one rank only.
@@ -100,7 +99,7 @@ def _row(
             carried = sum(outcome.seconds.get(part, 0.0) for part in ("post", "transfer", "verify"))
             seconds[repeat] = torch.tensor([outcome.pause_seconds, carried, time.perf_counter() - began])
     engine.close()
-    pause, carried, plain = slowest(seconds, groups.control, torch.device("cpu")).median(dim=0).values.tolist()
+    pause, carried, plain = slowest(seconds, groups.control).median(dim=0).values.tolist()
     return {
         "transport": name,
         "hidden": hidden,
@@ -143,8 +142,6 @@ def _send_on(messages: list[torch.Tensor], groups: ProcessGroups) -> None:
 
 def _next_rank(placement: Placement) -> Placement:
     """Every expert in the same local slot, one rank further."""
-    assert placement.home is not None
-    home = (placement.home + placement.slots_per_rank) % placement.num_slots
-    map_ = np.empty_like(placement.physical_to_logical)
-    np.put_along_axis(map_, home.astype(np.int64), np.arange(placement.num_experts, dtype=np.int32)[None], axis=1)
-    return Placement(map_, placement.num_experts, placement.num_ranks, home, placement.epoch + 1)
+    step = placement.slots_per_rank
+    map_, home = np.roll(placement.physical_to_logical, step, axis=1), placement.require_homes() + step
+    return Placement(map_, placement.num_experts, placement.num_ranks, home % placement.num_slots, placement.epoch + 1)

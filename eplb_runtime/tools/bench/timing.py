@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -41,27 +42,18 @@ def timed(
     return seconds if group is None else slowest(seconds, group, device)
 
 
-def slowest(seconds: Tensor, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """The largest value over ranks of each number, on the host. Collective."""
-    over_ranks = seconds.to(device)
+def slowest(
+    seconds: Tensor | Sequence[float], group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return the largest value over ranks of each number, on the host. Collective; None: the default group."""
+    over_ranks = torch.as_tensor(seconds, dtype=torch.float64, device=device).clone()
     dist.all_reduce(over_ranks, op=dist.ReduceOp.MAX, group=group)
     return over_ranks.cpu()
 
 
-def over_ranks(seconds: Sequence[float]) -> list[float]:
-    """The largest of the default group's ranks for each number. Collective."""
-    assert dist.group.WORLD is not None
-    return slowest(torch.tensor(seconds, dtype=torch.float64), dist.group.WORLD, torch.device("cpu")).tolist()
-
-
-def median(values: Sequence[float]) -> float:
-    """The middle value, or the mean of the two in the middle."""
-    return float(torch.tensor(values, dtype=torch.float64).quantile(0.5))
-
-
 def ratio(one: Sequence[float], other: Sequence[float]) -> float:
-    """Median of the ratios of timings that were taken one after the other."""
-    return median([a / b for a, b in zip(one, other, strict=True)])
+    """Return the median of the ratios of timings that were taken one after the other."""
+    return median(a / b for a, b in zip(one, other, strict=True))
 
 
 def synchronize(device: torch.device) -> None:

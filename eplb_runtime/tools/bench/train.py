@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ...config import BalancerConfig, MigrationConfig
 from ...events import LoadMeasured, RebalanceCommitted
 from ...hosts import attach
 from ...observe.profiling import Profiler
-from .timing import median, over_ranks, ratio
+from .timing import ratio, slowest
 
 
 @dataclass(frozen=True)
@@ -75,24 +76,23 @@ class MoEStack(nn.Module):
         return hidden_TD.square().mean()
 
 
-class _TrainVariant:
+class _Variant:
     """One model in training with its balancer, and the seconds of its blocks."""
 
-    def __init__(self, name: str, work: Workload, skew: float, config: BalancerConfig) -> None:
+    def __init__(self, name: str, work: Workload, skew: float, **options: Any) -> None:
         torch.manual_seed(0)
-        self.name = name
-        self.work = work
-        self._skew = skew
+        self.name, self._work, self._skew, self._step = name, work, skew, 0
         self._model = MoEStack(work)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
+        settings = {"interval": work.interval, "window": 2 * work.interval, **options}
+        config = BalancerConfig(migration=MigrationConfig(moe_share=1.0), **settings)
         self.balancer: Balancer = attach(self._model, self._optimizer, config=config)
         self._model.train()
-        self._step = 0
         self._weights_TK = torch.full((work.tokens, work.top_k), 1 / work.top_k)
         self.block_seconds: list[float] = []
 
     def steps(self, count: int, after_step: Callable[[], None] = lambda: None) -> float:
-        """Seconds that this rank took; batches are made before the clock starts."""
+        """Return the seconds that this rank took; batches are made before the clock starts."""
         batches = [self._batch(self._step + index) for index in range(count)]
         self._step += count
         dist.barrier()
@@ -105,17 +105,11 @@ class _TrainVariant:
         dist.barrier()
         return time.perf_counter() - began
 
-    def profiled(self, folder: Path) -> None:
-        """Train a block more, and write what each rank did."""
-        with Profiler(folder, self.work.interval - 1, skip=0) as profiler:
-            self.steps(self.work.interval, profiler.step)
-
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
-        work = self.work
+        work = self._work
         generator = torch.Generator().manual_seed(step * 1009 + dist.get_rank())
         hidden_TD = torch.randn(work.tokens, work.hidden, generator=generator)
-        ids = [choices(work, self._skew, generator) for _ in range(work.layers)]
-        return hidden_TD, torch.stack(ids)
+        return hidden_TD, torch.stack([choices(work, self._skew, generator) for _ in range(work.layers)])
 
 
 def choices(work: Workload, skew: float, generator: torch.Generator) -> Tensor:
@@ -149,19 +143,18 @@ def run(
         repeats: blocks of ten steps, timed, of each variant.
         brief: train experts fixed and homes moved alone.
         width, work: of the experts' hidden layer; or all sizes.
-        profile: folder for traces of a block of each variant, after those that are timed: ``static/rank0.json.gz`` and
-            so on.
+        profile: folder for traces of a further block of each variant: ``static/rank0.json.gz`` and so on.
         on_progress: called with what is trained next.
 
     Returns:
         JSON-able. ``"train"``: a row for each variant of skewed load (``static``, ``homes``, ``replicas``) and for
         ``even``, the same model with fixed experts and as many tokens for each: ``step_ms``, ``slowest_over_fastest``
-        of its blocks (near 1 on a quiet machine), ``imbalance`` (max / mean rank load by the placement and split used,
-        in the timed steps), ``homes_moved``, ``copies`` (replicas at the end), ``over_static`` (steps in the time of a
-        static one) and ``share_of_even_gain`` (of what static loses against even load). ``"speed_up"`` of homes.
-        ``"overhead"``: ``static_step_ms`` (``even``'s), ``attached_step_ms`` (even load, and a balancer that decides
-        every interval), ``overhead``, ``homes_moved``. Times are medians over blocks; shares, speed-up and overhead are
-        medians over blocks that followed each other.
+        of its blocks (near 1 on a quiet machine), ``imbalance`` (max / mean rank load in the timed steps),
+        ``homes_moved``, ``copies`` (replicas at the end), ``over_static`` (steps in the time of a static one) and
+        ``share_of_even_gain`` (of what static loses against even load). ``"speed_up"`` of homes. ``"overhead"``:
+        ``static_step_ms`` (``even``'s), ``attached_step_ms`` (even load, and a balancer that decides every interval),
+        ``overhead``, ``homes_moved``. Times are medians over blocks; shares, speed-up and overhead are medians over
+        blocks that followed each other.
 
     Raises:
         ValueError: the device is no CPU.
@@ -170,18 +163,15 @@ def run(
         raise ValueError("bench train measures on CPUs")
     torch.set_num_threads(1)
     work = work or Workload(blocks=repeats, width=width, settle_blocks=3 if brief else Workload.settle_blocks)
-    variants = [
-        _TrainVariant("static", work, work.skew, _config(work, policy="static")),
-        _TrainVariant("homes", work, work.skew, _config(work)),
-    ]
+    variants = [_Variant("static", work, work.skew, policy="static"), _Variant("homes", work, work.skew)]
     if not brief:
         variants += [
-            _TrainVariant("replicas", work, work.skew, _config(work, replica_slots=1)),
-            _TrainVariant("even", work, 1.0, BalancerConfig(policy="static", interval=None)),
-            _TrainVariant("attached", work, 1.0, _config(work)),
+            _Variant("replicas", work, work.skew, replica_slots=1),
+            _Variant("even", work, 1.0, policy="static", interval=None),
+            _Variant("attached", work, 1.0),
         ]
-    taken = _alternate(variants, on_progress)
-    rows = [_row(*one, taken) for one in zip(variants, taken, strict=True)]
+    taken = _alternate(variants, work, on_progress)
+    rows = [_row(*one, work, taken) for one in zip(variants, taken, strict=True)]
     result: dict[str, Any] = {"ranks": dist.get_world_size(), "train": rows, "speed_up": ratio(taken[0], taken[1])}
     if not brief:
         even, attached = rows[-2], rows.pop()
@@ -195,19 +185,14 @@ def run(
         ]
     for variant in variants:
         if profile is not None:
-            variant.profiled(profile / variant.name)
+            with Profiler(profile / variant.name, work.interval - 1, skip=0) as profiler:
+                variant.steps(work.interval, profiler.step)
         variant.balancer.close()
     return result
 
 
-def _config(work: Workload, **options: Any) -> BalancerConfig:
-    migration = MigrationConfig(moe_share=1.0)
-    return BalancerConfig(interval=work.interval, window=2 * work.interval, migration=migration, **options)
-
-
-def _alternate(variants: Sequence[_TrainVariant], on_progress: Callable[[str], None]) -> list[list[float]]:
-    """Seconds of the timed blocks of each variant, on the slowest rank. Collective."""
-    work = variants[0].work
+def _alternate(variants: Sequence[_Variant], work: Workload, on_progress: Callable[[str], None]) -> list[list[float]]:
+    """Return the seconds of the timed blocks of each variant, on the slowest rank. Collective."""
     for variant in variants:
         on_progress(f"{variant.name}: experts find their places")
         # Half a block more: decisions fall into the middle of blocks, and with them what they do in the background.
@@ -216,19 +201,21 @@ def _alternate(variants: Sequence[_TrainVariant], on_progress: Callable[[str], N
         on_progress(f"block {block + 1}/{work.blocks} of each variant")
         for variant in variants if block % 2 == 0 else reversed(variants):
             variant.block_seconds.append(variant.steps(work.interval))
-    return [over_ranks(variant.block_seconds) for variant in variants]
+    return [slowest(variant.block_seconds).tolist() for variant in variants]
 
 
-def _row(variant: _TrainVariant, blocks: Sequence[float], taken: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Figures of a variant; ``taken`` has the blocks of all, static first and even last but one."""
+def _row(
+    variant: _Variant, blocks: Sequence[float], work: Workload, taken: Sequence[Sequence[float]]
+) -> dict[str, Any]:
+    """Return the figures of a variant; ``taken`` has the blocks of all, static first and even last but one."""
     static, events = taken[0], variant.balancer.events
-    measured = [event for event in events if isinstance(event, LoadMeasured)][-variant.work.blocks :]
+    measured = [event for event in events if isinstance(event, LoadMeasured)][-work.blocks :]
     imbalance = [value for event in measured for row in event.imbalance for value in row]
     row = {
         "variant": variant.name,
-        "step_ms": median(blocks) / variant.work.interval * 1e3,
+        "step_ms": median(blocks) / work.interval * 1e3,
         "slowest_over_fastest": max(blocks) / min(blocks),
-        "imbalance": sum(imbalance) / len(imbalance) if imbalance else 1.0,
+        "imbalance": fmean(imbalance or [1.0]),
         "homes_moved": sum(event.moved_experts for event in events if isinstance(event, RebalanceCommitted)),
         "copies": int((variant.balancer.placement.copy_count - 1).sum()),
         "over_static": ratio(static, blocks),

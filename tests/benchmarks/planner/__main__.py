@@ -13,6 +13,7 @@ from eplb_runtime.tools.bench import planner
 from eplb_runtime.tools.bench.planner import PlanShape
 
 from ..harness import command
+from . import loads as made_loads
 from . import per_batch, suite, windows
 from .peers import Peer, as_placement, find_peer
 
@@ -35,7 +36,7 @@ def run(
         tables: names out of `TABLES`.
 
     Returns:
-        JSON-able, by table: rows of `bench.planner.run`, `windows.run`, `suite.run` and `per_batch.run`.
+        JSON-able, by table: rows of `bench.planner.measure`, `windows.run`, `suite.run` and `per_batch.run`.
 
     Raises:
         PlanError, FormatError: a peer or a file cannot be used.
@@ -43,12 +44,23 @@ def run(
     found = {name: find_peer(name) for name in peers}
     others = {name: _planner(peer) for name, peer in found.items()}
     made: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "plans": lambda: planner.run(loads, repeats, on_progress, others)["planner"],
+        "plans": lambda: _plans(loads, repeats, others, on_progress),
         "windows": lambda: windows.run(found, on_progress),
         "suite": lambda: suite.run(on_progress=on_progress),
         "batches": lambda: per_batch.run(on_progress=on_progress),
     }
     return {name: made[name]() for name in tables}
+
+
+def _plans(
+    files: Sequence[str], repeats: int, others: dict[str, planner.Planner], on_progress: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    rows = []
+    for name, load in (planner.read_loads(files) or made_loads.generated()).items():
+        served = () if files else made_loads.SERVED.get(load.shape[2], ())
+        for shape in (*(PlanShape(*one) for one in served), *planner.shapes_for(load.shape[2])):
+            rows += planner.measure(name, load, shape, others, repeats, on_progress)
+    return rows
 
 
 def _planner(peer: Peer) -> planner.Planner:

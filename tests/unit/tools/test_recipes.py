@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +41,7 @@ python3 -m verl.trainer.main_ppo \\
     +actor_rollout_ref.actor.optim.override_optimizer_config.use_precision_aware_optimizer=True \\
     trainer.n_gpus_per_node=8 trainer.nnodes=1
 """
-MEGATRON = {"host": "megatron", "project": "x", "num_experts": 8, "ep": 8, "top_k": 2, "gpus": 8}
+MEGATRON = {"host": "megatron", "num_experts": 8, "ep": 8, "top_k": 2, "gpus": 8}
 BF16 = {"bf16": True}
 LONG = {
     "megatron": {
@@ -74,7 +75,7 @@ GRAPHS_OFF = {"disable_cuda_graphs": True}
 
 def judged(folder: Path, text: str, name: str = "run.sh") -> dict[str, Any]:
     (folder / name).write_text(text)
-    return answer(read_recipe(str(folder / name))).to_dict()
+    return asdict(answer(read_recipe(str(folder / name))))
 
 
 def judged_fields(folder: Path, base: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
@@ -192,7 +193,7 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
         ),
         (
             {
-                "project": "Megatron-Bridge",
+                "gradient_accumulation_fusion": True,
                 "overlap_dispatch_backward_with_experts_wgrad": True,
                 "overlap_grad_reduce": True,
             },
@@ -295,7 +296,7 @@ def test_each_rule_of_torchtitan_refuses_its_setting_and_no_other(
         ({**FP8, "moe_permute_fusion": True, "moe_token_dispatcher_type": "allgather"}, "rounding"),
         (
             {
-                "project": "Megatron-Bridge",
+                "gradient_accumulation_fusion": True,
                 "top_k": 2,
                 "overlap_dispatch_backward_with_experts_wgrad": True,
             },
@@ -474,40 +475,15 @@ def test_exactness_follows_dispatcher_top_k_offload_and_the_ranks_that_add_up(
     assert judged_fields(tmp_path, MEGATRON, **fields)["exact"] == exact
 
 
-def test_a_config_function_of_torchtitan_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "our_configs.py").write_text("from our_made import small, dense\n")
-    routed = SimpleNamespace(token_dispatcher=AllToAllTokenDispatcher.Config())
-    layers = [SimpleNamespace(), SimpleNamespace(moe=SimpleNamespace(routed_experts=routed))]
-
-    def config(layers: list[Any]) -> SimpleNamespace:
-        return SimpleNamespace(
-            parallelism=SimpleNamespace(expert_parallel_degree=4, spmd_backend="spmd_types"),
-            compile=SimpleNamespace(enable=True, components=["model", "loss"]),
-            optimizer=SimpleNamespace(param_groups=[SimpleNamespace(optimizer_name="AdamW")]),
-            model_spec=SimpleNamespace(model=SimpleNamespace(layers=layers)),
-        )
-
-    made = SimpleNamespace(small=lambda: config(layers), dense=lambda: config(layers[:1]))
-    monkeypatch.setitem(__import__("sys").modules, "our_made", made)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert refused(answer(read_recipe("our_configs.small")).to_dict()) == ["compiled"]
-    assert read_recipe("our_configs:small").options["moe_comm_backend"] == "standard"
-    with pytest.raises(RecipeError, match="no routed experts"):
-        read_recipe("our_configs.dense")
-
-
-class AllToAllTokenDispatcher:
-    class Config:
-        num_experts = 8
-
-
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
         ("missing.sh", None, "No such file"),
         ("empty.sh", " \n", "empty"),
         ("dense.sh", "python pretrain_gpt.py --tensor-model-parallel-size 2 --num-layers 4", "no setting of experts"),
-        ("dense.json", '{"host": "megatron", "expert_model_parallel_size": 1}', "has no experts"),
+        ("dense.json", '{"host": "megatron", "expert_model_parallel_size": 1}', "no setting of experts"),
+        ("bridge.json", '{"host": "megatron", "num_moe_experts": 8, "project": "x"}', "project"),
+        ("torchtitan.models.deepseek_v3.config_registry.small", None, "write its settings as JSON"),
         ("other.json", '{"a": 1}', "no recipe: write an object with"),
         ("broken.json", "{", "not JSON"),
         ("open.sh", "python train.py --num-experts '8", "No closing quotation"),
