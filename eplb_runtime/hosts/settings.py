@@ -11,9 +11,7 @@ from typing import Any, Literal
 Exact = Literal["bit", "rounding"]
 
 
-TESTED_WITH_A_STAND_IN = (
-    "%s=%s was tested with a stand-in, and not on a GPU yet: prove it by `eplb-runtime verify -- JOB`"
-)
+STAND_IN = "%s=%s was tested with a stand-in, and not on a GPU yet: prove it by `eplb-runtime verify -- JOB`"
 
 
 class Unknown(str):

@@ -28,7 +28,7 @@ from ..attaching.description import (
     WatchedModel,
     mark_spread,
 )
-from ..settings import TESTED_WITH_A_STAND_IN, JobSettings, run_checks
+from ..settings import STAND_IN, JobSettings, run_checks
 from .graphs import check_not_captured
 from .layer import QUANTIZE_AGAIN, install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of
@@ -171,7 +171,7 @@ def _problems(model: nn.Module, optimizers: Sequence[Any]) -> list[str]:
     if not found and dist.get_rank() == 0:
         for name, is_used in STAND_INS.items():
             if is_used(settings):
-                logger.warning(TESTED_WITH_A_STAND_IN, name, getattr(settings, name))
+                logger.warning(STAND_IN, name, getattr(settings, name))
     return found
 
 

@@ -23,7 +23,7 @@ from .. import _all_can_attach
 from ..attaching.attach import attach_stages
 from ..attaching.checks import device_of
 from ..attaching.description import AttachError, HostModel, Spread, Stage, mark_spread
-from ..settings import TESTED_WITH_A_STAND_IN, JobSettings, run_checks
+from ..settings import STAND_IN, JobSettings, run_checks
 from .experts import balanced_experts, describe, routed_experts
 from .pipeline import accompany, build_pipeline, numbers_of
 from .settings import (
@@ -152,7 +152,7 @@ def _attach(
         stages, optimizers.optimizers, config=config, ranks=ranks, device=device, container=optimizers
     )
     if settings.moe_comm_backend != STANDARD and dist.get_rank() == 0:
-        logger.warning(TESTED_WITH_A_STAND_IN, "moe_comm_backend", settings.moe_comm_backend)
+        logger.warning(STAND_IN, "moe_comm_backend", settings.moe_comm_backend)
     optimizers.order = order = LogicalOrder(balancer)
     for layer in (layer for stage in stages for layer in stage.host.layers):
         keep_order(layer, order)
