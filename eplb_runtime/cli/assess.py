@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from dataclasses import fields
 from itertools import count
 from typing import Any
 
@@ -57,15 +56,14 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from ..tools.assess import Overrides, assess
+    from ..tools.assess import assess
 
     record = read_job(arguments.record, arguments)
-    overrides = Overrides(**{entry.name: getattr(arguments, entry.name) for entry in fields(Overrides)})
     note_compilation()
     try:
         with spinner() as shown:
             plans = count(1)
-            assessment = assess(record, overrides, lambda: shown.update(f"plan {next(plans)}"))
+            assessment = assess(record, vars(arguments), lambda: shown.update(f"plan {next(plans)}"))
     except ValueError as error:
         raise InputError(str(error)) from None
     if arguments.json:

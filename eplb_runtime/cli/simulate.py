@@ -56,7 +56,7 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from ..tools.simulate import Asked, Series, StepModel, merge_windows, num_replans, simulate, write_windows
+    from ..tools.simulate import Series, StepModel, merge_windows, num_replans, simulate, write_windows
 
     require_policies(arguments.policies)
     policies = arguments.policies if "static" in arguments.policies else ["static", *arguments.policies]
@@ -66,11 +66,18 @@ def _run(arguments: argparse.Namespace) -> None:
     note_compilation()
     with progress("plans", len(policies) * num_replans(len(load), arguments.every)) as advance:
         runs = simulate(
-            Series(load, arguments.every, arguments.history, arguments.steps_per_window),
+            Series(
+                load,
+                arguments.every,
+                arguments.history,
+                arguments.steps_per_window,
+                arguments.groups,
+                arguments.max_moves,
+                arguments.gate,
+            ),
             topology,
             slots_per_rank=arguments.slots_per_rank,
             policies=policies,
-            asked=Asked(arguments.groups, arguments.max_moves, arguments.gate),
             step_model=StepModel(
                 hidden_size=arguments.hidden_size,
                 expert_hidden_size=arguments.expert_hidden_size,
