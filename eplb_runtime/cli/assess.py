@@ -10,7 +10,7 @@ from typing import Any
 from . import arguments as kinds
 from .arguments import LOAD, InputError, add_command, add_options, option
 from .inputs import read_job
-from .printing import COLUMNS, note_compilation, print_json, print_lines, print_table, spinner
+from .printing import COLUMNS, note_compilation, print_json, print_table, spinner
 
 EXAMPLES = """
   eplb-runtime assess runs/first                        # the folder of eplb.record or of BalancerConfig(run=...)
@@ -75,10 +75,10 @@ def _run(arguments: argparse.Namespace) -> None:
             f" Windows of other numbers of steps than {record.steps_per_window}, as most have, were left out: "
             f"{assessment.left_out} of {len(record.load)}."
         )
-    print_lines(*textwrap.wrap(said, COLUMNS, break_on_hyphens=False))
+    print(textwrap.fill(said, COLUMNS, break_on_hyphens=False))
     if assessment.pays is None:
         return
-    print_lines("")
+    print()
     rows = [
         {
             "experts": way.name,
@@ -93,4 +93,4 @@ def _run(arguments: argparse.Namespace) -> None:
         if way is not None
     ]
     print_table("Imbalance is max / mean rank load, over all layers and judged windows.", rows)
-    print_lines("", "What neither the record nor an option says is assumed: see assess --help.")
+    print("\nWhat neither the record nor an option says is assumed: see assess --help.")

@@ -329,7 +329,7 @@ def start_placement(policy: str, num_layers: int, num_experts: int, num_ranks: i
         PlanError: no such policy, too few slots, or a home layout that the ranks do not divide.
     """
     if policy not in LAYOUTS:
-        raise PlanError(f"policy {policy!r} is unknown; choose of: {', '.join(LAYOUTS)}")
+        raise PlanError(f"policy {policy!r} is unknown; choose one of: {', '.join(LAYOUTS)}")
     if num_ranks * slots_per_rank < num_experts:
         raise PlanError(
             f"{num_ranks} ranks x {slots_per_rank} slots cannot hold {num_experts} experts: "

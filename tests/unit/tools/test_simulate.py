@@ -128,7 +128,7 @@ def test_merged_windows_keep_all_tokens_of_whole_windows() -> None:
     ("options", "says"),
     [
         ({"every": 12}, "a series of 12 windows cannot be replanned every 12: give --every between 1 and 11"),
-        ({"policies": ["best"]}, "policy 'best' is unknown; choose of: "),
+        ({"policies": ["best"]}, "policy 'best' is unknown; choose one of: "),
         ({"slots_per_rank": 1}, "4 ranks x 1 slots cannot hold 8 experts: give at least 2"),
         ({"max_moves": -1}, "policy incremental: max_moves=-1"),
     ],
