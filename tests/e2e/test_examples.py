@@ -7,13 +7,18 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from examples import FOLDER
 from scripts import run_script
 
+from eplb_runtime.config import Trial, set_trial
+from eplb_runtime.tools.verification import runs
+
 TRAINER = ["trainer.py", "--steps", "8", "--output", "{folder}"]
+LOOP = ["transformers_loop.py"]
 PIPELINE = ["pipeline.py", "--steps", "8"]
 MEGATRON = pytest.param(
     ["megatron_gpt.py", "--steps", "6"],
@@ -39,6 +44,29 @@ def test_an_example_runs_by_itself(command: list[str], tmp_path: Path) -> None:
     done = run_script(FOLDER / name, *options, ranks=ranks, server=server)
     assert done.returncode == 0, done.stderr
     assert "rank 0: loss" in done.stdout and "rank 1: loss" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "command",
+    [PIPELINE, MEGATRON, pytest.param(TRAINER, marks=pytest.mark.long), pytest.param(LOOP, marks=pytest.mark.long)],
+    ids=str,
+)
+def test_an_example_is_right(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `verify`, whose runs are forked here from one process that has imported everything."""
+    name, *options = [part.format(folder=tmp_path) for part in command]
+    server = "test_megatron" if name == "megatron_gpt.py" else ""
+
+    def run(words: list[str], trial: Trial, title: str) -> runs.Run:
+        environment: dict[str, str] = {}
+        set_trial(trial, environment)
+        ranks = 4 if command is PIPELINE else 2
+        done = run_script(FOLDER / name, *options, ranks=ranks, server=server, **environment)
+        return replace(runs.Run.of(Path(trial.folder)), failure=done.stderr if done.returncode else "")
+
+    monkeypatch.setattr(runs, "_run", run)
+    report = runs.verify_command([name], steps=3)
+    assert report.passed and report.moved and report.steps == 3, str(report)
+    assert report.single is not None or "the framework spreads the experts" in report.single_reason
 
 
 def test_the_first_decisions_have_numbers_and_a_plan_though_nothing_is_compiled(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -65,7 +65,7 @@ from .forwards import Forwards
 from .meta import make_buffers, make_parameters
 from .optimizers import Optimizers, homes_of
 from .replicas import local_experts, log_memory, transport_of_copies
-from .self_test import try_layers
+from .self_test import LayerTest, problems_of, try_layers
 from .sharding import cut_rows, install, note_of_odd_rows, rows_of_rank
 from .state_hooks import Homes, PartialStateWarning, mark_state
 from .trial import TrialRun, begin_record, layout_of, why_not_single
@@ -109,7 +109,7 @@ def attach_stages(
         _on_all_or_none(lambda: _hook(made, cut, balancer, hooked), groups)
         _on_all_or_none(lambda: _record(made, cut, balancer), groups)
         balancer._begin()
-        for problem in made.problems:
+        for problem in problems_of([layer for _, _, layer in made.layers], made.tests):
             balancer._guard.report(problem)
     except BaseException as error:
         said = as_all_say(error, groups)
@@ -128,7 +128,12 @@ def attach_stages(
             logger.warning("%s", line)
     if trial is not None:
         balancer.config = replace(config, policy=given.policy)  # `declare` and the like are allowed as ever
-        TrialRun(trial, balancer, stages, of_bits, made.untried, not_single, given.replica_slots)
+        untried = [
+            f"{name} ({test.untried})"
+            for (_, name, _), test in zip(made.layers, made.tests, strict=True)
+            if test.untried
+        ]
+        TrialRun(trial, balancer, stages, of_bits, untried, not_single, given.replica_slots)
     return balancer
 
 
@@ -154,9 +159,7 @@ class _Connected(_Given):
     placement: Placement
     dispatch: DispatchChoice
     copies: RowTransport
-    problems: Sequence[str]
-    drawing: Sequence[str]
-    untried: Mapping[str, str]
+    tests: Sequence[LayerTest]
 
     @property
     def job(self) -> Job:
@@ -228,8 +231,8 @@ def _connect(given: _Given, ranks: Ranks) -> _Connected:
         topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
         placement = check(stages, given.optimizers, config, groups, device)
         layers = [layer for stage in stages for layer in stage.host.layers]
-        problems, drawing, untried = try_layers(layers, config.guard)
-        raise_on_all("" if config.guard == "warn" else next(iter(problems), ""), groups)
+        tests = try_layers(layers, config.guard)
+        raise_on_all("" if config.guard == "warn" else next(iter(problems_of(layers, tests)), ""), groups)
         dispatch = choose_together(config, groups.dispatch, topology, device, seconds)
         raise_on_all(dispatch.problem, groups)
         copies = transport_of_copies(config, groups, topology, device)
@@ -249,9 +252,7 @@ def _connect(given: _Given, ranks: Ranks) -> _Connected:
         placement=placement,
         dispatch=dispatch,
         copies=copies,
-        problems=problems,
-        drawing=drawing,
-        untried=untried,
+        tests=tests,
     )
 
 
@@ -329,14 +330,14 @@ def _route(made: _Connected, cut: _Cut) -> _Routed:
     real_tokens = {id(layer): stage.host.real_tokens for stage in made.stages for layer in stage.host.layers}
     layers: list[ExpertParallelLayer | HostDispatchedLayer] = []
     gather = ReplicaGather(groups.parts, groups.twins)
-    for index, _, layer in made.layers:
+    for (index, _, layer), test in zip(made.layers, made.tests, strict=True):
         if layer.compute is None:
             shared: dict[str, Any] = {"counter": counter, "table": maps.table, "forward_tag": forward_tag}
             layers.append(HostDispatchedLayer(index, layer.experts, **shared, expert_clock=clock))
         else:
             here = local_experts(index, layer, job, divisors, maps.replicas, cut.banks.get(index), gather)
             layers.append(ExpertParallelLayer(index, layer.experts, here, context, real_tokens[id(layer)]))
-        watch = layer.watch if made.runs_own_way and made.untried.get(layer.name) != "" else None
+        watch = layer.watch if made.runs_own_way and test.has_own_way else None
         if watch is not None and isinstance(layers[-1], ExpertParallelLayer):
             watch(layers[-1].see)
         else:
@@ -468,14 +469,15 @@ def _record(made: _Connected, cut: _Cut, balancer: Balancer) -> None:
 def _notes(made: _Connected, cut: _Cut) -> list[str]:
     """Lines that say what makes bits depend on where experts are."""
     of_hosts = [line for stage in made.stages for line in stage.host.notes]
-    drawing = (
-        f"experts of {made.drawing[0]} ({len(made.drawing)} layers in all) draw random numbers in training "
+    drawing = [name for (_, name, _), test in zip(made.layers, made.tests, strict=True) if test.draws]
+    draws = (
+        f"experts of {drawing[0]} ({len(drawing)} layers in all) draw random numbers in training "
         "(dropout): which ones they get depends on placement; without dropout in experts results do not"
-        if made.drawing
+        if drawing
         else ""
     )
     odd = note_of_odd_rows(cut.parameters)
-    return list(dict.fromkeys(filter(None, [*of_hosts, *notes(made.config), odd, drawing])))
+    return list(dict.fromkeys(filter(None, [*of_hosts, *notes(made.config), odd, draws])))
 
 
 def _log_attached(balancer: Balancer) -> None:

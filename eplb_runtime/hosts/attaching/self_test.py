@@ -36,38 +36,34 @@ class LayerTest:
     Args:
         problem: how it computes otherwise than what replaces it, in words that follow the layer's name; empty: not.
         draws: whether its experts draw random numbers in training.
-        untried: why its own way could not be called alone; empty: it is not implemented. None: it could be called.
+        untried: why its own way could not be called alone; empty: it could, or nothing was tried.
+        has_own_way: whether it is implemented.
     """
 
     problem: str = ""
     draws: bool = False
-    untried: str | None = None
+    untried: str = ""
+    has_own_way: bool = True
 
 
-def try_layers(layers: Sequence[MoELayer], guard: str) -> tuple[list[str], list[str], dict[str, str]]:
-    """Try those whose experts are whole here, and plain tensors with memory.
+def try_layers(layers: Sequence[MoELayer], guard: str) -> list[LayerTest]:
+    """Try each whose experts are whole here, and plain tensors with memory; with ``guard="off"`` none."""
+    return [_tried(layer) if guard != "off" else LayerTest() for layer in layers]
 
-    Args:
-        guard: the config's; ``"off"``: none is tried.
 
-    Returns:
-        Problems, a line for a layer; names of layers whose experts draw random numbers; and, by name, why a layer's
-        own way could not be called; empty: it is not implemented.
-    """
-    problems, drawing, untried = [], [], dict[str, str]()
-    for layer in layers if guard != "off" else ():
-        weights = [layer.of_experts(name, layer.parameter(name).detach()) for name in layer.parameters]
-        whole = spread_of(layer.experts) is None and not layer.slots and layer.live_weights is None
-        if layer.compute is None or not whole or layer.alignment > 1 or any(tensor.is_meta for tensor in weights):
-            continue
-        owner = getattr(layer.run, "__self__", None)
-        modules = [layer.experts, *([owner] if isinstance(owner, nn.Module) else [])]
-        tried = try_layer(modules, layer.compute, weights, layer.run)
-        problems += [f"{layer.name} {tried.problem}"] * bool(tried.problem)
-        drawing += [layer.name] * tried.draws
-        if tried.untried is not None:
-            untried[layer.name] = tried.untried
-    return problems, drawing, untried
+def _tried(layer: MoELayer) -> LayerTest:
+    weights = [layer.of_experts(name, layer.parameter(name).detach()) for name in layer.parameters]
+    whole = spread_of(layer.experts) is None and not layer.slots and layer.live_weights is None
+    if layer.compute is None or not whole or layer.alignment > 1 or any(tensor.is_meta for tensor in weights):
+        return LayerTest()
+    owner = getattr(layer.run, "__self__", None)
+    modules = [layer.experts, *([owner] if isinstance(owner, nn.Module) else [])]
+    return try_layer(modules, layer.compute, weights, layer.run)
+
+
+def problems_of(layers: Sequence[MoELayer], tests: Sequence[LayerTest]) -> list[str]:
+    """Return a line for each layer that computes otherwise than what replaces it."""
+    return [f"{layer.name} {test.problem}" for layer, test in zip(layers, tests, strict=True) if test.problem]
 
 
 def try_layer(modules: Sequence[nn.Module], compute: Compute, weights: Sequence[Tensor], run: Run | None) -> LayerTest:
@@ -98,15 +94,16 @@ def try_layer(modules: Sequence[nn.Module], compute: Compute, weights: Sequence[
             return LayerTest(draws=True)
         if problem := _why_slots_count(compute, rows, made_up):
             return LayerTest(problem)
-        untried = None
+        untried, has_own_way = "", True
         try:
             if run is not None and (problem := _why_run_differs(run, compute, width, weights)):
                 return LayerTest(problem)
         except Exception as error:
-            untried = "" if isinstance(error, NotImplementedError) else one_line(error)
+            has_own_way = not isinstance(error, NotImplementedError)
+            untried = one_line(error) if has_own_way else ""
         for module in modules:
             module.train()
-        return LayerTest(draws=draws(), untried=untried)
+        return LayerTest(draws=draws(), untried=untried, has_own_way=has_own_way)
     return LayerTest()
 
 

@@ -18,7 +18,7 @@ from ...utils.errors import one_line
 from .checks import as_all_say, check, raise_on_all
 from .description import AttachError, MoELayer, Spread, Stage, mark_spread
 from .meta import blank
-from .self_test import try_layers
+from .self_test import problems_of, try_layers
 from .trial import layout_of
 from .undo import Before
 
@@ -41,7 +41,7 @@ def shard_stage(
     before = Before([stage.model], [])
     try:
         placement = check([stage], [], config, groups, device)
-        problems, _, _ = try_layers(host.layers, config.guard)
+        problems = problems_of(host.layers, try_layers(host.layers, config.guard))
         for problem in problems if config.guard == "warn" else ():
             logger.warning("%s", problem)
         raise_on_all("" if config.guard == "warn" else next(iter(problems), ""), groups)

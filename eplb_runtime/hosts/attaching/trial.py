@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -135,7 +135,7 @@ class TrialRun:
         balancer: Balancer,
         stages: Sequence[Stage],
         notes: Sequence[str],
-        untried: Mapping[str, str],
+        untried: Sequence[str],
         not_single: str,
         replica_slots: int,
     ) -> None:
@@ -156,7 +156,7 @@ class TrialRun:
         self._not_single = not_single
         self._meta: dict[str, Any] = {
             "notes": list(notes),
-            "untried": [f"{name} ({why})" for name, why in untried.items() if why],
+            "untried": list(untried),
             "ranks": len(self._runtime.job.ranks),
             "copies": [list(map(self._runtime.job.ranks.index, ranks)) for ranks in self._runtime.job.data_sets],
             "replica_slots": replica_slots,
@@ -368,8 +368,8 @@ class TrialRun:
         body = torch.cat([whole, digests, sums.double().view(torch.int64)], dim=1).numpy().tobytes()
         counts = self._counts if self._step else torch.zeros_like(self._runtime.counter.counts)
         total = gather_rows(counts.cpu().contiguous(), self._group).sum(dim=0)
-        received = _gather_on_first(len(head).to_bytes(8, "little") + head + body, self._group)
-        if self._runtime.job.is_planner:
+        gather = _gather_on_first if self._trial.ends_process else gather_bytes  # else all ranks read the record
+        if received := gather(len(head).to_bytes(8, "little") + head + body, self._group):
             folder = Path(self._trial.folder)
             arrays: dict[str, Any] = {"counts": total.numpy()}
             for rank, message in enumerate(received):
@@ -382,12 +382,13 @@ class TrialRun:
 
     def _write_meta(self) -> None:
         not_single = self._not_single or self._does_not_fit()
-        if self._runtime.job.is_planner:
-            said = self._balancer._guard.said
-            error = max([self._coarsest, *(torch.finfo(p.dtype).eps for p in self._floating())], default=0.0)
-            commits = self._balancer.placement.epoch - self._began
-            meta = {**self._meta, "said": said, "not_single": not_single, "rounding": error, "commits": commits}
-            write_file(Path(self._trial.folder) / "meta.json", json.dumps(meta))
+        said = self._balancer._guard.said
+        error = max([self._coarsest, *(torch.finfo(p.dtype).eps for p in self._floating())], default=0.0)
+        commits = self._balancer.placement.epoch - self._began
+        meta = {**self._meta, "said": said, "not_single": not_single, "rounding": error, "commits": commits}
+        of_first = gather_bytes(json.dumps(meta).encode(), self._group)[0]
+        if self._runtime.job.is_planner or not self._trial.ends_process:
+            write_file(Path(self._trial.folder) / "meta.json", of_first.decode())
 
     def _floating(self) -> Iterator[Tensor]:
         held = [*self._balancer._dense.values(), *self._runtime.registry.parameters()]

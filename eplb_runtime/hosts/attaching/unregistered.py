@@ -41,7 +41,8 @@ def unregistered(
     Args:
         owned: tensors that move with experts or are no experts, besides the models' parameters, gradients and buffers.
     """
-    held = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    named = [one for model in models for one in (*model.named_parameters(), *model.named_buffers())]
+    held = [tensor for _, tensor in named]  # `buffers` is an attribute of Megatron's DDP
     gradients = [getattr(tensor, name, None) for tensor in held for name in ("grad", "main_grad")]
     known = {0} | {_memory_of(one) for one in (*held, *gradients, *owned, *registry.parameters()) if one is not None}
     rows, sizes = _shapes(models, registry)
@@ -63,8 +64,8 @@ def unregistered(
             holders.append(holder)
     # The walk is over: lists of its own, which held what it looked at, are gone.
     by_shape = sorted(range(len(found)), key=lambda place: found[place][1] != "")[:MOST_FOUND]
-    named = [(_named(holders[place], (variables, holders)), *found[place]) for place in by_shape]
-    return [one for one in named if one[0]]
+    all_found = [(_named(holders[place], (variables, holders)), *found[place]) for place in by_shape]
+    return [one for one in all_found if one[0]]
 
 
 class _Candidate:
@@ -186,7 +187,7 @@ def _name_of(value: Any, variables: Sequence[tuple[str, Any]]) -> str | None:
         return f"module {value.__name__}"
     if _of_a_framework(value):
         return ""
-    is_container = isinstance(value, dict | list | tuple | CellType | Tensor | np.ndarray)
+    is_container = isinstance(value, dict | list | tuple | set | CellType | Tensor | np.ndarray)
     return None if is_container else f"an object of {type(value).__name__}"
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ...utils.errors import one_line
 from .optimizer_state import OptimizerStateError, expert_state
@@ -22,18 +23,16 @@ logger = logging.getLogger("eplb_runtime")
 ELEMENT_WISE = {
     "torch": "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD",
     "apex": "FusedAdagrad FusedAdam FusedSGD",
-    "schedulefree": "AdamWScheduleFree AdamWScheduleFreeClosure RAdamScheduleFree RAdamScheduleFreeClosure "
-    "SGDScheduleFree SGDScheduleFreeClosure",
+    "schedulefree": "AdamWScheduleFree RAdamScheduleFree SGDScheduleFree",
 }
 """Classes by package that are element-wise whatever their options are. Others, which have options that mix (timm's
 ``caution``, bitsandbytes' ``percentile_clipping``, TransformerEngine's scaled states), are tried as they are set."""
-_EXPERTS, _SHAPE, _STEPS = 3, (4, 32), 3
+_EXPERTS, _SHAPE, _STEPS, _LEARNING_RATE = 3, (4, 32), 3, 0.1
 """Rows of 128 bytes: a CPU rounds them alike wherever they are in a tensor."""
-_LEARNING_RATE = 0.1
 
 
 def check_elementwise(
-    optimizer: torch.optim.Optimizer, experts: Collection[int] | None = None, *, each: bool = False, known: bool = False
+    optimizer: Optimizer, experts: Collection[int] | None = None, *, each: bool = False, known: bool = False
 ) -> None:
     """Refuse an optimizer that mixes experts, or keeps their state in another optimizer.
 
@@ -54,73 +53,59 @@ def check_elementwise(
             continue
         tried.add(repr(options))
         for name, inner in vars(optimizer).items():
-            if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:
+            if isinstance(inner, Optimizer) and inner.state is not optimizer.state:
                 raise OptimizerStateError(
                     f"{kind}.{name} is a {type(inner).__name__} with a state of its own, which would not move with "
                     "experts: use an optimizer that keeps all in its own state"
                 )
-        if known or kind in listed:
+        if known or kind.removesuffix("Closure") in listed:
             continue
-        shape = _SHAPE[1:] if not each and all(one.ndim == 2 for one in mine) else _SHAPE
         try:
-            mixes = _mixes(optimizer, options, each, shape, mine[0].device)
+            _try(optimizer, options, each, mine)
         except OptimizerStateError:
             raise
         except Exception as error:
-            logger.warning(
-                "%s cannot be tried on small tensors (%s): if it updates each expert by itself, say so by "
-                "BalancerConfig(elementwise=True); else placement changes the result",
-                *(kind, one_line(error)),
-            )
-            continue
-        if mixes:
-            raise OptimizerStateError(
-                f"{kind} mixes the experts of {'a rank' if each else 'a tensor'} in its update, so placement would "
-                "change the result; use an element-wise optimizer (SGD, Adam, AdamW, ...), or say "
-                "BalancerConfig(elementwise=True) if you know that it is one"
-            )
+            why = "cannot be tried on small tensors (%s): if it updates each expert by itself, say so by "
+            then = "BalancerConfig(elementwise=True); else placement changes the result"
+            logger.warning(f"%s {why}{then}", kind, one_line(error))
 
 
-def _mixes(
-    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], each: bool, shape: Sequence[int], of: torch.device
-) -> bool:
-    """Whether three experts become something else together than each with an optimizer of its own, in any bit."""
-    device, generator = of if of.type != "meta" else torch.device("cpu"), torch.Generator().manual_seed(0)
-    start_E = torch.randn(_EXPERTS, *shape, generator=generator).to(device)
-    # Experts differ in size, so that whatever is taken over all of them shows.
-    sizes_E = torch.logspace(-2, 2, _EXPERTS).view(-1, 1, *[1] * len(shape))
-    gradients_ET = (torch.randn(_EXPERTS, _STEPS, *shape, generator=generator) * sizes_E).to(device)
+def _try(optimizer: Optimizer, options: Mapping[str, Any], each: bool, experts: Sequence[Tensor]) -> None:
+    """Refuse where three experts, with gradients of three sizes, become something else together than each alone."""
+    shape = _SHAPE[1:] if not each and all(one.ndim == 2 for one in experts) else _SHAPE
+    device = torch.device("cpu") if experts[0].is_meta else experts[0].device
+    values_ET = torch.randn(_EXPERTS, 1 + _STEPS, *shape, generator=torch.Generator().manual_seed(0)).to(device)
+    values_ET[:, 1:] *= torch.logspace(-2, 2, _EXPERTS, device=device).view(-1, *[1] * (1 + len(shape)))
 
-    def cut(tensor: Tensor) -> list[Tensor]:
-        return [one.clone() for one in tensor] if each else [tensor.clone()]
-
-    def stepped(*experts: int) -> tuple[dict[str, Tensor], torch.optim.Optimizer, Tensor]:
-        tensors = cut(start_E[list(experts)])
-        twin = _made(optimizer, options, [tensor.requires_grad_() for tensor in tensors])
-        for number in range(_STEPS):
-            _step(twin, tensors, cut(gradients_ET[list(experts), number]))
-        of_each = [{"": tensor.detach(), **twin.state.get(tensor, {})} for tensor in tensors]
-        kept = [key for key, one in of_each[0].items() if isinstance(one, Tensor) and one.shape == tensors[0].shape]
-        rows = {key: torch.stack([one[key] for one in of_each]) if each else of_each[0][key] for key in kept}
-        return rows, twin, tensors[0]
-
-    def same(one: Tensor, other: Tensor) -> bool:
-        return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    def stepped(*which: int) -> tuple[Tensor, Optimizer, Tensor]:
+        """Weights and state ``[experts, N]``, with the optimizer and its first tensor."""
+        start, *gradients_T = values_ET[list(which)].unbind(1)
+        tensors = [one.clone().requires_grad_() for one in (start if each else start.unsqueeze(0))]
+        twin = _made(optimizer, options, tensors)
+        for gradients in gradients_T:
+            _step(twin, tensors, list(gradients) if each else [gradients])
+        kept = [[one.detach(), *twin.state.get(one, {}).values()] for one in tensors]
+        alike = [[one for one in of if isinstance(one, Tensor) and one.shape == tensors[0].shape] for of in kept]
+        whole = [torch.stack(of) if each else of[0] for of in zip(*alike, strict=True)]
+        return torch.cat([one.double().flatten(1) for one in whole], dim=1).nan_to_num(), twin, tensors[0]
 
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         (together, twin, tensor), (again, _, _) = (stepped(*range(_EXPERTS)) for _ in range(2))
         apart = [stepped(expert)[0] for expert in range(_EXPERTS)]
-    if not all(same(rows, again[key]) for key, rows in together.items()):
+    if not together.equal(again):
         raise RuntimeError("its step gives something else when it is repeated: it draws random numbers")
-    if not all(same(rows, torch.cat([one[key] for one in apart])) for key, rows in together.items()):
-        return True
+    if not together.equal(torch.cat(apart)):
+        raise OptimizerStateError(
+            f"{type(optimizer).__name__} mixes the experts of {'a rank' if each else 'a tensor'} in its update, so "
+            "placement would change the result; use an element-wise optimizer (SGD, Adam, AdamW, ...), or say "
+            "BalancerConfig(elementwise=True) if you know that it is one"
+        )
     if not each:
         expert_state(twin, tensor)  # refuses what cannot move with experts
-    return False
 
 
-def _step(twin: torch.optim.Optimizer, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """One step, with a closure where the class takes one."""
+def _step(twin: Optimizer, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """One step without torch's hooks, which are for whoever trains; with a closure where the class takes one."""
 
     def closure() -> float:
         for tensor, gradient in zip(tensors, gradients, strict=True):
@@ -128,7 +113,7 @@ def _step(twin: torch.optim.Optimizer, tensors: Sequence[Tensor], gradients: Seq
         return float(sum((one.detach() * gradient).sum() for one, gradient in zip(tensors, gradients, strict=True)))
 
     step: Any = type(twin).step
-    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # torch's hooks are for whoever trains
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step
     closure()
     try:
         step(twin, closure)
@@ -136,24 +121,20 @@ def _step(twin: torch.optim.Optimizer, tensors: Sequence[Tensor], gradients: Seq
         step(twin)
 
 
-def _made(
-    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], tensors: Sequence[Tensor]
-) -> torch.optim.Optimizer:
+def _made(optimizer: Optimizer, options: Mapping[str, Any], tensors: Sequence[Tensor]) -> Optimizer:
     def own(given: Mapping[str, Any]) -> dict[str, Any]:  # without those that are checked against a device
         return copy.deepcopy({key: one for key, one in given.items() if key not in ("fused", "capturable", "foreach")})
 
-    why = Exception()
     # Some constructors ask their groups for options, others refuse any that they do not know.
     for in_group, named in ((options, optimizer.defaults), ({}, optimizer.defaults), (options, {}), ({}, {})):
         try:
             twin = type(optimizer)([{**own(in_group), "params": list(tensors)}], **own(named))
             break
-        except Exception as error:
-            why = error
-    else:
-        raise why
+        except Exception:
+            if not in_group and not named:
+                raise
     twin.param_groups[0].update(own(options))
-    if options.get("lr") is not None:
+    if twin.param_groups[0].get("lr") is not None:
         twin.param_groups[0]["lr"] = _LEARNING_RATE  # a schedule may begin at 0, where nothing shows
     getattr(twin, "train", lambda: None)()
     return twin

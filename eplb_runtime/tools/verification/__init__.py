@@ -1,5 +1,4 @@
-"""Proves that a job trains the same wherever its experts are: it runs a few steps in several layouts, and everything is
-compared."""
+"""Proves that a job trains the same wherever its experts are: runs a few steps in several layouts, and compares all."""
 
 from .report import Report
 from .runs import verify, verify_command

@@ -24,6 +24,7 @@ LOSS_SHARE = 0.02
 
 Key = tuple[str, int]
 """The name of a tensor, and the logical expert; -1: it is no expert's."""
+Measure = tuple[str, float, float, float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,9 +90,8 @@ class Run:
             losses.append(tuple(head["losses"]))
             words = np.frombuffer(message[end:], dtype=np.int64).reshape(head["rows"], 6 + SKETCHES)
             for row, sums in zip(words[:, :5].tolist(), words[:, 5:].copy().view(np.float64), strict=True):
-                gathered.setdefault((head["names"][row[0]], row[1]), []).append(
-                    (KINDS[row[2]], row[3], rank, row[4], sums)
-                )
+                key = head["names"][row[0]], row[1]
+                gathered.setdefault(key, []).append((KINDS[row[2]], row[3], rank, row[4], sums))
         cells = {}
         for key, found in gathered.items():
             kinds, sizes, ranks, digests, of_ranks = zip(*found, strict=True)
@@ -122,18 +122,18 @@ def first_difference(one: Run, other: Run) -> Difference | None:
     """
     for number in range(min(one.length, other.length) + 1):
         here, there = one.step(number), other.step(number)
-        lone = next(iter(here.cells.keys() ^ there.cells.keys()), None)
-        odd = [key for key in here.ordered() if lone is None and not here.cells[key].same_bits(there.cells[key])]
-        if lone is not None or odd:
+        lone = here.cells.keys() ^ there.cells.keys()
+        both = (key for key in here.ordered() if key not in lone)
+        if odd := [*lone, *(key for key in both if not here.cells[key].same_bits(there.cells[key]))]:
             losses = zip(map(repr, here.losses), map(repr, there.losses), strict=True)  # NaN is equal to itself
             for rank in (rank for rank, (a, b) in enumerate(losses) if a != b):
                 hint = "weights were the same: the model computes with something that does not move with its experts"
                 return Difference(number, "the loss", None, rank, hint)
-            name, expert = key = odd[0] if lone is None else lone
+            name, expert = key = odd[0]
             cells = [step.cells[key] for step in (here, there) if key in step.cells]
-            pairs = zip(cells[0].digests, cells[-1].digests, strict=False)
-            place = next((place for place, (a, b) in enumerate(pairs) if a != b), 0)
-            hint = "one run has it alone" if lone is not None else _hint(here, there, odd)
+            pairs = enumerate(zip(cells[0].digests, cells[-1].digests, strict=False))
+            place = next((place for place, (a, b) in pairs if a != b), 0)
+            hint = "one run has it alone" if lone else _hint(here, there, odd)
             return Difference(number, name, expert if expert >= 0 else None, cells[-1].ranks[place], hint)
     return None
 
@@ -181,13 +181,9 @@ def _is_scaled(one: Cell, other: Cell) -> bool:
 
 @dataclass(frozen=True)
 class Closeness:
-    """How far two runs are apart.
-
-    Args:
-        equal: to rounding; None: nothing could be compared.
-        worst, tensor, step: the difference that comes closest to what is allowed, or is above, relative to its tensor.
-        steps: compared tensor by tensor; later ones by their losses.
-    """
+    """How far two runs are apart: ``worst``, of a tensor at a step, is the difference that comes closest to what is
+    allowed, or is above, relative to its tensor; ``steps`` were compared tensor by tensor, later ones by their losses;
+    ``equal`` is None where nothing could be compared."""
 
     equal: bool | None
     worst: float
@@ -198,10 +194,7 @@ class Closeness:
 
 def to_rounding(fixed: Run, other: Run, shaken: Run) -> Closeness:
     """Compare gradients and updates of each step until tokens are routed otherwise, and then losses if they were alike.
-
-    Args:
-        shaken: as ``fixed``, with gradients that were changed by rounding errors.
-    """
+    ``shaken`` is as ``fixed``, with gradients that were changed by rounding errors."""
     excess, worst, compared, routed_alike, losses_count = 0.0, (0.0, "", 0), 0, True, True
     rounding = float(fixed.meta["rounding"])
     before: tuple[StepRecord, ...] = ()
@@ -226,13 +219,10 @@ def routes_alike(one: Run, other: Run, until: int) -> bool:
     return all(np.array_equal(one.step(number).counts, other.step(number).counts) for number in range(until + 1))
 
 
-Measure = tuple[str, float, float, float]
-"""A name, the difference that is allowed, that which is there, and what it is relative to."""
-
-
 def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], rounding: float) -> Iterator[Measure]:
-    """Measures of each gradient, and of each change of a weight. Rounding is that of the expert, or of any weight's
-    change, with the most: few elements make it by chance (with Adam those whose gradient is about zero)."""
+    """Name each gradient and each change of a weight, the difference that is allowed, that which is there, and what it
+    is relative to. Rounding is that of the expert, or of any weight's change, with the most: few elements make it by
+    chance (with Adam those whose gradient is about zero)."""
     fixed, other, shaken = (step.cells for step in steps)
     gradients = [cell for cell in fixed.values() if cell.kind == "gradient"]
     typical = np.sqrt(sum(c.sums[0, 0] for c in gradients) / max(1, sum(c.numel for c in gradients)))
@@ -264,7 +254,8 @@ def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], roundin
     for key, kind, noise, least, apart, scale in found:
         if key[1] >= 0 or kind == "parameter":
             noise = max(noise, most.get(kind, 0.0) * scale)
-        yield _shown(key), TIMES_SHAKEN * noise + least, apart, scale
+        shown = key[0] if key[1] < 0 else f"{key[0]} of expert {key[1]}"
+        yield shown, TIMES_SHAKEN * noise + least, apart, scale
 
 
 def _losses(steps: Sequence[StepRecord]) -> Iterator[Measure]:
@@ -278,7 +269,3 @@ def _apart(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
     """The distance of two tensors, by their random sums."""
     apart = float(np.sqrt(np.sum((one - other) ** 2)))
     return apart if np.isfinite(apart) else (0.0 if np.array_equal(one, other, equal_nan=True) else float("inf"))
-
-
-def _shown(key: Key) -> str:
-    return key[0] if key[1] < 0 else f"{key[0]} of expert {key[1]}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from .records import Closeness, Difference
@@ -13,7 +13,7 @@ Verdict = Literal["right", "wrong", "unknown"]
 
 @dataclass(frozen=True)
 class Report:
-    """What the runs of a job have shown; equal on every rank.
+    """What the runs of a job have shown.
 
     Args:
         reason: why the verdict is not ``"right"``.
@@ -39,13 +39,6 @@ class Report:
     said: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    @classmethod
-    def of(cls, found: dict[str, Any]) -> Report:
-        """Make the report that ``asdict`` and JSON have taken apart."""
-        for name, kind in (("difference", Difference), ("moved_rounding", Closeness), ("single", Closeness)):
-            found[name] = kind(**found[name]) if found[name] else None
-        return cls(**{**found, **{name: tuple(found[name]) for name in ("unregistered", "said", "notes")}})
-
     @property
     def passed(self) -> bool:
         """Whether the verdict is ``"right"``."""
@@ -53,16 +46,12 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of ``eplb-runtime verify --json``; numbers that JSON does not have are null."""
-        single = self.single
-        moved = {name: getattr(self.difference, name, None) for name in ("step", "tensor", "expert", "rank", "hint")}
-        rounding = None if self.moved_rounding is None else asdict(self.moved_rounding)
-        of_single = {name: getattr(single, name, None) for name in ("equal", "worst", "tensor", "step")}
-        plain = {name: value for name, value in asdict(self).items() if name not in ("difference", "moved_rounding")}
-        plain.pop("single_reason")
-        plain |= {
-            "moved": {"equal": self.moved, **moved, "rounding": rounding},
-            "single": {**of_single, "reason": self.single_reason},
-        }
+        plain = asdict(self)
+        moved, rounding, single = (plain.pop(name) for name in ("difference", "moved_rounding", "single"))
+        moved = moved or dict.fromkeys(one.name for one in fields(Difference))
+        single = single or dict.fromkeys(one.name for one in fields(Closeness))
+        plain["moved"] = {"equal": self.moved, **moved, "rounding": rounding}
+        plain["single"] = {**single, "reason": plain.pop("single_reason")}
         found: dict[str, Any] = json.loads(json.dumps(plain), parse_constant=lambda _: None)
         return found
 
@@ -70,7 +59,7 @@ class Report:
         lines = [f"{self.verdict}: {self.reason}"]
         if self.passed:
             lines = [f"right: {self.steps} steps, {self.ranks} ranks: {'; '.join(self._shown())}."]
-        lines += dict.fromkeys(f"  not registered: {o['holder']}, shape {tuple(o['shape'])}" for o in self.unregistered)
+        lines += dict.fromkeys(f"  not registered: {o['holder']}, shape {o['shape']}" for o in self.unregistered)
         lines += [f"  said in the job: {line}" for line in self.said if line not in self.reason]
         return "\n".join([*lines, *(f"  bits: {line}" for line in self.notes)])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -10,8 +9,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...config import BalancerConfig, Trial, launcher_environment, set_trial
-from ...distributed.consensus import gather_bytes
 from ...hosts import attach
 from .records import Run, first_difference, routes_alike, to_rounding, uneven_buffer, untrained
 from .report import Report
@@ -34,6 +32,10 @@ _PENALTY = (
     "added up by hand, a `run` that does more than run experts?)"
 )
 _KEPT = "; {} and others of before attach are in use still: take parameters from model.parameters() after attach"
+_HELD = (
+    "{holder} holds what may be experts, or what each rank trains alone, shape {shape}: balancer.register_all(name, "
+    "it), make it new after each step, or attach its optimizer"
+)
 _IN_ORDER = "no more than by rounding: is something added up in order of place (a norm? use balancer.clip_grad_norm_)"
 Proof = Generator[tuple[str, bool], Run, Report]
 """Asks for runs: the layout of a `Trial`, and whether it keeps replica slots."""
@@ -43,19 +45,19 @@ def proof() -> Proof:
     """Ask for one run after another, and return what they have shown."""
     fixed = yield "fixed", False
     meta, runs = fixed.meta, [fixed]
-    report = Report("right", steps=fixed.length, ranks=meta.get("ranks", 0), notes=tuple(meta.get("notes", ())))
+    report = Report("right", "", max(0, fixed.length), meta.get("ranks", 0), notes=tuple(meta.get("notes", ())))
 
     def answer(verdict: Any, reason: str = "", **found: Any) -> Report:
         said = dict.fromkeys(line for run in runs for line in run.meta.get("said", ()))
         return replace(report, verdict=verdict, reason=reason, said=tuple(said), **found)
 
     if fixed.failure:
-        return answer("unknown", f"the run with fixed homes failed: {fixed.failure}", steps=max(0, fixed.length))
+        return answer("unknown", f"the run with fixed homes failed: {fixed.failure}")
     if fixed.length < 1:
         what = "ended before its first optimizer step" if fixed.length == 0 else "reached no eplb_runtime.attach"
-        return answer("unknown", f"the job {what} (what starts ranks must hand its environment on to them)", steps=0)
-    tensors = len({name for name, _ in fixed.step(fixed.length).cells})
+        return answer("unknown", f"the job {what} (what starts ranks must hand its environment on to them)")
     moved = yield "moved", False
+    tensors = len({name for name, _ in fixed.step(fixed.length).cells})
     report = replace(report, tensors=tensors, unregistered=_unregistered(fixed, moved))
     runs.append(moved)
     difference = first_difference(fixed, moved)
@@ -81,15 +83,15 @@ def proof() -> Proof:
     wanted = [("single", False)] * (not report.single_reason)
     if difference is not None or meta["replica_slots"]:
         wanted.append(("moved", bool(meta["replica_slots"])))
-    shaken: Run | None = None
+    shaken = (yield "shaken", False) if wanted else fixed
+    if shaken.length < fixed.length:
+        return answer("unknown", f"the run with gradients changed by rounding ended sooner: {shaken.failure}")
     for layout, replicas in wanted:
         other = moved if (layout, replicas) == ("moved", False) else (yield layout, replicas)
         runs.append(other)
         if other.length < fixed.length:
-            return answer("unknown", f"the run with {_NAMES[layout]} ended sooner: {other.failure}")
-        shaken = shaken if shaken is not None else (yield "shaken", False)
-        if shaken.length < fixed.length:
-            return answer("unknown", f"the run with gradients changed by rounding ended sooner: {shaken.failure}")
+            often = "every rank must call backward() as often"
+            return answer("unknown", f"the run with {_NAMES[layout]} ended sooner ({often}): {other.failure}")
         close = to_rounding(fixed, other, shaken)
         report = replace(report, single=close) if layout == "single" else replace(report, moved_rounding=close)
         if close.equal is None:
@@ -101,10 +103,7 @@ def proof() -> Proof:
     if said := answer("right").said:
         return answer("wrong", f"said in the job: {said[0]}")
     if report.unregistered:
-        holder, shape = report.unregistered[0]["holder"], tuple(report.unregistered[0]["shape"])
-        why = f"{holder} holds what may be experts, or what each rank trains alone, shape {shape}"
-        mend = "balancer.register_all(name, it), make it new after each step, or attach its optimizer"
-        return answer("unknown", f"{why}: {mend}")
+        return answer("unknown", _HELD.format(**report.unregistered[0]))
     if report.single_reason and (untried := meta["untried"]):
         return answer("unknown", f"{untried[0]} could not be called by attach, and {report.single_reason}")
     if name := untrained(fixed):
@@ -118,31 +117,40 @@ def _unregistered(fixed: Run, moved: Run) -> tuple[dict[str, Any], ...]:
     """What may be experts, but for what is like them in its number of elements alone and the same in both runs."""
     known = {one["content"] for one in fixed.meta.get("unregistered", ())} - {""}
     found = [one for one in moved.meta.get("unregistered", ()) if one["content"] not in known]
-    return tuple({name: one[name] for name in ("holder", "shape")} for one in found)
+    return tuple({"holder": one["holder"], "shape": tuple(one["shape"])} for one in found)
+
+
+def _answer(run: Callable[[str, bool, Path], Run], keep: Path | None = None) -> Report:
+    """Give a proof the runs that it asks for: by layout, whether replica slots stay, and a new folder."""
+    asking, number = proof(), 1
+    with tempfile.TemporaryDirectory(prefix="eplb_verify_") as temporary:
+        try:
+            layout, replicas = next(asking)
+            while True:
+                folder = (keep or Path(temporary)).resolve() / f"run-{number}-{layout}"
+                folder.mkdir(parents=True)
+                (layout, replicas), number = asking.send(run(layout, replicas, folder)), number + 1
+        except StopIteration as stop:
+            report: Report = stop.value
+            return report
 
 
 def verify_command(command: Sequence[str], steps: int = 12, keep: Path | None = None) -> Report:
     """Run a command, as a user types it, in each layout for so many optimizer steps; its output and the progress go to
     stderr. The records and the output stay in ``keep``, or are deleted."""
-    with ExitStack() as parts:
-        folder = keep or Path(parts.enter_context(tempfile.TemporaryDirectory(prefix="eplb_verify_")))
-        asking, number, before = proof(), 1, set(os.listdir())
-        try:
-            layout, replicas = next(asking)
-            while True:
-                own = folder / f"run-{number}-{layout}"
-                own.mkdir(parents=True)
-                trial = Trial(layout, steps, str(own.resolve()), replicas)
-                run = _run(command, trial, f"run {number}, {layout}")
-                if number == 1 and (new := sorted(set(os.listdir()) - before)):
-                    _say(f"the job has written {', '.join(new[:5])}: a run that goes on from it cannot be compared")
-                if number == 1 and run.length > 0:
-                    steps = run.length  # of a job that ends sooner: the other runs end as those of others do
-                number += 1
-                layout, replicas = asking.send(run)
-        except StopIteration as stop:
-            report: Report = stop.value
-            return report
+    before, lengths = set(os.listdir()), list[int]()
+
+    def run(layout: str, replicas: bool, folder: Path) -> Run:
+        most = (
+            max(lengths[:1], default=0) or steps
+        )  # of a job that ends sooner: the other runs end as those of others do
+        found = _run(command, Trial(layout, most, str(folder), replicas), folder.name.replace("-", " "))
+        if not lengths and (new := sorted(set(os.listdir()) - before)):
+            _say(f"the job has written {', '.join(new[:5])}: a run that goes on from it cannot be compared")
+        lengths.append(max(0, found.length))
+        return found
+
+    return _answer(run, keep)
 
 
 def _say(text: str) -> None:
@@ -196,9 +204,9 @@ def verify(
     config: BalancerConfig | None = None,
     ep_group: dist.ProcessGroup | None = None,
     loss: Callable[[Any, Any], Tensor] = lambda output, batch: output.loss,
-    on_step: Callable[[], None] = lambda: None,
 ) -> Report:
-    """Train with experts fixed, moved after each step, and all of them on each rank; compare. Collective.
+    """Train with experts fixed, moved after each step, and all of them on each rank; return what a comparison shows,
+    equal on every rank. Collective.
 
     Gradients outside the experts are averaged by the balancer. Seeds are set before each step.
 
@@ -208,69 +216,33 @@ def verify(
         make_batch: this rank's batch of a step, from 0, the same at each call: keyword arguments of the model as a
             mapping, positional ones as a tuple or list, or the only one.
         loss: ``(output, batch) -> scalar``.
-        on_step: called after each step of each run.
-
-    Returns:
-        The report, equal on every rank.
 
     Raises:
         AttachError: the model, optimizer or config cannot be balanced.
         TypeError: ``loss`` does not give one value.
-        ValueError: ``steps`` is not positive.
     """
-    if steps < 1:
-        raise ValueError(f"steps={steps}: give at least 1")
     config = replace(config if config is not None else BalancerConfig(), dense_gradients="allreduce")
 
-    def train() -> None:
+    def run(layout: str, replicas: bool, folder: Path) -> Run:
+        set_trial(Trial(layout, steps, str(folder), replicas, ends_process=False))
         torch.manual_seed(SEED)
         optimizer = make_optimizer(model := make_model())
         balancer = attach(model, optimizer, config=config, ep_group=ep_group)
         try:
             model.train()
             for step in range(steps):
-                _loss_of(model, make_batch, loss, step).backward()
+                torch.manual_seed((SEED * 1_000_003 + step + 1) * 4099 + dist.get_rank())  # for dropout and the like
+                batch = make_batch(step)
+                given = batch if isinstance(batch, tuple | list) else (batch,)
+                value = loss(model(**batch) if isinstance(batch, Mapping) else model(*given), batch)
+                if not isinstance(value, Tensor) or value.numel() != 1:
+                    found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                    raise TypeError(f"the loss must be one value, not {found}: give labels in the batch, or loss=")
+                value.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                on_step()
         finally:
             balancer.close()
+        return Run.of(folder)
 
-    group = dist.new_group(backend="gloo", group_desc="eplb_runtime verify")
-    asking, run, number = proof(), None, 0
-    try:
-        with tempfile.TemporaryDirectory(prefix="eplb_verify_") as folder:
-            while True:
-                word: dict[str, Any] = {}
-                try:  # the first rank has the records, and asks all for the next run
-                    if dist.get_rank() == 0:
-                        word["layout"] = next(asking) if run is None else asking.send(run)
-                except StopIteration as stop:
-                    word["report"] = asdict(stop.value)
-                word = json.loads(gather_bytes(json.dumps(word).encode(), group)[0])
-                if "report" in word:
-                    return Report.of(word["report"])
-                (layout, replicas), own = word["layout"], Path(folder) / str(number)
-                own.mkdir()
-                set_trial(Trial(layout, steps, str(own), replicas, ends_process=False))
-                train()
-                run, number = Run.of(own), number + 1
-    finally:
-        dist.destroy_process_group(group)
-
-
-def _loss_of(
-    model: nn.Module, make_batch: Callable[[int], Any], loss: Callable[[Any, Any], Tensor], step: int
-) -> Tensor:
-    """The loss of a step. Dropout and the like draw the same numbers in every run."""
-    torch.manual_seed((SEED * 1_000_003 + step + 1) * 4099 + dist.get_rank())
-    batch = make_batch(step)
-    if isinstance(batch, Mapping):
-        output = model(**batch)
-    else:
-        output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
-    value = loss(output, batch)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"the loss must be a tensor of one value, not {found}: give labels in the batch, or loss=")
-    return value
+    return _answer(run)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ from torch.nn import functional
 
 import eplb_runtime as eplb
 from eplb_runtime.hosts import module as own
-from eplb_runtime.hosts.attaching.self_test import try_layers
+from eplb_runtime.hosts.attaching.description import MoELayer
+from eplb_runtime.hosts.attaching.self_test import problems_of, try_layers
 from eplb_runtime.hosts.transformers import describe
 from eplb_runtime.moe.experts.compute import SlotCounts
 
@@ -57,11 +58,13 @@ def rows_through(rows: Tensor, counts: SlotCounts, tensors: Mapping[str, Tensor]
 
 def said(layer: nn.Module, compute: Any = rows_through, **config: Any) -> tuple[str, list[str]]:
     host = own.describe(layer, [eplb.MoE("experts", run="run_experts", compute=compute)])
-    return first(try_layers(host.layers, **{"guard": "auto", **config}))
+    return tried(host.layers, **{"guard": "auto", **config})
 
 
-def first(found: tuple[list[str], ...]) -> tuple[str, list[str]]:
-    return next(iter(found[0]), ""), found[1]
+def tried(layers: Sequence[MoELayer], guard: str = "auto") -> tuple[str, list[str]]:
+    tests = try_layers(layers, guard)
+    drawing = [layer.name for layer, test in zip(layers, tests, strict=True) if test.draws]
+    return next(iter(problems_of(layers, tests)), ""), drawing
 
 
 def capped(layer: Layer, out: Tensor, hidden: Tensor) -> Tensor:
@@ -131,7 +134,7 @@ def test_a_run_that_cannot_be_called_by_itself_is_left_out() -> None:
 def test_models_of_the_library_are_silent(family: str, dtype: torch.dtype) -> None:
     model = make_model(family, experts=8).to(dtype)
     layers = describe(model).layers
-    assert layers and first(try_layers(layers, "auto")) == ("", [])
+    assert layers and tried(layers) == ("", [])
 
 
 def test_weights_that_a_module_of_the_library_changes_itself_are_said() -> None:
@@ -140,6 +143,6 @@ def test_weights_that_a_module_of_the_library_changes_itself_are_said() -> None:
     forward = experts.forward
     experts.forward = lambda *given: 1.5 * forward(*given)
     # Its rows go through the forward that it has, too: weights in the router's place tell them apart.
-    assert first(try_layers(describe(model).layers, "auto")) == ("", [])
+    assert tried(describe(model).layers) == ("", [])
     experts.forward = lambda hidden, ids, weights: forward(hidden, ids, weights / weights.sum(-1, keepdim=True))
-    assert "computes more, or less" in first(try_layers(describe(model).layers, "auto"))[0]
+    assert "computes more, or less" in tried(describe(model).layers)[0]
