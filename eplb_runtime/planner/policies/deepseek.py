@@ -91,17 +91,46 @@ def pack(weight: NDArray[np.float32], num_packs: int, item_pack: Array, position
         item_pack: out, int32 ``[n]``, the pack of each item.
         position: out, int32 ``[n]``, its place within the pack.
     """
-    capacity = weight.size // num_packs
+    count = weight.size
+    capacity = count // num_packs
     if capacity == 1:
-        item_pack[:] = np.arange(weight.size)
-        position[:] = 0
+        for item in range(count):
+            item_pack[item] = item
+            position[item] = 0
         return
-    filled, total = np.zeros(num_packs, dtype=np.int32), np.zeros(num_packs, dtype=np.float32)
-    for item in np.argsort(-weight, kind="mergesort"):
-        pack = int(np.argmin(total))
-        item_pack[item], position[item] = pack, filled[pack]
-        filled[pack] += 1
-        total[pack] = total[pack] + weight[item] if filled[pack] < capacity else np.float32(np.inf)
+    order = np.argsort(-weight, kind="mergesort")
+    # a binary heap of packs, lightest on top, ties to the lower pack; packs 0.. in order are a heap of zeros
+    heap = np.arange(num_packs)
+    size = num_packs
+    filled = np.zeros(num_packs, dtype=np.int32)
+    total = np.zeros(num_packs, dtype=np.float32)
+    for item in order:
+        top = heap[0]
+        item_pack[item] = top
+        position[item] = filled[top]
+        filled[top] += 1
+        total[top] += weight[item]
+        if filled[top] == capacity:
+            size -= 1
+            if size == 0:
+                break
+            top = heap[size]
+        node = 0
+        while True:
+            child = 2 * node + 1
+            if child >= size:
+                break
+            if child + 1 < size:
+                left, right = heap[child], heap[child + 1]
+                if total[right] < total[left] or (total[right] == total[left] and right < left):
+                    child += 1
+            best = heap[child]
+            if total[best] < total[top] or (total[best] == total[top] and best < top):
+                heap[node] = best
+                node = child
+            else:
+                break
+        heap[node] = top
 
 
 @jit
@@ -114,15 +143,38 @@ def replicate(weight: NDArray[np.float32], num_slots: int, slot_expert: Array, s
         slot_copy: out, int32 ``[num_slots]``: which copy of its expert a slot holds.
         count: out, int32 ``[n]``.
     """
-    experts, each = weight.size, weight.copy()
-    slot_expert[:experts] = np.arange(experts)
-    slot_copy[:experts] = 0
-    count[:] = 1
+    experts = weight.size
+    for expert in range(experts):
+        slot_expert[expert] = expert
+        slot_copy[expert] = 0
+        count[expert] = 1
+    if num_slots == experts:
+        return
+    hottest = np.argsort(-weight, kind="mergesort")  # sorted: a heap already
+    key = weight[hottest].copy()
     for slot in range(experts, num_slots):
-        expert = int(np.argmax(each))
-        slot_expert[slot], slot_copy[slot] = expert, count[expert]
+        expert = hottest[0]
+        slot_expert[slot] = expert
+        slot_copy[slot] = count[expert]
         count[expert] += 1
-        each[expert] = np.float32(weight[expert] / np.float32(count[expert]))
+        share = np.float32(weight[expert] / np.float32(count[expert]))
+        node = 0
+        while True:
+            child = 2 * node + 1
+            if child >= experts:
+                break
+            if child + 1 < experts and (
+                key[child + 1] > key[child] or (key[child + 1] == key[child] and hottest[child + 1] < hottest[child])
+            ):
+                child += 1
+            if key[child] > share or (key[child] == share and hottest[child] < expert):
+                key[node] = key[child]
+                hottest[node] = hottest[child]
+                node = child
+            else:
+                break
+        key[node] = share
+        hottest[node] = expert
 
 
 @jit

@@ -19,6 +19,7 @@ from ..search.packing import (
     IntArray,
     PackedLayer,
     empty_layer,
+    improve_by_another_copy,
     improve_by_one_swap,
     improve_by_two_swaps,
     place_heaviest_first,
@@ -126,7 +127,10 @@ def descend(layer: PackedLayer, enough: float, work: int) -> int:
         if work <= 0:
             return work
         work -= num_ranks * slots * slots * (slots - 1) * (slots - 1) // 32
-        if not improve_by_two_swaps(layer, rank):
+        if improve_by_two_swaps(layer, rank):
+            continue
+        work -= max(num_ranks * slots * slots, num_ranks * layer.weight.size // 2)
+        if work <= 0 or not improve_by_another_copy(layer, rank):
             return work
 
 

@@ -57,43 +57,112 @@ def empty_layer(weight: FloatArray, num_ranks: int, slots_per_rank: int) -> Pack
 def spread_copies(layer: PackedLayer) -> None:
     """Give each spare slot to the expert with the hottest copies, at most one copy a rank: the least possible maximum.
 
-    A greedy choice is optimal here: the t-th spare slot must go to the hottest copy or the maximum stays (the same
-    argument as for apportionment by highest averages).
+    Locked experts keep their counts. A greedy choice is optimal here: the t-th spare slot must go to the hottest copy
+    or the maximum stays (the same argument as for apportionment by highest averages).
     """
+    experts = layer.weight.size
     num_ranks, slots_per_rank = layer.expert.shape
-    key = np.where(layer.copies < num_ranks, layer.weight / layer.copies, -1.0)
-    for _ in range(num_ranks * slots_per_rank - layer.copies.sum()):
-        expert = int(np.argmax(key))
-        layer.copies[expert] += 1
-        key[expert] = layer.weight[expert] / layer.copies[expert] if layer.copies[expert] < num_ranks else -1.0
+    spare = num_ranks * slots_per_rank - layer.copies.sum()
     layer.unit[:] = layer.weight / layer.copies
+    key = layer.unit.copy()
+    for expert in range(experts):
+        if layer.copies[expert] >= num_ranks:
+            key[expert] = -1.0
+    heap = np.argsort(-key, kind="mergesort")  # sorted: a heap already
+    while spare > 0:
+        expert = heap[0]
+        spare -= 1
+        layer.copies[expert] += 1
+        layer.unit[expert] = layer.weight[expert] / layer.copies[expert]
+        key[expert] = layer.unit[expert] if layer.copies[expert] < num_ranks else -1.0
+        node = 0
+        while True:
+            child = 2 * node + 1
+            if child >= experts:
+                break
+            if child + 1 < experts and _hotter(key, heap[child + 1], heap[child]):
+                child += 1
+            if not _hotter(key, heap[child], expert):
+                break
+            heap[node] = heap[child]
+            node = child
+        heap[node] = expert
+
+
+@jit
+def _hotter(key: FloatArray, one: int, other: int) -> bool:
+    return bool(key[one] > key[other] or (key[one] == key[other] and one < other))
+
+
+@jit
+def _lighter(load: FloatArray, one: int, other: int) -> bool:
+    return bool(load[one] < load[other] or (load[one] == load[other] and one < other))
+
+
+@jit
+def _sift_down(heap: NDArray[np.int64], size: int, load: FloatArray, rank: int) -> None:
+    node = 0
+    while True:
+        child = 2 * node + 1
+        if child >= size:
+            break
+        if child + 1 < size and _lighter(load, heap[child + 1], heap[child]):
+            child += 1
+        if not _lighter(load, heap[child], rank):
+            break
+        heap[node] = heap[child]
+        node = child
+    heap[node] = rank
+
+
+@jit
+def _sift_up(heap: NDArray[np.int64], size: int, load: FloatArray, rank: int) -> None:
+    node = size
+    while node > 0:
+        parent = (node - 1) // 2
+        if not _lighter(load, rank, heap[parent]):
+            break
+        heap[node] = heap[parent]
+        node = parent
+    heap[node] = rank
 
 
 @jit
 def place_heaviest_first(layer: PackedLayer) -> None:
     """Place every copy, heaviest first, on the lightest rank that has room and does not hold its expert.
 
-    If the last free slots are all on ranks that hold the expert already, it changes places with a copy elsewhere, where
-    that hurts least.
+    With two slots a rank this pairs the heaviest with the lightest copies, which is optimal for given counts as long
+    as no pair is of one expert. If the last free slots are all on ranks that hold the expert already, it changes
+    places with a copy elsewhere, where that hurts least.
     """
     num_ranks, slots_per_rank = layer.expert.shape
     layer.load[:] = 0.0
     layer.holds[:] = False
     filled = np.zeros(num_ranks, dtype=np.int32)
+    heap = np.arange(num_ranks)
+    size = num_ranks
+    taken = np.empty(num_ranks, dtype=np.int64)
     for expert in np.argsort(-layer.unit, kind="mergesort"):
+        num_taken = 0
         for _ in range(layer.copies[expert]):
-            best = -1
-            for rank in range(num_ranks):
-                is_open = filled[rank] < slots_per_rank and not layer.holds[rank, expert]
-                if is_open and (best < 0 or layer.load[rank] < layer.load[best]):
-                    best = rank
-            if best < 0:
+            if size == 0:
                 _place_by_exchange(layer, filled, int(expert))
                 continue
-            layer.expert[best, filled[best]] = expert
-            filled[best] += 1
-            layer.load[best] += layer.unit[expert]
-            layer.holds[best, expert] = True
+            rank = heap[0]
+            size -= 1
+            if size > 0:
+                _sift_down(heap, size, layer.load, int(heap[size]))
+            layer.expert[rank, filled[rank]] = expert
+            filled[rank] += 1
+            layer.load[rank] += layer.unit[expert]
+            layer.holds[rank, expert] = True
+            taken[num_taken] = rank
+            num_taken += 1
+        for index in range(num_taken):
+            rank = taken[index]
+            if filled[rank] < slots_per_rank:
+                _sift_up(heap, size, layer.load, rank)
+                size += 1
 
 
 @jit
@@ -212,6 +281,48 @@ def improve_by_two_swaps(layer: PackedLayer, rank: int) -> bool:
         return False
     swap(layer, rank, best_first, best_rank, best_other)
     swap(layer, rank, best_second, best_rank, best_another)
+    return True
+
+
+@jit
+def improve_by_another_copy(layer: PackedLayer, rank: int) -> bool:
+    """Give an expert of ``rank`` one more copy, in the slot of an expert elsewhere that has copies to spare."""
+    num_ranks, slots = layer.expert.shape
+    best = layer.load[rank] * STRICTLY
+    best_expert = best_rank = best_slot = -1
+    for own_slot in range(slots):
+        expert = layer.expert[rank, own_slot]
+        if layer.copies[expert] >= num_ranks:
+            continue
+        unit = layer.weight[expert] / (layer.copies[expert] + 1)
+        relief = layer.unit[expert] - unit
+        for other_rank in range(num_ranks):
+            if other_rank == rank or layer.holds[other_rank, expert]:
+                continue
+            for slot in range(slots):
+                other = layer.expert[other_rank, slot]
+                if layer.copies[other] < 2:
+                    continue
+                worst = layer.load[other_rank] + unit - layer.unit[other]
+                if worst >= best:
+                    continue
+                burden = layer.weight[other] / (layer.copies[other] - 1) - layer.unit[other]
+                for holder in range(num_ranks):
+                    if holder != other_rank and (holder == rank or layer.holds[holder, other]):
+                        load = layer.load[holder]
+                        if layer.holds[holder, other]:
+                            load += burden
+                        if layer.holds[holder, expert]:
+                            load -= relief
+                        if load > worst:
+                            worst = load
+                            if worst >= best:
+                                break
+                if worst < best:
+                    best, best_expert, best_rank, best_slot = worst, expert, other_rank, slot
+    if best_rank < 0:
+        return False
+    replace(layer, best_rank, best_slot, best_expert)
     return True
 
 

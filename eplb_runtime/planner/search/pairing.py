@@ -38,7 +38,7 @@ def search_counts(layer: PackedLayer, floor: float, max_trials: int) -> int:
     experts = layer.weight.size
     weight, count = layer.weight, layer.copies
     copies = np.empty(2 * num_ranks)
-    trial = np.empty(2 * num_ranks)
+    trial = np.empty(2 * num_ranks + 1)
     _sorted_copies(weight, count, copies)
     best, _ = _heaviest_pair(copies)
     best_count = count.copy()
@@ -59,8 +59,8 @@ def search_counts(layer: PackedLayer, floor: float, max_trials: int) -> int:
                     if givers[giver_index] == takers[taker_index]:
                         continue
                     trials += 1
-                    _exchange(weight, count, givers[giver_index], takers[taker_index], trial)
-                    lower = _excess(trial, target, excess)
+                    _exchange(copies, trial, weight, count, givers[giver_index], takers[taker_index])
+                    lower = _excess(trial[: copies.size], target, excess)
                     if lower < excess:
                         excess = lower
                         giver, taker = givers[giver_index], takers[taker_index]
@@ -70,7 +70,7 @@ def search_counts(layer: PackedLayer, floor: float, max_trials: int) -> int:
                     break
             if giver < 0:
                 break
-            copies[:] = trial
+            copies[:] = trial[: copies.size]
             count[giver] -= 1
             count[taker] += 1
             heaviest, _ = _heaviest_pair(copies)
@@ -135,16 +135,6 @@ def _sorted_copies(weight: FloatArray, count: NDArray[np.int32], copies: FloatAr
 
 
 @jit
-def _exchange(weight: FloatArray, count: NDArray[np.int32], giver: int, taker: int, trial: FloatArray) -> None:
-    """Into ``trial``: the sorted copies if ``giver`` had one less and ``taker`` one more."""
-    count[giver] -= 1
-    count[taker] += 1
-    _sorted_copies(weight, count, trial)
-    count[giver] += 1
-    count[taker] -= 1
-
-
-@jit
 def _heaviest_pair(copies: FloatArray) -> tuple[float, int]:
     """Tokens of the heaviest pair, and the place of its lighter half."""
     best = -1.0
@@ -172,3 +162,67 @@ def _excess(copies: FloatArray, target: float, limit: float) -> float:
         if total >= limit:
             break
     return total
+
+
+@jit(error_model="numpy")
+def _exchange(
+    copies: FloatArray, trial: FloatArray, weight: FloatArray, count: NDArray[np.int32], giver: int, taker: int
+) -> None:
+    """Into ``trial``: the sorted copies after ``giver`` lost one and ``taker`` got one more.
+
+    Both experts' old copies leave the list and their new ones, heavier and lighter, come in; what lies between is
+    carried over piece by piece.
+    """
+    given, taken = count[giver], count[taker]
+    heavier, lighter = weight[giver] / (given - 1), weight[taker] / (taken + 1)
+    giver_out, giver_in = _place(copies, weight[giver] / given), _place(copies, heavier)
+    taker_out, taker_in = _place(copies, weight[taker] / taken), _place(copies, lighter)
+    read = written = 0
+    # in order of place; at one place what comes in goes before what leaves
+    giver_done = taker_done = giver_came = taker_came = False
+    for _ in range(4):
+        place, event = copies.size + 1, -1
+        if not taker_came:
+            place, event = taker_in, 0
+        if not giver_came and (giver_in < place or (giver_in == place and heavier < lighter)):
+            place, event = giver_in, 1
+        if not giver_done and giver_out < place:
+            place, event = giver_out, 2
+        if not taker_done and taker_out < place:
+            place, event = taker_out, 3
+        for index in range(read, place):
+            trial[written] = copies[index]
+            written += 1
+        read = max(read, place)
+        if event == 0:
+            taker_came = True
+            for _copy in range(taken + 1):
+                trial[written] = lighter
+                written += 1
+        elif event == 1:
+            giver_came = True
+            for _copy in range(given - 1):
+                trial[written] = heavier
+                written += 1
+        elif event == 2:
+            giver_done = True
+            read += given
+        else:
+            taker_done = True
+            read += taken
+    for index in range(read, copies.size):
+        trial[written] = copies[index]
+        written += 1
+
+
+@jit(error_model="numpy")
+def _place(values: FloatArray, wanted: float) -> int:
+    """The first place in sorted ``values`` that is not below ``wanted``."""
+    low, high = 0, values.size
+    while low < high:
+        middle = (low + high) >> 1
+        if values[middle] < wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return low

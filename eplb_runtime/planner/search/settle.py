@@ -120,23 +120,62 @@ def _shared_experts(current: IntArray, planned: IntArray, experts: int, num_rank
 
 @jit
 def _match(worth: FloatArray) -> IntArray:
-    """For each row a column of its own: dearest pairs first, then exchanges between two rows while one gains."""
-    size = len(worth)
-    name, is_free = np.full(size, -1, dtype=np.int32), np.ones(size, dtype=np.bool_)
-    pairs = np.flatnonzero(worth.ravel())
-    for pair in pairs[np.argsort(-worth.ravel()[pairs], kind="mergesort")]:
-        row, column = pair // size, pair % size
-        if name[row] < 0 and is_free[column]:
-            name[row], is_free[column] = column, False
-    name[name < 0] = np.flatnonzero(is_free)
+    """For each row a column of its own: see `_match_entries`."""
+    entry_N = np.flatnonzero(worth.ravel())
+    return _match_entries(entry_N, worth.ravel()[entry_N], len(worth))
+
+
+@jit
+def _match_entries(entry_N: NDArray[np.int64], worth_N: FloatArray, size: int) -> IntArray:
+    """For each row a column of its own: dearest pairs first, then exchanges between two rows while one gains.
+
+    Args:
+        entry_N: ``row * size + column`` of each pair that is worth anything, ascending.
+        worth_N: what it is worth, above 0.
+    """
+    row_N, column_N = entry_N // size, entry_N % size
+    name, holder = np.full(size, -1, dtype=np.int32), np.full(size, -1, dtype=np.int32)
+    for pair in np.argsort(-worth_N, kind="mergesort"):
+        row, column = row_N[pair], column_N[pair]
+        if name[row] < 0 and holder[column] < 0:
+            name[row], holder[column] = column, row
+    unnamed = np.flatnonzero(holder < 0)
+    used = 0
+    for row in range(size):
+        if name[row] < 0:
+            name[row] = unnamed[used]
+            holder[unnamed[used]] = row
+            used += 1
+    first_of_row = np.searchsorted(row_N, np.arange(size + 1))
+    by_column = np.argsort(column_N, kind="mergesort")
+    first_of_column = np.searchsorted(column_N[by_column], np.arange(size + 1))
     better = True
     while better:
         better = False
         for row in range(size):
-            for other in range(row):
-                now = worth[row, name[row]] + worth[other, name[other]]
-                if worth[row, name[other]] + worth[other, name[row]] > now:
+            other = -1
+            while True:
+                # The next row with which an exchange could be worth something.
+                following = row
+                for pair in range(first_of_row[row], first_of_row[row + 1]):
+                    if other < holder[column_N[pair]] < following:
+                        following = holder[column_N[pair]]
+                for index in range(first_of_column[name[row]], first_of_column[name[row] + 1]):
+                    if other < row_N[by_column[index]] < following:
+                        following = row_N[by_column[index]]
+                if following == row:
+                    break
+                other = following
+                now, then = 0.0, 0.0
+                for pair in range(first_of_row[row], first_of_row[row + 1]):
+                    now += worth_N[pair] if column_N[pair] == name[row] else 0.0
+                    then += worth_N[pair] if column_N[pair] == name[other] else 0.0
+                for pair in range(first_of_row[other], first_of_row[other + 1]):
+                    now += worth_N[pair] if column_N[pair] == name[other] else 0.0
+                    then += worth_N[pair] if column_N[pair] == name[row] else 0.0
+                if then > now:
                     name[row], name[other] = name[other], name[row]
+                    holder[name[row]], holder[name[other]] = row, other
                     better = True
     return name
 
@@ -149,12 +188,23 @@ def _seat(before: IntArray, experts: IntArray, slots: IntArray) -> int:
         Slots whose expert the rank held before.
     """
     slots[:] = -1
-    for expert in experts:
-        slots[before == expert] = expert
-    known, place = int((slots >= 0).sum()), 0
-    for expert in experts:
-        if not (slots == expert).any():
-            while slots[place] >= 0:
-                place += 1
-            slots[place] = expert
+    seated = np.zeros(experts.size, dtype=np.bool_)
+    for index in range(experts.size):
+        for slot in range(slots.size):
+            if slots[slot] < 0 and before[slot] == experts[index]:
+                slots[slot] = experts[index]
+                seated[index] = True
+                break
+    known = 0
+    for index in range(experts.size):
+        held = seated[index]
+        if not held:
+            for slot in range(slots.size):
+                held = held or before[slot] == experts[index]
+                if slots[slot] < 0:
+                    slots[slot] = experts[index]
+                    break
+            for slot in range(slots.size):
+                held = held or before[slot] == experts[index]
+        known += held
     return known
