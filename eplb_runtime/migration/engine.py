@@ -289,6 +289,7 @@ class MigrationEngine:
         with self.unfailing():
             with self._timed("maps"):
                 posted.take_over()
+            torch.clear_autocast_cache()  # inside of a block, casts of what was in these rows
             migration.committed += 1
             migration.received_bytes += sum(s.record_format.payload_bytes for s in posted.exchange.staged)
             self.probe(Phase.COMMITTED, posted.round_)
