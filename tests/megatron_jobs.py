@@ -498,11 +498,6 @@ def moved_by(balancer: eplb.Balancer) -> int:
     return sum(event.moved_experts for event in balancer.events if hasattr(event, "moved_experts"))
 
 
-def forget_state(balancer: eplb.Balancer) -> None:
-    """Weights move, and what their optimizer keeps stays."""
-    balancer._runtime.registry._optimizers.clear()
-
-
 def save_into(folder: str | Path) -> Callable[[Any, eplb.Balancer], Mapping[str, Any]]:
     """Let Megatron save a job after its training; for `trained`."""
 

@@ -31,7 +31,7 @@ import eplb_runtime as eplb
 from eplb_runtime.hosts.attaching.description import AttachError
 
 PACKAGES = ("torch.optim", "torch_optimizer", "pytorch_optimizer", "schedulefree", "bitsandbytes.optim", "timm.optim")
-STEPS = 6
+STEPS = 5
 OPTIONS: dict[str, dict[str, Any]] = {
     "torch.optim.SGD": {"lr": 1e-2, "momentum": 0.9},
     "pytorch_optimizer.BSAM": {"num_data": 100},
@@ -135,7 +135,7 @@ def train(rank: int, package: str, name: str, *, move: bool) -> tuple[dict[str, 
     handler.setLevel(logging.WARNING)
     logging.getLogger("eplb_runtime").addHandler(handler)
     torch.manual_seed(rank)
-    model = make_model("olmoe", experts=8)
+    model = make_model("olmoe", experts=8, layers=1)
     optimizers = made(package, name, model)
     config = eplb.BalancerConfig(
         dense_gradients="allreduce",

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 from torch import nn
 
 import eplb_runtime as eplb
@@ -109,10 +110,7 @@ def optimizer_kept(rank: int) -> None:
     others = [p for name, p in model.named_parameters() if ".experts." not in name]
     optimizer = torch.optim.AdamW([{"params": others}, {"params": experts, "lr": 7e-4, "weight_decay": 0.3}], lr=1e-3)
     for step in range(2):
-        ids = batch_of(0, step)
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        training.step(model, optimizer, batch_of(0, step))
     whole = eplb.logical_state_dict(model, optimizer)
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(dense_gradients="allreduce"))

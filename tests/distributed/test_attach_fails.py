@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
@@ -119,10 +120,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def step(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    ids = batch_of(rank, 0)
-    model(input_ids=ids, labels=ids).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    training.step(model, optimizer, batch_of(rank, 0))
 
 
 def fails(rank: int) -> dict[str, Any]:

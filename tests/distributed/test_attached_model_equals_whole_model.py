@@ -5,25 +5,32 @@ from __future__ import annotations
 import pytest
 import torch
 from moe_models import FAMILIES, batch_of, make_model
-from ranks import rows_of, run_ranks
+from ranks import run_ranks
+from support import training
 
 import eplb_runtime as eplb
 
+RANKS = 2
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-3}
 """Largest difference over largest value of a tensor: the order of sums differs from one process to several."""
+CASES = {
+    **{family: (family, torch.float64, "eager") for family in FAMILIES},
+    **{way: ("qwen3_moe", torch.float32, way) for way in ("eager", "batched_mm", "grouped_mm")},
+}
+"""The library's grouped_mm, its default, has no float64."""
 
 
 def whole_model(
-    family: str, dtype: torch.dtype, implementation: str, world_size: int
+    family: str, dtype: torch.dtype, implementation: str
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Logits per rank's batch, and gradients of the mean of the ranks' losses."""
     model = make_model(family).to(dtype)
     model.set_experts_implementation(implementation)
     logits = []
-    for rank in range(world_size):
+    for rank in range(RANKS):
         ids = batch_of(rank, 0)
         out = model(input_ids=ids, labels=ids)
-        (out.loss / world_size).backward()
+        (out.loss / RANKS).backward()
         logits.append(out.logits.detach())
     return logits, {name: p.grad for name, p in model.named_parameters()}
 
@@ -33,7 +40,7 @@ def attached_model(rank: int, family: str, dtype: torch.dtype, implementation: s
     model.set_experts_implementation(implementation)
     # Momentum's buffer after the first step is the gradient.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(dense_gradients="allreduce", policy="static"))
+    balancer = training.attach(model, optimizer, policy="static")
     ids = batch_of(rank, 0)
     out = model(input_ids=ids, labels=ids)
     out.loss.backward()
@@ -47,32 +54,26 @@ def attached_model(rank: int, family: str, dtype: torch.dtype, implementation: s
     return out.logits.detach(), gradients
 
 
-def assert_same(results: list[tuple], logits: list, gradients: dict, dtype: torch.dtype) -> None:
-    for rank, (rank_logits, rank_gradients) in enumerate(results):
-        assert relative_difference(rank_logits, logits[rank]) <= TOLERANCE[dtype]
-        assert rank_gradients.keys() == gradients.keys()
-        for name, gradient in gradients.items():
-            difference = relative_difference(rank_gradients[name], gradient)
-            assert difference <= TOLERANCE[dtype], f"{name}: {difference}"
-
-
 def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     assert expected.abs().max() > 0, "nothing to compare"
     return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
-@pytest.mark.parametrize("world_size", rows_of([2, 4], 2))
-@pytest.mark.parametrize("dtype", rows_of([torch.float64, torch.float32], torch.float64), ids=["fp64", "fp32"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_forward_and_gradients_are_those_of_the_whole_model(family: str, dtype: torch.dtype, world_size: int) -> None:
-    # The library's grouped_mm, its default, has no float64.
-    implementation = "eager" if dtype == torch.float64 else "grouped_mm"
-    logits, gradients = whole_model(family, dtype, implementation, world_size)
-    assert_same(run_ranks(world_size, attached_model, family, dtype, implementation), logits, gradients, dtype)
+def all_attached(rank: int) -> dict[str, tuple]:
+    return {name: attached_model(rank, *case) for name, case in CASES.items()}
 
 
-@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
-def test_every_experts_implementation_of_the_library_is_kept(implementation: str) -> None:
-    logits, gradients = whole_model("qwen3_moe", torch.float32, implementation, 2)
-    results = run_ranks(2, attached_model, "qwen3_moe", torch.float32, implementation)
-    assert_same(results, logits, gradients, torch.float32)
+@pytest.fixture(scope="module")
+def attached() -> list[dict[str, tuple]]:
+    return run_ranks(RANKS, all_attached)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward_and_gradients_are_those_of_the_whole_model(attached: list[dict[str, tuple]], name: str) -> None:
+    logits, gradients = whole_model(*CASES[name])
+    tolerance = TOLERANCE[CASES[name][1]]
+    for found, expected in zip(attached, logits, strict=True):
+        assert relative_difference(found[name][0], expected) <= tolerance
+        assert found[name][1].keys() == gradients.keys()
+        for tensor, gradient in gradients.items():
+            assert relative_difference(found[name][1][tensor], gradient) <= tolerance, tensor

@@ -9,6 +9,7 @@ import pytest
 import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 from support.shuffle import wait_until_compiled
 
 import eplb_runtime as eplb
@@ -24,10 +25,7 @@ def train(rank: int, policy: str, replica_slots: int, steps: int, release: threa
     """Losses, the whole state by expert, and the balancer, closed."""
     model = make_model("olmoe", experts=12, top_k=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    config = eplb.BalancerConfig(
-        interval=3, policy=policy, gate="always", replica_slots=replica_slots, dense_gradients="allreduce"
-    )
-    balancer = eplb.attach(model, optimizer, config=config)
+    balancer = training.attach(model, optimizer, interval=3, policy=policy, gate="always", replica_slots=replica_slots)
     if release is None:
         wait_until_compiled(balancer)
     losses = []
@@ -36,12 +34,7 @@ def train(rank: int, policy: str, replica_slots: int, steps: int, release: threa
             compiled = [bool(function.signatures) for function in MIGRATES]
             release.set()
             wait_until_compiled(balancer)
-        ids = batch_of(rank, step) % 12 + 12 * ((step // 3) % 3)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(training.step(model, optimizer, batch_of(rank, step) % 12 + 12 * ((step // 3) % 3)))
     state = eplb.logical_state_dict(model, optimizer)
     balancer.close()
     return losses, state, balancer.events, compiled if release is not None else None

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from moe_models import make_model
 from ranks import run_ranks
 from safetensors.torch import load_file
+from support import training
 from test_checkpoint import Job, State, build, different, load_and_go_on, train
 from test_pipeline_stages import make_stages
 from torch import nn
@@ -520,8 +521,7 @@ def alone(rank: int, folder: Path) -> tuple[list[str], list[str]]:
     """What rank 0 hears that saves by itself, and each rank when it takes a plain state dict, twice."""
     model = make_model("olmoe", experts=4, layers=1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    config = eplb.BalancerConfig(dense_gradients="allreduce", timeout_seconds=3.0)
-    balancer = eplb.attach(model, optimizer, config=config)
+    balancer = training.attach(model, optimizer, timeout_seconds=3.0)
     said, warned = [], []
     for save in (eplb.checkpoint.save, eplb.checkpoint.async_save):
         if rank == 0:

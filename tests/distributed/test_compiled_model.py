@@ -1,39 +1,31 @@
-"""torch.compile of an attached model: graphs break at MoE layers, and training has the bits of the model without."""
+"""torch.compile of a training step with an attached model: graphs break at MoE layers, and training has the bits of the
+step without. `test_any_module` has a compiled model alone."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
-import pytest
 import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
-from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
+from support import training
+from support.shuffle import wait_until_compiled
 from torch._dynamo.utils import counters
 
 import eplb_runtime as eplb
 
-STEPS = 6
-COMPILED = (("model", 0), ("step", 1))
-"""What is compiled, the model or a function with the whole training step in it, and replica slots."""
+STEPS = 5
 
 
-def train(rank: int, way: str, slots: int) -> dict[str, Any]:
+def train(rank: int, compiled: bool) -> dict[str, Any]:
     """Losses, counts, state and graphs by step, of steps with one or two micro-batches; homes move after each."""
     torch._dynamo.reset()
     counters.clear()
     model = make_model("olmoe", layers=1).train()
     model.set_experts_implementation("grouped_mm")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    config = eplb.BalancerConfig(
-        dense_gradients="allreduce", interval=1, replica_slots=slots, migration=eplb.MigrationConfig(lag=0)
-    )
-    balancer = eplb.attach(model, optimizer, config=config)
-    plan_by(balancer, plan_shuffle)
+    balancer = training.attach(model, optimizer, interval=1, replica_slots=1, lag=0, moving=True)
     wait_until_compiled(balancer)
-    if way == "model":
-        model.compile(backend="aot_eager")
 
     def step(*batches: torch.Tensor) -> torch.Tensor:
         for ids in batches[:-1]:
@@ -46,7 +38,7 @@ def train(rank: int, way: str, slots: int) -> dict[str, Any]:
         optimizer.zero_grad()
         return loss
 
-    run = torch.compile(step, backend="aot_eager") if way == "step" else step
+    run = torch.compile(step, backend="aot_eager") if compiled else step
     losses, loads, graphs = [], [], []
     for number in range(STEPS):
         losses.append(run(*(batch_of(rank, number + 10 * part) for part in range(number % 2 + 1))).item())
@@ -58,19 +50,12 @@ def train(rank: int, way: str, slots: int) -> dict[str, Any]:
     return {"losses": losses, "loads": loads, "state": state, "graphs": graphs}
 
 
-def _all(rank: int) -> dict[tuple[str, int], dict[str, Any]]:
-    return {case: train(rank, *case) for case in [("", 0), ("", 1), *COMPILED]}
+def both(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    return train(rank, False), train(rank, True)
 
 
-@cache
-def results() -> list[dict[tuple[str, int], dict[str, Any]]]:
-    return run_ranks(2, _all)
-
-
-@pytest.mark.parametrize(("way", "slots"), COMPILED)
-def test_a_compiled_model_trains_to_the_same_bits(way: str, slots: int) -> None:
-    for of_rank in results():
-        plain, compiled = of_rank["", slots], of_rank[way, slots]
+def test_a_compiled_step_trains_to_the_same_bits() -> None:
+    for plain, compiled in run_ranks(2, both):
         assert compiled["graphs"][0] > 0 == plain["graphs"][-1], "control: it is compiled"
         assert compiled["graphs"][-1] == compiled["graphs"][3], "no new graph at a commit"
         assert plain["losses"] == compiled["losses"] and plain["loads"] == compiled["loads"]

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 from support.shuffle import wait_until_compiled
 
-import eplb_runtime as eplb
 from eplb_runtime.balancer.guard import SampleComparison
 from eplb_runtime.events import RebalanceAborted, RebalancePlanned
 from eplb_runtime.load.declared import DeclaredLoadError
@@ -30,16 +29,12 @@ class Job:
         self.rank, self.steps = rank, 0
         self.model = make_model("olmoe", experts=EXPERTS, layers=LAYERS)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        config = config_from_settings({"interval": 2, "gate": "always", "dense_gradients": "allreduce", **settings})
-        self.balancer = eplb.attach(self.model, self.optimizer, config=config)
+        self.balancer = training.attach(self.model, self.optimizer, **{"interval": 2, "gate": "always", **settings})
         self.model.train()
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            ids = batch_of(self.rank, self.steps)
-            self.model(input_ids=ids, labels=ids).loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            training.step(self.model, self.optimizer, batch_of(self.rank, self.steps))
             self.steps += 1
 
     def heavy_on_rank_0(self) -> list[int]:

@@ -54,8 +54,9 @@ def without_metadata(result: dict) -> dict:
     return {name: value for name, value in result.items() if name != "metadata"}
 
 
-def all_of_it(rank: int) -> dict[str, Any]:
+def all_of_it(rank: int, ranks_per_node: int) -> dict[str, Any]:
     """Everything that is looked at, by name; batches of two ranks run on two pairs of ranks."""
+    deepep_package.RANKS_OF_A_NODE = deepep_double.NODE = ranks_per_node
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair, place = pairs[rank // 2], rank % 2
     whole = dist.group.WORLD
@@ -238,9 +239,11 @@ def a_rank_that_comes_late(rank: int, group: dist.ProcessGroup, order: str, name
     return True
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(4, all_of_it)
+@pytest.fixture(scope="module", params=[8, pytest.param(2, marks=pytest.mark.long)], ids=["one node", "nodes of two"])
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Between nodes tokens of nodes are counted, handles look otherwise, sums run over a node first, in bfloat16, and
+    rows to be summed are multiples of 512 bytes."""
+    return run_ranks(4, all_of_it, request.param)
 
 
 LOGICAL = ["logical"]

@@ -31,8 +31,14 @@ from ranks import run_ranks
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import DispatchContext, Dispatcher
 from eplb_runtime.moe.dispatch.count_exchange import CountExchange
+from eplb_runtime.moe.dispatch.hierarchical import Hierarchical, HierarchicalByRank
 
-KINDS = {"all_to_all": AllToAll, "reduced on each rank": ByRank}
+KINDS: dict[str, Any] = {
+    "all_to_all": AllToAll,
+    "reduced on each rank": ByRank,
+    "hierarchical": Hierarchical,
+    "hierarchical, by rank": HierarchicalByRank,
+}
 LOGICAL = [name for name, kind in KINDS.items() if kind.combine_order == "logical"]
 
 
@@ -49,7 +55,9 @@ def all_of_it(rank: int) -> dict[Any, Any]:
     groups = {size: group_of(rank, size) for size in (1, 2, 4)}
 
     def on(kind: str, size: int, slots: int = SLOTS) -> tuple[Dispatcher, int]:
-        return KINDS[kind](DispatchContext.of(groups[size], slots)), rank % size
+        """Nodes of hierarchical ones have half of the ranks."""
+        nodes = {"ranks_per_node": max(1, size // 2)} if "hierarchical" in kind else {}
+        return KINDS[kind](DispatchContext.of(groups[size], slots), **nodes), rank % size
 
     found: dict[Any, Any] = {"counts": exchanged(rank)}
     for kind in KINDS:
@@ -113,6 +121,11 @@ def test_where_experts_stand_changes_no_bit_of_outputs_and_of_gradients(ranks: l
         first, *others = result[kind, "placed"]
         for other in others:
             assert all(map(torch.equal, first, other))
+
+
+def test_control_by_rank_they_do(ranks: list) -> None:
+    placed_so = [result["hierarchical, by rank", "placed"] for result in ranks]
+    assert not all(all(map(torch.equal, first, other)) for first, *others in placed_so for other in others)
 
 
 # -- what is known already ---------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 
 import eplb_runtime as eplb
 from eplb_runtime.cli import main
@@ -36,14 +37,14 @@ def measured(rank: int, optimizer: str) -> dict[str, int]:
     optimizer_ = step(whole.parameters(), **({} if optimizer == "adamw" else {"momentum": 0.9}))
     slots = eplb.Placement.initial(2, 8, RANKS, 1).physical_to_logical.copy()
     slots[:, [4, 9]] = [5, 1]
-    config = eplb.BalancerConfig(
+    balancer = training.attach(
+        whole,
+        optimizer_,
         replica_slots=1,
-        dense_gradients="allreduce",
         policy="static",
         initial_placement=eplb.Placement(slots, 8, RANKS, eplb.Placement.initial(2, 8, RANKS, 1).home),
-        dispatch=eplb.DispatchConfig(split="even", split_least_tokens=0),
+        split="even",
     )
-    balancer = eplb.attach(whole, optimizer_, config=config)
     with balancer.no_sync():
         whole(input_ids=batch_of(rank, 0), labels=batch_of(rank, 0)).loss.backward()
     optimizer_.step()

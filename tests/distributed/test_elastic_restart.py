@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 from support.shuffle import plan_by
 
 import eplb_runtime as eplb
@@ -30,10 +31,7 @@ def job(
     model = make_model("olmoe", experts=EXPERTS, layers=LAYERS).double()
     model.set_experts_implementation("eager")  # the only one for float64
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = eplb.BalancerConfig(
-        interval=4, gate="always", dense_gradients="allreduce", replica_slots=replica_slots, policy=policy
-    )
-    balancer = eplb.attach(model, optimizer, config=config)
+    balancer = training.attach(model, optimizer, interval=4, gate="always", replica_slots=replica_slots, policy=policy)
     model.train()
     return model, optimizer, balancer
 
@@ -42,10 +40,7 @@ def train(rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, f
     """The state after these steps, whose batches are the same on any number of ranks."""
     for step in range(first, last + 1):
         shares = range(rank, SHARES, dist.get_world_size())
-        ids = torch.cat([batch_of(share, step) for share in shares])
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        training.step(model, optimizer, torch.cat([batch_of(share, step) for share in shares]))
     return eplb.logical_state_dict(model, optimizer)
 
 

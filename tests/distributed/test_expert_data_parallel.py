@@ -14,6 +14,7 @@ from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from newest_window import plan_newest
 from ranks import run_ranks
+from support import training
 from support.shuffle import plan_by, plan_shuffle
 
 import eplb_runtime as eplb
@@ -46,10 +47,7 @@ def train(rank: int, policy: str, inject: Injection, steps: int = 8, overlap: bo
     balancer = eplb.attach(model, optimizer, config=config_from_settings(settings), ep_group=ep_group_of(rank))
     inject(rank, balancer)
     for step in range(steps):
-        ids = batch_of(rank, step) % 12 + 12 * ((step // 4) % 7)
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        training.step(model, optimizer, batch_of(rank, step) % 12 + 12 * ((step // 4) % 7))
     result = {
         "state": digests(eplb.logical_state_dict(model, optimizer)),
         "placement": balancer.placement.digest(),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 
 import eplb_runtime as eplb
 from eplb_runtime.events import LoadMeasured
@@ -61,8 +62,7 @@ def train(
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     interval = None if rollouts else INTERVAL
-    config = eplb.BalancerConfig(interval=interval, dense_gradients="allreduce", policy="static", run=run, **options)
-    balancer = eplb.attach(model, optimizer, config=config)
+    balancer = training.attach(model, optimizer, interval=interval, policy="static", run=run, **options)
     clock = balancer._runtime.expert_clock
     model.train()
     sampled, marked = [], []

@@ -107,11 +107,9 @@ def loads_equal(folder: Path, job: Job) -> bool:
 JOBS = {family: Job(family) for family in FAMILIES} | {
     "tied": Job(tied=True),
     "replicas": Job("gpt_oss", replica_slots=1),
-    "two EP groups": Job("qwen3_moe", ep_size=2),
     "two EP groups, stacked": Job("gpt_oss", ep_size=2),
     "sliced": Job("olmoe", ep_size=2, sliced=True),
     "sliced, stacked": Job("gpt_oss", ep_size=2, sliced=True),
-    "sliced, one file": Job("olmoe", (), ep_size=2, sliced=True),
     "names as in the model": Job("olmoe", (("max_shard_size", "40KB"), ("save_original_format", False))),
 }
 
@@ -299,7 +297,6 @@ BOUNDS: dict[str, tuple[Job, str, Callable[[Figures], float]]] = {
     "export, sliced": (SLICED, "export", of_export),
     # gloo's thread may still hold an expert that has come while the next one comes.
     "gather_experts": (WHOLE, "gather_experts", lambda figures: 2 * figures["row"]),
-    "gather_experts, sliced": (SLICED, "gather_experts", lambda figures: 2.5 * figures["row"]),
     "logical_state_dict": (WHOLE, "logical_state_dict", lambda figures: 2 * figures["row"]),
     "logical_state_dict, sliced": (SLICED, "logical_state_dict", lambda figures: 2.5 * figures["row"]),
     "load_pretrained": (WHOLE, "load_pretrained", lambda figures: 2 * figures["expert"] + figures["dense"]),
@@ -307,7 +304,6 @@ BOUNDS: dict[str, tuple[Job, str, Callable[[Figures], float]]] = {
     "save": (STACKED, "save", lambda figures: 2 * figures["row"] + figures["dense"]),
     "load": (STACKED, "load", lambda figures: 2 * figures["row"] + figures["dense"]),
     "control": (WHOLE, "gather first", lambda figures: 2 * (2 * figures["expert"] + figures["dense"])),
-    "control, stacked": (STACKED, "gather first", lambda figures: 2 * (2 * figures["expert"] + figures["dense"])),
 }
 """A job, a call, and the most that it may hold on a rank beyond the model and its result."""
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from moe_models import batch_of, make_model
 from newest_window import plan_newest
 from ranks import run_ranks
+from support import training
 from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 
 import eplb_runtime as eplb
@@ -44,15 +45,16 @@ def train(
 ) -> dict:
     model = make_model("olmoe", experts=16, top_k=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    config = eplb.BalancerConfig(
+    balancer = training.attach(
+        model,
+        optimizer,
         interval=INTERVAL,
         policy=policy,
         gate="always",
-        dense_gradients="allreduce",
         timeout_seconds=timeout_seconds,
-        migration=eplb.MigrationConfig(staging_bytes=staging_bytes, transport=transport),
+        staging_bytes=staging_bytes,
+        transport=transport,
     )
-    balancer = eplb.attach(model, optimizer, config=config)
     wait_until_compiled(balancer)
     if policy != "static":
         plan_by(balancer, planner)
@@ -61,12 +63,7 @@ def train(
     for step in itertools.count():
         if step >= STEPS and has_rebalanced_since_it_connected(balancer.events):
             break
-        ids = batch_of(rank, step) % 12 + 12 * ((step // 2) % 7)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(training.step(model, optimizer, batch_of(rank, step) % 12 + 12 * ((step // 2) % 7)))
         placements.append((balancer.placement.digest(), balancer.placement.epoch))
     result = {
         "losses": losses,
@@ -292,8 +289,7 @@ def fail_after_the_vote_and_go_on(rank: int) -> list[str]:
     """Rank 1 runs out of memory in a commit; a loop that catches errors goes on. What it hears at each call after."""
     model = make_model("olmoe", experts=16, top_k=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    config = eplb.BalancerConfig(interval=2, dense_gradients="allreduce", timeout_seconds=20.0)
-    balancer = eplb.attach(model, optimizer, config=config)
+    balancer = training.attach(model, optimizer, interval=2, timeout_seconds=20.0)
 
     def fail(subject: object) -> None:
         raise MemoryError("out of memory")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from recording import first_calls_not_made_by_all, record
+from support import training
 from support.shuffle import plan_by, plan_shuffle
 
 import eplb_runtime as eplb
@@ -50,15 +51,9 @@ def train(rank: int) -> dict:
     calls = record()
     model = make_model("olmoe", experts=EXPERTS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = eplb.BalancerConfig(
-        interval=2,
-        replica_slots=1,
-        initial_placement=one_copy(),
-        dense_gradients="allreduce",
-        policy="static",
-        migration=eplb.MigrationConfig(lag=1),
+    balancer = training.attach(
+        model, optimizer, interval=2, replica_slots=1, initial_placement=one_copy(), policy="static", lag=1
     )
-    balancer = eplb.attach(model, optimizer, config=config)
     model.train()
     for step in connecting_anew_after_the_first(balancer, 6):
         ids = batch_of(rank, step)
@@ -114,20 +109,13 @@ def part_of_the_world(rank: int) -> dict | None:
         return None
     model = make_model("olmoe", experts=EXPERTS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = eplb.BalancerConfig(
-        interval=2, dense_gradients="allreduce", policy="static", migration=eplb.MigrationConfig(lag=1)
-    )
     eplb.attach(make_model("olmoe", experts=EXPERTS), ranks=Ranks(job=(0, 1))).close()
-    balancer = eplb.attach(model, optimizer, config=config, ranks=Ranks(job=(0, 1)))
+    balancer = training.attach(model, optimizer, ranks=Ranks(job=(0, 1)), interval=2, policy="static", lag=1)
     model.train()
-    losses = []
-    for step in connecting_anew_after_the_first(balancer, 5):
-        ids = batch_of(rank, step % 4)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = [
+        training.step(model, optimizer, batch_of(rank, step % 4))
+        for step in connecting_anew_after_the_first(balancer, 5)
+    ]
     result = {"losses": losses, "committed": len(balancer.events.of_type(RebalanceCommitted))}
     balancer.close()
     return result

@@ -1,5 +1,5 @@
-"""Dispatch that crosses to a node once: what every dispatcher promises, and the bits of the plain all-to-all in logical
-order. One job of four ranks, taken for two nodes of two."""
+"""Dispatch that crosses to a node once: in logical order the bits of the plain all-to-all. One job of four ranks, taken
+for two nodes of two. What every dispatcher promises is in `test_dispatch`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,13 @@ import torch
 import torch.distributed as dist
 from dispatch_contract import (
     BATCHES,
-    PLACEMENTS,
     SLOTS,
     Batch,
-    assert_as_reference,
-    assert_rows_in_order,
-    placed,
-    row_counts,
     there_and_back,
 )
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import eplb_runtime as eplb
@@ -31,10 +27,9 @@ from eplb_runtime.moe.dispatch.base import DispatchContext
 from eplb_runtime.moe.dispatch.hierarchical import Hierarchical, HierarchicalByRank
 
 ORDERS = {"logical": Hierarchical, "by_rank": HierarchicalByRank}
-CASES = {name: batch for name, batch in BATCHES.items() if len(batch.tokens) > 1}
 GROUP_LIMITED = Batch((6, 3, 0, 5), slots=tuple(range(12)), top_k=8)
 IN_BFLOAT16 = replace(GROUP_LIMITED, dtype=torch.bfloat16, weights_dtype=torch.float32)
-COMPARED = {"many choices": GROUP_LIMITED, "bfloat16": IN_BFLOAT16, "two choices": CASES["uneven"]}
+COMPARED = {"many choices": GROUP_LIMITED, "bfloat16": IN_BFLOAT16, "two choices": BATCHES["uneven"]}
 NODES = {"two nodes": 2, "four nodes": 1, "one node": 4}
 
 
@@ -43,35 +38,16 @@ def without_metadata(result: dict) -> dict:
 
 
 def all_of_it(rank: int) -> dict[Any, Any]:
-    """Everything that is looked at, by name; batches of two ranks run on two pairs of ranks, each two nodes."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    pair, place = pairs[rank // 2], rank % 2
-    whole = dist.group.WORLD
+    """Everything that is looked at, by name."""
     found: dict[Any, Any] = {}
+    context = DispatchContext.of(dist.group.WORLD, SLOTS)
     for order, kind in ORDERS.items():
-        on_pair = kind(DispatchContext.of(pair, SLOTS), ranks_per_node=1)
-        for name, batch in CASES.items():
-            there = (
-                (kind(DispatchContext.of(whole, SLOTS), ranks_per_node=2), rank)
-                if len(batch.tokens) == 4
-                else (on_pair, place)
-            )
-            found[order, name] = without_metadata(there_and_back(there[0], batch, there[1]))
-        dispatcher = kind(DispatchContext.of(whole, SLOTS), ranks_per_node=2)
-        first = there_and_back(dispatcher, GROUP_LIMITED, rank)
-        with_counts = there_and_back(dispatcher, GROUP_LIMITED, rank, counts=row_counts(GROUP_LIMITED, rank))
-        again = there_and_back(dispatcher, GROUP_LIMITED, rank, metadata=first["metadata"])
-        found[order, "known"] = [without_metadata(result) for result in (first, with_counts, again)]
-        found[order, "placed"] = [
-            placed(place, kind(DispatchContext.of(pair, 6), ranks_per_node=1), one) for one in PLACEMENTS
-        ]
-        found[order, "asked for"] = collectives_of(dispatcher, rank)
-    plain = AllToAll(DispatchContext.of(whole, SLOTS))
+        found[order, "asked for"] = collectives_of(kind(context, ranks_per_node=2), rank)
+    plain = AllToAll(context)
     for name, batch in COMPARED.items():
         found["all_to_all", name] = without_metadata(there_and_back(plain, batch, rank))
         for nodes, on_node in NODES.items():
-            over = Hierarchical(DispatchContext.of(whole, SLOTS), on_node)
-            found[nodes, name] = without_metadata(there_and_back(over, batch, rank))
+            found[nodes, name] = without_metadata(there_and_back(Hierarchical(context, on_node), batch, rank))
     found["asked for"] = collectives_of(plain, rank)
     found["losses"] = {name: losses(rank, config) for name, config in CONFIGS.items()}
     return found
@@ -132,14 +108,7 @@ def losses(rank: int, config: eplb.BalancerConfig) -> list[float]:
         balancer = eplb.attach(model, optimizer, config=config)
     assert balancer.topology.ranks_per_node == 2
     model.train()
-    found = []
-    for step in range(2):
-        ids = batch_of(rank, step)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
+    found = [training.step(model, optimizer, batch_of(rank, step)) for step in range(2)]
     balancer.close()
     return found
 
@@ -149,18 +118,6 @@ def ranks() -> list[dict[Any, Any]]:
     return run_ranks(4, all_of_it)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("order", ORDERS)
-def test_values_and_gradients_are_those_of_a_dense_computation(ranks: list, order: str, case: str) -> None:
-    batch = CASES[case]
-    assert_as_reference([result[order, case] for result in ranks[: len(batch.tokens)]], batch)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_rows_arrive_ordered_by_slot_then_source_then_position(ranks: list, order: str) -> None:
-    assert_rows_in_order([result[order, "uneven"] for result in ranks], CASES["uneven"])
-
-
 @pytest.mark.parametrize("case", COMPARED)
 @pytest.mark.parametrize("nodes", NODES)
 def test_in_logical_order_every_bit_is_that_of_all_to_all(ranks: list, nodes: str, case: str) -> None:
@@ -168,22 +125,6 @@ def test_in_logical_order_every_bit_is_that_of_all_to_all(ranks: list, nodes: st
         for name, value in result["all_to_all", case].items():
             mine = result[nodes, case][name]
             assert all(map(torch.equal, value, mine)) if isinstance(value, tuple) else torch.equal(value, mine), name
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_known_counts_and_metadata_from_before_change_nothing(ranks: list, order: str) -> None:
-    for result in ranks:
-        first, *others = result[order, "known"]
-        for other in others:
-            assert all(torch.equal(first[name], other[name]) for name in ("out", "hidden", "weights", "experts"))
-
-
-def test_where_experts_stand_changes_no_bit_in_logical_order_and_does_by_rank(ranks: list) -> None:
-    def same(order: str) -> bool:
-        found = [result[order, "placed"] for result in ranks]
-        return all(all(map(torch.equal, first, other)) for first, *others in found for other in others)
-
-    assert same("logical") and not same("by_rank")
 
 
 def test_a_forward_reads_numbers_once_as_all_to_all_does(ranks: list) -> None:

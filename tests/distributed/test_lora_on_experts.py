@@ -13,6 +13,7 @@ import torch
 from digests import digests
 from moe_models import batch_of, make_model
 from ranks import asked_for, rows_of, run_ranks
+from support import training
 from support.shuffle import plan_by, plan_shuffle
 from torch import Tensor, nn
 
@@ -61,15 +62,15 @@ def on_attention(job: Job) -> tuple[Any, torch.optim.Optimizer]:
 
 def attached(job: Job, *, move: bool, given: Any = None) -> tuple[Any, torch.optim.Optimizer, eplb.Balancer]:
     model, optimizer = made(job) if given is None else given
-    config = eplb.BalancerConfig(
+    balancer = training.attach(
+        model,
+        optimizer,
         interval=1,
         policy="incremental" if move else "static",
         gate="always",
-        dense_gradients="allreduce",
         replica_slots=job.replica_slots,
-        migration=eplb.MigrationConfig(lag=0),
+        lag=0,
     )
-    balancer = eplb.attach(model, optimizer, config=config)
     if move and not job.replica_slots:
         plan_by(balancer, plan_shuffle)
     model.train()

@@ -11,7 +11,7 @@ from typing import Any
 import megatron_jobs as jobs
 import pytest
 import test_megatron as bare
-import test_megatron_parallelisms as parallelisms
+import test_megatron_cases as megatron_cases
 import test_megatron_settings as settings
 import test_megatron_stages as stages
 import torch
@@ -38,23 +38,18 @@ def on_two_ranks(rank: int, folder: str) -> dict[str, Any]:
         results[f"{way}, moving"] = bare.trained(way, move=True)
     results["saved"] = bare.saved_and_loaded(Path(folder))
     results["saved, static"] = bare.trained("optimizer of float16, shared experts", move=False)
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    return results
 
-    MoEAuxLossAutoScaler.main_loss_backward_scale = (
-        None  # Megatron's schedules set it in another shape than training by hand
-    )
-    results |= parallelisms.everything(rank, [PARALLELISM])
-    return {**results, REPEATED: second_and_third_token()}
+
+def parallel_and_repeated(rank: int) -> dict[str, Any]:
+    """Repeated: one layer that predicts a second token and a third, so that its experts are passed twice."""
+    repeated = partial(SmallJob, mtp_num_layers=2, mtp_use_repeated_layer=True, moe_router_topk=3)
+    return {**megatron_cases.on_a_rank(rank, "parallelisms", [PARALLELISM]), REPEATED: both(repeated)}
 
 
 def on_four_ranks(rank: int) -> dict[str, Any]:
     jobs.prepare(pipeline_model_parallel_size=2)
     return {STAGES: both(partial(jobs.Job, **stages.CASES[STAGES]))}
-
-
-def second_and_third_token() -> dict[str, Any]:
-    """One layer that predicts both, so that its experts are passed twice in a forward."""
-    return both(partial(SmallJob, mtp_num_layers=2, mtp_use_repeated_layer=True, moe_router_topk=3))
 
 
 def defaults(rank: int) -> dict[str, tuple[Any, Any]]:
@@ -101,13 +96,12 @@ def test_checkpoints_are_in_logical_order(pairs: list[dict[str, Any]]) -> None:
         assert saved["there"] != [sorted(row) for row in saved["there"]]
 
 
-def test_experts_move_under_tensor_and_sequence_parallelism(pairs: list[dict[str, Any]]) -> None:
-    assert_moved_without_a_change(pairs, PARALLELISM)
-    parallelisms.assert_counted(pairs, PARALLELISM)
-
-
-def test_experts_of_a_layer_that_is_passed_twice_move_and_no_bit_changes(pairs: list[dict[str, Any]]) -> None:
-    assert_moved_without_a_change(pairs, REPEATED)
+@pytest.mark.long
+def test_experts_move_under_sequence_parallelism_and_in_a_layer_that_is_passed_twice() -> None:
+    results = run_ranks(2, on_newer, parallel_and_repeated)
+    assert_moved_without_a_change(results, PARALLELISM)
+    megatron_cases.assert_parallel_counted(results, PARALLELISM)
+    assert_moved_without_a_change(results, REPEATED)
 
 
 @pytest.mark.long

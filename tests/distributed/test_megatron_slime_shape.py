@@ -100,7 +100,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_experts_move_after_each_step_and_no_bit_changes(results: list[dict[str, Any]]) -> None:
     kinds = assert_moved_without_a_change(results, "recipe", divided.whole)
     assert kinds == {"weight", "given", "inner", "exp_avg", "exp_avg_sq", "step"}
-    assert results[0]["recipe"]["moving"]["moved"] == STEPS * LAYERS * EXPERTS
 
 
 def test_without_offload_no_bit_changes_either(results: list[dict[str, Any]]) -> None:

@@ -9,21 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import pytest
-import symmetric_memory_double
 import torch
 from beside import RANKS, Job, at, fail, flip_a_bit, same
 from moe_models import batch_of
-from nvshmem_double import Double as NvshmemDouble
 from ranks import run_ranks
 
-from eplb_runtime.distributed.transports import TRANSPORTS, nixl_agent
-from eplb_runtime.distributed.transports.cuda_ipc import CudaIpc
-from eplb_runtime.distributed.transports.nvshmem import Nvshmem
 from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration import overlapped
 from eplb_runtime.migration.engine import Phase
@@ -154,57 +146,6 @@ def test_training_has_the_very_bits_of_training_without_whatever_happens_on_the_
     assert first["quiet"] and first["state"] and first["decided now"] and first["told of what an evaluation committed"]
     assert first["paused so far"] == 0 and first["lost"]
     assert not first["written"]
-
-
-def what_other_transports_make_of_it(rank: int, transports: list[str], heaps: Path) -> dict[str, dict[str, Any]]:
-    """A job over each of them, with a flipped bit, experts that come too late and a transport that ends; over the first
-    with a rank that fails at the other points of the protocol, where no transport has anything to do. Then the same
-    steps without migrations. Those of GPUs carry by doubles."""
-    TRANSPORTS["cuda_ipc"] = partial(CudaIpc, package=symmetric_memory_double)
-    TRANSPORTS["nvshmem"] = partial(Nvshmem, library=NvshmemDouble(heaps).library())
-    said: dict[str, dict[str, Any]] = {}
-    for transport in transports:
-        job = Job(rank, overlap=True, transport=transport, staging_bytes=40_000)
-        heard = said[transport] = {}
-        others = [(Phase.PREPARED, 1, fail), (Phase.VERIFIED, 2, fail)] if transport == transports[0] else []
-        for where, who, fault in [(Phase.STAGED, 2, flip_a_bit), *others]:
-            job.until(RebalanceCommitted)
-            with at(job, who, where, fault):
-                heard[f"{where.value} {who}"] = job.until(RebalanceAborted).cause
-        job.until(RebalanceCommitted)
-        with late_in(job, layer=1):
-            late = job.background.late_rounds
-            while job.background.late_rounds < late + 1:
-                job.step()
-        job.until(RebalanceCommitted)
-        heard["paused"] = len(job.balancer.events.of_type(BalancingPaused))
-        carrier = job.engine._executor._transport
-        with at(job, 0, Phase.STAGED, lambda staged, carrier=carrier: carrier.close()):
-            heard["closed"] = bool(job.until(BalancingPaused).cause)
-        job.until(BalancingResumed, most=2000)
-        job.until(RebalanceCommitted)
-        still = Job(rank, overlap=False)
-        while still.steps < job.steps:
-            still.step()
-        heard["same"] = job.losses == still.losses and same(job.state(), still.state())
-        heard["digest"] = job.balancer.placement.digest()
-        for each in (job, still):
-            each.balancer.close()
-    return said
-
-
-@pytest.mark.long
-def test_so_it_is_with_other_transports(tmp_path: Path) -> None:
-    transports = ["cuda_ipc", "nvshmem", *([] if nixl_agent.why_not() else ["nixl"])]
-    results = run_ranks(RANKS, what_other_transports_make_of_it, transports, tmp_path)
-    for transport in transports:
-        first = results[0][transport]
-        assert "checksum" in first["staged 2"]
-        assert first["paused"] == 0 and first["closed"]
-        assert all(result[transport]["same"] for result in results)
-        assert len({result[transport]["digest"] for result in results}) == 1
-    first = results[0][transports[0]]
-    assert "rank 1" in first["prepared 1"] and "rank 2" in first["verified 2"]
 
 
 def with_copies(rank: int) -> dict[str, Any]:

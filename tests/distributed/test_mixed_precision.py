@@ -13,6 +13,7 @@ import torch.distributed as dist
 from digests import digests
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 from support.shuffle import plan_by, plan_shuffle
 from torch import nn
 
@@ -93,16 +94,9 @@ def train(rank: int, policy: str, job: Job) -> dict[str, Any]:
     model = make_model("olmoe", experts=EXPERTS, top_k=4).to(job.dtype)
     makers = {"master": MasterAdamW, "fused": lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True)}
     optimizer = makers.get(job.optimizer, torch.optim.AdamW)(model.parameters(), lr=3e-3)
-    config = eplb.BalancerConfig(
-        interval=2,
-        window=2,
-        policy=policy,
-        gate="always",
-        dense_gradients="allreduce",
-        replica_slots=job.replica_slots,
-        dispatch=eplb.DispatchConfig(split_least_tokens=0 if job.replica_slots else 64),
+    balancer = training.attach(
+        model, optimizer, interval=2, window=2, policy=policy, gate="always", replica_slots=job.replica_slots
     )
-    balancer = eplb.attach(model, optimizer, config=config)
     if policy == "incremental" and not job.replica_slots:
         plan_by(balancer, plan_shuffle)  # all homes move, whatever the planner thinks of it
     averages = {name: p.detach().clone() for name, p in model.named_parameters()} if job.averages else {}
@@ -234,8 +228,7 @@ def of_two_one_overflows(rank: int) -> dict[str, Any]:
     for name, parameter in model.named_parameters():
         parts["experts" if ".experts." in name else "others"].append(parameter)
     optimizers = {part: torch.optim.AdamW(parameters, lr=1e-2) for part, parameters in parts.items()}
-    config = eplb.BalancerConfig(policy="static", dense_gradients="allreduce")
-    balancer = eplb.attach(model, list(optimizers.values()), config=config)
+    balancer = training.attach(model, list(optimizers.values()), policy="static")
     scaler = eplb.GradScaler(balancer, init_scale=1024.0)
     model.train()
     watched = {"experts": model.model.layers[0].mlp.experts.down_proj, "others": model.lm_head.weight}
@@ -274,10 +267,7 @@ def test_of_two_optimizers_one_overflows_and_training_goes_on() -> None:
 def save_all(rank: int, folder: str) -> dict[str, torch.Tensor]:
     model, optimizer, _ = with_averages()
     for step in range(3):
-        ids = batch_of(rank, step)
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        training.step(model, optimizer, batch_of(rank, step))
     eplb.checkpoint.save(folder, model, optimizer)
     return eplb.logical_state_dict(model, optimizer)
 
@@ -296,8 +286,7 @@ def with_averages() -> tuple[nn.Module, torch.optim.Optimizer, list[torch.Tensor
     backwards = eplb.Placement(initial.physical_to_logical[:, ::-1], EXPERTS, ranks, initial.home[:, ::-1])
     model = make_model("olmoe", experts=EXPERTS).to(torch.bfloat16)
     optimizer = MasterAdamW(model.parameters(), lr=1e-2)
-    config = eplb.BalancerConfig(dense_gradients="allreduce", initial_placement=backwards)
-    balancer = eplb.attach(model, optimizer, config=config)
+    balancer = training.attach(model, optimizer, initial_placement=backwards)
     averages = [dict(model.named_parameters())[name].detach().float() for name in balancer.layer_of_parameter]
     for name, average in zip(balancer.layer_of_parameter, averages, strict=True):
         balancer.register(name, "ema", average)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from moe_models import VOCABULARY, make_model
 from ranks import run_ranks
+from support import training
 from support.shuffle import plan_by, wait_until_compiled
 
 import eplb_runtime as eplb
@@ -23,8 +24,7 @@ def train(rank: int, ranks_per_node: int, told: bool) -> dict[str, Any]:
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
     model = make_model("olmoe", experts=EXPERTS, layers=LAYERS, width=WIDTH, top_k=TOP_K)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    config = eplb.BalancerConfig(interval=INTERVAL, gate="always", dense_gradients="allreduce")
-    balancer = eplb.attach(model, optimizer, config=config)
+    balancer = training.attach(model, optimizer, interval=INTERVAL, gate="always")
     wait_until_compiled(balancer)
     decisions, asked = balancer._rebalancer.decisions, []
     # Between the nodes as slow as makes a token that crosses as dear as a step.

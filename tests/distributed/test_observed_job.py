@@ -17,8 +17,8 @@ import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from scraping import prometheus_of, scraped
+from support import training
 
-import eplb_runtime as eplb
 from eplb_runtime.events import EventLog, LoadMeasured, RebalanceCommitted
 from eplb_runtime.load.series import read_job
 from eplb_runtime.observe.events_file import read_events
@@ -33,8 +33,7 @@ def train(rank: int, run: str) -> dict[str, object]:
     """A job on changing batches, and what it did, looked at from inside; browsers hang on its page meanwhile."""
     model = make_model("olmoe", experts=EXPERTS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    config = eplb.BalancerConfig(interval=INTERVAL, gate="always", dense_gradients="allreduce", run=run, listen=0)
-    balancer = eplb.attach(model, optimizer, config=config)
+    balancer = training.attach(model, optimizer, interval=INTERVAL, gate="always", run=run, listen=0)
     model.train()
     hanging = [] if balancer._shown is None else browsers_that_hang(balancer._shown)
     chosen, placements = [], []

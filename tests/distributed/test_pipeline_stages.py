@@ -9,6 +9,7 @@ import pytest
 import torch
 from pipeline_models import EXPERTS, HIDDEN, TOP_K, make_stages, micro_batch
 from ranks import run_ranks
+from support import training
 
 import eplb_runtime as eplb
 from eplb_runtime.distributed.ranks import Ranks
@@ -20,9 +21,10 @@ TOKENS = 24
 def one_stage_alone(rank: int) -> list:
     """A plan that changes the layers of one stage only, with replica slots: the others have nothing to do."""
     stage = make_stages((2, 1))[rank // 2]
-    config = eplb.BalancerConfig(replica_slots=1, dense_gradients="allreduce", policy="static")
     ranks = Ranks(ep=(0, 1) if rank < 2 else (2, 3), stages=(rank // 2,))
-    balancer = eplb.attach(stage, torch.optim.SGD(stage.parameters(), lr=0.1), config=config, ranks=ranks)
+    balancer = training.attach(
+        stage, torch.optim.SGD(stage.parameters(), lr=0.1), ranks=ranks, replica_slots=1, policy="static"
+    )
     before = balancer.placement
     map_, home = before.physical_to_logical.copy(), before.home.copy()
     map_[0, [0, -2]], home[0, [0, EXPERTS - 1]] = map_[0, [-2, 0]], home[0, [EXPERTS - 1, 0]]
@@ -47,9 +49,8 @@ def norms_where_one_stage_has(rank: int) -> list[list[float]]:
 
 def norm_where_one_stage_has(rank: int, value: float, stage_of_it: int) -> list[float]:
     stage = make_stages((1, 1))[rank]
-    config = eplb.BalancerConfig(policy="static", guard="off", dense_gradients="allreduce")
     ranks = Ranks(ep=(rank,), stages=(rank,))
-    balancer = eplb.attach(stage, torch.optim.SGD(stage.parameters()), config=config, ranks=ranks)
+    balancer = training.attach(stage, torch.optim.SGD(stage.parameters()), ranks=ranks, policy="static", guard="off")
     for parameter in stage.parameters():
         parameter.grad = torch.ones_like(parameter)
     if rank == stage_of_it:
@@ -69,8 +70,7 @@ def load_of_stages(rank: int) -> list:
     """Two stages of one layer on one EP rank each: what was counted, as every rank learns it."""
     stage = make_stages((1, 1))[rank]
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.0)
-    config = eplb.BalancerConfig(interval=2, dense_gradients="allreduce", migration=eplb.MigrationConfig(lag=1))
-    balancer = eplb.attach([stage], [optimizer], config=config, ranks=Ranks(ep=(rank,), stages=(rank,)))
+    balancer = training.attach([stage], [optimizer], ranks=Ranks(ep=(rank,), stages=(rank,)), interval=2, lag=1)
     totals: list = []
     decisions = balancer._rebalancer.decisions
     plan = decisions._plan

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
@@ -24,15 +24,11 @@ State = Mapping[str, Any]
 def attached(**options: object) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
     model = make_model("olmoe", experts=EXPERTS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = config_from_settings({"dense_gradients": "allreduce", "policy": "static", **options})
-    return model, optimizer, eplb.attach(model, optimizer, config=config)
+    return model, optimizer, training.attach(model, optimizer, policy="static", **options)
 
 
 def train(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    ids = batch_of(rank, 0)
-    model(input_ids=ids, labels=ids).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    training.step(model, optimizer, batch_of(rank, 0))
 
 
 def swapped(current: eplb.Placement) -> eplb.Placement:

@@ -11,6 +11,7 @@ import torch
 from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 
 import eplb_runtime as eplb
 from eplb_runtime.cli import main
@@ -55,12 +56,7 @@ class Loop:
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            ids = batch_of(self.rank, self.batches)
-            loss = self.model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.losses.append(loss.item())
+            self.losses.append(training.step(self.model, self.optimizer, batch_of(self.rank, self.batches)))
             self.batches += 1
 
     def events(self, kind: type) -> list[Any]:

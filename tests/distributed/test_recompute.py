@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 from support.shuffle import wait_until_compiled
 from torch.utils.checkpoint import checkpoint
 from undone import undone
@@ -58,15 +59,7 @@ def train(rank: int, job: Job) -> dict:
     if job.kind == "each layer, reentrant":
         model.enable_input_require_grads()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = eplb.BalancerConfig(
-        interval=1,
-        gate="always",
-        dense_gradients="allreduce",
-        migration=eplb.MigrationConfig(lag=0),
-        replica_slots=job.replica_slots,
-        dispatch=eplb.DispatchConfig(split_least_tokens=0 if job.replica_slots else 64),
-    )
-    balancer = eplb.attach(model, optimizer, config=config)
+    balancer = training.attach(model, optimizer, interval=1, gate="always", lag=0, replica_slots=job.replica_slots)
     wait_until_compiled(balancer)
     model.train()
     calls = count_collectives()

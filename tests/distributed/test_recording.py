@@ -11,6 +11,7 @@ from examples import load_example
 from moe_models import batch_of, make_model
 from numpy.typing import NDArray
 from ranks import run_ranks
+from support import training
 from torch import nn
 from torch.nn import functional
 
@@ -50,14 +51,11 @@ def train(
     model.gradient_checkpointing_enable()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     counted = Counted([layer.mlp.gate for layer in model.model.layers])
-    config = eplb.BalancerConfig(
-        interval=2,
-        gate="always",
-        dense_gradients="allreduce",
-        run=(run or None) if rank == 0 else None,
-        migration=eplb.MigrationConfig(lag=0),
+    balancer = (
+        training.attach(model, optimizer, interval=2, gate="always", run=(run or None) if rank == 0 else None, lag=0)
+        if attach
+        else None
     )
-    balancer = eplb.attach(model, optimizer, config=config) if attach else None
     recording = eplb.record(model, run, optimizer, interval=3) if record else None
     losses = []
     for step in range(STEPS):

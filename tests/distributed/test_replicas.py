@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from moe_models import batch_of, make_model
-from ranks import asked_for, rows_of, run_ranks
+from ranks import run_ranks
+from support import training
 
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted
@@ -30,15 +31,10 @@ class Job:
     interval: int = 1
     dtype: torch.dtype = torch.float64
     policy: str = "incremental"
-    split: str = "water_filling"
     checkpointing: bool = False
     accumulate: int = 1
     keep_back: bool = False
-    length: int = 24
-    ep_size: int = 4
-    experts_alone: bool = False
     ranks_per_node: int = 4
-    transposed: bool = False
     each: tuple[int, int] = (tree.NODES_EACH, tree.RANKS_EACH)
 
 
@@ -50,36 +46,23 @@ def train(rank: int, job: Job) -> dict:
     with torch.no_grad():
         for layer in model.model.layers:  # a router that is biased to few experts
             layer.mlp.router.bias.copy_(torch.linspace(4.0, -1.0, EXPERTS))
-    if job.experts_alone:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(".experts." in name)
-    if job.transposed:  # rows that do not lie in one piece
-        for layer in model.model.layers:
-            experts = layer.mlp.experts
-            for name, p in [(name, p) for name, p in experts.named_parameters() if p.dim() == 3]:
-                setattr(experts, name, torch.nn.Parameter(p.detach().mT.contiguous().mT))
     if job.checkpointing:
         model.activation_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-    config = eplb.BalancerConfig(
+    balancer = training.attach(
+        model,
+        optimizer,
         interval=job.interval,
         policy=job.policy,
         gate="always",
         replica_slots=job.replica_slots,
-        dense_gradients="allreduce",
-        migration=eplb.MigrationConfig(lag=0),
-        dispatch=eplb.DispatchConfig(
-            split=job.split if job.replica_slots else "water_filling", split_least_tokens=0 if job.replica_slots else 64
-        ),
+        lag=0,
     )
-    sets = [list(range(first, first + job.ep_size)) for first in range(0, 4, job.ep_size)]
-    group = [torch.distributed.new_group(ranks) for ranks in sets][rank // job.ep_size]
-    balancer = eplb.attach(model, optimizer, config=config, ep_group=group)
     model.train()
     losses, norms = [], []
     for step in range(job.steps):
         for part in range(job.accumulate):
-            ids = batch_of(rank, job.accumulate * step + part, batch=4, length=job.length)
+            ids = batch_of(rank, job.accumulate * step + part, batch=4, length=24)
             loss = model(input_ids=ids, labels=ids).loss
             last = part == job.accumulate - 1
             with nullcontext() if last or not job.keep_back else balancer.no_sync():
@@ -120,78 +103,49 @@ def several(rank: int, jobs: Sequence[Job]) -> list[dict]:
     return [train(rank, job) for job in jobs]
 
 
-def run_jobs(*jobs: Job) -> list[list[dict]]:
-    """Of each job what each rank gave."""
-    return [list(results) for results in zip(*run_ranks(4, several, jobs), strict=True)]
-
-
-@pytest.fixture(scope="module")
-def without() -> list[dict]:
-    return run_jobs(Job(replica_slots=0, policy="static"))[0]
-
-
 WITH = {
     "copies": Job(replica_slots=1),
-    "two copies a rank on two nodes": Job(replica_slots=2, ranks_per_node=2),
-    "even split": Job(replica_slots=1, split="even"),
     "activation checkpointing": Job(replica_slots=1, checkpointing=True),
-    "transposed weights": Job(replica_slots=1, transposed=True),
-    "copies that hang on copies": Job(replica_slots=2, each=(1, 1)),
+    "copies that hang on copies": Job(replica_slots=2, ranks_per_node=2, each=(1, 1)),
 }
-
-
-@pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest) -> dict[str, list[dict]]:
-    names = asked_for(request, "name")
-    return dict(zip(names, run_jobs(*(WITH[name] for name in names)), strict=True))
-
-
-@pytest.mark.parametrize("name", rows_of(WITH, "copies", "activation checkpointing", "copies that hang on copies"))
-def test_training_with_copies_is_training_without_to_1e_12(
-    without: list[dict], trained: dict[str, list[dict]], name: str
-) -> None:
-    results = trained[name]
-    assert results[0]["aborted"] == []
-    assert results[0]["copies"] > 0
-    assert largest_difference(without, results) < 1e-12
-    assert (sum(result["handed_on"] for result in results) > 0) == (WITH[name].replica_slots == 2)
-
-
-@pytest.mark.long
-def test_two_ep_groups_with_copies_train_as_two_without_and_as_one(without: list[dict]) -> None:
-    """EP 2 x EDP 2, on the same four batches."""
-    static, results = run_jobs(Job(replica_slots=0, policy="static", ep_size=2), Job(replica_slots=1, ep_size=2))
-    assert results[0]["copies"] > 0
-    assert len({result["placement"] for result in results}) == 1
-    assert 0 < largest_difference(static, results) < 1e-12, "with copies in use, sums are parted"
-    assert largest_difference(without, results) < 1e-12
-
-
 ACCUMULATED = {
     "sent each time": Job(replica_slots=1, accumulate=2),
     "kept back": Job(replica_slots=1, accumulate=2, keep_back=True),
 }
+FLOAT32 = Job(replica_slots=1, dtype=torch.float32)
+JOBS = {
+    "without": Job(replica_slots=0, policy="static"),
+    "without, accumulated": Job(replica_slots=0, policy="static", accumulate=2),
+    **WITH,
+    **ACCUMULATED,
+    "once": FLOAT32,
+    "twice": FLOAT32,
+}
 
 
-def test_gradient_accumulation_sums_copies_over_micro_batches() -> None:
-    static, *others = run_jobs(Job(replica_slots=0, policy="static", accumulate=2), *ACCUMULATED.values())
-    for name, results in zip(ACCUMULATED, others, strict=True):
-        assert results[0]["copies"] > 0, name
-        assert largest_difference(static, results) < 1e-12, name
+@pytest.fixture(scope="module")
+def trained() -> dict[str, list[dict]]:
+    """Of each job what each rank gave."""
+    return dict(zip(JOBS, map(list, zip(*run_ranks(4, several, list(JOBS.values())), strict=True)), strict=True))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("rest", [{"experts_alone": True}, {"length": 2}], ids=["a frozen rest", "idle ranks"])
-def test_copies_train_with(rest: dict) -> None:
-    static, results = run_jobs(Job(replica_slots=0, policy="static", **rest), Job(replica_slots=1, **rest))
+@pytest.mark.parametrize("name", WITH)
+def test_training_with_copies_is_training_without_to_1e_12(trained: dict[str, list[dict]], name: str) -> None:
+    results = trained[name]
+    assert results[0]["aborted"] == []
     assert results[0]["copies"] > 0
-    assert largest_difference(static, results) < 1e-12
+    assert largest_difference(trained["without"], results) < 1e-12
+    assert (sum(result["handed_on"] for result in results) > 0) == (WITH[name].replica_slots == 2)
 
 
-def test_the_same_run_twice_gives_the_same_bits() -> None:
-    job = Job(replica_slots=1, dtype=torch.float32)
-    first, second = run_jobs(job, job)
-    assert largest_difference(first, second) == 0
+@pytest.mark.parametrize("name", ACCUMULATED)
+def test_gradient_accumulation_sums_copies_over_micro_batches(trained: dict[str, list[dict]], name: str) -> None:
+    assert trained[name][0]["copies"] > 0
+    assert largest_difference(trained["without, accumulated"], trained[name]) < 1e-12
+
+
+def test_the_same_run_twice_gives_the_same_bits(trained: dict[str, list[dict]]) -> None:
+    assert largest_difference(trained["once"], trained["twice"]) == 0
 
 
 def two_forwards_then_one_backward(loss_of, rank, step, balancer, optimizer) -> None:
@@ -242,16 +196,14 @@ def train_in_order(rank: int, order: Callable[..., None], replica_slots: int) ->
         slots = placement.physical_to_logical.copy()
         slots[:, [4, 9]] = [5, 1]
         placement = eplb.Placement(slots, 8, 2, placement.home)
-    config = eplb.BalancerConfig(
+    balancer = training.attach(
+        model,
+        optimizer,
         policy="static",
         replica_slots=replica_slots,
-        dense_gradients="allreduce",
         initial_placement=placement,
-        dispatch=eplb.DispatchConfig(
-            split="even" if replica_slots else "water_filling", split_least_tokens=0 if replica_slots else 64
-        ),
+        split="even" if replica_slots else "water_filling",
     )
-    balancer = eplb.attach(model, optimizer, config=config)
     model.train()
     for step in range(2):
         order(lambda ids: model(input_ids=ids, labels=ids).loss, rank, step, balancer, optimizer)

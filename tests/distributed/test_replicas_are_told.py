@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 
-import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceCommitted, brief
 from eplb_runtime.observe.run_folder import state_of_run
 from eplb_runtime.observe.summary import summary_of, summary_text
@@ -19,15 +19,11 @@ def train(rank: int, run: str) -> dict[str, object]:
     """The placement after each step, and what was said of each rebalance."""
     model = make_model("olmoe", experts=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = eplb.BalancerConfig(interval=3, gate="always", replica_slots=1, dense_gradients="allreduce", run=run)
-    balancer = eplb.attach(model, optimizer, config=config)
+    balancer = training.attach(model, optimizer, interval=3, gate="always", replica_slots=1, run=run)
     model.train()
     replicas = [balancer.placement.replicas_LRK]
     for step in range(10):
-        ids = batch_of(rank, step)
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        training.step(model, optimizer, batch_of(rank, step))
         replicas.append(balancer.placement.replicas_LRK)
     table, committed = str(balancer), balancer.events.of_type(RebalanceCommitted)
     balancer.close()

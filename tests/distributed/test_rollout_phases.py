@@ -13,26 +13,20 @@ import pytest
 import torch
 from digests import digests
 from examples import load_example
-from ranks import asked_for, rows_of, run_ranks
+from ranks import run_ranks
 from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
 
-STEPS, LONGER, CYCLES, SEEN = 3, 6, 50, (5, 12, 49)
+STEPS, LONGER, CYCLES, SEEN = 3, 6, 17, (5, 12, 16)
 KINDS: dict[str, dict[str, Any]] = {
     "between steps": {},
     "overlapped": {"overlap": True},
     "replicas": {"replica_slots": 1},
     "overlapped replicas": {"overlap": True, "replica_slots": 1},
 }
-WAYS = [
-    ("between steps", "resize"),
-    ("overlapped", "data"),
-    ("replicas", "data"),
-    ("between steps", "data"),
-    ("replicas", "resize"),
-]
+WAYS = [("between steps", "resize"), ("overlapped", "data"), ("replicas", "data")]
 SMALL = 64 << 10
 """Bytes of maps, counters and samples: far less than one expert tensor."""
 
@@ -309,9 +303,9 @@ def late() -> dict[str, Any]:
     return found
 
 
-def runs(rank: int, ways: list[tuple[str, str]]) -> dict[Any, Any]:
+def runs(rank: int) -> dict[Any, Any]:
     found: dict[Any, Any] = {kind: trained(kind, "", policy="static") for kind in ("between steps", "overlapped")}
-    for kind, by in [*ways, ("replicas", "")]:
+    for kind, by in [*WAYS, ("replicas", "")]:
         found[kind, by] = trained(kind, by)
     for kind in ("overlapped", "overlapped replicas"):
         found[kind, "each step"] = trained(kind, "data", each=1)
@@ -325,8 +319,8 @@ def calls(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def trainings(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
-    return run_ranks(2, runs, asked_for(request, "way"))
+def trainings() -> list[dict[Any, Any]]:
+    return run_ranks(2, runs)
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +333,7 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return [key for key, digest in one["state"].items() if digest != other["state"][key]]
 
 
-@pytest.mark.parametrize("way", rows_of(WAYS, *WAYS[:3]), ids=" by ".join)
+@pytest.mark.parametrize("way", WAYS, ids=" by ".join)
 def test_phases_between_all_steps_change_no_bit(trainings: list[dict[Any, Any]], way: tuple[str, str]) -> None:
     for found in trainings:
         phases, wanted = found[way], found[("replicas", "") if way[0] == "replicas" else way[0]]
@@ -358,7 +352,7 @@ def test_a_migration_beside_training_is_brought_to_its_end_by_a_suspension(
             assert phases["losses"] == wanted["losses"] and differing(phases, wanted) == []
 
 
-def test_nothing_is_held_while_suspended_nor_grows_over_50_cycles(results: list[dict[str, Any]]) -> None:
+def test_nothing_is_held_while_suspended_nor_grows_over_cycles(results: list[dict[str, Any]]) -> None:
     for found in results:
         nbytes, threads, descriptors = zip(*found["cycles"], strict=True)
         print(nbytes, threads, descriptors)

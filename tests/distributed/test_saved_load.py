@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 from support.shuffle import plan_by
 
 import eplb_runtime as eplb
@@ -24,8 +25,9 @@ def train(rank: int, first: int, saved: str | None, ranks: int) -> tuple[str, li
         return "", []
     model = make_model("olmoe", experts=6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    config = eplb.BalancerConfig(interval=INTERVAL, dense_gradients="allreduce", policy="static")
-    balancer = eplb.attach(model, optimizer, config=config, ranks=Ranks(job=tuple(range(ranks))))
+    balancer = training.attach(
+        model, optimizer, ranks=Ranks(job=tuple(range(ranks))), interval=INTERVAL, policy="static"
+    )
     seen: list[list] = []
 
     def planner(load: np.ndarray, *arguments: Any, **options: Any) -> eplb.Plan:
@@ -41,10 +43,9 @@ def train(rank: int, first: int, saved: str | None, ranks: int) -> tuple[str, li
     model.train()
     state = ""
     for step in range(first, STEPS + 1):
-        ids = torch.cat([batch_of(share, step) for share in range(2) if share % ranks == rank])
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        training.step(
+            model, optimizer, torch.cat([batch_of(share, step) for share in range(2) if share % ranks == rank])
+        )
         if step == SAVED_AT:
             state = json.dumps(balancer.state_dict())
     balancer.close()

@@ -23,7 +23,7 @@ from eplb_runtime.hosts import AttachError
 from eplb_runtime.hosts.attaching import attach as attaching
 
 RANKS = 3
-SHORT = 0.5
+SHORT = 0.25
 """Seconds of a timeout that every rank here is held back for longer than."""
 SOON = 60.0
 """Seconds: less than any deadline of setting up, more than a busy machine needs to end all that is left."""

@@ -1,6 +1,5 @@
-"""A rank that stands still or dies at each point of the protocol while experts migrate beside training, over each
-carrier: all ranks commit a layer or none does, live rows stay whole, and who lives goes on, in the very bits of
-training without."""
+"""A rank that stands still or dies at each point of the protocol while experts migrate beside training: all ranks
+commit a layer or none does, live rows stay whole, and who lives goes on, in the very bits of training without."""
 
 from __future__ import annotations
 
@@ -16,15 +15,12 @@ import torch
 from beside import RANKS, Job, at, same
 from ranks import run_ranks
 
-from eplb_runtime.distributed.transports import nixl_agent
 from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.engine import Phase
 
-DEADLINE, SHORTER, LONGER = 5.0, 0.3, 6.0
+DEADLINE, SHORTER, LONGER = 3.0, 0.3, 4.0
 STOPPED = 2
 """The rank that stands still, or dies."""
-NIXL = [pytest.mark.long, pytest.mark.skipif(bool(nixl_agent.why_not()), reason=nixl_agent.why_not())]
-each_transport = pytest.mark.parametrize("transport", ["torch", pytest.param("nixl", marks=NIXL)])
 
 
 def stand_still_once(seconds: float) -> Callable[[object], None]:
@@ -55,13 +51,15 @@ def until_committed_anew(job: Job) -> None:
     job.until(RebalanceCommitted)
 
 
-def stopped_at_each_point(rank: int, transport: str) -> dict[str, Any]:
-    job = Job(rank, overlap=True, transport=transport, staging_bytes=40_000, timeout_seconds=DEADLINE)
+def stopped_at_each_point(rank: int) -> dict[str, Any]:
+    job = Job(rank, overlap=True, staging_bytes=40_000, timeout_seconds=DEADLINE)
     heard: dict[str, Any] = {}
-    stops = [(Phase.STAGED, SHORTER), (Phase.DECIDED, SHORTER), (Phase.VERIFIED, LONGER)]
-    if transport == "torch":  # what is compared then is no transport's
-        stops.append((Phase.PREPARED, LONGER))
-    for phase, seconds in stops:
+    for phase, seconds in (
+        (Phase.STAGED, SHORTER),
+        (Phase.DECIDED, SHORTER),
+        (Phase.VERIFIED, LONGER),
+        (Phase.PREPARED, LONGER),
+    ):
         until_committed_anew(job)
         before, reached = interrupted(job), []
         stop = stand_still_once(seconds)
@@ -80,20 +78,19 @@ def stopped_at_each_point(rank: int, transport: str) -> dict[str, Any]:
     return heard
 
 
-@each_transport
-def test_a_rank_that_stands_still_shorter_or_longer_than_the_deadline(transport: str) -> None:
-    heard = run_ranks(RANKS, stopped_at_each_point, transport)
+def test_a_rank_that_stands_still_shorter_or_longer_than_the_deadline() -> None:
+    heard = run_ranks(RANKS, stopped_at_each_point)
     assert all(there["same"] for there in heard)
     assert len({there["digest"] for there in heard}) == 1
     for point in (name for name in heard[0] if " " in name):
-        assert heard[STOPPED][point][0], f"{transport} never came to {point}"
+        assert heard[STOPPED][point][0], f"never came to {point}"
         assert float(point.split()[1]) < DEADLINE or max(there[point][1] for there in heard) > 0
 
 
-def killed(rank: int, transport: str, phase: Phase) -> dict[str, Any]:
+def killed(rank: int, phase: Phase) -> dict[str, Any]:
     """One rank is killed at a point of the protocol; a job without migrations, a step ahead, says what is right."""
     still = Job(rank, overlap=False)
-    job = Job(rank, overlap=True, transport=transport, staging_bytes=40_000, timeout_seconds=DEADLINE)
+    job = Job(rank, overlap=True, staging_bytes=40_000, timeout_seconds=DEADLINE)
     job.until(RebalanceCommitted)
     while still.steps < job.steps:
         still.step()
@@ -132,10 +129,9 @@ def whole(job: Job, right: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(rows, wanted) for rows, wanted in rows_of(job, right))
 
 
-@each_transport
 @pytest.mark.parametrize("phase", [Phase.STAGED, Phase.DECIDED], ids=lambda phase: phase.value)
-def test_who_outlives_a_killed_rank_holds_whole_experts_of_one_placement(phase: Phase, transport: str) -> None:
-    results = run_ranks(RANKS, killed, transport, phase, expect_exit=(STOPPED,))
+def test_who_outlives_a_killed_rank_holds_whole_experts_of_one_placement(phase: Phase) -> None:
+    results = run_ranks(RANKS, killed, phase, expect_exit=(STOPPED,))
     alive = [result for rank, result in enumerate(results) if rank != STOPPED]
     assert all(result["error"] for result in alive)
     assert len({(result["epochs"], result["digest"]) for result in alive}) == 1

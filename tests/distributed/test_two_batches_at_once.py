@@ -10,7 +10,8 @@ import pytest
 import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
-from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
+from support import training
+from support.shuffle import wait_until_compiled
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
@@ -19,15 +20,7 @@ import eplb_runtime as eplb
 def attached(replica_slots: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
     model = make_model("qwen3_moe", experts=8, layers=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = eplb.BalancerConfig(
-        interval=1,
-        dense_gradients="allreduce",
-        replica_slots=replica_slots,
-        dispatch=eplb.DispatchConfig(split_least_tokens=0 if replica_slots else 64),
-        migration=eplb.MigrationConfig(lag=0),
-    )
-    balancer = eplb.attach(model, optimizer, config=config)
-    plan_by(balancer, plan_shuffle)
+    balancer = training.attach(model, optimizer, interval=1, replica_slots=replica_slots, lag=0, moving=True)
     wait_until_compiled(balancer)
     return model, optimizer, balancer
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 
 import eplb_runtime as eplb
 
@@ -25,15 +26,7 @@ class Job:
         self.rank = rank
         self.model = make_model("olmoe", experts=8)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        config = config_from_settings(
-            {
-                "policy": "static",
-                "dense_gradients": "allreduce",
-                "split_least_tokens": 0 if options.get("replica_slots") else 64,
-                **options,
-            }
-        )
-        self.balancer = eplb.attach(self.model, self.optimizer, config=config)
+        self.balancer = training.attach(self.model, self.optimizer, policy="static", **options)
         for step in range(steps):
             self.step(step)
 
@@ -183,12 +176,7 @@ def rebalance_alone(rank: int) -> tuple[str, list[float], bool]:
                 balancer.rebalance()
             except RuntimeError as error:
                 said = str(error)
-        ids = batch_of(rank, step)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(training.step(model, optimizer, batch_of(rank, step)))
     together = balancer.rebalance()
     balancer.close()
     return said, losses, together

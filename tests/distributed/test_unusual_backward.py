@@ -12,6 +12,7 @@ import pytest
 import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
@@ -37,14 +38,9 @@ class Job:
         self.model.set_experts_implementation("eager")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.experts = {n: p for n, p in self.model.named_parameters() if ".experts." in n}
-        config = eplb.BalancerConfig(
-            policy="static",
-            dense_gradients="allreduce",
-            replica_slots=slots,
-            initial_placement=copied(slots),
-            dispatch=eplb.DispatchConfig(split_least_tokens=0 if slots else 64),
+        self.balancer = training.attach(
+            self.model, self.optimizer, policy="static", replica_slots=slots, initial_placement=copied(slots)
         )
-        self.balancer = eplb.attach(self.model, self.optimizer, config=config)
         self.model.train()
         self.experts = {n: p for n, p in self.model.named_parameters() if ".experts." in n}
 

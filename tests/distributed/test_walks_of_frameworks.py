@@ -3,8 +3,6 @@
 homes moved, twice.
 
 Walkers in this file stand in for slime, verl (mbridge) and Megatron-Bridge, which are no requirements of these tests.
-Those that are installed are walked as well, by their own code; what they import besides (Ray, engines, CUDA) is
-answered by empty modules.
 """
 
 from __future__ import annotations
@@ -14,13 +12,10 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -39,34 +34,6 @@ pytestmark = pytest.mark.skipif(
 )
 EXPERTS, RANKS = 8, 2
 STATE = dict[str, Tensor]
-ABSENT = {
-    *("apex", "codetiming", "datasets", "einops", "httpx", "hydra", "modelopt", "omegaconf", "orjson", "ray", "rich"),
-    *("sglang", "tensorboard", "tensordict", "torch_memory_saver", "torchdata", "transformer_engine", "wandb"),
-}
-"""What frameworks import besides, and a walk does not use."""
-
-
-class Answered(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds an empty module for a package that is not installed."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        absent = name.split(".")[0] in ABSENT
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if absent else None
-
-    def create_module(self, spec: Any) -> Any:
-        module = MagicMock(name=spec.name)
-        module.__path__, module.__spec__, module.__version__, module.__all__ = [], spec, "0.0.1", []
-        return module
-
-    def exec_module(self, module: Any) -> None:
-        pass
-
-
-def is_installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def model_of_two_ranks() -> tuple[Any, Any, eplb.Balancer]:
@@ -217,163 +184,7 @@ class ByTasks:
         return copied(self.engine.bridge.export_hf_weights(self.model, conversion_tasks=self.tasks))
 
 
-class Slime:
-    """slime's own walk, its gathering over EP ranks for distributed engines, and its buckets for engines beside."""
-
-    needs = "slime"
-
-    def __init__(self, model: Any) -> None:
-        update = "slime.backends.megatron_utils.update_weight"
-        self.common, self.direct, self.distributed = (
-            importlib.import_module(f"{update}.{name}")
-            for name in ("common", "hf_weight_iterator_direct", "update_weight_from_distributed")
-        )
-        self.model = model
-        self.arguments = SimpleNamespace(num_experts=EXPERTS, update_weight_buffer_size=1 << 16, vocab_size=64)
-        for module in (self.direct, self.distributed):
-            module.convert_to_hf = lambda arguments, model, name, tensor, *_, **__: [(name, tensor)]
-            module.accelerator.current_device = lambda: torch.device("cpu")
-            module.accelerator.synchronize = lambda: None
-            module.get_gloo_group = lambda: dist.group.WORLD
-        self.direct.monkey_patch_torch_reductions = lambda: None
-        base = self.direct.HfWeightIteratorDirect
-        self.buckets = base(self.arguments, [model], model_name="", quantization_config=None)
-
-    def follow(self, balancer: eplb.Balancer) -> None:
-        for module in (self.common, self.direct, self.distributed):
-            module.named_params_and_buffers = walks.walk_in_slime(balancer, module.named_params_and_buffers)
-
-    def export(self) -> STATE:
-        with torch.no_grad():
-            local = dict(self.common.named_params_and_buffers(self.arguments, [self.model]))
-            found = copied(pair for chunk in self.buckets.get_hf_weight_chunks(local) for pair in chunk)
-            updater = object.__new__(self.distributed.UpdateWeightFromDistributed)
-            updater.args, updater.model, updater.model_name = self.arguments, [self.model], ""
-            updater.quantization_config, updater._is_pp_src_rank = None, True
-            gathered = copied(pair for chunk in updater._iter_expert_chunks() for pair in chunk)
-        assert gathered and all(found[name].equal(tensor) for name, tensor in gathered.items()), "both of its ways"
-        return found
-
-
-class MBridge:
-    """mbridge's own export, as verl's ``vanilla_mbridge`` calls it."""
-
-    needs = "mbridge"
-
-    def __init__(self, model: Any) -> None:
-        from mbridge.models.qwen3moe import Qwen3MoEBridge
-
-        class Bridge(Qwen3MoEBridge):  # type: ignore[misc]
-            def _weight_to_hf_format(self, name: str, tensor: Any) -> Any:
-                own = super()._weight_to_hf_format
-                return own(name, tensor) if ".experts." in name else ([name], [tensor])
-
-        self.models = [model]
-        self.bridge = object.__new__(Bridge)
-        self.bridge.config, self.bridge.hf_config = model.config, SimpleNamespace(num_experts=EXPERTS)
-        parallel = importlib.import_module("mbridge.core.parallel_states").ParallelStates
-        self.bridge.mpu = parallel.get_parallel_state()
-        self.bridge._weight_merge_across_tp = lambda name, tensors, tensor: tensors[0]
-        self.bridge.make_vocab_size_divisible_by = None
-
-    def follow(self, balancer: eplb.Balancer) -> None:
-        load_example("verl_weights").follow_verl(balancer, SimpleNamespace(bridge=self.bridge, vanilla_bridge=True))
-
-    def export(self) -> STATE:
-        return copied(self.bridge.export_weights(self.models))
-
-
-class Verl:
-    """verl's ``per_tensor_generator``, which walks the actor's chunks without a bridge."""
-
-    needs = "verl"
-
-    def __init__(self, model: Any) -> None:
-        self.walker = importlib.import_module("verl.utils.megatron_utils")
-        self.models: Any = [model]
-        self.balancer: Any = None
-
-    def follow(self, balancer: eplb.Balancer) -> None:
-        self.balancer = balancer
-
-    def export(self) -> STATE:
-        models = walks.modules_in_logical_order(self.balancer, self.models) if self.balancer else self.models
-        converter = SimpleNamespace(
-            mcore_config=SimpleNamespace(num_moe_experts=EXPERTS),
-            hf_config=None,
-            convert_param=lambda name, tensors: ([f"{name}/{part}" for part in range(len(tensors))], tensors),
-        )
-        names = {"qkv_layer_name": "none", "gate_proj_layer_name": "linear_fc1."}
-        settings = SimpleNamespace(tie_word_embeddings=False)
-        config = self.models[0].config
-        found = copied(self.walker.per_tensor_generator(models, settings, converter, config, names))
-        return {name: tensor for name, tensor in found.items() if self.balancer or MARK not in name}
-
-
-class Bridge:
-    """Megatron-Bridge's own tasks, mappings and stream; names as Qwen3-MoE's."""
-
-    needs = "megatron.bridge"
-
-    def __init__(self, model: Any) -> None:
-        import megatron
-
-        for name in ("", ".models", ".models.conversion"):  # without importing a hundred models
-            module = ModuleType(f"megatron.bridge{name}")
-            folders = (Path(root) / "bridge" / name[1:].replace(".", "/") for root in megatron.__path__)
-            module.__path__ = [str(folder) for folder in folders if folder.is_dir()]
-            sys.modules[f"megatron.bridge{name}"] = module
-        conversion = "megatron.bridge.models.conversion"
-        mappings = importlib.import_module(f"{conversion}.param_mapping")
-        registry = importlib.import_module(f"{conversion}.mapping_registry").MegatronMappingRegistry
-        base = importlib.import_module(f"{conversion}.model_bridge").MegatronModelBridge
-        experts, theirs = "decoder.layers.*.mlp.experts.linear_fc", "model.layers.*.mlp.experts.*"
-
-        class Own(base):  # type: ignore[misc, valid-type]
-            def provider_bridge(self, *_: Any) -> None:
-                pass
-
-            def mapping_registry(self) -> Any:
-                return registry(
-                    mappings.GatedMLPMapping(
-                        megatron_param=f"{experts}1.weight*",
-                        gate=f"{theirs}.gate_proj.weight",
-                        up=f"{theirs}.up_proj.weight",
-                    ),
-                    mappings.AutoMapping(megatron_param=f"{experts}2.weight*", hf_param=f"{theirs}.down_proj.weight"),
-                    mappings.ReplicatedMapping("decoder.layers.*.mlp.router.weight", "model.layers.*.mlp.gate.weight"),
-                )
-
-        mappings.AutoMapping.register_module_type("GroupedLinear", "column")
-        self.own, self.model, self.export_weight_dtype = Own(), model, "bf16"
-        parts = ("gate_proj", "up_proj", "down_proj")
-        keys = [
-            f"model.layers.{layer}.mlp.{own}.weight"
-            for layer in range(model.config.num_layers)
-            for own in ("gate", *(f"experts.{expert}.{part}" for expert in range(EXPERTS) for part in parts))
-        ]
-        self.theirs = SimpleNamespace(state=SimpleNamespace(source=SimpleNamespace(get_all_keys=lambda: keys)))
-        self.engine = SimpleNamespace(bridge=self, vanilla_bridge=False)
-        self.tasks = self.get_conversion_tasks([model.module])
-
-    def get_conversion_tasks(self, models: Any) -> Any:
-        return [task for task in self.own.build_conversion_tasks(self.theirs, models) if task is not None]
-
-    def export_hf_weights(self, model: Any, *, conversion_tasks: Any) -> Any:
-        options = {"conversion_tasks": conversion_tasks, "show_progress": False, "merge_adapter_weights": False}
-        theirs = SimpleNamespace(config=SimpleNamespace())
-        return self.own.stream_weights_megatron_to_hf([model], theirs, **options)
-
-    def follow(self, balancer: eplb.Balancer) -> None:
-        load_example("verl_weights").follow_verl(balancer, self.engine)
-
-    def export(self) -> STATE:
-        return copied(self.engine.bridge.export_hf_weights(self.model.module, conversion_tasks=self.tasks))
-
-
 WALKERS: dict[str, Any] = {walker.__name__: walker for walker in (ByNames, ByGathering, ByTasks)}
-FRAMEWORKS: dict[str, Any] = {walker.__name__: walker for walker in (Slime, MBridge, Verl, Bridge)}
-INSTALLED = [name for name, walker in FRAMEWORKS.items() if is_installed(walker.needs)]
 
 
 def line_of(work: Callable[[], Any]) -> str:
@@ -419,10 +230,8 @@ def stacked(balancer: eplb.Balancer, model: Any, rank: int) -> None:
 
 
 def everything(rank: int) -> dict[str, Any]:
-    importlib.import_module("transformers")
     model, _, balancer = model_of_two_ranks()
-    sys.meta_path.append(Answered())  # Megatron and Transformers have looked for what is there before
-    walkers = {name: walker(model) for name, walker in {**WALKERS, **{n: FRAMEWORKS[n] for n in INSTALLED}}.items()}
+    walkers = {name: walker(model) for name, walker in WALKERS.items()}
     found: dict[str, Any] = {name: {"at launch": walker.export()} for name, walker in walkers.items()}
     go_to(balancer, 3)
     for name, walker in walkers.items():
@@ -476,10 +285,8 @@ def experts_of(exported: STATE) -> list[str]:
     return [name for name in exported if ".experts." in name]
 
 
-@pytest.mark.parametrize("name", [*WALKERS, *FRAMEWORKS])
+@pytest.mark.parametrize("name", WALKERS)
 def test_each_expert_arrives_under_its_logical_id(name: str, results: list[dict[str, Any]]) -> None:
-    if name in FRAMEWORKS and name not in INSTALLED:
-        pytest.skip(f"{FRAMEWORKS[name].needs} is not installed; its stand-in is walked")
     for found in results:
         walked = found[name]
         experts = experts_of(walked["at launch"])

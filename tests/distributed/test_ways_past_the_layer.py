@@ -110,13 +110,10 @@ def copied(ranks: int) -> eplb.Placement:
 @pytest.mark.parametrize(
     ("world_size", "ep", "options"),
     [
-        pytest.param(2, 2, {}, marks=pytest.mark.long),
-        pytest.param(2, 2, {"replica_slots": 1, "split_least_tokens": 0}, marks=pytest.mark.long),
-        pytest.param(4, 2, {}, marks=pytest.mark.long),
         (4, 2, {"replica_slots": 1, "split_least_tokens": 0}),
         (3, 1, {}),
     ],
-    ids=["EP 2", "EP 2, copies", "EP 2 x EDP 2", "EP 2 x EDP 2, copies", "EDP 3"],
+    ids=["EP 2 x EDP 2, copies", "EDP 3"],
 )
 def test_what_reaches_experts_past_their_layer_counts_as_in_one_process(
     world_size: int, ep: int, options: dict

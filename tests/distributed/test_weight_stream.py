@@ -19,6 +19,7 @@ import torch.distributed as dist
 from live_memory import LiveMemory
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -49,16 +50,17 @@ def shuffled(like: eplb.Placement) -> eplb.Placement:
 def attached(family: str, replica_slots: int) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
     model = make_model(family, experts=EXPERTS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    config = eplb.BalancerConfig(interval=None, replica_slots=replica_slots, dense_gradients="allreduce")
-    return model, optimizer, eplb.attach(model, optimizer, config=config)
+    return (
+        model,
+        optimizer,
+        training.attach(model, optimizer, interval=None, replica_slots=replica_slots),
+    )
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     model.train()
     batch = batch_of(dist.get_rank(), step)
-    model(input_ids=batch, labels=batch).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    training.step(model, optimizer, batch)
 
 
 def move(balancer: eplb.Balancer) -> None:
@@ -320,7 +322,7 @@ def late(model: nn.Module, optimizer: torch.optim.Optimizer, balancer: eplb.Bala
     held: list[Any] = []
 
     def work() -> None:
-        tensors = balancer.named_logical_tensors(bucket_bytes=BUCKET, timeout_seconds=6)
+        tensors = balancer.named_logical_tensors(bucket_bytes=BUCKET, timeout_seconds=3)
         for number, _ in enumerate(tensors):
             if rank == 1 and number == 4:
                 raise ValueError("in the loop")
@@ -442,7 +444,7 @@ def test_a_rank_that_never_comes_is_waited_for_no_longer_than_was_said(results: 
         if rank == 1:
             assert found["said"] == "in the loop"
         else:
-            assert "a rank did not come within 6 s, or is lost" in found["said"]
+            assert "a rank did not come within 3 s, or is lost" in found["said"]
         assert found["joined"] and found["equal"] == []
 
 

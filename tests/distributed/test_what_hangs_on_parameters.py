@@ -10,9 +10,9 @@ import pytest
 import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 from torch import Tensor, nn
 
-import eplb_runtime as eplb
 from eplb_runtime.hosts import AttachError
 
 EXPERTS = 8
@@ -28,14 +28,9 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def attach(self) -> None:
-        config = eplb.BalancerConfig(
-            dense_gradients="allreduce",
-            replica_slots=self.slots,
-            interval=1000,
-            gate="always",
-            dispatch=eplb.DispatchConfig(split_least_tokens=0 if self.slots else 64),
+        self.balancer = training.attach(
+            self.model, self.optimizer, replica_slots=self.slots, interval=1000, gate="always"
         )
-        self.balancer = eplb.attach(self.model, self.optimizer, config=config)
         self.model.train()
 
     def backward(self, step: int) -> None:

@@ -12,6 +12,7 @@ import torch
 from device import DEVICE, NCCL, device_of, no_host_sync, use
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 
 import eplb_runtime as eplb
 from eplb_runtime.distributed import node_memory
@@ -44,14 +45,7 @@ def train(rank: int, way: str) -> dict:
     )
     balancer = eplb.attach(model, optimizer, config=config)
     model.train()
-    losses = []
-    for step in range(STEPS):
-        ids = batch_of(rank, step).to(device)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = [training.step(model, optimizer, batch_of(rank, step).to(device)) for step in range(STEPS)]
     replicas = balancer._runtime.maps.replicas
     torch.cuda.synchronize()
     torch.distributed.barrier()

@@ -9,6 +9,7 @@ import torch
 from device import NCCL, device_of, use
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support import training
 from support.shuffle import plan_by, plan_shuffle
 
 import eplb_runtime as eplb
@@ -51,12 +52,7 @@ def train(rank: int, replica_slots: int, moving: bool, steps: int | None) -> dic
             balancer._rebalancer._pause("a test wants new connections")
             if moving:
                 plan_by(balancer, plan_shuffle)
-        ids = batch_of(rank, len(losses)).to(device)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(training.step(model, optimizer, batch_of(rank, len(losses)).to(device)))
     result = {
         "losses": losses,
         "state": {name: tensor.cpu() for name, tensor in eplb.logical_state_dict(model, optimizer).items()},

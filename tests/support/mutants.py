@@ -229,6 +229,23 @@ def leave_copies_in_host_memory() -> None:
     optimizers._offloaded = lambda leaf, parameter: replace(own(leaf, parameter), copies={})
 
 
+def rows_in_slot_order() -> None:
+    """Every rank writes and reads its rows as those of the experts that would be there in logical order."""
+    from eplb_runtime.balancer.balancer import Balancer
+
+    Balancer._home_experts = lambda self, layer: [
+        self._runtime.job.ep_rank * self.placement.homes_per_rank + row for row in range(self.placement.homes_per_rank)
+    ]
+
+
+def forget_columns() -> None:
+    """A framework's dispatchers send tokens to where experts were at launch."""
+    from eplb_runtime.moe.layer import HostDispatchedLayer
+
+    own = HostDispatchedLayer.logical_of_slots.fget
+    HostDispatchedLayer.logical_of_slots = property(lambda self: torch.arange(len(own(self))))
+
+
 REPLICAS = "test_replicas.py::test_training_with_copies_is_training_without_to_1e_12"
 OPTIMIZERS = "test_training_is_bit_identical.py::test_so_is_training_with_other_optimizers_dtypes_and_experts"
 EDP = "test_expert_data_parallel.py"
@@ -243,6 +260,7 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
     "sums in any order": (f"{EDP}::test_migration_changes_no_bit_where_three_or_more", sum_in_any_order),
     "gradients reduced again": (LOOPS, reduce_again_after_every_forward),
     "new gradients overlooked": (LOOPS, overlook_new_gradients),
+    "checkpoints in slot order": ("test_checkpoint.py::test_it_loads_bit_equal_anywhere", rows_in_slot_order),
     "norm of one stage": ("test_pipelining.py::test_a_schedule_equals_the_whole_model", norm_of_one_stage),
     "gradients of copies forgotten": (f"{REPLICAS}[copies]", forget_gradients_of_copies),
     "gradients of copies lost": (f"{REPLICAS}[copies]", lose_gradients_on_the_way),
@@ -258,6 +276,10 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
     "pieces stay on their EDP rank": (DIVIDED, pieces_stay_on_their_edp_rank),
     "norm by the cut": (DIVIDED, norm_of_each_rank_alone),
     "divided state left behind": (DIVIDED, leave_behind("exp_avg")),
+    "columns of a routing map forgotten": (
+        "test_megatron.py::test_moving_experts_changes_no_bit[grouped experts]",
+        forget_columns,
+    ),
     "weights kept in FP8": ("test_megatron_fp8.py::test_a_forward_by_hand", keep_weights_in_fp8),
     "scales left behind": ("test_megatron_precision_aware.py::test_state_in_dtypes_of_its_own", leave_scales),
     "copies in host memory left behind": (

@@ -1,0 +1,46 @@
+"""A training job in a few calls: how a rank of a test attaches a model, and takes a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from flat_settings import config_from_settings
+from torch import nn
+
+import eplb_runtime as eplb
+
+from .shuffle import plan_by, plan_shuffle
+
+
+def attach(
+    model: Any,
+    optimizer: Any = None,
+    *,
+    moving: bool = False,
+    ep_group: dist.ProcessGroup | None = None,
+    ranks: eplb.hosts.Ranks | None = None,
+    **settings: Any,
+) -> eplb.Balancer:
+    """A balancer with settings by their own names (`flat_settings`); it averages gradients, and splits every batch over
+    replicas.
+
+    Args:
+        moving: all homes change places at each decision.
+    """
+    least = 0 if settings.get("replica_slots") else 64
+    config = config_from_settings({"dense_gradients": "allreduce", "split_least_tokens": least, **settings})
+    balancer = eplb.attach(model, optimizer, config=config, ep_group=ep_group, ranks=ranks)
+    if moving:
+        plan_by(balancer, plan_shuffle)
+    return balancer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> float:
+    """Train on a batch; the loss."""
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss)
