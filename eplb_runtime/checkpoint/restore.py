@@ -64,6 +64,11 @@ class Fitted:
             raise CheckpointError(
                 f"{unknown[0]} in {saved.name} has no place in the model ({len(unknown)} such entries)"
             )
+        left_out = sorted(key for key in saved.tensors if key not in known and key.startswith("extra."))
+        if left_out and not in_stages:
+            logger.warning(
+                "%s in %s is left out: register it (balancer.register) ahead of the load", left_out, saved.name
+            )
         self._states: dict[str, dict[str, Any]] = {}
         self._options: list[dict[str, Any]] = []
         if not view.optimizers:
