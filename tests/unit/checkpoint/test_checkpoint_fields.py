@@ -117,5 +117,7 @@ def test_control_the_numbers_as_they_were_are_loaded(folder: tuple[Path, Any]) -
 
 def test_what_was_registered_and_is_not_now_is_named(caplog: pytest.LogCaptureFixture) -> None:
     model, _ = model_and_optimizer(1)
-    eplb.load_logical_state_dict(model, None, {**eplb.logical_state_dict(model), "extra.0.weight/ema": torch.ones(2, 3)})
+    eplb.load_logical_state_dict(
+        model, None, {**eplb.logical_state_dict(model), "extra.0.weight/ema": torch.ones(2, 3)}
+    )
     assert "['extra.0.weight/ema'] in the state is left out: register it" in caplog.text
