@@ -20,6 +20,10 @@ EXAMPLES = """
 
 exit status: 0; 1 if a recipe's job would not attach, 2 bad input
 """
+_HEADS = {
+    **{"name": "transport", "device": "on", "usable": "usable"},
+    **{"intra_node_gb_per_second": "GB/s in node", "inter_node_gb_per_second": "between", "why": "why"},
+}
 _YES_NO = {True: "yes", False: "no", None: "not known"}
 
 
@@ -73,7 +77,8 @@ def _run(arguments: argparse.Namespace) -> int:
         print_table(title, [{"memory of each rank": item.what, "GiB": _gib(item.nbytes)} for item in memory])
     print_table("versions", [{"package": name, "version": version} for name, version in said["versions"].items()])
     print_table("back ends", said["backends"])
-    print_table("transports of experts", said["transports"])
+    transports = [{head: one[name] for name, head in _HEADS.items()} for one in said["transports"]]
+    print_table("transports of experts", transports)
     return 0
 
 
