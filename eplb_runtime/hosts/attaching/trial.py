@@ -422,7 +422,7 @@ def _shares(given_RS: Tensor, seen_S: Tensor) -> Tensor | None:
 
 def _sketched(entry: TrialEntry) -> tuple[Tensor, Tensor]:
     """int64: a digest that a change of any element changes; float64 ``[1 + SKETCHES]``: the sum of squares and, of
-    gradients and weights, sums with random signs. All are added up over the parts of a row."""
+    gradients, weights and buffers, sums with random signs. All are added up over the parts of a row."""
     tensor = entry.tensor.detach()
     flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).contiguous().reshape(-1)
     digest = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -432,13 +432,12 @@ def _sketched(entry: TrialEntry) -> tuple[Tensor, Tensor]:
         first = entry.first + begin
         keys = _keys(first, part.numel(), flat.device)
         digest += (bit_words(part).to(torch.int64) * keys).sum()
-        if part.is_floating_point():
-            values = part.double()
-            sums[0] += values @ values
-            if entry.kind in ("gradient", "parameter"):
-                signed = torch.where(keys & 256 == 0, values, -values)
-                before, after = first % SKETCHES, -(first + part.numel()) % SKETCHES
-                sums[1:] += nn.functional.pad(signed, (before, after)).view(-1, SKETCHES).sum(dim=0)
+        values = part.double()
+        sums[0] += values @ values
+        if entry.kind in ("gradient", "parameter", "buffer"):
+            signed = torch.where(keys & 256 == 0, values, -values)
+            before, after = first % SKETCHES, -(first + part.numel()) % SKETCHES
+            sums[1:] += nn.functional.pad(signed, (before, after)).view(-1, SKETCHES).sum(dim=0)
     return digest.cpu(), sums.cpu()
 
 
