@@ -1,5 +1,4 @@
-"""``eplb-runtime doctor``: what a model will take on each rank, what of this machine can be used, and whether jobs of a
-recipe would attach."""
+"""``eplb-runtime doctor``: what a model takes on each rank, what of a machine can be used, would a recipe attach?"""
 
 from __future__ import annotations
 
@@ -20,10 +19,6 @@ EXAMPLES = """
 
 exit status: 0; 1 if a recipe's job would not attach, 2 bad input
 """
-_HEADS = {
-    **{"name": "transport", "device": "on", "usable": "usable"},
-    **{"intra_node_gb_per_second": "GB/s in node", "inter_node_gb_per_second": "between", "why": "why"},
-}
 _YES_NO = {True: "yes", False: "no", None: "not known"}
 
 
@@ -77,8 +72,8 @@ def _run(arguments: argparse.Namespace) -> int:
         print_table(title, [{"memory of each rank": item.what, "GiB": _gib(item.nbytes)} for item in memory])
     print_table("versions", [{"package": name, "version": version} for name, version in said["versions"].items()])
     print_table("back ends", said["backends"])
-    transports = [{head: one[name] for name, head in _HEADS.items()} for one in said["transports"]]
-    print_table("transports of experts", transports)
+    heads = ("transport", "on", "usable", "why", "GB/s in node", "between")
+    print_table("transports of experts", [dict(zip(heads, one.values(), strict=True)) for one in said["transports"]])
     return 0
 
 

@@ -298,8 +298,7 @@ class MigrationEngine:
     def unfailing(
         self, what: str = "experts on this rank are not where the other ranks believe them to be"
     ) -> Iterator[None]:
-        """Enclose work after an agreement of all ranks: a failure inside makes this rank differ from the others for
-        good."""
+        """Enclose work after an agreement of all ranks: a failure inside makes this rank differ from them for good."""
         self.refuse_if_broken()
         try:
             yield

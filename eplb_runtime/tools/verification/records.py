@@ -116,10 +116,8 @@ class Difference:
 
 
 def first_difference(one: Run, other: Run) -> Difference | None:
-    """Return the first difference of any bit, as far as both runs came; None: there is none.
-
-    Losses alone make none: a term over a rank's experts goes by where they are, and its gradient may not.
-    """
+    """Return the first difference of any bit, as far as both runs came; None: there is none. Losses alone make none: a
+    term over a rank's experts goes by where they are, and its gradient may not."""
     for number in range(min(one.length, other.length) + 1):
         here, there = one.step(number), other.step(number)
         lone = here.cells.keys() ^ there.cells.keys()

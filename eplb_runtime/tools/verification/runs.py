@@ -105,6 +105,8 @@ def proof() -> Proof:
         return answer("unknown", _HELD.format(**report.unregistered[0]))
     if report.single_reason and (untried := meta["untried"]):
         return answer("unknown", f"{untried[0]} could not be called by attach, and {report.single_reason}")
+    if (count := meta["balancers"]) > 1:
+        return answer("unknown", f"the job attaches {count} balancers, and the first alone is compared")
     if name := untrained(fixed):
         return answer("unknown", f"{name} has gradients and no step changes it: does the optimizer step this model?")
     if name := uneven_buffer(fixed):
@@ -201,9 +203,7 @@ def verify(
     loss: Callable[[Any, Any], Tensor] = lambda output, batch: output.loss,
 ) -> Report:
     """Train with experts fixed, moved after each step, and all of them on each rank; return what a comparison shows,
-    equal on every rank. Collective.
-
-    Gradients outside the experts are averaged by the balancer. Seeds are set before each step.
+    equal on every rank. Collective. The balancer averages gradients outside the experts; seeds are set before each step.
 
     Args:
         make_model: a new model on its device, the same weights at each call and on every rank.

@@ -120,4 +120,4 @@ def test_what_was_registered_and_is_not_now_is_named(caplog: pytest.LogCaptureFi
     eplb.load_logical_state_dict(
         model, None, {**eplb.logical_state_dict(model), "extra.0.weight/ema": torch.ones(2, 3)}
     )
-    assert "['extra.0.weight/ema'] in the state is left out: register it" in caplog.text
+    assert "['extra.0.weight/ema'] in the state is left out: balancer.register it" in caplog.text
