@@ -203,7 +203,7 @@ def verify(
     loss: Callable[[Any, Any], Tensor] = lambda output, batch: output.loss,
 ) -> Report:
     """Train with experts fixed, moved after each step, and all of them on each rank; return what a comparison shows,
-    equal on every rank. Collective. The balancer averages gradients outside the experts; seeds are set before each step.
+    equal on every rank. Collective. The balancer averages gradients outside the experts. Each step begins with a seed.
 
     Args:
         make_model: a new model on its device, the same weights at each call and on every rank.
