@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 import eplb_runtime as eplb
 from eplb_runtime.events import LoadMeasured, RebalanceAborted, RebalanceCommitted
-from eplb_runtime.observe.profiling import Profiler
+from eplb_runtime.observe.profiling import profiler as profiler_of
 from eplb_runtime.observe.summary import summary_text
 from eplb_runtime.tools.launch import repeat_every_bit
 
@@ -128,7 +128,7 @@ def train(args: argparse.Namespace, name: str, policy: str, replica_slots: int, 
     started = time.perf_counter()
     # Recorded from a decision to the next, experts having moved a few times by then.
     skip = max(0, min(4 * args.interval, args.steps // 2 - args.interval) - 1)
-    with Profiler(args.profile / name, args.interval, skip) if args.profile else nullcontext() as profiler:
+    with profiler_of(args.profile / name, args.interval, skip) if args.profile else nullcontext() as profiler:
         for step in range(args.steps):
             ids = batch(step)
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss

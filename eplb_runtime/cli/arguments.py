@@ -111,6 +111,10 @@ def not_negative_float(text: str) -> float:
     return float(_number(text, float, lambda value: 0 <= value < float("inf"), "a number, 0 or more"))
 
 
+def at_least_one(text: str) -> float:
+    return float(_number(text, float, lambda value: 1 <= value < float("inf"), "max / mean rank load, 1 or more"))
+
+
 def share(text: str) -> float:
     return float(_number(text, float, lambda value: 0 < value <= 1, "a share above 0, up to 1"))
 

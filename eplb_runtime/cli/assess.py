@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from dataclasses import fields
 from itertools import count
 from typing import Any
 
 from . import arguments as kinds
 from .arguments import LOAD, InputError, add_command, add_options, option
 from .inputs import read_job
-from .printing import COLUMNS, note_compilation, print_json, print_lines, print_table, spinner
+from .printing import COLUMNS, note_compilation, print_json, print_table, spinner
 
 EXAMPLES = """
   eplb-runtime assess runs/first                        # the folder of eplb.record or of BalancerConfig(run=...)
@@ -57,15 +56,14 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from ..tools.assess import Overrides, assess
+    from ..tools.assess import assess
 
     record = read_job(arguments.record, arguments)
-    overrides = Overrides(**{entry.name: getattr(arguments, entry.name) for entry in fields(Overrides)})
     note_compilation()
     try:
         with spinner() as shown:
             plans = count(1)
-            assessment = assess(record, overrides, lambda: shown.update(f"plan {next(plans)}"))
+            assessment = assess(record, vars(arguments), lambda: shown.update(f"plan {next(plans)}"))
     except ValueError as error:
         raise InputError(str(error)) from None
     if arguments.json:
@@ -77,10 +75,10 @@ def _run(arguments: argparse.Namespace) -> None:
             f" Windows of other numbers of steps than {record.steps_per_window}, as most have, were left out: "
             f"{assessment.left_out} of {len(record.load)}."
         )
-    print_lines(*textwrap.wrap(said, COLUMNS, break_on_hyphens=False))
+    print(textwrap.fill(said, COLUMNS, break_on_hyphens=False))
     if assessment.pays is None:
         return
-    print_lines("")
+    print()
     rows = [
         {
             "experts": way.name,
@@ -95,4 +93,4 @@ def _run(arguments: argparse.Namespace) -> None:
         if way is not None
     ]
     print_table("Imbalance is max / mean rank load, over all layers and judged windows.", rows)
-    print_lines("", "What neither the record nor an option says is assumed: see assess --help.")
+    print("\nWhat neither the record nor an option says is assumed: see assess --help.")

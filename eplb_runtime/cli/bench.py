@@ -79,10 +79,7 @@ def _on_ranks(arguments: argparse.Namespace) -> int:
     from ..tools.launch import is_first, launched, process_group, start_ranks
 
     if not launched():
-        words = ["--json"] if arguments.json else []
-        for name, value in options.items():
-            words += [f"--{name}"] if value is True else [f"--{name}", str(value)] if value else []
-        return start_ranks(["bench", what, *words], arguments.ranks)
+        return start_ranks(arguments.given, arguments.ranks)
     device = options.pop("device", "cpu")
     with process_group(device) as here, spinner() if is_first() else nullcontext() as shown:
         if shown is not None and what == "train":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from itertools import product
 from typing import Any
 
 from . import arguments as kinds
@@ -27,7 +28,7 @@ def add(commands: Any) -> None:
         option("--input", "T", positive_float, "of its gradient of inputs (default: 1)", 1.0),
         option("--weight", "T", positive_float, "of its gradient of weights (default: 1)", 1.0),
         option("--overlapped", "T", positive_float, "of a forward and a backward together (default: their sum)"),
-        option("--imbalance", "X,...", several(_imbalance), "max / mean rank load of each stage's MoE layers"),
+        option("--imbalance", "X,...", several(kinds.at_least_one), "max / mean rank load of each stage's MoE layers"),
         option("--moe-share", "X", kinds.share, share, 0.6),
     ]
     add_command(commands, "bubbles", _run, "play pipeline schedules and say how long ranks are idle", EXAMPLES, options)
@@ -40,34 +41,16 @@ def _run(arguments: argparse.Namespace) -> None:
     schedules = [name.lower() for name in arguments.schedule or ()]  # also as they are named elsewhere: DualPipeV
     schedules = schedules or list(SCHEDULES)
     rows: list[dict[str, Any]] = []
-    for name in schedules:
-        for ranks in arguments.ranks:
-            table, formula = table_of(name, ranks, arguments.microbatches), SCHEDULES[name].formula
-            stretch_S = _stretch(arguments, stages_of(table))
-            row = {"schedule": name, "ranks": ranks, "microbatches": arguments.microbatches}
-            row |= follow(table, times, stretch_S).summary()
-            published = None if formula is None or stretch_S is not None else formula(ranks, times)
-            rows.append({**row, "formula": published})
+    for name, ranks in product(schedules, arguments.ranks):
+        table, formula = table_of(name, ranks, arguments.microbatches), SCHEDULES[name].formula
+        if arguments.imbalance is not None and len(arguments.imbalance) != stages_of(table):
+            given = f"{len(arguments.imbalance)} stages are given an imbalance"
+            raise InputError(f"{given}, the schedule has {stages_of(table)}")
+        stretch_S = [1 + arguments.moe_share * (imbalance - 1) for imbalance in arguments.imbalance or ()] or None
+        row = {"schedule": name, "ranks": ranks, "microbatches": arguments.microbatches}
+        row |= follow(table, times, stretch_S).summary()
+        rows.append({**row, "formula": None if formula is None or stretch_S is not None else formula(ranks, times)})
     if arguments.json:
         print_json({"rows": rows})
-        return
-    shown = [{key: "" if value is None else value for key, value in row.items()} for row in rows]
-    print_table("a step of each schedule; bubble: idle time of a rank, mean over ranks", shown)
-
-
-def _stretch(arguments: argparse.Namespace, stages: int) -> list[float] | None:
-    """Return how many times as long each stage takes, if a share of its time goes with its busiest rank's load; None:
-    experts are even."""
-    imbalance_S = arguments.imbalance
-    if imbalance_S is None:
-        return None
-    if len(imbalance_S) != stages:
-        raise InputError(f"{len(imbalance_S)} stages are given an imbalance, the schedule has {stages}")
-    return [1 + arguments.moe_share * (imbalance - 1) for imbalance in imbalance_S]
-
-
-def _imbalance(text: str) -> float:
-    found = positive_float(text)
-    if found < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: max / mean rank load is 1 or more")
-    return found
+    else:
+        print_table("a step of each schedule; bubble: idle time of a rank, mean over ranks", rows)

@@ -4,13 +4,12 @@ recipe would attach."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
 from .arguments import InputError, add_command, choice, not_negative, option, positive
-from .printing import print_json, print_lines, print_table, spinner
+from .printing import print_json, print_table, spinner
 
 EXAMPLES = """
   eplb-runtime doctor
@@ -58,46 +57,24 @@ def _run(arguments: argparse.Namespace) -> int:
         title, memory = memory_of(arguments.model_config, **given)
     with process_group(device) as here, spinner() if is_first() else nullcontext() as shown:
         trials = try_transports(here, shown.update if shown is not None else lambda said: None)
-    said = {
+    said: dict[str, Any] = {
         "model": title,
         "memory_bytes": {item.key: item.nbytes for item in memory},
         "versions": versions(),
         "backends": [asdict(one) for one in backends()],
         "transports": [asdict(trial) for trial in trials],
     }
-    if is_first() and arguments.json:
+    if not is_first():
+        return 0
+    if arguments.json:
         print_json(said)
-    elif is_first():
-        _show(said, memory)
+        return 0
+    if memory:
+        print_table(title, [{"memory of each rank": item.what, "GiB": _gib(item.nbytes)} for item in memory])
+    print_table("versions", [{"package": name, "version": version} for name, version in said["versions"].items()])
+    print_table("back ends", said["backends"])
+    print_table("transports of experts", said["transports"])
     return 0
-
-
-def _show(said: dict[str, Any], memory: Sequence[Any]) -> None:
-    tables: dict[str, list[dict[str, Any]]] = {
-        said["model"]: [{"memory of each rank": item.what, "GiB": _gib(item.nbytes)} for item in memory],
-        "versions": [{"package": name, "version": version} for name, version in said["versions"].items()],
-        "back ends": [
-            {"back end": one["name"], "usable": _YES_NO[one["usable"]], "why": one["why"]} for one in said["backends"]
-        ],
-        "transports of experts": [
-            {
-                "transport": one["name"],
-                "on": one["device"],
-                "usable": _YES_NO[one["usable"]],
-                "GB/s in node": _speed(one["intra_node_gb_per_second"]),
-                "between": _speed(one["inter_node_gb_per_second"]),
-                "why": one["why"],
-            }
-            for one in said["transports"]
-        ],
-    }
-    for name, rows in tables.items():
-        if rows:
-            print_table(name, rows)
-
-
-def _speed(gb_per_second: float | None) -> str:
-    return "" if gb_per_second is None else f"{gb_per_second:.3g}"
 
 
 def _gib(nbytes: int) -> str:
@@ -120,18 +97,18 @@ def _judge(path: str, as_json: bool) -> int:
         False: "no, it does not attach",
         None: f"not known: {', '.join(found.undecided)} decides, and the recipe does not show it",
     }
-    print_lines(
+    print(
         f"{recipe.name}: {verdict[found.attaches]} ({host.VERSION})",
         f"homes move: {_YES_NO[found.attaches]}; replica slots: {_YES_NO[found.replicas]}",
         f"with homes moved, training is equal to: {found.exact or 'not known'}",
+        sep="\n",
     )
     if found.refused:
-        print_table("refused", [{name: str(cell) for name, cell in row.items()} for row in said["refused"]])
+        print_table("refused", said["refused"])
     for title, values in (
         ("the recipe does not show", found.unknown),
         (f"assumed: defaults of {host.VERSION}, or of what trains with it", found.assumed),
     ):
         if values:
-            print_table(title, [{"setting": name, "value": str(value)} for name, value in values.items()])
-    print_lines("checked at attach:", *(f"  {what}" for what in host.CHECKED_AT_ATTACH))
+            print_table(title, [{"setting": name, "value": value} for name, value in values.items()])
     return int(found.attaches is False)

@@ -38,15 +38,6 @@ def require_output(path: str | None, endings: Sequence[str]) -> None:
         raise InputError(f"{path}: {error}") from None
 
 
-def require_policies(policies: Sequence[str]) -> None:
-    """Refuse names that are no policies."""
-    from ..planner.policies import POLICIES
-
-    unknown = [name for name in policies if name not in POLICIES]
-    if unknown:
-        raise InputError(f"policy {unknown[0]!r} is unknown; choose one of: {', '.join(POLICIES)}")
-
-
 def topology_of(arguments: argparse.Namespace) -> Topology:
     from ..topology import Topology
 

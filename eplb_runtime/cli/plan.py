@@ -5,18 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from .arguments import (
-    LOAD,
-    POLICY,
-    add_command,
-    choice,
-    cluster,
-    option,
-    positive,
-    positive_float,
-    several,
-)
-from .inputs import read_windows, require_output, require_policies, topology_of, with_tokens
+from .arguments import LOAD, POLICY, add_command, choice, cluster, option, positive, positive_float, several
+from .inputs import read_windows, require_output, topology_of, with_tokens
 from .printing import note_compilation, print_json
 
 if TYPE_CHECKING:
@@ -53,34 +43,25 @@ def _run(arguments: argparse.Namespace) -> None:
     from ..planner import CostModel, plan
     from ..tools.formats.convert import read_placement
 
-    require_policies([arguments.policy])
     require_output(arguments.output, (".json", ".safetensors"))
     topology, current = topology_of(arguments), None
     if arguments.current is not None:
         current = read_placement(arguments.current, arguments.ranks, arguments.dense_layers or 0)
     load = with_tokens(arguments.load, read_windows(arguments.load, arguments))
     parameters = arguments.expert_parameters
-    make = partial(
-        plan,
-        load,
-        topology,
-        slots_per_rank=arguments.slots_per_rank,
-        current=current,
-        policy=arguments.policy,
-        layout=arguments.layout,
-        groups=arguments.groups,
-        max_moves=arguments.max_moves,
-        rank_speed=arguments.rank_speed,
-        cost=None if parameters is None else CostModel(home_bytes=12 * parameters, replica_bytes=2 * parameters),
-    )
+    cost = None if parameters is None else CostModel(home_bytes=12 * parameters, replica_bytes=2 * parameters)
+    names = ("slots_per_rank", "policy", "layout", "groups", "max_moves", "rank_speed")
+    asked = {name: getattr(arguments, name) for name in names}
+    make = partial(plan, load, topology, current=current, cost=cost, **asked)
     note_compilation()
     make()  # loads compiled code, so that the seconds of the plan are those of planning
     planned = make()
     if arguments.output is not None:
         planned.placement.save(arguments.output)
     if not arguments.json:
-        print(planned)
-        print("imbalance is that of the load given; for that of the steps after a plan: eplb-runtime simulate")
+        print(
+            f"{planned}\nimbalance is that of the load given; for that of the steps after a plan: eplb-runtime simulate"
+        )
         if arguments.output is not None:
             print(f"placement written to {arguments.output}")
         return

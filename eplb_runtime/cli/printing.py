@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,8 +13,6 @@ from .arguments import PROGRAM
 
 COLUMNS = 80
 """Of a table where there is no terminal."""
-EVERY_SECONDS = 10.0
-"""Between two lines of progress where stderr is no terminal."""
 _NUMBER = re.compile(r"^$|^[-+]?[\d.,]+(?:e[-+]\d+)?(?: ?%)?(?: \(.*\))?$|^nan$|^inf$")
 
 
@@ -32,12 +29,6 @@ def note_compilation() -> None:
         note("the planner is compiled first, once on this machine: a minute, more where others use it")
 
 
-def print_lines(*lines: str) -> None:
-    """Print what is no table."""
-    for line in lines:
-        print(line)
-
-
 def print_json(fields: Mapping[str, Any]) -> None:
     print(json.dumps(fields))
 
@@ -48,10 +39,8 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     from rich.console import Console
 
     names = list(dict.fromkeys(name for row in rows for name in row))
-    heads, lines = (
-        [name.replace("_", " ") for name in names],
-        [[_shown(row.get(name, "")) for name in names] for row in rows],
-    )
+    heads = [name.replace("_", " ") for name in names]
+    lines = [[_shown(row.get(name)) for name in names] for row in rows]
     console = Console()
     if not console.is_terminal:
         console = Console(width=COLUMNS)
@@ -94,15 +83,22 @@ def _table(columns: Sequence[Sequence[str]]) -> Any:
 
 
 def _shown(value: Any) -> str:
+    words = {None: "", True: "yes", False: "no"}
+    if value is None or isinstance(value, bool):
+        return words[value]
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-# -- progress --------------------------------------------------------------------------------------------------------
+def spinner() -> Any:
+    """Return a context with a sign of life on stderr, where it is a terminal; its ``update`` says what is done now."""
+    from rich.console import Console
+
+    return Console(stderr=True).status("measuring")
 
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show on stderr how far work is; yields the function that advances it, by one or by so many."""
+    """Show how far work is; yields the function that advances it, by one or by so many."""
     done = 0
     with spinner() as shown:
 
@@ -112,35 +108,3 @@ def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
             shown.update(f"{what} {done}/{total}")
 
         yield advance
-        shown.update(f"{what} {done}/{total}", last=True)
-
-
-class Spinner:
-    """Shows what is done now: on a terminal at once, else as a line now and then."""
-
-    def __init__(self, status: Any) -> None:
-        self._status = status
-        self._began = self._said = time.monotonic()
-
-    def update(self, text: str, last: bool = False) -> None:
-        if self._status is not None:
-            self._status.update(text)
-        elif last or time.monotonic() - self._said >= EVERY_SECONDS:
-            self.say(text)
-
-    def say(self, text: str) -> None:
-        self._said = time.monotonic()
-        note(f"{text}, {self._said - self._began:.0f} s")
-
-
-@contextmanager
-def spinner() -> Iterator[Spinner]:
-    """Show a sign of life on stderr, for work whose length is not known."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield Spinner(None)
-        return
-    with console.status("measuring") as status:
-        yield Spinner(status)

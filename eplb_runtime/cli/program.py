@@ -5,6 +5,7 @@ Rooms are imported by the command that needs them, so that ``--help`` is quick.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for gone, instead in GONE.items():
         if given and given[0] == gone.split()[0] and set(gone.split()) <= set(given):
             return _complain(f"{gone} is gone: {instead}", BAD_INPUT)
-    parsed = _parser().parse_args(arguments)
+    parsed = _parser().parse_args(given, argparse.Namespace(given=given))
     if parsed.verbose:  # warnings are always shown
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
         logging.getLogger("eplb_runtime").setLevel(logging.INFO if parsed.verbose == 1 else logging.DEBUG)

@@ -5,20 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .arguments import (
-    LOAD,
-    POLICY,
-    add_command,
-    add_options,
-    choice,
-    cluster,
-    names,
-    not_negative_float,
-    option,
-    positive,
-    positive_float,
-)
-from .inputs import read_windows, require_output, require_policies, topology_of, with_tokens
+from . import arguments as kinds
+from .arguments import LOAD, POLICY, add_command, add_options, choice, cluster, option, positive
+from .inputs import read_windows, require_output, topology_of, with_tokens
 from .printing import note_compilation, print_json, print_table, progress
 
 EXAMPLES = """
@@ -26,6 +15,8 @@ EXAMPLES = """
   eplb-runtime simulate series.npz --ranks 8 --ranks-per-node 8 --slots-per-rank 5 --every 5 \\
       --policies static,deepseek,incremental --gate payoff -o windows.json
 """
+
+SIZES = ("hidden_size", "expert_hidden_size", "flops", "stall_seconds")
 
 
 def add(commands: Any) -> None:
@@ -36,7 +27,7 @@ def add(commands: Any) -> None:
         option("trace", "TRACE", str, "a series of windows; " + LOAD),
         *cluster(),
         option("--every", "K", positive, "replan every K windows; the first K are only planned on", required=True),
-        option("--policies", "A,B,...", names, policies, names(default)),
+        option("--policies", "A,B,...", kinds.names, policies, kinds.names(default)),
         option("--merge", "N", positive, "first merge every N windows of the series into one", 1),
         option("--history", "N", positive, "windows of the past that a plan sees (default: 4 K)"),
         option("-o", "FILE", str, "write every judged window, .json", dest="output"),
@@ -46,8 +37,10 @@ def add(commands: Any) -> None:
         option("--steps-per-window", "N", positive, "training steps of a window (default: 1)", 1),
         option("--hidden-size", "N", positive, "of the model (default: 7168, DeepSeek-V3)", 7168),
         option("--expert-hidden-size", "N", positive, "of one expert (default: 2048)", 2048),
-        option("--flops", "F", positive_float, "FLOP/s a rank sustains on expert GEMMs (default: 4e14)", 400e12),
-        option("--stall-seconds", "S", not_negative_float, "cost of a rebalance besides its bytes (default: 0)", 0.0),
+        option("--flops", "F", kinds.positive_float, "FLOP/s a rank sustains on expert GEMMs (default: 4e14)", 400e12),
+        option(
+            "--stall-seconds", "S", kinds.not_negative_float, "cost of a rebalance besides its bytes (default: 0)", 0.0
+        ),
     ]
     summary = "play a series of loads through several policies: plan on the past, judge on what came next"
     command = add_command(commands, "simulate", _run, summary, EXAMPLES, options)
@@ -56,9 +49,8 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from ..tools.simulate import Asked, Series, StepModel, merge_windows, num_replans, simulate, write_windows
+    from ..tools.simulate import Series, StepModel, merge_windows, num_replans, simulate, write_windows
 
-    require_policies(arguments.policies)
     policies = arguments.policies if "static" in arguments.policies else ["static", *arguments.policies]
     require_output(arguments.output, (".json",))
     topology = topology_of(arguments)
@@ -66,17 +58,11 @@ def _run(arguments: argparse.Namespace) -> None:
     note_compilation()
     with progress("plans", len(policies) * num_replans(len(load), arguments.every)) as advance:
         runs = simulate(
-            Series(load, arguments.every, arguments.history, arguments.steps_per_window),
+            Series(load, **{name: getattr(arguments, name) for name in Series.__dataclass_fields__ if name != "load"}),
             topology,
             slots_per_rank=arguments.slots_per_rank,
             policies=policies,
-            asked=Asked(arguments.groups, arguments.max_moves, arguments.gate),
-            step_model=StepModel(
-                hidden_size=arguments.hidden_size,
-                expert_hidden_size=arguments.expert_hidden_size,
-                flops=arguments.flops,
-                stall_seconds=arguments.stall_seconds,
-            ),
+            step_model=StepModel(**{name: getattr(arguments, name) for name in SIZES}),
             on_progress=advance,
         )
     if arguments.output is not None:
@@ -85,24 +71,12 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json({"policies": summaries})
         return
-    rows = [
-        {
-            "policy": summary["policy"],
-            "layout": run.layout,
-            "balancedness mean": f"{summary['balancedness']['mean']:.4f}",
-            "balancedness p5": f"{summary['balancedness']['p5']:.4f}",
-            "imbalance mean": f"{summary['imbalance']['mean']:.4f}",
-            "imbalance p95": f"{summary['imbalance']['p95']:.4f}",
-            "imbalance max": f"{summary['imbalance']['max']:.4f}",
-            "cross-node tokens": f"{summary['crossing_share']:.1%}",
-            "slots moved a replan": f"{summary['moved_slots_share']:.2%}",
-            "rebalances": f"{summary['rebalances']} of {len(run.replans)}",
-            "GB moved": f"{run.moved_bytes / 1e9:.1f}",
-            "plan ms": f"{summary['plan_seconds'] * 1e3:.2f}",
-            "step ms": f"{summary['step_seconds'] * 1e3:.3f}",
-        }
-        for run, summary in zip(runs, summaries, strict=True)
-    ]
+    rows = []
+    for run, summary in zip(runs, summaries, strict=True):
+        row = {"rebalances": f"{summary.pop('rebalances')} of {len(run.replans)}", "GB moved": run.moved_bytes / 1e9}
+        for name, value in summary.items():
+            row |= {f"{name} {of}": one for of, one in value.items()} if isinstance(value, dict) else {name: value}
+        rows.append({"policy": row.pop("policy"), "layout": run.layout, **row})
     judged = f"{len(load) - arguments.every} windows of {load.shape[1]} layers judged, replanned every "
     what = "imbalance is that of the windows after each plan, not of those it was made from"
     print_table(f"{judged}{arguments.every}; {what}", rows)

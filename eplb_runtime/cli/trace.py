@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..utils.tables import counted
 from .arguments import add_command, flag, option, positive
-from .printing import print_json, print_lines, print_table, progress
+from .printing import print_json, print_table, progress
 
 if TYPE_CHECKING:
     from ..observe.traces import Analysis
-
-LONG_BYTES = 4 * 2**20
 
 
 def add(commands: Any) -> None:
@@ -36,9 +33,11 @@ def add(commands: Any) -> None:
 
 
 def _analyse(arguments: argparse.Namespace) -> None:
-    from ..observe.traces import together, traces_in
+    from ..observe.traces import analyse, together, traces_in
 
-    analyses = _read([path for given in arguments.traces for path in traces_in(Path(given))])
+    paths = [path for given in arguments.traces for path in traces_in(Path(given))]
+    with progress("bytes", sum(path.stat().st_size for path in paths)) as advance:
+        analyses = [analyse(path, advance) for path in paths]
     if arguments.json:
         print_json(together(analyses))
         return
@@ -63,7 +62,7 @@ def _print_one(one: Analysis, by_layer: bool, kernels: int) -> None:
     print_table(f"{one.file}{rank} ({one.device.upper()})", rows)
     share = f"{sent.hidden_share:.1%} of communication is hidden" if sent.us else "nothing was sent"
     steps = f"; {counted(one.steps, 'step')} of {_us(one.step_us)} us (median)" if one.steps else ""
-    print_lines(f"{share}{steps}", "")
+    print(f"{share}{steps}\n")
     kinds = [{"kind": kind, "runs": int(row["count"]), "us": _us(row["us"])} for kind, row in one.kinds.items()]
     print_table("kinds of work", kinds)
     streams = [
@@ -88,35 +87,20 @@ def _print_one(one: Analysis, by_layer: bool, kernels: int) -> None:
 
 def _phases(one: Analysis, by_layer: bool) -> list[dict[str, Any]]:
     """Return a row for each phase, over layers and micro-batches unless ``by_layer``."""
-    rows: dict[tuple[Any, ...], list[float]] = {}
+    rows: dict[tuple[Any, ...], Counter[str]] = {}
     for phase in one.phases:
         key = (phase.name, phase.layer, phase.micro_batch) if by_layer else (phase.name,)
-        took = (phase.spans, phase.host_us, phase.compute_us, phase.communication_us, phase.exposed_us)
-        rows[key] = [a + b for a, b in zip(rows.get(key, [0.0] * 5), took, strict=True)]
-    heads = ["phase", "layer", "micro-batch"]
-    if all(phase.micro_batch is None for phase in one.phases):
-        heads.pop()
-    names = ("host us", "compute us", "send us", "exposed us")
+        times = {"host": phase.host_us, "compute": phase.compute_us, "send": phase.communication_us}
+        rows.setdefault(key, Counter()).update({"spans": phase.spans, **times, "exposed": phase.exposed_us})
+    heads = ("phase", "layer", "micro-batch")
     return [
         {
-            **{head: "" if value is None else value for head, value in zip(heads, key, strict=False)},
-            "spans": int(spans),
-            **dict(zip(names, map(_us, times), strict=True)),
+            **dict(zip(heads, key, strict=False)),
+            "spans": row.pop("spans"),
+            **{f"{name} us": _us(us) for name, us in row.items()},
         }
-        for key, (spans, *times) in rows.items()
+        for key, row in rows.items()
     ]
-
-
-def _read(paths: Sequence[Path]) -> list[Analysis]:
-    from ..observe.traces import analyse
-
-    with _reading(sum(path.stat().st_size for path in paths)) as advance:
-        return [analyse(path, advance) for path in paths]
-
-
-def _reading(size: int) -> AbstractContextManager[Callable[[int], None]]:
-    """Return a bar where there is something to wait for."""
-    return progress("bytes", size) if size > LONG_BYTES else nullcontext(lambda count: None)
 
 
 def _us(microseconds: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from typing import Any
 
 from .arguments import add_command
@@ -28,19 +29,17 @@ def add(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from ..balancer.compile_ahead import compile_apart, functions_on_disk, is_compiled
     from ..utils.jit import cache_folder
-    from ..utils.tables import counted
 
     began = time.perf_counter()
     before = all(map(is_compiled, POLICIES))
     with spinner() as shown:
+
+        def say(what: str) -> None:
+            shown.update(f"compiling {what}: {functions_on_disk()} functions so far")
+
         for policy, what in POLICIES.items():
-            if is_compiled(policy):
-                continue
-
-            def show_progress(what: str = what) -> None:
-                shown.update(f"compiling {what}: {counted(functions_on_disk(), 'function')} so far")
-
-            compile_apart(policy, on_wait=show_progress)
+            if not is_compiled(policy):
+                compile_apart(policy, on_wait=partial(say, what))
     done, seconds, folder = all(map(is_compiled, POLICIES)), time.perf_counter() - began, str(cache_folder())
     if arguments.json:
         print_json({"compiled": done, "compiled_before": before, "seconds": seconds, "folder": folder})

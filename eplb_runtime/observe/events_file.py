@@ -1,8 +1,6 @@
 """The events of a run on disk: ``events.jsonl`` in its folder, one JSON object a line, of which a crash costs the last.
 
-A start of the job, and a file that has grown large, sets the file before aside under a number
-(``events-000001.jsonl``); the oldest go when there are too many. Every file begins with the job's record and where its
-experts stand by then, so each can be read alone. Records are made in `records.py`.
+Each start of the job begins with its record and where its experts are by then. Records are made in `records.py`.
 """
 
 from __future__ import annotations
@@ -22,10 +20,6 @@ from ..utils.files import FileError
 from .records import FORMAT, JOB, Record, RecordError
 
 NAME = "events.jsonl"
-FILE_BYTES = 16 << 20
-"""A file that has grown beyond is set aside."""
-MOST_FILES = 64
-"""Beside the one that is written; the oldest is removed."""
 MOST_LINE_BYTES = 64 << 20
 """A longer line is no event of ours."""
 ARRAYS = ("load", "rank_load", "start", "placement", "transfers")
@@ -41,22 +35,25 @@ class EventWriter:
 
     Args:
         run: folder of the run; made if it is not there.
-        job: the record that every file begins with.
-        file_bytes, most_files: when a file is set aside, and how many are kept.
+        job: the record of this start of the job.
 
     Raises:
         OSError: the folder cannot be written to.
     """
 
-    def __init__(self, run: Path, job: Record, *, file_bytes: int = FILE_BYTES, most_files: int = MOST_FILES) -> None:
+    def __init__(self, run: Path, job: Record) -> None:
         self._run = run
-        self._job = dict(job)
-        self._descriptor = -1
-        self._written = 0
-        self._followed = False
-        self._file_bytes, self._most_files = file_bytes, most_files
         run.mkdir(parents=True, exist_ok=True)
-        self._next()
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._descriptor = os.open(run / NAME, flags, 0o666)
+        self._size = os.lseek(self._descriptor, 0, os.SEEK_END)
+        try:
+            if self._size and os.pread(self._descriptor, 1, self._size - 1) != b"\n":
+                self._append(b"\n")  # after half a line that a crash has left
+            self.write(job)
+        except OSError:
+            self.close()
+            raise
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Add a record; it is with the operating system when this returns, whatever becomes of the process.
@@ -65,64 +62,24 @@ class EventWriter:
             OSError: it cannot be written (a full disk); what is half written is taken back.
             FileError: another process has begun to write to this folder.
         """
-        self._require_ours()
-        if self._descriptor < 0 or self._written > self._file_bytes:
-            self._next()
-        self._append(record)
-        if "placement" in record:
-            self._job.update(placement=record["placement"], epoch=record["epoch"])
+        if os.fstat(self._descriptor).st_size != self._size:
+            raise FileError(f"another job writes to {self._run} now: events of this one are not written any more")
+        self._append(json.dumps(to_json(record)).encode() + b"\n")
 
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _next(self) -> None:
-        self.close()
-        path = self._run / NAME
-        aside = files_aside(self._run)
-        if path.exists():
-            number = int(aside[-1].stem.rpartition("-")[2]) + 1 if aside else 1
-            aside.append(self._run / f"events-{number:06}.jsonl")
-            path.rename(aside[-1])
-        for old in aside[: max(0, len(aside) - self._most_files)]:
-            old.unlink(missing_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._descriptor = os.open(path, flags, 0o666)
-        self._written = 0
-        try:
-            self._append(self._job)
-        except OSError:  # setting files without a record aside, again and again, would push out those that have some
-            self.close()
-            path.unlink(missing_ok=True)
-            raise
-
-    def _append(self, record: Mapping[str, Any]) -> None:
-        data = memoryview(json.dumps(to_json(record)).encode() + b"\n")
-        whole = self._written
+    def _append(self, line: bytes) -> None:
+        data = memoryview(line)
         try:
             while data:
-                written = os.write(self._descriptor, data)
-                self._written += written
-                data = data[written:]
+                data = data[os.write(self._descriptor, data) :]
         except OSError:
-            try:
-                os.ftruncate(self._descriptor, whole)  # perhaps half a line
-                self._written = whole
-            except OSError:
-                self.close()  # the next record begins a new file
+            os.ftruncate(self._descriptor, self._size)  # perhaps half a line
             raise
-
-    def _require_ours(self) -> None:
-        """Raises `FileError` from when another process has set our file aside."""
-        if self._descriptor >= 0 and not self._followed:
-            try:
-                newest = os.stat(self._run / NAME).st_ino
-            except FileNotFoundError:
-                return  # somebody tidies up
-            self._followed = newest != os.fstat(self._descriptor).st_ino
-        if self._followed:
-            raise FileError(f"another job writes to {self._run} now: events of this one are not written any more")
+        self._size += len(line)
 
 
 def read_events(run: Path) -> list[Record]:
@@ -137,13 +94,8 @@ def read_events(run: Path) -> list[Record]:
     if not holds_events(run):
         raise FileError(f"{run} is no folder of a run: it has no {NAME} (BalancerConfig(run=...) writes one)")
     found: list[Record] = []
-    seen: set[int] = set()
-    for path in [*files_aside(run), run / NAME]:
-        with suppress(FileNotFoundError), open(path, "rb") as file:
-            inode = os.fstat(file.fileno()).st_ino
-            if inode in seen:
-                continue  # set aside while we were reading
-            seen.add(inode)
+    for path in _files(run):
+        with open(path, "rb") as file:
             while (line := _next_line(file)) is not None:
                 try:
                     fields = json.loads(line)
@@ -168,13 +120,12 @@ def _next_line(file: BinaryIO) -> bytes | None:
 
 def holds_events(run: Path) -> bool:
     """Return whether a job has written its events to this folder."""
-    return (run / NAME).is_file() or bool(files_aside(run))
+    return bool(_files(run))
 
 
-def files_aside(run: Path) -> list[Path]:
-    """Return the files before the one that is written, oldest first."""
-    numbers = {path: path.stem.removeprefix("events-") for path in run.glob("events-*.jsonl")}
-    return sorted((path for path, number in numbers.items() if number.isdigit()), key=lambda path: int(numbers[path]))
+def _files(run: Path) -> list[Path]:
+    """Return the log, after the parts that earlier versions have set aside."""
+    return [*sorted(run.glob("events-[0-9]*.jsonl")), *run.glob(NAME)]
 
 
 def to_json(record: Mapping[str, Any]) -> Record:

@@ -33,7 +33,7 @@ def track(balancer: Balancer, tracker: Tracker) -> None:
 
 
 def tensorboard(writer: Any, prefix: str = "eplb/") -> Tracker:
-    """For a ``torch.utils.tensorboard.SummaryWriter``: scalars by the balancer's step."""
+    """Return a tracker for a ``torch.utils.tensorboard.SummaryWriter``: scalars by the balancer's step."""
 
     def log(step: int, scalars: Mapping[str, float]) -> None:
         for name, value in scalars.items():
@@ -43,33 +43,23 @@ def tensorboard(writer: Any, prefix: str = "eplb/") -> Tracker:
 
 
 def wandb(run: Any, prefix: str = "eplb/") -> Tracker:
-    """For a run of ``wandb.init()``. The numbers have an axis of their own, ``eplb/step``: your steps stay yours."""
+    """Return one for a run of ``wandb.init()``. The numbers have an axis of their own, ``eplb/step``."""
     axis = prefix + "step"
     run.define_metric(axis, hidden=True)
     run.define_metric(prefix + "*", step_metric=axis)
-
-    def log(step: int, scalars: Mapping[str, float]) -> None:
-        run.log({axis: step, **{prefix + name: value for name, value in scalars.items()}})
-
-    return log
+    return lambda step, scalars: run.log({axis: step, **{prefix + name: value for name, value in scalars.items()}})
 
 
 def mlflow(run_id: str, client: Any = None, prefix: str = "eplb/") -> Tracker:
-    """For an MLflow run, by its id (``mlflow.active_run().info.run_id``): the active run is another in each thread.
-
-    Args:
-        client: an ``mlflow.MlflowClient``; None: one is made.
-    """
+    """Return one for an MLflow run, by its id (``mlflow.active_run().info.run_id``): the active run is another in each
+    thread. ``client``: an ``mlflow.MlflowClient``; None: one is made."""
+    from mlflow import MlflowClient
     from mlflow.entities import Metric
 
-    if client is None:
-        from mlflow import MlflowClient
-
-        client = MlflowClient()
+    client = client or MlflowClient()
 
     def log(step: int, scalars: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        metrics = [Metric(prefix + name, value, now, step) for name, value in scalars.items()]
-        client.log_batch(run_id, metrics=metrics)
+        client.log_batch(run_id, metrics=[Metric(prefix + name, value, now, step) for name, value in scalars.items()])
 
     return log

@@ -6,7 +6,7 @@ nothing, by how much a step would be shorter, and the verdict in words. No file 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..planner.cost import HYSTERESIS
 from ..planner.evaluate import predicted_imbalance
 from ..topology import DEFAULT_INTER_NODE_BANDWIDTH, DEFAULT_INTRA_NODE_BANDWIDTH, Topology
 from ..utils.tables import counted
-from .simulate import Asked, PolicyRun, Series, StepModel, simulate, start_placement
+from .simulate import PolicyRun, Series, StepModel, simulate, start_placement
 
 FloatArray = NDArray[np.float64]
 
@@ -44,35 +44,44 @@ CPU_BANDWIDTH = 1.0
 
 
 @dataclass(frozen=True)
-class Overrides:
-    """Figures of the job as the options give them; None: what its record says, or else what is assumed.
+class Figures:
+    """What the answer rests on: as an option gives it, else as recorded, else as assumed.
 
     Args:
-        ranks, ranks_per_node: of the EP group.
+        topology: ranks and nodes of the EP group, and bandwidths of a rank.
         every: training steps between plans.
         steps_per_window: training steps of a window of the series.
         step_seconds: of a training step, as the job is now.
         moe_share: share of that step in expert work, dispatch to combine, in (0, 1].
-        expert_parameters: numbers in one expert's weights.
-        optimizer_bytes: bytes that the optimizer keeps for one expert.
-        intra_node_bandwidth, inter_node_bandwidth: GB/s of a rank.
+        shares: it, the least and the most; all the same where it was given or recorded.
+        share_source: how the text names a recorded share; "": it was given or assumed.
+        expert_parameters, expert_bytes, optimizer_bytes: of one expert.
         stall_seconds: cost of a rebalance besides its bytes.
-        replica_slots: of a rank, in the second plan that is tried; 0: homes alone are tried; None: 1, or 0 where the
-            framework takes none.
+        replica_slots: of a rank, in the second plan that is tried; 0: homes alone are tried.
+        ranks_of_load: ranks that the load was summed over.
     """
 
-    ranks: int | None = None
-    ranks_per_node: int | None = None
-    every: int | None = None
-    steps_per_window: int | None = None
-    step_seconds: float | None = None
-    moe_share: float | None = None
-    expert_parameters: int | None = None
-    optimizer_bytes: int | None = None
-    intra_node_bandwidth: float | None = None
-    inter_node_bandwidth: float | None = None
-    stall_seconds: float | None = None
-    replica_slots: int | None = None
+    topology: Topology
+    every: int
+    steps_per_window: int
+    step_seconds: float
+    moe_share: float
+    shares: tuple[float, float, float]
+    share_source: str
+    expert_parameters: int
+    expert_bytes: int
+    optimizer_bytes: int
+    stall_seconds: float
+    replica_slots: int
+    ranks_of_load: int
+
+    @property
+    def ranks(self) -> int:
+        return self.topology.num_ranks
+
+    @property
+    def every_windows(self) -> int:
+        return self.every // self.steps_per_window
 
 
 @dataclass(frozen=True)
@@ -85,8 +94,8 @@ class Scenario:
         expert_seconds: of a step in expert work, relative to "as it is".
         step_saved: share of a step that it takes less, replicas' refresh counted.
         refresh_seconds: of a step, for replicas; ``refresh``: as a share of a step.
-        move_seconds: of a plan on average; plans that move nothing count, and the first one, from experts in logical
-            order, as one of ``HORIZON_INTERVALS`` at least. ``moving``: as a share of all steps.
+        move_seconds: of a plan on average, those that move nothing included; the first one, from experts in logical
+            order, counts as one of ``HORIZON_INTERVALS`` at least. ``moving``: as a share of all steps.
         rebalances, plans: how many plans moved something, and how many were made.
     """
 
@@ -122,21 +131,16 @@ class Assessment:
 
     Args:
         pays: None: the record cannot say.
-        ranks, windows: EP size, and windows that were judged.
-        interval: training steps between plans.
         verdict, advice: a sentence that says whether it pays, and what to do next.
         left_out: number of recorded windows that are of other numbers of steps than most, and were not judged.
-        now, homes, replicas: the ways to place experts; None: not judged.
-        best: the one that ``step_saved`` and the advice are of.
-        saved: share of a step that it takes less: as assumed or given, at least and at most.
-        shares: the shares of a step in expert work that these three are for.
-        share_source: how the text names a recorded share; "": it was given or assumed.
+        windows: number of windows that were judged.
+        now, homes, replicas: the ways to place experts; None: not judged. ``best``: the one that the advice is of.
+        saved: share of a step that it takes less, for each of the figures' ``shares``.
         notes: sentences on what is compared, said ahead of the answer.
     """
 
     pays: bool | None
-    ranks: int
-    interval: int
+    figures: Figures
     verdict: str
     advice: str
     left_out: int = 0
@@ -146,8 +150,6 @@ class Assessment:
     replicas: Scenario | None = None
     best: Scenario | None = None
     saved: tuple[float, float, float] | None = None
-    shares: tuple[float, float, float] | None = None
-    share_source: str = ""
     notes: tuple[str, ...] = ()
 
     def fields(self) -> dict[str, Any]:
@@ -164,8 +166,9 @@ class Assessment:
 
     def paragraph(self) -> str:
         """Return the answer in words, on one line."""
-        if self.now is None or self.homes is None or self.best is None or self.saved is None or self.shares is None:
+        if self.now is None or self.homes is None or self.best is None or self.saved is None:
             return f"{self.verdict} {self.advice}"
+        figures = self.figures
         ways = f"with homes moved {self.homes.imbalance:.2f}x"
         if self.replicas is not None:
             ways += f", {self.replicas.name} {self.replicas.imbalance:.2f}x"
@@ -175,23 +178,23 @@ class Assessment:
         if low != high:
             least, most = sorted((sign * low, sign * high))
             digits = 0 if max(abs(least), abs(most)) >= 0.0195 else 1
-            span = f" ({least * 100:.{digits}f} to {most:.{digits}%} for {self.shares[1] * 100:.0f} to "
-            span += f"{self.shares[2]:.0%})"
-        work = f"If {self.shares[0]:.0%} of a step is expert work"
-        if self.share_source:
-            work = f"With {self.shares[0]:.0%} of a step in expert work ({self.share_source})"
+            span = f" ({least * 100:.{digits}f} to {most:.{digits}%} for {figures.shares[1] * 100:.0f} to "
+            span += f"{figures.shares[2]:.0%})"
+        work = f"If {figures.shares[0]:.0%} of a step is expert work"
+        if figures.share_source:
+            work = f"With {figures.shares[0]:.0%} of a step in expert work ({figures.share_source})"
         seconds = self.best.move_seconds
         moving = f"{seconds:.2g} s" if seconds >= 0.1 or seconds == 0 else f"{seconds * 1e3:.2g} ms"
         notes = "".join(f"{note} " for note in self.notes)
         return (
-            f"{notes}{self.ranks} ranks: the busiest rank has {self.now.imbalance:.2f}x the mean load; {ways} (planned "
-            f"on the past, judged on what came next, {self.windows} windows). {work}, a step takes "
-            f"{_percent(sign * share)} {word}{span}; moving costs {moving} every {_steps(self.interval)}. "
+            f"{notes}{figures.ranks} ranks: the busiest rank has {self.now.imbalance:.2f}x the mean load; {ways} "
+            f"(planned on the past, judged on what came next, {self.windows} windows). {work}, a step takes "
+            f"{_percent(sign * share)} {word}{span}; moving costs {moving} every {_steps(figures.every)}. "
             f"{self.verdict} {self.advice}"
         ).replace("%", " %")
 
 
-def assess(record: JobRecord, overrides: Overrides, on_progress: Callable[[], None] = lambda: None) -> Assessment:
+def assess(record: JobRecord, given: Mapping[str, Any], on_progress: Callable[[], None] = lambda: None) -> Assessment:
     """Would balancing have paid in the steps that were recorded?
 
     Experts stay in logical order, or their homes move, or each rank has replica slots besides; each plan sees the past
@@ -200,39 +203,35 @@ def assess(record: JobRecord, overrides: Overrides, on_progress: Callable[[], No
 
     Args:
         record: the series.
-        overrides: what the options say of the job.
+        given: figures by the names of the command's options, which win over what was recorded; None: not given.
         on_progress: called after each plan.
 
     Raises:
         PlanError: the load cannot be planned for.
         ValueError: the ranks of a node do not divide the ranks, or a bandwidth is not positive.
     """
-    recorded_windows = len(record.load)
-    record = record.alike()
-    left_out = recorded_windows - len(record.load)
-    resolved = _resolve(record, overrides)
-    slots, ranks = resolved.replica_slots, resolved.ranks
-    if why := _why_not(record.load, resolved):
-        return Assessment(None, ranks, resolved.interval, *why, left_out)
-    share, source = resolved.moe_share, resolved.share_source
-    load = _judged_load(record.load, resolved)
-    resolved, model, now_seconds = _calibrated(record, load, resolved)
-    if source and f"{resolved.moe_share:.0%}" != f"{share:.0%}":
-        source = f"worked out from {share:.0%} measured, with other imbalance"
-    share, experts = resolved.moe_share, load.shape[2]
-    homes = experts // ranks
+    whole, record = len(record.load), record.alike()
+    left_out = whole - len(record.load)
+    figures = _figures(record, given)
+    if why := _why_not(record, figures):
+        return Assessment(None, figures, *why, left_out)
+    # The newest windows with tokens in them, of the ranks that are asked about: each has as many as it had.
+    load = record.load[record.load.any(axis=(1, 2))][-(MOST_INTERVALS + 1) * figures.every_windows :]
+    load = load * (figures.ranks / figures.ranks_of_load)
+    figures, model, now_seconds = _calibrated(record, load, figures)
+    slots, share, experts = figures.replica_slots, figures.moe_share, load.shape[2]
+    homes = experts // figures.ranks
     if slots > experts - homes:
         have = f"a rank has homes for {homes} of {experts} experts"
         raise ValueError(f"--replica-slots {slots}: {have}; give at most {experts - homes}")
-    series = Series(load, resolved.every_windows, None, resolved.steps_per_window)
+    series = Series(load, figures.every_windows, None, figures.steps_per_window, gate="payoff")
 
     def play(policy: str, slots_per_rank: int) -> PolicyRun:
         return simulate(
             series,
-            resolved.topology,
+            figures.topology,
             slots_per_rank=slots_per_rank,
             policies=[policy],
-            asked=Asked(gate="payoff"),
             step_model=model,
             on_progress=on_progress,
         )[0]
@@ -252,7 +251,7 @@ def assess(record: JobRecord, overrides: Overrides, on_progress: Callable[[], No
             refresh_seconds=refresh_seconds,
             refresh=refresh,
             move_seconds=move_seconds,
-            moving=move_seconds / resolved.interval / now_seconds,
+            moving=move_seconds / figures.every / now_seconds,
             rebalances=sum(replan.decision == "rebalance" for replan in run.replans),
             plans=len(run.replans),
         )
@@ -264,23 +263,30 @@ def assess(record: JobRecord, overrides: Overrides, on_progress: Callable[[], No
     by_replicas = None
     if slots:
         named = f"with {'one' if slots == 1 else slots} replica slot{'s' if slots > 1 else ''}"
-        refresh_seconds = model.refresh_seconds(load.shape[1], slots, resolved.topology)
+        refresh_seconds = model.refresh_seconds(load.shape[1], slots, figures.topology)
         by_replicas = judge(named, play("incremental", homes + slots), refresh_seconds)
         gain = by_replicas.step_saved - by_replicas.moving - (by_homes.step_saved - by_homes.moving)
         if gain > LEAST_SAVED or (by_replicas.pays and not by_homes.pays):
             best = by_replicas
     if best.pays:
-        verdict, advice = _why_it_pays(resolved, best, with_replicas=best is by_replicas)
+        verdict, advice = _why_it_pays(figures, best, with_replicas=best is by_replicas)
     else:
         # Tokens of a layer's hottest expert over a rank's mean: homes alone get no lower.
-        hottest = float((load.max(axis=2) * ranks / np.maximum(load.sum(axis=2), 1)).mean())
-        steps = int(record.load.any(axis=(1, 2)).sum()) * resolved.steps_per_window
-        verdict, advice = _why_it_does_not_pay(resolved, steps, now, best, hottest)
-    low, high = sorted(best.saved(share) for share in resolved.shares[1:])
+        hottest = float((load.max(axis=2) * figures.ranks / np.maximum(load.sum(axis=2), 1)).mean())
+        steps = int(record.load.any(axis=(1, 2)).sum()) * figures.steps_per_window
+        verdict, advice = _why_it_does_not_pay(figures, steps, now, best, hottest)
+    low, high = sorted(best.saved(share) for share in figures.shares[1:])
+    notes = []
+    if record.job.ep_size == 1:
+        notes.append(
+            "The recorded job has no expert parallelism; compared is the same job with its experts spread over "
+            f"{figures.ranks} ranks in logical order, before and after balancing."
+        )
+    if record.job.takes_no_replicas and not slots:
+        notes.append("The framework's layers hold no replicas, so homes alone are tried.")
     return Assessment(
         pays=best.pays,
-        ranks=ranks,
-        interval=resolved.interval,
+        figures=figures,
         verdict=verdict,
         advice=advice,
         left_out=left_out,
@@ -290,46 +296,16 @@ def assess(record: JobRecord, overrides: Overrides, on_progress: Callable[[], No
         replicas=by_replicas,
         best=best,
         saved=(best.saved(share), low, high),
-        shares=resolved.shares,
-        share_source=source,
-        notes=_notes(record, resolved),
+        notes=tuple(notes),
     )
 
 
-@dataclass(frozen=True)
-class _Resolved:
-    """Every figure that the answer rests on."""
-
-    topology: Topology
-    interval: int
-    steps_per_window: int
-    ranks_of_load: int
-    step_seconds: float
-    moe_share: float
-    shares: tuple[float, float, float]
-    share_source: str
-    expert_parameters: int
-    expert_bytes: int
-    optimizer_bytes: int
-    stall_seconds: float
-    replica_slots: int
-    was_on_one_rank: bool
-
-    @property
-    def ranks(self) -> int:
-        return self.topology.num_ranks
-
-    @property
-    def every_windows(self) -> int:
-        return self.interval // self.steps_per_window
-
-
-def _resolve(record: JobRecord, overrides: Overrides) -> _Resolved:
+def _figures(record: JobRecord, given: Mapping[str, Any]) -> Figures:
     job = record.job
 
     def resolve(name: str, known: Any, default: Any) -> Any:
         """Return the figure that was given, else what was recorded, else a default."""
-        chosen = getattr(overrides, name)
+        chosen = given.get(name)
         return chosen if chosen is not None else known or default
 
     windows, _, experts = record.load.shape
@@ -342,67 +318,51 @@ def _resolve(record: JobRecord, overrides: Overrides) -> _Resolved:
         node = job.ranks_per_node  # a job on one node does not say how many ranks another may have there
     whole_nodes = next(size for size in range(min(ranks, 8), 0, -1) if ranks % size == 0)
     node = resolve("ranks_per_node", node, whole_nodes)
-    choices = float(record.load.sum(axis=2).mean()) / ranks
-    steps = max(1, round(choices / STEP_CHOICES))
+    steps = max(1, round(float(record.load.sum(axis=2).mean()) / ranks / STEP_CHOICES))
     steps = resolve("steps_per_window", record.steps_per_window, steps)
     cut = steps * max(1, windows // DEFAULT_INTERVALS, min(SHORT_INTERVAL // steps, windows // FEW_INTERVALS))
-    interval = resolve("every", job.interval, cut)
-    interval = steps * max(1, interval // steps)  # plans are made between windows
-    seconds = resolve("step_seconds", job.step_seconds, STEP_SECONDS)
+    every = resolve("every", job.interval, cut)
     recorded_share = min(1.0, job.expert_seconds / job.step_seconds) if job.step_seconds else 0.0
     share = resolve("moe_share", recorded_share, MOE_SHARE)
-    is_assumed = overrides.moe_share is None and not recorded_share
+    is_given = given.get("moe_share") is not None
     parameters = resolve("expert_parameters", job.expert_parameters, EXPERT_PARAMETERS)
     known = job.expert_bytes and job.expert_parameters
     weights = round(parameters * job.expert_bytes / job.expert_parameters) if known else 2 * parameters
     of_adam = (8 if weights >= 4 * parameters else 12) * parameters  # float32 moments, and weights beside bfloat16 ones
-    state = resolve("optimizer_bytes", job.optimizer_bytes, of_adam)
-    giga, intra, inter = 1e9, *record.bandwidths
-    defaults = (DEFAULT_INTRA_NODE_BANDWIDTH / giga, DEFAULT_INTER_NODE_BANDWIDTH / giga)
-    if job.device == "cpu":
-        defaults = (CPU_BANDWIDTH, CPU_BANDWIDTH)
-    intra = resolve("intra_node_bandwidth", intra, defaults[0])
-    if ranks > node:
-        inter = resolve("inter_node_bandwidth", inter, defaults[1])
-    stall = resolve("stall_seconds", None, STALL_SECONDS)
-    takes_replicas = 0 if job.takes_no_replicas else 1
-    return _Resolved(
-        topology=Topology(ranks, node, giga * intra, giga * inter if inter else DEFAULT_INTER_NODE_BANDWIDTH),
-        interval=interval,
+    giga, on_cpu = 1e9, job.device == "cpu"
+    intra, inter = (
+        resolve(f"{name}_node_bandwidth", found, CPU_BANDWIDTH if on_cpu else default / giga)
+        for name, found, default in zip(
+            ("intra", "inter"),
+            record.bandwidths,
+            (DEFAULT_INTRA_NODE_BANDWIDTH, DEFAULT_INTER_NODE_BANDWIDTH),
+            strict=True,
+        )
+    )
+    slots = given.get("replica_slots")
+    return Figures(
+        topology=Topology(ranks, node, giga * intra, giga * inter),
+        every=steps * max(1, every // steps),  # plans are made between windows
         steps_per_window=steps,
-        ranks_of_load=job.ranks or ranks,
-        step_seconds=seconds,
+        step_seconds=resolve("step_seconds", job.step_seconds, STEP_SECONDS),
         moe_share=share,
-        shares=(share, LOW_SHARE, HIGH_SHARE) if is_assumed else (share, share, share),
-        share_source="measured" if overrides.moe_share is None and recorded_share else "",
+        shares=(share, share, share) if is_given or recorded_share else (share, LOW_SHARE, HIGH_SHARE),
+        share_source="measured" if recorded_share and not is_given else "",
         expert_parameters=parameters,
         expert_bytes=weights,
-        optimizer_bytes=state,
-        stall_seconds=stall,
-        replica_slots=takes_replicas if overrides.replica_slots is None else overrides.replica_slots,
-        was_on_one_rank=overrides.ranks is None and job.ranks == 1,
+        optimizer_bytes=resolve("optimizer_bytes", job.optimizer_bytes, of_adam),
+        stall_seconds=resolve("stall_seconds", None, STALL_SECONDS),
+        replica_slots=(0 if job.takes_no_replicas else 1) if slots is None else slots,
+        ranks_of_load=job.ranks or ranks,
     )
 
 
-def _notes(record: JobRecord, resolved: _Resolved) -> tuple[str, ...]:
-    """Return what is compared, where a reader might take it for something else."""
-    notes = []
-    if record.job.ep_size == 1:
-        notes.append(
-            "The recorded job has no expert parallelism; compared is the same job with its experts spread over "
-            f"{resolved.ranks} ranks in logical order, before and after balancing."
-        )
-    if record.job.takes_no_replicas and not resolved.replica_slots:
-        notes.append("The framework's layers hold no replicas, so homes alone are tried.")
-    return tuple(notes)
-
-
-def _why_not(load: FloatArray, resolved: _Resolved) -> tuple[str, str] | None:
+def _why_not(record: JobRecord, figures: Figures) -> tuple[str, str] | None:
     """Return why the record cannot say whether it pays, and what would help; None: it can."""
-    windows, experts = int(load.any(axis=(1, 2)).sum()), load.shape[2]
-    ranks, steps = resolved.ranks, resolved.steps_per_window
+    windows, experts = int(record.load.any(axis=(1, 2)).sum()), record.load.shape[2]
+    ranks, steps = figures.ranks, figures.steps_per_window
     if ranks == 1:
-        on_one = "The record is of one rank" if resolved.was_on_one_rank else "There is one rank"
+        on_one = "The record is of one rank" if record.job.ranks == 1 else "There is one rank"
         return f"{on_one} (EP 1), which holds all experts: there is nothing to balance.", "Give --ranks R of the job."
     if experts == 1:
         return "There is one expert, which no placement divides.", "Record a model of several."
@@ -413,87 +373,84 @@ def _why_not(load: FloatArray, resolved: _Resolved) -> tuple[str, str] | None:
         return f"{ranks} ranks do not divide {experts} experts, as homes need.", f"Give --ranks {sizes}."
     if not windows:
         return "No token has been recorded.", "Record a job that trains."
-    least = LEAST_INTERVALS * resolved.every_windows
+    least = LEAST_INTERVALS * figures.every_windows
     if windows >= least:
         return None
     have = f"{counted(windows * steps, 'step')} {'was' if windows * steps == 1 else 'were'} recorded"
     smaller = windows // LEAST_INTERVALS * steps
     or_less = f", or give --every {smaller}" if smaller else ""
     return (
-        f"Too few steps: {have}, and a plan every {_steps(resolved.interval)} needs {least * steps}.",
+        f"Too few steps: {have}, and a plan every {_steps(figures.every)} needs {least * steps}.",
         f"Record {least * steps} steps or more{or_less}.",
     )
 
 
-def _judged_load(load: FloatArray, resolved: _Resolved) -> FloatArray:
-    """Return the newest windows with tokens in them, of the ranks that are asked about: each has as many as it had."""
-    load = load[load.any(axis=(1, 2))][-(MOST_INTERVALS + 1) * resolved.every_windows :]
-    return load * (resolved.ranks / resolved.ranks_of_load)
-
-
-def _calibrated(record: JobRecord, load: FloatArray, resolved: _Resolved) -> tuple[_Resolved, StepModel, float]:
+def _calibrated(record: JobRecord, load: FloatArray, figures: Figures) -> tuple[Figures, StepModel, float]:
     """Return the step model whose expert work is ``moe_share`` of a step as it is now, and the seconds of such a step.
 
     All of expert work goes with the busiest rank's tokens, so the model exchanges nothing besides, and its FLOP/s are
     what makes the seconds right. A step that was measured with another imbalance than that of experts in logical order
     (without expert parallelism, or balanced) would take longer with it; a share that was measured in such a step would
-    be larger, as in the resolved figures that are returned.
+    be larger, as in the figures figures that are returned.
     """
-    load = load[resolved.every_windows :]
-    start = start_placement("static", load.shape[1], load.shape[2], resolved.ranks, load.shape[2] // resolved.ranks)
-    busiest = load.sum(axis=2) / resolved.ranks / resolved.steps_per_window
+    load = load[figures.every_windows :]
+    start = start_placement("static", load.shape[1], load.shape[2], figures.ranks, load.shape[2] // figures.ranks)
+    busiest = load.sum(axis=2) / figures.ranks / figures.steps_per_window
     imbalance = np.array([predicted_imbalance(window, start) for window in load])
     now, even = float((busiest * imbalance).sum(axis=1).mean()), float(busiest.sum(axis=1).mean())
     measured_at = record.imbalance or (1.0 if record.job.ep_size == 1 else now / even)
-    share = resolved.moe_share
-    if resolved.share_source:
+    share = figures.moe_share
+    if figures.share_source:
         longer = share * now / even / measured_at
         share = longer / (1 - share + longer)
-        resolved = replace(resolved, moe_share=share, shares=(share, share, share))
-    seconds = resolved.step_seconds
-    if record.job.step_seconds and resolved.step_seconds == record.job.step_seconds:
+        source = figures.share_source
+        if f"{share:.0%}" != f"{figures.moe_share:.0%}":
+            source = f"worked out from {figures.moe_share:.0%} measured, with other imbalance"
+        figures = replace(figures, moe_share=share, shares=(share, share, share), share_source=source)
+    seconds = figures.step_seconds
+    if record.job.step_seconds and figures.step_seconds == record.job.step_seconds:
         seconds /= 1 - share + share * measured_at * even / now
     hidden = record.job.hidden_size or StepModel.hidden_size
     model = StepModel(
         hidden_size=hidden,
-        expert_hidden_size=max(1, round(resolved.expert_parameters / 3 / hidden)),
+        expert_hidden_size=max(1, round(figures.expert_parameters / 3 / hidden)),
         activation_bytes=0,
-        stall_seconds=resolved.stall_seconds,
-        weight_bytes=resolved.expert_bytes,
-        state_bytes=resolved.optimizer_bytes,
+        stall_seconds=figures.stall_seconds,
+        weight_bytes=figures.expert_bytes,
+        state_bytes=figures.optimizer_bytes,
     )
-    at_given_flops = model.seconds(np.array([now]), resolved.topology)
-    return resolved, replace(model, flops=model.flops * at_given_flops / (share * seconds)), seconds
+    at_given_flops = model.seconds(np.array([now]), figures.topology)
+    return figures, replace(model, flops=model.flops * at_given_flops / (share * seconds)), seconds
 
 
-def _why_it_pays(resolved: _Resolved, best: Scenario, with_replicas: bool) -> tuple[str, str]:
+def _why_it_pays(figures: Figures, best: Scenario, with_replicas: bool) -> tuple[str, str]:
     """Return the verdict, and the settings to write."""
     least_share = best.cost / (1 - best.expert_seconds)
-    verdict = "It pays." if least_share <= resolved.shares[1] else f"It pays from {least_share:.0%} of expert work on."
-    settings = f"interval={resolved.interval}"
-    settings += f", replica_slots={resolved.replica_slots}" if with_replicas else ""
-    if not resolved.share_source and resolved.shares[1] == resolved.shares[0]:  # given: the job's gate counts with it
-        settings += f", migration=MigrationConfig(moe_share={resolved.moe_share:g})"
+    verdict = "It pays." if least_share <= figures.shares[1] else f"It pays from {least_share:.0%} of expert work on."
+    settings = f"interval={figures.every}"
+    settings += f", replica_slots={figures.replica_slots}" if with_replicas else ""
+    if not figures.share_source and figures.shares[1] == figures.shares[0]:  # given: the job's gate counts with it
+        settings += f", migration=MigrationConfig(moe_share={figures.moe_share:g})"
     return verdict, f"Next: BalancerConfig({settings})"
 
 
 def _why_it_does_not_pay(
-    resolved: _Resolved, steps: int, now: Scenario, best: Scenario, hottest: float
+    figures: Figures, steps: int, now: Scenario, best: Scenario, hottest: float
 ) -> tuple[str, str]:
     """Return the verdict with its reason, and what to try; ``steps``: training steps that were recorded."""
-    longer = 4 * resolved.interval
+    longer = 4 * figures.every
     judged = longer if longer * LEAST_INTERVALS <= steps else steps // LEAST_INTERVALS
     rarer = f"Try a longer interval: --every {judged}."
-    if judged < 2 * resolved.interval:
+    if judged < 2 * figures.every:
         rarer = f"Record {LEAST_INTERVALS * longer} steps or more, and try a longer interval: --every {longer}."
     again = "Ask again when the router's load has changed."
     even = 1 - 1 / now.imbalance
-    if resolved.moe_share * even < LEAST_SAVED:
+    if figures.moe_share * even < LEAST_SAVED:
         is_even = MOE_SHARE * even < LEAST_SAVED
         reason = "the load is balanced" if is_even else "expert work is a small share of a step"
-        saved = _percent(resolved.moe_share * even)
+        saved = _percent(figures.moe_share * even)
         return f"It does not pay: {reason}, and even load would save {saved} of a step.", again
-    if best.step_saved < LEAST_SAVED and not resolved.replica_slots and hottest > CLOSE * best.imbalance:
+    if best.step_saved < LEAST_SAVED and not figures.replica_slots and hottest > CLOSE * best.imbalance:
         reason = f"the hottest expert alone has {hottest:.2f}x the tokens of a rank, and homes cannot share it"
         return f"It does not pay: {reason}.", "Try --replica-slots 1, where the framework takes replicas."
     if not best.rebalances:

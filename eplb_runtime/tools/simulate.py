@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,10 @@ class StepModel:
     * compute: tokens x 2 x 3 x hidden x expert_hidden FLOP (gate, up and down projection), three times (forward, and
       both gradients in backward), at ``flops``.
     * exchange: a token's hidden vector travels once in dispatch and once in combine, and again both in backward; not
-      where it is computed on its own rank. Links inside the node and between nodes work at the same time, so of the
-      rank that gets most the slower kind counts. Tokens of an expert come from all ranks alike,
-      and go to copies that are near first; without copies (G - 1) / R of a rank's tokens travel inside the
-      node and (R - G) / R between nodes, for G ranks a node.
+      where it is computed on its own rank. Links inside the node and between nodes work at the same time: the slower
+      kind counts, of the rank that gets most. Tokens of an expert come from all ranks alike, and go to near copies
+      first; without copies (G - 1) / R of a rank's tokens travel inside the node and (R - G) / R between nodes, for G
+      ranks a node.
 
     Args:
         hidden_size, expert_hidden_size: of the model (the defaults are DeepSeek-V3's).
@@ -160,11 +160,8 @@ class PolicyRun:
         return sum(window.bytes_intra_node + window.bytes_inter_node for window in self.windows)
 
     def summary(self) -> dict[str, Any]:
-        """The figures of the ``simulate`` command.
-
-        Balancedness (mean / max rank load) and imbalance are over all judged windows and layers. ``step_seconds``
-        includes the time that migrations took, spread over all steps; ``plan_seconds`` is the mean of one plan.
-        """
+        """Return the figures of the ``simulate`` command: over all judged windows and layers; ``step_seconds`` with the
+        time that migrations took, spread over all steps; ``plan_seconds`` of one plan, the mean."""
         balancedness, replans = 1 / self.imbalance, self.replans
         all_slots = self.num_slots * self.imbalance.shape[1]
         seconds = sum(window.step_seconds + window.migration_seconds / self.steps_per_window for window in self.windows)
@@ -190,7 +187,7 @@ class PolicyRun:
 
 @dataclass(frozen=True)
 class Series:
-    """A series of loads, and when it is planned for.
+    """A series of loads, when it is planned for, and what every plan is asked for.
 
     Args:
         load: float64 [T, L, E], tokens per logical expert, oldest window first. The first ``every`` windows are only
@@ -198,23 +195,14 @@ class Series:
         every: windows between plans.
         history: how many windows of the past a plan sees; None: ``4 * every``.
         steps_per_window: training steps that a window stands for.
+        groups, max_moves, gate: as in ``planner.plan``; the payoff gate takes seconds from the step model and
+            a horizon of ``10 * every`` windows.
     """
 
     load: FloatArray
     every: int
     history: int | None = None
     steps_per_window: int = 1
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What every plan is asked for.
-
-    Args:
-        groups, max_moves, gate: as in ``planner.plan``; the payoff gate takes seconds from the step model and
-            a horizon of ``10 * every`` windows.
-    """
-
     groups: int = 1
     max_moves: int | None = None
     gate: Gate = "always"
@@ -226,7 +214,6 @@ def simulate(
     *,
     slots_per_rank: int,
     policies: Sequence[str],
-    asked: Asked | None = None,
     step_model: StepModel | None = None,
     on_progress: Callable[[], None] = lambda: None,
 ) -> list[PolicyRun]:
@@ -236,48 +223,45 @@ def simulate(
         topology: ranks and nodes.
         slots_per_rank: S.
         policies: names of ``planner.policies.POLICIES``, each in its own layout.
-        asked, step_model: None: the defaults of :class:`Asked` and :class:`StepModel`.
+        step_model: None: the defaults of :class:`StepModel`.
         on_progress: called after each plan with what it led to judged, ``len(policies) * num_replans`` times in all.
 
     Raises:
         PlanError: the series is too short, or a policy cannot plan this load; the message names the policy.
     """
-    load, every, asked, model = series.load, series.every, asked or Asked(), step_model or StepModel()
-    if len(load) == 1:
+    windows, layers, experts = series.load.shape
+    if windows == 1:
         raise PlanError("a series of one window has none that comes next to judge a plan by: give a longer series")
-    if not 0 < every < len(load):
+    if not 0 < series.every < windows:
         raise PlanError(
-            f"a series of {len(load)} windows cannot be replanned every {every}: give --every between 1 and "
-            f"{len(load) - 1}, or a longer series"
+            f"a series of {windows} windows cannot be replanned every {series.every}: give --every between 1 and "
+            f"{windows - 1}, or a longer series"
         )
-    _, layers, experts = load.shape
-    mean_tokens = load.sum(axis=2).mean(axis=0) / topology.num_ranks / series.steps_per_window
     starts = [start_placement(policy, layers, experts, topology.num_ranks, slots_per_rank) for policy in policies]
-    runs = []
-    for policy, current in zip(policies, starts, strict=True):
-        cost = CostModel(
-            home_bytes=model.home_bytes,
-            replica_bytes=model.slot_bytes(current),
-            step_seconds=model.seconds(mean_tokens, topology),
-            moe_share=1.0,
-            horizon_steps=HORIZON_REPLANS * every * series.steps_per_window,
-            stall_seconds=model.stall_seconds,
-        )
-        runs.append(_play(policy, current, cost, (series, topology, asked, model), on_progress))
-    return runs
+    model = step_model or StepModel()
+    pairs = zip(policies, starts, strict=True)
+    return [_play(policy, start, series, topology, model, on_progress) for policy, start in pairs]
 
 
 def _play(
     policy: str,
     current: Placement,
-    cost: CostModel,
-    game: tuple[Series, Topology, Asked, StepModel],
+    series: Series,
+    topology: Topology,
+    model: StepModel,
     on_progress: Callable[[], None],
 ) -> PolicyRun:
     """Replan every few windows on what is over; judge on what comes until the next replan."""
-    series, topology, asked, model = game
     load, every, steps = series.load, series.every, series.steps_per_window
     history = series.history or 4 * every
+    cost = CostModel(
+        home_bytes=model.home_bytes,
+        replica_bytes=model.slot_bytes(current),
+        step_seconds=model.seconds(load.sum(axis=2).mean(axis=0) / topology.num_ranks / steps, topology),
+        moe_share=1.0,
+        horizon_steps=HORIZON_REPLANS * every * steps,
+        stall_seconds=model.stall_seconds,
+    )
 
     def ask(past: FloatArray, trust: float) -> Plan:
         try:
@@ -290,14 +274,14 @@ def _play(
                 layout=current.layout,
                 cost=cost,
                 trust=trust,
-                groups=asked.groups,
-                max_moves=asked.max_moves,
-                gate=asked.gate,
+                groups=series.groups,
+                max_moves=series.max_moves,
+                gate=series.gate,
             )
         except PlanError as error:
             raise PlanError(f"policy {policy}: {error}") from None
 
-    def judged(window: int) -> WindowResult:
+    def judged(window: int, **replan: Any) -> WindowResult:
         load_LE = load[window]
         received_LR2 = received(load_LE, current, topology)
         mean_tokens = load_LE.sum(axis=1) / topology.num_ranks / steps
@@ -310,6 +294,7 @@ def _play(
             imbalance_max=float(of_window.max()),
             step_seconds=model.seconds(of_window * mean_tokens, topology, received_LR2 / steps),
             crossing_share=float(received_LR2[:, :, 1].sum() / max(load_LE.sum(), 1e-300)),
+            **replan,
         )
 
     ask(load[:1], 1.0)  # compiles, so that no measured plan does
@@ -320,22 +305,14 @@ def _play(
         record.observe(load[start - every : start].sum(axis=0))
         planned = ask(load[max(0, start - history) : start], record.trust)
         record.note(planned)
-        migration = (
-            cost.transfer_seconds(planned.moves, topology, current.slots_per_rank) if len(planned.moves) else 0.0
-        )
+        moves, slots = planned.moves, current.slots_per_rank
+        seconds = cost.transfer_seconds(moves, topology, slots) if len(moves) else 0.0
         current = planned.placement
-        first, *others = [judged(window) for window in range(start, min(start + every, len(load)))]
-        first = replace(
-            first,
-            decision=planned.decision,
-            moved_slots=planned.moved_slots,
-            moved_homes=planned.moved_homes,
-            bytes_intra_node=planned.bytes_intra_node,
-            bytes_inter_node=planned.bytes_inter_node,
-            plan_seconds=planned.plan_seconds,
-            migration_seconds=migration + model.stall_seconds * (planned.decision == "rebalance"),
-        )
-        windows += [first, *others]
+        names = ("decision", "moved_slots", "moved_homes", "bytes_intra_node", "bytes_inter_node", "plan_seconds")
+        replan = {name: getattr(planned, name) for name in names}
+        replan["migration_seconds"] = seconds + model.stall_seconds * (planned.decision == "rebalance")
+        windows.append(judged(start, **replan))
+        windows += [judged(window) for window in range(start + 1, min(start + every, len(load)))]
         on_progress()
     return PolicyRun(policy, current.layout, current.num_slots, steps, np.array(imbalance), tuple(windows))
 
@@ -352,7 +329,7 @@ def start_placement(policy: str, num_layers: int, num_experts: int, num_ranks: i
         PlanError: no such policy, too few slots, or a home layout that the ranks do not divide.
     """
     if policy not in LAYOUTS:
-        raise PlanError(f"policy {policy!r} is unknown; choose of: {', '.join(LAYOUTS)}")
+        raise PlanError(f"policy {policy!r} is unknown; choose one of: {', '.join(LAYOUTS)}")
     if num_ranks * slots_per_rank < num_experts:
         raise PlanError(
             f"{num_ranks} ranks x {slots_per_rank} slots cannot hold {num_experts} experts: "

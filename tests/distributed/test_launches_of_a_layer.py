@@ -19,7 +19,7 @@ import eplb_runtime as eplb
 from eplb_runtime.tools.bench.train import MoEStack, Workload
 
 pytestmark = pytest.mark.skipif(util.find_spec("triton") is None, reason="no triton: pip install triton")
-TOTAL = 45
+TOTAL = 51
 """As counted with torch 2.13, forward and backward, the experts' own among them (18). A plain layer: 52."""
 WORK = Workload(hidden=32, width=64, tokens=48, top_k=4)
 
@@ -132,5 +132,5 @@ def _with_kernels(rank: int) -> tuple[Counter[str], Counter[str], Counter[str], 
 def test_a_layer_with_kernels_takes_as_few_launches_as_a_plain_one() -> None:
     for operations, launched, plain in run_ranks(2, _with_kernels, TRITON_INTERPRET="1"):
         assert 40 <= plain.total() <= 52, plain
-        assert launched["_sum"] == 2 and launched["_part"] == 6 and launched["_count_and_map"] == 1, launched
+        assert launched["_sum"] == 2 and launched["_count_and_map"] == 1, launched
         assert operations.total() + launched.total() <= min(TOTAL, plain.total() + 6), operations + launched

@@ -21,7 +21,7 @@ from ...balancer.balancer import Balancer
 from ...config import BalancerConfig, MigrationConfig
 from ...events import LoadMeasured, RebalanceCommitted
 from ...hosts import attach
-from ...observe.profiling import Profiler
+from ...observe.profiling import profiler
 from .timing import ratio, slowest
 
 
@@ -185,8 +185,8 @@ def run(
         ]
     for variant in variants:
         if profile is not None:
-            with Profiler(profile / variant.name, work.interval - 1, skip=0) as profiler:
-                variant.steps(work.interval, profiler.step)
+            with profiler(profile / variant.name, work.interval - 1, skip=0) as recorded:
+                variant.steps(work.interval, recorded.step)
         variant.balancer.close()
     return result
 

@@ -24,21 +24,6 @@ def test_markup_in_a_cell_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) 
     assert "[red]x[/red]" in shown and "[t]" in shown
 
 
-def test_without_a_terminal_progress_is_a_line_now_and_then(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(printing.time, "monotonic", lambda: now[0])
-    with printing.progress("steps", 100) as advance, printing.spinner() as shown:
-        for _ in range(100):
-            now[0] += 0.5
-            advance()
-        shown.update("block 3")
-    said = capsys.readouterr().err.splitlines()
-    assert said[0] == "eplb-runtime: note: steps 20/100, 10 s" and len(said) == 7
-    assert said[-2:] == ["eplb-runtime: note: block 3, 50 s", "eplb-runtime: note: steps 100/100, 50 s"]
-
-
 def wide(*heads: str) -> list[dict[str, object]]:
     return [{"policy": head, **{f"a_long_number_{n}": 123456.789 * n for n in range(9)}} for head in heads]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eplb_runtime.observe.profiling import Profiler
+from eplb_runtime.observe.profiling import profiler
 from eplb_runtime.observe.traces import analyse
 from eplb_runtime.observe.traces.kinds import phase_of
 from eplb_runtime.utils.spans import phase, phase_name
@@ -32,15 +32,14 @@ def test_phases_of_all_threads_are_in_the_trace(tmp_path: Path) -> None:
         with phase(name, "", 1, 0):
             torch.ones(3).add(1)
 
-    with Profiler(tmp_path / "traces", steps=2, skip=1) as profiler:
+    with profiler(tmp_path / "traces", steps=2, skip=1) as recorded:
         for _ in range(5):
             work("here")
             beside = threading.Thread(target=work, args=("beside",))
             beside.start()
             beside.join()
-            profiler.step()
+            recorded.step()
     work("here")
-    assert profiler.path == tmp_path / "traces" / "rank0.json.gz"
-    found = analyse(profiler.path)
+    found = analyse(tmp_path / "traces" / "rank0.json.gz")
     assert found.steps == 2
     assert {(p.phase, p.layer, p.spans) for p in found.phases} == {("here", 1, 2), ("beside", 1, 2)}

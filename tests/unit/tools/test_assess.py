@@ -15,12 +15,7 @@ from eplb_runtime.cli import main
 from eplb_runtime.load.series import RecordedJob, SeriesWriter
 from eplb_runtime.observe.events_file import EventWriter
 from eplb_runtime.observe.run_folder import JobRecord
-from eplb_runtime.tools.assess import (
-    MOE_SHARE,
-    Assessment,
-    Overrides,
-    assess,
-)
+from eplb_runtime.tools.assess import MOE_SHARE, Assessment, assess
 from eplb_runtime.tools.formats.loads import read_record
 
 JOB = RecordedJob(
@@ -37,8 +32,8 @@ JOB = RecordedJob(
     device="cuda",
     step_seconds=0.5,
 )
-GIVEN = Overrides(moe_share=0.4, stall_seconds=0.0)
-HOMES = replace(GIVEN, replica_slots=0)
+GIVEN = {"moe_share": 0.4, "stall_seconds": 0.0}
+HOMES = GIVEN | {"replica_slots": 0}
 SHARE = "migration=MigrationConfig(moe_share=0.4)"
 
 
@@ -57,7 +52,7 @@ def series(load: np.ndarray, steps: int, job: RecordedJob, **more: Any) -> JobRe
     return JobRecord(load, [steps] * len(load), job, **more)
 
 
-def judged(load: np.ndarray, job: RecordedJob = JOB, given: Overrides = GIVEN) -> Assessment:
+def judged(load: np.ndarray, job: RecordedJob = JOB, given: dict[str, Any] = GIVEN) -> Assessment:
     return assess(series(load, 1, job), given)
 
 
@@ -87,7 +82,7 @@ def test_the_refresh_of_replicas_is_no_gift() -> None:
     """The same load, over links so slow that fresh weights take longer than the step saves."""
     load = even()
     load[:, :, 0] = 2000
-    slow = replace(GIVEN, intra_node_bandwidth=1e-3, inter_node_bandwidth=1e-4)
+    slow = GIVEN | {"intra_node_bandwidth": 1e-3, "inter_node_bandwidth": 1e-4}
     found = judged(load, given=slow)
     assert found.replicas is not None and found.replicas.step_saved < 0 and found.best is found.homes
 
@@ -99,16 +94,16 @@ def test_a_balanced_load_does_not_pay() -> None:
 
 
 def test_moves_that_cost_more_than_they_save_do_not_pay() -> None:
-    found = judged(skewed(), given=replace(GIVEN, stall_seconds=1000.0))
+    found = judged(skewed(), given=GIVEN | {"stall_seconds": 1000.0})
     assert found.pays is False and found.verdict == "It does not pay: no move would have saved what it costs."
     assert found.advice == "Try a longer interval: --every 8."
-    short = judged(skewed(12), given=replace(GIVEN, stall_seconds=1000.0))
+    short = judged(skewed(12), given=GIVEN | {"stall_seconds": 1000.0})
     assert short.advice == "Record 48 steps or more, and try a longer interval: --every 16."
 
 
 def test_a_range_is_shown_where_nobody_says_the_share() -> None:
-    found = judged(skewed(), given=replace(HOMES, moe_share=None))
-    assert found.saved is not None and found.shares == (MOE_SHARE, 0.2, 0.6)
+    found = judged(skewed(), given=HOMES | {"moe_share": None})
+    assert found.saved is not None and found.figures.shares == (MOE_SHARE, 0.2, 0.6)
     share, low, high = found.saved
     assert low == pytest.approx(share / 2) and high == pytest.approx(1.5 * share)
     assert "a step takes 15 % less (8 to 23 % for 20 to 60 %)" in found.paragraph()
@@ -117,17 +112,17 @@ def test_a_range_is_shown_where_nobody_says_the_share() -> None:
 def test_a_share_that_was_recorded_is_taken_and_called_measured() -> None:
     """0.2 s of steps of 0.5 s; of a job that was balanced meanwhile, more with experts in logical order."""
     job = replace(JOB, expert_seconds=0.2)
-    given = replace(HOMES, moe_share=None)
+    given = HOMES | {"moe_share": None}
     found, as_given = judged(skewed(), job, given), judged(skewed(), given=HOMES)
-    assert found.saved == as_given.saved and found.shares == (0.4, 0.4, 0.4)
+    assert found.saved == as_given.saved and found.figures.shares == (0.4, 0.4, 0.4)
     assert "With 40 % of a step in expert work (measured), a step takes" in found.paragraph()
     assert "If 40 % of a step is expert work" in as_given.paragraph()
     assert "moe_share" not in found.advice, "the job measures it itself"
     even = assess(series(skewed(), 1, job, imbalance=1.0), given)
     assert "in expert work (worked out from 40 % measured, with other imbalance)" in even.paragraph()
     grown = 0.4 * 16 / 7
-    assert even.shares is not None and even.shares[0] == pytest.approx(grown / (0.6 + grown))
-    assert judged(skewed(), job, replace(given, moe_share=0.1)).shares == (0.1, 0.1, 0.1), "what is given wins"
+    assert even.figures.shares[0] == pytest.approx(grown / (0.6 + grown))
+    assert judged(skewed(), job, given | {"moe_share": 0.1}).figures.shares == (0.1, 0.1, 0.1), "what is given wins"
 
 
 @pytest.mark.parametrize(
@@ -136,14 +131,14 @@ def test_a_share_that_was_recorded_is_taken_and_called_measured() -> None:
         (skewed(11), JOB, GIVEN, ("11 steps were recorded", "needs 12", "Record 12 steps or more, or give --every 3.")),
         (skewed(2), JOB, GIVEN, ("2 steps were recorded", "Record 12 steps or more.")),
         (skewed(), replace(JOB, ranks=1, ep_size=1), GIVEN, ("of one rank (EP 1)", "Give --ranks R")),
-        (skewed(), JOB, replace(GIVEN, ranks=1), ("There is one rank (EP 1)", "Give --ranks R")),
-        (skewed(), JOB, replace(GIVEN, ranks=3), ("3 ranks do not divide 8 experts", "Give --ranks 2 or 4.")),
+        (skewed(), JOB, GIVEN | {"ranks": 1}, ("There is one rank (EP 1)", "Give --ranks R")),
+        (skewed(), JOB, GIVEN | {"ranks": 3}, ("3 ranks do not divide 8 experts", "Give --ranks 2 or 4.")),
         (0 * skewed(), JOB, GIVEN, ("No token", "Record")),
         (np.concatenate([skewed(11), 0 * even(20)]), JOB, GIVEN, ("11 steps were recorded",)),
     ],
 )
 def test_a_record_that_cannot_say_says_what_would_help(
-    load: np.ndarray, job: RecordedJob, given: Overrides, parts: tuple[str, ...]
+    load: np.ndarray, job: RecordedJob, given: dict[str, Any], parts: tuple[str, ...]
 ) -> None:
     found = judged(load, job, given)
     assert found.pays is None and all(part in found.paragraph() for part in parts)
@@ -154,8 +149,8 @@ def test_a_record_that_cannot_say_says_what_would_help(
 
 
 def test_each_rank_keeps_its_tokens_where_other_ranks_are_asked_about() -> None:
-    few, many = (judged(skewed(), given=replace(GIVEN, ranks=ranks)) for ranks in (2, 4))
-    assert few.ranks == 2 and few.now is not None and many.now is not None
+    few, many = (judged(skewed(), given=GIVEN | {"ranks": ranks}) for ranks in (2, 4))
+    assert few.figures.ranks == 2 and few.now is not None and many.now is not None
     assert few.now.imbalance == pytest.approx(10 / 7) and many.now.imbalance == pytest.approx(16 / 7)
 
 
@@ -200,7 +195,7 @@ def test_a_balanced_run_says_its_links_and_the_imbalance_that_its_steps_were_mea
     assert found.job.step_seconds == STEP_SECONDS and found.steps_per_window == 1
     assert found.bandwidths == (TOPOLOGY.intra_node_bandwidth / 1e9, TOPOLOGY.inter_node_bandwidth / 1e9)
     assert 1 < found.imbalance < 1.5
-    given = replace(GIVEN, stall_seconds=0.0)
+    given = GIVEN | {"stall_seconds": 0.0}
     way = assess(found, given).replicas
     assert way is not None
     seconds = way.refresh_seconds / (0.4 * (1 - way.expert_seconds) - way.step_saved)
@@ -209,4 +204,4 @@ def test_a_balanced_run_says_its_links_and_the_imbalance_that_its_steps_were_mea
 
 def test_more_replicas_than_there_are_experts_are_refused_by_their_option() -> None:
     with pytest.raises(ValueError, match=r"--replica-slots 7: .* give at most 6"):
-        judged(skewed(), given=replace(GIVEN, replica_slots=7))
+        judged(skewed(), given=GIVEN | {"replica_slots": 7})

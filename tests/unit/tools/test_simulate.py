@@ -11,14 +11,7 @@ import pytest
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import PlanError
 from eplb_runtime.tools import simulate as room
-from eplb_runtime.tools.simulate import (
-    Asked,
-    Series,
-    StepModel,
-    merge_windows,
-    num_replans,
-    simulate,
-)
+from eplb_runtime.tools.simulate import Series, StepModel, merge_windows, num_replans, simulate
 from eplb_runtime.topology import Topology
 
 TOPOLOGY = Topology(4, 2)
@@ -36,13 +29,10 @@ def skewed(windows: int = 12) -> np.ndarray:
 
 
 def run(load: np.ndarray, policies: list[str], **options: Any) -> dict[str, room.PolicyRun]:
-    """Options as the fields of `Series` and `Asked`, or as arguments of ``simulate``."""
+    """Options as the fields of `Series`, or as arguments of ``simulate``."""
     options = {"slots_per_rank": 2, "every": 3, **options}
-    series, asked = (
-        kind(*given, **{f.name: options.pop(f.name) for f in fields(kind) if f.name in options})
-        for kind, given in ((Series, (load,)), (Asked, ()))
-    )
-    return {done.policy: done for done in simulate(series, TOPOLOGY, policies=policies, asked=asked, **options)}
+    series = Series(load, **{f.name: options.pop(f.name) for f in fields(Series) if f.name in options})
+    return {done.policy: done for done in simulate(series, TOPOLOGY, policies=policies, **options)}
 
 
 def test_plans_see_only_windows_that_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +128,7 @@ def test_merged_windows_keep_all_tokens_of_whole_windows() -> None:
     ("options", "says"),
     [
         ({"every": 12}, "a series of 12 windows cannot be replanned every 12: give --every between 1 and 11"),
-        ({"policies": ["best"]}, "policy 'best' is unknown; choose of: "),
+        ({"policies": ["best"]}, "policy 'best' is unknown; choose one of: "),
         ({"slots_per_rank": 1}, "4 ranks x 1 slots cannot hold 8 experts: give at least 2"),
         ({"max_moves": -1}, "policy incremental: max_moves=-1"),
     ],
