@@ -111,5 +111,4 @@ def _judge(path: str, as_json: bool) -> int:
     ):
         if values:
             print_table(title, [{"setting": name, "value": value} for name, value in values.items()])
-    print("checked at attach:", *host.CHECKED_AT_ATTACH, sep="\n  ")
     return int(found.attaches is False)

@@ -11,14 +11,11 @@ from typing import Any, Literal
 Exact = Literal["bit", "rounding"]
 
 
-@dataclass(frozen=True)
-class Unknown:
+STAND_IN = "%s=%s was tested with a stand-in, and not on a GPU yet: prove it by `eplb-runtime verify -- JOB`"
+
+
+class Unknown(str):
     """A setting whose value is not known: the value as written, or where it comes from."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
 
 
 class UnknownError(Exception):
@@ -60,25 +57,9 @@ def refuse(job: Any, setting: str, why: str, instead: str) -> Refusal:
     return Refusal(setting, getattr(job, setting, ""), why, instead)
 
 
-def refuse_all_but_defaults(defaults: Mapping[str, Any], reasons: Mapping[str, str]) -> list[Check]:
-    """Return a check for each setting that must have its default, from the reasons."""
-
-    def check_of(setting: str, why: str) -> Check:
-        default = defaults[setting]
-
-        def check(job: Any) -> Iterator[Refusal]:
-            if getattr(job, setting) != default:
-                instead = f"leave {setting} out" if default is None else f"set {setting}={default}"
-                yield refuse(job, setting, why, instead)
-
-        return check
-
-    return [check_of(setting, why) for setting, why in reasons.items()]
-
-
-def run_checks(job: Any, checks: Iterable[Callable[[Any], Iterator[Any]]]) -> tuple[list[Any], list[str]]:
+def run_checks(job: Any, checks: Iterable[Check]) -> tuple[list[Refusal], list[str]]:
     """Return what all checks find, and the settings that they need and that are not known."""
-    found: list[Any] = []
+    found: list[Refusal] = []
     undecided: dict[str, None] = {}
     for check in checks:
         try:
@@ -90,11 +71,8 @@ def run_checks(job: Any, checks: Iterable[Callable[[Any], Iterator[Any]]]) -> tu
 
 def ranks_of_an_expert(world_size: Any, *sizes: Any) -> int | Unknown:
     """Return EDP, from the ranks of the job and of each dimension over which experts are spread."""
-    unknown = next((size for size in sizes if isinstance(size, Unknown)), None)
-    if unknown is not None:
-        return unknown
-    if not isinstance(world_size, int):
-        return Unknown(str(world_size) if world_size is not None else "ranks of the job")
-    if world_size % prod(sizes):
-        return Unknown(f"{world_size} ranks are no multiple of {prod(sizes)}")
-    return world_size // prod(sizes)
+    unknown = next((size for size in (*sizes, world_size) if not isinstance(size, int)), None)
+    if unknown is not None or world_size is None:
+        return Unknown(unknown or "ranks of the job")
+    whole = prod(sizes)
+    return Unknown(f"{world_size} ranks are no multiple of {whole}") if world_size % whole else world_size // whole

@@ -58,7 +58,6 @@ def compared_kernels() -> Kernels:
             CheckedKernel("the order of choices by slot", moves.leaving, permute.leaving, _of_leaving),
             CheckedKernel("the order of rows that arrive", moves.arriving, permute.arriving),
             CheckedKernel("sums of a token's choices", moves.sum_choices, permute.sum_choices),
-            CheckedKernel("rows that stay and that leave", moves.part, permute.part),
             CheckedKernel("sums of the choices that are here", moves.sum_here, permute.sum_here),
         ),
         CheckedKernel("counting and looking up", routing.count_and_map, routing.torch_count_and_map),

@@ -150,13 +150,6 @@ def _of_rows(device: torch.device, rows: int, top_k: int, hidden: int, generator
     room_ND = torch.empty_like(source_ND)
     copy_rows = partial(room_ND.copy_, source_ND)
     index_N = torch.randperm(rows, generator=generator).to(device)
-    stays, leaves = room_ND[: rows // 4], room_ND[rows // 4 :]
-    yield _Kernel(
-        "rows that stay and rows that leave",
-        partial(kernels.part, source_ND, index_N, stays, leaves),
-        partial(permute.part, source_ND, index_N, stays, leaves),
-        copy_rows,
-    )
     place_TK, memory = index_N.view(-1, top_k), RowMemory()
     weights_TK = torch.rand(place_TK.shape, generator=generator).to(device)
     yield _Kernel(

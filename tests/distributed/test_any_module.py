@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from types import ModuleType
 
 import pytest
@@ -22,7 +23,7 @@ import eplb_runtime as eplb
 from eplb_runtime.hosts import AttachError
 from eplb_runtime.moe.experts.compute import SlotCounts
 
-STEPS = 12
+STEPS = 8
 
 
 def example() -> ModuleType:
@@ -123,6 +124,7 @@ def losses_of(
     return losses, state, moved, copies
 
 
+@cache
 def whole(dtype: torch.dtype, ranks: int) -> tuple[list[list[float]], dict[str, Tensor]]:
     """The example's model without us, in this process: the loss of each rank's batch by step, and its weights."""
     ours = example()

@@ -95,15 +95,6 @@ def test_sums_of_a_tokens_choices_have_the_bits_of_torch(dtype: torch.dtype, wei
     assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 
-def test_rows_that_stay_and_rows_that_leave() -> None:
-    """More elements than 32 bits count."""
-    source = torch.arange(2**18, device=DEVICE, dtype=torch.bfloat16).repeat_interleave(8193).view(-1, 8193)
-    index = torch.arange(2**18, device=DEVICE).flip(0)
-    stays, leaves = source.new_empty(1000, 8193), source.new_empty(2**18 - 1000, 8193)
-    moves.part(source, index, stays, leaves)
-    assert torch.equal(stays, source.flip(0)[:1000]) and torch.equal(leaves, source.flip(0)[1000:])
-
-
 def test_the_first_batch_of_each_kernel_is_that_of_torch_here(caplog: pytest.LogCaptureFixture) -> None:
     chosen = kernels_for(DEVICE)
     ids = choices(0).to(DEVICE)

@@ -107,20 +107,12 @@ def log_memory(config: BalancerConfig, homes: Sequence[Sequence[Tensor]], traini
     here = [[slice_of_row(local(p).detach(), parts).requires_grad_(p.requires_grad) for p in layer] for layer in homes]
     memory = replica_memory(here, config.replica_slots, training)
     sliced = [layer for layer in homes if is_sliced(layer[0])]
-    if sliced:
-        whole = gathered_memory(sliced, config.replica_slots)
-        logger.info(
-            "replica slots: %d per rank and layer, sliced as the experts are; memory per rank: %.3g MiB, besides %.3g "
-            "MiB of gradients and at most %.3g MiB of one layer's whole copies",
-            config.replica_slots,
-            memory.kept / 2**20,
-            memory.held_back / 2**20,
-            whole / 2**20,
-        )
-        return
+    whole = gathered_memory(sliced, config.replica_slots) if sliced else 0
     logger.info(
-        "replica slots: %d per rank and layer; memory per rank: %.3g MiB (and %.3g MiB with no_sync)",
+        "replica slots: %d per rank and layer%s; memory per rank: %.3g MiB, and %.3g MiB of gradients with no_sync%s",
         config.replica_slots,
+        ", sliced as the experts are" if sliced else "",
         memory.kept / 2**20,
         memory.held_back / 2**20,
+        f"; at most {whole / 2**20:.3g} MiB of one layer's whole copies" if sliced else "",
     )

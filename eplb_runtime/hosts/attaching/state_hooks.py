@@ -19,8 +19,6 @@ from ...moe.experts.matching import MARK
 
 logger = logging.getLogger("eplb_runtime")
 
-KEY = MARK
-"""In a state dict, beside the tensors of an experts module; in an optimizer's beside its ``state``."""
 OURS = "eplb_runtime.checkpoint, or eplb_runtime.logical_state_dict and load_logical_state_dict"
 BY_THE_FRAMEWORK = "the framework's distributed checkpoints (sharded_state_dict), which name experts"
 _WHOLE = 1e-6
@@ -60,7 +58,7 @@ class Homes:
         if mark is None:
             return (
                 f"the {what} does not say which experts of {name} its rows are, and experts have moved since attach: "
-                f"keep what state_dict() gives under {KEY!r}, or use {OURS}"
+                f"keep what state_dict() gives under {MARK!r}, or use {OURS}"
                 if self.moved
                 else ""
             )
@@ -118,23 +116,23 @@ def mark_state(
     def saved(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
         now = homes()
         if made_with is not None:
-            metadata[KEY] = now.here
+            metadata[MARK] = now.here
             if now.here != made_with:
                 # Shapes fit a model that nobody balances, where these would be other experts: it shall not know a key.
-                state[prefix + KEY] = torch.tensor(now.here)
+                state[prefix + MARK] = torch.tensor(now.here)
         elif now.num_ranks > 1 and rows_of(module, state, prefix) == {len(now.here)}:
             device = next(module.parameters()).device
-            state[prefix + KEY] = torch.tensor(now.mark(), dtype=torch.float64, device=device)
+            state[prefix + MARK] = torch.tensor(now.mark(), dtype=torch.float64, device=device)
             if not any(isinstance(state.get(prefix + key), nn.Parameter) for key, _ in module.named_parameters()):
                 on_partial(now)
 
     def loading(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         now = homes()
-        marked = state.pop(prefix + KEY, None)
+        marked = state.pop(prefix + MARK, None)
         mark = None if marked is None else marked.tolist()
         if made_with is not None:
             # Without a version the framework has put it together, from a checkpoint that names experts.
-            theirs = metadata.get(KEY, made_with if "version" in metadata else now.here)
+            theirs = metadata.get(MARK, made_with if "version" in metadata else now.here)
             theirs = theirs if mark is None else mark
             if theirs != now.here and any(prefix + key in state for key, _ in module.named_parameters()):
                 raise RuntimeError(refusal("state dict", name, theirs, now.here, BY_THE_FRAMEWORK))
@@ -143,7 +141,7 @@ def mark_state(
 
     experts._register_state_dict_hook(saved)
     experts._register_load_state_dict_pre_hook(loading, with_module=True)
-    object.__setattr__(experts, KEY, name)  # who walks along the keys of a state dict finds something
+    object.__setattr__(experts, MARK, name)  # who walks along the keys of a state dict finds something
 
 
 def mark_optimizer(
@@ -157,7 +155,7 @@ def mark_optimizer(
         return [(names[id(parameter)], parameter) if id(parameter) in names else None for parameter in every]
 
     def saved(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        state[KEY] = {expert[0]: homes_of(expert[0]).mark() for expert in held() if expert is not None}
+        state[MARK] = {expert[0]: homes_of(expert[0]).mark() for expert in held() if expert is not None}
 
     def loading(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -172,7 +170,7 @@ def mark_optimizer(
                 continue
             if rows != {len(now.here)}:
                 raise RuntimeError(refusal(what, name, list(range(max(rows))), now.here))
-            if why := now.why_not(state.get(KEY, {}).get(name), what, name):
+            if why := now.why_not(state.get(MARK, {}).get(name), what, name):
                 raise RuntimeError(why)
 
     return [

@@ -28,11 +28,11 @@ from ..attaching.description import (
     WatchedModel,
     mark_spread,
 )
-from ..settings import JobSettings, run_checks
+from ..settings import STAND_IN, JobSettings, run_checks
 from .graphs import check_not_captured
 from .layer import QUANTIZE_AGAIN, install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of
-from .settings import CHECKS, EXACT_IN_ONE_SUM, settings_of, stand_ins, without_replicas
+from .settings import CHECKS, EXACT_IN_ONE_SUM, STAND_INS, settings_of, without_replicas
 from .weights import weights
 
 logger = logging.getLogger("eplb_runtime")
@@ -169,12 +169,9 @@ def _problems(model: nn.Module, optimizers: Sequence[Any]) -> list[str]:
     found += [why for name, module in layers if (why := why_not_followed(name, module))][:1]
     found += [why for name, module in layers if (why := why_not_delayed(name, module))][:1]
     if not found and dist.get_rank() == 0:
-        for name, tested in stand_ins(settings):
-            logger.warning(
-                "%s was tested with a stand-in (%s), and not on a GPU yet: prove it by `eplb-runtime verify -- JOB`",
-                name,
-                tested,
-            )
+        for name, is_used in STAND_INS.items():
+            if is_used(settings):
+                logger.warning(STAND_IN, name, getattr(settings, name))
     return found
 
 

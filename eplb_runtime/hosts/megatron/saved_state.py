@@ -20,7 +20,8 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from torch import Tensor
 
-from ..attaching.state_hooks import BY_THE_FRAMEWORK, KEY, refusal
+from ...moe.experts.matching import MARK
+from ..attaching.state_hooks import BY_THE_FRAMEWORK, refusal
 
 BUCKETS = ("dp_reshardable", "dp_zero_gather_scatter", "fully_sharded_bucket_space")
 """Ways to save a distributed optimizer's state by where it lies in its buffers, which does not say whose it is."""
@@ -75,15 +76,15 @@ def say_experts(leaf: Any, experts_here: Callable[[], dict[str, list[int]]], put
     made_with = experts_here()
 
     def state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {**own_state(*args, **kwargs), KEY: experts_here()}
+        return {**own_state(*args, **kwargs), MARK: experts_here()}
 
     def sharded_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
         # Its tensors are named by what stands here now. This is not written, and is there when they have been read.
-        return {**own_sharded(*args, **kwargs), KEY: LocalNonpersistentObject(experts_here())}
+        return {**own_sharded(*args, **kwargs), MARK: LocalNonpersistentObject(experts_here())}
 
     def load_state_dict(state: Mapping[str, Any]) -> None:
         state = dict(state)
-        theirs = state.pop(KEY, made_with)
+        theirs = state.pop(MARK, made_with)
         for layer, here in experts_here().items():
             if theirs.get(layer) != here:
                 raise RuntimeError(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
-from ..settings import Exact, JobSettings, Refusal, Unknown, ranks_of_an_expert, refuse, refuse_all_but_defaults
+from ..settings import Exact, JobSettings, Refusal, Unknown, ranks_of_an_expert, refuse
 
 VERSION = "Megatron-Core 0.16.1 to 0.19.2"
 """Versions whose defaults these are; settings that an older one lacks are off there."""
@@ -33,46 +34,43 @@ DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 LAYER_WISE = "dist_muon"
 """Muon with whole tensors assigned to ranks (``use_layer_wise_distributed_optimizer``, by its old name)."""
 MUON = ("muon", LAYER_WISE)
+MUST_BE_DEFAULT: Mapping[str, tuple[Any, str]] = {
+    "expert_tensor_parallel_size": (1, "an expert that is cut over tensor-parallel ranks is not supported"),
+    "use_megatron_fsdp": (False, "experts that Megatron's FSDP cuts are not supported"),
+    "moe_pad_expert_input_to_capacity": (False, "every expert gets equally many rows: nothing to balance"),
+    "moe_expert_rank_capacity_factor": (None, "which tokens a rank drops would depend on where experts are"),
+    "moe_single_grouped_weight": (False, "experts must be one tensor of each kind for each expert"),
+    "moe_use_legacy_grouped_gemm": (False, "its experts are one tensor of each kind for all experts of a rank"),
+    "mtp_detach_heads": (False, "experts of MTP layers are clipped by a norm that would depend on where they are"),
+    "optimizer_cuda_graph": (False, "CUDA graphs are not supported yet"),
+    "fp4": (None, "FP4 is not supported yet"),
+    "num_distributed_optimizer_instances": (1, "several instances of the distributed optimizer are not supported"),
+    "overlap_param_gather_with_optimizer_step": (False, "an optimizer for each model chunk is not supported"),
+}
+"""Settings that are refused unless they are Megatron's default (the tensor-parallel size is that of a recipe's experts,
+where that fits), and why."""
+_OFF = (
+    *("moe_permute_fusion", "overlap_dispatch_backward_with_experts_wgrad", "gradient_accumulation_fusion"),
+    *("overlap_grad_reduce", "overlap_moe_expert_parallel_comm", "bf16", "fp16", "fp8_param", "fp8_param_gather"),
+    *("optimizer_cpu_offload", "use_precision_aware_optimizer", "use_distributed_optimizer"),
+)
 DEFAULTS: Mapping[str, Any] = {
+    **{name: default for name, (default, _) in MUST_BE_DEFAULT.items()},
+    **dict.fromkeys(_OFF, False),
     "num_moe_experts": None,
     "moe_router_topk": 2,
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 1,  # of a recipe: the tensor-parallel size, where that fits
+    **dict.fromkeys((f"{of}_model_parallel_size" for of in ("tensor", "pipeline", "expert")), 1),
     "tensor_parallel_num_weight_shards": None,
     "expert_tensor_parallel_num_weight_shards": None,
     "moe_token_dispatcher_type": "allgather",
     "moe_flex_dispatcher_backend": "deepep",
-    "moe_permute_fusion": False,
-    "moe_pad_expert_input_to_capacity": False,
-    "moe_expert_rank_capacity_factor": None,
-    "moe_single_grouped_weight": False,
-    "moe_use_legacy_grouped_gemm": False,
-    "overlap_dispatch_backward_with_experts_wgrad": False,
-    "gradient_accumulation_fusion": False,
-    "overlap_grad_reduce": False,
-    "mtp_detach_heads": False,
-    "optimizer_cuda_graph": False,
-    "overlap_moe_expert_parallel_comm": False,
     "cuda_graph_impl": "none",
     "cuda_graph_modules": WHOLE_LAYER,  # cuda_graph_scope before 0.19
-    "bf16": False,
-    "fp16": False,
     "fp8": None,
     "fp8_recipe": "delayed",
-    "fp8_param": False,
-    "fp8_param_gather": False,
-    "fp4": None,
     "optimizer": "adam",
-    "optimizer_cpu_offload": False,
     "optimizer_offload_fraction": 0.0,
-    "use_precision_aware_optimizer": False,
     **dict.fromkeys(DTYPES, "float32"),
-    "use_distributed_optimizer": False,
-    "num_distributed_optimizer_instances": 1,
-    "overlap_param_gather_with_optimizer_step": False,
-    "use_megatron_fsdp": False,
 }
 """Megatron's own, of the settings that are read here."""
 OF_RECIPES: Mapping[str, Any] = {
@@ -159,33 +157,21 @@ def sums_in_order(config: Any) -> bool:
     return config.moe_router_topk <= EXACT_BY_ITSELF or _can_reorder(config)
 
 
-MUST_BE_DEFAULT: Mapping[str, str] = {
-    "expert_tensor_parallel_size": "an expert that is cut over tensor-parallel ranks is not supported",
-    "use_megatron_fsdp": "experts that Megatron's FSDP cuts are not supported",
-    "moe_pad_expert_input_to_capacity": "every expert gets equally many rows: nothing to balance",
-    "moe_expert_rank_capacity_factor": "a rank drops the tokens that are too many for it: which ones would depend on "
-    "where experts are",
-    "moe_single_grouped_weight": "experts must be one tensor of each kind for each expert",
-    "moe_use_legacy_grouped_gemm": "its experts are one tensor of each kind for all experts of a rank",
-    "mtp_detach_heads": "experts of MTP layers are clipped by a norm that would depend on where they are",
-    "optimizer_cuda_graph": "CUDA graphs are not supported yet",
-    "fp4": "FP4 is not supported yet",
-    "num_distributed_optimizer_instances": "several instances of the distributed optimizer are not supported",
-    "overlap_param_gather_with_optimizer_step": "an optimizer for each model chunk is not supported",
-}
-"""Settings that are refused whenever they are given, and why."""
+def _must_be_default(setting: str, job: Any) -> Iterator[Refusal]:
+    default, why = MUST_BE_DEFAULT[setting]
+    if getattr(job, setting) != default:
+        yield refuse(job, setting, why, f"leave {setting} out" if default is None else f"set {setting}={default}")
 
 
 def _parallelism(job: Any) -> Iterator[Refusal]:
     if job.expert_model_parallel_size == 1 and job.pipeline_model_parallel_size > 1:
-        why = "each rank holds all experts of its stage: none can move"
         instead = "spread the experts over ranks, or train without the balancer"
-        yield refuse(job, "expert_model_parallel_size", why, instead)
+        yield refuse(job, "expert_model_parallel_size", "each rank holds all experts of its stage", instead)
     for setting, cut in (
         ("tensor_parallel_num_weight_shards", job.tensor_model_parallel_size),
         ("expert_tensor_parallel_num_weight_shards", job.expert_tensor_parallel_size),
     ):
-        if getattr(job, setting) is not None and getattr(job, setting) > cut:
+        if (getattr(job, setting) or 0) > cut:
             why = "weights that are cut over ranks and gathered to compute have not been run"
             yield refuse(job, setting, why, f"leave {setting} out")
 
@@ -195,16 +181,14 @@ def _experts(job: Any) -> Iterator[Refusal]:
         instead = f"set moe_flex_dispatcher_backend to {' or '.join(FLEX_BACKENDS)}"
         yield refuse(job, "moe_flex_dispatcher_backend", "nothing has been run with it", instead)
     if job.overlap_dispatch_backward_with_experts_wgrad:
-        ddp = "with overlap_dispatch_backward_with_experts_wgrad Megatron's DistributedDataParallel would"
-        or_without = "or overlap_dispatch_backward_with_experts_wgrad=False"
+        late = "with overlap_dispatch_backward_with_experts_wgrad gradients of experts come late, and Megatron's DDP"
+        instead = "or overlap_dispatch_backward_with_experts_wgrad=False"
         if not job.gradient_accumulation_fusion:
-            why = f"{ddp} add up gradients of experts that are not computed yet"
-            yield refuse(
-                job, "gradient_accumulation_fusion", why, f"set gradient_accumulation_fusion=True, {or_without}"
-            )
+            why, instead_of_it = f"{late} would add them up before", f"set gradient_accumulation_fusion=True, {instead}"
+            yield refuse(job, "gradient_accumulation_fusion", why, instead_of_it)
         if job.overlap_grad_reduce:
-            why = f"{ddp} scale and reduce gradients of experts before they are computed"
-            yield refuse(job, "overlap_grad_reduce", why, f"set overlap_grad_reduce=False, {or_without}")
+            why, instead_of_it = f"{late} would reduce them before", f"set overlap_grad_reduce=False, {instead}"
+            yield refuse(job, "overlap_grad_reduce", why, instead_of_it)
 
 
 def _graphs(job: Any) -> Iterator[Refusal]:
@@ -239,10 +223,6 @@ def _optimizer(job: Any) -> Iterator[Refusal]:
         why = "--save keeps the optimizer's state by its place in buffers, which does not say of which expert it is"
         instead = "give --dist-ckpt-optim-fully-reshardable, and no --ckpt-format torch (or --no-save-optim)"
         yield refuse(job, "saves_by_place", why, instead)
-    if job.optimizer_cpu_offload and not job.use_distributed_optimizer and (job.bf16 or job.fp16):
-        why = "Megatron itself cannot step bf16 or fp16 so without the distributed optimizer"
-        instead = "set use_distributed_optimizer=True, or optimizer_cpu_offload=False"
-        yield refuse(job, "optimizer_cpu_offload", why, instead)
 
 
 def _layer_wise(job: Any) -> Iterator[Refusal]:
@@ -264,13 +244,12 @@ def _is_aware_on_device(job: Any) -> bool:
 def _aware(job: Any) -> Iterator[Refusal]:
     if not _is_aware_on_device(job):
         return
-    for dtype in DTYPES[1:]:
+    for dtype in DTYPES:
         if getattr(job, dtype) == "uint8":
             why = "moments in FP8 are objects of TransformerEngine's, which cannot be moved yet"
             yield refuse(job, dtype, why, f"set {dtype} to bf16, fp16 or fp32")
-    for dtype in DTYPES:
-        divided = getattr(job, dtype) == "float16" and job.use_distributed_optimizer
-        if divided and job.expert_data_parallel_size > 1:
+        is_divided = getattr(job, dtype) == "float16" and job.use_distributed_optimizer
+        if is_divided and job.expert_data_parallel_size > 1:
             why = "float16 has one scale for a rank's part of an expert, and other ranks would keep other parts of it"
             yield refuse(job, dtype, why, f"set {dtype} to bf16 or fp32, or optimizer_cpu_offload=True")
 
@@ -283,7 +262,7 @@ def _adapters(job: Any) -> Iterator[Refusal]:
 
 
 CHECKS = (
-    *refuse_all_but_defaults(DEFAULTS, MUST_BE_DEFAULT),
+    *(partial(_must_be_default, setting) for setting in MUST_BE_DEFAULT),
     *(_parallelism, _experts, _graphs, _precision, _optimizer, _layer_wise, _aware, _adapters),
 )
 
@@ -302,33 +281,15 @@ def exact(job: Any) -> Exact:
     return "bit" if job.expert_data_parallel_size <= EXACT_IN_ONE_SUM else "rounding"
 
 
-def stand_ins(job: Any) -> Iterator[tuple[str, str]]:
-    """Yield settings of a job that attaches which were tested with a stand-in, and with which."""
-    if job.moe_token_dispatcher_type == "flex":
-        yield "moe_token_dispatcher_type", "exchanges of torch.distributed that do what DeepEP's and HybridEP's do"
-    if job.overlap_moe_expert_parallel_comm:
-        tested = "streams and events of CUDA where everything is done when it returns"
-        yield "overlap_moe_expert_parallel_comm", tested
-    if job.overlap_dispatch_backward_with_experts_wgrad:
-        tested = "grouped layers in torch that leave their weights' gradients for later as TransformerEngine's do"
-        yield "overlap_dispatch_backward_with_experts_wgrad", tested
-    if job.cuda_graph_impl != "none":
-        yield "cuda_graph_modules", "captured operators that are run again on the captured memory, for CUDA graphs"
-    if job.fp8 is not None:
-        yield "fp8", "grouped layers in torch that quantize and cache weights as TransformerEngine's do"
-    if _is_aware_on_device(job):
-        tested = "an optimizer in torch with the state and accessors of TransformerEngine's FusedAdam"
-        yield "use_precision_aware_optimizer", tested
-    if job.moe_permute_fusion and reorders(job):
-        yield "moe_permute_fusion", "permutations in torch that do what TransformerEngine's fused ones do"
-
-
-CHECKED_AT_ATTACH = (
-    "experts are one tensor of each kind for each expert (SequentialMLP, TEGroupedMLP)",
-    "the model is wrapped in Megatron's DistributedDataParallel, and the optimizer is Megatron's",
-    "the optimizer keeps the whole state of each expert on its rank, or divided over those that hold the same experts",
-    "all MoE layers have one expert-parallel group, with experts in order",
-    "virtual pipeline stages say which they are (models made with vp_stage=)",
-)
+STAND_INS: Mapping[str, Callable[[Any], bool]] = {
+    "moe_token_dispatcher_type": lambda job: job.moe_token_dispatcher_type == "flex",
+    "overlap_moe_expert_parallel_comm": lambda job: job.overlap_moe_expert_parallel_comm,
+    "overlap_dispatch_backward_with_experts_wgrad": lambda job: job.overlap_dispatch_backward_with_experts_wgrad,
+    "cuda_graph_modules": lambda job: job.cuda_graph_impl != "none",
+    "fp8": lambda job: job.fp8 is not None,
+    "use_precision_aware_optimizer": _is_aware_on_device,
+    "moe_permute_fusion": lambda job: job.moe_permute_fusion and reorders(job),
+}
+"""Settings that were tested with a stand-in alone, and whether a job uses them."""
 RANKS, EXPERTS = "expert_model_parallel_size", "num_moe_experts"
 """Settings of the ranks and experts of a layer."""

@@ -23,19 +23,18 @@ from .. import _all_can_attach
 from ..attaching.attach import attach_stages
 from ..attaching.checks import device_of
 from ..attaching.description import AttachError, HostModel, Spread, Stage, mark_spread
-from ..settings import JobSettings, run_checks
+from ..settings import STAND_IN, JobSettings, run_checks
 from .experts import balanced_experts, describe, routed_experts
 from .pipeline import accompany, build_pipeline, numbers_of
 from .settings import (
     BACKENDS,
     CHECKS,
-    EXACT_BY_ITSELF,
     NEEDED_TORCH,
     STANDARD,
     backend_of,
     check_spmd_backend,
+    notes,
     settings_of,
-    stand_ins,
     without_replicas,
 )
 from .state import BalancedOptimizers, LogicalOrder, balanced_optimizers, keep_order, synchronize_state
@@ -136,12 +135,11 @@ def _attach(
         # The loss is divided by the tokens of all ranks, and FSDP adds up without dividing.
         shards = parallel_dims.get_mesh("efsdp").size()
         ranks = Ranks(ep=ep_ranks, stages=numbers, gradient_divisor=1, divided_rows=shards)
-        notes = _notes(settings, max(shards, parallel_dims.dp_replicate))
         stages = [
             Stage(
                 number,
                 part,
-                replace(_host(part, ep_ranks, settings), notes=notes),
+                replace(_host(part, ep_ranks, settings), notes=tuple(notes(settings))),
                 f"stages.{number}." if len(numbers) > 1 else "",
             )
             for number, part in zip(numbers, model_parts, strict=True)
@@ -153,7 +151,8 @@ def _attach(
     balancer = attach_stages(
         stages, optimizers.optimizers, config=config, ranks=ranks, device=device, container=optimizers
     )
-    _say_of(settings)
+    if settings.moe_comm_backend != STANDARD and dist.get_rank() == 0:
+        logger.warning(STAND_IN, "moe_comm_backend", settings.moe_comm_backend)
     optimizers.order = order = LogicalOrder(balancer)
     for layer in (layer for stage in stages for layer in stage.host.layers):
         keep_order(layer, order)
@@ -163,41 +162,6 @@ def _attach(
         accompany(model_parts, balancer)
     _clip_experts(model_parts, balancer)
     return balancer
-
-
-def _say_of(settings: JobSettings) -> None:
-    """Rank 0 warns of what torchtitan's own dispatchers come to."""
-    if dist.get_rank():
-        return
-    for name, tested in stand_ins(settings):
-        logger.warning(
-            "%s='%s' was tested with a stand-in (%s), and not on a GPU yet: prove it by `eplb-runtime verify -- JOB`",
-            name,
-            settings.moe_comm_backend,
-            tested,
-        )
-
-
-def _notes(settings: JobSettings, added_up: int) -> tuple[str, ...]:
-    """Return lines that say what makes bits depend on where experts are."""
-    notes = []
-    if added_up > 2:
-        notes.append(
-            f"FSDP adds up gradients of experts over {added_up} ranks, perhaps in an order that follows a row's place: "
-            "results with other placements are equal to rounding; with at most 2 they are to the bit"
-        )
-    if settings.moe_comm_backend == "deepep" and not settings.deterministic:
-        notes.append(
-            "DeepEP receives tokens in any order unless debug.deterministic is set: no two trainings are equal to the "
-            "bit, with experts moved or not"
-        )
-    if settings.moe_comm_backend in ("deepep", "hybridep") and settings.top_k > EXACT_BY_ITSELF:
-        notes.append(
-            f"moe_comm_backend='{settings.moe_comm_backend}' adds up the results of a token's {settings.top_k} experts "
-            "in an order that depends on where they are: with experts moved, training is equal to rounding, not to the "
-            "bit"
-        )
-    return tuple(notes)
 
 
 def _host(part: nn.Module, ep_ranks: tuple[int, ...], settings: JobSettings) -> HostModel:

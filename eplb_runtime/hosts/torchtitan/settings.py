@@ -59,16 +59,30 @@ def backend_of(dispatchers: Iterable[Any]) -> str:
     return " and ".join(sorted(named.get(name, name) for name in found)) or STANDARD
 
 
-def exact(job: Any) -> Exact:
-    """Return how equal training with and without moves is."""
+def notes(job: Any) -> Iterator[str]:
+    """Yield lines that say what makes bits depend on where experts are."""
     backend = job.moe_comm_backend
     if backend in ("deepep", "hybridep") and job.top_k > EXACT_BY_ITSELF:
-        return "rounding"
+        yield (
+            f"moe_comm_backend='{backend}' adds up the results of a token's {job.top_k} experts in an order that "
+            "depends on where they are: with experts moved, training is equal to rounding, not to the bit"
+        )
     if backend == "deepep" and not job.deterministic:
-        return "rounding"
+        yield (
+            "DeepEP receives tokens in any order unless debug.deterministic is set: no two trainings are equal to the "
+            "bit, with experts moved or not"
+        )
     replicated = job.data_parallel_replicate_degree
-    sharded = job.expert_data_parallel_size // replicated
-    return "bit" if max(sharded, replicated) <= EXACT_IN_ONE_SUM else "rounding"
+    if (added_up := max(job.expert_data_parallel_size // replicated, replicated)) > EXACT_IN_ONE_SUM:
+        yield (
+            f"FSDP adds up gradients of experts over {added_up} ranks, perhaps in an order that follows a row's place: "
+            "results with other placements are equal to rounding; with at most 2 they are to the bit"
+        )
+
+
+def exact(job: Any) -> Exact:
+    """Return how equal training with and without moves is."""
+    return "rounding" if any(notes(job)) else "bit"
 
 
 def check_spmd_backend(job: Any) -> Iterator[Refusal]:
@@ -129,22 +143,5 @@ def without_replicas(job: Any) -> Iterator[Refusal]:
             yield refuse(job, degree, "copies of experts are not there for it yet", "set replica_slots=0")
 
 
-def stand_ins(job: Any) -> Iterator[tuple[str, str]]:
-    """Yield what was tested with a stand-in, and with which."""
-    if job.moe_comm_backend in ("deepep", "hybridep"):
-        tested = "buffers over torch.distributed that do what deep_ep's ElasticBuffer and HybridEPBuffer do"
-        yield "moe_comm_backend", tested
-    if job.moe_comm_backend == "minimal_async_ep":
-        tested = "its own operators, with memory that processes share and kernels in torch in the place of a GPU's"
-        yield "moe_comm_backend", tested
-
-
-CHECKED_AT_ATTACH = (
-    "spmd_backend='spmd_types', torchtitan's default, and moe_comm_backend='hybridep' have torch 2.14 or newer",
-    "the overrides, pipelining_fn and post_optimizer_build_fn that balance() sets are in the config",
-    "each rank holds whole experts, equally many",
-    "with replica slots: the ranks that hold the same experts divide dimension 1 of their tensors",
-    "deepep, hybridep, minimal_async_ep: the dispatcher takes the arguments of torchtitan 0.3.0",
-)
 RANKS, EXPERTS = "expert_parallel_degree", "num_experts"
 """Settings of the ranks and experts of a layer."""

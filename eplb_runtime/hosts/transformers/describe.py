@@ -11,11 +11,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ...balancer.balancer import Removable
@@ -129,14 +129,11 @@ def _describe_layer(name: str, outer: nn.Module, adapted: AdaptedExperts | None)
 
     def install(layer: ExpertParallelLayer) -> None:
         def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            if adapted is not None:
+                unmerge_disabled(adapted)
             return layer(hidden_states, top_k_index, top_k_weights)
 
-        def adapted_forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            assert adapted is not None
-            unmerge_disabled(adapted)
-            return layer(hidden_states, top_k_index, top_k_weights)
-
-        outer.forward = forward if adapted is None else adapted_forward  # type: ignore[method-assign]
+        outer.forward = forward  # type: ignore[method-assign]
 
     return MoELayer(
         name=name,
@@ -220,17 +217,6 @@ def _weights(model: nn.Module, first_layer: int) -> Sequence[Weight]:
     return weights(model, first_layer)
 
 
-class _Hooks:
-    """Several hooks that go together."""
-
-    def __init__(self, *handles: RemovableHandle) -> None:
-        self._handles = handles
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
 class _Mask(threading.local):
     now: Tensor | None = None
 
@@ -253,10 +239,14 @@ class _Padding:
             mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
             see(mask if isinstance(mask, Tensor) and mask.ndim == 2 else None)
 
-        return _Hooks(
-            model.register_forward_pre_hook(before_forward, with_kwargs=True),
-            model.register_forward_hook(lambda *_: see(None), always_call=True),
-        )
+        before = model.register_forward_pre_hook(before_forward, with_kwargs=True)
+        after = model.register_forward_hook(lambda *_: see(None), always_call=True)
+
+        def remove() -> None:
+            before.remove()
+            after.remove()
+
+        return SimpleNamespace(remove=remove)
 
     def real_tokens(self, tokens: int) -> Tensor | None:
         """bool ``[T]``; with a key-value cache the mask is longer than the batch, whose tokens are its last columns."""

@@ -120,19 +120,16 @@ class AllToAll(Dispatcher):
 
     def _to_ranks(self, source: Tensor, splits: AllToAllSplits) -> Callable[[], Tensor]:
         """Send rows of ``source`` ``[*, D]``; waiting returns those received: local ones first, then by rank."""
-        local, index_U, part = splits.num_local_rows, splits.index_U, self._moves.part
+        local, index_U = splits.num_local_rows, splits.index_U
         received = self._memory.like(source, splits.num_received_rows)
         leaving = source[local:]
         if index_U is not None:
             leaving = self._memory.like(source, index_U.shape[0] - local)
-            if part is not None:
-                part(source, index_U, received[:local], leaving)
-            else:
-                permute.gather(source, index_U[local:], leaving)
+            permute.gather(source, index_U[local:], leaving)
         work = self._exchange(received[local:], leaving, splits.received, splits.sent)
         if index_U is None:
             received[:local].copy_(source[:local])
-        elif part is None:
+        else:
             permute.gather(source, index_U[:local], received[:local])
 
         def wait() -> Tensor:

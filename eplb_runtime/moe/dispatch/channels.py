@@ -46,53 +46,32 @@ class BackwardInsideError(RuntimeError):
 
 class CollectiveOrder:
     """Interleaves two sequences of launches: the first of each, then the second of each, until one has ended. The order
-    depends on the lengths of the sequences, not on their speed.
-
-    Args:
-        seconds: how long one waits for the other at most.
-    """
+    depends on the lengths of the sequences, not on their speed. One waits ``seconds`` for the other at most."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._launching: set[int] = set()
         self._changed = threading.Condition()
         self._launched = [0, 0]
-        self._asks = [False, False]
         self._ended = [False, False]
 
     @contextlib.contextmanager
     def launching(self, channel: int) -> Iterator[None]:
         """Inside, the next exchange of channel 0 or 1 is launched; waits for the other's launches that come first.
-
-        Raises:
-            RuntimeError: the other did not get there in time, or this thread is within a turn already.
-        """
-        thread, other = threading.get_ident(), 1 - channel
+        Raises RuntimeError if the other does not get there in time."""
+        turn, other = self._launched[channel] + channel, 1 - channel
         with self._changed:
-            if thread in self._launching:
-                raise RuntimeError("an exchange began within the launch of another: ranks would count one as two")
-            self._asks[channel] = True
-            self._changed.notify_all()
-            try:
-                turn = self._launched[channel] + channel
-                self._wait(channel, lambda: self._ended[other] or self._launched[other] >= turn)
-            except BaseException:
-                self._asks[channel] = False
-                raise
-            self._launching.add(thread)
+            if not self._changed.wait_for(lambda: self._ended[other] or self._launched[other] >= turn, self._seconds):
+                raise RuntimeError(
+                    f"of two batches at once, {_NAMES[other]} did not reach its exchange {self._launched[other] + 1} "
+                    f"within {self._seconds:g} s; exchange {self._launched[channel] + 1} of {_NAMES[channel]} waited "
+                    "for it"
+                )
         try:
             yield
         finally:
             with self._changed:
-                self._launching.remove(thread)
-                self._asks[channel] = False
                 self._launched[channel] += 1
                 self._changed.notify_all()
-
-    def until_the_other_asks(self, channel: int) -> None:
-        """Within a turn: wait until the other has queued all that it computes before its next exchange."""
-        with self._changed:
-            self._wait(channel, lambda: self._asks[1 - channel] or self._ended[1 - channel])
 
     def end(self, channel: int) -> None:
         """Record that a channel launches nothing any more, having done its work or failed."""
@@ -100,24 +79,11 @@ class CollectiveOrder:
             self._ended[channel] = True
             self._changed.notify_all()
 
-    def _wait(self, channel: int, ready: Callable[[], bool]) -> None:
-        if not self._changed.wait_for(ready, self._seconds):
-            awaited = self._launched[1 - channel] + 1
-            raise RuntimeError(
-                f"of two batches at once, {_NAMES[1 - channel]} did not reach its exchange {awaited} "
-                f"within {self._seconds:g} s; exchange {self._launched[channel] + 1} of {_NAMES[channel]} waited for it"
-            )
-
 
 class TwoStreams:
-    """Two streams of a device beside the caller's. They start after what the caller's has to do, and it goes on after
+    """Two streams of a device next to the caller's. They start after what the caller's has to do, and it goes on after
     both; meanwhile it has nothing to do. No host sync, and no `record_stream`: memory of either side is not used again
-    before the other side has been waited for.
-
-    Args:
-        device: where.
-        module: that of its kind, as `torch.cuda`; None: torch's.
-    """
+    before the other side has been waited for. ``module``: that of the device's kind, as `torch.cuda`; None: torch's."""
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
         self._device = device
@@ -126,13 +92,15 @@ class TwoStreams:
 
     def begin(self) -> tuple[Any, Any]:
         """Return the two streams, which wait for what the current one has to do."""
-        for stream in self._pair():
+        if self._made is None:
+            self._made = self._module.Stream(self._device), self._module.Stream(self._device)
+        for stream in self._made:
             stream.wait_stream(self._current())
-        return self._pair()
+        return self._made
 
     def join(self) -> None:
         """Let the current stream wait for both."""
-        for stream in self._pair():
+        for stream in self._made or ():
             self._current().wait_stream(stream)
 
     @contextlib.contextmanager
@@ -142,13 +110,6 @@ class TwoStreams:
         with self._module.stream(stream):
             yield
 
-    def after_the_other(self) -> None:
-        """Let the current stream, one of the two, go on after what the other has to do now."""
-        here, pair = self._current(), self._pair()
-        for stream in pair:
-            if here in pair and here != stream:
-                here.wait_stream(stream)
-
     def in_order_with_this_one(self) -> Callable[[], AbstractContextManager[None]]:
         """Return a context that goes after what this stream has to do now, and that it goes after."""
         writer = self._current()
@@ -156,14 +117,13 @@ class TwoStreams:
         @contextlib.contextmanager
         def in_order() -> Iterator[None]:
             here = self._current()
-            if here == writer:
-                yield
-                return
-            here.wait_stream(writer)
+            if here != writer:
+                here.wait_stream(writer)
             try:
                 yield
             finally:
-                writer.wait_stream(here)
+                if here != writer:
+                    writer.wait_stream(here)
 
         return in_order
 
@@ -187,11 +147,6 @@ class TwoStreams:
     def _current(self) -> Any:
         return self._module.current_stream(self._device)
 
-    def _pair(self) -> tuple[Any, Any]:
-        if self._made is None:
-            self._made = self._module.Stream(self._device), self._module.Stream(self._device)
-        return self._made
-
 
 class MicroBatchChannels:
     """The ways of one rank's exchanges.
@@ -204,8 +159,6 @@ class MicroBatchChannels:
         seconds: how long one of two things waits for the other's launches at most.
 
     Attributes:
-        first: as given.
-        streams: as given or made; None: there are none.
         busy: while two things run at once.
         ahead: called before two things begin, on the thread that has them run.
     """
@@ -218,9 +171,10 @@ class MicroBatchChannels:
         streams: TwoStreams | None = None,
         seconds: float = _HOST_SECONDS,
     ) -> None:
-        on_device = device is not None and device.type != "cpu"
         self.first = first
-        self.streams = TwoStreams(device) if streams is None and on_device and device is not None else streams
+        self.streams = streams
+        if device is not None and device.type != "cpu":
+            self.streams, in_order = streams or TwoStreams(device), True
         self.busy = False
         self.ahead: Callable[[], None] = lambda: None
         self._second: MicroBatchChannel | None = None
@@ -228,7 +182,7 @@ class MicroBatchChannels:
         self._second_thread: int | None = None
         self._forwards_only = False
         self._device_type = "cpu" if device is None else device.type
-        self._in_order = in_order or on_device
+        self._in_order = in_order
         self._seconds = seconds
         self._order: CollectiveOrder | None = None
         self._shared: dict[str, Callable[[], AbstractContextManager[None]]] = {}
@@ -251,23 +205,7 @@ class MicroBatchChannels:
     def launching(self) -> AbstractContextManager[None]:
         """Inside, an exchange is launched, when it is this one's turn on every rank. Not within another."""
         order = self._order
-        return contextlib.nullcontext() if order is None else order.launching(self._number())
-
-    @property
-    def is_ordered(self) -> bool:
-        """Return whether two things run at once now, and launch in one order."""
-        return self._order is not None
-
-    def after_the_other(self) -> None:
-        """Within `launching`: what this one queues next comes after all that the other computes before its next
-        exchange. The host waits until that is queued, and the device until it is done."""
-        if (order := self._order) is not None:
-            order.until_the_other_asks(self._number())
-            if self.streams is not None:
-                self.streams.after_the_other()
-
-    def _number(self) -> int:
-        return 0 if self.current() is self.first else 1
+        return contextlib.nullcontext() if order is None else order.launching(int(self.current() is not self.first))
 
     def before_backward(self) -> None:
         """Raise BackwardInsideError if a backward pass has come to a layer while two things run that may have none."""
@@ -286,31 +224,27 @@ class MicroBatchChannels:
     def both(
         self, current: Callable[[], T], second: Callable[[], U], swapped: bool = False, forwards_only: bool = False
     ) -> tuple[T, U]:
-        """Run two things at once, of which one at most has a backward pass; on every rank of the group alike.
+        """Run two things at once, of which ``second`` alone may have a backward pass; on every rank of the group alike.
+        Neither waits for the other. RuntimeError: two run at once already.
 
         Args:
-            current: runs on this thread. It may not wait for the other, nor run backward passes.
-            second: runs on a thread that is kept; in this one's modes of gradients and of autocast. It may not wait for
-                the other either where launches are in order.
+            current: runs on this thread.
+            second: runs on a thread that is kept; in this one's modes of gradients and of autocast.
             swapped: each on the other's stream. A backward pass runs on the stream of its forward, so the caller says
                 which that was.
             forwards_only: neither may have a backward pass; one that has raises (`before_backward`).
-
-        Raises:
-            RuntimeError: two run at once already.
         """
         assert self._second is not None
         if self.busy:
             raise RuntimeError("two batches run at once already: a third would have no way of its own")
         self.busy, self._forwards_only = True, forwards_only
-        streams: tuple[Any, Any] | None = None
 
         def run(number: int, work: Callable[[], Any]) -> Any:
             with contextlib.ExitStack() as around:
                 if order is not None:
                     around.callback(order.end, number)
-                if streams is not None and self.streams is not None:
-                    around.enter_context(self.streams.on(streams[number ^ swapped]))
+                if pair is not None and self.streams is not None:
+                    around.enter_context(self.streams.on(pair[number ^ swapped]))
                 return work()
 
         try:
@@ -318,7 +252,7 @@ class MicroBatchChannels:
             order = self._order = CollectiveOrder(self._seconds) if self._in_order else None
             if self.streams is not None:
                 self._shared = {what: self.streams.one_after_another() for what in ("counts", "low latency")}
-                streams = self.streams.begin()
+            pair = None if self.streams is None else self.streams.begin()
             running = self._worker.submit(self._in_the_modes_of_this_thread(lambda: run(1, second)))
             # Where `current` fails, ranks part; the other is not waited for: it may wait for ranks that will not come.
             try:
@@ -328,7 +262,7 @@ class MicroBatchChannels:
                 raise
             return first, running.result()
         finally:
-            if streams is not None and self.streams is not None:
+            if self.streams is not None:
                 self.streams.join()
             self._order, self._shared = None, {}
             self.busy = self._forwards_only = False

@@ -10,8 +10,7 @@ How the package wants to be called: `deepep_buffer.py`; what is in a row: `row_b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -106,7 +105,7 @@ class DeepEPDispatcher(Dispatcher):
             most = self._exchange_tokens(slots_TK.new_full((1,), slots_TK.shape[0])).max()
             if most <= self._low_latency.most_tokens:
                 return SendLayout(slots_TK, None)
-        with self._launching():  # the first call makes the buffer with the other ranks
+        with self._channels.launching():  # the first call makes the buffer with the other ranks
             sent = self._buffer.layout(self._slots_of_rows(slots_TK))
         return SendLayout(slots_TK, sent, self._recv_counts(sent, slots_TK.shape[1], counts))
 
@@ -114,14 +113,14 @@ class DeepEPDispatcher(Dispatcher):
         self.check(hidden_TD, weights_TK)
         if isinstance(metadata, SendLayout) and metadata.sent is None:
             assert self._low_latency is not None
-            with self._launching():
+            with self._channels.launching():
                 return self._low_latency.dispatch(hidden_TD, weights_TK, metadata.slots_TK)
         return super().dispatch(hidden_TD, weights_TK, metadata)
 
     def combine(self, out_MD: Tensor, dispatched: Dispatched) -> Tensor:
         if isinstance(dispatched.metadata, LowLatencyLayout):
             assert self._low_latency is not None
-            with self._launching():
+            with self._channels.launching():
                 return self._low_latency.combine(out_MD, dispatched)
         return super().combine(out_MD, dispatched)
 
@@ -184,7 +183,7 @@ class DeepEPDispatcher(Dispatcher):
         rows_MD = _taken_or_any(rows_MD, place_U)
         exact_M1 = None if exact_M1 is None else _taken_or_any(exact_M1, place_U)
         packed = row_bytes.pack_sums(rows_MD, exact_M1)
-        with self._launching():
+        with self._channels.launching():
             summed = self._buffer.combine(packed, layout.handle)
         exact_dtype = rows_MD.dtype if exact_M is None else exact_M.dtype
         rows_ND, exact_NW = row_bytes.unpack_sums(
@@ -213,12 +212,6 @@ class DeepEPDispatcher(Dispatcher):
         """And nothing will: activation checkpointing repeats forwards of training that had no gradients at first."""
         return not torch.is_grad_enabled() and (self._forward_tag is None or not self._forward_tag.training)
 
-    @contextmanager
-    def _launching(self) -> Iterator[None]:
-        """Inside, kernels that wait for other ranks are launched, and these may be waited for."""
-        with self._channels.launching():
-            yield
-
     def _send(
         self,
         pack: Callable[[Tensor, Tensor | None, int], Any],
@@ -229,12 +222,12 @@ class DeepEPDispatcher(Dispatcher):
         """Rows that arrive, and their layout: a new one, or that of an earlier dispatch."""
         if isinstance(metadata, RecvLayout):
             rows_NC = pack(source_TD, weights_TK, self._rows_per_token(metadata.top_k))
-            with self._launching():
+            with self._channels.launching():
                 return self._buffer.dispatch_cached(rows_NC, metadata.handle), metadata
         assert metadata.sent is not None
         top_k = metadata.slots_TK.shape[1]
         rows_NC = pack(source_TD, weights_TK, self._rows_per_token(top_k))
-        with self._launching():
+        with self._channels.launching():
             received = self._buffer.dispatch(rows_NC, metadata.sent, metadata.counts)
         return received.rows_UC, RecvLayout.of(received, top_k)
 
@@ -249,7 +242,7 @@ class DeepEPByRank(DeepEPDispatcher):
 
     def combine_rows(self, out_MD: Tensor, weights: Tensor, metadata: RecvLayout) -> Tensor:
         sums_UD = self._moves.sum_here(out_MD, metadata.place_UK, weights, row_bytes.WIRE_DTYPE)
-        with self._launching():
+        with self._channels.launching():
             rows_TC = self._buffer.combine(row_bytes.pack_sums(sums_UD, None), metadata.handle)
         width = out_MD.shape[1]
         return rows_TC if rows_TC.shape[1] == width else rows_TC[:, :width].clone()  # no view: models write in place
@@ -266,7 +259,7 @@ class DeepEPByRank(DeepEPDispatcher):
             if grad_M.shape[0]:
                 exact_U = grad_M.index_select(0, place_U.clamp(min=0))
                 exact_UK = torch.where(place_U >= 0, exact_U, 0).view(metadata.place_UK.shape)
-        with self._launching():
+        with self._channels.launching():
             summed = self._buffer.combine(row_bytes.pack_sums(sums_UD, exact_UK), metadata.handle)
         num_weights = 0 if exact_UK is None else metadata.top_k
         dtype = sums_UD.dtype if grad_M is None else grad_M.dtype

@@ -78,11 +78,10 @@ class LowLatency:
         """As `Dispatcher.dispatch`, of what `check` lets through. One host sync, for the numbers of rows."""
         slots_TK = slots_TK.contiguous()
         hidden_there = hidden_TD.contiguous()
-        rows, counts_S, handle, *_ = self._through(
-            self._buffer(hidden_TD.shape[1]).low_latency_dispatch,
-            (hidden_there, slots_TK, self.most_tokens, self._num_experts),
-            use_fp8=self._in_float8,
-        )
+        with self._channels.shared("low latency"):
+            rows, counts_S, handle, *_ = self._buffer(hidden_TD.shape[1]).low_latency_dispatch(
+                hidden_there, slots_TK, self.most_tokens, self._num_experts, use_fp8=self._in_float8
+            )
         counts = counts_S.tolist()
         index_M = self._in_order(handle, counts_S, sum(counts))
         if self._in_float8:
@@ -101,22 +100,12 @@ class LowLatency:
         out_SND = out_MD.new_empty(self._slots, places, width, dtype=row_bytes.WIRE_DTYPE)
         out_SND.view(-1, width).index_copy_(0, layout.index_M, out_MD.to(row_bytes.WIRE_DTYPE))
         weights_TK = dispatched.combine_weights.float().contiguous()
-        combined_TD, *_ = self._through(
-            self._buffer(width).low_latency_combine, (out_SND, layout.slots_TK, weights_TK, layout.handle)
-        )
+        with self._channels.shared("low latency"):
+            combined_TD, *_ = self._buffer(width).low_latency_combine(
+                out_SND, layout.slots_TK, weights_TK, layout.handle
+            )
         result: Tensor = combined_TD.to(dispatched.dtype)
         return result
-
-    def _through(self, kernels: Any, arguments: tuple[Any, ...], **settings: Any) -> Any:
-        """Return what a call gives. Where another batch computes meanwhile, rows are received when that has been
-        computed, and before the other batch sends any: what sends clears the memory of the last ones."""
-        with self._channels.shared("low latency"):
-            if not self._channels.is_ordered:
-                return kernels(*arguments, **settings)
-            *given, receive = kernels(*arguments, **settings, return_recv_hook=True)
-            self._channels.after_the_other()
-            receive()
-            return given
 
     def _in_order(self, handle: Any, counts_S: Tensor, rows: int) -> Tensor:
         """int64 ``[M]``: places of rows by slot, then by source rank, then by position there."""

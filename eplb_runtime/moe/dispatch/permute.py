@@ -183,12 +183,6 @@ def gather(source: Tensor, index: Tensor, out: Tensor) -> None:
     torch.index_select(source, 0, index, out=out)
 
 
-def part(source: Tensor, index_U: Tensor, staying: Tensor, leaving: Tensor) -> None:
-    """Put the rows ``index_U`` of ``source`` into two pieces of memory: the first ones into ``staying``."""
-    gather(source, index_U[: staying.shape[0]], staying)
-    gather(source, index_U[staying.shape[0] :], leaving)
-
-
 def sum_choices(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights_TK: Tensor | None = None) -> Tensor:
     """Return ``[T, D]``: each token's choices, weighted, summed in the router's order, in the wider of both dtypes;
     products are rounded to it (in float32 on a CPU they need not be), and summed in float32 at least."""
@@ -259,18 +253,11 @@ def _sum_in_one_pass(rows_ND: Tensor, place_TK: Tensor, weights_TK: Tensor | Non
 
 @dataclass(frozen=True)
 class Moves:
-    """How it is done: in plain torch, or by the kernels of `kernels.py`.
-
-    Args:
-        leaving, arriving, sum_choices, sum_here: as the functions here.
-        part: from rows, int64 ``[U]`` which of them, and two pieces of memory of U rows together: puts the first ones
-            into the first piece, the others into the second; None: `gather` twice.
-    """
+    """The functions of the same names here, or the kernels of `kernels.py`."""
 
     leaving: Callable[..., Leaving] = leaving
     arriving: Callable[..., Arriving] = arriving
     sum_choices: Callable[..., Tensor] = sum_choices
-    part: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None
     sum_here: Callable[..., Tensor] = sum_here
 
 

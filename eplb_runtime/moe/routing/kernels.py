@@ -14,6 +14,8 @@ from ...utils.triton import jit, power_of_2, tl
 
 _BLOCK = 256
 """Choices of a program. Dealing out compares all of them with each other."""
+_WIDE = 32
+"""Columns of counts, of a program."""
 AT_ONCE = 128
 """Blocks whose beginnings are worked out at once."""
 ASSERT = {"debug": True, "sanitize_overflow": False}
@@ -103,54 +105,104 @@ def deal_by_kernels(ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor, begin
 
 def count_by_blocks(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """By two kernels: int64 ``[E]``, how often each expert is chosen; int32, how often in the blocks before each."""
-    ids_TK = ids_TK.contiguous()
-    blocks, width = -(-ids_TK.numel() // _BLOCK), power_of_2(max(2, experts))
     counts_E = torch.empty(experts, dtype=torch.int64, device=ids_TK.device)
-    begin_BE = torch.empty(blocks, width, dtype=torch.int32, device=ids_TK.device)
+    return counts_E, begin_of_blocks(ids_TK.contiguous(), counts_E.view(1, -1), experts, _BLOCK)
+
+
+def begin_of_blocks(
+    slots_TK: Tensor, counts_RC: Tensor, slots_per_rank: int, block: int, dedup: bool = False, tag: int | None = None
+) -> Tensor:
+    """Write how many choices each slot has (with ``dedup`` how many tokens each rank, and the tag) into ``counts_RC``,
+    and return int32 how many are in the blocks before each."""
+    choices, (ranks, columns) = slots_TK.numel(), counts_RC.shape
+    widths = {"SLOTS": power_of_2(max(2, ranks * slots_per_rank)), "RANKS": power_of_2(max(2, ranks)) if dedup else 0}
+    width, blocks = sum(widths.values()), -(-choices // block)
+    begin_BW = torch.empty(blocks, width, dtype=torch.int32, device=slots_TK.device)
     if blocks:
-        _count_block[(blocks,)](ids_TK, begin_BE, ids_TK.numel(), experts, EXPERTS=width, BLOCK=_BLOCK, **ASSERT)
-    wide = min(32, width)
-    _begin[(width // wide,)](begin_BE, counts_E, blocks, experts, EXPERTS=width, WIDE=wide, AT_ONCE=AT_ONCE)
-    return counts_E, begin_BE
-
-
-@jit(do_not_specialize=["choices"])
-def _count_block(  # type: ignore[no-untyped-def]
-    ids, of_blocks, choices, experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
-):
-    block = tl.program_id(0).to(tl.int64)
-    choice = block * BLOCK + tl.arange(0, BLOCK)
-    there = choice < choices
-    expert = tl.load(ids + choice, mask=there, other=0).to(tl.int32)
-    tl.device_assert((expert >= 0) & (expert < experts), "an expert that there is not")
-    counted = tl.histogram(expert, EXPERTS, mask=there)
-    tl.store(of_blocks + block * EXPERTS + tl.arange(0, EXPERTS), counted)
+        of_slots = slots_per_rank, ranks * slots_per_rank
+        sizes = {"TOP_K": slots_TK.shape[1], **widths, "BLOCK": block}
+        count_slots[(blocks,)](slots_TK, begin_BW, choices, *of_slots, **sizes, **ASSERT)
+    begin_slots[(-(-width // _WIDE),)](
+        *(begin_BW, counts_RC, blocks, tag or 0, ranks, slots_per_rank, columns),
+        **widths,
+        HAS_TAG=tag is not None,
+        WIDE=_WIDE,
+        AT_ONCE=AT_ONCE,
+    )
+    return begin_BW
 
 
 @jit
-def before_each_block(  # type: ignore[no-untyped-def]
-    of_blocks, blocks, column, WIDTH: tl.constexpr, WIDE: tl.constexpr, AT_ONCE: tl.constexpr
+def is_first(slots, choice, there, rank, slots_per_rank, TOP_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether no earlier choice of the same token is on the same rank."""
+    first = there
+    for back in tl.static_range(1, TOP_K):
+        same_token = there & (choice % TOP_K >= back)
+        before = tl.load(slots + choice - back, mask=same_token, other=0).to(tl.int32) // slots_per_rank
+        first = first & ~(same_token & (before == rank))
+    return first
+
+
+@jit(do_not_specialize=["choices"])
+def count_slots(  # type: ignore[no-untyped-def]
+    slots,
+    of_blocks,
+    choices,
+    slots_per_rank,
+    num_slots,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Turn columns of ``of_blocks`` in place into sums of the earlier blocks'; returns the sum of all."""
+    """Choices of each slot in a block, and with ``RANKS`` tokens that visit each rank."""
+    block = tl.program_id(0).to(tl.int64)
+    choice = block * BLOCK + tl.arange(0, BLOCK)
+    there = choice < choices
+    slot = tl.load(slots + choice, mask=there, other=0).to(tl.int32)
+    tl.device_assert((slot >= 0) & (slot < num_slots), "a choice of an expert or a slot that there is not")
+    counted = tl.histogram(slot, SLOTS, mask=there)
+    tl.store(of_blocks + block * (SLOTS + RANKS) + tl.arange(0, SLOTS), counted)
+    if RANKS > 0:
+        rank = slot // slots_per_rank
+        visited = tl.histogram(rank, RANKS, mask=is_first(slots, choice, there, rank, slots_per_rank, TOP_K))
+        tl.store(of_blocks + block * (SLOTS + RANKS) + SLOTS + tl.arange(0, RANKS), visited)
+
+
+@jit(do_not_specialize=["blocks", "tag"])
+def begin_slots(  # type: ignore[no-untyped-def]
+    of_blocks,
+    counts,
+    blocks,
+    tag: tl.int64,
+    num_ranks,
+    slots_per_rank,
+    columns,
+    SLOTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    HAS_TAG: tl.constexpr,
+    WIDE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """In place: of each slot's choices, how many are in earlier blocks; and the counts for each rank."""
+    column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     before = tl.zeros((WIDE,), dtype=tl.int32)
     for first in range(0, blocks, AT_ONCE):
         block = first + tl.arange(0, AT_ONCE)
-        place = of_blocks + block[:, None].to(tl.int64) * WIDTH + column[None, :]
-        there = (block < blocks)[:, None] & (column < WIDTH)[None, :]
+        place = of_blocks + block[:, None].to(tl.int64) * (SLOTS + RANKS) + column[None, :]
+        there = (block < blocks)[:, None] & (column < SLOTS + RANKS)[None, :]
         counted = tl.load(place, mask=there, other=0)
         tl.store(place, tl.cumsum(counted, axis=0) - counted + before[None, :], mask=there)
         before += tl.sum(counted, axis=0)
-    return before
-
-
-@jit(do_not_specialize=["blocks"])
-def _begin(  # type: ignore[no-untyped-def]
-    of_blocks, counts, blocks, experts, EXPERTS: tl.constexpr, WIDE: tl.constexpr, AT_ONCE: tl.constexpr
-):
-    """In place: of the choices of an expert, how many stand in earlier blocks."""
-    expert = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
-    counted = before_each_block(of_blocks, blocks, expert, EXPERTS, WIDE, AT_ONCE)
-    tl.store(counts + expert, counted.to(tl.int64), mask=expert < experts)
+    total = before.to(tl.int64)
+    of_slot = counts + column // slots_per_rank * columns + column % slots_per_rank
+    tl.store(of_slot, total, mask=column < num_ranks * slots_per_rank)
+    if RANKS > 0:
+        rank = column - SLOTS
+        tl.store(counts + rank * columns + slots_per_rank, total, mask=(rank >= 0) & (rank < num_ranks))
+    if HAS_TAG:
+        said = tl.zeros((WIDE,), dtype=tl.int64) + tag
+        tl.store(counts + column * columns + columns - 1, said, mask=column < num_ranks)
 
 
 @jit(do_not_specialize=["choices"])

@@ -99,7 +99,7 @@ def test_an_address_that_is_open_or_wrong_is_refused(settings: dict) -> None:
 
 def test_a_token_is_never_shown() -> None:
     config = BalancerConfig(listen="0.0.0.0:8080", listen_token=TOKEN)
-    assert TOKEN not in repr(config) + config.describe() and config.listen_address == ("0.0.0.0", 8080)
+    assert TOKEN not in repr(config) + str(config.described()) and config.listen_address == ("0.0.0.0", 8080)
     assert BalancerConfig(listen="[::1]:80").listen_address == ("::1", 80)
     assert BalancerConfig(listen="8080").listen_address == ("127.0.0.1", 8080)
 

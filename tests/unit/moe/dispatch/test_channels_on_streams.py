@@ -101,26 +101,3 @@ def test_autocast_of_the_device_is_that_of_the_caller(monkeypatch: pytest.Monkey
         here, beside = channels.both(modes, modes)
     assert here == beside == (True, True, torch.bfloat16, torch.float16, False)
     assert channels.both(modes, modes)[1][:2] == (False, False)
-
-
-def test_what_comes_after_the_other_comes_after_all_that_it_computes_before_its_next_launch() -> None:
-    channels, _, memory = lanes_of()
-    computed, begun = [], threading.Event()
-
-    def here() -> None:
-        with channels.launching():
-            begun.set()
-            channels.after_the_other()
-            for block in computed:
-                memory.use(block, "received")
-            assert len(computed) == 3
-
-    def beside() -> None:
-        assert begun.wait(10)
-        computed.extend(memory.make("computed") for _ in range(3))
-        with channels.launching():
-            assert computed
-
-    channels.both(here, beside)
-    channels.both(lambda: None, lambda: None)  # one that has ended is not waited for
-    assert not memory.races

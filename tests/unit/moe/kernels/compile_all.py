@@ -7,7 +7,7 @@ import sys
 
 from compiled_kernels import ASSERTING, CAPABILITIES, SUMS, compiled, kernels
 
-VARYING = {"choices", "blocks", "tag", "rows", "staying_rows", "places", "least", "stride"}
+VARYING = {"choices", "blocks", "tag"}
 """Numbers that differ from batch to batch."""
 FEW = 128
 """Spilled bytes of a thread that no kernel has more of; placing had 716 in larger blocks."""

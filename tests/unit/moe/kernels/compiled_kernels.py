@@ -29,9 +29,9 @@ def _of_slots(dedup: bool) -> dict[str, Any]:
     return {"TOP_K": 8, "SLOTS": 512, "RANKS": 64 * dedup, "BLOCK": moves._BLOCK}
 
 
-SUMS = (moves._sum, moves._sum_here)
+SUMS = (moves._sum,)
 """Kernels whose products are rounded before they are added."""
-ASSERTING = (moves._count_slots, routing._count_and_map, routing._count_block)
+ASSERTING = (routing.count_slots, routing._count_and_map)
 """Kernels that end the job on a slot or an expert that there is not."""
 
 
@@ -53,7 +53,6 @@ class Compiled:
 def kernels() -> list[tuple[Any, list[str], dict[str, Any]]]:
     """All of them: a kernel, types of its arguments, and the constants that follow."""
     return [
-        (routing._begin, [INT, LONG, NUMBER, NUMBER], {"EXPERTS": 256, "WIDE": 32, "AT_ONCE": 128}),
         *(
             case
             for ids in (INT, LONG)
@@ -63,7 +62,7 @@ def kernels() -> list[tuple[Any, list[str], dict[str, Any]]]:
                     [ids, "*i1", LONG, LONG, LONG, *[NUMBER] * 2],
                     {"TOP_K": 8, "PADDED": ids == INT, **OF_EXPERTS},
                 ),
-                (routing._count_block, [ids, INT, NUMBER, NUMBER], OF_EXPERTS),
+                (routing.count_slots, [ids, INT, *[NUMBER] * 3], {"TOP_K": 8, "SLOTS": 256, "RANKS": 0, "BLOCK": 256}),
                 (
                     routing._deal,
                     [ids, INT, LONG, LONG, LONG, NUMBER],
@@ -75,9 +74,9 @@ def kernels() -> list[tuple[Any, list[str], dict[str, Any]]]:
             case
             for dedup in (True, False)
             for case in (
-                (moves._count_slots, [LONG, INT, *[NUMBER] * 3], _of_slots(dedup)),
+                (routing.count_slots, [LONG, INT, *[NUMBER] * 3], _of_slots(dedup)),
                 (
-                    moves._begin_slots,
+                    routing.begin_slots,
                     [INT, LONG, NUMBER, "i64", *[NUMBER] * 3],
                     {"SLOTS": 512, "RANKS": 64 * dedup, "HAS_TAG": dedup, "WIDE": 32, "AT_ONCE": 128},
                 ),
@@ -94,26 +93,21 @@ def kernels() -> list[tuple[Any, list[str], dict[str, Any]]]:
             )
         ),
         *(
-            (moves._part, [of, LONG, of, of, *[NUMBER] * 3], {"ROWS": rows, "COLUMNS": 1024 // rows})
-            for of, rows in (("*bf16", 1), (LONG, 1024))
-        ),
-        *(
-            (moves._sum, [of, LONG, weights, out, NUMBER], {"WEIGHED": weights != LONG, "SUM": wide, **SUMMED})
-            for of, weights, out, wide in (
-                ("*bf16", "*bf16", "*bf16", tl.float32),
-                ("*bf16", "*fp32", "*fp32", tl.float32),
-                ("*fp16", LONG, "*fp16", tl.float32),
-                ("*fp32", "*fp32", "*fp32", tl.float32),
-                ("*fp64", "*fp32", "*fp64", tl.float64),
-            )
-        ),
-        *(
             (
-                moves._sum_here,
-                ["*bf16", LONG, weights, "*bf16", NUMBER],
-                {"WEIGHED": weights != LONG, "PRODUCT": one, **SUMMED},
+                moves._sum,
+                [of, LONG, weights, out, NUMBER],
+                {"WEIGHED": weights != LONG, "HERE": here, "PRODUCT": product, "SUM": wide, **SUMMED},
             )
-            for weights, one in (("*bf16", tl.bfloat16), ("*fp32", tl.float32), (LONG, tl.bfloat16))
+            for here, of, weights, out, product, wide in (
+                (False, "*bf16", "*bf16", "*bf16", tl.bfloat16, tl.float32),
+                (False, "*bf16", "*fp32", "*fp32", tl.float32, tl.float32),
+                (False, "*fp16", LONG, "*fp16", tl.float16, tl.float32),
+                (False, "*fp32", "*fp32", "*fp32", tl.float32, tl.float32),
+                (False, "*fp64", "*fp32", "*fp64", tl.float64, tl.float64),
+                (True, "*bf16", "*bf16", "*bf16", tl.bfloat16, tl.float32),
+                (True, "*bf16", "*fp32", "*bf16", tl.float32, tl.float32),
+                (True, "*bf16", LONG, "*bf16", tl.bfloat16, tl.float32),
+            )
         ),
     ]
 

@@ -61,7 +61,7 @@ def test_an_id_of_no_expert_is_noticed_on_the_device(expert: int, asserting: Non
     ids[40, 1] = expert
     with pytest.raises(Exception, match="an expert that there is not"):
         kernels.count_and_map(ids, table, torch.zeros_like(table))
-    with pytest.raises(Exception, match="an expert that there is not"):
+    with pytest.raises(Exception, match="an expert or a slot that there is not"):
         kernels.count_by_blocks(ids, 16)
 
 
@@ -97,5 +97,5 @@ def deal_alike(tokens: int, top_k: int, experts: int, copies: int, dtype: torch.
 def test_the_benchmark_runs_each_of_them() -> None:
     found = bench.run(CPU, repeats=1, tokens=40, top_k=2, experts=16, ranks_of_job=4, hidden=64, calls=1)
     names = [row["kernel"] for row in found["kernels"]]
-    assert len(names) == len(set(names)) == 7
+    assert len(names) == len(set(names)) == 6
     assert all(row[key] > 0 for row in found["kernels"] for key in ("us", "reference_us", "least_us", "ratio"))

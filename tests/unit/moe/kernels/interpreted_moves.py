@@ -9,6 +9,7 @@ from torch import Tensor
 
 from eplb_runtime.moe.dispatch import kernels, permute
 from eplb_runtime.moe.dispatch.memory import RowMemory
+from eplb_runtime.moe.routing import kernels as routing
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -60,7 +61,7 @@ def test_what_leaves_where_all_choose_one_slot_and_where_choices_do_not_lie_in_a
 def test_what_leaves_in_more_blocks_and_for_more_slots_than_are_counted_at_once(
     dedup: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "AT_ONCE", 2)
+    monkeypatch.setattr(routing, "AT_ONCE", 2)
     leave_alike(slots_of(150, 2, 70), 1, 7, 10, dedup, None)
 
 
@@ -106,37 +107,6 @@ def test_a_group_of_more_rows_than_its_programs_number_at_once() -> None:
     same(kernels.arriving(counts_RW, 1, 2, CPU), permute.arriving(counts_RW, 1, 2, CPU))
 
 
-PARTED = [(0, 8, 0), (7, 1, 3), (2, 1500, 2), (20, 33, 0), (3, 0, 1)]
-"""(rows, their width, how many stay)."""
-
-
-@pytest.mark.parametrize(
-    ("rows", "width", "staying", "dtype"),
-    [
-        *((*parted, torch.float32) for parted in PARTED),
-        *((20, 33, 5, dtype) for dtype in (*DTYPES, torch.int64, torch.uint8)),
-    ],
-)
-def test_rows_that_stay_and_rows_that_leave(rows: int, width: int, staying: int, dtype: torch.dtype) -> None:
-    source = torch.randint(0, 100, (rows + 2, width)).to(dtype)
-    index = torch.randint(rows + 2, (rows,))
-    stays, leaves = torch.full((staying, width), 101).to(dtype), torch.full((rows - staying, width), 101).to(dtype)
-    kernels.part(source, index, stays, leaves)
-    assert torch.equal(torch.cat([stays, leaves]), source[index])
-
-
-ODDLY_LYING = [torch.rand(30, 2)[:, :1], torch.rand(1).expand(10, 3), torch.rand(10, 6)[:, ::2]]
-
-
-@pytest.mark.parametrize("weights_TK", ODDLY_LYING)
-def test_router_weights_that_do_not_lie_in_a_row(weights_TK: Tensor) -> None:
-    column = weights_TK.reshape(-1, 1)  # as they travel: a view of some of them
-    assert column.stride(0) != 1
-    index, stays, leaves = torch.arange(29, -1, -1), torch.empty(10, 1), torch.empty(20, 1)
-    kernels.part(column, index, stays, leaves)
-    assert torch.equal(torch.cat([stays, leaves]), column[index])
-
-
 @pytest.mark.parametrize("weight_dtype", [None, *DTYPES], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_of_a_tokens_choices(dtype: torch.dtype, weight_dtype: torch.dtype | None) -> None:
@@ -174,6 +144,7 @@ def test_a_row_of_no_number_that_is_nobodys_is_not_summed() -> None:
         assert one.sum_here(rows, place, torch.tensor([float("inf"), 3.0])).tolist() == [[6.0], [0.0]]
 
 
-def test_a_sum_of_one_negative_zero_is_one() -> None:
+def test_a_sum_of_one_negative_zero_is_one_where_plain_torch_has_one() -> None:
     found = kernels.sum_choices(torch.tensor([[-0.0]]), torch.tensor([[0]]), RowMemory())
     assert torch.equal(found.signbit(), torch.tensor([[True]]))
+    assert not kernels.sum_here(torch.tensor([[-0.0]]), torch.tensor([[0]])).signbit().any()
