@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from types import ModuleType
 
 import pytest
@@ -23,7 +24,7 @@ from eplb_runtime.hosts import AttachError
 from eplb_runtime.moe.experts.compute import SlotCounts
 from eplb_runtime.planner.shuffle import shuffled
 
-STEPS = 12
+STEPS = 8
 
 
 def example() -> ModuleType:
@@ -147,6 +148,7 @@ def losses_of(
     return losses, state, moved, copies
 
 
+@cache
 def whole(dtype: torch.dtype, ranks: int) -> tuple[list[list[float]], dict[str, Tensor]]:
     """The example's model without us, in this process: the loss of each rank's batch by step, and its weights."""
     ours = example()
