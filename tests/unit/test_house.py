@@ -66,16 +66,7 @@ RATCHET = {
 }
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""
-ALLOWANCE = {  # the proof (verify -- JOB) until the guard has its size; misused loops, benchmarks and soak in tests
-    "moe": 3,
-    "balancer": 7,
-    "hosts": 168,
-    "Markdown, KB": 2,
-    "package": 60,
-    "tools": 17,
-    "tests": 1649,
-    "files of tests": 12,
-}
+ALLOWANCE = {"tests": 70, "files of tests": 0}  # buffers, autocast and examples under verify, until merges pay for them
 """Lines on top of a limit while an old and a new way stand side by side; with a comment that says for which part."""
 LAZY = {"eplb_runtime/__init__.py"}
 """Files that may name anything: the public names."""

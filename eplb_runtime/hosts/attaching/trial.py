@@ -189,7 +189,8 @@ class TrialRun:
         """Add to the random sums of what backward passes here give a parameter outside the experts, or all experts."""
         self._arrived[name] = self._arrived.get(name, 0) + _sketched(TrialEntry("", "gradient", -1, gradient))[1][1:]
 
-    def _see_precision(self, device: str) -> None:
+    def _see_precision(self, *_: object) -> None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         if torch.is_autocast_enabled(device):
             self._coarsest = max(self._coarsest, torch.finfo(torch.get_autocast_dtype(device)).eps)
 
@@ -460,17 +461,14 @@ def _gather_on_first(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
     """Bytes of all ranks, on the first rank of a gloo group; empty elsewhere."""
     lengths = gather_rows(torch.tensor([len(mine)]), group).flatten().tolist()
     padded = torch.frombuffer(bytearray(mine.ljust(max(lengths), b"\0")), dtype=torch.uint8)
-    is_first = group.rank() == 0
-    into = [torch.empty_like(padded) for _ in lengths] if is_first else None
+    into = [torch.empty_like(padded) for _ in lengths] if group.rank() == 0 else None
     dist.gather(padded, into, dst=dist.get_global_rank(group, 0), group=group)
     return [row[:length].numpy().tobytes() for row, length in zip(into or (), lengths, strict=False)]
 
 
-def _listen(
-    losses: list[Tensor], see_precision: Callable[[str], None], after: Callable[[], None]
-) -> Callable[[], None]:
-    """Collect what ``backward()`` is called on, and the precision of modules; call a function after each. Returns one
-    that ends both."""
+def _listen(losses: list[Tensor], before_forward: Callable[..., None], after: Callable[[], None]) -> Callable[[], None]:
+    """Collect what ``backward()`` is called on, and call functions before each module's forward and after each backward
+    pass. Returns one that ends all."""
     inner = torch.autograd.backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -478,9 +476,6 @@ def _listen(
         losses.extend(root.detach() for root in roots if isinstance(root, Tensor) and root.numel() == 1)
         inner(tensors, *args, **kwargs)
         after()
-
-    def before_forward(module: nn.Module, given: tuple[Any, ...]) -> None:
-        see_precision("cuda" if torch.cuda.is_available() else "cpu")
 
     torch.autograd.backward = backward
     handle = nn.modules.module.register_module_forward_pre_hook(before_forward)
