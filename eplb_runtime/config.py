@@ -122,10 +122,8 @@ def _speeds(given: Any) -> tuple[float, ...]:
     if not numbers or not all(number > 0 for number in numbers):
         raise ConfigError(f"rank_speed={_shown(given)}: give numbers above 0, one for each rank")
     if min(numbers) < SLOWEST * max(numbers):
-        raise ConfigError(
-            f"rank_speed: {min(numbers):g} beside {max(numbers):g}: a rank that is {1 / SLOWEST:g} times slower is "
-            "broken, or measured in another unit"
-        )
+        least, most = min(numbers), max(numbers)
+        raise ConfigError(f"rank_speed: {least:g} beside {most:g}: a rank {1 / SLOWEST:g} times slower is broken")
     return numbers
 
 
@@ -198,10 +196,7 @@ class DispatchConfig(_Settings):
     def _refusals(self) -> Iterator[str]:
         tokens, order = self.low_latency_tokens, self.combine_order
         if order == "by_rank" and self.name == "all_to_all":
-            yield (
-                "combine_order='by_rank' with dispatch='all_to_all', which sums in logical order: leave it out, or "
-                "choose another dispatch"
-            )
+            yield "combine_order='by_rank' with dispatch='all_to_all', which has logical order: choose another dispatch"
         if self.dtype == "float8" and self.name != "deepep":
             yield f"dtype='float8' with dispatch={self.name!r}: only 'deepep' carries it"
         if not isinstance(tokens, int) or not 0 <= tokens <= _MOST_LOW_LATENCY_TOKENS or tokens % 4:
@@ -252,8 +247,7 @@ class MigrationConfig(_Settings):
 
     def _refusals(self) -> Iterator[str]:
         if self.bytes_per_step is not None and self.bytes_per_step > self.staging_bytes:
-            given = f"bytes_per_step={self.bytes_per_step} is above staging_bytes={self.staging_bytes}"
-            yield f"{given}, which bounds it: lower it, or give more staging_bytes"
+            yield f"bytes_per_step={self.bytes_per_step}: lower it, or give more staging_bytes"
 
 
 class _DispatchField:
@@ -394,8 +388,7 @@ class BalancerConfig(_Settings):
         if self.overlap and self.migration.transport == "deepep":
             yield "overlap=True with transport='deepep': all ranks make its calls, between steps only"
         if self.migration.bytes_per_step is not None and not self.overlap:
-            given = f"bytes_per_step={self.migration.bytes_per_step} without overlap"
-            yield f"{given}: give overlap=True; between steps staging_bytes is the limit"
+            yield f"bytes_per_step={self.migration.bytes_per_step} without overlap: give overlap=True, or leave it out"
         of_copies = {
             "copies_by": self,
             **dict.fromkeys(("split", "split_locality", "split_least_tokens"), self.dispatch),
@@ -404,8 +397,7 @@ class BalancerConfig(_Settings):
             if not self.replica_slots and (value := getattr(config, name)) != config.__dataclass_fields__[name].default:
                 yield f"{name}={value!r} without replica slots: give replica_slots=1 or more"
         if self.dispatch.sms != DispatchConfig.sms and self.dispatch.name not in ("deepep", "auto"):
-            given = f"sms={self.dispatch.sms} with dispatch={self.dispatch.name!r}"
-            yield f"{given}: only DeepEP's kernels take it; choose dispatch='deepep', or leave it out"
+            yield f"sms={self.dispatch.sms} is DeepEP's alone: choose dispatch='deepep', or leave it out"
 
     def _of_listening(self) -> Iterator[str]:
         listen, token, wanted = self.listen, self.listen_token, 'give a port, as listen=8080, or "host:port"'

@@ -147,12 +147,6 @@ def join(processes: Sequence[BaseProcess], folder: Path, expect_exit: Collection
         connection.wait([processes[rank].sentinel for rank in stuck], left)
 
 
-def asked_for(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
-    """Values of a parameter in the tests of a file that are to run, so that a fixture trains these jobs alone."""
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    return list(dict.fromkeys(i.callspec.params[parameter] for i in items if parameter in i.callspec.params))
-
-
 def rows_of(table: Collection[Any], *short: Any) -> list[Any]:
     """Rows of a table as parameters of a test: those that are named here run always, the others are long."""
     return [pytest.param(row, marks=() if row in short else pytest.mark.long) for row in table]

@@ -20,8 +20,7 @@ Result = TypeVar("Result")
 
 
 class JointAccess:
-    """One rank's part in a save or load, with the ranks of a group (None: alone), whose backend carries a device's
-    tensors."""
+    """One rank's part in a save or load, with a group (None: alone) whose backend carries a device's tensors."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group

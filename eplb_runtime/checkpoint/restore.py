@@ -61,9 +61,9 @@ class Fitted:
                 raise CheckpointError(f"{key} has shape {shape} in {saved.name}, {size} in the model")
         unknown = sorted(key for key in saved.tensors if key not in known and key.startswith("model."))
         if unknown and not in_stages:
-            raise CheckpointError(
-                f"{unknown[0]} in {saved.name} has no place in the model ({len(unknown)} such entries)"
-            )
+            raise CheckpointError(f"{unknown[0]} in {saved.name} has no place in the model ({len(unknown)} such)")
+        if left := sorted(key for key in saved.tensors.keys() - known if key.startswith("extra.") and not in_stages):
+            logger.warning("%s in %s is left out: balancer.register it ahead of the load", left, saved.name)
         self._states: dict[str, dict[str, Any]] = {}
         self._options: list[dict[str, Any]] = []
         if not view.optimizers:

@@ -126,10 +126,9 @@ def several(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 def names(text: str) -> list[str]:
     """``a,b`` -> ["a", "b"]."""
-    found = [name.strip() for name in text.split(",") if name.strip()]
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r}: give names with commas between")
-    return found
+    if found := [name.strip() for name in text.split(",") if name.strip()]:
+        return found
+    raise argparse.ArgumentTypeError(f"{text!r}: give names with commas between")
 
 
 def windows(text: str) -> slice:

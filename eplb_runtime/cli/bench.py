@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from contextlib import nullcontext
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from .arguments import LOAD, InputError, Option, add_command, choice, flag, option, positive
-from .inputs import require_extra
 from .printing import note, print_json, print_table, spinner
 
 SUMMARIES = {
@@ -75,7 +75,8 @@ def _on_ranks(arguments: argparse.Namespace) -> int:
             raise InputError("--profile goes without --brief")
         if profile and profile.exists() and not profile.is_dir():
             raise InputError(f"--profile {profile}: this is a file; give a folder")
-        require_extra("transformers", "bench train")
+        if find_spec("transformers") is None:
+            raise InputError("bench train needs transformers: pip install 'eplb-runtime[transformers]'")
     from ..tools.launch import is_first, launched, process_group, start_ranks
 
     if not launched():

@@ -1,5 +1,4 @@
-"""``eplb-runtime doctor``: what a model will take on each rank, what of this machine can be used, and whether jobs of a
-recipe would attach."""
+"""``eplb-runtime doctor``: what a model takes on each rank, what of a machine can be used, would a recipe attach?"""
 
 from __future__ import annotations
 
@@ -73,7 +72,8 @@ def _run(arguments: argparse.Namespace) -> int:
         print_table(title, [{"memory of each rank": item.what, "GiB": _gib(item.nbytes)} for item in memory])
     print_table("versions", [{"package": name, "version": version} for name, version in said["versions"].items()])
     print_table("back ends", said["backends"])
-    print_table("transports of experts", said["transports"])
+    heads = ("transport", "on", "usable", "why", "GB/s in node", "between")
+    print_table("transports of experts", [dict(zip(heads, one.values(), strict=True)) for one in said["transports"]])
     return 0
 
 

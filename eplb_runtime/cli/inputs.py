@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,12 +19,6 @@ if TYPE_CHECKING:
     from ..topology import Topology
 
 
-def require_extra(module: str, what: str) -> None:
-    """Refuse ``what`` where a module that an extra of the same name installs is missing."""
-    if find_spec(module) is None:
-        raise InputError(f"{what} needs {module}: pip install 'eplb-runtime[{module}]'")
-
-
 def require_output(path: str | None, endings: Sequence[str]) -> None:
     """Refuse a file that could not be written; None: none was asked for."""
     from ..utils.files import FileError, require_writable
@@ -36,6 +29,14 @@ def require_output(path: str | None, endings: Sequence[str]) -> None:
         require_writable(Path(path), endings)
     except FileError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def require_policies(policies: Sequence[str]) -> None:
+    """Refuse names that are no policies."""
+    from ..planner.policies import POLICIES
+
+    for name in (name for name in policies if name not in POLICIES):
+        raise InputError(f"policy {name!r} is unknown; choose one of: {', '.join(POLICIES)}")
 
 
 def topology_of(arguments: argparse.Namespace) -> Topology:

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from .arguments import LOAD, POLICY, add_command, choice, cluster, option, positive, positive_float, several
-from .inputs import read_windows, require_output, topology_of, with_tokens
+from .inputs import read_windows, require_output, require_policies, topology_of, with_tokens
 from .printing import note_compilation, print_json
 
 if TYPE_CHECKING:
@@ -38,11 +38,10 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from functools import partial
-
     from ..planner import CostModel, plan
     from ..tools.formats.convert import read_placement
 
+    require_policies([arguments.policy])
     require_output(arguments.output, (".json", ".safetensors"))
     topology, current = topology_of(arguments), None
     if arguments.current is not None:
@@ -52,10 +51,9 @@ def _run(arguments: argparse.Namespace) -> None:
     cost = None if parameters is None else CostModel(home_bytes=12 * parameters, replica_bytes=2 * parameters)
     names = ("slots_per_rank", "policy", "layout", "groups", "max_moves", "rank_speed")
     asked = {name: getattr(arguments, name) for name in names}
-    make = partial(plan, load, topology, current=current, cost=cost, **asked)
     note_compilation()
-    make()  # loads compiled code, so that the seconds of the plan are those of planning
-    planned = make()
+    for _ in range(2):  # the first loads compiled code, so that the seconds of the plan are those of planning
+        planned = plan(load, topology, current=current, cost=cost, **asked)
     if arguments.output is not None:
         planned.placement.save(arguments.output)
     if not arguments.json:

@@ -7,7 +7,7 @@ from typing import Any
 
 from . import arguments as kinds
 from .arguments import LOAD, POLICY, add_command, add_options, choice, cluster, option, positive
-from .inputs import read_windows, require_output, topology_of, with_tokens
+from .inputs import read_windows, require_output, require_policies, topology_of, with_tokens
 from .printing import note_compilation, print_json, print_table, progress
 
 EXAMPLES = """
@@ -51,6 +51,7 @@ def add(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     from ..tools.simulate import Series, StepModel, merge_windows, num_replans, simulate, write_windows
 
+    require_policies(arguments.policies)
     policies = arguments.policies if "static" in arguments.policies else ["static", *arguments.policies]
     require_output(arguments.output, (".json",))
     topology = topology_of(arguments)

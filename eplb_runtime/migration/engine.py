@@ -289,6 +289,7 @@ class MigrationEngine:
         with self.unfailing():
             with self._timed("maps"):
                 posted.take_over()
+            torch.clear_autocast_cache()  # inside of a block, casts of what was in these rows
             migration.committed += 1
             migration.received_bytes += sum(s.record_format.payload_bytes for s in posted.exchange.staged)
             self.probe(Phase.COMMITTED, posted.round_)
@@ -297,8 +298,7 @@ class MigrationEngine:
     def unfailing(
         self, what: str = "experts on this rank are not where the other ranks believe them to be"
     ) -> Iterator[None]:
-        """Enclose work after an agreement of all ranks: a failure inside makes this rank differ from the others for
-        good."""
+        """Enclose work after an agreement of all ranks: a failure inside makes this rank differ from them for good."""
         self.refuse_if_broken()
         try:
             yield

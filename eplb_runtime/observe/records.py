@@ -28,6 +28,8 @@ Record = dict[str, Any]
 JOB = "JobAttached"
 """The first record of every file of a log."""
 FORMAT = "eplb-runtime-events"
+_OF_TOPOLOGY = ("ranks_per_node", "intra_node_bandwidth", "inter_node_bandwidth")
+_OF_CONFIG = ("policy", "gate", "interval", "replica_slots")
 _DIGITS = 6
 
 
@@ -45,11 +47,10 @@ def job_record(
     version: str,
     layers_of_stage: Sequence[int] = (),
 ) -> Record:
-    """What a job is, and where its experts stand at the start.
+    """Return what a job is, and where its experts are at the start.
 
     Args:
-        topology: of one EP group.
-        world_size: ranks of the job.
+        topology: of one EP group; ``world_size``: ranks of the job.
         now: seconds since 1970.
         version: of this package.
         layers_of_stage: MoE layers of each pipeline stage; empty: there is one stage.
@@ -68,15 +69,10 @@ def job_record(
         "experts": placement.num_experts,
         "ranks": placement.num_ranks,
         "slots_per_rank": placement.slots_per_rank,
-        "ranks_per_node": topology.ranks_per_node,
         "world_size": world_size,
         "layers_of_stage": list(layers_of_stage) or [placement.num_layers],
-        "intra_node_bandwidth": topology.intra_node_bandwidth,
-        "inter_node_bandwidth": topology.inter_node_bandwidth,
-        "policy": config.policy,
-        "gate": config.gate,
-        "interval": config.interval,
-        "replica_slots": config.replica_slots,
+        **{name: getattr(topology, name) for name in _OF_TOPOLOGY},
+        **{name: getattr(config, name) for name in _OF_CONFIG},
         "moe_share": share.value,
         "moe_share_source": share.source,
         "horizon_steps": config.horizon,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from types import ModuleType
 
 import pytest
@@ -21,8 +22,9 @@ from torch.nn import functional
 import eplb_runtime as eplb
 from eplb_runtime.hosts import AttachError
 from eplb_runtime.moe.experts.compute import SlotCounts
+from eplb_runtime.planner.shuffle import shuffled
 
-STEPS = 12
+STEPS = 8
 
 
 def example() -> ModuleType:
@@ -66,6 +68,29 @@ def compute_aligned(rows: Tensor, counts: SlotCounts, weights: Mapping[str, Tens
     known = counts.known()
     assert sum(known) == len(rows) and not any(count % 16 for count in known)
     return compute(rows, counts, weights)
+
+
+def compute_whole(rows: Tensor, counts: SlotCounts, weights: Mapping[str, Tensor]) -> Tensor:
+    """By products of whole tensors, whose casts autocast keeps."""
+    known = counts.known()
+    padded = nn.utils.rnn.pad_sequence(list(rows.split(list(known))), batch_first=True)
+    out = torch.bmm(weights["down_weight"], torch.bmm(weights["up_weight"], padded.mT).relu()).mT
+    return torch.cat([mine[:count] for mine, count in zip(out, known, strict=True)])
+
+
+def moved_inside_a_block_of_autocast(rank: int) -> float:
+    """How far an evaluation after a move is from one before it, of the largest value."""
+    torch.manual_seed(0)
+    model = example().Model()
+    model.layers = nn.ModuleList(StackedLayer(layer) for layer in model.layers)
+    layers = [eplb.MoE(one.experts, run="mix", compute=compute_whole) for one in example().LAYERS_TO_BALANCE]
+    balancer = eplb.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), layers=layers, config=config())
+    placement, tokens = balancer.placement, torch.arange(64)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        before = model(tokens)
+        load = torch.ones(placement.num_layers, placement.num_experts).numpy()
+        balancer._place(shuffled(placement, load).with_epoch(placement.epoch + 1))
+        return float((model(tokens) - before).abs().max() / before.abs().max())
 
 
 def go_on_in_place(layer: nn.Module) -> None:
@@ -123,6 +148,7 @@ def losses_of(
     return losses, state, moved, copies
 
 
+@cache
 def whole(dtype: torch.dtype, ranks: int) -> tuple[list[list[float]], dict[str, Tensor]]:
     """The example's model without us, in this process: the loss of each rank's batch by step, and its weights."""
     ours = example()
@@ -341,3 +367,7 @@ def sharded_around_the_forward(rank: int) -> list[str]:
 def test_experts_that_fully_shard_gathers_elsewhere_than_they_run_are_refused() -> None:
     first, second = run_ranks(2, sharded_around_the_forward)
     assert first == second and "fully_shard gathers the weights of layers.0.experts ahead of its forward" in first[0]
+
+
+def test_experts_may_move_inside_a_block_of_autocast() -> None:
+    assert max(run_ranks(2, moved_inside_a_block_of_autocast)) < 0.05

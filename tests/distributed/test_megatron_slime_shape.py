@@ -15,7 +15,7 @@ import fused_permutation_double
 import megatron_jobs as jobs
 import pytest
 import test_megatron_divided as divided
-import test_megatron_divided_offload as divided_offload
+import test_megatron_offload as offload
 import torch
 from megatron_jobs import (
     assert_moved_without_a_change,
@@ -61,8 +61,13 @@ ON_DEVICE: dict[str, Any] = {
 """A job of this layout without fused permutations, whose masters are not in host memory."""
 
 
+class Job(divided.DividedJob, offload.OffloadedJob):
+    """Parts of experts' state in the host memory of ranks that hold the same experts."""
+
+
 def prepare() -> None:
-    divided_offload.prepare(pipeline_model_parallel_size=2)
+    offload.prepare(pipeline_model_parallel_size=2)
+    torch.cuda.is_current_stream_capturing = lambda: False  # asked of parameters that are said to be on a device
     import megatron_cpu
 
     torch.arange = megatron_cpu._on_cpu(torch.arange)
@@ -70,7 +75,7 @@ def prepare() -> None:
     norm_of_ranges.BLOCK = divided.BLOCK
 
 
-def of_the_recipe(job: divided_offload.Job, balancer: eplb.Balancer) -> dict[str, Any]:
+def of_the_recipe(job: Job, balancer: eplb.Balancer) -> dict[str, Any]:
     moments = [value for (*_, what), (_, value) in job.tensors(None)["ranges"].items() if what == "exp_avg"]
     return {
         "same ranks": balancer._runtime.job.edp_ranks,
@@ -81,7 +86,7 @@ def of_the_recipe(job: divided_offload.Job, balancer: eplb.Balancer) -> dict[str
 
 def everything(rank: int, folder: str) -> dict[str, Any]:
     prepare()
-    make = partial(divided_offload.Job, **RECIPE)
+    make = partial(Job, **RECIPE)
     return {
         "recipe": {
             "static": trained(make, move=False, steps=STEPS, also=of_the_recipe),

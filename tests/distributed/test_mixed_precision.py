@@ -24,6 +24,7 @@ from eplb_runtime.hosts import AttachError
 from eplb_runtime.moe.experts.registry import RegistryError
 
 EXPERTS = 16
+SUMMED = eplb.BalancerConfig(dense_gradients="allreduce")
 
 
 class MasterAdamW(torch.optim.Optimizer):
@@ -64,6 +65,24 @@ class Job:
     replica_slots: int = 0
     keep_back: bool = False
     steps: int = 8
+
+
+def clipped_where_one_rank_has_no_gradients(rank: int, missing: int) -> tuple[float, float]:
+    """The norm that clipping returns, and that of all gradients."""
+    model = make_model("olmoe", experts=EXPERTS, top_k=4)
+    balancer = eplb.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), config=SUMMED)
+    ids = batch_of(rank, 0)
+    model(input_ids=ids, labels=ids).loss.backward()
+    balancer.reduce_gradients()
+    experts = [model.get_parameter(name) for name in balancer.layer_of_parameter]
+    if rank == missing:
+        experts[0].grad = None
+    squares = [float(one.grad.double().square().sum()) for one in experts if one.grad is not None]
+    of_experts = torch.tensor(sum(squares), dtype=torch.float64)
+    dist.all_reduce(of_experts)
+    dense = [one for one in model.parameters() if all(one is not expert for expert in experts)]
+    whole = of_experts + sum(one.grad.double().square().sum() for one in dense if one.grad is not None)
+    return float(balancer.clip_grad_norm_(0.5)), float(whole.sqrt())
 
 
 def make_scaler(job: Job, balancer: Balancer) -> torch.amp.GradScaler | None:
@@ -378,3 +397,9 @@ def test_what_is_not_supported_is_refused_with_one_line() -> None:
         for case, text in said.items():
             assert expected[case] in text, f"{case}: {text}"
             assert "\n" not in text
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_the_norm_is_that_of_all_experts_though_one_rank_has_no_gradient(missing: int) -> None:
+    norms = run_ranks(2, clipped_where_one_rank_has_no_gradients, missing)
+    assert norms[0] == norms[1] and norms[0][0] == pytest.approx(norms[0][1], rel=1e-9)

@@ -245,6 +245,9 @@ def everything(rank: int) -> dict[str, Any]:
     walked = walks.modules_in_logical_order(balancer, [model])[0]
     copy = Task("decoder.mlp.experts.weight1", torch.ones(2))
     found["said"] = {
+        "streamed": differing(
+            copied(balancer.named_logical_tensors(bucket_bytes=8_192)), of_all_ranks(copied(in_all(names)))
+        ),
         "verified": line_of(lambda: balancer.verify_export(copied(in_all(names)))),
         "written to": [
             line_of(lambda: restored(names)),
@@ -299,6 +302,7 @@ def test_each_expert_arrives_under_its_logical_id(name: str, results: list[dict[
 def test_verify_export_finds_such_a_walk_right(results: list[dict[str, Any]]) -> None:
     for found in results:
         assert "among them those of all 16 experts" in found["said"]["verified"]
+        assert found["said"]["streamed"] == [], "all experts in logical order, on every rank"
 
 
 def test_what_would_name_or_lose_a_wrong_expert_raises(results: list[dict[str, Any]]) -> None:

@@ -43,7 +43,7 @@ MOST_PARAMETERS = 8
 COMPILED = ("jit", "triton", "custom_op", "register_fake", "kernel")
 """In a decorator: numba, Triton and torch's operators, whose parameters are what a kernel reads."""
 RATCHET = {
-    "(root)": 1488,
+    "(root)": 1480,
     "utils": 708,
     "distributed": 4608,
     "load": 1630,
@@ -52,30 +52,21 @@ RATCHET = {
     "replicas": 1484,
     "migration": 2422,
     "balancer": 4599,
-    "observe": 2908,
-    "checkpoint": 2587,
-    "hosts": 9261,
-    "tools": 3858,
+    "observe": 2904,
+    "checkpoint": 2586,
+    "hosts": 9260,
+    "tools": 3856,
     "cli": 1287,
-    "package": 48998,
+    "package": 48982,
     "files of the package": 301,
     "page": 664,
-    "tests": 51506,
-    "files of tests": 353,
+    "tests": 50894,
+    "files of tests": 349,
     "Markdown, KB": 180,
 }
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""
-ALLOWANCE = {  # the proof (verify -- JOB) until the guard has its size; misused loops, benchmarks and soak in tests
-    "moe": 3,
-    "balancer": 7,
-    "hosts": 168,
-    "Markdown, KB": 2,
-    "package": 60,
-    "tools": 17,
-    "tests": 1649,
-    "files of tests": 12,
-}
+ALLOWANCE = {"tests": 70, "files of tests": 0}  # buffers, autocast and examples under verify, until merges pay for them
 """Lines on top of a limit while an old and a new way stand side by side; with a comment that says for which part."""
 LAZY = {"eplb_runtime/__init__.py"}
 """Files that may name anything: the public names."""

@@ -16,7 +16,7 @@ from ...distributed.process_groups import ProcessGroups
 from .norm_of_ranges import RangesOfSlots, squares_of_slots
 
 Gradient = Tensor | Sequence[Tensor | None] | RangesOfSlots
-"""Gradients of all experts of a layer that are here, for one of their tensors."""
+"""Gradients of all experts of a layer that are here, for one of their tensors; empty: there are none."""
 
 
 def squares_of_experts(
@@ -39,10 +39,10 @@ def squares_of_experts(
         place = groups.job.edp_ranks.index(groups.job.rank)
         of_divided = iter(squares_of_slots(divided, place, groups.expert_data, device))
     for index, (layer, gradient) in enumerate(gradients):
-        ours = (
-            next(of_divided) if isinstance(gradient, RangesOfSlots) else _norms_of_rows(gradient, squares_NE).square()
-        )
-        squares_NE[index, logical_of_rows_LH[layer]] = ours
+        if isinstance(gradient, RangesOfSlots):
+            squares_NE[index, logical_of_rows_LH[layer]] = next(of_divided)
+        elif len(gradient):
+            squares_NE[index, logical_of_rows_LH[layer]] = _norms_of_rows(gradient, squares_NE).square()
     if slices is not None:
         dist.all_reduce(squares_NE, group=slices)
     # Every entry is zero on all of these ranks but one: the sum is exact in any order.

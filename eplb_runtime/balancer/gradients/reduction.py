@@ -157,7 +157,7 @@ class Gradients:
                     gradients.append((layer, RangesOfSlots(of_slots, ranges) if ranges else of_slots))
                     continue
                 gradient = gradient_of(parameter)
-                if gradient is not None:
-                    gradients.append((layer, local(gradient)))
+                # Also where there is none: other ranks may have one, and all meet for each.
+                gradients.append((layer, [] if gradient is None else local(gradient)))
         slices = self._groups.expert_data if self._sliced and not self._groups.job.divided_rows else None
         return squares_of_experts(gradients, logical_of_rows_LH, num_experts, self._groups, slices)

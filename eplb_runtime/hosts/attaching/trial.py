@@ -7,6 +7,7 @@ and random sums, from which the distance of two tensors is estimated that are ne
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -41,9 +42,9 @@ SKETCHES = 16
 norm of what these sums differ by."""
 _CHUNK = 1 << 22
 """Elements that are read at once."""
-_SAME_SHARES, _NEAR, _ALIKE = 0.05, 0.05, 1.4
+_SAME_SHARES, _NEAR, _ALIKE, _CLOSER = 0.05, 0.05, 1.1, 0.25
 """Relative distances up to which gradients are sums of what backward passes gave, and factors are a whole number or
-one over it; and the factor up to which two shares are alike."""
+one over it; the factor up to which two shares are alike; and by how much closer shares of each rank fit than one."""
 _MOST_RANKS = SKETCHES // 2
 """Up to which each rank's own share is told apart."""
 _SHARES = (
@@ -188,7 +189,8 @@ class TrialRun:
         """Add to the random sums of what backward passes here give a parameter outside the experts, or all experts."""
         self._arrived[name] = self._arrived.get(name, 0) + _sketched(TrialEntry("", "gradient", -1, gradient))[1][1:]
 
-    def _see_precision(self, device: str) -> None:
+    def _see_precision(self, *_: object) -> None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         if torch.is_autocast_enabled(device):
             self._coarsest = max(self._coarsest, torch.finfo(torch.get_autocast_dtype(device)).eps)
 
@@ -273,7 +275,10 @@ class TrialRun:
         """Finish the record; the job does not go on to what comes after its loop."""
         self._undo()
         _keys.cache_clear()
-        owned = [*self._balancer._known_tensors(), *(entry.tensor for entry in self._entries())]
+        balancers = [one for one in gc.get_objects() if type(one) is Balancer and not one._closed]
+        self._meta["balancers"] = len(balancers)
+        owned = [*(one for balancer in balancers for one in balancer._known_tensors())]
+        owned += [entry.tensor for entry in self._entries()]
         replaced = self._runtime.model_check.replaced().values()  # the run with moved homes tells who uses them
         owned += [one for old in replaced for one in (old, old.grad) if one is not None]
         found = []
@@ -411,18 +416,19 @@ def _shares(given_RS: Tensor, seen_S: Tensor) -> Tensor | None:
     is no such sum, or ranks' gradients are too much alike to tell."""
     if not (given_RS.isfinite().all() and seen_S.isfinite().all()):
         return None
+    fits = []
     for columns_SR in (given_RS.sum(dim=0).unsqueeze(1), given_RS.T):
-        if columns_SR.shape[1] > _MOST_RANKS or torch.linalg.cond(columns_SR) > 1 / _NEAR:
-            return None
-        shares_R = torch.linalg.lstsq(columns_SR, seen_S.unsqueeze(1)).solution[:, 0]
-        if (columns_SR @ shares_R - seen_S).norm() < _SAME_SHARES * seen_S.norm():
-            return shares_R
-    return None
+        if columns_SR.shape[1] <= _MOST_RANKS and torch.linalg.cond(columns_SR) <= 1 / _NEAR:
+            shares_R = torch.linalg.lstsq(columns_SR, seen_S.unsqueeze(1)).solution[:, 0]
+            off = float((columns_SR @ shares_R - seen_S).norm() / seen_S.norm())
+            fits += [(off, shares_R)] if off < _SAME_SHARES else []
+    is_each_closer = bool(fits) and fits[-1][0] < _CLOSER * fits[0][0]
+    return fits[-1 if is_each_closer else 0][1] if fits else None
 
 
 def _sketched(entry: TrialEntry) -> tuple[Tensor, Tensor]:
     """int64: a digest that a change of any element changes; float64 ``[1 + SKETCHES]``: the sum of squares and, of
-    gradients and weights, sums with random signs. All are added up over the parts of a row."""
+    gradients, weights and buffers, sums with random signs. All are added up over the parts of a row."""
     tensor = entry.tensor.detach()
     flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).contiguous().reshape(-1)
     digest = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -432,13 +438,12 @@ def _sketched(entry: TrialEntry) -> tuple[Tensor, Tensor]:
         first = entry.first + begin
         keys = _keys(first, part.numel(), flat.device)
         digest += (bit_words(part).to(torch.int64) * keys).sum()
-        if part.is_floating_point():
-            values = part.double()
-            sums[0] += values @ values
-            if entry.kind in ("gradient", "parameter"):
-                signed = torch.where(keys & 256 == 0, values, -values)
-                before, after = first % SKETCHES, -(first + part.numel()) % SKETCHES
-                sums[1:] += nn.functional.pad(signed, (before, after)).view(-1, SKETCHES).sum(dim=0)
+        values = part.double()
+        sums[0] += values @ values
+        if entry.kind in ("gradient", "parameter", "buffer"):
+            signed = torch.where(keys & 256 == 0, values, -values)
+            before, after = first % SKETCHES, -(first + part.numel()) % SKETCHES
+            sums[1:] += nn.functional.pad(signed, (before, after)).view(-1, SKETCHES).sum(dim=0)
     return digest.cpu(), sums.cpu()
 
 
@@ -456,17 +461,14 @@ def _gather_on_first(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
     """Bytes of all ranks, on the first rank of a gloo group; empty elsewhere."""
     lengths = gather_rows(torch.tensor([len(mine)]), group).flatten().tolist()
     padded = torch.frombuffer(bytearray(mine.ljust(max(lengths), b"\0")), dtype=torch.uint8)
-    is_first = group.rank() == 0
-    into = [torch.empty_like(padded) for _ in lengths] if is_first else None
+    into = [torch.empty_like(padded) for _ in lengths] if group.rank() == 0 else None
     dist.gather(padded, into, dst=dist.get_global_rank(group, 0), group=group)
     return [row[:length].numpy().tobytes() for row, length in zip(into or (), lengths, strict=False)]
 
 
-def _listen(
-    losses: list[Tensor], see_precision: Callable[[str], None], after: Callable[[], None]
-) -> Callable[[], None]:
-    """Collect what ``backward()`` is called on, and the precision of modules; call a function after each. Returns one
-    that ends both."""
+def _listen(losses: list[Tensor], before_forward: Callable[..., None], after: Callable[[], None]) -> Callable[[], None]:
+    """Collect what ``backward()`` is called on, and call functions before each module's forward and after each backward
+    pass. Returns one that ends all."""
     inner = torch.autograd.backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -474,9 +476,6 @@ def _listen(
         losses.extend(root.detach() for root in roots if isinstance(root, Tensor) and root.numel() == 1)
         inner(tensors, *args, **kwargs)
         after()
-
-    def before_forward(module: nn.Module, given: tuple[Any, ...]) -> None:
-        see_precision("cuda" if torch.cuda.is_available() else "cpu")
 
     torch.autograd.backward = backward
     handle = nn.modules.module.register_module_forward_pre_hook(before_forward)

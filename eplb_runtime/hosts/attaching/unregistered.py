@@ -25,8 +25,8 @@ MOST_FOUND = 100
 """Findings of a rank that are listed."""
 TRAINED = "trained "
 """Begins the content of a parameter with a gradient that the balancer does not know."""
-_FRAMEWORKS = ("eplb_runtime", "torch.distributed", "torch.autograd", "megatron", "torchtitan")
-"""Modules whose objects hold buffers of their own."""
+_FRAMEWORKS = ("eplb_runtime", "torch.distributed", "torch.autograd", "megatron", "torchtitan", "numba")
+"""Modules that hold buffers and tables of their own, as their objects do."""
 _DEPTH = 3
 """Containers inside containers that the collector does not follow, as a dict of arrays alone."""
 
@@ -184,7 +184,7 @@ def _name_of(value: Any, variables: Sequence[tuple[str, Any]]) -> str | None:
     if isinstance(value, GeneratorType | FunctionType):
         return f"{'function' if isinstance(value, FunctionType) else 'generator'} {value.__qualname__}"
     if isinstance(value, ModuleType):
-        return f"module {value.__name__}"
+        return "" if value.__name__.startswith(_FRAMEWORKS) else f"module {value.__name__}"
     if _of_a_framework(value):
         return ""
     is_container = isinstance(value, dict | list | tuple | set | CellType | Tensor | np.ndarray)

@@ -20,7 +20,7 @@ ROUNDINGS = 20.0
 DENSE_ROUNDINGS = 16.0
 """Of the whole model's gradients: one that is zero but for rounding (a bias before a softmax) has any value below."""
 LOSS_SHARE = 0.02
-"""By which losses may differ once two runs send a token to different experts."""
+"""By which losses, and tokens of experts, may differ once two runs send a token to different experts."""
 
 Key = tuple[str, int]
 """The name of a tensor, and the logical expert; -1: it is no expert's."""
@@ -116,10 +116,8 @@ class Difference:
 
 
 def first_difference(one: Run, other: Run) -> Difference | None:
-    """Return the first difference of any bit, as far as both runs came; None: there is none.
-
-    Losses alone make none: a term over a rank's experts goes by where they are, and its gradient may not.
-    """
+    """Return the first difference of any bit, as far as both runs came; None: there is none. Losses alone make none: a
+    term over a rank's experts goes by where they are, and its gradient may not."""
     for number in range(min(one.length, other.length) + 1):
         here, there = one.step(number), other.step(number)
         lone = here.cells.keys() ^ there.cells.keys()
@@ -220,8 +218,8 @@ def routes_alike(one: Run, other: Run, until: int) -> bool:
 
 
 def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], rounding: float) -> Iterator[Measure]:
-    """Name each gradient and each change of a weight, the difference that is allowed, that which is there, and what it
-    is relative to. Rounding is that of the expert, or of any weight's change, with the most: few elements make it by
+    """Name each gradient, buffer and change of a weight, the difference that is allowed, that which is there, and what
+    it is relative to. Rounding is that of the expert, or of any weight's change, with the most: few elements make it by
     chance (with Adam those whose gradient is about zero)."""
     fixed, other, shaken = (step.cells for step in steps)
     gradients = [cell for cell in fixed.values() if cell.kind == "gradient"]
@@ -229,10 +227,12 @@ def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], roundin
     noise_only, found = set(), []
     for key in steps[0].ordered():
         cell = fixed[key]
-        if key not in other or key not in shaken or cell.kind not in ("gradient", "parameter"):
+        if key not in other or key not in shaken or cell.kind not in ("gradient", "parameter", "buffer"):
             continue
         sums = [one[key].sums[:, 1:] for one in (fixed, other, shaken)]
-        if cell.kind == "gradient":
+        if cell.kind == "buffer":
+            scale, floor = cell.norm, 0.0
+        elif cell.kind == "gradient":
             scale, floor = cell.norm, DENSE_ROUNDINGS * rounding * typical * np.sqrt(cell.numel) * (key[1] < 0)
             if scale <= floor:
                 noise_only.add(key[0].removesuffix("/grad"))
@@ -259,7 +259,10 @@ def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], roundin
 
 
 def _losses(steps: Sequence[StepRecord]) -> Iterator[Measure]:
-    """Measures of each rank's losses."""
+    """Measures of how many tokens experts get, and of each rank's losses."""
+    fixed, *others = (step.counts.astype(float) for step in steps)
+    apart, noise = (float(np.abs(fixed - one).sum()) for one in others)
+    yield "spread of tokens", LOSS_SHARE * fixed.sum() + TIMES_SHAKEN * noise, apart, fixed.sum()
     for of_rank in zip(*(step.losses for step in steps), strict=True):
         for loss, other, shaken in zip(*of_rank, strict=False):
             yield "the loss", LOSS_SHARE * abs(loss) + TIMES_SHAKEN * abs(loss - shaken), abs(loss - other), abs(loss)

@@ -24,8 +24,7 @@ from .records import Run, first_difference, routes_alike, to_rounding, uneven_bu
 from .report import Report
 
 SEED = 20250710
-LAST_LINES = 8  # of a job's output that are shown where it failed
-_LOOK_SECONDS, _END_SECONDS = 0.2, 30.0
+LAST_LINES, _LOOK_SECONDS, _END_SECONDS = 8, 0.2, 30.0  # the first: of a job's output that are shown where it failed
 _NAMES = {"single": "all experts on each rank", "moved": "moved homes and replicas"}
 _PENALTY = (
     ": what a rank does with its experts is not what plain training does with all (a penalty, a scale, a mask, a norm "
@@ -106,6 +105,8 @@ def proof() -> Proof:
         return answer("unknown", _HELD.format(**report.unregistered[0]))
     if report.single_reason and (untried := meta["untried"]):
         return answer("unknown", f"{untried[0]} could not be called by attach, and {report.single_reason}")
+    if (count := meta["balancers"]) > 1:
+        return answer("unknown", f"the job attaches {count} balancers, and the first alone is compared")
     if name := untrained(fixed):
         return answer("unknown", f"{name} has gradients and no step changes it: does the optimizer step this model?")
     if name := uneven_buffer(fixed):
@@ -146,15 +147,11 @@ def verify_command(command: Sequence[str], steps: int = 12, keep: Path | None = 
         )  # of a job that ends sooner: the other runs end as those of others do
         found = _run(command, Trial(layout, most, str(folder), replicas), folder.name.replace("-", " "))
         if not lengths and (new := sorted(set(os.listdir()) - before)):
-            _say(f"the job has written {', '.join(new[:5])}: a run that goes on from it cannot be compared")
+            print(f"verify: the job wrote {', '.join(new[:5])}: runs that go on from it are not alike", file=sys.stderr)
         lengths.append(max(0, found.length))
         return found
 
     return _answer(run, keep)
-
-
-def _say(text: str) -> None:
-    print(f"verify: {text}", file=sys.stderr, flush=True)
 
 
 def _run(command: Sequence[str], trial: Trial, title: str) -> Run:
@@ -173,7 +170,7 @@ def _run(command: Sequence[str], trial: Trial, title: str) -> Run:
                 sys.stderr.write(output.read().decode(errors="replace"))
                 if (reached := Run.of(folder).length) > shown:
                     shown = reached
-                    _say(f"{title}: step {shown} of {trial.steps}")
+                    print(f"verify: {title}: step {shown} of {trial.steps}", file=sys.stderr)
                 time.sleep(0 if ended else _LOOK_SECONDS)
         finally:
             end(job)
@@ -206,9 +203,7 @@ def verify(
     loss: Callable[[Any, Any], Tensor] = lambda output, batch: output.loss,
 ) -> Report:
     """Train with experts fixed, moved after each step, and all of them on each rank; return what a comparison shows,
-    equal on every rank. Collective.
-
-    Gradients outside the experts are averaged by the balancer. Seeds are set before each step.
+    equal on every rank. Collective. The balancer averages gradients outside the experts. Each step begins with a seed.
 
     Args:
         make_model: a new model on its device, the same weights at each call and on every rank.

@@ -113,3 +113,11 @@ def test_control_the_numbers_as_they_were_are_loaded(folder: tuple[Path, Any]) -
     model, optimizer = model_and_optimizer(1)
     eplb.checkpoint.load(folder[0], model, optimizer)
     assert same(everything(*model_and_optimizer(0)), everything(model, optimizer))
+
+
+def test_what_was_registered_and_is_not_now_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = model_and_optimizer(1)
+    eplb.load_logical_state_dict(
+        model, None, {**eplb.logical_state_dict(model), "extra.0.weight/ema": torch.ones(2, 3)}
+    )
+    assert "['extra.0.weight/ema'] in the state is left out: balancer.register it" in caplog.text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from eplb_runtime.hosts.attaching.unregistered import unregistered
+from eplb_runtime.hosts.attaching.unregistered import _name_of, unregistered
 from eplb_runtime.moe.experts.registry import ExpertTensors
 from eplb_runtime.tools.verification import runs
 
@@ -50,6 +50,11 @@ def test_an_average_is_found_in_any_number_format_and_its_owner_is_named(make: C
     ((holder, _, content),) = found(make())
     assert content == ""
     assert holder == "an object of Average" or holder.startswith("variable ")
+
+
+def test_a_module_is_named_but_for_those_of_frameworks() -> None:
+    names = [_name_of(ModuleType(name), []) for name in ("averages", "numba.tables")]
+    assert names == ["module averages", ""]
 
 
 def test_what_has_only_the_number_of_elements_is_told_from_an_average_by_its_bits() -> None:
