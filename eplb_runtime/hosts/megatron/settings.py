@@ -7,7 +7,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from ..settings import Exact, JobSettings, Refusal, Unknown, ranks_of_an_expert, refuse
+from ..settings import Check, Exact, JobSettings, Refusal, Unknown, ranks_of_an_expert, refuse
 
 VERSION = "Megatron-Core 0.16.1 to 0.19.2"
 """Versions whose defaults these are; settings that an older one lacks are off there."""
@@ -261,7 +261,7 @@ def _adapters(job: Any) -> Iterator[Refusal]:
         yield refuse(job, "lora", why, instead)
 
 
-CHECKS = (
+CHECKS: tuple[Check, ...] = (
     *(partial(_must_be_default, setting) for setting in MUST_BE_DEFAULT),
     *(_parallelism, _experts, _graphs, _precision, _optimizer, _layer_wise, _aware, _adapters),
 )

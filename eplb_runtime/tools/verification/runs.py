@@ -105,7 +105,7 @@ def proof() -> Proof:
         return answer("unknown", _HELD.format(**report.unregistered[0]))
     if report.single_reason and (untried := meta["untried"]):
         return answer("unknown", f"{untried[0]} could not be called by attach, and {report.single_reason}")
-    if (count := meta["balancers"]) > 1:
+    if (count := moved.meta.get("balancers", 0)) > 1:
         return answer("unknown", f"the job attaches {count} balancers, and the first alone is compared")
     if name := untrained(fixed):
         return answer("unknown", f"{name} has gradients and no step changes it: does the optimizer step this model?")
