@@ -1,4 +1,4 @@
-"""The planner's tables: plans beside other planners, the windows that come next, the suite, copies for each batch."""
+"""The planner's tables: plans beside other planners, and the suite of loads that come next."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from eplb_runtime.tools.bench.planner import PlanShape
 
 from ..harness import command
 from . import loads as made_loads
-from . import per_batch, suite, windows
+from . import suite
 from .peers import Peer, as_placement, find_peer
 
-TABLES = ("plans", "windows", "suite", "batches")
+TABLES = ("plans", "suite")
 
 
 def run(
@@ -36,18 +36,15 @@ def run(
         tables: names out of `TABLES`.
 
     Returns:
-        JSON-able, by table: rows of `bench.planner.measure`, `windows.run`, `suite.run` and `per_batch.run`.
+        JSON-able, by table: rows of `bench.planner.measure` and `suite.run`.
 
     Raises:
         PlanError, FormatError: a peer or a file cannot be used.
     """
-    found = {name: find_peer(name) for name in peers}
-    others = {name: _planner(peer) for name, peer in found.items()}
+    others = {name: _planner(find_peer(name)) for name in peers}
     made: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "plans": lambda: _plans(loads, repeats, others, on_progress),
-        "windows": lambda: windows.run(found, on_progress),
         "suite": lambda: suite.run(on_progress=on_progress),
-        "batches": lambda: per_batch.run(on_progress=on_progress),
     }
     return {name: made[name]() for name in tables}
 

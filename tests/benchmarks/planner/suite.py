@@ -3,8 +3,7 @@ the window that follows.
 
 Loads are drawn from seeds, several series of each family. None of the planner's constants was chosen on them but for
 those of its trees of copies, on the first two with one window known. Where a family drifts every planner plans anew
-before each window; elsewhere once. Judged by the exact split, as in ``next_windows``; moves are counted from experts in
-logical order.
+before each window; elsewhere once. Judged by the exact split; moves are counted from experts in logical order.
 """
 
 from __future__ import annotations

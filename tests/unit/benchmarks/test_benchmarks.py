@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmarks.harness import table
-from benchmarks.planner import loads, per_batch, suite, windows
+from benchmarks.planner import loads, suite
 from benchmarks.planner.__main__ import run
 from benchmarks.planner.suite import Family
 from benchmarks.planner.windows import judge
@@ -44,13 +44,9 @@ def test_the_best_split_is_what_arithmetic_says() -> None:
 def test_one_command_measures_all_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     write_load(tmp_path / "load.npz", np.random.default_rng(0).integers(1, 1000, (2, 3, 16)))
     (tmp_path / "peer.py").write_text(IN_ORDER)
-    monkeypatch.setattr(windows, "SHAPES", ((8, 2),))
-    monkeypatch.setattr(windows, "NAMES", {"W2 hot rank": ""})
-    monkeypatch.setattr(windows, "JUDGED", 2)
     monkeypatch.setattr(suite, "JUDGED", 3)
     family = Family("AR(1), .9 a window", loads.autoregressive, 16, 4, 1, drifts=True)
     monkeypatch.setattr(suite.run, "__defaults__", ((family,), (1, 2), *suite.run.__defaults__[2:]))
-    monkeypatch.setattr(per_batch, "Sweep", lambda: SMALL)
     peer = str(tmp_path / "peer.py")
     result = json.loads(json.dumps(run([str(tmp_path / "load.npz")], 1, (peer,))))
     for shape in (result["plans"][:4], result["plans"][4:]):
@@ -58,15 +54,8 @@ def test_one_command_measures_all_tables(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert list(by_planner) == ["deepseek", "free", "incremental (home layout)", peer]
         assert by_planner[peer]["balancedness"] < by_planner["deepseek"]["balancedness"]
         assert all(0 < row["balancedness"] <= row["bound"] + 1e-9 for row in shape)
-    hot = {row["planner"]: row for row in result["windows"] if row["load"] == "W2 hot rank"}
-    assert hot["no planner"]["moved"] == hot[peer]["moved"] == 0
-    assert hot["ours, where it pays"]["imbalance"] < 1.05 < 2 < hot["no planner"]["imbalance"]
     (drifting,) = result["suite"]
     assert 1 <= drifting["ours"] < drifting["no_planner"] and drifting["moved"] < drifting["deepseek_moved"]
-    assert all(1 <= row["per_batch"] <= row["no_copies"] + 1e-6 for row in result["batches"])
-
-
-SMALL = per_batch.Sweep(ranks=8, experts=32, replicas=1, layers=1, judged=1, seeds=(1,))
 
 
 def test_a_step_without_doubt_is_played_as_computed_by_hand(tmp_path: Path) -> None:
