@@ -66,7 +66,7 @@ RATCHET = {
 }
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""
-ALLOWANCE = {"tests": 70, "files of tests": 0}  # buffers, autocast and examples under verify, until merges pay for them
+ALLOWANCE: dict[str, int] = {}
 """Lines on top of a limit while an old and a new way stand side by side; with a comment that says for which part."""
 LAZY = {"eplb_runtime/__init__.py"}
 """Files that may name anything: the public names."""
