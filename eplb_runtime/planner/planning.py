@@ -92,7 +92,7 @@ def plan(
         >>> made.imbalance_before.round(3).tolist(), made.imbalance_after.round(3).tolist(), made.moved_homes
         ([1.7], [1.0], 4)
         >>> made.placement.home_rank.tolist()
-        [[0, 1, 1, 0, 2, 3, 3, 2]]
+        [[0, 1, 1, 0, 3, 2, 2, 3]]
     """
     began = time.perf_counter()
     settled = _settled(terms)
