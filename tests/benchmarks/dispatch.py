@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eplb_runtime.config import DISPATCHES, BalancerConfig, ConfigError, DispatchConfig
+from eplb_runtime.config import BalancerConfig, ConfigError, DispatchConfig
 from eplb_runtime.moe.dispatch import OVER_TORCH, choose_together, make_dispatcher
 from eplb_runtime.moe.dispatch.base import DispatchContext, Dispatched, Dispatcher
 from eplb_runtime.moe.dispatch.permute import PLAIN
@@ -90,7 +90,7 @@ def _ways(
     by_kernels = kernels_for(device).moves if ours else PLAIN
     if not ours:
         left_out.append({"dispatch": f"{' and '.join(OVER_TORCH)}, kernels", "why": "our kernels are for GPUs"})
-    for name in DISPATCHES:
+    for name in ("all_to_all", "hierarchical", "deepep", "auto"):
         if name == "auto":
             continue
         choice = choose_together(BalancerConfig(dispatch=name), group, topology, device, SECONDS_TO_AGREE)

@@ -58,7 +58,7 @@ def test_no_more_bytes_cross_a_cable_than_must(
     first = results[0]["cases"]
     assert first["across"]["least"] > 5e6, "control: the cables do carry experts"
     if ranks_per_host > 1:
-        assert first["within"]["least"] == 0 == first["planned"]["least"]
+        assert first["within"]["least"] == 0
 
 
 def test_a_cable_cut_during_a_rebalance_costs_that_rebalance_and_nothing_else(
