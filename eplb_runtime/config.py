@@ -61,7 +61,7 @@ LOOPBACK = "127.0.0.1"
 SLOWEST = 1e-3
 """A rank that is slower beside the fastest is broken, or its number is in another unit."""
 _MOST = 1 << 60
-"""Of a whole number: beyond it there is no counting in 64 bits."""
+"""Largest whole number that is taken: beyond it there is no counting in 64 bits."""
 _MOST_LOW_LATENCY_TOKENS = 508
 """DeepEP wants two entries of NVSHMEM's queues for each and one more, of 1024."""
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{8,256}")
@@ -232,7 +232,7 @@ class MigrationConfig(_Settings):
     max_pause_seconds: float | None = None
     """A plan whose predicted pause is longer is trimmed to fit; None: no limit."""
     transport: str = "torch"
-    """What carries experts: ``"torch"`` (torch.distributed point to point: gloo or NCCL), ``"cuda_ipc"`` (between the
+    """Carrier of experts: ``"torch"`` (torch.distributed point to point: gloo or NCCL), ``"cuda_ipc"`` (between the
     GPUs of one node, by their copy engines), ``"nixl"`` (extra ``nixl``: RDMA or TCP), ``"nvshmem"`` (extra
     ``nvshmem-cu12`` or ``nvshmem-cu13``, between GPUs), ``"deepep"`` (the package deep_ep, between Hopper GPUs and
     newer; not with ``overlap``) or ``"auto"`` (of the first three, the one that fits on every rank)."""
@@ -304,7 +304,7 @@ class BalancerConfig(_Settings):
     """Where rank 0 shows a live page (``/``) and metrics for Prometheus (``/metrics``): a port of this machine alone
     (0: any that is free), or ``"host:port"``. None: nothing listens."""
     listen_token: str | None = field(default=None, repr=False)
-    """That a browser or a scraper must bring; needed beyond this machine. In the page's address once
+    """Secret that a browser or a scraper must bring; needed beyond this machine. In the page's address once
     (``/?token=...``), or as ``Authorization: Bearer``."""
     dispatch: _DispatchField = _DispatchField()
     """How tokens reach their experts: `DispatchConfig`, or its ``name`` alone."""
@@ -314,7 +314,7 @@ class BalancerConfig(_Settings):
     """Steps of load history that a decision looks at; None: ``4 * interval``. With ``interval=None`` it counts
     decisions, and None is 4."""
     guard: Literal["auto", "raise", "warn", "off"] = "auto"
-    """What a check in the running job does when it finds a mistake that would spoil training: ``"raise"``, ``"warn"``,
+    """Answer of a check in the running job to a mistake that would spoil training: ``"raise"``, ``"warn"``,
     ``"auto"`` (it raises in the first 3 steps and warns later); ``"off"``: no checks."""
     elementwise: bool = False
     """The optimizers update each element by itself: those of an unknown class are not tried at attach."""
@@ -324,7 +324,7 @@ class BalancerConfig(_Settings):
     initial_placement: Placement | str | Path | None = None
     """A placement, or its file, to start from instead of logical order."""
     copies_by: str = "torch"
-    """What carries weights to copies and their gradients home: ``"torch"`` (torch.distributed point to point: gloo or
+    """Carrier of weights to copies and of their gradients home: ``"torch"`` (torch.distributed point to point: gloo or
     NCCL) or ``"copy_engine"`` (inside a node by the copy engines of its GPUs, through torch's symmetric memory; between
     nodes as ``"torch"``). The same bits either way."""
 

@@ -44,7 +44,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"compiled": done, "compiled_before": before, "seconds": seconds, "folder": folder})
     elif not done:
-        print("nothing was compiled: see `eplb-runtime -v warmup`; jobs compile for themselves")
+        print("nothing was compiled: see `eplb-runtime warmup -vv`; jobs compile for themselves")
     else:
         print("the planner was compiled before" if before else f"compiled in {seconds:.0f} s", f"in {folder}", sep=", ")
     return 0 if done else 1

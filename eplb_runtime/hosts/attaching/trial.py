@@ -277,7 +277,7 @@ class TrialRun:
         _keys.cache_clear()
         balancers = [one for one in gc.get_objects() if type(one) is Balancer and not one._closed]
         self._meta["balancers"] = len(balancers)
-        owned = [*(one for balancer in balancers for one in balancer._known_tensors())]
+        owned = [one for balancer in balancers for one in balancer._known_tensors()]
         owned += [entry.tensor for entry in self._entries()]
         replaced = self._runtime.model_check.replaced().values()  # the run with moved homes tells who uses them
         owned += [one for old in replaced for one in (old, old.grad) if one is not None]
