@@ -178,7 +178,7 @@ def _blend(share_TE: Load) -> _Blend:
     """Seven forecasters, judged on the newest windows by the square of their errors in units of an expert's share."""
     windows = len(share_TE)
     after = np.arange(max(windows - PARAMETERS.judged, 2), windows + 1)
-    made_FCE = np.stack([_forecasts(share_TE[:end]) for end in after], axis=1)
+    made_FCE = _forecasts(share_TE, after)
     came_CE = share_TE[after[:-1]]
     unit_E = np.maximum(share_TE.mean(axis=0), 1e-9)
     error_FE = ((made_FCE[:, :-1] - came_CE) ** 2).mean(axis=1) / unit_E
@@ -217,17 +217,18 @@ def dealt_imbalance(made_CE: Load, came_CE: Load, ranks: int) -> float:
     return total / len(came_CE)
 
 
-def _forecasts(share_TE: Load) -> Load:
-    """float64 ``[7, E]``: the mean, that of four and of two windows, the last, it with the mean, the trend, and what
-    came after the window most like the last."""
-    mean_E, last_E = share_TE.mean(axis=0), share_TE[-1]
-    before_E = share_TE[-2] if len(share_TE) > 1 else last_E
-    trend_E = shares(np.maximum(2.0 * last_E - before_E, 0.0))
-    after_alike_E = last_E
-    if len(share_TE) > 1:
-        after_alike_E = share_TE[1 + int(((share_TE[:-1] - last_E) ** 2).sum(axis=1).argmin())]
-    four_E = share_TE[-4:].mean(axis=0)
-    return np.stack([mean_E, four_E, (last_E + before_E) / 2, last_E, (last_E + mean_E) / 2, trend_E, after_alike_E])
+def _forecasts(share_TE: Load, after: NDArray[np.int64]) -> Load:
+    """float64 ``[7, C, E]``, what is foretold after 2 or more windows: their mean, that of the newest four and two, the
+    last, it with the mean, the trend, and what came after the window most like the last."""
+    sum_TE = np.cumsum(share_TE, axis=0)
+    mean_CE, last_CE, before_CE = sum_TE[after - 1] / after[:, None], share_TE[after - 1], share_TE[after - 2]
+    newest_C = np.minimum(after, 4)
+    four_CE = np.add.reduceat(share_TE, np.stack([after - newest_C, after], axis=1).ravel()[:-1], axis=0)[::2]
+    four_CE /= newest_C[:, None]
+    trend_CE = shares(np.maximum(2.0 * last_CE - before_CE, 0.0))
+    alike_C = [1 + int(((share_TE[: end - 1] - share_TE[end - 1]) ** 2).sum(axis=1).argmin()) for end in after]
+    near_CE = (last_CE + before_CE) / 2
+    return np.stack([mean_CE, four_CE, near_CE, last_CE, (last_CE + mean_CE) / 2, trend_CE, share_TE[alike_C]])
 
 
 def _which_move_on(blends: dict[int, _Blend], layers: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:

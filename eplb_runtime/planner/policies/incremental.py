@@ -290,6 +290,7 @@ def _layer(question: _Question, load_WE: FloatArray) -> Layer:
         np.empty((scenarios, slots)),
         np.empty((scenarios, ranks)),
         question.source_EN,
+        np.arange(slots) // (slots // ranks),
         question.crossing_price,
     )
 

@@ -218,7 +218,7 @@ def _find_replicas(layer: Layer, rank: int, gain_M: FloatArray, step_M3: IntArra
                 lowest = np.inf
                 for elsewhere in layer.copies_EC[old, : layer.count_E[old]]:
                     if elsewhere != slot:
-                        lowest = min(lowest, layer.load_WR[scenario, elsewhere // layer.per_rank])
+                        lowest = min(lowest, layer.load_WR[scenario, layer.rank_P[elsewhere]])
                 lost_W[scenario] = 2.0 * freed * (lowest - layer.load_WR[scenario, partner] + freed)
             gap_W[scenario] = layer.load_WR[scenario, rank] - layer.load_WR[scenario, partner] + freed
             most += 0.5 * max(gap_W[scenario], 0.0) ** 2 - lost_W[scenario]

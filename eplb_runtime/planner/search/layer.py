@@ -39,6 +39,7 @@ class Layer(NamedTuple):
         token_WP: what each slot computes.
         load_WR: what each rank computes, with its virtual load.
         source_EN: the share of each expert's tokens that comes from each node.
+        rank_P: int64, the rank of each slot.
         crossing_price: imbalance that is worth as much as all tokens crossing nodes; 0: crossing is free.
     """
 
@@ -52,6 +53,7 @@ class Layer(NamedTuple):
     token_WP: FloatArray
     load_WR: FloatArray
     source_EN: FloatArray
+    rank_P: IntArray
     crossing_price: float
 
 
@@ -79,7 +81,7 @@ def split_evenly(layer: Layer) -> None:
             if expert != EMPTY:
                 share = layer.load_WE[scenario, expert] / layer.count_E[expert]
                 layer.token_WP[scenario, slot] = share
-                layer.load_WR[scenario, slot // layer.per_rank] += share
+                layer.load_WR[scenario, layer.rank_P[slot]] += share
 
 
 @jit(error_model="numpy")
@@ -110,7 +112,7 @@ def fill_to_level(layer: Layer, sweeps: int, tolerance: float) -> None:
 @jit(error_model="numpy")
 def _split_in_two(layer: Layer, expert: Any, token_P: FloatArray, load_R: FloatArray) -> None:
     one, other = layer.copies_EC[expert, 0], layer.copies_EC[expert, 1]
-    first, second = one // layer.per_rank, other // layer.per_rank
+    first, second = layer.rank_P[one], layer.rank_P[other]
     total = token_P[one] + token_P[other]
     without_first, without_second = load_R[first] - token_P[one], load_R[second] - token_P[other]
     given = min(max(0.5 * (total + without_second - without_first), 0.0), total)
@@ -124,20 +126,20 @@ def _split_in_many(layer: Layer, expert: Any, token_P: FloatArray, load_R: Float
     total = 0.0
     for slot in slots:
         total += token_P[slot]
-        load_R[slot // layer.per_rank] -= token_P[slot]
+        load_R[layer.rank_P[slot]] -= token_P[slot]
     level, filled = np.inf, slots.size + 1
     while True:  # ranks above the level take nothing; without them it falls
         under, below = 0, total
         for slot in slots:
-            if load_R[slot // layer.per_rank] < level:
+            if load_R[layer.rank_P[slot]] < level:
                 under += 1
-                below += load_R[slot // layer.per_rank]
+                below += load_R[layer.rank_P[slot]]
         if under >= filled or under == 0:
             break
         level, filled = below / under, under
     for slot in slots:
-        token_P[slot] = max(level - load_R[slot // layer.per_rank], 0.0)
-        load_R[slot // layer.per_rank] += token_P[slot]
+        token_P[slot] = max(level - load_R[layer.rank_P[slot]], 0.0)
+        load_R[layer.rank_P[slot]] += token_P[slot]
 
 
 @jit(error_model="numpy")
@@ -180,7 +182,10 @@ def _crossing(layer: Layer, scenario: int) -> float:
 @jit
 def is_on(layer: Layer, rank: int, expert: int) -> bool:
     """Return whether a slot of the rank holds the expert."""
-    return bool((layer.copies_EC[expert, : layer.count_E[expert]] // layer.per_rank == rank).any())
+    found = False
+    for slot in layer.copies_EC[expert, : layer.count_E[expert]]:
+        found = found or layer.rank_P[slot] == rank
+    return found
 
 
 @jit
@@ -192,8 +197,8 @@ def swap_homes(layer: Layer, one: int, other: int) -> None:
     for scenario in range(len(layer.token_WP)):
         goes, comes = layer.token_WP[scenario, one], layer.token_WP[scenario, other]
         layer.token_WP[scenario, one], layer.token_WP[scenario, other] = comes, goes
-        layer.load_WR[scenario, one // layer.per_rank] += comes - goes
-        layer.load_WR[scenario, other // layer.per_rank] += goes - comes
+        layer.load_WR[scenario, layer.rank_P[one]] += comes - goes
+        layer.load_WR[scenario, layer.rank_P[other]] += goes - comes
 
 
 @jit
@@ -212,8 +217,8 @@ def set_replica(layer: Layer, slot: int, expert: int) -> None:
             tokens = layer.token_WP[scenario, slot]
             layer.token_WP[scenario, slot] = 0.0
             layer.token_WP[scenario, home] += tokens
-            layer.load_WR[scenario, slot // layer.per_rank] -= tokens
-            layer.load_WR[scenario, home // layer.per_rank] += tokens
+            layer.load_WR[scenario, layer.rank_P[slot]] -= tokens
+            layer.load_WR[scenario, layer.rank_P[home]] += tokens
     layer.slot_P[slot] = expert
     if expert != EMPTY:
         layer.copies_EC[expert, layer.count_E[expert]] = slot

@@ -112,7 +112,8 @@ def deal(
     Returns:
         int64 ``[P]``.
     """
-    experts, ranks, nodes = load_E.size, now_P.size // per_rank, far_EN.shape[1]
+    experts, ranks = load_E.size, now_P.size // per_rank
+    ranks_per_node = ranks // far_EN.shape[1]
     slot_P = np.full(now_P.size, EMPTY, dtype=np.int64)
     home_E, count_E, each_E = np.empty(experts, dtype=np.int64), np.ones(experts, dtype=np.int64), load_E.copy()
     for slot in range(now_P.size):
@@ -132,15 +133,14 @@ def deal(
     for expert in np.argsort(-each_E, kind="mergesort"):
         if not keep:
             best, least = -1, np.inf
-            for rank in range(ranks):
-                weight = load_R[rank] + each_E[expert] * far_EN[expert, rank * nodes // ranks]
-                if homes_R[rank] < homes and weight < least:
-                    best, least = rank, weight
+            for node in range(far_EN.shape[1]):
+                far = each_E[expert] * far_EN[expert, node]
+                for rank in range(node * ranks_per_node, (node + 1) * ranks_per_node):
+                    if load_R[rank] + far < least and homes_R[rank] < homes:
+                        best, least = rank, load_R[rank] + far
             now = home_E[expert]
-            if (
-                homes_R[now] < homes
-                and load_R[now] + each_E[expert] * far_EN[expert, now * nodes // ranks] <= least + slack
-            ):
+            far = each_E[expert] * far_EN[expert, now // ranks_per_node]
+            if homes_R[now] < homes and load_R[now] + far <= least + slack:
                 best = now
             slot_P[best * per_rank + homes_R[best]] = expert
             home_E[expert] = best
@@ -149,7 +149,7 @@ def deal(
         for _ in range(count_E[expert] - 1):
             best, least = -1, np.inf
             for rank in range(ranks):
-                if replicas_R[rank] == per_rank - homes or rank == home_E[expert] or load_R[rank] >= least:
+                if load_R[rank] >= least or replicas_R[rank] == per_rank - homes or rank == home_E[expert]:
                     continue
                 first = rank * per_rank + homes
                 if not (slot_P[first : first + replicas_R[rank]] == expert).any():
