@@ -23,10 +23,16 @@ _OF_THIS_THREAD_ALONE = 1
 
 class Worker:
     """Does what it is given, in order, on a daemon thread that starts with the first of it, so that work that never
-    returns does not keep the process from ending."""
+    returns does not keep the process from ending.
 
-    def __init__(self, name: str, begin: Callable[[], None] = lambda: None) -> None:
+    Args:
+        begin: done first on the thread.
+        most_waiting: for how much work `offer` has room.
+    """
+
+    def __init__(self, name: str, begin: Callable[[], None] = lambda: None, most_waiting: int = 1) -> None:
         self._name = name
+        self._room = threading.Semaphore(most_waiting)
         self._begin = begin
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -49,6 +55,18 @@ class Worker:
                 self._thread = threading.Thread(target=_work_off, args=arguments, name=self._name, daemon=True)
                 self._thread.start()
         return future
+
+    def offer(self, work: Callable[[], object]) -> bool:
+        """Submit work if there is room for it; returns whether there was."""
+
+        def begun() -> None:
+            self._room.release()
+            work()
+
+        if not self._room.acquire(blocking=False):
+            return False
+        self.submit(begun)
+        return True
 
     def do(self, work: Callable[[], T], seconds: float) -> T:
         """Return what ``work`` returns; TimeoutError: not done in time, it goes on if it has begun, and else never
