@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ..load.series import JobRecord
+    from ..observe.run_folder import JobRecord
     from ..topology import Topology
 
 

@@ -14,10 +14,10 @@ import binascii
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from statistics import median, median_high
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -83,30 +83,6 @@ class RecordedJob:
         """The fields that say something, as a line holds them."""
         values = ((entry.name, getattr(self, entry.name)) for entry in fields(self))
         return {name: value for name, value in values if value}
-
-
-@dataclass(frozen=True, eq=False)
-class JobRecord:
-    """A recorded load, and what is known of the job that it is of.
-
-    Args:
-        load: ``[T, L, E]``, tokens of each logical expert, oldest window first.
-        steps_T: training steps of each window; empty: unknown.
-    """
-
-    load: NDArray[Any]
-    steps_T: Sequence[int] = ()
-    job: RecordedJob = field(default_factory=RecordedJob)
-
-    @property
-    def steps_per_window(self) -> int:
-        """Return the training steps that most windows are of; 0: unknown."""
-        return median_high(self.steps_T) if len(self.steps_T) else 0
-
-    def alike(self) -> JobRecord:
-        """Return the record without windows of other numbers of steps: a last one, and those of an earlier job."""
-        same_T = np.array([steps == self.steps_per_window for steps in self.steps_T] or [True] * len(self.load))
-        return replace(self, load=self.load[same_T], steps_T=[self.steps_per_window] * int(same_T.sum()))
 
 
 class SeriesWriter:
@@ -175,9 +151,9 @@ def holds_series(folder: Path) -> bool:
     return bool(_files_of(folder))
 
 
-def read_series(folder: Path) -> JobRecord:
-    """Return all windows of a run, int64; a last line that a crash cut off is left out. Of the job the newest file with
-    windows tells, by its later lines where they differ."""
+def read_series(folder: Path) -> tuple[NDArray[np.int64], list[int], RecordedJob]:
+    """Return all windows of a run, int64 ``[T, L, E]``, oldest first, the training steps of each, and what the newest
+    file with windows says of the job, by its later lines. A last line that a crash cut off is left out."""
     windows: list[NDArray[np.int64]] = []
     steps: list[int] = []
     job = RecordedJob()
@@ -215,7 +191,7 @@ def read_series(folder: Path) -> JobRecord:
             job = RecordedJob(**known)
     if not windows:
         raise FileError("no load has been recorded here yet")
-    return JobRecord(np.concatenate(windows), steps, job)
+    return np.concatenate(windows), steps, job
 
 
 def encode(load: NDArray[np.int64], level: int = -1) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Recorder:
     def __init__(self, run: Path, num_layers: int, num_experts: int, job: RecordedJob | None = None) -> None:
         self._writer = SeriesWriter(run, num_layers, num_experts, job)
         self._run = run
-        self._worker = Worker("eplb_runtime recorder", most_waiting=MOST_WAITING)
+        self._worker = Worker("eplb_runtime recorder")
         self._ended = ""
 
     def write(self, load_TLE: NDArray[np.int64], steps: int, job: RecordedJob | None = None) -> None:
@@ -58,8 +58,10 @@ class Recorder:
         the job. Never waits, never raises."""
         if self._ended or self._worker.closed:
             return
-        if not self._worker.offer(partial(self._append, load_TLE.copy(), steps, job)):
+        if self._worker.waiting >= MOST_WAITING:
             logger.warning("%s: the disk is too slow; %d windows of load are not recorded", self._run, len(load_TLE))
+        else:
+            self._worker.submit(partial(self._append, load_TLE.copy(), steps, job))
 
     def close(self) -> None:
         """What was given is written, if the disk is quick enough."""

@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median_high
+from typing import Any
 
-from ..load.series import JobRecord, read_series
+import numpy as np
+from numpy.typing import NDArray
+
+from ..load.series import RecordedJob, read_series
 from ..utils.files import FileError
 from .events_file import holds_events, read_events
 from .run_state import RunState, state_of
+
+
+@dataclass(frozen=True, eq=False)
+class JobRecord:
+    """A recorded load, and what is known of the job that it is of.
+
+    Args:
+        load: ``[T, L, E]``, tokens of each logical expert, oldest window first.
+        steps_T: training steps of each window; empty: unknown.
+    """
+
+    load: NDArray[Any]
+    steps_T: Sequence[int] = ()
+    job: RecordedJob = field(default_factory=RecordedJob)
+
+    @property
+    def steps_per_window(self) -> int:
+        """Return the training steps that most windows are of; 0: unknown."""
+        return median_high(self.steps_T) if len(self.steps_T) else 0
+
+    def alike(self) -> JobRecord:
+        """Return the record without windows of other numbers of steps: a last one, and those of an earlier job."""
+        same_T = np.array([steps == self.steps_per_window for steps in self.steps_T] or [True] * len(self.load))
+        return replace(self, load=self.load[same_T], steps_T=[self.steps_per_window] * int(same_T.sum()))
 
 
 def read_run(folder: Path) -> JobRecord:
@@ -18,7 +48,7 @@ def read_run(folder: Path) -> JobRecord:
         FileError: a file of the series is broken.
         OSError: it cannot be read.
     """
-    found = read_series(folder)
+    found = JobRecord(*read_series(folder))
     if not holds_events(folder):
         return found
     try:

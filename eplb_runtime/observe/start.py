@@ -182,7 +182,7 @@ class Observer:
     def __init__(self, start: Placement, speed_R: NDArray[np.float64] | None = None) -> None:
         self._start = start
         self._speed_R = speed_R
-        self._worker = Worker("eplb_runtime observer", most_waiting=MOST_WAITING)
+        self._worker = Worker("eplb_runtime observer")
         self.sinks: dict[str, Sink] = {}
         self._closers: list[Callable[[], None]] = []
         self._failing: set[str] = set()
@@ -195,8 +195,10 @@ class Observer:
 
     def hear(self, event: Event) -> None:
         """Take an event; never waits, never raises."""
-        if not self._worker.closed and not self._worker.offer(partial(self._hand_on, event, time.time())):
+        if self._worker.waiting >= MOST_WAITING:
             self.left_out += 1
+        elif not self._worker.closed:
+            self._worker.submit(partial(self._hand_on, event, time.time()))
 
     def close(self) -> None:
         """Hand on all that was heard, if that is quick enough, and close the sinks."""

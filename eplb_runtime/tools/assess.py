@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..load.series import JobRecord
+from ..observe.run_folder import JobRecord
 from ..planner.cost import HYSTERESIS
 from ..planner.evaluate import predicted_imbalance
 from ..topology import DEFAULT_INTER_NODE_BANDWIDTH, DEFAULT_INTRA_NODE_BANDWIDTH, Topology

@@ -23,29 +23,23 @@ _OF_THIS_THREAD_ALONE = 1
 
 class Worker:
     """Does what it is given, in order, on a daemon thread that starts with the first of it, so that work that never
-    returns does not keep the process from ending.
+    returns does not keep the process from ending."""
 
-    Args:
-        begin: done first on the thread.
-        most_waiting: for how much work `offer` has room.
-    """
-
-    def __init__(self, name: str, begin: Callable[[], None] = lambda: None, most_waiting: int = 1) -> None:
+    def __init__(self, name: str, begin: Callable[[], None] = lambda: None) -> None:
         self._name = name
-        self._room = threading.Semaphore(most_waiting)
         self._begin = begin
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
-        self._closed = False
+        self.closed = False
 
     @property
-    def closed(self) -> bool:
-        return self._closed
+    def waiting(self) -> int:
+        return self._tasks.qsize()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Return the future of ``work``; cancelled before it begins, it is left out."""
-        if self._closed:
+        if self.closed:
             raise RuntimeError(f"the thread {self._name!r} is closed")
         future: Future[T] = Future()
         self._tasks.put((future, work))  # type: ignore[arg-type]
@@ -55,18 +49,6 @@ class Worker:
                 self._thread = threading.Thread(target=_work_off, args=arguments, name=self._name, daemon=True)
                 self._thread.start()
         return future
-
-    def offer(self, work: Callable[[], object]) -> bool:
-        """Submit work if there is room for it; returns whether there was."""
-
-        def begun() -> None:
-            self._room.release()
-            work()
-
-        if not self._room.acquire(blocking=False):
-            return False
-        self.submit(begun)
-        return True
 
     def do(self, work: Callable[[], T], seconds: float) -> T:
         """Return what ``work`` returns; TimeoutError: not done in time, it goes on if it has begun, and else never
@@ -89,8 +71,8 @@ class Worker:
         return thread is None or not thread.is_alive()
 
     def _end(self) -> None:
-        if not self._closed:
-            self._closed = True
+        if not self.closed:
+            self.closed = True
             self._tasks.put(None)
 
     def __del__(self) -> None:

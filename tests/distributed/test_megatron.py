@@ -205,7 +205,7 @@ def recorded(run: Path) -> tuple[list[Any], list[Any], float]:
             recording.step()
     assert all(vars(layer.mlp).keys().isdisjoint({"route", "preprocess"}) for layer in model.decoder.layers)
     dist.barrier()
-    return losses, read_load(run / "load").tolist(), read_series(run).job.expert_seconds
+    return losses, read_load(run / "load").tolist(), read_series(run)[2].expert_seconds
 
 
 def refusals() -> dict[str, str]:

@@ -129,8 +129,7 @@ def summed(results: list[dict], way: str) -> NDArray[np.int64]:
 
 def test_a_model_that_is_watched_is_recorded_token_by_token(results: list[dict], folder: Path) -> None:
     """Without padding, evaluation and the second forward of activation checkpointing; the last steps at close."""
-    found = read_series(folder / "recorded")
-    load, steps = found.load, found.steps_T
+    load, steps, _ = read_series(folder / "recorded")
     assert np.array_equal(load, summed(results, "recorded")) and steps == [1] * STEPS
 
 
@@ -141,15 +140,14 @@ def test_watching_changes_no_bit(results: list[dict]) -> None:
 
 def test_seconds_of_expert_work_are_recorded(results: list[dict], folder: Path) -> None:
     """By this machine's clock: some, and less than a step has."""
-    for way in ("recorded", "attached"):
-        job = read_series(folder / way).job
+    for way in ("attached", "recorded"):
+        job = read_series(folder / way)[2]
         assert job.expert_seconds > 0, way
-    job = read_series(folder / "recorded").job
     assert job.expert_seconds < job.step_seconds
 
 
 def test_a_balanced_job_records_what_its_decisions_start_from(results: list[dict], folder: Path) -> None:
-    load = read_series(folder / "attached").load
+    load = read_series(folder / "attached")[0]
     decided = STEPS // 2 * 2
     assert np.array_equal(load, summed(results, "attached")[:decided])
 
@@ -177,11 +175,10 @@ def test_a_list_of_experts_is_recorded_as_it_is(tmp_path: Path) -> None:
             ids = ours.batch(0, step)
             functional.cross_entropy(model(ids[:-1]), ids[1:]).backward()
             recording.step()
-    found = read_series(tmp_path)
-    load = found.load
+    load, _, job = read_series(tmp_path)
     assert load.shape == (3, *seen[0].shape) and (load.sum(axis=2) == (len(ids) - 1) * ours.TOP_K).all()
     assert all("run" not in vars(module) for module in model.modules())
-    assert found.job.expert_seconds > 0
+    assert job.expert_seconds > 0
 
 
 def test_a_recording_without_steps_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -193,4 +190,4 @@ def test_a_recording_without_steps_says_so(tmp_path: Path, caplog: pytest.LogCap
             for _ in range(steps):
                 recording.step()
         assert ("no step has ended, and nothing is recorded" in caplog.text) == (steps == 0)
-    assert read_series(tmp_path / "1").load.any()
+    assert read_series(tmp_path / "1")[0].any()

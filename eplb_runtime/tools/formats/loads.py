@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ...load.series import JobRecord, holds_series
-from ...observe.run_folder import read_run
+from ...load.series import holds_series
+from ...observe.run_folder import JobRecord, read_run
 from ...utils.files import replacing, require_writable, write_file
 from . import megatron, slime
 from .reading import Content, FormatError, LoadArray, about, names_in, numbers, open_content

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...load.series import JobRecord, RecordedJob
+from ...load.series import RecordedJob
+from ...observe.run_folder import JobRecord
 from ...utils.files import FileError, require_readable
 from .reading import MOST_EXPERTS, Content, FormatError, expert_ids, first_line, require_few
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...load.series import JobRecord, RecordedJob
+from ...load.series import RecordedJob
+from ...observe.run_folder import JobRecord
 from .reading import MOST_EXPERTS, Content, FormatError, expert_ids, read_named_pt, require_few
 
 FIELDS = ("rollout_id", "samples")

@@ -36,11 +36,10 @@ def written(run: Path, *parts: NDArray[np.int64], steps: int = 1) -> None:
 def test_what_is_appended_is_read_in_its_order_over_restarts(tmp_path: Path) -> None:
     written(tmp_path, windows(0, 2), windows(100, 1), steps=5)
     written(tmp_path, windows(200, 3))
-    found = read_series(tmp_path)
-    load = found.load
+    load, steps, _ = read_series(tmp_path)
     assert np.array_equal(load, np.concatenate([windows(0, 2), windows(100, 1), windows(200, 3)]))
-    assert found.steps_T == [5, 5, 5, 1, 1, 1]
-    assert np.array_equal(read_series(tmp_path / "load").load, load)
+    assert steps == [5, 5, 5, 1, 1, 1]
+    assert np.array_equal(read_series(tmp_path / "load")[0], load)
     assert np.array_equal(read_load(tmp_path), load)
 
 
@@ -54,7 +53,7 @@ def test_a_crash_costs_the_last_line_at_most(cut: int, tmp_path_factory: pytest.
     lines = path.read_bytes().count(b"\n") - 1
     written(run, windows(200, 1))
     left = [windows(0, 1), windows(100, 1)][: max(0, lines)]
-    assert np.array_equal(read_series(run).load, np.concatenate([*left, windows(200, 1)]))
+    assert np.array_equal(read_series(run)[0], np.concatenate([*left, windows(200, 1)]))
 
 
 def test_a_bit_that_flips_is_noticed(tmp_path: Path) -> None:
@@ -103,7 +102,7 @@ def test_a_large_file_is_followed_by_another(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(series, "_FILE_BYTES", 100)
     written(tmp_path, *[windows(number, 1) for number in range(5)])
     assert len(list((tmp_path / "load").iterdir())) == 5
-    assert np.array_equal(read_series(tmp_path).load, np.concatenate([windows(number, 1) for number in range(5)]))
+    assert np.array_equal(read_series(tmp_path)[0], np.concatenate([windows(number, 1) for number in range(5)]))
 
 
 def test_of_two_recorders_in_one_folder_the_older_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -113,7 +112,7 @@ def test_of_two_recorders_in_one_folder_the_older_stops(tmp_path: Path, caplog: 
     newer.write(windows(7, 1), 1)
     older.close()
     newer.close()
-    assert np.array_equal(read_series(tmp_path).load, windows(7, 1))
+    assert np.array_equal(read_series(tmp_path)[0], windows(7, 1))
     assert [record.getMessage() for record in caplog.records] == [
         f"{tmp_path}: load is not recorded any more: another job writes its load to {tmp_path} now"
     ]
@@ -164,8 +163,8 @@ def test_what_is_known_of_the_job_grows_from_line_to_line(tmp_path: Path) -> Non
     for seconds, hidden_size in ((9.0, 0), (0.5, 64), (0.25, 64)):
         writer.append(windows(0, 1), 1, RecordedJob(step_seconds=seconds, hidden_size=hidden_size))
     writer.close()
-    assert read_series(tmp_path).job == RecordedJob(ranks=2, interval=5, hidden_size=64, step_seconds=0.5)
-    assert len(read_series(tmp_path).load) == 3
+    assert read_series(tmp_path)[2] == RecordedJob(ranks=2, interval=5, hidden_size=64, step_seconds=0.5)
+    assert len(read_series(tmp_path)[0]) == 3
 
 
 def test_the_newest_start_with_windows_says_what_the_job_is(tmp_path: Path) -> None:
@@ -174,13 +173,13 @@ def test_the_newest_start_with_windows_says_what_the_job_is(tmp_path: Path) -> N
         if count:
             writer.append(windows(0, count), 1)
         writer.close()
-    assert read_series(tmp_path).job.ranks == 4
+    assert read_series(tmp_path)[2].ranks == 4
 
 
 def test_a_series_that_says_nothing_of_its_job_is_read_all_the_same(tmp_path: Path) -> None:
     written(tmp_path, windows(0, 1))
     assert "job" not in (tmp_path / "load" / "000001.jsonl").read_text()
-    assert read_series(tmp_path).job == RecordedJob()
+    assert read_series(tmp_path)[2] == RecordedJob()
 
 
 @pytest.mark.parametrize("said", [[], {"ranks": -1}, {"ranks": "8"}, {"ranks": True}, {"ranks": 1e999}, {"dtype": 3}])
@@ -189,4 +188,4 @@ def test_what_no_job_says_of_itself_is_left_out(tmp_path: Path, said: object) ->
     path = tmp_path / "load" / "000001.jsonl"
     header, *rest = path.read_text().splitlines()
     path.write_text("\n".join([json.dumps({**json.loads(header), "job": said}), *rest]) + "\n")
-    assert read_series(tmp_path).job == RecordedJob()
+    assert read_series(tmp_path)[2] == RecordedJob()

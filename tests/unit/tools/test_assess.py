@@ -12,8 +12,9 @@ from observed import EXPERTS, INTERVAL, LAYERS, RANKS, STEP_SECONDS, TOPOLOGY, r
 from observed import job as job_record
 
 from eplb_runtime.cli import main
-from eplb_runtime.load.series import JobRecord, RecordedJob, SeriesWriter
+from eplb_runtime.load.series import RecordedJob, SeriesWriter
 from eplb_runtime.observe.events_file import EventWriter
+from eplb_runtime.observe.run_folder import JobRecord
 from eplb_runtime.tools.assess import MOE_SHARE, Assessment, assess
 from eplb_runtime.tools.formats.loads import read_record
 
