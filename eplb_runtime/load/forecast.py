@@ -182,11 +182,22 @@ def _blend(share_TE: Load) -> _Blend:
     came_CE = share_TE[after[:-1]]
     unit_E = np.maximum(share_TE.mean(axis=0), 1e-9)
     error_FE = ((made_FCE[:, :-1] - came_CE) ** 2).mean(axis=1) / unit_E
-    lag_NE = np.stack([((share_TE[lag:] - share_TE[:-lag]) ** 2).mean(axis=0) for lag in range(1, windows)]) / unit_E
-    nearer_E = lag_NE[1:].mean(axis=0) - lag_NE[0]  # neighbours are more alike than others: the load wanders
-    gain_NE = np.concatenate([error_FE[0] - error_FE[1:], nearer_E[None]])
+    gain_NE = np.concatenate([error_FE[0] - error_FE[1:], (_nearer(share_TE) / unit_E)[None]])
     noise_N = gain_NE.std(axis=1, ddof=1) / np.sqrt(gain_NE.shape[1])
     return _Blend(made_FCE, came_CE, gain_NE.mean(axis=1), np.maximum(noise_N, 1e-12))
+
+
+def _nearer(share_TE: Load) -> Load:
+    """float64 ``[E]``, by how much neighbours are more alike than other windows, in the mean of squares over each lag:
+    above 0 a load wanders."""
+    windows = len(share_TE)
+    lag_TT = np.abs(np.subtract.outer(np.arange(windows), np.arange(windows)))
+    weight_TT = np.where(lag_TT == 1, -1.0, 1.0 / (windows - 2)) / (windows - lag_TT)
+    np.fill_diagonal(weight_TT, 0.0)
+    centered_TE = share_TE - share_TE.mean(axis=0)  # sum of weight (x - y)^2 over pairs, by squares and products
+    return np.asarray(
+        (centered_TE * (weight_TT.sum(axis=1)[:, None] * centered_TE - weight_TT @ centered_TE)).sum(axis=0)
+    )
 
 
 def _blended(blend: _Blend, ranks: int) -> _Foretold:

@@ -32,6 +32,7 @@ from ..search.descent import (
     SWAP,
     VALUE,
     descend,
+    moved,
 )
 from ..search.layer import FloatArray, IntArray, Layer, fill_to_level, judge, split_evenly
 from ..search.starts import starts, with_trees
@@ -250,7 +251,10 @@ def _solve(question: _Question) -> _Solution:
     elif question.starts_anew and ranks > 1:
         load_E = question.lead_WE.mean(axis=0)
         begins += starts(load_E, question.now_P, ranks, question.homes, question.source_EN, question.crossing_price)
-    worth = [_worth(lead, begin_P)[0] + _cost(question, begin_P) for begin_P in begins]
+    worth = []
+    for begin_P in begins:
+        worth.append(_worth(lead, begin_P)[0])
+        worth[-1] += float(np.dot(moved(lead, question.held_RE), question.prices))
     room = 2 * experts + 2 * ranks * (lead.per_rank - lead.homes) + 2
     for number in np.argsort(worth, kind="stable")[: PARAMETERS.starts].tolist():
         if number and worth[number] > least + PARAMETERS.start_margin:
@@ -283,12 +287,12 @@ def _layer(question: _Question, load_WE: FloatArray) -> Layer:
         np.empty(slots, dtype=np.int64),
         question.homes,
         slots // ranks,
-        load_WE,
+        np.ascontiguousarray(load_WE.T),
         question.virtual_R,
         np.empty((experts, copies), dtype=np.int64),
         np.empty(experts, dtype=np.int64),
-        np.empty((scenarios, slots)),
-        np.empty((scenarios, ranks)),
+        np.empty((slots, scenarios)),
+        np.empty((ranks, scenarios)),
         question.source_EN,
         np.arange(slots) // (slots // ranks),
         question.crossing_price,
@@ -300,18 +304,8 @@ def _worth(layer: Layer, slot_P: IntArray) -> tuple[float, FloatArray]:
     layer.slot_P[:] = slot_P
     split_evenly(layer)
     fill_to_level(layer, PARAMETERS.sweeps, PARAMETERS.tolerance)
-    peak_W = np.empty(len(layer.load_WE))
+    peak_W = np.empty(layer.load_EW.shape[1])
     return judge(layer, peak_W)[0], peak_W
-
-
-def _cost(question: _Question, slot_P: IntArray) -> float:
-    """Price of going from the current placement to another."""
-    rank_P, local_P = np.divmod(np.arange(len(slot_P)), len(slot_P) // len(question.held_RE))
-    held_P = question.held_RE[rank_P, slot_P]
-    is_home_P = local_P < question.homes
-    homes = np.count_nonzero(is_home_P & (held_P != AS_HOME))
-    replicas = np.count_nonzero(~is_home_P & (slot_P != EMPTY) & (held_P == NOT_HERE))
-    return homes * question.prices[0] + replicas * question.prices[1]
 
 
 def _worth_it(request: PlanRequest, questions: list[_Question], solutions: list[_Solution | None]) -> NDArray[np.bool_]:
