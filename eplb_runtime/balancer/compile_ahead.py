@@ -54,7 +54,7 @@ def compile_here(policy: str) -> None:
     predicted_imbalance(np.ones((1, 2)), replicated)
     split_for_rank(np.ones((2, 2), dtype=np.int64), SplitTables.of(replicated), 0, 0, ranks_per_node=1)
     if policy:
-        compile_planner(policy.partition(" ")[0])  # a budget needs nothing more
+        compile_planner(policy)
 
 
 def compile_planner(policy: str = "incremental") -> None:

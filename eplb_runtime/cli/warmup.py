@@ -10,12 +10,8 @@ from typing import Any
 from .arguments import add_command
 from .printing import print_json, spinner
 
-POLICIES = {
-    "incremental": "policy incremental",
-    "incremental under a budget": "policy incremental under a budget",
-    "": "for ranks that plan nothing",
-}
-"""Of rank 0, with `max_moves` or `max_pause_seconds` too, and of the other ranks."""
+POLICIES = {"incremental": "policy incremental", "": "for ranks that plan nothing"}
+"""Of rank 0, and of the other ranks."""
 
 
 def add(commands: Any) -> None:

@@ -182,22 +182,11 @@ def _blend(share_TE: Load) -> _Blend:
     came_CE = share_TE[after[:-1]]
     unit_E = np.maximum(share_TE.mean(axis=0), 1e-9)
     error_FE = ((made_FCE[:, :-1] - came_CE) ** 2).mean(axis=1) / unit_E
-    gain_NE = np.concatenate([error_FE[0] - error_FE[1:], (_nearer(share_TE) / unit_E)[None]])
+    lag_NE = np.stack([((share_TE[lag:] - share_TE[:-lag]) ** 2).mean(axis=0) for lag in range(1, windows)]) / unit_E
+    nearer_E = lag_NE[1:].mean(axis=0) - lag_NE[0]  # neighbours are more alike than others: the load wanders
+    gain_NE = np.concatenate([error_FE[0] - error_FE[1:], nearer_E[None]])
     noise_N = gain_NE.std(axis=1, ddof=1) / np.sqrt(gain_NE.shape[1])
     return _Blend(made_FCE, came_CE, gain_NE.mean(axis=1), np.maximum(noise_N, 1e-12))
-
-
-def _nearer(share_TE: Load) -> Load:
-    """float64 ``[E]``, by how much neighbours are more alike than other windows, in the mean of squares over each lag:
-    above 0 a load wanders."""
-    windows = len(share_TE)
-    lag_TT = np.abs(np.subtract.outer(np.arange(windows), np.arange(windows)))
-    weight_TT = np.where(lag_TT == 1, -1.0, 1.0 / (windows - 2)) / (windows - lag_TT)
-    np.fill_diagonal(weight_TT, 0.0)
-    centered_TE = share_TE - share_TE.mean(axis=0)  # sum of weight (x - y)^2 over pairs, by squares and products
-    return np.asarray(
-        (centered_TE * (weight_TT.sum(axis=1)[:, None] * centered_TE - weight_TT @ centered_TE)).sum(axis=0)
-    )
 
 
 def _blended(blend: _Blend, ranks: int) -> _Foretold:
@@ -233,9 +222,8 @@ def _forecasts(share_TE: Load, after: NDArray[np.int64]) -> Load:
     last, it with the mean, the trend, and what came after the window most like the last."""
     sum_TE = np.cumsum(share_TE, axis=0)
     mean_CE, last_CE, before_CE = sum_TE[after - 1] / after[:, None], share_TE[after - 1], share_TE[after - 2]
-    newest_C = np.minimum(after, 4)
-    four_CE = np.add.reduceat(share_TE, np.stack([after - newest_C, after], axis=1).ravel()[:-1], axis=0)[::2]
-    four_CE /= newest_C[:, None]
+    newest_N = np.stack([np.maximum(after - 4, 0), after], axis=1).ravel()[:-1]
+    four_CE = np.add.reduceat(share_TE, newest_N, axis=0)[::2] / np.minimum(after, 4)[:, None]
     trend_CE = shares(np.maximum(2.0 * last_CE - before_CE, 0.0))
     alike_C = [1 + int(((share_TE[: end - 1] - share_TE[end - 1]) ** 2).sum(axis=1).argmin()) for end in after]
     near_CE = (last_CE + before_CE) / 2

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -345,15 +345,11 @@ def _unled_gain(question: _Question) -> tuple[float, float]:
     halves = (question.lead_WE[::2].copy(), question.lead_WE[1::2].copy())
     gains, cost = [], 0.0
     for lead_WE, judge_WE in (halves, halves[::-1]):
-        found = _solve(_halved(question, lead_WE, judge_WE))
+        found = _solve(replace(question, lead_WE=lead_WE, judge_WE=judge_WE))
         gains.append(found.before_W - found.after_W)
         cost += found.cost / 2.0
     gain_W = np.concatenate(gains)
     return float(gain_W.mean()) - cost, max(float(gain_W.std(ddof=1) / np.sqrt(len(gain_W))), 1e-12)
-
-
-def _halved(question: _Question, lead_WE: FloatArray, judge_WE: FloatArray) -> _Question:
-    return _Question(**{**vars(question), "lead_WE": lead_WE, "judge_WE": judge_WE})
 
 
 def _placed(request: PlanRequest, questions: list[_Question], solutions: list[_Solution | None]) -> Placement:
