@@ -20,20 +20,7 @@ from ..cost import HYSTERESIS
 from ..evaluate import most_to_gain_first
 from ..search.align import align, placed_anew
 from ..search.budget import share_out
-from ..search.descent import (
-    AS_HOME,
-    AS_REPLICA,
-    HOMES,
-    KIND,
-    NOT_HERE,
-    OTHER,
-    REPLICAS,
-    SLOT,
-    SWAP,
-    VALUE,
-    descend,
-    moved,
-)
+from ..search.descent import AS_HOME, AS_REPLICA, HOMES, KIND, NOT_HERE, OTHER, REPLICAS, SLOT, SWAP, VALUE, descend
 from ..search.layer import FloatArray, IntArray, Layer, fill_to_level, judge, split_evenly
 from ..search.starts import starts, with_trees
 from ..types import PlanRequest
@@ -251,10 +238,7 @@ def _solve(question: _Question) -> _Solution:
     elif question.starts_anew and ranks > 1:
         load_E = question.lead_WE.mean(axis=0)
         begins += starts(load_E, question.now_P, ranks, question.homes, question.source_EN, question.crossing_price)
-    worth = []
-    for begin_P in begins:
-        worth.append(_worth(lead, begin_P)[0])
-        worth[-1] += float(np.dot(moved(lead, question.held_RE), question.prices))
+    worth = [_worth(lead, begin_P)[0] + _cost(question, begin_P) for begin_P in begins]
     room = 2 * experts + 2 * ranks * (lead.per_rank - lead.homes) + 2
     for number in np.argsort(worth, kind="stable")[: PARAMETERS.starts].tolist():
         if number and worth[number] > least + PARAMETERS.start_margin:
@@ -287,12 +271,12 @@ def _layer(question: _Question, load_WE: FloatArray) -> Layer:
         np.empty(slots, dtype=np.int64),
         question.homes,
         slots // ranks,
-        np.ascontiguousarray(load_WE.T),
+        load_WE,
         question.virtual_R,
         np.empty((experts, copies), dtype=np.int64),
         np.empty(experts, dtype=np.int64),
-        np.empty((slots, scenarios)),
-        np.empty((ranks, scenarios)),
+        np.empty((scenarios, slots)),
+        np.empty((scenarios, ranks)),
         question.source_EN,
         np.arange(slots) // (slots // ranks),
         question.crossing_price,
@@ -304,8 +288,18 @@ def _worth(layer: Layer, slot_P: IntArray) -> tuple[float, FloatArray]:
     layer.slot_P[:] = slot_P
     split_evenly(layer)
     fill_to_level(layer, PARAMETERS.sweeps, PARAMETERS.tolerance)
-    peak_W = np.empty(layer.load_EW.shape[1])
+    peak_W = np.empty(len(layer.load_WE))
     return judge(layer, peak_W)[0], peak_W
+
+
+def _cost(question: _Question, slot_P: IntArray) -> float:
+    """Price of going from the current placement to another."""
+    rank_P, local_P = np.divmod(np.arange(len(slot_P)), len(slot_P) // len(question.held_RE))
+    held_P = question.held_RE[rank_P, slot_P]
+    is_home_P = local_P < question.homes
+    homes = np.count_nonzero(is_home_P & (held_P != AS_HOME))
+    replicas = np.count_nonzero(~is_home_P & (slot_P != EMPTY) & (held_P == NOT_HERE))
+    return homes * question.prices[0] + replicas * question.prices[1]
 
 
 def _worth_it(request: PlanRequest, questions: list[_Question], solutions: list[_Solution | None]) -> NDArray[np.bool_]:

@@ -52,13 +52,13 @@ def descend(
     Returns:
         N, the steps taken.
     """
-    scenarios = layer.load_EW.shape[1]
+    scenarios = len(layer.load_WE)
     peak_W, tried_W, best_W = np.empty(scenarios), np.empty(scenarios), np.empty(scenarios)
-    is_stuck_R, stuck, steps = np.zeros(len(layer.load_RW), dtype=np.bool_), 0, 0
+    is_stuck_R, stuck, steps = np.zeros(layer.load_WR.shape[1], dtype=np.bool_), 0, 0
     step_M3, gain_M = np.empty((1 + TRIED_REPLICAS, 3), dtype=np.int64), np.empty(1 + TRIED_REPLICAS)
-    token_PW, load_RW = np.empty_like(layer.token_PW), np.empty_like(layer.load_RW)
-    best_token_PW, best_load_RW = np.empty_like(layer.token_PW), np.empty_like(layer.load_RW)
-    homes, replicas = moved(layer, held_RE)
+    token_WP, load_WR = np.empty_like(layer.token_WP), np.empty_like(layer.load_WR)
+    best_token_WP, best_load_WR = np.empty_like(layer.token_WP), np.empty_like(layer.load_WR)
+    homes, replicas = _moved(layer, held_RE)
     value, goal = judge(layer, peak_W)
     goal += home_price * homes + replica_price * replicas
     track_NX[0] = np.array([value, homes, replicas, 0.0, 0.0, 0.0])
@@ -71,7 +71,7 @@ def descend(
             _find_swap(layer, rank, gain_M, step_M3)
         if layer.per_rank > layer.homes:
             _find_replicas(layer, rank, gain_M, step_M3)
-        token_PW[:], load_RW[:] = layer.token_PW, layer.load_RW
+        token_WP[:], load_WR[:] = layer.token_WP, layer.load_WR
         taken, best_goal, best_value, best_homes, best_replicas = -1, goal - LEAST_FALL, value, homes, replicas
         for index in range(len(gain_M)):
             if gain_M[index] <= 0.0:
@@ -86,16 +86,16 @@ def descend(
             if new_goal < best_goal and _is_sure(peak_W - tried_W):
                 taken, best_goal, best_value = index, new_goal, new_value
                 best_homes, best_replicas = homes + more_homes, replicas + more_replicas
-                best_W[:], best_token_PW[:], best_load_RW[:] = tried_W, layer.token_PW, layer.load_RW
+                best_W[:], best_token_WP[:], best_load_WR[:] = tried_W, layer.token_WP, layer.load_WR
             take(layer, kind, slot, other if kind == SWAP else before)
-            layer.token_PW[:], layer.load_RW[:] = token_PW, load_RW
+            layer.token_WP[:], layer.load_WR[:] = token_WP, load_WR
         if taken < 0:
             is_stuck_R[rank] = True
             stuck += 1
             continue
         kind, slot, other = step_M3[taken]
         take(layer, kind, slot, other)
-        layer.token_PW[:], layer.load_RW[:], peak_W[:] = best_token_PW, best_load_RW, best_W
+        layer.token_WP[:], layer.load_WR[:], peak_W[:] = best_token_WP, best_load_WR, best_W
         value, goal, homes, replicas = best_value, best_goal, best_homes, best_replicas
         is_stuck_R[:] = False
         stuck = 0
@@ -114,7 +114,7 @@ def take(layer: Layer, kind: int, slot: int, other: int) -> None:
 
 
 @jit
-def moved(layer: Layer, held_RE: IntArray) -> tuple[int, int]:
+def _moved(layer: Layer, held_RE: IntArray) -> tuple[int, int]:
     """Homes and replicas on ranks that did not hold them so."""
     homes, replicas = 0, 0
     for slot in range(layer.slot_P.size):
@@ -146,12 +146,12 @@ def _moves_of(layer: Layer, held_RE: IntArray, kind: int, slot: int, other: int)
 def _busiest(layer: Layer, is_stuck_R: NDArray[np.bool_]) -> int:
     """The rank that is most above the even load, in the mean square over scenarios; -1: none is."""
     best, most = -1, 0.0
-    for rank in range(len(layer.load_RW)):
+    for rank in range(layer.load_WR.shape[1]):
         if is_stuck_R[rank]:
             continue
         above = 0.0
-        for scenario in range(layer.load_RW.shape[1]):
-            over = layer.load_RW[rank, scenario] - 1.0
+        for scenario in range(len(layer.load_WR)):
+            over = layer.load_WR[scenario, rank] - 1.0
             above += over * over if over > 1e-3 else 0.0
         if above > most:
             best, most = rank, above
@@ -171,14 +171,14 @@ def _find_swap(layer: Layer, rank: int, gain_M: FloatArray, step_M3: IntArray) -
 
     d tokens from load x to load y lower the two squares by 2 d (x - y - d), at most by (x - y)^2 / 2.
     """
-    ranks, scenarios = layer.load_RW.shape
+    scenarios, ranks = layer.load_WR.shape
     size, homes = layer.per_rank, layer.homes
     for partner in range(ranks):
         if partner == rank:
             continue
         most = 0.0
         for scenario in range(scenarios):
-            gap = layer.load_RW[rank, scenario] - layer.load_RW[partner, scenario]
+            gap = layer.load_WR[scenario, rank] - layer.load_WR[scenario, partner]
             most += 0.5 * gap * gap if gap > 0.0 else 0.125 * gap * gap
         if most <= gain_M[0]:
             continue
@@ -186,8 +186,8 @@ def _find_swap(layer: Layer, rank: int, gain_M: FloatArray, step_M3: IntArray) -
             for other in range(partner * size, partner * size + homes):
                 gain = 0.0
                 for scenario in range(scenarios):
-                    less = layer.token_PW[slot, scenario] - layer.token_PW[other, scenario]
-                    gap = layer.load_RW[rank, scenario] - layer.load_RW[partner, scenario]
+                    less = layer.token_WP[scenario, slot] - layer.token_WP[scenario, other]
+                    gap = layer.load_WR[scenario, rank] - layer.load_WR[scenario, partner]
                     change = 2.0 * less * (gap - less)
                     gain += change if change > 0.0 else LOSS_WEIGHT * change
                 if gain <= gain_M[0] or is_on(layer, partner, layer.slot_P[slot]):
@@ -204,7 +204,7 @@ def _find_replicas(layer: Layer, rank: int, gain_M: FloatArray, step_M3: IntArra
 
     A slot frees what its replica computes, which then burdens the least loaded rank that also holds that expert.
     """
-    scenarios = layer.load_RW.shape[1]
+    scenarios = len(layer.load_WR)
     last, gap_W, lost_W = len(gain_M) - 1, np.empty(scenarios), np.empty(scenarios)
     for slot in range(layer.slot_P.size):
         partner = slot // layer.per_rank
@@ -212,15 +212,15 @@ def _find_replicas(layer: Layer, rank: int, gain_M: FloatArray, step_M3: IntArra
             continue
         most, old = 0.0, layer.slot_P[slot]
         for scenario in range(scenarios):
-            freed = layer.token_PW[slot, scenario]
+            freed = layer.token_WP[scenario, slot]
             lost_W[scenario] = 0.0
             if freed > 0.0:
                 lowest = np.inf
                 for elsewhere in layer.copies_EC[old, : layer.count_E[old]]:
                     if elsewhere != slot:
-                        lowest = min(lowest, layer.load_RW[layer.rank_P[elsewhere], scenario])
-                lost_W[scenario] = 2.0 * freed * (lowest - layer.load_RW[partner, scenario] + freed)
-            gap_W[scenario] = layer.load_RW[rank, scenario] - layer.load_RW[partner, scenario] + freed
+                        lowest = min(lowest, layer.load_WR[scenario, layer.rank_P[elsewhere]])
+                lost_W[scenario] = 2.0 * freed * (lowest - layer.load_WR[scenario, partner] + freed)
+            gap_W[scenario] = layer.load_WR[scenario, rank] - layer.load_WR[scenario, partner] + freed
             most += 0.5 * max(gap_W[scenario], 0.0) ** 2 - lost_W[scenario]
         if most <= gain_M[last]:
             continue
@@ -231,7 +231,7 @@ def _find_replicas(layer: Layer, rank: int, gain_M: FloatArray, step_M3: IntArra
             gain = 0.0
             for scenario in range(scenarios):
                 gap = max(gap_W[scenario], 0.0)
-                less = min(layer.token_PW[source, scenario], 0.5 * gap)
+                less = min(layer.token_WP[scenario, source], 0.5 * gap)
                 gain += 2.0 * less * (gap - less) - lost_W[scenario]
             if gain > gain_M[last] and not is_on(layer, partner, expert):
                 place = last

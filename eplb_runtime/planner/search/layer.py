@@ -32,12 +32,12 @@ class Layer(NamedTuple):
         slot_P: int64, the expert in each slot; EMPTY in a replica slot without one.
         homes: E/R, the first slots of each rank.
         per_rank: S.
-        load_EW: the load of each expert.
+        load_WE: the load of each expert.
         virtual_R: the virtual load of each rank.
         copies_EC: int64, the slots of each expert, its home first.
         count_E: int64, how many slots hold each expert.
-        token_PW: what each slot computes.
-        load_RW: what each rank computes, with its virtual load.
+        token_WP: what each slot computes.
+        load_WR: what each rank computes, with its virtual load.
         source_EN: the share of each expert's tokens that comes from each node.
         rank_P: int64, the rank of each slot.
         crossing_price: imbalance that is worth as much as all tokens crossing nodes; 0: crossing is free.
@@ -46,12 +46,12 @@ class Layer(NamedTuple):
     slot_P: IntArray
     homes: int
     per_rank: int
-    load_EW: FloatArray
+    load_WE: FloatArray
     virtual_R: FloatArray
     copies_EC: IntArray
     count_E: IntArray
-    token_PW: FloatArray
-    load_RW: FloatArray
+    token_WP: FloatArray
+    load_WR: FloatArray
     source_EN: FloatArray
     rank_P: IntArray
     crossing_price: float
@@ -60,7 +60,7 @@ class Layer(NamedTuple):
 @jit(error_model="numpy")
 def split_evenly(layer: Layer) -> None:
     """Find the slots of each expert, and split its tokens evenly over them. Replicas beyond C are dropped."""
-    most, ranks = layer.copies_EC.shape[1], len(layer.load_RW)
+    most, ranks = layer.copies_EC.shape[1], layer.load_WR.shape[1]
     layer.count_E[:] = 0
     for first, last in ((0, layer.homes), (layer.homes, layer.per_rank)):
         for rank in range(ranks):
@@ -73,14 +73,15 @@ def split_evenly(layer: Layer) -> None:
                     continue
                 layer.copies_EC[expert, layer.count_E[expert]] = slot
                 layer.count_E[expert] += 1
-    layer.token_PW[:] = 0.0
-    for rank in range(ranks):
-        layer.load_RW[rank] = layer.virtual_R[rank]
-    for slot in range(layer.slot_P.size):
-        expert = layer.slot_P[slot]
-        if expert != EMPTY:
-            layer.token_PW[slot] = layer.load_EW[expert] / layer.count_E[expert]
-            layer.load_RW[layer.rank_P[slot]] += layer.token_PW[slot]
+    layer.token_WP[:] = 0.0
+    layer.load_WR[:] = layer.virtual_R
+    for scenario in range(len(layer.load_WE)):
+        for slot in range(layer.slot_P.size):
+            expert = layer.slot_P[slot]
+            if expert != EMPTY:
+                share = layer.load_WE[scenario, expert] / layer.count_E[expert]
+                layer.token_WP[scenario, slot] = share
+                layer.load_WR[scenario, layer.rank_P[slot]] += share
 
 
 @jit(error_model="numpy")
@@ -89,59 +90,56 @@ def fill_to_level(layer: Layer, sweeps: int, tolerance: float) -> None:
 
     Args:
         sweeps: at most so many passes over all replicated experts.
-        tolerance: the end, when a pass lowers the busiest ranks of all scenarios by a smaller share than this.
+        tolerance: a scenario ends when a pass lowers its busiest rank by a smaller share than this.
     """
-    several, before, peak_W = np.flatnonzero(layer.count_E > 1), np.inf, np.empty(layer.load_RW.shape[1])
-    for _ in range(sweeps):
-        for expert in several:
-            if layer.count_E[expert] == 2:
-                _split_in_two(layer, expert)
-            else:
-                for scenario in range(peak_W.size):
-                    _split_in_many(layer, expert, scenario)
-        if tolerance > 0.0:
-            _peaks(layer, peak_W)
-            if before - peak_W.sum() < tolerance * peak_W.sum():
-                break
-            before = peak_W.sum()
+    several = np.flatnonzero(layer.count_E > 1)
+    for scenario in range(len(layer.load_WE)):
+        token_P, load_R = layer.token_WP[scenario], layer.load_WR[scenario]
+        before = np.inf
+        for _ in range(sweeps):
+            for expert in several:
+                if layer.count_E[expert] == 2:
+                    _split_in_two(layer, expert, token_P, load_R)
+                else:
+                    _split_in_many(layer, expert, token_P, load_R)
+            if tolerance > 0.0:
+                peak = load_R.max()
+                if before - peak < tolerance * peak:
+                    break
+                before = peak
 
 
 @jit(error_model="numpy")
-def _split_in_two(layer: Layer, expert: Any) -> None:
+def _split_in_two(layer: Layer, expert: Any, token_P: FloatArray, load_R: FloatArray) -> None:
     one, other = layer.copies_EC[expert, 0], layer.copies_EC[expert, 1]
-    tokens_W, other_tokens_W = layer.token_PW[one], layer.token_PW[other]
-    load_W, other_load_W = layer.load_RW[layer.rank_P[one]], layer.load_RW[layer.rank_P[other]]
-    for scenario in range(tokens_W.size):
-        total = tokens_W[scenario] + other_tokens_W[scenario]
-        without = load_W[scenario] - tokens_W[scenario]
-        other_without = other_load_W[scenario] - other_tokens_W[scenario]
-        given = min(max(0.5 * (total + other_without - without), 0.0), total)
-        tokens_W[scenario], other_tokens_W[scenario] = given, total - given
-        load_W[scenario], other_load_W[scenario] = without + given, other_without + total - given
+    first, second = layer.rank_P[one], layer.rank_P[other]
+    total = token_P[one] + token_P[other]
+    without_first, without_second = load_R[first] - token_P[one], load_R[second] - token_P[other]
+    given = min(max(0.5 * (total + without_second - without_first), 0.0), total)
+    token_P[one], token_P[other] = given, total - given
+    load_R[first], load_R[second] = without_first + given, without_second + total - given
 
 
 @jit(error_model="numpy")
-def _split_in_many(layer: Layer, expert: Any, scenario: int) -> None:
+def _split_in_many(layer: Layer, expert: Any, token_P: FloatArray, load_R: FloatArray) -> None:
     slots = layer.copies_EC[expert, : layer.count_E[expert]]
     total = 0.0
     for slot in slots:
-        total += layer.token_PW[slot, scenario]
-        layer.load_RW[layer.rank_P[slot], scenario] -= layer.token_PW[slot, scenario]
+        total += token_P[slot]
+        load_R[layer.rank_P[slot]] -= token_P[slot]
     level, filled = np.inf, slots.size + 1
     while True:  # ranks above the level take nothing; without them it falls
         under, below = 0, total
         for slot in slots:
-            load = layer.load_RW[layer.rank_P[slot], scenario]
-            if load < level:
+            if load_R[layer.rank_P[slot]] < level:
                 under += 1
-                below += load
+                below += load_R[layer.rank_P[slot]]
         if under >= filled or under == 0:
             break
         level, filled = below / under, under
     for slot in slots:
-        tokens = max(level - layer.load_RW[layer.rank_P[slot], scenario], 0.0)
-        layer.token_PW[slot, scenario] = tokens
-        layer.load_RW[layer.rank_P[slot], scenario] += tokens
+        token_P[slot] = max(level - load_R[layer.rank_P[slot]], 0.0)
+        load_R[layer.rank_P[slot]] += token_P[slot]
 
 
 @jit(error_model="numpy")
@@ -154,20 +152,14 @@ def judge(layer: Layer, peak_W: FloatArray) -> tuple[float, float]:
     Returns:
         the mean of ``peak_W``; the same with the variance of rank loads.
     """
-    _peaks(layer, peak_W)
-    if layer.crossing_price > 0.0:
-        for scenario in range(peak_W.size):
+    variance = 0.0
+    for scenario in range(len(layer.load_WR)):
+        peak_W[scenario] = layer.load_WR[scenario].max()
+        variance += ((layer.load_WR[scenario] - 1.0) ** 2).mean()
+        if layer.crossing_price > 0.0:
             peak_W[scenario] += layer.crossing_price * _crossing(layer, scenario)
     worth = peak_W.mean()
-    return worth, worth + SPREAD_WEIGHT * ((layer.load_RW - 1.0) ** 2).mean()
-
-
-@jit(error_model="numpy")
-def _peaks(layer: Layer, peak_W: FloatArray) -> None:
-    peak_W[:] = layer.load_RW[0]
-    for rank in range(1, len(layer.load_RW)):
-        for scenario in range(peak_W.size):
-            peak_W[scenario] = max(peak_W[scenario], layer.load_RW[rank, scenario])
+    return worth, worth + SPREAD_WEIGHT * variance / len(peak_W)
 
 
 @jit(error_model="numpy")
@@ -179,8 +171,8 @@ def _crossing(layer: Layer, scenario: int) -> float:
     for expert in range(layer.count_E.size):
         here_N[:] = 0.0
         for slot in layer.copies_EC[expert, : layer.count_E[expert]]:
-            here_N[slot // per_node] += layer.token_PW[slot, scenario]
-        load = layer.load_EW[expert, scenario]
+            here_N[slot // per_node] += layer.token_WP[scenario, slot]
+        load = layer.load_WE[scenario, expert]
         total += load
         for node in range(nodes):
             at_home += min(here_N[node], load * layer.source_EN[expert, node])
@@ -202,11 +194,11 @@ def swap_homes(layer: Layer, one: int, other: int) -> None:
     first, second = layer.slot_P[one], layer.slot_P[other]
     layer.slot_P[one], layer.slot_P[other] = second, first
     layer.copies_EC[first, 0], layer.copies_EC[second, 0] = other, one
-    for scenario in range(layer.load_RW.shape[1]):
-        goes, comes = layer.token_PW[one, scenario], layer.token_PW[other, scenario]
-        layer.token_PW[one, scenario], layer.token_PW[other, scenario] = comes, goes
-        layer.load_RW[layer.rank_P[one], scenario] += comes - goes
-        layer.load_RW[layer.rank_P[other], scenario] += goes - comes
+    for scenario in range(len(layer.token_WP)):
+        goes, comes = layer.token_WP[scenario, one], layer.token_WP[scenario, other]
+        layer.token_WP[scenario, one], layer.token_WP[scenario, other] = comes, goes
+        layer.load_WR[scenario, layer.rank_P[one]] += comes - goes
+        layer.load_WR[scenario, layer.rank_P[other]] += goes - comes
 
 
 @jit
@@ -221,12 +213,12 @@ def set_replica(layer: Layer, slot: int, expert: int) -> None:
                 layer.copies_EC[old, index] = layer.copies_EC[old, last]
                 break
         layer.count_E[old] = last
-        for scenario in range(layer.load_RW.shape[1]):
-            tokens = layer.token_PW[slot, scenario]
-            layer.token_PW[slot, scenario] = 0.0
-            layer.token_PW[home, scenario] += tokens
-            layer.load_RW[layer.rank_P[slot], scenario] -= tokens
-            layer.load_RW[layer.rank_P[home], scenario] += tokens
+        for scenario in range(len(layer.token_WP)):
+            tokens = layer.token_WP[scenario, slot]
+            layer.token_WP[scenario, slot] = 0.0
+            layer.token_WP[scenario, home] += tokens
+            layer.load_WR[scenario, layer.rank_P[slot]] -= tokens
+            layer.load_WR[scenario, layer.rank_P[home]] += tokens
     layer.slot_P[slot] = expert
     if expert != EMPTY:
         layer.copies_EC[expert, layer.count_E[expert]] = slot
