@@ -243,12 +243,8 @@ class Balancer:
             RuntimeError: inside ``quiesce``, after ``close``, while suspended or while the ranks connect again after a
                 failure, or between a backward pass and the optimizer's step.
         """
-        self._refuse_if_closed("rebalance()")
-        self._refuse_inside_a_step("rebalance()")
-        self._refuse_in_logical_order("rebalance()")
         self._phases.refuse("rebalance()")
-        self._rebalancer.refuse_if_broken()
-        self._end_stream("rebalance()")
+        self._refuse_to_move("rebalance()")
         # Without a barrier, this rank's decision would mix with comparisons in the other ranks' steps.
         self._runtime.barrier("rebalance()")
         if not self._training:
@@ -340,6 +336,14 @@ class Balancer:
                 f"{what} inside {self._schedule_running}: micro-batches are between their forward and their backward, "
                 "for which experts must stay where they are; call it after optimizer.step() and before the next step"
             )
+
+    def _refuse_to_move(self, what: str) -> None:
+        """Refuse a call that moves or frees experts where that is wrong; end a stream of weights that is open."""
+        self._refuse_if_closed(what)
+        self._refuse_inside_a_step(what)
+        self._refuse_in_logical_order(what)
+        self._rebalancer.refuse_if_broken()
+        self._end_stream(what)
 
     def _refuse_inside_a_step(self, what: str) -> None:
         """Refuse a call that moves experts while these have gradients that the optimizer has not used."""
@@ -684,12 +688,8 @@ class Balancer:
             RuntimeError: a rank did not come, the migration was dropped, or as `rebalance()`. At the end, where the
                 body has raised already, it is logged instead.
         """
-        self._refuse_if_closed("logical_order()")
-        self._refuse_inside_a_step("logical_order()")
-        self._refuse_in_logical_order("logical_order()")
         self._phases.refuse("logical_order()")
-        self._rebalancer.refuse_if_broken()
-        self._end_stream("logical_order()")
+        self._refuse_to_move("logical_order()")
 
         def moved() -> None:
             self._end_stream("the end of logical_order()")
@@ -716,7 +716,8 @@ class Balancer:
         """Move a tensor with the experts of a parameter: an EMA copy, a mask, or other state of each expert.
 
         It is moved in place, bit for bit, and saved in checkpoints. It is neither copied to replica slots nor trained.
-        Collective in effect: the same names on every rank, in the same order.
+        Where it is a buffer of the model, wrap that in DistributedDataParallel after this call. Collective in effect:
+        the same names on every rank, in the same order.
 
         Args:
             parameter: an expert parameter's name in the model (a key of ``layer_of_parameter``).
@@ -740,6 +741,7 @@ class Balancer:
         if self._sliced and not is_sliced(tensor):
             raise RegistryError(f"{name} of {parameter}: give a DTensor placed as the parameter (torch.zeros_like(it))")
         self._runtime.registry.add(layer, f"{parameter}/{name}", tensor, "buffer")
+        self._runtime.model_check.keep_from_ddp([tensor])
         self._extra_tensors[f"{parameter}/{name}"] = (layer, tensor)
 
     def register_all(self, name: str, tensors: Any, *, moves: bool = True) -> None:
@@ -860,11 +862,6 @@ class Balancer:
             except Exception:
                 logger.exception("an event listener failed as it was closed; the job goes on")
 
-    @property
-    def _counted(self) -> Tensor:
-        """int64 ``[L, E]``: choices of this rank's router in the running step."""
-        return self._runtime.counter.counts
-
     # -- life cycle ----------------------------------------------------------------------------------------------
 
     @torch.compiler.disable
@@ -903,11 +900,7 @@ class Balancer:
             RuntimeError: a rank did not come within the timeout, or has no weights where there are replica slots; the
                 balancer is closed, inside `logical_order`, or between a backward pass and the optimizer's step.
         """
-        self._refuse_if_closed("suspend()")
-        self._refuse_inside_a_step("suspend()")
-        self._refuse_in_logical_order("suspend()")
-        self._rebalancer.refuse_if_broken()
-        self._end_stream("suspend()")
+        self._refuse_to_move("suspend()")
         return self._phases.suspend(self._after_move)
 
     @torch.compiler.disable
@@ -954,12 +947,8 @@ class Balancer:
             RuntimeError: the ranks were given different states, the migration was dropped, or the ranks are connecting
                 anew; the old placement stays. Or the balancer is closed.
         """
-        self._refuse_if_closed("load_state_dict()")
-        self._refuse_inside_a_step("load_state_dict()")
-        self._refuse_in_logical_order("load_state_dict()")
         self._phases.refuse("load_state_dict()")
-        self._rebalancer.refuse_if_broken()
-        self._end_stream("load_state_dict()")
+        self._refuse_to_move("load_state_dict()")
         self._restorer.restore(state, lambda: self._runtime.barrier("load_state_dict()"))
         self._after_move()
         self._refresh_replicas()

@@ -192,6 +192,15 @@ def right_use(rank: int) -> dict[str, bool]:
     shared.attach()
     seen["layers may share a module"] = len(set(shared.balancer.layer_of_parameter.values())) == 1
     shared.step(0)
+    averaged = Job(rank)
+    averaged.attach()
+    own = {name: averaged.model.get_parameter(name).detach() for name in averaged.balancer.layer_of_parameter}
+    for number, weights in enumerate(own.values()):
+        averaged.model.register_buffer(f"average_{number}", weights.clone())
+    buffers = [averaged.model.get_buffer(f"average_{number}") for number in range(len(own))]
+    averaged.balancer.register_all("average", dict(zip(own, buffers, strict=True)))
+    nn.parallel.DistributedDataParallel(averaged.model)(batch_of(rank, 0))
+    seen["DDP leaves registered buffers alone"] = all(map(torch.equal, buffers, own.values()))
     return seen
 
 
