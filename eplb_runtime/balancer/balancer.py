@@ -143,9 +143,7 @@ class Balancer:
             on_finding=lambda finding: self.events.emit(GuardFinding(self._rebalancer.step, finding)),
         )
         self._gradients = Gradients(
-            runtime,
-            self._dense,
-            follow=lambda: self._optimizer_hooks.follow(),
+            runtime, self._dense, self._logical_of_rows, follow=lambda: self._optimizer_hooks.follow()
         )
         self._division = Division(
             runtime.parameters,
@@ -525,14 +523,17 @@ class Balancer:
             yield
 
     @torch.compiler.disable
-    def clip_grad_norm_(self, max_norm: float, parameters: Tensor | Iterable[Tensor] | None = None) -> Tensor:
-        """Clip by the 2-norm over the whole model, each logical expert counted once, as torch's function of that name.
+    def clip_grad_norm_(
+        self, max_norm: float, parameters: Tensor | Iterable[Tensor] | None = None, norm_type: float = 2.0
+    ) -> Tensor:
+        """Clip by the norm over the whole model, each logical expert counted once, as torch's function of that name.
         Collective.
 
         Args:
             max_norm: gradients are scaled down to it.
             parameters: of the model, as they are since attach: clip these alone, by their own norm, over all experts of
                 those that have experts (a layer, say). The same on every rank. None: all.
+            norm_type: a number above 0, or ``math.inf``.
 
         Returns:
             The norm before clipping, a scalar, equal on every rank.
@@ -545,14 +546,8 @@ class Balancer:
                 "clip_grad_norm_ of gradients that the framework's own optimizer keeps: let that clip (it counts each "
                 "expert once, wherever it stands)"
             )
-        rows_LH = self._logical_of_rows()
         with phase("clip"):
-            return self._gradients.clip(max_norm, rows_LH, self.placement.num_experts, parameters)
-
-    def _square_of_experts(self, gradient_of: Callable[[Tensor], Tensor | None]) -> Tensor:
-        """`Gradients.square_of_experts`."""
-        rows_LH = self._logical_of_rows()
-        return self._gradients.square_of_experts(rows_LH, self.placement.num_experts, gradient_of)
+            return self._gradients.clip(max_norm, parameters, norm_type)
 
     @torch.compiler.disable
     @torch.no_grad()

@@ -174,7 +174,7 @@ class Optimizers:
         undo = optimizer.join(
             before,
             partial(self._after_step, number),
-            balancer._square_of_experts,
+            balancer._gradients.square_of_experts,
             lambda: balancer.placement.with_epoch(0).digest() != began,
             lambda parameter: self._homes_of(self._experts[id(parameter)]).here,
         )
