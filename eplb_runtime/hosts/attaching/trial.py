@@ -10,8 +10,10 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -35,14 +37,14 @@ from ...placement import Placement
 from ...planner.shuffle import shuffled
 from ...utils.files import write_file
 from .description import AttachError, Stage
-from .unregistered import TRAINED, unregistered
+from .unregistered import ALIKE, unregistered
 
 SKETCHES = 16
 """Random sums of a tensor, each of every sixteenth element with random signs; the distance of two tensors is about the
 norm of what these sums differ by."""
 _CHUNK = 1 << 22
 """Elements that are read at once."""
-_SAME_SHARES, _NEAR, _ALIKE, _CLOSER = 0.05, 0.05, 1.1, 0.25
+_SAME_SHARES, _NEAR, _ALIKE, _CLOSER = 0.05, 0.05, 1.02, 0.25
 """Relative distances up to which gradients are sums of what backward passes gave, and factors are a whole number or
 one over it; the factor up to which two shares are alike; and by how much closer shares of each rank fit than one."""
 _MOST_RANKS = SKETCHES // 2
@@ -52,6 +54,8 @@ _SHARES = (
     "over ranks, once, with the same weight for each, and divide the loss by no number of ranks (as "
     "DistributedDataParallel, or BalancerConfig(dense_gradients='allreduce'))"
 )
+_SHARE_OF_EPS = 0.3
+"""Root mean square of a rounding error, which is up to half of the distance between two numbers."""
 _ENOUGH_MEMORY = 0.8
 """Share of the free memory that the experts of a run with all of them on each rank may take."""
 KINDS = ("gradient", "buffer", "cache", "optimizer_state", "range", "number", "parameter")
@@ -101,8 +105,8 @@ def why_not_single(stages: Sequence[Stage], ranks: Ranks) -> str:
         one.slots for one in layers
     ):
         return "the framework spreads the experts itself"
-    if ranks.ep is not None or ranks.divided_rows or ranks.divided_state:
-        return "the job chooses its EP groups itself"
+    if ranks.divided_rows or ranks.divided_state:
+        return "the job divides what it keeps of an expert"
     if any(is_sliced(layer.parameter(name)) for layer in layers for name in layer.parameters):
         return "fully_shard divides experts over ranks that the job chooses"
     return ""
@@ -144,11 +148,12 @@ class TrialRun:
         self._balancer = balancer
         self._stages = stages
         self._runtime = balancer._runtime
-        self._group = self._runtime.groups.background
+        self._group, job = self._runtime.groups.background, self._runtime.job
         self._step = 0
         self._began = balancer.placement.epoch
         self._losses: list[Tensor] = []
         self._shaken: set[int] = set()
+        self._calls = 0
         self._rows: dict[tuple[str, int], tuple[TrialEntry, Tensor, Tensor]] = {}
         self._weighed: list[tuple[str, Tensor]] = []
         self._arrived: dict[str, Tensor] = {}
@@ -158,18 +163,18 @@ class TrialRun:
         self._meta: dict[str, Any] = {
             "notes": list(notes),
             "untried": list(untried),
-            "ranks": len(self._runtime.job.ranks),
-            "copies": [list(map(self._runtime.job.ranks.index, ranks)) for ranks in self._runtime.job.data_sets],
+            "ranks": len(job.ranks),
+            "copies": [list(map(job.ranks.index, ranks)) for ranks in job.data_sets if self._runtime.averages_dense],
             "replica_slots": replica_slots,
         }
         self._modules = {
-            self._runtime.job.first_layer(stage.number) + position: stage.prefix + layer.name
+            job.first_layer(stage.number) + position: stage.prefix + layer.name
             for stage in stages
             for position, layer in enumerate(stage.host.layers)
         }
         balancer._guard.complete_steps = trial.steps
         # Where all is on each rank gradients are averaged as they are made: what a loop does with them sees averages.
-        is_early = trial.layout == "single" and len(self._runtime.job.layers_of_stage) == 1  # a schedule goes by stage
+        is_early = trial.layout == "single" and len(job.layers_of_stage) == 1  # a schedule goes by stage
         after = balancer.reduce_gradients if is_early else (lambda: None)
         self._undo = _listen(self._losses, self._see_precision, after)
         balancer._follow_steps(self._before_step, self._after_step)
@@ -177,6 +182,8 @@ class TrialRun:
         if trial.layout == "moved":
             balancer._rebalance_by(self._move_at_once)
             self._spoil_replaced()
+        if trial.layout == "shaken":
+            balancer._end_with(nn.modules.module.register_module_forward_hook(self._shake_output))
         if trial.layout == "fixed":
             experts = [("", parameter) for parameter in self._runtime.parameters.values()]
             trained = [(name, p) for name, p in (*balancer._dense.items(), *experts) if p.requires_grad]
@@ -267,7 +274,7 @@ class TrialRun:
         clipping these alone would give a factor of each step's own."""
         before, self._ratios[name] = self._ratios.get(name, 0.0), most
         off = max(most, 1 / most) if most > 0 else 0.0
-        is_whole = off > _ALIKE and abs(off - round(off)) < _NEAR and abs(before / most - 1) < _NEAR
+        is_whole = round(off) > 1 and abs(off - round(off)) < _NEAR and abs(before / most - 1) < _NEAR
         if most > _ALIKE * least or is_whole:
             self._balancer._guard.report(_SHARES.format(name, least if most < 1 else most))
 
@@ -286,16 +293,18 @@ class TrialRun:
             found = unregistered([stage.model for stage in self._stages], self._runtime.registry, owned)
         rank = self._runtime.job.rank
         mine = [{"holder": f"rank {rank}: {one[0]}", "shape": list(one[1]), "content": one[2]} for one in found]
-        everyone = gather_bytes(json.dumps(mine).encode(), self._group)
-        self._meta["unregistered"] = lines = [line for of_rank in everyone for line in json.loads(of_rank)]
-        contents = [line["content"] for line in lines]
-        for line in lines:  # what is trained past the balancer must be the same on all ranks
-            alike = contents.count(line["content"]) == len(self._runtime.job.data_ranks)
-            if line["content"].startswith(TRAINED) and not alike:
+        of_ranks = [json.loads(lines) for lines in gather_bytes(json.dumps(mine).encode(), self._group)]
+        self._meta["unregistered"] = lines = [line for of_rank in of_ranks for line in of_rank]
+        ranks_with = Counter(content for of_rank in of_ranks for content in {line["content"] for line in of_rank})
+        for line in lines:
+            if line["content"].startswith(ALIKE) and ranks_with[line["content"]] < len(self._runtime.job.data_ranks):
                 line["content"] = ""
         self._write_meta()
         dist.barrier(self._group)
         if self._trial.ends_process:
+            for children in Path("/proc/self/task").glob("*/children"):  # what the job would end after its loop
+                for child in children.read_text().split():
+                    os.kill(int(child), signal.SIGTERM)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
@@ -323,8 +332,13 @@ class TrialRun:
         for stage in self._stages:
             for name, buffer in stage.model.named_buffers():
                 if not buffer.is_sparse:
-                    owner, _, own = name.rpartition(".")
-                    unsaved = own in stage.model.get_submodule(owner)._non_persistent_buffers_set
+                    owner, _, own = name.rpartition(
+                        "."
+                    )  # DistributedDataParallel, of which we do the work, keeps all alike
+                    unsaved = (
+                        not runtime.averages_dense
+                        and own in stage.model.get_submodule(owner)._non_persistent_buffers_set
+                    )
                     yield TrialEntry(stage.prefix + name, "cache" if unsaved else "buffer", -1, local(buffer))
 
     @property
@@ -351,8 +365,19 @@ class TrialRun:
             self._shaken.add(gradient.data_ptr())
             seed = zlib.crc32(f"{self._step} {entry.name} {entry.expert}".encode())
             noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(seed)).to(gradient.device)
-            error = max(torch.finfo(gradient.dtype).eps, self._coarsest)
+            error = _SHARE_OF_EPS * max(torch.finfo(gradient.dtype).eps, self._coarsest)
             gradient.add_(noise * (error * gradient.float().pow(2).mean().sqrt()))
+
+    def _shake_output(self, module: nn.Module, _: object, output: Any) -> Any:
+        """Change what a module without parts gives by about a rounding error of float32 or float64: gradients show what
+        it comes to."""
+        is_wide = isinstance(output, Tensor) and output.is_floating_point() and output.element_size() >= 4
+        if not is_wide or next(module.children(), None) is not None:
+            return output
+        self._calls += 1
+        generator = torch.Generator(output.device).manual_seed(zlib.crc32(f"{self._step} {self._calls}".encode()))
+        noise = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
+        return output * (1 + torch.finfo(output.dtype).eps * noise)
 
     # -- the record ----------------------------------------------------------------------------------------------------
 

@@ -23,8 +23,9 @@ from ...utils.checksums import as_bytes
 
 MOST_FOUND = 100
 """Findings of a rank that are listed."""
-TRAINED = "trained "
-"""Begins the content of a parameter with a gradient that the balancer does not know."""
+ALIKE = "alike "
+"""Begins a content that is known only where all ranks have the same: of what is trained past the balancer, or has the
+shape of an expert's tensor and not that of a rank's."""
 _FRAMEWORKS = ("eplb_runtime", "torch.distributed", "torch.autograd", "megatron", "torchtitan", "numba")
 """Modules that hold buffers and tables of their own, as their objects do."""
 _DEPTH = 3
@@ -36,7 +37,7 @@ def unregistered(
 ) -> list[tuple[str, tuple[int, ...], str]]:
     """Return holders, shapes and contents of what may be experts: the last dimensions are those of an expert's tensor,
     or it has as many elements as an expert, as a parameter of experts or as the whole model, or is a vector of experts
-    or of a number for each. The content is a checksum where the number alone speaks for it, else empty.
+    or of a number for each. The content is a checksum, or empty where the shape is that of a rank's own experts.
 
     Args:
         owned: tensors that move with experts or are no experts, besides the models' parameters, gradients and buffers.
@@ -46,7 +47,8 @@ def unregistered(
     gradients = [getattr(tensor, name, None) for tensor in held for name in ("grad", "main_grad")]
     known = {0} | {_memory_of(one) for one in (*held, *gradients, *owned, *registry.parameters()) if one is not None}
     rows, sizes = _shapes(models, registry)
-    whole = rows | {tuple(parameter.shape) for parameter in registry.parameters()}  # else it may be an activation
+    own = {tuple(parameter.shape) for parameter in registry.parameters()}
+    whole = rows | own  # else it may be an activation
     variables = list(_variables())
     found: list[tuple[tuple[int, ...], str]] = []
     holders: list[Any] = []
@@ -57,10 +59,11 @@ def unregistered(
         if len(shape) == 1:  # experts one after the other, or a number for each
             is_like = is_like or shape[0] == registry.homes_per_rank or not all(shape[0] % prod(row) for row in rows)
         if value.trained:
-            is_like, has_shape = True, False
+            is_like = has_shape = True
         if (shape in whole if value.has_gradient else is_like) and value.memory not in known:
             known.add(value.memory)
-            found.append((shape, "" if has_shape else TRAINED * value.trained + value.content()))
+            is_own = shape in own and not value.trained
+            found.append((shape, "" if is_own else ALIKE * has_shape + value.content()))
             holders.append(holder)
     # The walk is over: lists of its own, which held what it looked at, are gone.
     by_shape = sorted(range(len(found)), key=lambda place: found[place][1] != "")[:MOST_FOUND]
@@ -97,7 +100,7 @@ def _memory_of(tensor: Tensor) -> int:
 
 def _shapes(models: Sequence[nn.Module], registry: ExpertTensors) -> tuple[set[tuple[int, ...]], set[tuple[int]]]:
     """Shapes of an expert's matrices, and numbers of elements of what may hold experts."""
-    rows, numbers, experts = set(), set(), 0
+    rows, numbers, experts, own = set(), set(), 0, set(map(id, registry.parameters()))
     for layer in registry.layers:
         for tensor in registry.by_expert(layer):
             parts = [local(part) for part in (tensor if isinstance(tensor, tuple) else (tensor,))]
@@ -106,8 +109,10 @@ def _shapes(models: Sequence[nn.Module], registry: ExpertTensors) -> tuple[set[t
             whole = sum(part.numel() for part in parts)
             experts += whole
             numbers |= {whole, row.numel() if len(row) > 1 else 0}
-    for trained in (False, True):
-        numbers.add(sum(p.numel() for model in models for p in model.parameters() if p.requires_grad or not trained))
+    for parameters in ([*module.parameters()] for model in models for module in model.modules()):
+        if any(id(parameter) in own for parameter in parameters):
+            trained = [parameter.numel() for parameter in parameters if parameter.requires_grad]
+            numbers |= {sum(parameter.numel() for parameter in parameters), sum(trained)}
     return rows, {(number,) for number in numbers | {experts} if number}
 
 
