@@ -37,16 +37,16 @@ from ...placement import Placement
 from ...planner.shuffle import shuffled
 from ...utils.files import write_file
 from .description import AttachError, Stage
-from .unregistered import ALIKE, unregistered
+from .unregistered import ALIKE, memories, unregistered
 
 SKETCHES = 16
 """Random sums of a tensor, each of every sixteenth element with random signs; the distance of two tensors is about the
 norm of what these sums differ by."""
 _CHUNK = 1 << 22
 """Elements that are read at once."""
-_SAME_SHARES, _NEAR, _ALIKE, _CLOSER = 0.05, 0.05, 1.02, 0.25
-"""Relative distances up to which gradients are sums of what backward passes gave, and factors are a whole number or
-one over it; the factor up to which two shares are alike; and by how much closer shares of each rank fit than one."""
+_SAME_SHARES, _DISTINCT, _EXACT, _ALIKE, _CLOSER = 0.05, 0.05, 0.01, 1.02, 0.25
+"""Relative distances: up to which gradients are sums of what backward passes gave, by which these must differ, and up
+to which a factor is a number of ranks. A factor up to which shares are alike; and how much closer a fit by rank is."""
 _MOST_RANKS = SKETCHES // 2
 """Up to which each rank's own share is told apart."""
 _SHARES = (
@@ -56,6 +56,8 @@ _SHARES = (
 )
 _SHARE_OF_EPS = 0.3
 """Root mean square of a rounding error, which is up to half of the distance between two numbers."""
+_NO_CLIPPING = 1e6
+"""Norms that are given to `clip_grad_norm_` to learn of the norm alone."""
 _ENOUGH_MEMORY = 0.8
 """Share of the free memory that the experts of a run with all of them on each rank may take."""
 KINDS = ("gradient", "buffer", "cache", "optimizer_state", "range", "number", "parameter")
@@ -101,9 +103,8 @@ def layout_of(trial: Trial, config: BalancerConfig, ranks: Ranks) -> tuple[Balan
 def why_not_single(stages: Sequence[Stage], ranks: Ranks) -> str:
     """Say why a job cannot run with all experts on each rank; empty: it can, if they fit."""
     layers = [layer for stage in stages for layer in stage.host.layers]
-    if any(stage.host.dispatches or stage.host.ranks is not None for stage in stages) or any(
-        one.slots for one in layers
-    ):
+    hosts = [stage.host for stage in stages]
+    if any(host.dispatches or host.ranks is not None for host in hosts) or any(one.slots for one in layers):
         return "the framework spreads the experts itself"
     if ranks.divided_rows or ranks.divided_state:
         return "the job divides what it keeps of an expert"
@@ -153,7 +154,7 @@ class TrialRun:
         self._began = balancer.placement.epoch
         self._losses: list[Tensor] = []
         self._shaken: set[int] = set()
-        self._calls = 0
+        self._calls, self._alive = 0, None
         self._rows: dict[tuple[str, int], tuple[TrialEntry, Tensor, Tensor]] = {}
         self._weighed: list[tuple[str, Tensor]] = []
         self._arrived: dict[str, Tensor] = {}
@@ -176,7 +177,7 @@ class TrialRun:
         # Where all is on each rank gradients are averaged as they are made: what a loop does with them sees averages.
         is_early = trial.layout == "single" and len(job.layers_of_stage) == 1  # a schedule goes by stage
         after = balancer.reduce_gradients if is_early else (lambda: None)
-        self._undo = _listen(self._losses, self._see_precision, after)
+        self._undo = _listen(self._losses, self._before_forward, after)
         balancer._follow_steps(self._before_step, self._after_step)
         balancer._close_with(self._undo)
         if trial.layout == "moved":
@@ -196,7 +197,10 @@ class TrialRun:
         """Add to the random sums of what backward passes here give a parameter outside the experts, or all experts."""
         self._arrived[name] = self._arrived.get(name, 0) + _sketched(TrialEntry("", "gradient", -1, gradient))[1][1:]
 
-    def _see_precision(self, *_: object) -> None:
+    def _before_forward(self, *_: object) -> None:
+        """See the precision, and, ahead of the last step, what is alive: what comes later is made new in each step."""
+        if self._alive is None and self._step == self._trial.steps - 1 and self._trial.layout in ("fixed", "moved"):
+            self._alive = memories()
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if torch.is_autocast_enabled(device):
             self._coarsest = max(self._coarsest, torch.finfo(torch.get_autocast_dtype(device)).eps)
@@ -270,12 +274,13 @@ class TrialRun:
                     self._judge(name, float(ratios.min()), float(ratios.max()))
 
     def _judge(self, name: str, least: float, most: float) -> None:
-        """Note shares of a wrong size: a rank's own, or all of them in two steps times or through a whole number, where
+        """Note shares of a wrong size: a rank's own, or the number of ranks too often or too seldom in two steps, where
         clipping these alone would give a factor of each step's own."""
         before, self._ratios[name] = self._ratios.get(name, 0.0), most
-        off = max(most, 1 / most) if most > 0 else 0.0
-        is_whole = round(off) > 1 and abs(off - round(off)) < _NEAR and abs(before / most - 1) < _NEAR
-        if most > _ALIKE * least or is_whole:
+        job = self._runtime.job
+        counts = {len(job.data_ranks), len(job.edp_ranks), job.ep_size} - {1}
+        is_count = any(max(abs(r * by - 1) for r in (before, most)) < _EXACT for n in counts for by in (n, 1 / n))
+        if most > _ALIKE * least or is_count:
             self._balancer._guard.report(_SHARES.format(name, least if most < 1 else most))
 
     def _end(self) -> None:
@@ -290,7 +295,8 @@ class TrialRun:
         owned += [one for old in replaced for one in (old, old.grad) if one is not None]
         found = []
         if self._trial.layout in ("fixed", "moved"):
-            found = unregistered([stage.model for stage in self._stages], self._runtime.registry, owned)
+            models = [stage.model for stage in self._stages]
+            found = unregistered(models, self._runtime.registry, owned, self._alive)
         rank = self._runtime.job.rank
         mine = [{"holder": f"rank {rank}: {one[0]}", "shape": list(one[1]), "content": one[2]} for one in found]
         of_ranks = [json.loads(lines) for lines in gather_bytes(json.dumps(mine).encode(), self._group)]
@@ -443,7 +449,7 @@ def _shares(given_RS: Tensor, seen_S: Tensor) -> Tensor | None:
         return None
     fits = []
     for columns_SR in (given_RS.sum(dim=0).unsqueeze(1), given_RS.T):
-        if columns_SR.shape[1] <= _MOST_RANKS and torch.linalg.cond(columns_SR) <= 1 / _NEAR:
+        if columns_SR.shape[1] <= _MOST_RANKS and torch.linalg.cond(columns_SR) <= 1 / _DISTINCT:
             shares_R = torch.linalg.lstsq(columns_SR, seen_S.unsqueeze(1)).solution[:, 0]
             off = float((columns_SR @ shares_R - seen_S).norm() / seen_S.norm())
             fits += [(off, shares_R)] if off < _SAME_SHARES else []
@@ -492,8 +498,8 @@ def _gather_on_first(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
 
 
 def _listen(losses: list[Tensor], before_forward: Callable[..., None], after: Callable[[], None]) -> Callable[[], None]:
-    """Collect what ``backward()`` is called on, and call functions before each module's forward and after each backward
-    pass. Returns one that ends all."""
+    """Collect what ``backward()`` is called on, call functions before each module's forward and after each backward
+    pass, and let torch's clipping by a norm bite in each step. Returns one that ends all."""
     inner = torch.autograd.backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -502,11 +508,16 @@ def _listen(losses: list[Tensor], before_forward: Callable[..., None], after: Ca
         inner(tensors, *args, **kwargs)
         after()
 
-    torch.autograd.backward = backward
+    def clip_more(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
+        most = (total_norm / 2).clamp(max=max_norm) if max_norm < _NO_CLIPPING else max_norm
+        clip(parameters, most, total_norm, *args, **kwargs)
+
+    torch.autograd.backward, clip = backward, torch.nn.utils.clip_grad._clip_grads_with_norm_
+    torch.nn.utils.clip_grad._clip_grads_with_norm_ = clip_more
     handle = nn.modules.module.register_module_forward_pre_hook(before_forward)
 
     def undo() -> None:
-        torch.autograd.backward = inner
+        torch.autograd.backward, torch.nn.utils.clip_grad._clip_grads_with_norm_ = inner, clip
         handle.remove()
 
     return undo

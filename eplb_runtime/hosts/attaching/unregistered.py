@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import prod
 from types import CellType, FunctionType, GeneratorType, ModuleType
 from typing import Any
@@ -26,14 +26,14 @@ MOST_FOUND = 100
 ALIKE = "alike "
 """Begins a content that is known only where all ranks have the same: of what is trained past the balancer, or has the
 shape of an expert's tensor and not that of a rank's."""
-_FRAMEWORKS = ("eplb_runtime", "torch.distributed", "torch.autograd", "megatron", "torchtitan", "numba")
-"""Modules that hold buffers and tables of their own, as their objects do."""
+_FRAMEWORKS = ("eplb_runtime.", "torch.distributed.", "torch.autograd.", "megatron.core.", "torchtitan.", "numba.")
+"""Packages that hold buffers and tables of their own, as their objects do."""
 _DEPTH = 3
 """Containers inside containers that the collector does not follow, as a dict of arrays alone."""
 
 
 def unregistered(
-    models: Sequence[nn.Module], registry: ExpertTensors, owned: Iterable[Tensor]
+    models: Sequence[nn.Module], registry: ExpertTensors, owned: Iterable[Tensor], alive: Collection[int] | None = None
 ) -> list[tuple[str, tuple[int, ...], str]]:
     """Return holders, shapes and contents of what may be experts: the last dimensions are those of an expert's tensor,
     or it has as many elements as an expert, as a parameter of experts or as the whole model, or is a vector of experts
@@ -41,6 +41,7 @@ def unregistered(
 
     Args:
         owned: tensors that move with experts or are no experts, besides the models' parameters, gradients and buffers.
+        alive: `memories` of a step before: what is elsewhere is made new in each. None: all may have been kept.
     """
     named = [one for model in models for one in (*model.named_parameters(), *model.named_buffers())]
     held = [tensor for _, tensor in named]  # `buffers` is an attribute of Megatron's DDP
@@ -60,7 +61,8 @@ def unregistered(
             is_like = is_like or shape[0] == registry.homes_per_rank or not all(shape[0] % prod(row) for row in rows)
         if value.trained:
             is_like = has_shape = True
-        if (shape in whole if value.has_gradient else is_like) and value.memory not in known:
+        was_kept = alive is None or value.memory in alive
+        if was_kept and (shape in whole if value.has_gradient else is_like) and value.memory not in known:
             known.add(value.memory)
             is_own = shape in own and not value.trained
             found.append((shape, "" if is_own else ALIKE * has_shape + value.content()))
@@ -69,6 +71,11 @@ def unregistered(
     by_shape = sorted(range(len(found)), key=lambda place: found[place][1] != "")[:MOST_FOUND]
     all_found = [(_named(holders[place], (variables, holders)), *found[place]) for place in by_shape]
     return [one for one in all_found if one[0]]
+
+
+def memories() -> set[int]:
+    """Return where all tensors and arrays of the process are now."""
+    return {value.memory for value, _ in _tensors(list(_variables()))}
 
 
 class _Candidate:
@@ -121,7 +128,7 @@ def _variables() -> Iterator[tuple[str, Any]]:
     for frame in sys._current_frames().values():
         inner: Any = frame
         while inner is not None:
-            if not inner.f_globals.get("__name__", "").startswith(_FRAMEWORKS):
+            if not f"{inner.f_globals.get('__name__', '')}.".startswith(_FRAMEWORKS):
                 yield from ((f"{name} in {inner.f_code.co_name}()", value) for name, value in inner.f_locals.items())
             inner = inner.f_back
     for module in list(sys.modules.values()):
@@ -189,7 +196,7 @@ def _name_of(value: Any, variables: Sequence[tuple[str, Any]]) -> str | None:
     if isinstance(value, GeneratorType | FunctionType):
         return f"{'function' if isinstance(value, FunctionType) else 'generator'} {value.__qualname__}"
     if isinstance(value, ModuleType):
-        return "" if value.__name__.startswith(_FRAMEWORKS) else f"module {value.__name__}"
+        return "" if f"{value.__name__}.".startswith(_FRAMEWORKS) else f"module {value.__name__}"
     if _of_a_framework(value):
         return ""
     is_container = isinstance(value, dict | list | tuple | set | CellType | Tensor | np.ndarray)
@@ -199,7 +206,7 @@ def _name_of(value: Any, variables: Sequence[tuple[str, Any]]) -> str | None:
 def _of_a_framework(value: Any) -> bool:
     """Return whether this is of a class of theirs; modules may be copies that the job has made."""
     made_in = str(getattr(type(value), "__module__", ""))
-    return made_in.startswith(_FRAMEWORKS) and not issubclass(type(value), nn.Module)
+    return f"{made_in}.".startswith(_FRAMEWORKS) and not issubclass(type(value), nn.Module)
 
 
 def _is_ours(value: Any) -> bool:
