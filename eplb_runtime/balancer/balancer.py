@@ -18,7 +18,6 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
@@ -777,11 +776,6 @@ class Balancer:
         """Return whether only the framework's own optimizer knows where gradients are."""
         return any(not isinstance(optimizer, torch.optim.Optimizer) for optimizer in self._optimizers)
 
-    @property
-    def _gradient_group(self) -> dist.ProcessGroup:
-        """All ranks of the job, with the device's backend: for decisions on every rank's gradients."""
-        return self._runtime.groups.everyone
-
     def _home_experts(self, layer: int) -> list[int]:
         """Logical expert of each home row of this rank."""
         return [int(expert) for expert in self.placement.homes_LRH[layer, self._runtime.groups.job.ep_rank]]
@@ -791,10 +785,6 @@ class Balancer:
         self._end_what_broke_off()
         rows_LH, job = self._runtime.maps.table.logical_of_rows(self._runtime.job.ep_rank), self._runtime.job
         return rows_LH.unflatten(1, (job.row_division, -1))[:, job.row_rank % job.row_division]
-
-    def _background_group(self) -> dist.ProcessGroup:
-        """A gloo group over all ranks for a thread of an asynchronous save; made once. Collective."""
-        return self._runtime.groups.background
 
     def _open_second_channel(self) -> MicroBatchChannels:
         """Let two batches of a rank exchange tokens at once (`moe.dispatch.channels`). Collective, between steps."""

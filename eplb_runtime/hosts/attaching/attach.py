@@ -133,7 +133,8 @@ def attach_stages(
             for (_, name, _), test in zip(made.layers, made.tests, strict=True)
             if test.untried
         ]
-        TrialRun(trial, balancer, stages, of_bits, untried, not_single, given.replica_slots)
+        known = {"notes": of_bits, "untried": untried, "not_single": not_single, "replica_slots": given.replica_slots}
+        TrialRun(trial, balancer, stages, known)
     return balancer
 
 

@@ -41,7 +41,6 @@ class Optimizers:
     def __init__(self, balancer: Balancer, parameters: Mapping[str, Tensor]) -> None:
         self._balancer = balancer
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._parameters = parameters
         layers = balancer.layer_of_parameter
         self._experts = {number: name for number, name in self._names.items() if name in layers}
         self._known: list[AnyOptimizer] = []

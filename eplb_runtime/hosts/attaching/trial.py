@@ -14,7 +14,7 @@ import signal
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -50,7 +50,7 @@ to which a factor is a number of ranks. A factor up to which shares are alike; a
 _MOST_RANKS = SKETCHES // 2
 """Up to which each rank's own share is told apart."""
 _SHARES = (
-    "gradients of {} come {:.2g} times as large to the optimizer as those of experts, for the same loss: average them "
+    "gradients of {} come {:.3g} times as large to the optimizer as those of experts, for the same loss: average them "
     "over ranks, once, with the same weight for each, and divide the loss by no number of ranks (as "
     "DistributedDataParallel, or BalancerConfig(dense_gradients='allreduce'))"
 )
@@ -129,22 +129,12 @@ class TrialRun:
 
     Args:
         stages: the attached models of this rank.
-        notes: what attach has said of bits.
-        untried: layers whose own way attach could not call alone, and why.
-        not_single: why the job cannot run with all experts on each rank; empty: it can, if they fit.
-        replica_slots: of the job's own settings.
+        known: ``notes``, what attach has said of bits; ``untried``, layers whose own way attach could not call alone,
+            and why; ``not_single``, why the job cannot run with all experts on each rank (empty: it can, if they fit);
+            ``replica_slots`` of the job's own settings.
     """
 
-    def __init__(
-        self,
-        trial: Trial,
-        balancer: Balancer,
-        stages: Sequence[Stage],
-        notes: Sequence[str],
-        untried: Sequence[str],
-        not_single: str,
-        replica_slots: int,
-    ) -> None:
+    def __init__(self, trial: Trial, balancer: Balancer, stages: Sequence[Stage], known: Mapping[str, Any]) -> None:
         self._trial = trial
         self._balancer = balancer
         self._stages = stages
@@ -154,20 +144,15 @@ class TrialRun:
         self._began = balancer.placement.epoch
         self._losses: list[Tensor] = []
         self._shaken: set[int] = set()
-        self._calls, self._alive = 0, None
+        self._calls = 0
+        self._alive: set[int] | None = None
         self._rows: dict[tuple[str, int], tuple[TrialEntry, Tensor, Tensor]] = {}
         self._weighed: list[tuple[str, Tensor]] = []
         self._arrived: dict[str, Tensor] = {}
         self._ratios: dict[str, float] = {}
         self._coarsest = 0.0
-        self._not_single = not_single
-        self._meta: dict[str, Any] = {
-            "notes": list(notes),
-            "untried": list(untried),
-            "ranks": len(job.ranks),
-            "copies": [list(map(job.ranks.index, ranks)) for ranks in job.data_sets if self._runtime.averages_dense],
-            "replica_slots": replica_slots,
-        }
+        copies = [list(map(job.ranks.index, ranks)) for ranks in job.data_sets if self._runtime.averages_dense]
+        self._meta: dict[str, Any] = {**known, "ranks": len(job.ranks), "copies": copies}
         self._modules = {
             job.first_layer(stage.number) + position: stage.prefix + layer.name
             for stage in stages
@@ -276,8 +261,7 @@ class TrialRun:
     def _judge(self, name: str, least: float, most: float) -> None:
         """Note shares of a wrong size: a rank's own, or the number of ranks too often or too seldom in two steps, where
         clipping these alone would give a factor of each step's own."""
-        before, self._ratios[name] = self._ratios.get(name, 0.0), most
-        job = self._runtime.job
+        before, self._ratios[name], job = self._ratios.get(name, 0.0), most, self._runtime.job
         counts = {len(job.data_ranks), len(job.edp_ranks), job.ep_size} - {1}
         is_count = any(max(abs(r * by - 1) for r in (before, most)) < _EXACT for n in counts for by in (n, 1 / n))
         if most > _ALIKE * least or is_count:
@@ -293,11 +277,9 @@ class TrialRun:
         owned += [entry.tensor for entry in self._entries()]
         replaced = self._runtime.model_check.replaced().values()  # the run with moved homes tells who uses them
         owned += [one for old in replaced for one in (old, old.grad) if one is not None]
-        found = []
-        if self._trial.layout in ("fixed", "moved"):
-            models = [stage.model for stage in self._stages]
-            found = unregistered(models, self._runtime.registry, owned, self._alive)
-        rank = self._runtime.job.rank
+        models, rank = [stage.model for stage in self._stages], self._runtime.job.rank
+        looks = self._trial.layout in ("fixed", "moved")
+        found = unregistered(models, self._runtime.registry, owned, self._alive) if looks else []
         mine = [{"holder": f"rank {rank}: {one[0]}", "shape": list(one[1]), "content": one[2]} for one in found]
         of_ranks = [json.loads(lines) for lines in gather_bytes(json.dumps(mine).encode(), self._group)]
         self._meta["unregistered"] = lines = [line for of_rank in of_ranks for line in of_rank]
@@ -417,7 +399,7 @@ class TrialRun:
         return total
 
     def _write_meta(self) -> None:
-        not_single = self._not_single or self._does_not_fit()
+        not_single = self._meta["not_single"] or self._does_not_fit()
         said = self._balancer._guard.said
         error = max([self._coarsest, *(torch.finfo(p.dtype).eps for p in self._floating())], default=0.0)
         commits = self._balancer.placement.epoch - self._began
@@ -508,9 +490,11 @@ def _listen(losses: list[Tensor], before_forward: Callable[..., None], after: Ca
         inner(tensors, *args, **kwargs)
         after()
 
+    halves: dict[int, Tensor] = {}  # of the first norms, by the first of what is clipped together
+
     def clip_more(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
-        most = (total_norm / 2).clamp(max=max_norm) if max_norm < _NO_CLIPPING else max_norm
-        clip(parameters, most, total_norm, *args, **kwargs)
+        half = halves.setdefault(id(next(iter(parameters), None)), total_norm / 2)
+        clip(parameters, half.clamp(max=max_norm) if max_norm < _NO_CLIPPING else max_norm, total_norm, *args, **kwargs)
 
     torch.autograd.backward, clip = backward, torch.nn.utils.clip_grad._clip_grads_with_norm_
     torch.nn.utils.clip_grad._clip_grads_with_norm_ = clip_more
