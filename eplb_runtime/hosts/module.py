@@ -114,8 +114,10 @@ class StackedExperts(nn.Module):
     def __init__(self, template: nn.Module, tensors: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
         for module in template.modules():  # what a loop sets in modules of experts is set here, and tensors are given
-            for name in [name for name, tensor in module._parameters.items() if tensor is not None]:
-                setattr(module, name, torch.Tensor.detach(module._parameters.pop(name)))
+            for name, tensor in [*module._parameters.items()]:
+                if tensor is not None:
+                    del module._parameters[name]
+                    setattr(module, name, tensor.detach())
         self._template = template
         self._names = tuple(tensors)
         for name, tensor in tensors.items():

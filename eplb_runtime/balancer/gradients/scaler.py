@@ -23,9 +23,6 @@ class GradientOwner(Protocol):
     @property
     def _runtime(self) -> Runtime: ...
 
-    @property
-    def _gradient_group(self) -> dist.ProcessGroup: ...
-
     def _around_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """Encloses the step of an optimizer, which may be skipped on all ranks."""
 

@@ -494,7 +494,8 @@ def _listen(losses: list[Tensor], before_forward: Callable[..., None], after: Ca
 
     def clip_more(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
         half = halves.setdefault(id(next(iter(parameters), None)), total_norm / 2)
-        clip(parameters, half.clamp(max=max_norm) if max_norm < _NO_CLIPPING else max_norm, total_norm, *args, **kwargs)
+        most: Any = half.clamp(max=max_norm) if max_norm < _NO_CLIPPING else max_norm
+        clip(parameters, most, total_norm, *args, **kwargs)
 
     torch.autograd.backward, clip = backward, torch.nn.utils.clip_grad._clip_grads_with_norm_
     torch.nn.utils.clip_grad._clip_grads_with_norm_ = clip_more
