@@ -57,6 +57,8 @@ class RecordedJob:
         dtype, device: of the weights, as ``bfloat16`` and ``cuda``.
         step_seconds: of a training step; in a series that is read, the median of what its lines say.
         expert_seconds: those of a training step in expert work, dispatch to combine; the median, too.
+        imbalance: max / mean rank load while these seconds were measured; 0: that of experts in logical order.
+        intra_node_bandwidth, inter_node_bandwidth: GB/s of a rank, as the job measured them.
     """
 
     ranks: int = 0
@@ -73,6 +75,9 @@ class RecordedJob:
     device: str = ""
     step_seconds: float = 0.0
     expert_seconds: float = 0.0
+    imbalance: float = 0.0
+    intra_node_bandwidth: float = 0.0
+    inter_node_bandwidth: float = 0.0
 
     def known(self) -> dict[str, Any]:
         """The fields that say something, as a line holds them."""
@@ -99,7 +104,7 @@ class SeriesWriter:
         self._folder.mkdir(parents=True, exist_ok=True)
         files = _files(self._folder)
         for path in files[-1:]:
-            before = _header(path)
+            before = _shape(path, _first_line(path))
             if before is not None and before != (num_layers, num_experts):
                 raise FileError(
                     f"{run} holds the load of {before[0]} layers of {before[1]} experts, not {num_layers} of "
@@ -146,23 +151,25 @@ def holds_series(folder: Path) -> bool:
     return bool(_files_of(folder))
 
 
-def read_series(folder: Path) -> tuple[NDArray[np.int64], list[int]]:
-    """Return all windows of a run, int64 ``[T, L, E]``, oldest first, and the training steps of each; a last line that
-    a crash cut off is left out."""
+def read_series(folder: Path) -> tuple[NDArray[np.int64], list[int], RecordedJob]:
+    """Return all windows of a run, int64 ``[T, L, E]``, oldest first, the training steps of each, and what the newest
+    file with windows says of the job, by its later lines. A last line that a crash cut off is left out."""
     windows: list[NDArray[np.int64]] = []
     steps: list[int] = []
+    job = RecordedJob()
     shape: tuple[int, int] | None = None
     nbytes = 0
     for path in _files_of(folder):
         require_readable(path, MOST_BYTES)
-        here = _header(path)
+        header = _first_line(path)
+        here = _shape(path, header)
         if here is None:
             continue  # the job ended before it could say what it is
         if shape is not None and here != shape:
             raise FileError(
                 f"{path.name} is of {here[0]} x {here[1]} experts, the files before of {shape[0]} x {shape[1]}"
             )
-        shape = here
+        shape, known, lines = here, _job_of(header), list[dict[str, Any]]()
         for number, line in _lines(path):
             try:
                 load = decode(line, *here, LONGEST)
@@ -176,27 +183,15 @@ def read_series(folder: Path) -> tuple[NDArray[np.int64], list[int]]:
                 raise FileError(f"more than {MOST_BYTES >> 30} GiB of load: give a part of the files")
             windows.append(load)
             steps += [of_window] * len(load)
+            lines.append(_job_of(line))
+            known |= lines[-1]
+        if lines:
+            for name in ("step_seconds", "expert_seconds"):
+                known[name] = median([line[name] for line in lines if name in line] or [0.0])
+            job = RecordedJob(**known)
     if not windows:
         raise FileError("no load has been recorded here yet")
-    return np.concatenate(windows), steps
-
-
-def read_job(folder: Path) -> RecordedJob:
-    """Return what a run's series says of its job, by the newest file that has windows; later lines win."""
-    for path in reversed(_files_of(folder)):
-        require_readable(path, MOST_BYTES)
-        known, has_windows = _job_of(_first_line(path)), False
-        seconds: dict[str, list[float]] = {"step_seconds": [], "expert_seconds": []}
-        for _, line in _lines(path):
-            of_line = _job_of(line)
-            known |= of_line
-            has_windows = True
-            for name, values in seconds.items():
-                if name in of_line:
-                    values.append(of_line[name])
-        if has_windows:
-            return RecordedJob(**{**known, **{name: median(values or [0.0]) for name, values in seconds.items()}})
-    return RecordedJob()
+    return np.concatenate(windows), steps, job
 
 
 def encode(load: NDArray[np.int64], level: int = -1) -> dict[str, Any]:
@@ -262,9 +257,8 @@ def _files_of(folder: Path) -> list[Path]:
     return _files(folder / "load") or _files(folder)
 
 
-def _header(path: Path) -> tuple[int, int] | None:
-    """L and E of a file; None: it has no whole line."""
-    header = _first_line(path)
+def _shape(path: Path, header: Any) -> tuple[int, int] | None:
+    """L and E of a file by its first line; None: it has no whole line."""
     if header is None:
         return None
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -52,7 +51,6 @@ class Recorder:
         self._writer = SeriesWriter(run, num_layers, num_experts, job)
         self._run = run
         self._worker = Worker("eplb_runtime recorder")
-        self._room = threading.Semaphore(MOST_WAITING)
         self._ended = ""
 
     def write(self, load_TLE: NDArray[np.int64], steps: int, job: RecordedJob | None = None) -> None:
@@ -60,10 +58,10 @@ class Recorder:
         the job. Never waits, never raises."""
         if self._ended or self._worker.closed:
             return
-        if not self._room.acquire(blocking=False):
+        if self._worker.waiting >= MOST_WAITING:
             logger.warning("%s: the disk is too slow; %d windows of load are not recorded", self._run, len(load_TLE))
-            return
-        self._worker.submit(partial(self._append, load_TLE.copy(), steps, job))
+        else:
+            self._worker.submit(partial(self._append, load_TLE.copy(), steps, job))
 
     def close(self) -> None:
         """What was given is written, if the disk is quick enough."""
@@ -72,7 +70,6 @@ class Recorder:
             self._worker.close(WRITING_SECONDS)
 
     def _append(self, load_TLE: NDArray[np.int64], steps: int, job: RecordedJob | None) -> None:
-        self._room.release()
         if self._ended:
             return
         try:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..load.series import RecordedJob, read_job, read_series
+from ..load.series import RecordedJob, read_series
 from ..utils.files import FileError
 from .events_file import holds_events, read_events
 from .run_state import RunState, state_of
@@ -24,16 +24,11 @@ class JobRecord:
     Args:
         load: ``[T, L, E]``, tokens of each logical expert, oldest window first.
         steps_T: training steps of each window; empty: unknown.
-        job: what the record says of the job.
-        imbalance: max / mean rank load while ``job.step_seconds`` was measured; 0: that of experts in logical order.
-        bandwidths: GB/s inside nodes and between them, as the job measured them; 0: unknown.
     """
 
     load: NDArray[Any]
     steps_T: Sequence[int] = ()
     job: RecordedJob = field(default_factory=RecordedJob)
-    imbalance: float = 0.0
-    bandwidths: tuple[float, float] = (0.0, 0.0)
 
     @property
     def steps_per_window(self) -> int:
@@ -53,8 +48,7 @@ def read_run(folder: Path) -> JobRecord:
         FileError: a file of the series is broken.
         OSError: it cannot be read.
     """
-    load, steps_T = read_series(folder)
-    found = JobRecord(load, steps_T, read_job(folder))
+    found = JobRecord(*read_series(folder))
     if not holds_events(folder):
         return found
     try:
@@ -63,16 +57,16 @@ def read_run(folder: Path) -> JobRecord:
         return found
     # A class of links that the job did not have was not measured.
     job, node = found.job, found.job.ranks_per_node
-    intra = state.job["intra_node_bandwidth"] / 1e9 if node > 1 else 0.0
-    inter = state.job["inter_node_bandwidth"] / 1e9 if job.ranks > node > 0 else 0.0
-    found = replace(found, bandwidths=(intra, inter))
-    if state.measured is None:
-        return found
-    seconds = float(state.measured["step_seconds"])
-    job = replace(job, step_seconds=seconds)
-    if state.share.source == "measured":  # of the same time as the seconds of a step
-        job = replace(job, expert_seconds=state.share.value * seconds)
-    return replace(found, job=job, imbalance=float(state.measured["imbalance"].mean()))
+    if node > 1:
+        job = replace(job, intra_node_bandwidth=state.job["intra_node_bandwidth"] / 1e9)
+    if job.ranks > node > 0:
+        job = replace(job, inter_node_bandwidth=state.job["inter_node_bandwidth"] / 1e9)
+    if state.measured is not None:
+        seconds = float(state.measured["step_seconds"])
+        job = replace(job, step_seconds=seconds, imbalance=float(state.measured["imbalance"].mean()))
+        if state.share.source == "measured":  # of the same time as the seconds of a step
+            job = replace(job, expert_seconds=state.share.value * seconds)
+    return replace(found, job=job)
 
 
 def state_of_run(run: Path) -> tuple[RunState, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -184,7 +183,6 @@ class Observer:
         self._start = start
         self._speed_R = speed_R
         self._worker = Worker("eplb_runtime observer")
-        self._room = threading.Semaphore(MOST_WAITING)
         self.sinks: dict[str, Sink] = {}
         self._closers: list[Callable[[], None]] = []
         self._failing: set[str] = set()
@@ -197,12 +195,10 @@ class Observer:
 
     def hear(self, event: Event) -> None:
         """Take an event; never waits, never raises."""
-        if self._worker.closed:
-            return
-        if not self._room.acquire(blocking=False):
+        if self._worker.waiting >= MOST_WAITING:
             self.left_out += 1
-            return
-        self._worker.submit(partial(self._hand_on, event, time.time()))
+        elif not self._worker.closed:
+            self._worker.submit(partial(self._hand_on, event, time.time()))
 
     def close(self) -> None:
         """Hand on all that was heard, if that is quick enough, and close the sinks."""
@@ -212,7 +208,6 @@ class Observer:
             self._worker.close(CLOSING_SECONDS)
 
     def _hand_on(self, event: Event, now: float) -> None:
-        self._room.release()
         try:
             record = record_of(event, self._start, now, self._speed_R)
         except Exception:

@@ -331,12 +331,10 @@ def _figures(record: JobRecord, given: Mapping[str, Any]) -> Figures:
     of_adam = (8 if weights >= 4 * parameters else 12) * parameters  # float32 moments, and weights beside bfloat16 ones
     giga, on_cpu = 1e9, job.device == "cpu"
     intra, inter = (
-        resolve(f"{name}_node_bandwidth", found, CPU_BANDWIDTH if on_cpu else default / giga)
-        for name, found, default in zip(
-            ("intra", "inter"),
-            record.bandwidths,
-            (DEFAULT_INTRA_NODE_BANDWIDTH, DEFAULT_INTER_NODE_BANDWIDTH),
-            strict=True,
+        resolve(name, getattr(job, name), CPU_BANDWIDTH if on_cpu else default / giga)
+        for name, default in (
+            ("intra_node_bandwidth", DEFAULT_INTRA_NODE_BANDWIDTH),
+            ("inter_node_bandwidth", DEFAULT_INTER_NODE_BANDWIDTH),
         )
     )
     slots = given.get("replica_slots")
@@ -398,7 +396,7 @@ def _calibrated(record: JobRecord, load: FloatArray, figures: Figures) -> tuple[
     busiest = load.sum(axis=2) / figures.ranks / figures.steps_per_window
     imbalance = np.array([predicted_imbalance(window, start) for window in load])
     now, even = float((busiest * imbalance).sum(axis=1).mean()), float(busiest.sum(axis=1).mean())
-    measured_at = record.imbalance or (1.0 if record.job.ep_size == 1 else now / even)
+    measured_at = record.job.imbalance or (1.0 if record.job.ep_size == 1 else now / even)
     share = figures.moe_share
     if figures.share_source:
         longer = share * now / even / measured_at

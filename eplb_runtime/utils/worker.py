@@ -31,15 +31,15 @@ class Worker:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
-        self._closed = False
+        self.closed = False
 
     @property
-    def closed(self) -> bool:
-        return self._closed
+    def waiting(self) -> int:
+        return self._tasks.qsize()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Return the future of ``work``; cancelled before it begins, it is left out."""
-        if self._closed:
+        if self.closed:
             raise RuntimeError(f"the thread {self._name!r} is closed")
         future: Future[T] = Future()
         self._tasks.put((future, work))  # type: ignore[arg-type]
@@ -71,8 +71,8 @@ class Worker:
         return thread is None or not thread.is_alive()
 
     def _end(self) -> None:
-        if not self._closed:
-            self._closed = True
+        if not self.closed:
+            self.closed = True
             self._tasks.put(None)
 
     def __del__(self) -> None:

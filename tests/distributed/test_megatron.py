@@ -25,7 +25,7 @@ from torch import Tensor
 import eplb_runtime as eplb
 from eplb_runtime.events import LoadMeasured
 from eplb_runtime.hosts import AttachError
-from eplb_runtime.load.series import read_job
+from eplb_runtime.load.series import read_series
 from eplb_runtime.tools.formats.loads import read_load
 
 pytestmark = jobs.needs_megatron
@@ -205,7 +205,7 @@ def recorded(run: Path) -> tuple[list[Any], list[Any], float]:
             recording.step()
     assert all(vars(layer.mlp).keys().isdisjoint({"route", "preprocess"}) for layer in model.decoder.layers)
     dist.barrier()
-    return losses, read_load(run / "load").tolist(), read_job(run).expert_seconds
+    return losses, read_load(run / "load").tolist(), read_series(run)[2].expert_seconds
 
 
 def refusals() -> dict[str, str]:

@@ -20,7 +20,7 @@ from scraping import prometheus_of, scraped
 from support import training
 
 from eplb_runtime.events import EventLog, LoadMeasured, RebalanceCommitted
-from eplb_runtime.load.series import read_job
+from eplb_runtime.load.series import read_series
 from eplb_runtime.observe.events_file import read_events
 from eplb_runtime.observe.records import Record
 from eplb_runtime.observe.server import MOST_CONNECTIONS
@@ -196,7 +196,7 @@ def test_a_real_prometheus_scrapes_a_running_job(results: list[dict]) -> None:
 
 
 def test_a_run_records_what_the_optimizer_keeps_for_an_expert(results: list[dict], folder: Path) -> None:
-    job = read_job(folder)
+    job = read_series(folder)[2]
     assert job.optimizer_bytes == 2 * job.expert_bytes > 0, "AdamW keeps two numbers for each weight"
 
 

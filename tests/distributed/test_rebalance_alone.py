@@ -147,7 +147,7 @@ def test_a_window_is_what_lies_between_two_calls_however_long(tmp_path: Path) ->
         assert seen["measured"] == seen["horizon"] == [2, 40, 3]
         assert [event.cause for event in seen["dropped"]] == ["no token was counted in the last 0 steps"]
         assert seen["begun"] == [[False, True], [False, False]], "the clock of periodic decisions runs on"
-    load, steps = read_series(tmp_path)
+    load, steps, _ = read_series(tmp_path)
     assert load.sum(axis=(1, 2)).tolist() == [2 * tokens, 40 * tokens, 3 * tokens] and steps == [2, 40, 3]
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "report.html")]) == 0
     assert main(["assess", str(tmp_path)]) == 0

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import eplb_runtime as eplb
 from eplb_runtime.hosts.attaching.description import AttachError
-from eplb_runtime.load.series import read_job, read_series
+from eplb_runtime.load.series import read_series
 
 EXPERTS, STEPS = 8, 7
 
@@ -129,7 +129,7 @@ def summed(results: list[dict], way: str) -> NDArray[np.int64]:
 
 def test_a_model_that_is_watched_is_recorded_token_by_token(results: list[dict], folder: Path) -> None:
     """Without padding, evaluation and the second forward of activation checkpointing; the last steps at close."""
-    load, steps = read_series(folder / "recorded")
+    load, steps, _ = read_series(folder / "recorded")
     assert np.array_equal(load, summed(results, "recorded")) and steps == [1] * STEPS
 
 
@@ -140,15 +140,14 @@ def test_watching_changes_no_bit(results: list[dict]) -> None:
 
 def test_seconds_of_expert_work_are_recorded(results: list[dict], folder: Path) -> None:
     """By this machine's clock: some, and less than a step has."""
-    for way in ("recorded", "attached"):
-        job = read_job(folder / way)
+    for way in ("attached", "recorded"):
+        job = read_series(folder / way)[2]
         assert job.expert_seconds > 0, way
-    job = read_job(folder / "recorded")
     assert job.expert_seconds < job.step_seconds
 
 
 def test_a_balanced_job_records_what_its_decisions_start_from(results: list[dict], folder: Path) -> None:
-    load, _ = read_series(folder / "attached")
+    load = read_series(folder / "attached")[0]
     decided = STEPS // 2 * 2
     assert np.array_equal(load, summed(results, "attached")[:decided])
 
@@ -176,10 +175,10 @@ def test_a_list_of_experts_is_recorded_as_it_is(tmp_path: Path) -> None:
             ids = ours.batch(0, step)
             functional.cross_entropy(model(ids[:-1]), ids[1:]).backward()
             recording.step()
-    load, _ = read_series(tmp_path)
+    load, _, job = read_series(tmp_path)
     assert load.shape == (3, *seen[0].shape) and (load.sum(axis=2) == (len(ids) - 1) * ours.TOP_K).all()
     assert all("run" not in vars(module) for module in model.modules())
-    assert read_job(tmp_path).expert_seconds > 0
+    assert job.expert_seconds > 0
 
 
 def test_a_recording_without_steps_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import eplb_runtime as eplb
 from eplb_runtime.cli import main
-from eplb_runtime.load.series import RecordedJob, read_job
+from eplb_runtime.load.series import RecordedJob, read_series
 
 STEPS = 12
 
@@ -43,7 +43,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_record_holds_what_the_verdict_rests_on(run: Path) -> None:
-    job = read_job(run)
+    job = read_series(run)[2]
     expert = 64 * 256 + 256 + 256 * 64 + 64
     assert 0 < job.expert_seconds < job.step_seconds
     assert job == RecordedJob(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from eplb_runtime.load import series
-from eplb_runtime.load.series import RecordedJob, SeriesWriter, read_job, read_series
+from eplb_runtime.load.series import RecordedJob, SeriesWriter, read_series
 from eplb_runtime.observe import recording as recorder_module
 from eplb_runtime.observe.recording import Recorder
 from eplb_runtime.tools.formats.loads import read_load
@@ -36,7 +36,7 @@ def written(run: Path, *parts: NDArray[np.int64], steps: int = 1) -> None:
 def test_what_is_appended_is_read_in_its_order_over_restarts(tmp_path: Path) -> None:
     written(tmp_path, windows(0, 2), windows(100, 1), steps=5)
     written(tmp_path, windows(200, 3))
-    load, steps = read_series(tmp_path)
+    load, steps, _ = read_series(tmp_path)
     assert np.array_equal(load, np.concatenate([windows(0, 2), windows(100, 1), windows(200, 3)]))
     assert steps == [5, 5, 5, 1, 1, 1]
     assert np.array_equal(read_series(tmp_path / "load")[0], load)
@@ -163,7 +163,7 @@ def test_what_is_known_of_the_job_grows_from_line_to_line(tmp_path: Path) -> Non
     for seconds, hidden_size in ((9.0, 0), (0.5, 64), (0.25, 64)):
         writer.append(windows(0, 1), 1, RecordedJob(step_seconds=seconds, hidden_size=hidden_size))
     writer.close()
-    assert read_job(tmp_path) == RecordedJob(ranks=2, interval=5, hidden_size=64, step_seconds=0.5)
+    assert read_series(tmp_path)[2] == RecordedJob(ranks=2, interval=5, hidden_size=64, step_seconds=0.5)
     assert len(read_series(tmp_path)[0]) == 3
 
 
@@ -173,13 +173,13 @@ def test_the_newest_start_with_windows_says_what_the_job_is(tmp_path: Path) -> N
         if count:
             writer.append(windows(0, count), 1)
         writer.close()
-    assert read_job(tmp_path).ranks == 4
+    assert read_series(tmp_path)[2].ranks == 4
 
 
 def test_a_series_that_says_nothing_of_its_job_is_read_all_the_same(tmp_path: Path) -> None:
     written(tmp_path, windows(0, 1))
     assert "job" not in (tmp_path / "load" / "000001.jsonl").read_text()
-    assert read_job(tmp_path) == RecordedJob() == read_job(tmp_path / "elsewhere")
+    assert read_series(tmp_path)[2] == RecordedJob()
 
 
 @pytest.mark.parametrize("said", [[], {"ranks": -1}, {"ranks": "8"}, {"ranks": True}, {"ranks": 1e999}, {"dtype": 3}])
@@ -188,4 +188,4 @@ def test_what_no_job_says_of_itself_is_left_out(tmp_path: Path, said: object) ->
     path = tmp_path / "load" / "000001.jsonl"
     header, *rest = path.read_text().splitlines()
     path.write_text("\n".join([json.dumps({**json.loads(header), "job": said}), *rest]) + "\n")
-    assert read_job(tmp_path) == RecordedJob() and len(read_series(tmp_path)[0]) == 1
+    assert read_series(tmp_path)[2] == RecordedJob()

@@ -48,8 +48,8 @@ def skewed(windows: int = 24) -> np.ndarray:
     return load
 
 
-def series(load: np.ndarray, steps: int, job: RecordedJob, **more: Any) -> JobRecord:
-    return JobRecord(load, [steps] * len(load), job, **more)
+def series(load: np.ndarray, steps: int, job: RecordedJob) -> JobRecord:
+    return JobRecord(load, [steps] * len(load), job)
 
 
 def judged(load: np.ndarray, job: RecordedJob = JOB, given: dict[str, Any] = GIVEN) -> Assessment:
@@ -118,7 +118,7 @@ def test_a_share_that_was_recorded_is_taken_and_called_measured() -> None:
     assert "With 40 % of a step in expert work (measured), a step takes" in found.paragraph()
     assert "If 40 % of a step is expert work" in as_given.paragraph()
     assert "moe_share" not in found.advice, "the job measures it itself"
-    even = assess(series(skewed(), 1, job, imbalance=1.0), given)
+    even = assess(series(skewed(), 1, replace(job, imbalance=1.0)), given)
     assert "in expert work (worked out from 40 % measured, with other imbalance)" in even.paragraph()
     grown = 0.4 * 16 / 7
     assert even.figures.shares[0] == pytest.approx(grown / (0.6 + grown))
@@ -161,7 +161,7 @@ def test_a_folder_says_what_was_recorded_of_its_job(tmp_path: Path) -> None:
         writer.append(skewed(8).astype(np.int64), 2, measured)
     writer.close()
     found = read_record(tmp_path)
-    assert found.job == JOB and found.steps_per_window == 2 and found.imbalance == 0.0
+    assert found.job == JOB and found.steps_per_window == 2
 
 
 def test_windows_of_other_numbers_of_steps_are_left_out_and_counted(
@@ -193,13 +193,14 @@ def test_a_balanced_run_says_its_links_and_the_imbalance_that_its_steps_were_mea
     events.close()
     found = read_record(tmp_path)
     assert found.job.step_seconds == STEP_SECONDS and found.steps_per_window == 1
-    assert found.bandwidths == (TOPOLOGY.intra_node_bandwidth / 1e9, TOPOLOGY.inter_node_bandwidth / 1e9)
-    assert 1 < found.imbalance < 1.5
+    assert found.job.intra_node_bandwidth == TOPOLOGY.intra_node_bandwidth / 1e9
+    assert found.job.inter_node_bandwidth == TOPOLOGY.inter_node_bandwidth / 1e9
+    assert 1 < found.job.imbalance < 1.5
     given = GIVEN | {"stall_seconds": 0.0}
     way = assess(found, given).replicas
     assert way is not None
     seconds = way.refresh_seconds / (0.4 * (1 - way.expert_seconds) - way.step_saved)
-    assert seconds == pytest.approx(STEP_SECONDS / (0.6 + 0.4 * found.imbalance / 2.5), rel=1e-3)
+    assert seconds == pytest.approx(STEP_SECONDS / (0.6 + 0.4 * found.job.imbalance / 2.5), rel=1e-3)
 
 
 def test_more_replicas_than_there_are_experts_are_refused_by_their_option() -> None:
