@@ -278,8 +278,7 @@ class TrialRun:
         replaced = self._runtime.model_check.replaced().values()  # the run with moved homes tells who uses them
         owned += [one for old in replaced for one in (old, old.grad) if one is not None]
         models, rank = [stage.model for stage in self._stages], self._runtime.job.rank
-        looks = self._trial.layout in ("fixed", "moved")
-        found = unregistered(models, self._runtime.registry, owned, self._alive) if looks else []
+        found = [] if self._alive is None else unregistered(models, self._runtime.registry, owned, self._alive)
         mine = [{"holder": f"rank {rank}: {one[0]}", "shape": list(one[1]), "content": one[2]} for one in found]
         of_ranks = [json.loads(lines) for lines in gather_bytes(json.dumps(mine).encode(), self._group)]
         self._meta["unregistered"] = lines = [line for of_rank in of_ranks for line in of_rank]

@@ -218,9 +218,8 @@ def routes_alike(one: Run, other: Run, until: int) -> bool:
 
 
 def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], rounding: float) -> Iterator[Measure]:
-    """Name each gradient, buffer and change of a weight, the difference that is allowed, that which is there, and what
-    it is relative to. Rounding is that of the expert, or of any weight's change, with the most: few elements make it by
-    chance (with Adam those whose gradient is about zero)."""
+    """Yield each gradient, buffer and change of a weight: its name, by what it may differ and does, and its size.
+    Rounding is that of the expert, or of any weight's change, with the most: few elements make it by chance."""
     fixed, other, shaken = (step.cells for step in steps)
     gradients = [cell for cell in fixed.values() if cell.kind == "gradient"]
     typical = np.sqrt(sum(c.sums[0, 0] for c in gradients) / max(1, sum(c.numel for c in gradients)))
