@@ -106,23 +106,25 @@ def tensors_of_rank(view: LogicalView, layout: Mapping[str, Stored], ranks: Sequ
                 yield from ((entry.part, *part) for part in stored.cut(one, expert) if writer == rank)
 
 
-def write_tensors(folder: Path, number: int, token: str, tensors: Iterable[Named]) -> dict[str, tuple[int, str]]:
-    """Write tensors into files of this rank; returns bytes and checksum of each, by name. All or none stay."""
-    written: dict[str, tuple[int, str]] = {}
+def write_tensors(
+    folder: Path, number: int, token: str, tensors: Iterable[Named], most_bytes: int = FILE_BYTES
+) -> dict[str, list[str]]:
+    """Write tensors into files of this rank; returns the names in each. All or none stay."""
+    written: dict[str, list[str]] = {}
     batch: dict[str, Tensor] = {}
     of, nbytes = "", 0
 
     def write() -> None:
         path = folder / f"{of}-{number:05d}-{len(written):05d}-{token}.safetensors"
-        save_tensors(path, batch)
-        written[path.name] = path.stat().st_size, file_checksum(path)
+        _save_tensors(path, batch)
+        written[path.name] = list(batch)
         batch.clear()
 
     remaining = iter(tensors)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for part, name, value in remaining:
-            if batch and (part != of or nbytes + value.nbytes > FILE_BYTES):
+            if batch and (part != of or nbytes + value.nbytes > most_bytes):
                 write()
                 nbytes = 0
             batch[name] = value
@@ -137,7 +139,12 @@ def write_tensors(folder: Path, number: int, token: str, tensors: Iterable[Named
     return written
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def seals_of(folder: Path, files: Iterable[str]) -> dict[str, tuple[int, str]]:
+    """Return size and checksum of each file."""
+    return {name: ((folder / name).stat().st_size, file_checksum(folder / name)) for name in files}
+
+
+def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file and bring it to the disk. A dtype that the library has not is a CheckpointError."""
     whole: dict[str, Tensor] = {}
     memory: set[int] = set()
@@ -175,7 +182,7 @@ def publish(
         write_file(path, json.dumps(numbers))
         describe()
         marker: dict[str, Any] = {"format": FORMAT, "version": VERSION, "save": token}
-        marker["files"] = {**files, path.name: (path.stat().st_size, file_checksum(path))}
+        marker["files"] = {**files, **seals_of(folder, [path.name])}
         marker["files"] |= {name: (len(data), xxhash.xxh3_128_hexdigest(data)) for name, data in indexes.items()}
     except BaseException:
         remove_files(folder, lambda name, other: other == token)

@@ -5,6 +5,7 @@ So no rank waits for one that gave up, and none takes a folder for complete that
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -25,7 +26,6 @@ class JointAccess:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
         self._device = device
-        self._problem: Exception | None = None
         self.size = 1 if group is None else group.size()
         self.number = 0 if group is None else group.rank()
         self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
@@ -41,42 +41,29 @@ class JointAccess:
         on_cpu = any(part in dist.get_backend_config(group) for part in ("gloo", "cpu:"))
         return cls(group, torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device()))
 
-    @property
-    def is_first(self) -> bool:
-        return self.number == 0
-
-    def trying(self, action: Callable[[], Result]) -> Result | None:
-        """Return the result of an action on this rank; None where something fails here, or has failed before."""
-        if self._problem is None:
-            try:
-                return action()
-            except Exception as error:
-                self._problem = error
-        return None
-
-    def agree(self, what: str) -> None:
-        """Wait until all ranks are here.
+    def together(self, what: str, action: Callable[[], Result]) -> Result:
+        """Return the result of an action, which has succeeded on all ranks.
 
         Raises:
             Exception: what failed on this rank.
             CheckpointError: another rank failed; names it.
         """
-        failed = self.gather(torch.tensor([self._problem is not None], dtype=torch.uint8)).flatten().tolist()
-        if self._problem is not None:
-            raise self._problem
+        problem: Exception | None = None
+        try:
+            result = action()
+        except Exception as error:
+            problem = error
+        failed = self.gather(torch.tensor([problem is not None], dtype=torch.uint8)).flatten().tolist()
+        if problem is not None:
+            raise problem
         if any(failed):
             rank = self.ranks[failed.index(1)]
             raise CheckpointError(f"{what}: rank {rank} failed; its own error says why")
-
-    def together(self, what: str, action: Callable[[], Result]) -> Result:
-        """Return the result of an action, which has succeeded on all ranks. Raises as `agree`."""
-        result = self.trying(action)
-        self.agree(what)
-        return result  # type: ignore[return-value]
+        return result
 
     def on_first(self, what: str, action: Callable[[], object]) -> None:
-        """Do it on the first rank alone, and wait for it. Raises as `agree`."""
-        self.together(what, action if self.is_first else lambda: None)
+        """Do it on the first rank alone, and wait for it. Raises as `together`."""
+        self.together(what, action if self.number == 0 else lambda: None)
 
     def gather(self, mine: Tensor) -> Tensor:
         """Every rank's, ``[N, ...]``, on the CPU."""
@@ -87,6 +74,10 @@ class JointAccess:
     def gather_bytes(self, mine: bytes) -> list[bytes]:
         """Every rank's."""
         return [mine] if self._group is None else gather_bytes(mine, self._group, self._device)
+
+    def new_token(self) -> str:
+        """Return a name that no other save has, the same on all ranks."""
+        return self.gather_bytes(secrets.token_bytes(8))[0].hex()
 
     def folder_has(self, path: Path) -> bool:
         """Return whether a file is there, for all ranks alike; refused where only some see it."""

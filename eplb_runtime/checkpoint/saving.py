@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -30,7 +29,6 @@ logger = logging.getLogger("eplb_runtime")
 
 Format = Literal["safetensors", "dcp"]
 Result = TypeVar("Result")
-_TOKEN_BYTES = 8
 
 
 def save(
@@ -200,9 +198,11 @@ def _on_host(tensors: Iterable[Named]) -> list[Named]:
 @torch.no_grad()
 def _write(folder: Path, view: LogicalView, access: JointAccess, tensors: Iterable[Named], numbers: str) -> None:
     problem = f"{folder} was not saved"
-    token = access.gather_bytes(secrets.token_bytes(_TOKEN_BYTES))[0].hex()
+    token = access.new_token()
     try:
-        files = access.together(problem, lambda: disk.write_tensors(folder, access.number, token, tensors))
+        files = access.together(
+            problem, lambda: disk.seals_of(folder, disk.write_tensors(folder, access.number, token, tensors))
+        )
         of_ranks = [json.loads(text) for text in access.gather_bytes(json.dumps(files).encode())]
         stages = [json.loads(text) for text in access.gather_bytes(numbers.encode()) if text]
     except BaseException:

@@ -292,9 +292,20 @@ class Bucket:
         self._parts: dict[Chunk, Tensor] = {}
         self._sent = self._received = torch.empty(0, dtype=torch.uint8)
 
-    def take(self) -> None:
-        """Take all memory."""
+    def begin(self) -> None:
+        """Take all memory, and write the parts that this rank makes alone."""
         self._sent, self._received = self._memory_of(self._leaving), self._memory_of(self._arriving)
+        self._write(plain=True)
+
+    def end(self) -> list[tuple[Chunk, Tensor]]:
+        """Write the parts that ranks make together and send each to the ranks that need it. Collective. Returns what
+        this rank has of the bucket, which holds on to none of it."""
+        self._write(plain=False)
+        self._travel()
+        found = [(chunk, self._parts[chunk]) for chunk in self._chunks if chunk.to in (None, self._rank)]
+        self._parts.clear()
+        self._sent = self._received = torch.empty(0, dtype=torch.uint8)
+        return found
 
     def _memory_of(self, chunks: Sequence[Chunk]) -> Tensor:
         specs, at = [self._tensors.spec_of(chunk) for chunk in chunks], 0
@@ -305,8 +316,7 @@ class Bucket:
             at += aligned(spec.nbytes)
         return memory
 
-    def write(self, plain: bool) -> None:
-        """Write this rank's parts: those that it makes alone, or (collective) those that ranks make together."""
+    def _write(self, plain: bool) -> None:
         for chunk in self._chunks:
             if self._tensors.is_plain(chunk) == plain and (value := self._tensors.value(chunk)) is not None:
                 if chunk.to == self._rank:
@@ -315,8 +325,7 @@ class Bucket:
                     self._parts[chunk].copy_(value)
         self._tensors.forget()
 
-    def travel(self) -> None:
-        """Send each part to the ranks that need it. Collective."""
+    def _travel(self) -> None:
         group, ranks = self._tensors.balancer._runtime.groups.everyone, self._tensors.job.ranks
         of, to = (dict.fromkeys((None, *ranks), 0) for _ in range(2))
         for chunk in self._arriving:
@@ -332,13 +341,6 @@ class Bucket:
         elif any(chunk.owner != chunk.to for chunk in self._chunks):
             sizes = [of[rank] for rank in ranks], [to[rank] for rank in ranks]
             dist.all_to_all_single(self._received, self._sent, *sizes, group=group)
-
-    def parts(self) -> list[tuple[Chunk, Tensor]]:
-        """What this rank has of the bucket now, which holds on to none of it."""
-        found = [(chunk, self._parts[chunk]) for chunk in self._chunks if chunk.to in (None, self._rank)]
-        self._parts.clear()
-        self._sent = self._received = torch.empty(0, dtype=torch.uint8)
-        return found
 
 
 def aligned(nbytes: int) -> int:
@@ -357,20 +359,26 @@ def cut(sizes: Sequence[int], bucket_bytes: int) -> list[range]:
     return [*cuts, range(first, len(sizes))] if sizes else cuts
 
 
-def brought(tensors: TensorList, to: Sequence[int]) -> Iterator[tuple[StreamItem, int | None, Tensor]]:
-    """Bring each tensor to a rank: itself or, where experts are stacked, row by row, in live memory where it is there.
-    Collective; all ranks go through to the end."""
+def brought(tensors: TensorList, to: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+    """Bring each tensor to a rank; there, yield its name and its values: in live memory where they are there whole, and
+    on the host where experts are stacked. Collective; all ranks go through to the end."""
     chunks = [chunk for number, rank in enumerate(to) for chunk in tensors.chunks_of(number, rank)]
     for numbers in cut([tensors.spec_of(chunk).nbytes for chunk in chunks], BUCKET_BYTES):
         bucket = Bucket(tensors, chunks[numbers.start : numbers.stop], copies=False)
-        bucket.take()
-        bucket.write(plain=True)
-        bucket.write(plain=False)
-        bucket.travel()
-        parts = bucket.parts()
+        bucket.begin()
+        parts = bucket.end()
         while parts:
             chunk, tensor = parts.pop(0)
-            yield tensors.items[chunk.item], chunk.row, tensor
+            item = tensors.items[chunk.item]
+            if chunk.row is not None:
+                if chunk.row == 0:
+                    stack = torch.empty(item.spec.shape, dtype=item.spec.dtype)
+                stack[chunk.row] = tensor[0]
+                if chunk.row < len(stack) - 1:
+                    continue
+                tensor = stack
+                del stack
+            yield item.name, tensor
             del tensor
 
 
@@ -463,18 +471,12 @@ class LogicalTensors(Iterator[NamedTensor]):
         bucket = Bucket(tensors, chunks, copies=True)
         if not problem:
             try:
-                bucket.take()
-                bucket.write(plain=True)
+                bucket.begin()
             except Exception as error:
                 problem = one_line(error, with_type=True)
         self._agree(problem)
         self._next += 1
-        bucket.write(plain=False)
-        bucket.travel()
-        found: dict[int, list[tuple[int | None, Tensor]]] = {}
-        for chunk, value in bucket.parts():
-            found.setdefault(chunk.item, []).append((chunk.row, value))
-        return _handed_out([(tensors.items[number], parts) for number, parts in found.items()])
+        return _handed_out(tensors.items, bucket.end())
 
     def _agree(self, problem: str) -> None:
         where, seconds = f"bucket {self._next + 1} of {len(self._cuts)}", self._seconds
@@ -492,19 +494,19 @@ class LogicalTensors(Iterator[NamedTensor]):
             raise ExportError(f"weights were not exported past {where}: {outcome}")
 
 
-def _handed_out(found: list[tuple[StreamItem, list[tuple[int | None, Tensor]]]]) -> Iterator[NamedTensor]:
+def _handed_out(items: Sequence[StreamItem], parts: list[tuple[Chunk, Tensor]]) -> Iterator[NamedTensor]:
     """Hand out the tensors of a bucket, without a reference to the stream, which ends with its last reference. The last
     tensor is a copy: who still has it, as a loop has, would hold all of the bucket while the next one comes."""
-    alone = len(found) == 1
-    while found:
-        item, parts = found.pop(0)
-        tensor = parts[0][1]
-        if item.is_stacked:
-            tensor = torch.empty(item.spec.shape, dtype=item.spec.dtype, device=tensor.device)
-            for row, value in parts:
-                tensor[row] = value[0]
-        elif not found and not alone:
+    alone = len({chunk.item for chunk, _ in parts}) == 1
+    while parts:
+        chunk, tensor = parts.pop(0)
+        item = items[chunk.item]
+        if chunk.row is not None:
+            rows = [tensor, *(value for _, value in parts[: item.spec.shape[0] - 1])]
+            del parts[: len(rows) - 1]
+            tensor = torch.cat(rows)
+            del rows
+        elif not parts and not alone:
             tensor = tensor.clone()
-        parts.clear()
         yield item.name, tensor
         del tensor

@@ -24,9 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import eplb_runtime as eplb
-from eplb_runtime.checkpoint import CheckpointError
+from eplb_runtime.checkpoint import CheckpointError, disk
 from eplb_runtime.checkpoint.state import LogicalView
-from eplb_runtime.hosts.transformers import export as folders
 
 EXPERTS = 8
 
@@ -327,7 +326,7 @@ def test_each_call_holds_no_more_than_it_says(tmp_path: Path) -> None:
 
 
 def full_disk_on_rank_2(rank: int, folder: str) -> str:
-    write = folders.save_tensors
+    write = disk.save_file
 
     def full(*args: Any) -> None:
         if rank == 2:
@@ -338,7 +337,7 @@ def full_disk_on_rank_2(rank: int, folder: str) -> str:
     eplb.checkpoint.export_pretrained(model, folder, max_shard_size="40KB")
     before = sorted(path.name for path in Path(folder).iterdir())
     dist.barrier()
-    folders.save_tensors = full
+    disk.save_file = full
     with pytest.raises(OSError if rank == 2 else CheckpointError) as raised:
         eplb.checkpoint.export_pretrained(model, folder, max_shard_size="40KB")
     dist.barrier()

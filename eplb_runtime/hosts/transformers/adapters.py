@@ -376,12 +376,7 @@ def _brought(view: LogicalView, names: Sequence[str], rank: int) -> dict[str, Te
         spec = TensorSpec((view.num_experts, *rows.shape[1:]), rows.dtype)
         weights.append(as_named(name, rows, view.layer_of(name), spec))
     tensors = TensorList(view.balancer, {view.balancer._runtime.job.stages[0]: weights})
-    stacks: dict[str, Tensor] = {}
-    for item, row, value in brought(tensors, [rank] * len(names)):
-        if item.name not in stacks:
-            stacks[item.name] = torch.empty(item.spec.shape, dtype=item.spec.dtype)
-        stacks[item.name][row] = value[0]
-    return stacks
+    return dict(brought(tensors, [rank] * len(names)))
 
 
 def _detached_state(state_dict: Callable[..., dict[str, Any]]) -> dict[str, Any]:
