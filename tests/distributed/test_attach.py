@@ -66,9 +66,8 @@ def bad_inputs(rank: int, placement_file: str) -> dict[str, str]:
     different = make_model("olmoe", experts=8, seed=rank)
     said["different weights"] = refusal(lambda: eplb.attach(different))
     said["DDP"] = refusal(lambda: eplb.attach(nn.parallel.DistributedDataParallel(different)))
-    sparse = make_model("olmoe", experts=8)
-    sparse.model.embed_tokens.sparse = True
-    said["sparse gradients"] = refusal(lambda: eplb.attach(sparse))
+    different.model.embed_tokens.sparse = True
+    said["sparse gradients"] = refusal(lambda: eplb.attach(different))
     said["meta"] = refusal(lambda: eplb.attach(make_model("olmoe", experts=8).to("meta")))
     said["untouched"] = str([name for name, _ in model.named_parameters()] == names)
     balancer = eplb.attach(model)

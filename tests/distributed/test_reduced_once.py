@@ -410,6 +410,9 @@ def test_gradients_that_nobody_can_tell_are_refused_in_one_line_on_all_ranks() -
         assert expected in said and "\n" not in said
 
 
+NORMS = (1, 2, 3.0, math.inf)
+
+
 class Gained(nn.Module):
     """Experts with a parameter of one number each."""
 
@@ -435,9 +438,6 @@ class Gained(nn.Module):
 def compute_gained(rows: Tensor, counts: SlotCounts, weights: Mapping[str, Tensor]) -> Tensor:
     parts = rows.split(list(counts.known()))
     return torch.cat([part @ weights["up"][slot] * weights["gain"][slot] for slot, part in enumerate(parts)])
-
-
-NORMS = (1, 2, 3.0, math.inf)
 
 
 def gained(rank: int) -> list[float]:

@@ -195,12 +195,12 @@ def right_use(rank: int) -> dict[str, bool]:
     averaged = Job(rank)
     averaged.attach()
     own = {name: averaged.model.get_parameter(name).detach() for name in averaged.balancer.layer_of_parameter}
-    for number, weights in enumerate(own.values()):
-        averaged.model.register_buffer(f"average_{number}", weights.clone())
-    buffers = [averaged.model.get_buffer(f"average_{number}") for number in range(len(own))]
-    averaged.balancer.register_all("average", dict(zip(own, buffers, strict=True)))
+    buffers = {name: weights.clone() for name, weights in own.items()}
+    for number, buffer in enumerate(buffers.values()):
+        averaged.model.register_buffer(f"average_{number}", buffer)
+    averaged.balancer.register_all("average", buffers)
     nn.parallel.DistributedDataParallel(averaged.model)(batch_of(rank, 0))
-    seen["DDP leaves registered buffers alone"] = all(map(torch.equal, buffers, own.values()))
+    seen["DDP leaves registered buffers alone"] = all(map(torch.equal, buffers.values(), own.values()))
     return seen
 
 

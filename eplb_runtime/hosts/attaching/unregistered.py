@@ -9,8 +9,9 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import lru_cache
 from math import prod
-from types import CellType, FunctionType, GeneratorType, ModuleType
+from types import CellType, CodeType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ ALIKE = "alike "
 shape of an expert's tensor and not that of a rank's."""
 _FRAMEWORKS = ("eplb_runtime.", "torch.distributed.", "torch.autograd.", "megatron.core.", "torchtitan.", "numba.")
 """Packages that hold buffers and tables of their own, as their objects do."""
+_ARRAYS, _CONTAINERS = (Tensor, np.ndarray), (dict, list, tuple)
+_PLAIN = frozenset({str, int, float, bool, bytes, type, type(None), FunctionType, CellType, CodeType, ModuleType})
 _DEPTH = 3
 """Containers inside containers that the collector does not follow, as a dict of arrays alone."""
 
@@ -140,7 +143,7 @@ def _tensors(variables: Sequence[tuple[str, Any]]) -> Iterator[tuple[_Candidate,
     """All tensors and arrays, each with an object that holds it."""
     objects = gc.get_objects()
     for holder in objects:
-        if not _of_a_framework(holder):
+        if not _of_a_framework(type(holder)):
             yield from _inside(gc.get_referents(holder), holder, _DEPTH)
     yield from _inside([value for _, value in variables], None, _DEPTH)
     yield from _inside([one for one in objects if issubclass(type(one), Tensor)], None, 0)
@@ -149,10 +152,12 @@ def _tensors(variables: Sequence[tuple[str, Any]]) -> Iterator[tuple[_Candidate,
 def _inside(values: Sequence[Any], holder: Any, depth: int) -> Iterator[tuple[_Candidate, Any]]:
     for value in values:
         kind = type(value)  # isinstance() wakes objects that pretend to be of another class
-        if issubclass(kind, Tensor | np.ndarray):
+        if kind in _PLAIN:
+            continue
+        if issubclass(kind, _ARRAYS):
             if value.ndim and _may_be_weights(value):
                 yield _Candidate(value), holder if holder is not None else value
-        elif depth and issubclass(kind, dict | list | tuple) and not gc.is_tracked(value):
+        elif depth and issubclass(kind, _CONTAINERS) and not gc.is_tracked(value):
             inner = [*value.values()] if isinstance(value, dict) else list(value)
             yield from _inside(inner, holder if holder is not None else value, depth - 1)
 
@@ -197,16 +202,17 @@ def _name_of(value: Any, variables: Sequence[tuple[str, Any]]) -> str | None:
         return f"{'function' if isinstance(value, FunctionType) else 'generator'} {value.__qualname__}"
     if isinstance(value, ModuleType):
         return "" if f"{value.__name__}.".startswith(_FRAMEWORKS) else f"module {value.__name__}"
-    if _of_a_framework(value):
+    if _of_a_framework(type(value)):
         return ""
     is_container = isinstance(value, dict | list | tuple | set | CellType | Tensor | np.ndarray)
     return None if is_container else f"an object of {type(value).__name__}"
 
 
-def _of_a_framework(value: Any) -> bool:
-    """Return whether this is of a class of theirs; modules may be copies that the job has made."""
-    made_in = str(getattr(type(value), "__module__", ""))
-    return f"{made_in}.".startswith(_FRAMEWORKS) and not issubclass(type(value), nn.Module)
+@lru_cache(maxsize=10_000)
+def _of_a_framework(kind: type) -> bool:
+    """Return whether this is a class of theirs; modules may be copies that the job has made."""
+    made_in = str(getattr(kind, "__module__", ""))
+    return f"{made_in}.".startswith(_FRAMEWORKS) and not issubclass(kind, nn.Module)
 
 
 def _is_ours(value: Any) -> bool:

@@ -115,8 +115,8 @@ def proof() -> Proof:
 
 def _unregistered(*runs: Run) -> tuple[dict[str, Any], ...]:
     """What may be experts, but for what has the same content with fixed and moved homes, or not in both fixed runs."""
-    listed = [[(one["holder"], (*one["shape"],), one["content"]) for one in run.meta["unregistered"]] for run in runs]
-    fixed, moved, again = listed
+    of_runs = (run.meta.get("unregistered", ()) for run in runs)
+    fixed, moved, again = ([(one["holder"], (*one["shape"],), one["content"]) for one in found] for found in of_runs)
     known, steady = {content for *_, content in fixed} - {""}, {one[:2] for one in {*fixed} & {*again}}
     clocks = {one[:2] for one in fixed} - steady
     found = [one for one in moved if one[2] not in known and one[:2] not in clocks]

@@ -72,7 +72,6 @@ def test_what_has_only_the_number_of_elements_is_told_from_an_average_by_its_bit
             meta={"unregistered": [dict(zip(("holder", "shape", "content"), o, strict=True)) for o in of]}
         )
 
-    first, second, third = [("a list of seconds", (2,), content) for content in ("1", "2", "3")]
-    runs_of = run(output, average, first), run(output, moved, second), run(output, average, third)
-    (left,) = runs._unregistered(*runs_of)
-    assert left == {"holder": moved[0], "shape": (91,)}, "the clock has another content in each run"
+    clocks = [("seconds", (2,), content) for content in "123"]  # another in each run
+    (left,) = runs._unregistered(*map(run, [output] * 3, [average, moved, average], clocks))
+    assert left == {"holder": moved[0], "shape": (91,)}
