@@ -353,6 +353,7 @@ class TrialRun:
             seed = zlib.crc32(f"{self._step} {entry.name} {entry.expert}".encode())
             noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(seed)).to(gradient.device)
             error = _SHARE_OF_EPS * max(torch.finfo(gradient.dtype).eps, self._coarsest)
+            noise *= gradient != 0  # rows of tokens, or of experts, that no batch has had
             gradient.add_(noise * (error * gradient.float().pow(2).mean().sqrt()))
 
     def _shake_output(self, module: nn.Module, _: object, output: Any) -> Any:
