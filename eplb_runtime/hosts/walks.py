@@ -70,7 +70,8 @@ class _Walk:
             here = self._at_launch(name_of(key), tensor)
             before = () if here is tensor else _as_handed_out(here)
             yield key, here
-            if before and not _is_same(before, _as_handed_out(here)):
+            now = _as_handed_out(here) if before else ()
+            if before and now and (before[:2] != now[:2] or not torch.equal(before[2], now[2])):
                 raise RuntimeError(
                     f"{name_of(key)} was written to, and it is a copy of an expert that is elsewhere now: load weights "
                     "(another model's, a backup) inside balancer.logical_order()"
@@ -128,10 +129,6 @@ class _Walk:
 def _as_handed_out(copy: Tensor) -> tuple[int, int, Tensor]:
     """Return what shows that a copy was written to, also through ``.data``, or was put elsewhere."""
     return 0 if copy.is_inference() else copy._version, copy.data_ptr(), sampled(copy)
-
-
-def _is_same(before: tuple[int, int, Tensor], now: tuple[int, int, Tensor]) -> bool:
-    return before[:2] == now[:2] and torch.equal(before[2], now[2])
 
 
 def _like(parameter: Tensor, values: Tensor) -> Tensor:

@@ -275,8 +275,8 @@ class TrialRun:
         self._meta["balancers"] = len(balancers)
         owned = [one for balancer in balancers for one in balancer._known_tensors()]
         owned += [entry.tensor for entry in self._entries()]
-        replaced = self._runtime.model_check.replaced().values()  # the run with moved homes tells who uses them
-        owned += [one for old in replaced for one in (old, old.grad) if one is not None]
+        for old in self._runtime.model_check.replaced().values():  # the run with moved homes tells who uses them
+            owned += [old] if old.grad is None else [old, old.grad]
         models, rank = [stage.model for stage in self._stages], self._runtime.job.rank
         found = [] if self._alive is None else unregistered(models, self._runtime.registry, owned, self._alive)
         mine = [{"holder": f"rank {rank}: {one[0]}", "shape": list(one[1]), "content": one[2]} for one in found]
@@ -301,12 +301,13 @@ class TrialRun:
     def _entries(self) -> Iterator[TrialEntry]:
         """Weights, optimizer state and buffers, of experts by their logical ids."""
         runtime, balancer = self._runtime, self._balancer
+        part = runtime.job.edp_ranks.index(runtime.job.rank)
         for layer in runtime.registry.layers:
             experts = balancer.logical_expert_ids(layer)
             for tensor in runtime.registry.of_home(layer):
                 kind = tensor.kind if tensor.part == "row" else tensor.part
                 for slot, expert in enumerate(experts):
-                    first = tensor.ranges[slot][self._part][0] if tensor.part == "range" else 0
+                    first = tensor.ranges[slot][part][0] if tensor.part == "range" else 0
                     row = tensor.row(slot).detach()
                     if row.numel():
                         yield TrialEntry(f"{self._modules[layer]}.{tensor.name}", kind, expert, row, first)
@@ -327,11 +328,6 @@ class TrialRun:
                         and own in stage.model.get_submodule(owner)._non_persistent_buffers_set
                     )
                     yield TrialEntry(stage.prefix + name, "cache" if unsaved else "buffer", -1, local(buffer))
-
-    @property
-    def _part(self) -> int:
-        job = self._runtime.job
-        return job.edp_ranks.index(job.rank)
 
     def _entries_of_gradients(self) -> Iterator[TrialEntry]:
         layer_of, slots = self._runtime.layer_of_parameter, self._runtime.registry.has_slots

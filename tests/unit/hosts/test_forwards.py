@@ -13,8 +13,6 @@ from eplb_runtime.hosts.transformers.describe import _Padding
 
 
 class Model(nn.Module):
-    """Notes which tokens are said to be real while it runs."""
-
     def __init__(self) -> None:
         super().__init__()
         self.padding = _Padding()
