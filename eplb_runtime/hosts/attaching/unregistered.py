@@ -143,7 +143,7 @@ def _tensors(variables: Sequence[tuple[str, Any]]) -> Iterator[tuple[_Candidate,
     """All tensors and arrays, each with an object that holds it."""
     objects = gc.get_objects()
     for holder in objects:
-        if not _of_a_framework(type(holder)):
+        if not _of_a_framework(type(holder)):  # type: ignore[arg-type]
             yield from _inside(gc.get_referents(holder), holder, _DEPTH)
     yield from _inside([value for _, value in variables], None, _DEPTH)
     yield from _inside([one for one in objects if issubclass(type(one), Tensor)], None, 0)
@@ -202,7 +202,7 @@ def _name_of(value: Any, variables: Sequence[tuple[str, Any]]) -> str | None:
         return f"{'function' if isinstance(value, FunctionType) else 'generator'} {value.__qualname__}"
     if isinstance(value, ModuleType):
         return "" if f"{value.__name__}.".startswith(_FRAMEWORKS) else f"module {value.__name__}"
-    if _of_a_framework(type(value)):
+    if _of_a_framework(type(value)):  # type: ignore[arg-type]
         return ""
     is_container = isinstance(value, dict | list | tuple | set | CellType | Tensor | np.ndarray)
     return None if is_container else f"an object of {type(value).__name__}"
