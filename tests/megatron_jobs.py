@@ -473,7 +473,7 @@ def trained(
     counted, advance = [], balancer._runtime.counter.advance
 
     def close_step() -> None:
-        counted.append(balancer._counted.tolist())
+        counted.append(balancer._runtime.counter.counts.tolist())
         advance()
 
     balancer._runtime.counter.advance = close_step

@@ -18,7 +18,6 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
@@ -143,9 +142,7 @@ class Balancer:
             on_finding=lambda finding: self.events.emit(GuardFinding(self._rebalancer.step, finding)),
         )
         self._gradients = Gradients(
-            runtime,
-            self._dense,
-            follow=lambda: self._optimizer_hooks.follow(),
+            runtime, self._dense, self._logical_of_rows, follow=lambda: self._optimizer_hooks.follow()
         )
         self._division = Division(
             runtime.parameters,
@@ -243,12 +240,8 @@ class Balancer:
             RuntimeError: inside ``quiesce``, after ``close``, while suspended or while the ranks connect again after a
                 failure, or between a backward pass and the optimizer's step.
         """
-        self._refuse_if_closed("rebalance()")
-        self._refuse_inside_a_step("rebalance()")
-        self._refuse_in_logical_order("rebalance()")
         self._phases.refuse("rebalance()")
-        self._rebalancer.refuse_if_broken()
-        self._end_stream("rebalance()")
+        self._refuse_to_move("rebalance()")
         # Without a barrier, this rank's decision would mix with comparisons in the other ranks' steps.
         self._runtime.barrier("rebalance()")
         if not self._training:
@@ -340,6 +333,14 @@ class Balancer:
                 f"{what} inside {self._schedule_running}: micro-batches are between their forward and their backward, "
                 "for which experts must stay where they are; call it after optimizer.step() and before the next step"
             )
+
+    def _refuse_to_move(self, what: str) -> None:
+        """Refuse a call that moves or frees experts where that is wrong; end a stream of weights that is open."""
+        self._refuse_if_closed(what)
+        self._refuse_inside_a_step(what)
+        self._refuse_in_logical_order(what)
+        self._rebalancer.refuse_if_broken()
+        self._end_stream(what)
 
     def _refuse_inside_a_step(self, what: str) -> None:
         """Refuse a call that moves experts while these have gradients that the optimizer has not used."""
@@ -521,14 +522,17 @@ class Balancer:
             yield
 
     @torch.compiler.disable
-    def clip_grad_norm_(self, max_norm: float, parameters: Tensor | Iterable[Tensor] | None = None) -> Tensor:
-        """Clip by the 2-norm over the whole model, each logical expert counted once, as torch's function of that name.
+    def clip_grad_norm_(
+        self, max_norm: float, parameters: Tensor | Iterable[Tensor] | None = None, norm_type: float = 2.0
+    ) -> Tensor:
+        """Clip by the norm over the whole model, each logical expert counted once, as torch's function of that name.
         Collective.
 
         Args:
             max_norm: gradients are scaled down to it.
             parameters: of the model, as they are since attach: clip these alone, by their own norm, over all experts of
                 those that have experts (a layer, say). The same on every rank. None: all.
+            norm_type: a number above 0, or ``math.inf``.
 
         Returns:
             The norm before clipping, a scalar, equal on every rank.
@@ -541,14 +545,8 @@ class Balancer:
                 "clip_grad_norm_ of gradients that the framework's own optimizer keeps: let that clip (it counts each "
                 "expert once, wherever it stands)"
             )
-        rows_LH = self._logical_of_rows()
         with phase("clip"):
-            return self._gradients.clip(max_norm, rows_LH, self.placement.num_experts, parameters)
-
-    def _square_of_experts(self, gradient_of: Callable[[Tensor], Tensor | None]) -> Tensor:
-        """`Gradients.square_of_experts`."""
-        rows_LH = self._logical_of_rows()
-        return self._gradients.square_of_experts(rows_LH, self.placement.num_experts, gradient_of)
+            return self._gradients.clip(max_norm, parameters, norm_type)
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -684,12 +682,8 @@ class Balancer:
             RuntimeError: a rank did not come, the migration was dropped, or as `rebalance()`. At the end, where the
                 body has raised already, it is logged instead.
         """
-        self._refuse_if_closed("logical_order()")
-        self._refuse_inside_a_step("logical_order()")
-        self._refuse_in_logical_order("logical_order()")
         self._phases.refuse("logical_order()")
-        self._rebalancer.refuse_if_broken()
-        self._end_stream("logical_order()")
+        self._refuse_to_move("logical_order()")
 
         def moved() -> None:
             self._end_stream("the end of logical_order()")
@@ -716,7 +710,8 @@ class Balancer:
         """Move a tensor with the experts of a parameter: an EMA copy, a mask, or other state of each expert.
 
         It is moved in place, bit for bit, and saved in checkpoints. It is neither copied to replica slots nor trained.
-        Collective in effect: the same names on every rank, in the same order.
+        Where it is a buffer of the model, wrap that in DistributedDataParallel after this call. Collective in effect:
+        the same names on every rank, in the same order.
 
         Args:
             parameter: an expert parameter's name in the model (a key of ``layer_of_parameter``).
@@ -740,6 +735,7 @@ class Balancer:
         if self._sliced and not is_sliced(tensor):
             raise RegistryError(f"{name} of {parameter}: give a DTensor placed as the parameter (torch.zeros_like(it))")
         self._runtime.registry.add(layer, f"{parameter}/{name}", tensor, "buffer")
+        self._runtime.model_check.keep_from_ddp([tensor])
         self._extra_tensors[f"{parameter}/{name}"] = (layer, tensor)
 
     def register_all(self, name: str, tensors: Any, *, moves: bool = True) -> None:
@@ -780,11 +776,6 @@ class Balancer:
         """Return whether only the framework's own optimizer knows where gradients are."""
         return any(not isinstance(optimizer, torch.optim.Optimizer) for optimizer in self._optimizers)
 
-    @property
-    def _gradient_group(self) -> dist.ProcessGroup:
-        """All ranks of the job, with the device's backend: for decisions on every rank's gradients."""
-        return self._runtime.groups.everyone
-
     def _home_experts(self, layer: int) -> list[int]:
         """Logical expert of each home row of this rank."""
         return [int(expert) for expert in self.placement.homes_LRH[layer, self._runtime.groups.job.ep_rank]]
@@ -794,10 +785,6 @@ class Balancer:
         self._end_what_broke_off()
         rows_LH, job = self._runtime.maps.table.logical_of_rows(self._runtime.job.ep_rank), self._runtime.job
         return rows_LH.unflatten(1, (job.row_division, -1))[:, job.row_rank % job.row_division]
-
-    def _background_group(self) -> dist.ProcessGroup:
-        """A gloo group over all ranks for a thread of an asynchronous save; made once. Collective."""
-        return self._runtime.groups.background
 
     def _open_second_channel(self) -> MicroBatchChannels:
         """Let two batches of a rank exchange tokens at once (`moe.dispatch.channels`). Collective, between steps."""
@@ -860,11 +847,6 @@ class Balancer:
             except Exception:
                 logger.exception("an event listener failed as it was closed; the job goes on")
 
-    @property
-    def _counted(self) -> Tensor:
-        """int64 ``[L, E]``: choices of this rank's router in the running step."""
-        return self._runtime.counter.counts
-
     # -- life cycle ----------------------------------------------------------------------------------------------
 
     @torch.compiler.disable
@@ -903,11 +885,7 @@ class Balancer:
             RuntimeError: a rank did not come within the timeout, or has no weights where there are replica slots; the
                 balancer is closed, inside `logical_order`, or between a backward pass and the optimizer's step.
         """
-        self._refuse_if_closed("suspend()")
-        self._refuse_inside_a_step("suspend()")
-        self._refuse_in_logical_order("suspend()")
-        self._rebalancer.refuse_if_broken()
-        self._end_stream("suspend()")
+        self._refuse_to_move("suspend()")
         return self._phases.suspend(self._after_move)
 
     @torch.compiler.disable
@@ -954,12 +932,8 @@ class Balancer:
             RuntimeError: the ranks were given different states, the migration was dropped, or the ranks are connecting
                 anew; the old placement stays. Or the balancer is closed.
         """
-        self._refuse_if_closed("load_state_dict()")
-        self._refuse_inside_a_step("load_state_dict()")
-        self._refuse_in_logical_order("load_state_dict()")
         self._phases.refuse("load_state_dict()")
-        self._rebalancer.refuse_if_broken()
-        self._end_stream("load_state_dict()")
+        self._refuse_to_move("load_state_dict()")
         self._restorer.restore(state, lambda: self._runtime.barrier("load_state_dict()"))
         self._after_move()
         self._refresh_replicas()

@@ -7,7 +7,7 @@ is right before attach. After it, experts would be computed, averaged or moved w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,15 @@ class ModelCheck:
         self._divided = {name for name, module, _ in experts if has_divide_factor(module)}  # a host may want it
         self._held = [] if self._sharded else [_held(module, key) for _, module, keys in experts for key in keys]
         self._known = {id(parameter) for parameter in parameters}
+
+    def keep_from_ddp(self, tensors: Iterable[Tensor]) -> None:
+        """Let DistributedDataParallel, put around a model later, leave these of its parameters and buffers alone: each
+        rank's are of its own experts, and it sets buffers to rank 0's in every forward."""
+        ours = set(map(id, tensors))
+        for model in self.models.values():
+            own = [*model.named_parameters(), *model.named_buffers()]
+            names = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *(n for n, t in own if id(t) in ours)}
+            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(names))
 
     @property
     def experts(self) -> dict[str, nn.Module]:

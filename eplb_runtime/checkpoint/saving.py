@@ -98,7 +98,7 @@ def async_save(
     live, numbers = access.together(f"{folder} was not saved", lambda: _content(view, access))
     tensors = _on_host(live)
     if view.balancer is not None:
-        access = JointAccess(view.balancer._background_group(), torch.device("cpu"))
+        access = JointAccess(view.balancer._runtime.groups.background, torch.device("cpu"))
 
     def write() -> None:
         _ended(before)

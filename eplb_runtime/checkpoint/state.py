@@ -186,7 +186,7 @@ class LogicalView:
         if self.balancer is not None:
             if not patient:
                 self.balancer._runtime.barrier(what)
-            group, device = self.balancer._gradient_group, self.balancer._runtime.device
+            group, device = self.balancer._runtime.groups.everyone, self.balancer._runtime.device
             here = torch.tensor([bool(freed)], dtype=torch.uint8, device=device)
             ranks = [dist.get_process_group_ranks(group)[n] for n in gather_rows(here, group).flatten().nonzero()]
             freed = freed or (

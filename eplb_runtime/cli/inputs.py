@@ -49,13 +49,8 @@ def topology_of(arguments: argparse.Namespace) -> Topology:
         raise InputError(str(error)) from None
 
 
-def read_windows(path: str, arguments: argparse.Namespace) -> NDArray[np.float64]:
-    """Return the load of the windows that were asked for, float64 [T, L, E], without dense layers."""
-    return read_job(path, arguments).load
-
-
 def read_job(path: str, arguments: argparse.Namespace) -> JobRecord:
-    """Return the windows of :func:`read_windows`, with what the record says of the job."""
+    """Return the windows that were asked for, without dense layers, with what the record says of the job."""
     import numpy as np
 
     from ..tools.formats.loads import layers_without_tokens, read_record
@@ -77,8 +72,10 @@ def read_job(path: str, arguments: argparse.Namespace) -> JobRecord:
     return replace(record, load=chosen, steps_T=record.steps_T[windows])
 
 
-def with_tokens(path: str, load: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the windows of ``[T, L, E]`` in which tokens were counted: the others would count as balanced."""
+def read_windows(path: str, arguments: argparse.Namespace) -> NDArray[np.float64]:
+    """Return the load of the windows that were asked for, float64 [T, L, E], without dense layers and without windows
+    in which no token was counted: they would count as balanced."""
+    load = read_job(path, arguments).load
     counted_T = load.any(axis=(1, 2))
     if not counted_T.any():
         raise InputError(f"{path}: no token was counted; record a job that trains")

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from .arguments import LOAD, POLICY, add_command, choice, cluster, option, positive, positive_float, several
-from .inputs import read_windows, require_output, require_policies, topology_of, with_tokens
+from .inputs import read_windows, require_output, require_policies, topology_of
 from .printing import note_compilation, print_json
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _run(arguments: argparse.Namespace) -> None:
     topology, current = topology_of(arguments), None
     if arguments.current is not None:
         current = read_placement(arguments.current, arguments.ranks, arguments.dense_layers or 0)
-    load = with_tokens(arguments.load, read_windows(arguments.load, arguments))
+    load = read_windows(arguments.load, arguments)
     parameters = arguments.expert_parameters
     cost = None if parameters is None else CostModel(home_bytes=12 * parameters, replica_bytes=2 * parameters)
     names = ("slots_per_rank", "policy", "layout", "groups", "max_moves", "rank_speed")

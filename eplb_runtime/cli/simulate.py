@@ -7,7 +7,7 @@ from typing import Any
 
 from . import arguments as kinds
 from .arguments import LOAD, POLICY, add_command, add_options, choice, cluster, option, positive
-from .inputs import read_windows, require_output, require_policies, topology_of, with_tokens
+from .inputs import read_windows, require_output, require_policies, topology_of
 from .printing import note_compilation, print_json, print_table, progress
 
 EXAMPLES = """
@@ -55,7 +55,7 @@ def _run(arguments: argparse.Namespace) -> None:
     policies = arguments.policies if "static" in arguments.policies else ["static", *arguments.policies]
     require_output(arguments.output, (".json",))
     topology = topology_of(arguments)
-    load = merge_windows(with_tokens(arguments.trace, read_windows(arguments.trace, arguments)), arguments.merge)
+    load = merge_windows(read_windows(arguments.trace, arguments), arguments.merge)
     note_compilation()
     with progress("plans", len(policies) * num_replans(len(load), arguments.every)) as advance:
         runs = simulate(

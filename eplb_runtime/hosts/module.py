@@ -8,13 +8,16 @@ then computes every expert, with that expert's weights in the place of its own.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
@@ -27,6 +30,7 @@ from .attaching.description import AttachError, HostModel, MoELayer, WatchedLaye
 from .attaching.expert_spans import call_begins, call_ends
 from .attaching.self_test import rows_like, same_to_rounding, seed_generators, untouched, width_of_rows
 
+logger = logging.getLogger("eplb_runtime")
 RowsThroughSlots = Callable[[Tensor, SlotCounts, Mapping[str, Tensor]], Tensor]
 
 _LEVEL = "__"
@@ -64,10 +68,11 @@ def stack_experts(model: nn.Module, layers: Sequence[MoE]) -> None:
     """Put tensors ``[E, ...]`` in the place of lists of experts, before an optimizer is made. Not collective.
 
     The tensor of ``up.weight`` in each expert is ``up__weight``, with the same values. A few rows are sent through each
-    expert and through the one module that computes all from now on, and what they give is compared. Layers whose
-    experts are stacked already are left alone. Checkpoints of the unstacked model are loaded before this call. One
-    thing differs: an expert without tokens has no gradient in a list, and optimizers pass it over; in a stack its
-    gradient is zero, and momentum and weight decay go on.
+    expert and through the one module that computes all from now on, and what they give is compared. What is set in that
+    module later (a dropout, a temperature) holds for all. Layers whose experts are stacked already are left alone.
+    Checkpoints of the unstacked model are loaded before this call. Two things differ, and a warning says so: an expert
+    without tokens has no gradient in a list, and optimizers pass it over; in a stack its gradient is zero, and momentum
+    and weight decay go on. And a tensor has a dimension more.
 
     Args:
         model: whole, not attached.
@@ -97,6 +102,10 @@ def stack_experts(model: nn.Module, layers: Sequence[MoE]) -> None:
     for name, stacked in made:
         owner, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(owner), own_name, stacked)
+    if made and not (dist.is_initialized() and dist.get_rank()):
+        flat = next((name for name, parameter in made[0][1].named_parameters() if parameter.ndim == 2), "")
+        groups = f"; {flat} has two dimensions now: choose what decays by name, not by dimensions" if flat else ""
+        logger.warning("experts are stacked: momentum and decay go on for those without tokens, too%s", groups)
 
 
 class StackedExperts(nn.Module):
@@ -104,8 +113,12 @@ class StackedExperts(nn.Module):
 
     def __init__(self, template: nn.Module, tensors: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
-        # In a list, so that its empty tensors are no part of this module.
-        self._template = [template]
+        for module in template.modules():  # what a loop sets in modules of experts is set here, and tensors are given
+            for name, tensor in [*module._parameters.items()]:
+                if tensor is not None:
+                    del module._parameters[name]
+                    setattr(module, name, tensor.detach())
+        self._template = template
         self._names = tuple(tensors)
         for name, tensor in tensors.items():
             setattr(self, name.replace(".", _LEVEL), tensor)
@@ -116,14 +129,14 @@ class StackedExperts(nn.Module):
     def __getitem__(self, number: int) -> Callable[[Tensor], Tensor]:
         """An expert as the list had it: the layer's own way can be run until `attach` replaces it."""
         tensors = dict(zip(self._names, [tensor[number] for tensor in self.parameters()], strict=True))
-        return lambda rows: functional_call(self._template[0].train(self.training), tensors, (rows,))
+        run = lambda tensors, rows: functional_call(self._template, tensors, (rows,))  # noqa: E731
+        return MethodType(run, tensors)  # refuses attributes
 
     def compute(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
         """A `moe.experts.compute.Compute`: each expert's rows by a call of their own, as the list did it."""
-        template = self._template[0].train(self.training)
         of_slots = zip(*(parameter.unbind() for parameter in parameters), strict=True)
         results = [
-            functional_call(template, dict(zip(self._names, tensors, strict=True)), (rows,))
+            functional_call(self._template, dict(zip(self._names, tensors, strict=True)), (rows,))
             for rows, tensors in zip(rows_MD.split(list(counts_S.known())), of_slots, strict=True)
             if rows.shape[0]
         ]

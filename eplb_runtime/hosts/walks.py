@@ -70,7 +70,8 @@ class _Walk:
             here = self._at_launch(name_of(key), tensor)
             before = () if here is tensor else _as_handed_out(here)
             yield key, here
-            if before and not _is_same(before, _as_handed_out(here)):
+            now = _as_handed_out(here) if before else ()
+            if before and now and (before[:2] != now[:2] or not torch.equal(before[2], now[2])):
                 raise RuntimeError(
                     f"{name_of(key)} was written to, and it is a copy of an expert that is elsewhere now: load weights "
                     "(another model's, a backup) inside balancer.logical_order()"
@@ -128,10 +129,6 @@ class _Walk:
 def _as_handed_out(copy: Tensor) -> tuple[int, int, Tensor]:
     """Return what shows that a copy was written to, also through ``.data``, or was put elsewhere."""
     return 0 if copy.is_inference() else copy._version, copy.data_ptr(), sampled(copy)
-
-
-def _is_same(before: tuple[int, int, Tensor], now: tuple[int, int, Tensor]) -> bool:
-    return before[:2] == now[:2] and torch.equal(before[2], now[2])
 
 
 def _like(parameter: Tensor, values: Tensor) -> Tensor:
@@ -243,51 +240,3 @@ def tasks_in_logical_order(balancer: Balancer, tasks: Sequence[Any]) -> Any:
         What has a length and can be iterated over. Not for loading, which writes to the weights of its tasks.
     """
     return _TasksInLogicalOrder(balancer, tasks)
-
-
-def follow_bridge(balancer: Balancer, bridge: Any) -> None:
-    """Let ``export_hf_weights`` of this Megatron-Bridge export experts under their logical ids from now on. Its other
-    exports raise while experts are elsewhere than at launch.
-
-    Args:
-        bridge: an ``AutoBridge``.
-    """
-    export = bridge.export_hf_weights
-
-    def export_hf_weights(model: Any, *arguments: Any, conversion_tasks: Any = None, **options: Any) -> Iterator[Any]:
-        if conversion_tasks is None and getattr(bridge, "export_weight_dtype", None) == "fp8":
-            _refuse_moved(balancer, "an export to FP8 by Megatron-Bridge")
-            return export(model, *arguments, **options)
-        if conversion_tasks is None:
-            conversion_tasks = bridge.get_conversion_tasks(model)
-        if not isinstance(conversion_tasks, _TasksInLogicalOrder):
-            conversion_tasks = tasks_in_logical_order(balancer, conversion_tasks)
-        return export(model, *arguments, conversion_tasks=conversion_tasks, **options)
-
-    bridge.export_hf_weights = export_hf_weights
-    for other in ("save_hf_weights", "export_hf_weights_modelopt", "export_hf_weights_quant"):
-        refuse_where_moved(balancer, bridge, other)
-
-
-def refuse_where_moved(balancer: Balancer, owner: Any, name: str) -> None:
-    """Let a method of ``owner``, which names experts by their place, raise once they have moved."""
-    own = getattr(owner, name, None)
-    if own is None:
-        return
-
-    @wraps(own)
-    def refused(*arguments: Any, **options: Any) -> Any:
-        _refuse_moved(balancer, f"{name}()")
-        return own(*arguments, **options)
-
-    setattr(owner, name, refused)
-
-
-def _refuse_moved(balancer: Balancer, what: str) -> None:
-    placement = balancer.placement
-    sizes = placement.num_layers, placement.num_experts, placement.num_ranks, placement.replica_slots
-    if not np.array_equal(placement.homes_LRH, Placement.initial(*sizes).homes_LRH):
-        raise ExportError(
-            f"{what} names experts by the rank they were on at launch, and they have moved: call it inside "
-            "balancer.logical_order()"
-        )

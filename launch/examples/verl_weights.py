@@ -1,19 +1,22 @@
-"""Weight updates of verl's engines and exports of the package `mbridge`, with experts under their logical ids.
+"""Weight updates of verl's engines and exports of Megatron-Bridge and of the package `mbridge`, with experts under
+their logical ids.
 
 Copy this file into your project. ``follow_verl`` is for verl's Megatron engine, ``follow_verl_fsdp`` for its FSDP2
-engine, ``follow_mbridge`` for a bridge that you use yourself.
+engine, ``follow_bridge`` and ``follow_mbridge`` for a bridge that you use yourself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import wraps
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 import eplb_runtime as eplb
 from eplb_runtime.checkpoint import ExportError
-from eplb_runtime.hosts.walks import follow_bridge, modules_in_logical_order, refuse_where_moved
+from eplb_runtime.hosts.walks import modules_in_logical_order, tasks_in_logical_order
 
 
 def follow_mbridge(balancer: eplb.Balancer, bridge: Any) -> None:
@@ -77,3 +80,51 @@ def follow_verl_fsdp(balancer: eplb.Balancer, engine: Any) -> None:
 
     engine.get_per_tensor_param = lambda **_: (named(), None)
     engine.get_per_tensor_param_shard = engine.get_per_tensor_param_delta_shard = by_shards
+
+
+def follow_bridge(balancer: eplb.Balancer, bridge: Any) -> None:
+    """Let ``export_hf_weights`` of this Megatron-Bridge export experts under their logical ids from now on. Its other
+    exports raise while experts are elsewhere than at launch.
+
+    Args:
+        bridge: an ``AutoBridge``.
+    """
+    export = bridge.export_hf_weights
+
+    def export_hf_weights(model: Any, *arguments: Any, conversion_tasks: Any = None, **options: Any) -> Iterator[Any]:
+        if conversion_tasks is None and getattr(bridge, "export_weight_dtype", None) == "fp8":
+            _refuse_moved(balancer, "an export to FP8 by Megatron-Bridge")
+            return export(model, *arguments, **options)
+        if conversion_tasks is None:
+            conversion_tasks = bridge.get_conversion_tasks(model)
+        if not isinstance(conversion_tasks, type(tasks_in_logical_order(balancer, []))):
+            conversion_tasks = tasks_in_logical_order(balancer, conversion_tasks)
+        return export(model, *arguments, conversion_tasks=conversion_tasks, **options)
+
+    bridge.export_hf_weights = export_hf_weights
+    for other in ("save_hf_weights", "export_hf_weights_modelopt", "export_hf_weights_quant"):
+        refuse_where_moved(balancer, bridge, other)
+
+
+def refuse_where_moved(balancer: eplb.Balancer, owner: Any, name: str) -> None:
+    """Let a method of ``owner``, which names experts by their place, raise once they have moved."""
+    own = getattr(owner, name, None)
+    if own is None:
+        return
+
+    @wraps(own)
+    def refused(*arguments: Any, **options: Any) -> Any:
+        _refuse_moved(balancer, f"{name}()")
+        return own(*arguments, **options)
+
+    setattr(owner, name, refused)
+
+
+def _refuse_moved(balancer: eplb.Balancer, what: str) -> None:
+    placement = balancer.placement
+    sizes = placement.num_layers, placement.num_experts, placement.num_ranks, placement.replica_slots
+    if not np.array_equal(placement.homes_LRH, eplb.Placement.initial(*sizes).homes_LRH):
+        raise ExportError(
+            f"{what} names experts by the rank they were on at launch, and they have moved: call it inside "
+            "balancer.logical_order()"
+        )

@@ -42,7 +42,7 @@ def train(rank: int, compiled: bool) -> dict[str, Any]:
     losses, loads, graphs = [], [], []
     for number in range(STEPS):
         losses.append(run(*(batch_of(rank, number + 10 * part) for part in range(number % 2 + 1))).item())
-        loads.append(balancer._counted.tolist())
+        loads.append(balancer._runtime.counter.counts.tolist())
         graphs.append(counters["stats"]["unique_graphs"])
     state = eplb.logical_state_dict(model, optimizer)
     assert balancer.placement.epoch == STEPS

@@ -160,7 +160,7 @@ def test_each_rank_writes_shards_of_its_own_experts_within_the_size_asked_for(ex
 
 def export_twice(rank: int, folder: str) -> None:
     model = attached(Job())
-    for options in ({"max_shard_size": "20KB"}, {"max_shard_size": "60KB"}, {}, {"variant": "bf16"}):
+    for options in ({"max_shard_size": "20KB"}, {"max_shard_size": "0.06mb"}, {}, {"variant": "bf16"}):
         eplb.checkpoint.export_pretrained(model, folder, **options)
 
 

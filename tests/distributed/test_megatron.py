@@ -162,7 +162,7 @@ def trained_with(model: Any, optimizer: Any, balancer: eplb.Balancer) -> tuple[A
     counted, advance = [], balancer._runtime.counter.advance
 
     def close_step() -> None:
-        counted.append(balancer._counted.tolist())
+        counted.append(balancer._runtime.counter.counts.tolist())
         advance()
 
     balancer._runtime.counter.advance = close_step

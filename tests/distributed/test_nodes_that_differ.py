@@ -45,7 +45,7 @@ def train(rank: int, ranks_per_node: int, told: bool) -> dict[str, Any]:
         ids = torch.randint(first, first + 8, (2, 12), generator=generator)
         model(input_ids=ids, labels=ids).loss.backward()
         if step < INTERVAL:
-            counted += balancer._counted.numpy()
+            counted += balancer._runtime.counter.counts.numpy()
         optimizer.step()
         optimizer.zero_grad()
     events = balancer.events.of_type(RebalancePlanned)

@@ -3,6 +3,7 @@ norm, clips, reduces, goes on adding, never zeroes. Right is what one process co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -409,6 +410,9 @@ def test_gradients_that_nobody_can_tell_are_refused_in_one_line_on_all_ranks() -
         assert expected in said and "\n" not in said
 
 
+NORMS = (1, 2, 3.0, math.inf)
+
+
 class Gained(nn.Module):
     """Experts with a parameter of one number each."""
 
@@ -416,6 +420,7 @@ class Gained(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.router = nn.Linear(8, EXPERTS)
+        self.phase = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128))
         self.experts = nn.Module()
         self.experts.up = nn.Parameter(torch.randn(EXPERTS, 8, 8))
         self.experts.gain = nn.Parameter(torch.randn(EXPERTS))
@@ -436,7 +441,7 @@ def compute_gained(rows: Tensor, counts: SlotCounts, weights: Mapping[str, Tenso
 
 
 def gained(rank: int) -> list[float]:
-    """A norm of all, one of the numbers alone, and one past what was clipped."""
+    """Norms of all, one of the numbers alone, and those past what was clipped."""
     model = Gained()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = eplb.BalancerConfig(interval=1000, dense_gradients="allreduce")
@@ -444,10 +449,11 @@ def gained(rank: int) -> list[float]:
     balancer = eplb.attach(model, optimizer, layers=[layer], config=config)
     model.train()
     gained_loss(model, rank).backward()
-    found = [balancer.clip_grad_norm_(1e9).item(), balancer.clip_grad_norm_(0.01, model.experts.gain).item()]
+    found = [balancer.clip_grad_norm_(1e9, None, p).item() for p in NORMS]
+    found += [balancer.clip_grad_norm_(0.01, model.experts.gain).item()]
     with pytest.raises(ValueError, match="is no parameter of the attached model"):
         balancer.clip_grad_norm_(1.0, [torch.zeros(3)])
-    found.append(balancer.clip_grad_norm_(1e9).item())
+    found += [balancer.clip_grad_norm_(0.5, norm_type=p).item() for p in NORMS]
     optimizer.step()
     balancer.close()
     return found
@@ -455,14 +461,15 @@ def gained(rank: int) -> list[float]:
 
 def gained_loss(model: Gained, rank: int) -> Tensor:
     tokens = torch.randn(12, 8, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-    return model(tokens).square().mean()
+    return model(tokens).square().mean() * model.phase.abs().sum()
 
 
 def test_experts_of_one_number_are_clipped() -> None:
     model = Gained()
     (sum(gained_loss(model, rank) for rank in range(2)) / 2).backward()
     clip = nn.utils.clip_grad_norm_
-    expected = [clip(model.parameters(), 1e9), clip(model.experts.gain, 0.01), clip(model.parameters(), 1e9)]
+    expected = [clip(model.parameters(), 1e9, p) for p in NORMS] + [clip(model.experts.gain, 0.01)]
+    expected += [clip(model.parameters(), 0.5, p) for p in NORMS]
     for found in run_ranks(2, gained):
         assert found == pytest.approx([norm.item() for norm in expected], rel=1e-9)
 

@@ -77,9 +77,9 @@ def overlook_new_gradients() -> None:
 
 
 def norm_of_one_stage() -> None:
-    from eplb_runtime.balancer.gradients import reduction
+    from eplb_runtime.balancer.gradients import norm, reduction
 
-    reduction.sum_over_stages = lambda square, groups: square
+    reduction.over_stages = lambda powers, groups, device, p: norm.combined(torch.stack(powers), p)
 
 
 def forget_gradients_of_copies() -> None:

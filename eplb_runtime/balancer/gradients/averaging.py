@@ -246,6 +246,7 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
 
 def bit_words(tensor: Tensor) -> Tensor:
     """The elements of a tensor as whole numbers of their size."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 

@@ -5,7 +5,9 @@ Each logical expert counts once, and sums are taken in logical order: the norm d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,19 +21,20 @@ Gradient = Tensor | Sequence[Tensor | None] | RangesOfSlots
 """Gradients of all experts of a layer that are here, for one of their tensors; empty: there are none."""
 
 
-def squares_of_experts(
+def powers_of_experts(
     gradients: Sequence[tuple[int, Gradient]],
     logical_of_rows_LH: Tensor,
     num_experts: int,
     groups: ProcessGroups,
     slices: dist.ProcessGroup | None,
+    norm_type: float,
 ) -> list[Tensor]:
-    """Return the squared 2-norm of each expert parameter's gradient over all its experts: float64 scalars, equal on
+    """Return `_power` of the norm of each expert parameter's gradient over all its experts: float64 scalars, equal on
     every rank. ``gradients``: ``(layer, gradient)`` of this rank's homes, or its slices (over ``slices``) or ranges of
     them, on every rank of ``groups.rows`` for the same parameters; ``logical_of_rows_LH``: the logical expert of each
     row."""
     device = logical_of_rows_LH.device
-    squares_NE = torch.zeros(len(gradients), num_experts, dtype=torch.float64, device=device)
+    powers_NE = torch.zeros(len(gradients), num_experts, dtype=torch.float64, device=device)
     divided = [gradient for _, gradient in gradients if isinstance(gradient, RangesOfSlots)]
     of_divided: Iterator[Tensor] = iter(())
     if divided:
@@ -40,45 +43,61 @@ def squares_of_experts(
         of_divided = iter(squares_of_slots(divided, place, groups.expert_data, device))
     for index, (layer, gradient) in enumerate(gradients):
         if isinstance(gradient, RangesOfSlots):
-            squares_NE[index, logical_of_rows_LH[layer]] = next(of_divided)
+            powers_NE[index, logical_of_rows_LH[layer]] = next(of_divided)
         elif len(gradient):
-            squares_NE[index, logical_of_rows_LH[layer]] = _norms_of_rows(gradient, squares_NE).square()
+            norms = _norms_of_rows(gradient, powers_NE, norm_type)
+            powers_NE[index, logical_of_rows_LH[layer]] = _power(norms, norm_type)
     if slices is not None:
-        dist.all_reduce(squares_NE, group=slices)
+        parts = [torch.empty_like(powers_NE) for _ in range(slices.size())]
+        dist.all_gather(parts, powers_NE, group=slices)
+        powers_NE = combined(torch.stack(parts), norm_type)
     # Every entry is zero on all of these ranks but one: the sum is exact in any order.
-    dist.all_reduce(squares_NE, group=groups.rows)
-    return list(squares_NE.sum(dim=1))
+    dist.all_reduce(powers_NE, group=groups.rows)
+    return list(combined(powers_NE.T, norm_type))
 
 
-def _norms_of_rows(gradient: Tensor | Sequence[Tensor | None], like: Tensor) -> Tensor:
+def combined(powers: Tensor, norm_type: float) -> Tensor:
+    """Powers of norms ``[N, ...]`` of parts -> of the whole ``[...]``; a NaN stays one."""
+    return powers.amax(dim=0) if math.isinf(norm_type) else powers.sum(dim=0)
+
+
+def _power(norm: Tensor, norm_type: float) -> Tensor:
+    """What `combined` takes of a norm."""
+    return norm if math.isinf(norm_type) else norm.pow(norm_type)
+
+
+def _norms_of_rows(gradient: Tensor | Sequence[Tensor | None], like: Tensor, norm_type: float) -> Tensor:
     """float64 ``[E/R]``."""
     if isinstance(gradient, Tensor):
         rows = gradient.flatten(1) if gradient.ndim > 1 else gradient.unsqueeze(1)
-        return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-    norms = [like.new_zeros(()) if g is None else torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradient]
-    return torch.stack(norms)
+        return torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=torch.float64)
+    norm = partial(torch.linalg.vector_norm, ord=norm_type, dtype=torch.float64)
+    return torch.stack([like.new_zeros(()) if g is None else norm(g) for g in gradient])
 
 
-def squares_of_dense(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Squared 2-norm of each gradient that is equal on every rank, and one of all that are sharded as DTensors."""
+def powers_of_dense(gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+    """Power of the norm of each gradient that is equal on every rank, and one of all that are sharded as DTensors."""
+    gradients = [g.abs() if g.is_complex() else g for g in gradients]
     sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
-    whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
-    squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in whole]
+    norms = [
+        torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in gradients if not isinstance(g, DTensor)
+    ]
     if sharded:
-        norm = torch.nn.utils.get_total_norm(sharded)
-        squares.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).double().square())
-    return squares
+        norm = torch.nn.utils.get_total_norm(sharded, norm_type)
+        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).double())
+    return [_power(norm, norm_type) for norm in norms]
 
 
-def sum_over_stages(square: Tensor, groups: ProcessGroups) -> Tensor:
-    """A stage's scalar -> the sum over all pipeline stages, in their order, equal bit for bit on every rank."""
+def over_stages(powers: Sequence[Tensor], groups: ProcessGroups, device: torch.device, norm_type: float) -> Tensor:
+    """Powers of norms of a stage's gradients -> a scalar for all pipeline stages, equal bit for bit on every rank."""
     job = groups.job
+    of_stage = combined(torch.stack([torch.zeros((), dtype=torch.float64, device=device), *powers]), norm_type)
     if len(job.stage_sets) == 1:
-        return square
-    squares = square.new_zeros(len(job.stage_sets))
+        return of_stage
+    of_stages = of_stage.new_zeros(len(job.stage_sets))
     # Ranks that hold the same stages have the same number: one of them gives it, so the sum is exact in any order. The
     # largest would be too, but for a NaN, which no comparison finds.
     if job.rank == job.data_ranks[0]:
-        squares[job.stage_sets.index(job.stages)] = square
-    dist.all_reduce(squares, group=groups.everyone)
-    return squares.sum()
+        of_stages[job.stage_sets.index(job.stages)] = of_stage
+    dist.all_reduce(of_stages, group=groups.everyone)
+    return combined(of_stages, norm_type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -11,18 +12,20 @@ from ...moe.experts.slices import is_sliced, local
 from ...utils.spans import phase
 from ..runtime import Runtime
 from .averaging import Averaging
-from .norm import Gradient, squares_of_dense, squares_of_experts, sum_over_stages
+from .norm import Gradient, over_stages, powers_of_dense, powers_of_experts
 from .norm_of_ranges import RangesOfSlots
 
 
 class Gradients:
     """Gradients of one model: each contribution is reduced once, and all are clipped by one norm. ``follow`` is called
-    before each reduction, to learn of parameters that have joined."""
+    before each reduction, to learn of parameters that have joined; ``logical_of_rows`` gives int64 ``[L, E/R]`` on the
+    model's device, the logical expert of each row here."""
 
     def __init__(
         self,
         runtime: Runtime,
         dense_parameters: Mapping[str, Tensor],
+        logical_of_rows: Callable[[], Tensor],
         *,
         follow: Callable[[], None],
     ) -> None:
@@ -30,7 +33,8 @@ class Gradients:
         self._registry = runtime.registry
         self._replicas = runtime.maps.replicas
         self._dense_parameters = dense_parameters
-        self._groups = groups
+        self._logical_of_rows, self._num_experts = logical_of_rows, runtime.placement.num_experts
+        self._groups, self._device = groups, runtime.device
         self._follow = follow
         self._sliced = any(is_sliced(parameter) for parameter in self._registry.parameters())
         self._averaged: list[Averaging] = []
@@ -86,19 +90,19 @@ class Gradients:
         self._first = self._new = False
 
     @torch.no_grad()
-    def clip(
-        self, max_norm: float, logical_of_rows_LH: Tensor, num_experts: int, parameters: Iterable[Tensor] | None = None
-    ) -> Tensor:
+    def clip(self, max_norm: float, parameters: Iterable[Tensor] | None, norm_type: float) -> Tensor:
         """Reduce, scale down to ``max_norm``, and return the norm before, a float64 scalar. Collective.
 
         Args:
-            logical_of_rows_LH: int64 ``[L, E/R]`` on the model's device: the logical expert of each row here.
-            num_experts: E.
             parameters: those that are scaled, by their own norm; None: all.
+            norm_type: p of the norm, above 0.
 
         Raises:
-            ValueError: one of them is not of the model; or they are some of a layer's experts, of separate tensors.
+            ValueError: one of them is not of the model; or they are some of a layer's experts, of separate tensors; or
+                there is no such norm.
         """
+        if not norm_type > 0:
+            raise ValueError(f"norm_type={norm_type}: give a number above 0, or math.inf")
         chosen = None if parameters is None else self._chosen(parameters)
         self.reduce()
 
@@ -107,12 +111,9 @@ class Gradients:
 
         experts = [g for p in self._registry.parameters() if (g := gradient_of(p)) is not None]
         dense = [g for p in self._dense_parameters.values() if (g := gradient_of(p)) is not None]
-        squares = [
-            *self._squares_of_experts(logical_of_rows_LH, num_experts, gradient_of),
-            *squares_of_dense(dense),
-        ]
-        none = torch.zeros((), dtype=torch.float64, device=logical_of_rows_LH.device)
-        norm = sum_over_stages(torch.stack(squares).sum() if squares else none, self._groups).sqrt()
+        powers = [*self._powers_of_experts(gradient_of, norm_type), *powers_of_dense(dense, norm_type)]
+        norm = over_stages(powers, self._groups, self._device, norm_type)
+        norm = norm if math.isinf(norm_type) else norm.pow(1 / norm_type)
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for gradient in [*experts, *dense]:
             local(gradient).mul_(scale.to(gradient.dtype))
@@ -136,18 +137,12 @@ class Gradients:
         return chosen
 
     @torch.no_grad()
-    def square_of_experts(
-        self, logical_of_rows_LH: Tensor, num_experts: int, gradient_of: Callable[[Tensor], Tensor | None]
-    ) -> Tensor:
+    def square_of_experts(self, gradient_of: Callable[[Tensor], Tensor | None]) -> Tensor:
         """Return the squared norm over all experts of the model, for a host that clips by itself: a float64 scalar,
         equal on every rank and for every placement. Collective."""
-        squares = self._squares_of_experts(logical_of_rows_LH, num_experts, gradient_of)
-        none = torch.zeros((), dtype=torch.float64, device=logical_of_rows_LH.device)
-        return sum_over_stages(torch.stack(squares).sum() if squares else none, self._groups)
+        return over_stages(self._powers_of_experts(gradient_of, 2.0), self._groups, self._device, 2.0)
 
-    def _squares_of_experts(
-        self, logical_of_rows_LH: Tensor, num_experts: int, gradient_of: Callable[[Tensor], Tensor | None]
-    ) -> list[Tensor]:
+    def _powers_of_experts(self, gradient_of: Callable[[Tensor], Tensor | None], norm_type: float) -> list[Tensor]:
         gradients: list[tuple[int, Gradient]] = []
         for layer in self._registry.layers:
             for parameter in self._registry.by_expert(layer):
@@ -160,4 +155,5 @@ class Gradients:
                 # Also where there is none: other ranks may have one, and all meet for each.
                 gradients.append((layer, [] if gradient is None else local(gradient)))
         slices = self._groups.expert_data if self._sliced and not self._groups.job.divided_rows else None
-        return squares_of_experts(gradients, logical_of_rows_LH, num_experts, self._groups, slices)
+        rows_LH = self._logical_of_rows()
+        return powers_of_experts(gradients, rows_LH, self._num_experts, self._groups, slices, norm_type)

@@ -23,9 +23,6 @@ class GradientOwner(Protocol):
     @property
     def _runtime(self) -> Runtime: ...
 
-    @property
-    def _gradient_group(self) -> dist.ProcessGroup: ...
-
     def _around_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """Encloses the step of an optimizer, which may be skipped on all ranks."""
 
@@ -54,7 +51,7 @@ class GradScaler(torch.amp.GradScaler):
         found: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         device = self._balancer._runtime.device
         anywhere = torch.stack([torch.zeros((), device=device), *(flag.to(device) for flag in found.values())]).amax()
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._balancer._gradient_group)
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._balancer._runtime.groups.everyone)
         for key in found or [device]:
             found[key] = anywhere.to(key)
 

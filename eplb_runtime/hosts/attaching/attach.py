@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...balancer.balancer import Balancer
 from ...balancer.gradients.division import Divisors
@@ -133,7 +133,8 @@ def attach_stages(
             for (_, name, _), test in zip(made.layers, made.tests, strict=True)
             if test.untried
         ]
-        TrialRun(trial, balancer, stages, of_bits, untried, not_single, given.replica_slots)
+        known = {"notes": of_bits, "untried": untried, "not_single": not_single, "replica_slots": given.replica_slots}
+        TrialRun(trial, balancer, stages, known)
     return balancer
 
 
@@ -417,8 +418,9 @@ def _balance(made: _Connected, cut: _Cut, routed: _Routed) -> tuple[Balancer, Op
 
 def _hook(made: _Connected, cut: _Cut, balancer: Balancer, hooked: Optimizers) -> None:
     """Let models and optimizers reach the balancer, and people find it. Nothing here waits for other ranks."""
+    balancer._runtime.model_check.keep_from_ddp(cut.parameters.values())
     for stage in made.stages:
-        _mark(stage, balancer, cut.layer_of_parameter)
+        _mark(stage, balancer)
         stage.host.save_together(made.barrier)
     saves_itself = any(stage.host.saves_itself for stage in made.stages)
     on_partial: Callable[[Homes], None] = (lambda homes: None) if saves_itself else PartialStateWarning()
@@ -508,10 +510,8 @@ def _on_all_or_none(work: Callable[[], T], groups: ProcessGroups) -> T:
     return result[0]
 
 
-def _mark(stage: Stage, balancer: Balancer, layer_of_parameter: dict[str, int]) -> None:
-    """Leave on a model what finds its balancer again, and keep DistributedDataParallel's hands off its experts."""
-    own = [name.removeprefix(stage.prefix) for name in layer_of_parameter if name.startswith(stage.prefix)]
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(stage.model, own)
+def _mark(stage: Stage, balancer: Balancer) -> None:
+    """Leave on a model what finds its balancer again."""
     object.__setattr__(stage.model, "_eplb_runtime_balancer", balancer)
     object.__setattr__(stage.model, "_eplb_runtime_stage", stage)
     # Copying and pickling ask the object before its class. A part of the model would compute with its experts, too.

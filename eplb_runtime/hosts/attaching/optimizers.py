@@ -41,7 +41,6 @@ class Optimizers:
     def __init__(self, balancer: Balancer, parameters: Mapping[str, Tensor]) -> None:
         self._balancer = balancer
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._parameters = parameters
         layers = balancer.layer_of_parameter
         self._experts = {number: name for number, name in self._names.items() if name in layers}
         self._known: list[AnyOptimizer] = []
@@ -174,7 +173,7 @@ class Optimizers:
         undo = optimizer.join(
             before,
             partial(self._after_step, number),
-            balancer._square_of_experts,
+            balancer._gradients.square_of_experts,
             lambda: balancer.placement.with_epoch(0).digest() != began,
             lambda parameter: self._homes_of(self._experts[id(parameter)]).here,
         )

@@ -10,9 +10,11 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -35,23 +37,27 @@ from ...placement import Placement
 from ...planner.shuffle import shuffled
 from ...utils.files import write_file
 from .description import AttachError, Stage
-from .unregistered import TRAINED, unregistered
+from .unregistered import ALIKE, memories, unregistered
 
 SKETCHES = 16
 """Random sums of a tensor, each of every sixteenth element with random signs; the distance of two tensors is about the
 norm of what these sums differ by."""
 _CHUNK = 1 << 22
 """Elements that are read at once."""
-_SAME_SHARES, _NEAR, _ALIKE, _CLOSER = 0.05, 0.05, 1.1, 0.25
-"""Relative distances up to which gradients are sums of what backward passes gave, and factors are a whole number or
-one over it; the factor up to which two shares are alike; and by how much closer shares of each rank fit than one."""
+_SAME_SHARES, _DISTINCT, _EXACT, _ALIKE, _CLOSER = 0.05, 0.05, 0.01, 1.02, 0.25
+"""Relative distances: up to which gradients are sums of what backward passes gave, by which these must differ, and up
+to which a factor is a number of ranks. A factor up to which shares are alike; and how much closer a fit by rank is."""
 _MOST_RANKS = SKETCHES // 2
 """Up to which each rank's own share is told apart."""
 _SHARES = (
-    "gradients of {} come {:.2g} times as large to the optimizer as those of experts, for the same loss: average them "
+    "gradients of {} come {:.3g} times as large to the optimizer as those of experts, for the same loss: average them "
     "over ranks, once, with the same weight for each, and divide the loss by no number of ranks (as "
     "DistributedDataParallel, or BalancerConfig(dense_gradients='allreduce'))"
 )
+_SHARE_OF_EPS = 0.3
+"""Root mean square of a rounding error, which is up to half of the distance between two numbers."""
+_NO_CLIPPING = 1e6
+"""Norms that are given to `clip_grad_norm_` to learn of the norm alone."""
 _ENOUGH_MEMORY = 0.8
 """Share of the free memory that the experts of a run with all of them on each rank may take."""
 KINDS = ("gradient", "buffer", "cache", "optimizer_state", "range", "number", "parameter")
@@ -97,12 +103,11 @@ def layout_of(trial: Trial, config: BalancerConfig, ranks: Ranks) -> tuple[Balan
 def why_not_single(stages: Sequence[Stage], ranks: Ranks) -> str:
     """Say why a job cannot run with all experts on each rank; empty: it can, if they fit."""
     layers = [layer for stage in stages for layer in stage.host.layers]
-    if any(stage.host.dispatches or stage.host.ranks is not None for stage in stages) or any(
-        one.slots for one in layers
-    ):
+    hosts = [stage.host for stage in stages]
+    if any(host.dispatches or host.ranks is not None for host in hosts) or any(one.slots for one in layers):
         return "the framework spreads the experts itself"
-    if ranks.ep is not None or ranks.divided_rows or ranks.divided_state:
-        return "the job chooses its EP groups itself"
+    if ranks.divided_rows or ranks.divided_state:
+        return "the job divides what it keeps of an expert"
     if any(is_sliced(layer.parameter(name)) for layer in layers for name in layer.parameters):
         return "fully_shard divides experts over ranks that the job chooses"
     return ""
@@ -124,59 +129,47 @@ class TrialRun:
 
     Args:
         stages: the attached models of this rank.
-        notes: what attach has said of bits.
-        untried: layers whose own way attach could not call alone, and why.
-        not_single: why the job cannot run with all experts on each rank; empty: it can, if they fit.
-        replica_slots: of the job's own settings.
+        known: ``notes``, what attach has said of bits; ``untried``, layers whose own way attach could not call alone,
+            and why; ``not_single``, why the job cannot run with all experts on each rank (empty: it can, if they fit);
+            ``replica_slots`` of the job's own settings.
     """
 
-    def __init__(
-        self,
-        trial: Trial,
-        balancer: Balancer,
-        stages: Sequence[Stage],
-        notes: Sequence[str],
-        untried: Sequence[str],
-        not_single: str,
-        replica_slots: int,
-    ) -> None:
+    def __init__(self, trial: Trial, balancer: Balancer, stages: Sequence[Stage], known: Mapping[str, Any]) -> None:
         self._trial = trial
         self._balancer = balancer
         self._stages = stages
         self._runtime = balancer._runtime
-        self._group = self._runtime.groups.background
+        self._group, job = self._runtime.groups.background, self._runtime.job
         self._step = 0
         self._began = balancer.placement.epoch
         self._losses: list[Tensor] = []
         self._shaken: set[int] = set()
+        self._calls = 0
+        self._alive: set[int] | None = None
         self._rows: dict[tuple[str, int], tuple[TrialEntry, Tensor, Tensor]] = {}
         self._weighed: list[tuple[str, Tensor]] = []
         self._arrived: dict[str, Tensor] = {}
         self._ratios: dict[str, float] = {}
         self._coarsest = 0.0
-        self._not_single = not_single
-        self._meta: dict[str, Any] = {
-            "notes": list(notes),
-            "untried": list(untried),
-            "ranks": len(self._runtime.job.ranks),
-            "copies": [list(map(self._runtime.job.ranks.index, ranks)) for ranks in self._runtime.job.data_sets],
-            "replica_slots": replica_slots,
-        }
+        copies = [list(map(job.ranks.index, ranks)) for ranks in job.data_sets if self._runtime.averages_dense]
+        self._meta: dict[str, Any] = {**known, "ranks": len(job.ranks), "copies": copies}
         self._modules = {
-            self._runtime.job.first_layer(stage.number) + position: stage.prefix + layer.name
+            job.first_layer(stage.number) + position: stage.prefix + layer.name
             for stage in stages
             for position, layer in enumerate(stage.host.layers)
         }
         balancer._guard.complete_steps = trial.steps
         # Where all is on each rank gradients are averaged as they are made: what a loop does with them sees averages.
-        is_early = trial.layout == "single" and len(self._runtime.job.layers_of_stage) == 1  # a schedule goes by stage
+        is_early = trial.layout == "single" and len(job.layers_of_stage) == 1  # a schedule goes by stage
         after = balancer.reduce_gradients if is_early else (lambda: None)
-        self._undo = _listen(self._losses, self._see_precision, after)
+        self._undo = _listen(self._losses, self._before_forward, after)
         balancer._follow_steps(self._before_step, self._after_step)
         balancer._close_with(self._undo)
         if trial.layout == "moved":
             balancer._rebalance_by(self._move_at_once)
             self._spoil_replaced()
+        if trial.layout == "shaken":
+            balancer._end_with(nn.modules.module.register_module_forward_hook(self._shake_output))
         if trial.layout == "fixed":
             experts = [("", parameter) for parameter in self._runtime.parameters.values()]
             trained = [(name, p) for name, p in (*balancer._dense.items(), *experts) if p.requires_grad]
@@ -189,7 +182,10 @@ class TrialRun:
         """Add to the random sums of what backward passes here give a parameter outside the experts, or all experts."""
         self._arrived[name] = self._arrived.get(name, 0) + _sketched(TrialEntry("", "gradient", -1, gradient))[1][1:]
 
-    def _see_precision(self, *_: object) -> None:
+    def _before_forward(self, *_: object) -> None:
+        """See the precision, and, ahead of the last step, what is alive: what comes later is made new in each step."""
+        if self._alive is None and self._step == self._trial.steps - 1 and self._trial.layout in ("fixed", "moved"):
+            self._alive = memories()
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if torch.is_autocast_enabled(device):
             self._coarsest = max(self._coarsest, torch.finfo(torch.get_autocast_dtype(device)).eps)
@@ -263,12 +259,12 @@ class TrialRun:
                     self._judge(name, float(ratios.min()), float(ratios.max()))
 
     def _judge(self, name: str, least: float, most: float) -> None:
-        """Note shares of a wrong size: a rank's own, or all of them in two steps times or through a whole number, where
+        """Note shares of a wrong size: a rank's own, or the number of ranks too often or too seldom in two steps, where
         clipping these alone would give a factor of each step's own."""
-        before, self._ratios[name] = self._ratios.get(name, 0.0), most
-        off = max(most, 1 / most) if most > 0 else 0.0
-        is_whole = off > _ALIKE and abs(off - round(off)) < _NEAR and abs(before / most - 1) < _NEAR
-        if most > _ALIKE * least or is_whole:
+        before, self._ratios[name], job = self._ratios.get(name, 0.0), most, self._runtime.job
+        counts = {len(job.data_ranks), len(job.edp_ranks), job.ep_size} - {1}
+        is_count = any(max(abs(r * by - 1) for r in (before, most)) < _EXACT for n in counts for by in (n, 1 / n))
+        if most > _ALIKE * least or is_count:
             self._balancer._guard.report(_SHARES.format(name, least if most < 1 else most))
 
     def _end(self) -> None:
@@ -279,23 +275,23 @@ class TrialRun:
         self._meta["balancers"] = len(balancers)
         owned = [one for balancer in balancers for one in balancer._known_tensors()]
         owned += [entry.tensor for entry in self._entries()]
-        replaced = self._runtime.model_check.replaced().values()  # the run with moved homes tells who uses them
-        owned += [one for old in replaced for one in (old, old.grad) if one is not None]
-        found = []
-        if self._trial.layout in ("fixed", "moved"):
-            found = unregistered([stage.model for stage in self._stages], self._runtime.registry, owned)
-        rank = self._runtime.job.rank
+        for old in self._runtime.model_check.replaced().values():  # the run with moved homes tells who uses them
+            owned += [old] if old.grad is None else [old, old.grad]
+        models, rank = [stage.model for stage in self._stages], self._runtime.job.rank
+        found = [] if self._alive is None else unregistered(models, self._runtime.registry, owned, self._alive)
         mine = [{"holder": f"rank {rank}: {one[0]}", "shape": list(one[1]), "content": one[2]} for one in found]
-        everyone = gather_bytes(json.dumps(mine).encode(), self._group)
-        self._meta["unregistered"] = lines = [line for of_rank in everyone for line in json.loads(of_rank)]
-        contents = [line["content"] for line in lines]
-        for line in lines:  # what is trained past the balancer must be the same on all ranks
-            alike = contents.count(line["content"]) == len(self._runtime.job.data_ranks)
-            if line["content"].startswith(TRAINED) and not alike:
+        of_ranks = [json.loads(lines) for lines in gather_bytes(json.dumps(mine).encode(), self._group)]
+        self._meta["unregistered"] = lines = [line for of_rank in of_ranks for line in of_rank]
+        ranks_with = Counter(content for of_rank in of_ranks for content in {line["content"] for line in of_rank})
+        for line in lines:
+            if line["content"].startswith(ALIKE) and ranks_with[line["content"]] < len(self._runtime.job.data_ranks):
                 line["content"] = ""
         self._write_meta()
         dist.barrier(self._group)
         if self._trial.ends_process:
+            for children in Path("/proc/self/task").glob("*/children"):  # what the job would end after its loop
+                for child in children.read_text().split():
+                    os.kill(int(child), signal.SIGTERM)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
@@ -305,12 +301,13 @@ class TrialRun:
     def _entries(self) -> Iterator[TrialEntry]:
         """Weights, optimizer state and buffers, of experts by their logical ids."""
         runtime, balancer = self._runtime, self._balancer
+        part = runtime.job.edp_ranks.index(runtime.job.rank)
         for layer in runtime.registry.layers:
             experts = balancer.logical_expert_ids(layer)
             for tensor in runtime.registry.of_home(layer):
                 kind = tensor.kind if tensor.part == "row" else tensor.part
                 for slot, expert in enumerate(experts):
-                    first = tensor.ranges[slot][self._part][0] if tensor.part == "range" else 0
+                    first = tensor.ranges[slot][part][0] if tensor.part == "range" else 0
                     row = tensor.row(slot).detach()
                     if row.numel():
                         yield TrialEntry(f"{self._modules[layer]}.{tensor.name}", kind, expert, row, first)
@@ -323,14 +320,14 @@ class TrialRun:
         for stage in self._stages:
             for name, buffer in stage.model.named_buffers():
                 if not buffer.is_sparse:
-                    owner, _, own = name.rpartition(".")
-                    unsaved = own in stage.model.get_submodule(owner)._non_persistent_buffers_set
+                    owner, _, own = name.rpartition(
+                        "."
+                    )  # DistributedDataParallel, of which we do the work, keeps all alike
+                    unsaved = (
+                        not runtime.averages_dense
+                        and own in stage.model.get_submodule(owner)._non_persistent_buffers_set
+                    )
                     yield TrialEntry(stage.prefix + name, "cache" if unsaved else "buffer", -1, local(buffer))
-
-    @property
-    def _part(self) -> int:
-        job = self._runtime.job
-        return job.edp_ranks.index(job.rank)
 
     def _entries_of_gradients(self) -> Iterator[TrialEntry]:
         layer_of, slots = self._runtime.layer_of_parameter, self._runtime.registry.has_slots
@@ -351,8 +348,20 @@ class TrialRun:
             self._shaken.add(gradient.data_ptr())
             seed = zlib.crc32(f"{self._step} {entry.name} {entry.expert}".encode())
             noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(seed)).to(gradient.device)
-            error = max(torch.finfo(gradient.dtype).eps, self._coarsest)
+            error = _SHARE_OF_EPS * max(torch.finfo(gradient.dtype).eps, self._coarsest)
+            noise *= gradient != 0  # rows of tokens, or of experts, that no batch has had
             gradient.add_(noise * (error * gradient.float().pow(2).mean().sqrt()))
+
+    def _shake_output(self, module: nn.Module, _: object, output: Any) -> Any:
+        """Change what a module without parts gives by about a rounding error of float32 or float64: gradients show what
+        it comes to."""
+        is_wide = isinstance(output, Tensor) and output.is_floating_point() and output.element_size() >= 4
+        if not is_wide or next(module.children(), None) is not None:
+            return output
+        self._calls += 1
+        generator = torch.Generator(output.device).manual_seed(zlib.crc32(f"{self._step} {self._calls}".encode()))
+        noise = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
+        return output * (1 + torch.finfo(output.dtype).eps * noise)
 
     # -- the record ----------------------------------------------------------------------------------------------------
 
@@ -386,7 +395,7 @@ class TrialRun:
         return total
 
     def _write_meta(self) -> None:
-        not_single = self._not_single or self._does_not_fit()
+        not_single = self._meta["not_single"] or self._does_not_fit()
         said = self._balancer._guard.said
         error = max([self._coarsest, *(torch.finfo(p.dtype).eps for p in self._floating())], default=0.0)
         commits = self._balancer.placement.epoch - self._began
@@ -418,7 +427,7 @@ def _shares(given_RS: Tensor, seen_S: Tensor) -> Tensor | None:
         return None
     fits = []
     for columns_SR in (given_RS.sum(dim=0).unsqueeze(1), given_RS.T):
-        if columns_SR.shape[1] <= _MOST_RANKS and torch.linalg.cond(columns_SR) <= 1 / _NEAR:
+        if columns_SR.shape[1] <= _MOST_RANKS and torch.linalg.cond(columns_SR) <= 1 / _DISTINCT:
             shares_R = torch.linalg.lstsq(columns_SR, seen_S.unsqueeze(1)).solution[:, 0]
             off = float((columns_SR @ shares_R - seen_S).norm() / seen_S.norm())
             fits += [(off, shares_R)] if off < _SAME_SHARES else []
@@ -467,8 +476,8 @@ def _gather_on_first(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
 
 
 def _listen(losses: list[Tensor], before_forward: Callable[..., None], after: Callable[[], None]) -> Callable[[], None]:
-    """Collect what ``backward()`` is called on, and call functions before each module's forward and after each backward
-    pass. Returns one that ends all."""
+    """Collect what ``backward()`` is called on, call functions before each module's forward and after each backward
+    pass, and let torch's clipping by a norm bite in each step. Returns one that ends all."""
     inner = torch.autograd.backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -477,11 +486,19 @@ def _listen(losses: list[Tensor], before_forward: Callable[..., None], after: Ca
         inner(tensors, *args, **kwargs)
         after()
 
-    torch.autograd.backward = backward
+    halves: dict[int, Tensor] = {}  # of the first norms, by the first of what is clipped together
+
+    def clip_more(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
+        half = halves.setdefault(id(next(iter(parameters), None)), total_norm / 2)
+        most: Any = half.clamp(max=max_norm) if max_norm < _NO_CLIPPING else max_norm
+        clip(parameters, most, total_norm, *args, **kwargs)
+
+    torch.autograd.backward, clip = backward, torch.nn.utils.clip_grad._clip_grads_with_norm_
+    torch.nn.utils.clip_grad._clip_grads_with_norm_ = clip_more
     handle = nn.modules.module.register_module_forward_pre_hook(before_forward)
 
     def undo() -> None:
-        torch.autograd.backward = inner
+        torch.autograd.backward, torch.nn.utils.clip_grad._clip_grads_with_norm_ = inner, clip
         handle.remove()
 
     return undo

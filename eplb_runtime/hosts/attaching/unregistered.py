@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import lru_cache
 from math import prod
-from types import CellType, FunctionType, GeneratorType, ModuleType
+from types import CellType, CodeType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,30 +24,35 @@ from ...utils.checksums import as_bytes
 
 MOST_FOUND = 100
 """Findings of a rank that are listed."""
-TRAINED = "trained "
-"""Begins the content of a parameter with a gradient that the balancer does not know."""
-_FRAMEWORKS = ("eplb_runtime", "torch.distributed", "torch.autograd", "megatron", "torchtitan", "numba")
-"""Modules that hold buffers and tables of their own, as their objects do."""
+ALIKE = "alike "
+"""Begins a content that is known only where all ranks have the same: of what is trained past the balancer, or has the
+shape of an expert's tensor and not that of a rank's."""
+_FRAMEWORKS = ("eplb_runtime.", "torch.distributed.", "torch.autograd.", "megatron.core.", "torchtitan.", "numba.")
+"""Packages that hold buffers and tables of their own, as their objects do."""
+_ARRAYS, _CONTAINERS = (Tensor, np.ndarray), (dict, list, tuple)
+_PLAIN = frozenset({str, int, float, bool, bytes, type, type(None), FunctionType, CellType, CodeType, ModuleType})
 _DEPTH = 3
 """Containers inside containers that the collector does not follow, as a dict of arrays alone."""
 
 
 def unregistered(
-    models: Sequence[nn.Module], registry: ExpertTensors, owned: Iterable[Tensor]
+    models: Sequence[nn.Module], registry: ExpertTensors, owned: Iterable[Tensor], alive: Collection[int] | None = None
 ) -> list[tuple[str, tuple[int, ...], str]]:
     """Return holders, shapes and contents of what may be experts: the last dimensions are those of an expert's tensor,
     or it has as many elements as an expert, as a parameter of experts or as the whole model, or is a vector of experts
-    or of a number for each. The content is a checksum where the number alone speaks for it, else empty.
+    or of a number for each. The content is a checksum, or empty where the shape is that of a rank's own experts.
 
     Args:
         owned: tensors that move with experts or are no experts, besides the models' parameters, gradients and buffers.
+        alive: `memories` of a step before: what is elsewhere is made new in each. None: all may have been kept.
     """
     named = [one for model in models for one in (*model.named_parameters(), *model.named_buffers())]
     held = [tensor for _, tensor in named]  # `buffers` is an attribute of Megatron's DDP
     gradients = [getattr(tensor, name, None) for tensor in held for name in ("grad", "main_grad")]
     known = {0} | {_memory_of(one) for one in (*held, *gradients, *owned, *registry.parameters()) if one is not None}
     rows, sizes = _shapes(models, registry)
-    whole = rows | {tuple(parameter.shape) for parameter in registry.parameters()}  # else it may be an activation
+    own = {tuple(parameter.shape) for parameter in registry.parameters()}
+    whole = rows | own  # else it may be an activation
     variables = list(_variables())
     found: list[tuple[tuple[int, ...], str]] = []
     holders: list[Any] = []
@@ -57,15 +63,22 @@ def unregistered(
         if len(shape) == 1:  # experts one after the other, or a number for each
             is_like = is_like or shape[0] == registry.homes_per_rank or not all(shape[0] % prod(row) for row in rows)
         if value.trained:
-            is_like, has_shape = True, False
-        if (shape in whole if value.has_gradient else is_like) and value.memory not in known:
+            is_like = has_shape = True
+        was_kept = alive is None or value.memory in alive
+        if was_kept and (shape in whole if value.has_gradient else is_like) and value.memory not in known:
             known.add(value.memory)
-            found.append((shape, "" if has_shape else TRAINED * value.trained + value.content()))
+            is_own = shape in own and not value.trained
+            found.append((shape, "" if is_own else ALIKE * has_shape + value.content()))
             holders.append(holder)
     # The walk is over: lists of its own, which held what it looked at, are gone.
     by_shape = sorted(range(len(found)), key=lambda place: found[place][1] != "")[:MOST_FOUND]
     all_found = [(_named(holders[place], (variables, holders)), *found[place]) for place in by_shape]
     return [one for one in all_found if one[0]]
+
+
+def memories() -> set[int]:
+    """Return where all tensors and arrays of the process are now."""
+    return {value.memory for value, _ in _tensors(list(_variables()))}
 
 
 class _Candidate:
@@ -97,7 +110,7 @@ def _memory_of(tensor: Tensor) -> int:
 
 def _shapes(models: Sequence[nn.Module], registry: ExpertTensors) -> tuple[set[tuple[int, ...]], set[tuple[int]]]:
     """Shapes of an expert's matrices, and numbers of elements of what may hold experts."""
-    rows, numbers, experts = set(), set(), 0
+    rows, numbers, experts, own = set(), set(), 0, set(map(id, registry.parameters()))
     for layer in registry.layers:
         for tensor in registry.by_expert(layer):
             parts = [local(part) for part in (tensor if isinstance(tensor, tuple) else (tensor,))]
@@ -106,8 +119,10 @@ def _shapes(models: Sequence[nn.Module], registry: ExpertTensors) -> tuple[set[t
             whole = sum(part.numel() for part in parts)
             experts += whole
             numbers |= {whole, row.numel() if len(row) > 1 else 0}
-    for trained in (False, True):
-        numbers.add(sum(p.numel() for model in models for p in model.parameters() if p.requires_grad or not trained))
+    for parameters in ([*module.parameters()] for model in models for module in model.modules()):
+        if any(id(parameter) in own for parameter in parameters):
+            trained = [parameter.numel() for parameter in parameters if parameter.requires_grad]
+            numbers |= {sum(parameter.numel() for parameter in parameters), sum(trained)}
     return rows, {(number,) for number in numbers | {experts} if number}
 
 
@@ -116,7 +131,7 @@ def _variables() -> Iterator[tuple[str, Any]]:
     for frame in sys._current_frames().values():
         inner: Any = frame
         while inner is not None:
-            if not inner.f_globals.get("__name__", "").startswith(_FRAMEWORKS):
+            if not f"{inner.f_globals.get('__name__', '')}.".startswith(_FRAMEWORKS):
                 yield from ((f"{name} in {inner.f_code.co_name}()", value) for name, value in inner.f_locals.items())
             inner = inner.f_back
     for module in list(sys.modules.values()):
@@ -128,7 +143,7 @@ def _tensors(variables: Sequence[tuple[str, Any]]) -> Iterator[tuple[_Candidate,
     """All tensors and arrays, each with an object that holds it."""
     objects = gc.get_objects()
     for holder in objects:
-        if not _of_a_framework(holder):
+        if not _of_a_framework(type(holder)):  # type: ignore[arg-type]
             yield from _inside(gc.get_referents(holder), holder, _DEPTH)
     yield from _inside([value for _, value in variables], None, _DEPTH)
     yield from _inside([one for one in objects if issubclass(type(one), Tensor)], None, 0)
@@ -137,10 +152,12 @@ def _tensors(variables: Sequence[tuple[str, Any]]) -> Iterator[tuple[_Candidate,
 def _inside(values: Sequence[Any], holder: Any, depth: int) -> Iterator[tuple[_Candidate, Any]]:
     for value in values:
         kind = type(value)  # isinstance() wakes objects that pretend to be of another class
-        if issubclass(kind, Tensor | np.ndarray):
+        if kind in _PLAIN:
+            continue
+        if issubclass(kind, _ARRAYS):
             if value.ndim and _may_be_weights(value):
                 yield _Candidate(value), holder if holder is not None else value
-        elif depth and issubclass(kind, dict | list | tuple) and not gc.is_tracked(value):
+        elif depth and issubclass(kind, _CONTAINERS) and not gc.is_tracked(value):
             inner = [*value.values()] if isinstance(value, dict) else list(value)
             yield from _inside(inner, holder if holder is not None else value, depth - 1)
 
@@ -184,17 +201,18 @@ def _name_of(value: Any, variables: Sequence[tuple[str, Any]]) -> str | None:
     if isinstance(value, GeneratorType | FunctionType):
         return f"{'function' if isinstance(value, FunctionType) else 'generator'} {value.__qualname__}"
     if isinstance(value, ModuleType):
-        return "" if value.__name__.startswith(_FRAMEWORKS) else f"module {value.__name__}"
-    if _of_a_framework(value):
+        return "" if f"{value.__name__}.".startswith(_FRAMEWORKS) else f"module {value.__name__}"
+    if _of_a_framework(type(value)):  # type: ignore[arg-type]
         return ""
     is_container = isinstance(value, dict | list | tuple | set | CellType | Tensor | np.ndarray)
     return None if is_container else f"an object of {type(value).__name__}"
 
 
-def _of_a_framework(value: Any) -> bool:
-    """Return whether this is of a class of theirs; modules may be copies that the job has made."""
-    made_in = str(getattr(type(value), "__module__", ""))
-    return made_in.startswith(_FRAMEWORKS) and not issubclass(type(value), nn.Module)
+@lru_cache(maxsize=10_000)
+def _of_a_framework(kind: type) -> bool:
+    """Return whether this is a class of theirs; modules may be copies that the job has made."""
+    made_in = str(getattr(kind, "__module__", ""))
+    return f"{made_in}.".startswith(_FRAMEWORKS) and not issubclass(kind, nn.Module)
 
 
 def _is_ours(value: Any) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils.hub import convert_file_size_to_int
+from huggingface_hub.serialization._base import parse_size_to_int
 
 from ...checkpoint.disk import remove_files, write_tensors
 from ...checkpoint.joint_access import JointAccess
@@ -24,8 +24,6 @@ from ...utils.files import write_file
 from .adapters import is_saved_with_adapters
 from .naming import folder_weights
 
-SHARD_SIZE = "5GB"
-"""Of a shard, unless told otherwise."""
 _NOT_HERE = {
     "push_to_hub": "upload the folder when it is written",
     "distributed_checkpoint": "use checkpoint.save",
@@ -43,7 +41,8 @@ def write(view: LogicalView, folder: Path, **options: Any) -> None:
     balancer = view.balancer
     assert balancer is not None
     _refuse(view, balancer._runtime.job)
-    shard_bytes = convert_file_size_to_int(options.pop("max_shard_size", SHARD_SIZE))
+    size = options.pop("max_shard_size", "5GB")
+    shard_bytes = parse_size_to_int(size) if isinstance(size, str) else size  # as save_pretrained understands it
     variant = options.pop("variant", None)
     weights = folder_weights(view, as_in_model=not options.pop("save_original_format", True))
     tensors = TensorList(balancer, {balancer._runtime.job.stages[0]: weights})

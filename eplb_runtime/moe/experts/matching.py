@@ -94,4 +94,4 @@ def _tensor(value: Any) -> Tensor:
         return torch.from_numpy(value)
     if not isinstance(value, Tensor):
         raise RegistryError(f"a {type(value).__name__} is no tensor")
-    return value.detach()
+    return value.detach() if value.requires_grad else value

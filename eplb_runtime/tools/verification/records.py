@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from ...hosts.attaching.trial import KINDS, SKETCHES
 
 TIMES_SHAKEN = 12.0
-"""Of what rounding errors in the gradients of each step come to in this job: runs may differ by so much."""
+"""Of what rounding errors in each step come to in this job: runs may differ by so much."""
 ROUNDINGS = 20.0
-"""Rounding errors of a tensor that are allowed in any case."""
-DENSE_ROUNDINGS = 16.0
-"""Of the whole model's gradients: one that is zero but for rounding (a bias before a softmax) has any value below."""
+"""Rounding errors of a tensor that are allowed in any case; of gradients those of float32, as wide as they are."""
+NOISE_ROUNDINGS = 16.0
+"""Of the model's typical gradient: one that is zero but for rounding (a bias before a softmax) has any value below."""
 LOSS_SHARE = 0.02
 """By which losses, and tokens of experts, may differ once two runs send a token to different experts."""
 
@@ -137,7 +137,7 @@ def first_difference(one: Run, other: Run) -> Difference | None:
 
 
 def uneven_buffer(run: Run) -> str:
-    """Name a saved buffer that differs at the end between ranks with the same layers; empty: none."""
+    """Name a buffer that differs at the end between ranks with the same layers, where we average; empty: none."""
     for name, cell in ((name, cell) for (name, _), cell in run.step(run.length).cells.items() if cell.kind == "buffer"):
         digest_of = dict(zip(cell.ranks, cell.digests, strict=True))
         if any(len({digest_of[rank] for rank in ranks if rank in digest_of}) > 1 for ranks in run.meta["copies"]):
@@ -218,13 +218,12 @@ def routes_alike(one: Run, other: Run, until: int) -> bool:
 
 
 def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], rounding: float) -> Iterator[Measure]:
-    """Name each gradient, buffer and change of a weight, the difference that is allowed, that which is there, and what
-    it is relative to. Rounding is that of the expert, or of any weight's change, with the most: few elements make it by
-    chance (with Adam those whose gradient is about zero)."""
+    """Yield each gradient, buffer and change of a weight: its name, by what it may differ and does, and its size.
+    Rounding is that of the expert, or of any weight's change, with the most: few elements make it by chance."""
     fixed, other, shaken = (step.cells for step in steps)
     gradients = [cell for cell in fixed.values() if cell.kind == "gradient"]
     typical = np.sqrt(sum(c.sums[0, 0] for c in gradients) / max(1, sum(c.numel for c in gradients)))
-    noise_only, found = set(), []
+    noise_only, found, fine = set(), [], min(rounding, float(np.finfo(np.float32).eps))
     for key in steps[0].ordered():
         cell = fixed[key]
         if key not in other or key not in shaken or cell.kind not in ("gradient", "parameter", "buffer"):
@@ -233,10 +232,10 @@ def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], roundin
         if cell.kind == "buffer":
             scale, floor = cell.norm, 0.0
         elif cell.kind == "gradient":
-            scale, floor = cell.norm, DENSE_ROUNDINGS * rounding * typical * np.sqrt(cell.numel) * (key[1] < 0)
+            scale, floor = cell.norm, NOISE_ROUNDINGS * (fine, rounding)[key[1] < 0] * typical * np.sqrt(cell.numel)
             if scale <= floor:
-                noise_only.add(key[0].removesuffix("/grad"))
-        elif not before or key[0] in noise_only or any(key not in step.cells for step in before):
+                noise_only.add(key)
+        elif not before or (f"{key[0]}/grad", key[1]) in noise_only or any(key not in step.cells for step in before):
             continue
         else:
             sums = [one - step.cells[key].sums[:, 1:] for one, step in zip(sums, before, strict=True)]
@@ -245,11 +244,12 @@ def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], roundin
             same = len(sums[0]) == len(sums[1])
             apart = max(_apart(sums[0][place if same else 0], row) for place, row in enumerate(sums[1]))
             noise = max(_apart(sums[0][place], row) for place, row in enumerate(sums[2]))
-            found.append((key, cell.kind, noise, ROUNDINGS * rounding * scale + floor, apart, scale))
+            least = ROUNDINGS * (fine if cell.kind == "gradient" else rounding) * scale + floor
+            found.append((key, cell.kind, noise, least, apart, scale))
     most: dict[str, float] = {}
     is_rounding = np.array_equal(steps[0].counts, steps[2].counts)  # else a choice of experts, in some tensors alone
-    for (_, expert), kind, noise, _, _, scale in found if is_rounding else ():
-        if scale and (expert >= 0 or kind == "parameter"):
+    for key, kind, noise, _, _, scale in found if is_rounding else ():
+        if scale and key not in noise_only and (key[1] >= 0 or kind == "parameter"):
             most[kind] = max(most.get(kind, 0.0), noise / scale)
     for key, kind, noise, least, apart, scale in found:
         if key[1] >= 0 or kind == "parameter":

@@ -56,27 +56,26 @@ def proof() -> Proof:
         what = "ended before its first optimizer step" if fixed.length == 0 else "reached no eplb_runtime.attach"
         return answer("unknown", f"the job {what} (what starts ranks must hand its environment on to them)")
     moved = yield "moved", False
-    tensors = len({name for name, _ in fixed.step(fixed.length).cells})
-    report = replace(report, tensors=tensors, unregistered=_unregistered(fixed, moved))
+    report = replace(report, tensors=len({name for name, _ in fixed.step(fixed.length).cells}))
     runs.append(moved)
     difference = first_difference(fixed, moved)
     if difference is None and moved.length < fixed.length:
         return answer("wrong", f"the run with moved homes ended sooner: {moved.failure}")
-    if difference is not None:
+    if difference is not None or _unregistered(fixed, moved, fixed):
         again = yield "fixed", False
+        report = replace(report, difference=difference, unregistered=_unregistered(fixed, moved, again))
         if (odd := first_difference(fixed, again)) is not None:
             return answer("unknown", f"the job does not repeat itself: in a second run {odd}", repeats=False)
-        report = replace(report, difference=difference)
-        if not report.notes:
-            kept = _KEPT.format(*moved.meta["replaced"]) if moved.meta.get("replaced") else ""
-            noisy = yield "shaken", False
-            close = to_rounding(fixed, moved, noisy)
-            found: dict[str, Any] = {"repeats": True, "moved": False, "moved_rounding": close}
-            is_close = close.equal and close.steps >= difference.step and routes_alike(fixed, noisy, difference.step)
-            if is_close and not kept:
-                return answer("unknown", f"with moved homes {replace(difference, hint=_IN_ORDER)}", **found)
-            return answer("wrong", f"with moved homes {difference}{kept}", **found)
-    elif not moved.meta["commits"]:
+    if difference is not None and not report.notes:
+        kept = _KEPT.format(*moved.meta["replaced"]) if moved.meta.get("replaced") else ""
+        noisy = yield "shaken", False
+        close = to_rounding(fixed, moved, noisy)
+        found: dict[str, Any] = {"repeats": True, "moved": False, "moved_rounding": close}
+        is_close = close.equal and close.steps >= difference.step and routes_alike(fixed, noisy, difference.step)
+        if is_close and not kept:
+            return answer("unknown", f"with moved homes {replace(difference, hint=_IN_ORDER)}", **found)
+        return answer("wrong", f"with moved homes {difference}{kept}", **found)
+    if difference is None and not moved.meta["commits"]:
         return answer("unknown", f"no expert moved in {moved.length} steps: give --steps 3 or more")
     report = replace(report, repeats=True, moved=difference is None, single_reason=str(meta["not_single"]))
     wanted = [("single", False)] * (not report.single_reason)
@@ -114,11 +113,14 @@ def proof() -> Proof:
     return answer("right")
 
 
-def _unregistered(fixed: Run, moved: Run) -> tuple[dict[str, Any], ...]:
-    """What may be experts, but for what is like them in its number of elements alone and the same in both runs."""
-    known = {one["content"] for one in fixed.meta.get("unregistered", ())} - {""}
-    found = [one for one in moved.meta.get("unregistered", ()) if one["content"] not in known]
-    return tuple({"holder": one["holder"], "shape": tuple(one["shape"])} for one in found)
+def _unregistered(*runs: Run) -> tuple[dict[str, Any], ...]:
+    """What may be experts, but for what has the same content with fixed and moved homes, or not in both fixed runs."""
+    of_runs = (run.meta.get("unregistered", ()) for run in runs)
+    fixed, moved, again = ([(one["holder"], (*one["shape"],), one["content"]) for one in found] for found in of_runs)
+    known, steady = {content for *_, content in fixed} - {""}, {one[:2] for one in {*fixed} & {*again}}
+    clocks = {one[:2] for one in fixed} - steady
+    found = [one for one in moved if one[2] not in known and one[:2] not in clocks]
+    return tuple({"holder": holder, "shape": shape} for holder, shape, _ in found)
 
 
 def _answer(run: Callable[[str, bool, Path], Run], keep: Path | None = None) -> Report:
@@ -142,9 +144,7 @@ def verify_command(command: Sequence[str], steps: int = 12, keep: Path | None = 
     before, lengths = set(os.listdir()), list[int]()
 
     def run(layout: str, replicas: bool, folder: Path) -> Run:
-        most = (
-            max(lengths[:1], default=0) or steps
-        )  # of a job that ends sooner: the other runs end as those of others do
+        most = max(lengths[:1], default=0) or steps  # where a job ends sooner, the other runs end there
         found = _run(command, Trial(layout, most, str(folder), replicas), folder.name.replace("-", " "))
         if not lengths and (new := sorted(set(os.listdir()) - before)):
             print(f"verify: the job wrote {', '.join(new[:5])}: runs that go on from it are not alike", file=sys.stderr)

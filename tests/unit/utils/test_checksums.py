@@ -1,12 +1,13 @@
-"""The hashes that stand for blocks of a GPU's memory notice what a wire, or a row never written, can do to them."""
+"""Memory as an array, and hashes of its blocks, which notice what a wire, or a row never written, can do to them."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_runtime.utils.checksums import as_bytes, block_hashes
+from eplb_runtime.utils.checksums import as_bytes, block_hashes, checksum, host_array
 
 BLOCKS = 4
 
@@ -31,3 +32,19 @@ def test_words_that_change_places_change_the_hash(one: int, other: int) -> None:
     words[[one, other]] = words[[other, one]]
     same = torch.equal(block_hashes(as_bytes(words)), before)
     assert same == (one == other)
+
+
+def test_memory_that_was_hashed_stays_resizable() -> None:
+    source = torch.zeros(1 << 21, dtype=torch.uint8)
+    checksum([source])
+    assert source.untyped_storage().resizable()
+    assert host_array(source[3:5]).tolist() == [0, 0] and host_array(source[:0]).size == 0
+    host_array(source)[3] = 7
+    assert source[3] == 7, "it is the same memory"
+    view = source[3:5]
+    source.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="freed"):
+        host_array(view)
+    source = torch.zeros(8, dtype=torch.uint8)
+    source.numpy()
+    assert not source.untyped_storage().resizable(), "control: torch marks what NumPy was given"
