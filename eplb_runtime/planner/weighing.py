@@ -36,6 +36,10 @@ def weigh(request: PlanRequest, policy: str, placement: Placement, settled: Sett
     falls, whole = True, ""
     if current is not None and before is not None:
         gain_L = _worth(request, before, crossing_before) - _worth(request, after, crossing_after)
+        if settled.gate != "off" and (loses_L := gain_L < 0).any():  # a budget may end a search on its way
+            placement, after = choose(~loses_L, placement, current), np.where(loses_L, before, after)
+            moves, gain_L = moves[~loses_L[moves[:, MOVE_LAYER]]], np.maximum(gain_L, 0.0)
+            crossing_after = _crossing(request, placement)
         falls = float(gain_L.mean()) > 0
         prefixes = LayerPrefixes(request, moves, gain_L, cost)
         taken = prefixes.best if settled.gate == "payoff" else len(prefixes.layers)
