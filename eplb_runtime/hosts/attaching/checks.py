@@ -146,10 +146,11 @@ def _check_here(
         refused = stage.host.refuses(config)
         if refused:
             raise AttachError(refused)
-        if sparse := [
-            stage.prefix + name for name, m in stage.model.named_modules() if getattr(m, "sparse", False) is True
-        ]:
-            raise AttachError(f"{sparse[0]} has sparse gradients, which are not averaged: make it with sparse=False")
+        sparse = [name for name, module in stage.model.named_modules() if getattr(module, "sparse", False) is True]
+        if sparse:
+            raise AttachError(
+                f"{stage.prefix}{sparse[0]} has sparse gradients, which are not averaged: make it with sparse=False"
+            )
     for layer in layers:
         _check_tensors(layer, groups)
         if spread_of(layer.experts) is None or config.replica_slots:

@@ -320,13 +320,10 @@ class TrialRun:
         for stage in self._stages:
             for name, buffer in stage.model.named_buffers():
                 if not buffer.is_sparse:
-                    owner, _, own = name.rpartition(
-                        "."
-                    )  # DistributedDataParallel, of which we do the work, keeps all alike
-                    unsaved = (
-                        not runtime.averages_dense
-                        and own in stage.model.get_submodule(owner)._non_persistent_buffers_set
-                    )
+                    owner, _, own = name.rpartition(".")
+                    unsaved = own in stage.model.get_submodule(owner)._non_persistent_buffers_set
+                    # Where we average, DistributedDataParallel would keep those alike, too.
+                    unsaved = unsaved and not runtime.averages_dense
                     yield TrialEntry(stage.prefix + name, "cache" if unsaved else "buffer", -1, local(buffer))
 
     def _entries_of_gradients(self) -> Iterator[TrialEntry]:
