@@ -196,6 +196,7 @@ class DecisionMaker:
         rows = self._config.window_rows(self._steps_per_bucket)
         self.history: deque[NDArray[np.int64]] = deque(maxlen=rows)
         self.share = ExpertShare.before_measuring(self._config.migration.moe_share)
+        self._compiles = self._config.policy != "static" or self._config.replica_slots > 0
         self._compiled = False
         self._closed = threading.Event()
         self._declared: NDArray[np.float64] | None = None
@@ -226,27 +227,26 @@ class DecisionMaker:
     @property
     def lacks_compiled_code(self) -> bool:
         """Return whether `compile` will compile, and not only read compiled code from the disk."""
-        return compiles() and not is_compiled(self._policy_here)
+        return self._compiles and compiles() and not is_compiled(self._policy_here)
 
     @property
     def _policy_here(self) -> str:
         """Policy that this rank plans with, as `compile_here` takes it; empty: it does not plan."""
-        if not self._is_planner:
-            return ""
-        return self._config.policy
+        return self._config.policy if self._is_planner else ""
 
     def compile(self) -> None:
         """Compile the code of decisions and migrations on this rank; until then NumPy plans, and only homes move."""
         try:
             policy = self._policy_here
             with compiling_ahead():
-                compile_apart(policy, self._closed)
-                if not self._closed.is_set():
+                if self._compiles:
+                    compile_apart(policy, self._closed)
+                if self._compiles and not self._closed.is_set():
                     compile_here(policy)
         except Exception:
             logger.warning("the planner could not be compiled ahead of its first use", exc_info=True)
         finally:
-            self._compiled = True
+            self._compiled = self._compiles
 
     def close(self) -> None:
         """Make no more plans and compile nothing more; a planner that never returns is abandoned."""

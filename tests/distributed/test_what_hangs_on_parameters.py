@@ -192,13 +192,12 @@ def right_use(rank: int) -> dict[str, bool]:
     shared.attach()
     seen["layers may share a module"] = len(set(shared.balancer.layer_of_parameter.values())) == 1
     shared.step(0)
-    (averaged := Job(rank)).attach()
-    own = {name: averaged.model.get_parameter(name).detach() for name in averaged.balancer.layer_of_parameter}
+    own = {name: later.model.get_parameter(name).detach() for name in later.balancer.layer_of_parameter}
     buffers = {name: weights.clone() for name, weights in own.items()}
     for number, buffer in enumerate(buffers.values()):
-        averaged.model.register_buffer(f"average_{number}", buffer)
-    averaged.balancer.register_all("average", buffers)
-    nn.parallel.DistributedDataParallel(averaged.model)(batch_of(rank, 0))
+        later.model.register_buffer(f"average_{number}", buffer)
+    later.balancer.register_all("average", buffers)
+    nn.parallel.DistributedDataParallel(later.model)(batch_of(rank, 0))
     seen["DDP leaves registered buffers alone"] = all(map(torch.equal, buffers.values(), own.values()))
     return seen
 

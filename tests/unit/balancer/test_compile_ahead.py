@@ -44,10 +44,9 @@ def test_what_was_compiled_before_starts_no_process(compiled: list[str], monkeyp
 
 
 def decisions(policy: str, is_planner: bool = True, **budget: Any) -> Any:
-    """What knows on a rank which code it needs."""
     maker: Any = object.__new__(DecisionMaker)
     maker._config = BalancerConfig(policy=policy, migration=MigrationConfig(**budget))
-    maker._is_planner = is_planner
+    maker._is_planner, maker._compiles = is_planner, policy != "static"
     return maker
 
 
