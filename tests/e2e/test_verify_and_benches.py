@@ -34,8 +34,8 @@ def shell(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_verify_runs_a_job_and_names_what_is_wrong_with_it(tmp_path: Path) -> None:
-    script = (ROOT / "launch/examples/transformers_loop.py").read_text()
-    clipped = script.replace("balancer.clip_grad_norm_(1.0)", "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)")
+    script, step = (ROOT / "launch/examples/any_module.py").read_text(), "        optimizer.step()\n"
+    clipped = script.replace(step, f"        nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n{step}")
     assert clipped != script
     (tmp_path / "train.py").write_text(clipped)
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
