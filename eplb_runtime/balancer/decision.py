@@ -241,12 +241,12 @@ class DecisionMaker:
             with compiling_ahead():
                 if self._compiles:
                     compile_apart(policy, self._closed)
-                if self._compiles and not self._closed.is_set():
-                    compile_here(policy)
+                    if not self._closed.is_set():
+                        compile_here(policy)
         except Exception:
             logger.warning("the planner could not be compiled ahead of its first use", exc_info=True)
         finally:
-            self._compiled = self._compiles
+            self._compiled = True
 
     def close(self) -> None:
         """Make no more plans and compile nothing more; a planner that never returns is abandoned."""

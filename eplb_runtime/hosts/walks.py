@@ -27,9 +27,6 @@ from ..placement import Placement
 
 Key = TypeVar("Key")
 
-EXPERTS = ".experts."
-"""Part of the name of every expert parameter in Megatron."""
-
 
 class _Walk:
     """One walk over the expert parameters of this rank. Collective over the job when it begins, between steps; from
@@ -68,10 +65,13 @@ class _Walk:
         """Yield what is walked, with copies of the experts that were there at launch, which nobody may write to."""
         for key, tensor in walked:
             here = self._at_launch(name_of(key), tensor)
-            before = () if here is tensor else _as_handed_out(here)
+            if here is tensor:
+                yield key, tensor
+                continue
+            before = _as_handed_out(here)
             yield key, here
-            now = _as_handed_out(here) if before else ()
-            if before and now and (before[:2] != now[:2] or not torch.equal(before[2], now[2])):
+            now = _as_handed_out(here)
+            if before[:2] != now[:2] or not torch.equal(before[2], now[2]):
                 raise RuntimeError(
                     f"{name_of(key)} was written to, and it is a copy of an expert that is elsewhere now: load weights "
                     "(another model's, a backup) inside balancer.logical_order()"
@@ -87,7 +87,7 @@ class _Walk:
         """The weights of the expert that was in this place at launch; what is no expert, as it is."""
         place = self._place_of.get(id(tensor))
         if place is None:
-            if EXPERTS in name and self._any_moved():
+            if ".experts." in name and self._any_moved():  # as all of Megatron's are named
                 raise ExportError(
                     f"{name} is no parameter of the attached model (a copy, or made from several), so the expert that "
                     "it should be is not known: export inside balancer.logical_order()"
@@ -239,4 +239,4 @@ def tasks_in_logical_order(balancer: Balancer, tasks: Sequence[Any]) -> Any:
     Returns:
         What has a length and can be iterated over. Not for loading, which writes to the weights of its tasks.
     """
-    return _TasksInLogicalOrder(balancer, tasks)
+    return tasks if isinstance(tasks, _TasksInLogicalOrder) else _TasksInLogicalOrder(balancer, tasks)

@@ -97,9 +97,8 @@ def follow_bridge(balancer: eplb.Balancer, bridge: Any) -> None:
             return export(model, *arguments, **options)
         if conversion_tasks is None:
             conversion_tasks = bridge.get_conversion_tasks(model)
-        if not isinstance(conversion_tasks, type(tasks_in_logical_order(balancer, []))):
-            conversion_tasks = tasks_in_logical_order(balancer, conversion_tasks)
-        return export(model, *arguments, conversion_tasks=conversion_tasks, **options)
+        tasks = tasks_in_logical_order(balancer, conversion_tasks)
+        return export(model, *arguments, conversion_tasks=tasks, **options)
 
     bridge.export_hf_weights = export_hf_weights
     for other in ("save_hf_weights", "export_hf_weights_modelopt", "export_hf_weights_quant"):

@@ -90,9 +90,7 @@ def _ways(
     by_kernels = kernels_for(device).moves if ours else PLAIN
     if not ours:
         left_out.append({"dispatch": f"{' and '.join(OVER_TORCH)}, kernels", "why": "our kernels are for GPUs"})
-    for name in ("all_to_all", "hierarchical", "deepep", "auto"):
-        if name == "auto":
-            continue
+    for name in ("all_to_all", "hierarchical", "deepep"):
         choice = choose_together(BalancerConfig(dispatch=name), group, topology, device, SECONDS_TO_AGREE)
         if choice.problem:
             left_out += [

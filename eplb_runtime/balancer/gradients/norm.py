@@ -62,7 +62,7 @@ def combined(powers: Tensor, norm_type: float) -> Tensor:
 
 
 def _power(norm: Tensor, norm_type: float) -> Tensor:
-    """What `combined` takes of a norm."""
+    """Return what `combined` takes of a norm."""
     return norm if math.isinf(norm_type) else norm.pow(norm_type)
 
 

@@ -15,6 +15,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -62,7 +63,7 @@ _ENOUGH_MEMORY = 0.8
 """Share of the free memory that the experts of a run with all of them on each rank may take."""
 KINDS = ("gradient", "buffer", "cache", "optimizer_state", "range", "number", "parameter")
 """Of a tensor on record, as its number says, causes first; ``range``, ``number``: state of which ranks have parts;
-``cache``: a buffer that checkpoints leave out."""
+``cache``: a buffer that checkpoints leave out, unless we average: DistributedDataParallel would keep it alike, too."""
 
 
 def without_replicas(config: BalancerConfig) -> BalancerConfig:
@@ -290,8 +291,9 @@ class TrialRun:
         dist.barrier(self._group)
         if self._trial.ends_process:
             for children in Path("/proc/self/task").glob("*/children"):  # what the job would end after its loop
-                for child in children.read_text().split():
-                    os.kill(int(child), signal.SIGTERM)
+                with suppress(OSError):  # it has ended by itself
+                    for child in children.read_text().split():
+                        os.kill(int(child), signal.SIGTERM)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
@@ -321,10 +323,9 @@ class TrialRun:
             for name, buffer in stage.model.named_buffers():
                 if not buffer.is_sparse:
                     owner, _, own = name.rpartition(".")
-                    unsaved = own in stage.model.get_submodule(owner)._non_persistent_buffers_set
-                    # Where we average, DistributedDataParallel would keep those alike, too.
-                    unsaved = unsaved and not runtime.averages_dense
-                    yield TrialEntry(stage.prefix + name, "cache" if unsaved else "buffer", -1, local(buffer))
+                    saved = own not in stage.model.get_submodule(owner)._non_persistent_buffers_set
+                    group = "buffer" if saved or runtime.averages_dense else "cache"
+                    yield TrialEntry(stage.prefix + name, group, -1, local(buffer))
 
     def _entries_of_gradients(self) -> Iterator[TrialEntry]:
         layer_of, slots = self._runtime.layer_of_parameter, self._runtime.registry.has_slots
@@ -350,8 +351,7 @@ class TrialRun:
             gradient.add_(noise * (error * gradient.float().pow(2).mean().sqrt()))
 
     def _shake_output(self, module: nn.Module, _: object, output: Any) -> Any:
-        """Change what a module without parts gives by about a rounding error of float32 or float64: gradients show what
-        it comes to."""
+        """Change what a module without parts gives by about a rounding error of float32 or float64."""
         is_wide = isinstance(output, Tensor) and output.is_floating_point() and output.element_size() >= 4
         if not is_wide or next(module.children(), None) is not None:
             return output

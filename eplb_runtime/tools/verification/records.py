@@ -232,8 +232,8 @@ def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], roundin
         if cell.kind == "buffer":
             scale, floor = cell.norm, 0.0
         elif cell.kind == "gradient":
-            scale, floor = cell.norm, NOISE_ROUNDINGS * (fine, rounding)[key[1] < 0] * typical * np.sqrt(cell.numel)
-            if scale <= floor:
+            floor = NOISE_ROUNDINGS * (rounding if key[1] < 0 else fine) * typical * np.sqrt(cell.numel)
+            if (scale := cell.norm) <= floor:
                 noise_only.add(key)
         elif not before or (f"{key[0]}/grad", key[1]) in noise_only or any(key not in step.cells for step in before):
             continue

@@ -114,7 +114,7 @@ def proof() -> Proof:
 
 
 def _unregistered(*runs: Run) -> tuple[dict[str, Any], ...]:
-    """What may be experts, but for what has the same content with fixed and moved homes, or not in both fixed runs."""
+    """Return what may be experts, but for what is the same with fixed and moved homes, or not in both fixed runs."""
     of_runs = (run.meta.get("unregistered", ()) for run in runs)
     fixed, moved, again = ([(one["holder"], (*one["shape"],), one["content"]) for one in found] for found in of_runs)
     known, steady = {content for *_, content in fixed} - {""}, {one[:2] for one in {*fixed} & {*again}}
