@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from ..balancer.gradients.division import foreign_hooks
 from ..load.expert_clock import ExpertClock
@@ -266,11 +267,29 @@ class _UsersCompute:
 
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
         assert self.layer.compute is not None
-        out_MD = self.layer.compute(rows_MD, counts_S, dict(zip(self.names, parameters, strict=True)))
+        with StableSort():
+            out_MD = self.layer.compute(rows_MD, counts_S, dict(zip(self.names, parameters, strict=True)))
         if not isinstance(out_MD, Tensor) or out_MD.shape != rows_MD.shape:
             given = f"{list(out_MD.shape)}" if isinstance(out_MD, Tensor) else type(out_MD).__name__
             raise ValueError(f"compute of {self.layer.experts} gave {given} for rows {list(rows_MD.shape)}")
         return out_MD
+
+
+class StableSort(TorchFunctionMode):
+    """Makes sorting stable: code that sorts rows by expert would sum an expert's rows in an order that depends on its
+    neighbours, since torch's sort puts equal keys in any order, and does on CPUs."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _SORTS:
+            kwargs |= {"stable": True, **dict(zip(("dim", "descending"), args[1:], strict=False))}
+            args = args[:1]
+        return func(*args, **kwargs)
+
+
+_SORTS = (torch.sort, torch.argsort, Tensor.sort, Tensor.argsort)
 
 
 def _run(layer: MoE, own: Callable[..., Any], parallel: ExpertParallelLayer) -> Callable[..., Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_model_state_dict
 
 import eplb_runtime as eplb
 
@@ -65,7 +68,7 @@ COPIES: dict[str, Callable[[nn.Module], State]] = {
 def loaded(work: Callable[[], object]) -> str:
     try:
         work()
-    except RuntimeError as error:
+    except (RuntimeError, CheckpointException) as error:
         return str(error)
     return "loaded"
 
@@ -142,3 +145,24 @@ def test_a_plain_dict_of_another_rank_is_refused() -> None:
     states = run_ranks(RANKS, only_state)
     for said in run_ranks(RANKS, of_another_rank, states):
         assert "holds experts [" in said and "here stand" in said
+
+
+def by_dcp(rank: int, folder: str) -> list[str]:
+    """What torch.distributed.checkpoint says of plain states, saved, and read back in place from a whole model's."""
+    model, optimizer, balancer = attached()
+    train(rank, model, optimizer)
+    states = [{"model": model.state_dict()}, {"optim": optimizer.state_dict()}, get_state_dict(model, optimizer)[0]]
+    said = [loaded(lambda state=state: dcp.save(state, checkpoint_id=folder)) for state in states]
+    assert not list(Path(folder).glob("**/*.distcp"))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    dcp.save({"model": make_model("olmoe", experts=EXPERTS).state_dict()}, checkpoint_id=folder)
+    said += [loaded(lambda: dcp.load(states[0], checkpoint_id=folder))]
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    balancer.close()
+    return said
+
+
+def test_dcp_keeps_no_rows_of_one_rank_for_all(tmp_path: Path) -> None:
+    for *saved, read in run_ranks(RANKS, by_dcp, str(tmp_path)):
+        assert all("LogicalState(model, optimizer)" in line for line in saved), saved
+        assert "loaded" not in (*saved, read)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from ...moe.experts.matching import MARK
@@ -44,11 +45,11 @@ class Homes:
         rows = len(self.order) // self.num_ranks
         return list(self.order[rank * rows : (rank + 1) * rows])
 
-    def mark(self) -> list[int]:
+    def mark(self, device: torch.device | str = "cpu") -> Tensor:
         """What a state dict says of itself: whose rows it has, and where all experts stood."""
-        return [self.rank, *self.order]
+        return torch.tensor([self.rank, *self.order], dtype=torch.float64, device=device).as_subclass(_OfOneRank)
 
-    def why_not(self, mark: Sequence[float] | None, what: str, name: str) -> str:
+    def why_not(self, mark: Sequence[float] | Tensor | None, what: str, name: str) -> str:
         """Return why rows with this mark cannot be put where the experts are now, or "". Ranks that were given state of
         one moment come to the same, also those whose own experts have stayed."""
         if mark is None and self.num_ranks == 1:  # whole, as of a model that nobody balances
@@ -62,6 +63,7 @@ class Homes:
                 if self.moved
                 else ""
             )
+        mark = torch.as_tensor(mark).tolist()
         theirs = [round(number) for number in mark]
         # The mean of two orders is no order, whatever their weights.
         is_order = sorted(theirs[1:]) == list(range(len(self.order)))
@@ -78,6 +80,21 @@ class Homes:
                 where = "" if rank == self.rank else f" on rank {rank} of the EP group"
                 return refusal(what, name, then.of(rank), self.of(rank), where=where)
         return ""
+
+
+class _OfOneRank(Tensor):
+    """A mark that torch.distributed.checkpoint can neither write nor read: it keeps one rank's rows for all ranks."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError(
+            "this state dict holds one rank's experts under names that all ranks have, and torch.distributed.checkpoint "
+            "keeps the rows of one rank: save and load eplb_runtime.checkpoint.LogicalState(model, optimizer) by it"
+        )
+
+    __create_write_items__ = __create_chunk_list__ = _refuse
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 class PartialStateWarning:
@@ -121,22 +138,20 @@ def mark_state(
                 # Shapes fit a model that nobody balances, where these would be other experts: it shall not know a key.
                 state[prefix + MARK] = torch.tensor(now.here)
         elif now.num_ranks > 1 and rows_of(module, state, prefix) == {len(now.here)}:
-            device = next(module.parameters()).device
-            state[prefix + MARK] = torch.tensor(now.mark(), dtype=torch.float64, device=device)
+            state[prefix + MARK] = now.mark(next(module.parameters()).device)
             if not any(isinstance(state.get(prefix + key), nn.Parameter) for key, _ in module.named_parameters()):
                 on_partial(now)
 
     def loading(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         now = homes()
         marked = state.pop(prefix + MARK, None)
-        mark = None if marked is None else marked.tolist()
         if made_with is not None:
             # Without a version the framework has put it together, from a checkpoint that names experts.
             theirs = metadata.get(MARK, made_with if "version" in metadata else now.here)
-            theirs = theirs if mark is None else mark
+            theirs = theirs if marked is None else marked.tolist()
             if theirs != now.here and any(prefix + key in state for key, _ in module.named_parameters()):
                 raise RuntimeError(refusal("state dict", name, theirs, now.here, BY_THE_FRAMEWORK))
-        elif rows_of(module, state, prefix) == {len(now.here)} and (why := now.why_not(mark, "state dict", name)):
+        elif rows_of(module, state, prefix) == {len(now.here)} and (why := now.why_not(marked, "state dict", name)):
             raise RuntimeError(why)
 
     experts._register_state_dict_hook(saved)
@@ -155,7 +170,9 @@ def mark_optimizer(
         return [(names[id(parameter)], parameter) if id(parameter) in names else None for parameter in every]
 
     def saved(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        state[MARK] = {expert[0]: homes_of(expert[0]).mark() for expert in held() if expert is not None}
+        marks = {name: (homes_of(name).mark(), parameter) for name, parameter in filter(None, held())}
+        # Of DTensors torch.distributed.checkpoint keeps all ranks' rows.
+        state[MARK] = {n: m.as_subclass(Tensor) if isinstance(p, DTensor) else m for n, (m, p) in marks.items()}
 
     def loading(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         numbers = [number for group in state["param_groups"] for number in group["params"]]

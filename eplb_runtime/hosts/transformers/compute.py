@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from ...moe.experts.compute import SlotCounts, weigh_gradients
+from ..module import StableSort
 from .adapters import LowRank, factors
 
 logger = logging.getLogger("eplb_runtime")
@@ -85,7 +85,7 @@ class RowCompute:
         """The module's own forward: each row a token with one choice, of weight 1."""
         slot_M1 = counts_S.slot_of_rows(rows_MD.shape[0]).unsqueeze(1)
         one_M1 = rows_MD.new_ones(rows_MD.shape[0], 1)
-        with _StableSort():
+        with StableSort():
             result: Tensor = self._own_forward(rows_MD, slot_M1, one_M1)
         return result
 
@@ -277,20 +277,3 @@ def _reading(experts: nn.Module, names: Sequence[str], weights: Sequence[Tensor]
     finally:
         experts._parameters.update(own)
         experts.num_experts = num_experts
-
-
-class _StableSort(TorchFunctionMode):
-    """Makes sorting stable while the library computes: its grouped_mm sorts rows by expert with a sort that may put
-    equal keys in any order, and does on CPUs; then an expert's rows would be summed in an order that depends on
-    which experts stand beside it."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _SORTS and len(args) == 1:
-            kwargs = {**kwargs, "stable": True}
-        return func(*args, **kwargs)
-
-
-_SORTS = (torch.sort, torch.argsort, Tensor.sort, Tensor.argsort)
