@@ -180,8 +180,10 @@ def _checked(config: object) -> tuple[BalancerConfig, BaseException | None]:
     if config is None or isinstance(config, BalancerConfig):
         return config or BalancerConfig(), None
     shown = config.__name__ if isinstance(config, type) else f"a {type(config).__name__}"
-    mend = "BalancerConfig(**them)" if isinstance(config, Mapping) else "BalancerConfig(...)"
-    return BalancerConfig(), AttachError(f"config={shown}: give {mend}")
+    settings = (
+        ", ".join(f"{name}={value!r}" for name, value in config.items()) if isinstance(config, Mapping) else "..."
+    )
+    return BalancerConfig(), AttachError(f"config={shown}: give BalancerConfig({settings})")
 
 
 def _all_can_attach(ranks: Ranks, what: str, config: BalancerConfig, problem: BaseException | None) -> None:

@@ -131,4 +131,4 @@ def report_of(source: Path) -> RunReport:
     state, left_out = state_of_run(source)
     summary = summary_of(state)
     html = page({"title": f"{source.resolve().name}: eplb_runtime", "view": view_of(state)})
-    return RunReport(html, summary, summary_text(summary), left_out)
+    return RunReport(html, summary, summary_text(summary, source), left_out)

@@ -110,7 +110,7 @@ class Shown:
         if self.server is not None:
             self.server.close()
         summary = summary_of(self.state, self._progress())
-        logger.info("%s", summary_text(summary))
+        logger.info("%s", summary_text(summary, self._config.run))
         if self._config.run is not None:
             try:
                 write_file(Path(self._config.run) / SUMMARY, json.dumps(summary, indent=2) + "\n")

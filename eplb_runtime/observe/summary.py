@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..load.clock import Progress
@@ -12,11 +13,6 @@ from .run_state import RunState
 
 SURE_AFTER = 5
 """Judgements of plans, below which nothing is concluded."""
-SAVED_TOLD = (
-    "the estimate compares with the initial placement, in the steps that were measured",
-    "the prediction compares with the placement before each plan, and is discounted by the record of earlier plans",
-)
-CAME_TRUE_TOLD = "both compare with the placement before each plan, over its horizon, in full"
 MOSTLY_TRUE = 0.5
 """Share of predicted seconds below which a change of settings is advised."""
 
@@ -77,37 +73,24 @@ def predictions_text(predictions: Mapping[str, float] | None) -> str | None:
     return f"{text}): raise interval or window" if true < MOSTLY_TRUE * predicted else f"{text})"
 
 
-def summary_text(summary: dict[str, Any]) -> str:
-    """Return the lines that a job prints at its end."""
-    imbalance, saved = summary["imbalance"], summary["saved_seconds"]
-    lines = [
-        f"{counted(summary['steps'], 'step')}, {counted(summary['decisions'], 'decision')}, "
-        f"{counted(summary['rebalances'], 'rebalance')}, "
-        f"{summary['dropped']} dropped"
-    ]
+def summary_text(summary: dict[str, Any], run: Path | str | None) -> str:
+    """Return the three lines that a job prints at its end: imbalance, the time saved and how sure that is, and where to
+    look."""
+    imbalance, saved, work = (summary[name] for name in ("imbalance", "saved_seconds", "expert_work"))
+    rebalances = f"{counted(summary['rebalances'], 'rebalance')} in {counted(summary['steps'], 'step')}"
+    line = f"the balancer's run: {rebalances}"
     if imbalance["measured"] is not None:
         last = "" if imbalance["last"] is None else f", {imbalance['last']:.3f} last"  # None: just started again
-        lines.append(
-            f"imbalance (max / mean rank load, mean over layers): {imbalance['start']:.3f} with the initial "
-            f"placement, {imbalance['measured']:.3f} measured{last}"
-        )
-    placed = summary["placed_replicas"]
-    replicas = f"{counted(placed, 'replica')} placed, " if placed else ""
-    lines += [
-        f"{counted(summary['moved_experts'], 'expert')} moved between ranks, "
-        f"{summary['moved_bytes'] / 2**20:.1f} MiB, {replicas}training stopped for {summary['pause_seconds']:.3g} s",
-        f"seconds saved: {saved['measured']:.3g} estimated from the measured imbalance; {saved['predicted']:.3g} "
-        "predicted by the plans for the steps in which each was in use",
-        *(f"  {sentence}" for sentence in SAVED_TOLD),
+        line += f"; imbalance {imbalance['start']:.3f} as it was, {imbalance['measured']:.3f} with moves{last}"
+    judged = int((summary["predictions"] or {}).get("judged_decisions", 0))
+    how_sure = f", {counted(judged, 'decision')} judged" + ": too few to be sure" * (judged < SURE_AFTER)
+    lines = [
+        line,
+        f"about {saved['measured']:.3g} s saved: {expert_work_text(work['share'], work['source'])}{how_sure}",
     ]
-    if (text := predictions_text(summary["predictions"])) is not None:
-        lines += [text, f"  {CAME_TRUE_TOLD}"]
-    work = summary["expert_work"]
-    lines.append(f"{expert_work_text(work['share'], work['source'])}: seconds saved are in proportion to it")
-    if (rollouts := summary["rollouts"])["count"]:
-        times = counted(rollouts["count"], "rollout")
-        lines.append(f"suspended for {times}, {rollouts['seconds']:.3g} s in all, which are no part of a step")
-    if summary["guard_findings"] or summary["pauses"]:
-        found, pauses = counted(summary["guard_findings"], "finding"), counted(summary["pauses"], "pause")
-        lines.append(f"{found} of the guard, {pauses}: see the log")
-    return "\n  ".join(["the balancer's run:", *lines])
+    found, pauses = counted(summary["guard_findings"], "finding"), counted(summary["pauses"], "pause")
+    troubles = (
+        f"; {found} of the guard, {pauses}: see the log" if summary["guard_findings"] or summary["pauses"] else ""
+    )
+    look = "BalancerConfig(run=FOLDER) keeps all of it" if run is None else f"eplb-runtime report {run} shows all of it"
+    return "\n  ".join([*lines, look + troubles])

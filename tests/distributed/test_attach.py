@@ -88,7 +88,7 @@ def test_bad_input_gets_one_clear_line(tmp_path: Path) -> None:
         "mixing optimizer": "Adafactor mixes the experts",
         "different configs": "rank 1 has another interval in its config than rank 0",
         "different inner settings": "rank 1 has another staging_bytes in its config than rank 0",
-        "a dict": "config=a dict: give BalancerConfig(**them)",
+        "a dict": "config=a dict: give BalancerConfig(interval=3)",
         "the class": "config=BalancerConfig: give BalancerConfig(...)",
         "of migration alone": "config=a MigrationConfig: give BalancerConfig(...)",
         "an interrupt": "rank 1: KeyboardInterrupt: by the test",

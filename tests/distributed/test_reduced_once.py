@@ -327,7 +327,7 @@ LOOPS = {
     "a forward between backward and step": "BfCS Z BCfS",
     "clipped by parts": "BLS Z B1LCS Z BL BLBS",
     "clipped by value": "BVS Z BVBVS Z BNVBCS",
-    "summed by hand": "++ = S Z ++ = CS Z ++ = RS Z + B o S",
+    "summed by hand": "++ = S Z ++ = CS Z ++ = RS Z + B o S Z +R = S Z +R+R = CS",
     "reduced, then summed by hand": "** = S Z *** = S Z * BR o S",
     "added by hand after a look": "GCGS Z BNGCS Z GNBGS Z BGS",
     "frozen between backward and step": "BF S F Z BS Z BF CS F Z BS",

@@ -19,9 +19,9 @@ from ...distributed.consensus import extremes, gather_rows, maxima
 
 BUCKET_BYTES = 32 << 20
 """Size up to which gradients of one dtype travel together."""
-NONE, ALIKE, REPLACED, NEW = range(4)
-"""Kinds of a parameter's gradient on a rank: none, the same as on all ranks, a tensor of the loop's in its place, or
-one with contributions that the other ranks do not have."""
+NONE, TAKEN, ALIKE, REPLACED, NEW = range(5)
+"""Kinds of a parameter's gradient on a rank: none, none since the loop has taken it, the same as on all ranks, a tensor
+of the loop's in its place, or one with contributions that the other ranks do not have."""
 
 
 class Averaging:
@@ -47,6 +47,7 @@ class Averaging:
         self._watched: set[Tensor] = set()
         self._joined = 0
         self._arrived: set[Tensor] = set()
+        self._any_taken = False
         self._alike: set[Tensor] = set()
         self._reduced: dict[Tensor, weakref.ref[Tensor]] = {}
         self._left: dict[Tensor, tuple[weakref.ref[Tensor], int]] = {}
@@ -56,7 +57,7 @@ class Averaging:
     def has_new(self) -> bool:
         """Whether a backward pass has brought gradients since the last reduction, or parameters have joined."""
         self._join()
-        return bool(self._arrived)
+        return self._any_taken or bool(self._arrived)
 
     @property
     def has_replaced(self) -> bool:
@@ -106,10 +107,11 @@ class Averaging:
                 elif own_kind == ALIKE:
                     self._leave_to_the_first(parameter)
                 gradients.append(parameter.grad)
-            if highest != NONE:
+            if highest > TAKEN:
                 self._alike.add(parameter)
         self._average(gradients)
-        self._arrived.clear()
+        self._any_taken = TAKEN in kinds  # on any rank: it may come back, and all ranks shall meet for it
+        self._arrived = {p for p, own, most in zip(parameters, here, kinds, strict=True) if own == most == TAKEN}
         self._left.clear()
         self._reduced = {p: weakref.ref(p.grad) for p in self._alike if p.grad is not None}
 
@@ -117,7 +119,7 @@ class Averaging:
         gradient = parameter.grad
         if gradient is None:
             self._alike.discard(parameter)
-            return NONE
+            return TAKEN if parameter in self._arrived else NONE
         self._watch(parameter)
         if parameter in self._arrived or parameter not in self._alike or (first and parameter in self._captured):
             return NEW

@@ -87,8 +87,8 @@ class _OfOneRank(Tensor):
 
     def _refuse(self, *_: Any) -> Any:
         raise RuntimeError(
-            "this state dict holds one rank's experts under names that all ranks have, and torch.distributed.checkpoint "
-            "keeps the rows of one rank: save and load eplb_runtime.checkpoint.LogicalState(model, optimizer) by it"
+            "this state dict holds one rank's experts under names that all ranks have; torch.distributed.checkpoint "
+            "would keep those of one rank: save and load eplb_runtime.checkpoint.LogicalState(model, optimizer) by it"
         )
 
     __create_write_items__ = __create_chunk_list__ = _refuse

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import signal
 import sys
+import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -26,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...balancer.balancer import Balancer
 from ...balancer.gradients.averaging import bit_words
@@ -38,7 +41,8 @@ from ...placement import Placement
 from ...planner.shuffle import shuffled
 from ...utils.files import write_file
 from .description import AttachError, Stage
-from .unregistered import ALIKE, memories, unregistered
+from .trial_hooks import descendants, let_clipping_bite, listen
+from .unregistered import ALIKE, Places, kept, named
 
 SKETCHES = 16
 """Random sums of a tensor, each of every sixteenth element with random signs; the distance of two tensors is about the
@@ -57,10 +61,10 @@ _SHARES = (
 )
 _SHARE_OF_EPS = 0.3
 """Root mean square of a rounding error, which is up to half of the distance between two numbers."""
-_NO_CLIPPING = 1e6
-"""Norms that are given to `clip_grad_norm_` to learn of the norm alone."""
 _ENOUGH_MEMORY = 0.8
 """Share of the free memory that the experts of a run with all of them on each rank may take."""
+FIRST_RUN = "run-1-fixed"
+"""Folder of the first run, beside those of the others."""
 KINDS = ("gradient", "buffer", "cache", "optimizer_state", "range", "number", "parameter")
 """Of a tensor on record, as its number says, causes first; ``range``, ``number``: state of which ranks have parts;
 ``cache``: a buffer that checkpoints leave out, unless we average: DistributedDataParallel would keep it alike, too."""
@@ -145,8 +149,9 @@ class TrialRun:
         self._began = balancer.placement.epoch
         self._losses: list[Tensor] = []
         self._shaken: set[int] = set()
+        self._foreign: Counter[str] = Counter()
         self._calls = 0
-        self._alive: set[int] | None = None
+        self._alive: Places | None = None
         self._rows: dict[tuple[str, int], tuple[TrialEntry, Tensor, Tensor]] = {}
         self._weighed: list[tuple[str, Tensor]] = []
         self._arrived: dict[str, Tensor] = {}
@@ -162,8 +167,10 @@ class TrialRun:
         balancer._guard.complete_steps = trial.steps
         # Where all is on each rank gradients are averaged as they are made: what a loop does with them sees averages.
         is_early = trial.layout == "single" and len(job.layers_of_stage) == 1  # a schedule goes by stage
-        after = balancer.reduce_gradients if is_early else (lambda: None)
-        self._undo = _listen(self._losses, self._before_forward, after)
+        self._largest = math.inf
+        undo = [listen(self._losses, self._before_forward, self._average_early if is_early else lambda *_: None)]
+        undo.append(let_clipping_bite(lambda: self._largest))
+        self._undo = lambda: [end() for end in undo]
         balancer._follow_steps(self._before_step, self._after_step)
         balancer._close_with(self._undo)
         if trial.layout == "moved":
@@ -177,16 +184,40 @@ class TrialRun:
             self._weighed = [(name, p) for name, p in trained if not isinstance(p, DTensor)]
         for name, parameter in self._weighed:
             balancer._end_with(parameter.register_hook(partial(self._arrives, name)))
+        self._ours = {id(p): p for p in (*balancer._dense.values(), *self._runtime.parameters.values())}
+        balancer._end_with(register_optimizer_step_pre_hook(self._steps_another))
         self._write([])
+
+    def _steps_another(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Take digests of gradients that optimizers use which the balancer does not know."""
+        for number, parameter in enumerate(one for group in optimizer.param_groups for one in group["params"]):
+            of_another = parameter.grad is not None and id(parameter) not in self._ours
+            if of_another and not isinstance(parameter, DTensor):  # of which each rank has a part
+                digest, _ = _sketched(TrialEntry("", "number", -1, parameter.grad))
+                self._foreign[f"parameter {number} of another {type(optimizer).__name__}"] += int(digest)
 
     def _arrives(self, name: str, gradient: Tensor) -> None:
         """Add to the random sums of what backward passes here give a parameter outside the experts, or all experts."""
         self._arrived[name] = self._arrived.get(name, 0) + _sketched(TrialEntry("", "gradient", -1, gradient))[1][1:]
 
+    def _average_early(self, parameters: Sequence[Tensor] = (), gradients: Sequence[Tensor | None] = ()) -> None:
+        """Average gradients that a backward pass has left, or these in place."""
+        trained = {number for number, parameter in self._ours.items() if parameter.requires_grad}
+        if parameters and trained.difference(map(id, parameters)):
+            return  # of a few layers: a weight of a loss, as a rule, by each rank's own gradients
+        held = [parameter.grad for parameter in parameters]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self._balancer.reduce_gradients()
+        for parameter, gradient in zip(parameters, held, strict=True):
+            parameter.grad = gradient
+
     def _before_forward(self, *_: object) -> None:
         """See the precision, and, ahead of the last step, what is alive: what comes later is made new in each step."""
         if self._alive is None and self._step == self._trial.steps - 1 and self._trial.layout in ("fixed", "moved"):
-            self._alive = memories()
+            self._alive = Places()
+            buffers = [entry for entry in self._entries() if entry.kind == "buffer"]
+            self._digests = {f"buffer {one.name}": int(_sketched(one)[0]) for one in buffers}
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if torch.is_autocast_enabled(device):
             self._coarsest = max(self._coarsest, torch.finfo(torch.get_autocast_dtype(device)).eps)
@@ -202,6 +233,8 @@ class TrialRun:
             self._shake()
         for entry in self._entries_of_gradients():
             self._rows[entry.name, entry.expert] = (entry, *_sketched(entry))
+        largest = [float(e.tensor.abs().max()) for e in self._entries_of_gradients() if e.tensor.numel()]
+        self._largest = float(gather_rows(torch.tensor([max(largest, default=0.0)]), self._group).max())
         if self._weighed:
             self._compare_shares()
         self._counts = self._runtime.counter.counts.clone()
@@ -278,25 +311,47 @@ class TrialRun:
         owned += [entry.tensor for entry in self._entries()]
         for old in self._runtime.model_check.replaced().values():  # the run with moved homes tells who uses them
             owned += [old] if old.grad is None else [old, old.grad]
-        models, rank = [stage.model for stage in self._stages], self._runtime.job.rank
-        found = [] if self._alive is None else unregistered(models, self._runtime.registry, owned, self._alive)
-        mine = [{"holder": f"rank {rank}: {one[0]}", "shape": list(one[1]), "content": one[2]} for one in found]
-        of_ranks = [json.loads(lines) for lines in gather_bytes(json.dumps(mine).encode(), self._group)]
-        self._meta["unregistered"] = lines = [line for of_rank in of_ranks for line in of_rank]
-        ranks_with = Counter(content for of_rank in of_ranks for content in {line["content"] for line in of_rank})
-        for line in lines:
-            if line["content"].startswith(ALIKE) and ranks_with[line["content"]] < len(self._runtime.job.data_ranks):
-                line["content"] = ""
+        if self._alive is not None:
+            alive = self._alive.places
+            self._alive = None  # what only this has kept since is gone
+            self._look_for_kept(owned, alive)
+            self._digests.update(self._foreign)
+            of_ranks = list(map(json.loads, gather_bytes(json.dumps(self._digests).encode(), self._group)))
+            copies = [[of_ranks[rank] for rank in ranks] for ranks in self._meta["copies"]]
+            names = [name for same in copies for name in same[0] if len({one.get(name) for one in same}) > 1]
+            self._meta["uneven"] = names
         self._write_meta()
         dist.barrier(self._group)
         if self._trial.ends_process:
-            for children in Path("/proc/self/task").glob("*/children"):  # what the job would end after its loop
-                with suppress(OSError):  # it has ended by itself
-                    for child in children.read_text().split():
-                        os.kill(int(child), signal.SIGTERM)
+            for how in (signal.SIGTERM, signal.SIGKILL):  # what the job would end after its loop
+                for child in (children := descendants()):
+                    with suppress(OSError):  # it has ended by itself
+                        os.kill(child, how)
+                time.sleep(bool(children) and how == signal.SIGTERM)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
+
+    def _look_for_kept(self, owned: Sequence[Tensor], alive: set[Any]) -> None:
+        """List what a step leaves to the next and the first run with fixed homes, the first of all, does not have."""
+        models, job, group = [stage.model for stage in self._stages], self._runtime.job, self._group
+        found, holders = kept(models, self._runtime.registry, owned, alive)
+        here = gather_bytes(json.dumps([content for _, content in found]).encode(), group)
+        ranks_with = Counter(content for of_rank in here for content in {*json.loads(of_rank)})
+        self._meta["contents"] = sorted(ranks_with)
+        first = Path(self._trial.folder).parent / FIRST_RUN / "meta.json"
+        seen = json.loads(gather_bytes(first.read_bytes() if first.exists() else b"{}", group)[0]).get("contents")
+        if seen is not None:
+            known = {*seen}
+            if self._trial.layout == "moved":  # a second run with fixed homes shows what differs by itself
+                few = len(job.data_ranks)
+                known -= {"", *(c for c, ranks in ranks_with.items() if c.startswith(ALIKE) and ranks < few)}
+            new = [place for place, (_, content) in enumerate(found) if content not in known]
+            mine = [
+                {"holder": f"rank {job.rank}: {name}", "shape": shape} for name, shape in named(found, holders, new)
+            ]
+            lines = gather_bytes(json.dumps(mine).encode(), group)
+            self._meta["unregistered"] = [line for of_rank in lines for line in json.loads(of_rank)]
 
     # -- what is there -------------------------------------------------------------------------------------------------
 
@@ -305,14 +360,16 @@ class TrialRun:
         runtime, balancer = self._runtime, self._balancer
         part = runtime.job.edp_ranks.index(runtime.job.rank)
         for layer in runtime.registry.layers:
-            experts = balancer.logical_expert_ids(layer)
+            experts, prefix = balancer.logical_expert_ids(layer), f"{self._modules[layer]}."
             for tensor in runtime.registry.of_home(layer):
                 kind = tensor.kind if tensor.part == "row" else tensor.part
                 for slot, expert in enumerate(experts):
                     first = tensor.ranges[slot][part][0] if tensor.part == "range" else 0
                     row = tensor.row(slot).detach()
                     if row.numel():
-                        yield TrialEntry(f"{self._modules[layer]}.{tensor.name}", kind, expert, row, first)
+                        yield TrialEntry(
+                            prefix * (not tensor.name.startswith(prefix)) + tensor.name, kind, expert, row, first
+                        )
         for name, parameter in balancer._dense.items():
             yield TrialEntry(name, "parameter", -1, local(parameter))
             for optimizer in balancer._optimizers:
@@ -396,7 +453,11 @@ class TrialRun:
         said = self._balancer._guard.said
         error = max([self._coarsest, *(torch.finfo(p.dtype).eps for p in self._floating())], default=0.0)
         commits = self._balancer.placement.epoch - self._began
+        groups = [group for one in self._balancer._optimizers for group in getattr(one, "param_groups", ())]
+        still = {id(parameter) for group in groups if group.get("lr") == 0 for parameter in group["params"]}
+        named = {**self._balancer._dense, **self._runtime.parameters}
         meta = {**self._meta, "said": said, "not_single": not_single, "rounding": error, "commits": commits}
+        meta["still"] = [name for name, parameter in named.items() if id(parameter) in still]
         of_first = gather_bytes(json.dumps(meta).encode(), self._group)[0]
         if self._runtime.job.is_planner or not self._trial.ends_process:
             write_file(Path(self._trial.folder) / "meta.json", of_first.decode())
@@ -470,32 +531,3 @@ def _gather_on_first(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
     into = [torch.empty_like(padded) for _ in lengths] if group.rank() == 0 else None
     dist.gather(padded, into, dst=dist.get_global_rank(group, 0), group=group)
     return [row[:length].numpy().tobytes() for row, length in zip(into or (), lengths, strict=False)]
-
-
-def _listen(losses: list[Tensor], before_forward: Callable[..., None], after: Callable[[], None]) -> Callable[[], None]:
-    """Collect what ``backward()`` is called on, call functions before each module's forward and after each backward
-    pass, and let torch's clipping by a norm bite in each step. Returns one that ends all."""
-    inner = torch.autograd.backward
-
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        roots = [tensors] if isinstance(tensors, Tensor) else tensors
-        losses.extend(root.detach() for root in roots if isinstance(root, Tensor) and root.numel() == 1)
-        inner(tensors, *args, **kwargs)
-        after()
-
-    halves: dict[int, Tensor] = {}  # of the first norms, by the first of what is clipped together
-
-    def clip_more(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
-        half = halves.setdefault(id(next(iter(parameters), None)), total_norm / 2)
-        most: Any = half.clamp(max=max_norm) if max_norm < _NO_CLIPPING else max_norm
-        clip(parameters, most, total_norm, *args, **kwargs)
-
-    torch.autograd.backward, clip = backward, torch.nn.utils.clip_grad._clip_grads_with_norm_
-    torch.nn.utils.clip_grad._clip_grads_with_norm_ = clip_more
-    handle = nn.modules.module.register_module_forward_pre_hook(before_forward)
-
-    def undo() -> None:
-        torch.autograd.backward, torch.nn.utils.clip_grad._clip_grads_with_norm_ = inner, clip
-        handle.remove()
-
-    return undo

@@ -19,14 +19,16 @@ import xxhash
 from torch import Tensor, nn
 
 from ...moe.experts.registry import ExpertTensors
-from ...moe.experts.slices import local
+from ...moe.experts.slices import has_memory, local
 from ...utils.checksums import as_bytes
 
+Found = tuple[tuple[int, ...], str]
+"""A shape and a content."""
 MOST_FOUND = 100
 """Findings of a rank that are listed."""
 ALIKE = "alike "
 """Begins a content that is known only where all ranks have the same: of what is trained past the balancer, or has the
-shape of an expert's tensor and not that of a rank's."""
+last dimensions of an expert's tensor, or is a vector that may be experts."""
 _FRAMEWORKS = ("eplb_runtime.", "torch.distributed.", "torch.autograd.", "megatron.core.", "torchtitan.", "numba.")
 """Packages that hold buffers and tables of their own, as their objects do."""
 _ARRAYS, _CONTAINERS = (Tensor, np.ndarray), (dict, list, tuple)
@@ -35,16 +37,16 @@ _DEPTH = 3
 """Containers inside containers that the collector does not follow, as a dict of arrays alone."""
 
 
-def unregistered(
-    models: Sequence[nn.Module], registry: ExpertTensors, owned: Iterable[Tensor], alive: Collection[int] | None = None
-) -> list[tuple[str, tuple[int, ...], str]]:
-    """Return holders, shapes and contents of what may be experts: the last dimensions are those of an expert's tensor,
-    or it has as many elements as an expert, as a parameter of experts or as the whole model, or is a vector of experts
-    or of a number for each. The content is a checksum, or empty where the shape is that of a rank's own experts.
+def kept(
+    models: Sequence[nn.Module], registry: ExpertTensors, owned: Iterable[Tensor], alive: Collection[Any] | None = None
+) -> tuple[list[Found], list[Any]]:
+    """Return shapes and contents of what a step leaves to the next and is neither the models' nor the balancer's, and
+    what holds each: an object, or the name of a variable. A content is a checksum; empty where the shape is that of a
+    rank's own experts.
 
     Args:
         owned: tensors that move with experts or are no experts, besides the models' parameters, gradients and buffers.
-        alive: `memories` of a step before: what is elsewhere is made new in each. None: all may have been kept.
+        alive: `Places.places` of a step before: what is elsewhere is made new in each. None: all may have been kept.
     """
     named = [one for model in models for one in (*model.named_parameters(), *model.named_buffers())]
     held = [tensor for _, tensor in named]  # `buffers` is an attribute of Megatron's DDP
@@ -53,32 +55,41 @@ def unregistered(
     rows, sizes = _shapes(models, registry)
     own = {tuple(parameter.shape) for parameter in registry.parameters()}
     whole = rows | own  # else it may be an activation
-    variables = list(_variables())
-    found: list[tuple[tuple[int, ...], str]] = []
+    found: list[Found] = []
     holders: list[Any] = []
-    for value, holder in _tensors(variables):
-        shape = tuple(value.shape)
-        has_shape = any(shape[-len(row) :] == row for row in rows)
-        is_like = has_shape or shape[-1:] in sizes or (value.numel,) in sizes
-        if len(shape) == 1:  # experts one after the other, or a number for each
-            is_like = is_like or shape[0] == registry.homes_per_rank or not all(shape[0] % prod(row) for row in rows)
-        if value.trained:
-            is_like = has_shape = True
-        was_kept = alive is None or value.memory in alive
-        if was_kept and (shape in whole if value.has_gradient else is_like) and value.memory not in known:
-            known.add(value.memory)
-            is_own = shape in own and not value.trained
-            found.append((shape, "" if is_own else ALIKE * has_shape + value.content()))
-            holders.append(holder)
-    # The walk is over: lists of its own, which held what it looked at, are gone.
-    by_shape = sorted(range(len(found)), key=lambda place: found[place][1] != "")[:MOST_FOUND]
-    all_found = [(_named(holders[place], (variables, holders)), *found[place]) for place in by_shape]
-    return [one for one in all_found if one[0]]
+    for value, holder in _tensors(list(_variables())):
+        shape = value.shape
+        is_kept = alive is None or value.memory in alive or _place_of(value, holder) in alive
+        if not is_kept or value.memory in known or (value.has_gradient and shape not in whole):
+            continue
+        known.add(value.memory)
+        of_rank = any(shape[-len(row) :] == row for row in rows) or value.trained
+        if len(shape) == 1:  # experts one after the other
+            of_rank = of_rank or shape in sizes or not all(shape[0] % prod(row) for row in rows)
+        is_own = shape in own and not value.trained
+        found.append((shape, "" if is_own else ALIKE * of_rank + value.content()))
+        holders.append(holder)
+    return found, holders
 
 
-def memories() -> set[int]:
-    """Return where all tensors and arrays of the process are now."""
-    return {value.memory for value, _ in _tensors(list(_variables()))}
+def named(found: Sequence[Found], holders: list[Any], wanted: Iterable[int]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return holders in words, and shapes, of those at the places that are wanted, without what frameworks hold."""
+    variables, first = list(_variables()), sorted(wanted, key=lambda place: found[place][1] != "")[:MOST_FOUND]
+    every = [(_named(holders[place], (variables, holders)), found[place][0]) for place in first]
+    return [one for one in every if one[0]]
+
+
+class Places:
+    """Where tensors and arrays of the process are, and what holds them, but for those that are zero: ``places``. It
+    keeps them all, so that nothing else comes to be there."""
+
+    def __init__(self) -> None:
+        self._kept = [pair for pair in _tensors(list(_variables())) if pair[0].any()]
+        self.places = {place for value, holder in self._kept for place in (value.memory, _place_of(value, holder))}
+
+
+def _place_of(value: _Candidate, holder: Any) -> tuple[Any, tuple[int, ...]]:
+    return (holder if isinstance(holder, str) else id(holder)), value.shape
 
 
 class _Candidate:
@@ -93,10 +104,14 @@ class _Candidate:
         else:
             self.numel, self.memory = value.numel(), _memory_of(value)
 
+    def any(self) -> bool:
+        """Whether it has anything but zeros."""
+        return bool(np.any(self._value) if isinstance(self._value, np.ndarray) else local(self._value).any())
+
     def content(self) -> str:
-        """A checksum of all bits."""
+        """A checksum of all bits. Storage that numpy has seen could not be resized any more: tensors are copied."""
         value = self._value
-        array = value if isinstance(value, np.ndarray) else as_bytes(local(value).cpu().contiguous()).numpy()
+        array = value if isinstance(value, np.ndarray) else as_bytes(local(value).detach().clone().cpu()).numpy()
         return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).tobytes())
 
 
@@ -145,7 +160,8 @@ def _tensors(variables: Sequence[tuple[str, Any]]) -> Iterator[tuple[_Candidate,
     for holder in objects:
         if not _of_a_framework(type(holder)):  # type: ignore[arg-type]
             yield from _inside(gc.get_referents(holder), holder, _DEPTH)
-    yield from _inside([value for _, value in variables], None, _DEPTH)
+    for name, value in variables:
+        yield from _inside([value], name, _DEPTH)
     yield from _inside([one for one in objects if issubclass(type(one), Tensor)], None, 0)
 
 
@@ -154,8 +170,10 @@ def _inside(values: Sequence[Any], holder: Any, depth: int) -> Iterator[tuple[_C
         kind = type(value)  # isinstance() wakes objects that pretend to be of another class
         if kind in _PLAIN:
             continue
-        if issubclass(kind, _ARRAYS):
-            if value.ndim and _may_be_weights(value):
+        if issubclass(kind, np.ndarray) and value.dtype == object:
+            yield from _inside(value.ravel().tolist(), holder if holder is not None else value, depth - 1)
+        elif issubclass(kind, _ARRAYS):
+            if (value.ndim or getattr(value, "requires_grad", False)) and _may_be_weights(value):
                 yield _Candidate(value), holder if holder is not None else value
         elif depth and issubclass(kind, _CONTAINERS) and not gc.is_tracked(value):
             inner = [*value.values()] if isinstance(value, dict) else list(value)
@@ -166,7 +184,8 @@ def _may_be_weights(value: Tensor | np.ndarray[Any, Any]) -> bool:
     """Return whether averages, snapshots and masks are of this kind: ids are not."""
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "fV" or value.dtype.itemsize <= 2
-    return not value.is_sparse and (value.is_floating_point() or value.element_size() <= 2)
+    has_bits = has_memory(value) and not (value.is_sparse or value.is_meta or value.is_quantized)
+    return has_bits and (value.is_floating_point() or value.element_size() <= 2)
 
 
 def _named(holder: Any, ours: tuple[Sequence[tuple[str, Any]], list[Any]]) -> str:
@@ -195,9 +214,13 @@ def _named(holder: Any, ours: tuple[Sequence[tuple[str, Any]], list[Any]]) -> st
 
 def _name_of(value: Any, variables: Sequence[tuple[str, Any]]) -> str | None:
     """Name what holds others under a name; empty: a framework's; None: it is only a container of what is named."""
+    if isinstance(value, str):
+        return f"variable {value}"
     for name, one in variables:
         if one is value:
             return f"variable {name}"
+    if isinstance(value, FunctionType) and f"{value.__module__}.".startswith(_FRAMEWORKS):
+        return ""
     if isinstance(value, GeneratorType | FunctionType):
         return f"{'function' if isinstance(value, FunctionType) else 'generator'} {value.__qualname__}"
     if isinstance(value, ModuleType):

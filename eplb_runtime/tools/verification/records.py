@@ -17,8 +17,9 @@ TIMES_SHAKEN = 12.0
 """Of what rounding errors in each step come to in this job: runs may differ by so much."""
 ROUNDINGS = 20.0
 """Rounding errors of a tensor that are allowed in any case; of gradients those of float32, as wide as they are."""
-NOISE_ROUNDINGS = 16.0
-"""Of the model's typical gradient: one that is zero but for rounding (a bias before a softmax) has any value below."""
+NOISE_ROUNDINGS, COARSE_ROUNDINGS = 16.0, 2.0
+"""Of the model's typical gradient: one that is zero but for rounding (a bias before a softmax) has any value below. The
+second: of bfloat16, outside the experts."""
 LOSS_SHARE = 0.02
 """By which losses, and tokens of experts, may differ once two runs send a token to different experts."""
 
@@ -136,21 +137,12 @@ def first_difference(one: Run, other: Run) -> Difference | None:
     return None
 
 
-def uneven_buffer(run: Run) -> str:
-    """Name a buffer that differs at the end between ranks with the same layers, where we average; empty: none."""
-    for name, cell in ((name, cell) for (name, _), cell in run.step(run.length).cells.items() if cell.kind == "buffer"):
-        digest_of = dict(zip(cell.ranks, cell.digests, strict=True))
-        if any(len({digest_of[rank] for rank in ranks if rank in digest_of}) > 1 for ranks in run.meta["copies"]):
-            return name
-    return ""
-
-
 def untrained(run: Run) -> str:
     """Name a parameter with a gradient, where no step changes any such (of experts; of the rest); empty: none."""
     first, last = run.step(0).cells, run.step(run.length).cells
-    trained = [key[0].removesuffix("/grad") for key, cell in last.items() if cell.kind == "gradient" and cell.norm]
+    trained = {key[0].removesuffix("/grad") for key, cell in last.items() if cell.kind == "gradient" and cell.norm}
     for is_expert in (True, False):
-        keys = [key for key in first if key[0] in trained and (key[1] >= 0) == is_expert]
+        keys = [key for key in first if key[0] in trained.difference(run.meta["still"]) and (key[1] >= 0) == is_expert]
         if keys and all(first[key].same_bits(last[key]) for key in keys):
             return keys[0][0]
     return ""
@@ -224,15 +216,17 @@ def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], roundin
     gradients = [cell for cell in fixed.values() if cell.kind == "gradient"]
     typical = np.sqrt(sum(c.sums[0, 0] for c in gradients) / max(1, sum(c.numel for c in gradients)))
     noise_only, found, fine = set(), [], min(rounding, float(np.finfo(np.float32).eps))
-    for key in steps[0].ordered():
-        cell = fixed[key]
-        if key not in other or key not in shaken or cell.kind not in ("gradient", "parameter", "buffer"):
+    for key in [*steps[0].ordered(), *(key for key in other if key not in fixed)]:
+        cell, has_all = fixed.get(key) or other[key], key in fixed and key in other and key in shaken
+        if not (cell.kind == "gradient" or (has_all and cell.kind in ("parameter", "buffer"))):
             continue
-        sums = [one[key].sums[:, 1:] for one in (fixed, other, shaken)]
+        # A gradient that one run has alone is one of zeros in the others.
+        sums = [one[key].sums[:, 1:] if key in one else 0 * cell.sums[:, 1:] for one in (fixed, other, shaken)]
         if cell.kind == "buffer":
             scale, floor = cell.norm, 0.0
         elif cell.kind == "gradient":
-            floor = NOISE_ROUNDINGS * (rounding if key[1] < 0 else fine) * typical * np.sqrt(cell.numel)
+            noise = max(NOISE_ROUNDINGS * fine, COARSE_ROUNDINGS * rounding * (key[1] < 0))
+            floor = noise * typical * np.sqrt(cell.numel)
             if (scale := cell.norm) <= floor:
                 noise_only.add(key)
         elif not before or (f"{key[0]}/grad", key[1]) in noise_only or any(key not in step.cells for step in before):

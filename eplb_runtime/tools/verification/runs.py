@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from ...config import BalancerConfig, Trial, launcher_environment, set_trial
 from ...hosts import attach
-from .records import Run, first_difference, routes_alike, to_rounding, uneven_buffer, untrained
+from .records import Run, first_difference, routes_alike, to_rounding, untrained
 from .report import Report
 
 SEED = 20250710
@@ -33,7 +34,7 @@ _PENALTY = (
 _KEPT = "; {} and others of before attach are in use still: take parameters from model.parameters() after attach"
 _HELD = (
     "{holder} holds what may be experts, or what each rank trains alone, shape {shape}: balancer.register_all(name, "
-    "it), make it new after each step, or attach its optimizer"
+    "it), let go of it after each step, or attach its optimizer"
 )
 _IN_ORDER = "no more than by rounding: is something added up in order of place (a norm? use balancer.clip_grad_norm_)"
 Proof = Generator[tuple[str, bool], Run, Report]
@@ -61,9 +62,9 @@ def proof() -> Proof:
     difference = first_difference(fixed, moved)
     if difference is None and moved.length < fixed.length:
         return answer("wrong", f"the run with moved homes ended sooner: {moved.failure}")
-    if difference is not None or _unregistered(fixed, moved, fixed):
+    if difference is not None or _unregistered(moved):
         again = yield "fixed", False
-        report = replace(report, difference=difference, unregistered=_unregistered(fixed, moved, again))
+        report = replace(report, difference=difference, unregistered=_unregistered(moved, again))
         if (odd := first_difference(fixed, again)) is not None:
             return answer("unknown", f"the job does not repeat itself: in a second run {odd}", repeats=False)
     if difference is not None and not report.notes:
@@ -108,19 +109,15 @@ def proof() -> Proof:
         return answer("unknown", f"the job attaches {count} balancers, and the first alone is compared")
     if name := untrained(fixed):
         return answer("unknown", f"{name} has gradients and no step changes it: does the optimizer step this model?")
-    if name := uneven_buffer(fixed):
-        return answer("unknown", f"buffer {name} is not the same on all ranks: each writes it by its own tokens alone")
+    if uneven := fixed.meta.get("uneven"):
+        return answer("unknown", f"{uneven[0]} is not the same on all ranks: each has it by its own tokens alone")
     return answer("right")
 
 
-def _unregistered(*runs: Run) -> tuple[dict[str, Any], ...]:
-    """Return what may be experts, but for what is the same with fixed and moved homes, or not in both fixed runs."""
-    of_runs = (run.meta.get("unregistered", ()) for run in runs)
-    fixed, moved, again = ([(one["holder"], (*one["shape"],), one["content"]) for one in found] for found in of_runs)
-    known, steady = {content for *_, content in fixed} - {""}, {one[:2] for one in {*fixed} & {*again}}
-    clocks = {one[:2] for one in fixed} - steady
-    found = [one for one in moved if one[2] not in known and one[:2] not in clocks]
-    return tuple({"holder": holder, "shape": shape} for holder, shape, _ in found)
+def _unregistered(moved: Run, again: Run | None = None) -> tuple[dict[str, Any], ...]:
+    """Return what the run with moved homes keeps, and neither the first nor the second run with fixed homes does."""
+    clocks = [] if again is None else again.meta.get("unregistered", ())
+    return tuple(one for one in moved.meta.get("unregistered", ()) if one not in clocks)
 
 
 def _answer(run: Callable[[str, bool, Path], Run], keep: Path | None = None) -> Report:
@@ -174,7 +171,9 @@ def _run(command: Sequence[str], trial: Trial, title: str) -> Run:
                 time.sleep(0 if ended else _LOOK_SECONDS)
         finally:
             end(job)
-    last = " | ".join(line.strip() for line in log.read_text(errors="replace").splitlines()[-LAST_LINES:])
+    text = log.read_text(errors="replace")
+    own = re.split(r"\n.*torch\.distributed\.elastic", text)[0].strip() or text  # without torchrun's table
+    last = " | ".join(line.strip() for line in own.splitlines()[-LAST_LINES:])
     run = Run.of(folder)
     failed = job.returncode and run.length < trial.steps  # else what starts ranks has missed what they would do then
     return replace(run, failure=f"exit status {job.returncode}: {last}" if failed else "")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from eplb_runtime.hosts.attaching.unregistered import ALIKE, _name_of, unregistered
+from eplb_runtime.hosts.attaching.unregistered import ALIKE, Places, _name_of, kept, named
 from eplb_runtime.moe.experts.registry import ExpertTensors
 from eplb_runtime.tools.verification import runs
 
@@ -25,16 +25,18 @@ class Average:
         self.shadow = [kept]
 
 
-def found(kept: Any) -> list[tuple[str, tuple[int, ...], str]]:
+def found(thing: Any, alive: Any = None) -> list[tuple[str, tuple[int, ...], str]]:
     """What is found in a loop that keeps this."""
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(SHAPE))
     registry = ExpertTensors(1, SHAPE[0], [])
     registry.add(0, "weight", model.weight)
-    average = {"averages": [Average(kept)]}
+    average = {"averages": [Average(thing)]}
     assert average
-    shape = tuple(kept.shape)  # of other tests there may be things as long as there are experts
-    return [one for one in unregistered([model], registry, []) if one[1] == shape]
+    shape = tuple(thing.shape)  # of other tests there may be things as long as there are experts
+    all_found, holders = kept([model], registry, [], alive)
+    wanted = [place for place, (of, _) in enumerate(all_found) if of == shape]
+    return [(*named(all_found, holders, [place])[0], all_found[place][1]) for place in wanted]
 
 
 @pytest.mark.parametrize(
@@ -68,10 +70,16 @@ def test_what_has_only_the_number_of_elements_is_told_from_an_average_by_its_bit
     assert output[2] and average[2] and moved[2] != average[2]
 
     def run(*of: tuple[str, tuple[int, ...], str]) -> Any:
-        return SimpleNamespace(
-            meta={"unregistered": [dict(zip(("holder", "shape", "content"), o, strict=True)) for o in of]}
-        )
+        return SimpleNamespace(meta={"unregistered": [{"holder": holder, "shape": shape} for holder, shape, _ in of]})
 
-    clocks = [("seconds", (2,), content) for content in "123"]  # another in each run
-    (left,) = runs._unregistered(*map(run, [output] * 3, [average, moved, average], clocks))
+    clock = ("seconds", (2,), "another in each run")
+    (left,) = runs._unregistered(run(moved, clock), run(clock))
     assert left == {"holder": moved[0], "shape": (91,)}
+
+
+def test_what_is_zero_as_a_step_begins_or_made_anew_elsewhere_is_not_kept() -> None:
+    buffer, average = torch.zeros(SHAPE), {"of": torch.ones(SHAPE)}
+    alive = Places().places
+    average["of"] = average["of"] * 0.9
+    assert found(buffer.add_(1), alive) == [] and found(torch.ones(SHAPE), alive) == []
+    assert found(average["of"], alive), "made anew, in the same place"
