@@ -292,14 +292,8 @@ def _cut_layer(
     """Put this rank's experts of a layer in the module and the optimizers, and register them."""
     slots, parts = made.config.replica_slots, made.job.row_division
     spread, rows = spread_of(layer.experts) is not None, rows_of_rank(made.placement, made.job.ep_rank)[index]
-
-    def home(name: str) -> Tensor:
-        old, is_whole = layer.parameter(name), made.runs_own_way and name not in layer.by_expert
-        if spread or (is_whole and not old.is_meta):  # the very parameter, which a loop may have from before
-            return old
-        return cut_rows(layer, name, rows, made.device)
-
-    homes = [home(name) for name in layer.parameters]
+    keep = made.runs_own_way
+    homes = [layer.parameter(n) if spread else cut_rows(layer, n, rows, made.device, keep) for n in layer.parameters]
     if slots:
         cut.banks[index] = ReplicaBank(homes, slots, made.copies.zeros, gradients, parts)
         homes = cut.banks[index].parameters

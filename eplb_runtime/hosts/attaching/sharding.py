@@ -48,7 +48,7 @@ def shard_stage(
         rows_LH = rows_of_rank(placement, groups.job.ep_rank)
         for layer, rows in zip(host.layers, rows_LH, strict=True):
             for name in layer.parameters:
-                layer.put(name, cut_rows(layer, name, rows, device))
+                layer.put(name, cut_rows(layer, name, rows, device, trial is not None and trial.layout == "single"))
             mark_spread(layer.experts, Spread(len(rows), placement.digest(), groups.job.ep_ranks))
     except BaseException as error:
         said = as_all_say(error, groups)
@@ -65,9 +65,12 @@ def rows_of_rank(placement: Placement, rank: int) -> Tensor:
     return torch.from_numpy(placement.homes_LRH[:, rank].astype("int64"))
 
 
-def cut_rows(layer: MoELayer, name: str, rows: Tensor, device: torch.device) -> nn.Parameter:
-    """These experts' rows of a full parameter."""
+def cut_rows(layer: MoELayer, name: str, rows: Tensor, device: torch.device, keep: bool = False) -> nn.Parameter:
+    """These experts' rows of a full parameter. ``keep`` the very parameter, which a loop may have from before, where
+    it has memory: all experts are here."""
     full = layer.parameter(name)
+    if keep and not full.is_meta and name not in layer.by_expert:
+        return full
     stack = layer.of_experts(name, full.detach())
     if full.is_meta:
         local = blank(torch.Size([len(rows), *stack.shape[1:]]), full.dtype, device)

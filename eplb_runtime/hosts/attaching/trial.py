@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...balancer.balancer import Balancer
 from ...balancer.gradients.averaging import bit_words
@@ -42,7 +43,7 @@ from ...planner.shuffle import shuffled
 from ...utils.files import write_file
 from .description import AttachError, Stage
 from .trial_hooks import descendants, let_clipping_bite, listen
-from .unregistered import ALIKE, Places, kept, named
+from .unregistered import ALIKE, Places, kept, memories, named
 
 SKETCHES = 16
 """Random sums of a tensor, each of every sixteenth element with random signs; the distance of two tensors is about the
@@ -63,8 +64,8 @@ _SHARE_OF_EPS = 0.3
 """Root mean square of a rounding error, which is up to half of the distance between two numbers."""
 _ENOUGH_MEMORY = 0.8
 """Share of the free memory that the experts of a run with all of them on each rank may take."""
-FIRST_RUN = "run-1-fixed"
-"""Folder of the first run, beside those of the others."""
+RUNS = ("run-1-fixed", "run-2-moved")
+"""Folders of the first runs, beside those of the others."""
 KINDS = ("gradient", "buffer", "cache", "optimizer_state", "range", "number", "parameter")
 """Of a tensor on record, as its number says, causes first; ``range``, ``number``: state of which ranks have parts;
 ``cache``: a buffer that checkpoints leave out, unless we average: DistributedDataParallel would keep it alike, too."""
@@ -150,6 +151,7 @@ class TrialRun:
         self._losses: list[Tensor] = []
         self._shaken: set[int] = set()
         self._foreign: Counter[str] = Counter()
+        self._steppers = 0
         self._calls = 0
         self._alive: Places | None = None
         self._rows: dict[tuple[str, int], tuple[TrialEntry, Tensor, Tensor]] = {}
@@ -157,8 +159,7 @@ class TrialRun:
         self._arrived: dict[str, Tensor] = {}
         self._ratios: dict[str, float] = {}
         self._coarsest = 0.0
-        copies = [list(map(job.ranks.index, ranks)) for ranks in job.data_sets if self._runtime.averages_dense]
-        self._meta: dict[str, Any] = {**known, "ranks": len(job.ranks), "copies": copies}
+        self._meta: dict[str, Any] = {**known, "ranks": len(job.ranks)}
         self._modules = {
             job.first_layer(stage.number) + position: stage.prefix + layer.name
             for stage in stages
@@ -169,7 +170,7 @@ class TrialRun:
         is_early = trial.layout == "single" and len(job.layers_of_stage) == 1  # a schedule goes by stage
         self._largest = math.inf
         undo = [listen(self._losses, self._before_forward, self._average_early if is_early else lambda *_: None)]
-        undo.append(let_clipping_bite(lambda: self._largest))
+        undo.append(let_clipping_bite(lambda: (self._step, self._largest)))
         self._undo = lambda: [end() for end in undo]
         balancer._follow_steps(self._before_step, self._after_step)
         balancer._close_with(self._undo)
@@ -186,15 +187,22 @@ class TrialRun:
             balancer._end_with(parameter.register_hook(partial(self._arrives, name)))
         self._ours = {id(p): p for p in (*balancer._dense.values(), *self._runtime.parameters.values())}
         balancer._end_with(register_optimizer_step_pre_hook(self._steps_another))
+        balancer._end_with(register_optimizer_step_post_hook(self._has_stepped))
         self._write([])
 
     def _steps_another(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Take digests of gradients that optimizers use which the balancer does not know."""
+        """Take digests of gradients that optimizers use which the balancer does not know; of one inside another not."""
+        self._steppers += 1
+        if self._steppers > 1:
+            return
         for number, parameter in enumerate(one for group in optimizer.param_groups for one in group["params"]):
             of_another = parameter.grad is not None and id(parameter) not in self._ours
             if of_another and not isinstance(parameter, DTensor):  # of which each rank has a part
                 digest, _ = _sketched(TrialEntry("", "number", -1, parameter.grad))
                 self._foreign[f"parameter {number} of another {type(optimizer).__name__}"] += int(digest)
+
+    def _has_stepped(self, *_: object) -> None:
+        self._steppers -= 1
 
     def _arrives(self, name: str, gradient: Tensor) -> None:
         """Add to the random sums of what backward passes here give a parameter outside the experts, or all experts."""
@@ -215,12 +223,31 @@ class TrialRun:
     def _before_forward(self, *_: object) -> None:
         """See the precision, and, ahead of the last step, what is alive: what comes later is made new in each step."""
         if self._alive is None and self._step == self._trial.steps - 1 and self._trial.layout in ("fixed", "moved"):
-            self._alive = Places()
-            buffers = [entry for entry in self._entries() if entry.kind == "buffer"]
+            self._alive = Places(self._known())
+            buffers = [entry for entry in self._entries() if entry.kind == "buffer" and self._runtime.averages_dense]
             self._digests = {f"buffer {one.name}": int(_sketched(one)[0]) for one in buffers}
+            first, second = (self._of_run(name) for name in RUNS)
+            if self._trial.layout == "fixed" and (suspects := second.get("unregistered")):
+                self._alive.spoil({tuple(one["shape"]) for one in suspects}, first["began"])
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if torch.is_autocast_enabled(device):
             self._coarsest = max(self._coarsest, torch.finfo(torch.get_autocast_dtype(device)).eps)
+
+    def _of_run(self, name: str) -> dict[str, Any]:
+        """What is known of a run before; empty: it was not yet. Collective."""
+        path = Path(self._trial.folder).parent / name / "meta.json"
+        found: dict[str, Any] = json.loads(gather_bytes(path.read_bytes() if path.exists() else b"{}", self._group)[0])
+        return found
+
+    def _known(self) -> set[int]:
+        """Return where everything is that the models and balancers of this process have."""
+        balancers = [one for one in gc.get_objects() if type(one) is Balancer and not one._closed]
+        self._meta["balancers"] = len(balancers)
+        owned = [one for balancer in balancers for one in balancer._known_tensors()]
+        owned += [entry.tensor for entry in self._entries()]
+        for old in self._runtime.model_check.replaced().values():  # the run with moved homes tells who uses them
+            owned += [old] if old.grad is None else [old, old.grad]
+        return memories([stage.model for stage in self._stages], self._runtime.registry, owned)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -305,21 +332,16 @@ class TrialRun:
         """Finish the record; the job does not go on to what comes after its loop."""
         self._undo()
         _keys.cache_clear()
-        balancers = [one for one in gc.get_objects() if type(one) is Balancer and not one._closed]
-        self._meta["balancers"] = len(balancers)
-        owned = [one for balancer in balancers for one in balancer._known_tensors()]
-        owned += [entry.tensor for entry in self._entries()]
-        for old in self._runtime.model_check.replaced().values():  # the run with moved homes tells who uses them
-            owned += [old] if old.grad is None else [old, old.grad]
         if self._alive is not None:
-            alive = self._alive.places
-            self._alive = None  # what only this has kept since is gone
-            self._look_for_kept(owned, alive)
+            places, self._alive = self._alive, None
+            places.let_go()
+            self._look_for_kept(places)
             self._digests.update(self._foreign)
             of_ranks = list(map(json.loads, gather_bytes(json.dumps(self._digests).encode(), self._group)))
-            copies = [[of_ranks[rank] for rank in ranks] for ranks in self._meta["copies"]]
-            names = [name for same in copies for name in same[0] if len({one.get(name) for one in same}) > 1]
-            self._meta["uneven"] = names
+            job = self._runtime.job
+            copies = [[of_ranks[job.ranks.index(rank)] for rank in ranks] for ranks in job.data_sets]
+            uneven = [name for same in copies for name in same[0] if len({one.get(name) for one in same}) > 1]
+            self._meta["uneven"] = uneven
         self._write_meta()
         dist.barrier(self._group)
         if self._trial.ends_process:
@@ -332,26 +354,25 @@ class TrialRun:
             sys.stderr.flush()
             os._exit(0)
 
-    def _look_for_kept(self, owned: Sequence[Tensor], alive: set[Any]) -> None:
-        """List what a step leaves to the next and the first run with fixed homes, the first of all, does not have."""
+    def _look_for_kept(self, places: Places) -> None:
+        """List what a step leaves to the next: with moved homes what the first run, with fixed homes, does not have; in
+        a second run with fixed homes what is made from what was spoiled."""
         models, job, group = [stage.model for stage in self._stages], self._runtime.job, self._group
-        found, holders = kept(models, self._runtime.registry, owned, alive)
-        here = gather_bytes(json.dumps([content for _, content in found]).encode(), group)
-        ranks_with = Counter(content for of_rank in here for content in {*json.loads(of_rank)})
-        self._meta["contents"] = sorted(ranks_with)
-        first = Path(self._trial.folder).parent / FIRST_RUN / "meta.json"
-        seen = json.loads(gather_bytes(first.read_bytes() if first.exists() else b"{}", group)[0]).get("contents")
-        if seen is not None:
-            known = {*seen}
-            if self._trial.layout == "moved":  # a second run with fixed homes shows what differs by itself
-                few = len(job.data_ranks)
-                known -= {"", *(c for c, ranks in ranks_with.items() if c.startswith(ALIKE) and ranks < few)}
-            new = [place for place, (_, content) in enumerate(found) if content not in known]
-            mine = [
-                {"holder": f"rank {job.rank}: {name}", "shape": shape} for name, shape in named(found, holders, new)
-            ]
-            lines = gather_bytes(json.dumps(mine).encode(), group)
-            self._meta["unregistered"] = [line for of_rank in lines for line in json.loads(of_rank)]
+        found, holders = kept(models, self._runtime.registry, self._known(), places)
+        mine = json.dumps([sorted({content for _, content in found}), sorted(places.contents)]).encode()
+        ended, began = zip(*map(json.loads, gather_bytes(mine, group)), strict=True)
+        ranks_with = Counter(chain.from_iterable(ended))
+        self._meta |= {"contents": sorted(ranks_with), "began": sorted(set(chain.from_iterable(began)))}
+        known = {""} if places.spoiled else {*self._of_run(RUNS[0]).get("contents", ())}
+        few = len(job.data_ranks)
+        known -= {"", *(c for c, ranks in ranks_with.items() if c.startswith(ALIKE) and ranks < few)}
+        new = [place for place, (_, content) in enumerate(found) if content not in known]
+        wanted = new if places.spoiled or self._trial.layout == "moved" else []
+        lines = [
+            {"holder": f"rank {job.rank}: {name}", "shape": shape} for name, shape in named(found, holders, wanted)
+        ]
+        of_ranks = gather_bytes(json.dumps(lines).encode(), group)
+        self._meta["unregistered"] = [line for of_rank in of_ranks for line in json.loads(of_rank)]
 
     # -- what is there -------------------------------------------------------------------------------------------------
 

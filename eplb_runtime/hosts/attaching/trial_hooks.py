@@ -53,26 +53,30 @@ def listen(losses: list[Tensor], before_forward: Callable[..., None], after: Cal
     return undo
 
 
-def let_clipping_bite(largest: Callable[[], float]) -> Callable[[], None]:
+def let_clipping_bite(now: Callable[[], tuple[int, float]]) -> Callable[[], None]:
     """Let torch's clipping bite in each step: half of the norm of the step before is allowed, or half of the largest
-    element then. Returns what ends it."""
-    norms: dict[int, float] = {}  # of the call before, by the first of what is clipped together
+    element then. ``now`` gives the step's number and that element. Returns what ends it."""
+    norms: list[float] = []  # of the calls of a step
+    at, calls = -1, 0
     module = torch.nn.utils.clip_grad
     # Loops have the function that sees to no_grad; what it calls is in its closure.
     inside = next((cell for cell in module.clip_grad_value_.__closure__ or () if callable(cell.cell_contents)), None)
-    by_norm, by_value = module._clip_grads_with_norm_, None if inside is None else inside.cell_contents
+    by_norm = module._clip_grads_with_norm_
+    by_value: Any = None if inside is None else inside.cell_contents
 
     def clip_norm(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
-        first = id(next(iter(parameters), None))
+        nonlocal at, calls
+        at, calls = now()[0], calls + 1 if at == now()[0] else 1
         norm = float(total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm)
-        half = norms.get(first, norm) / 2
+        norms.extend([norm] * (calls - len(norms)))
+        half = norms[calls - 1] / 2
         bites = 0 < half < math.inf and max_norm < _NO_CLIPPING
         if 0 < norm < math.inf:
-            norms[first] = norm
+            norms[calls - 1] = norm
         by_norm(parameters, min(half, max_norm) if bites else max_norm, total_norm, *args, **kwargs)
 
     def clip_value(parameters: Any, value: float, *args: Any, **kwargs: Any) -> None:
-        by_value(parameters, min(float(value), largest() / 2 or math.inf), *args, **kwargs)
+        by_value(parameters, min(float(value), now()[1] / 2 or math.inf), *args, **kwargs)
 
     def undo() -> None:
         module._clip_grads_with_norm_ = by_norm

@@ -7,6 +7,7 @@ nothing goes on. A running job never does it.
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -37,35 +38,41 @@ _DEPTH = 3
 """Containers inside containers that the collector does not follow, as a dict of arrays alone."""
 
 
-def kept(
-    models: Sequence[nn.Module], registry: ExpertTensors, owned: Iterable[Tensor], alive: Collection[Any] | None = None
-) -> tuple[list[Found], list[Any]]:
-    """Return shapes and contents of what a step leaves to the next and is neither the models' nor the balancer's, and
-    what holds each: an object, or the name of a variable. A content is a checksum; empty where the shape is that of a
-    rank's own experts.
-
-    Args:
-        owned: tensors that move with experts or are no experts, besides the models' parameters, gradients and buffers.
-        alive: `Places.places` of a step before: what is elsewhere is made new in each. None: all may have been kept.
-    """
+def memories(models: Sequence[nn.Module], registry: ExpertTensors, owned: Iterable[Tensor]) -> set[int]:
+    """Return where parameters, gradients and buffers of models are, and ``owned``: registered or no experts."""
     named = [one for model in models for one in (*model.named_parameters(), *model.named_buffers())]
     held = [tensor for _, tensor in named]  # `buffers` is an attribute of Megatron's DDP
     gradients = [getattr(tensor, name, None) for tensor in held for name in ("grad", "main_grad")]
-    known = {0} | {_memory_of(one) for one in (*held, *gradients, *owned, *registry.parameters()) if one is not None}
+    return {0} | {_memory_of(one) for one in (*held, *gradients, *owned, *registry.parameters()) if one is not None}
+
+
+def kept(
+    models: Sequence[nn.Module], registry: ExpertTensors, known: set[int], places: Places | None = None
+) -> tuple[list[Found], list[Any]]:
+    """Return shapes and contents of what a step leaves to the next and is neither the models' nor the balancer's, and
+    what holds each: an object, or the name of a variable. A content is a checksum; empty where the shape is that of a
+    rank's own experts. What is no vector is as large as an expert's smallest matrix, at least.
+
+    Args:
+        known: `memories` of what is the models' or the balancer's.
+        places: as a step began: what is elsewhere is made new in each. None: all may have been kept.
+    """
     rows, sizes = _shapes(models, registry)
     own = {tuple(parameter.shape) for parameter in registry.parameters()}
-    whole = rows | own  # else it may be an activation
+    whole, least = rows | own, min(map(prod, rows), default=0)  # else it may be an activation, or a number of a step
     found: list[Found] = []
     holders: list[Any] = []
     for value, holder in _tensors(list(_variables())):
         shape = value.shape
-        is_kept = alive is None or value.memory in alive or _place_of(value, holder) in alive
+        is_kept = places is None or places.left(value, holder)
         if not is_kept or value.memory in known or (value.has_gradient and shape not in whole):
             continue
         known.add(value.memory)
         of_rank = any(shape[-len(row) :] == row for row in rows) or value.trained
         if len(shape) == 1:  # experts one after the other
             of_rank = of_rank or shape in sizes or not all(shape[0] % prod(row) for row in rows)
+        if not (of_rank or shape in own or value.numel >= least or shape == (registry.homes_per_rank,)):
+            continue
         is_own = shape in own and not value.trained
         found.append((shape, "" if is_own else ALIKE * of_rank + value.content()))
         holders.append(holder)
@@ -80,12 +87,31 @@ def named(found: Sequence[Found], holders: list[Any], wanted: Iterable[int]) -> 
 
 
 class Places:
-    """Where tensors and arrays of the process are, and what holds them, but for those that are zero: ``places``. It
-    keeps them all, so that nothing else comes to be there."""
+    """Where tensors and arrays are that are not known, and what holds them, but for those that are zero. It keeps them
+    all, so that nothing else comes to be there, until it is let go."""
 
-    def __init__(self) -> None:
-        self._kept = [pair for pair in _tensors(list(_variables())) if pair[0].any()]
-        self.places = {place for value, holder in self._kept for place in (value.memory, _place_of(value, holder))}
+    def __init__(self, known: set[int]) -> None:
+        every = _tensors(list(_variables()))
+        self._kept = [pair for pair in every if pair[0].memory not in known and pair[0].any()]
+        self.contents = {value.content() for value, _ in self._kept}
+        self._places = {place for value, holder in self._kept for place in (value.memory, _place_of(value, holder))}
+        self.spoiled = False
+
+    def spoil(self, shapes: Collection[tuple[int, ...]], steady: Collection[str]) -> None:
+        """Write NaN over what has one of these shapes and contents: what is NaN at the step's end was made from it."""
+        self._places, self.spoiled = set(), True
+        for value, holder in self._kept:
+            if value.shape in shapes and value.content() in steady:
+                self._places |= {value.memory, _place_of(value, holder)}
+                value.spoil()
+
+    def let_go(self) -> None:
+        self._kept.clear()
+
+    def left(self, value: _Candidate, holder: Any) -> bool:
+        """Return whether the step has left this, or made it from what was there."""
+        is_here = value.memory in self._places or _place_of(value, holder) in self._places
+        return is_here and not (self.spoiled and value.is_sound())
 
 
 def _place_of(value: _Candidate, holder: Any) -> tuple[Any, tuple[int, ...]]:
@@ -108,6 +134,19 @@ class _Candidate:
         """Whether it has anything but zeros."""
         return bool(np.any(self._value) if isinstance(self._value, np.ndarray) else local(self._value).any())
 
+    def spoil(self) -> None:
+        """Make it NaN; whole numbers stay."""
+        value = self._value if isinstance(self._value, np.ndarray) else local(self._value).detach()
+        if value.dtype.kind == "f" if isinstance(value, np.ndarray) else value.is_floating_point():
+            value.fill_(math.nan) if isinstance(value, Tensor) else value.fill(math.nan)
+
+    def is_sound(self) -> bool:
+        """Return whether it has numbers alone that can be NaN, and none is."""
+        value = self._value if isinstance(self._value, np.ndarray) else local(self._value).detach()
+        if isinstance(value, np.ndarray):
+            return value.dtype.kind == "f" and not bool(np.isnan(value).any())
+        return value.is_floating_point() and not bool(value.isnan().any())
+
     def content(self) -> str:
         """A checksum of all bits. Storage that numpy has seen could not be resized any more: tensors are copied."""
         value = self._value
@@ -127,13 +166,15 @@ def _shapes(models: Sequence[nn.Module], registry: ExpertTensors) -> tuple[set[t
     """Shapes of an expert's matrices, and numbers of elements of what may hold experts."""
     rows, numbers, experts, own = set(), set(), 0, set(map(id, registry.parameters()))
     for layer in registry.layers:
+        each = 0
         for tensor in registry.by_expert(layer):
             parts = [local(part) for part in (tensor if isinstance(tensor, tuple) else (tensor,))]
             row = parts[0].shape if isinstance(tensor, tuple) else parts[0].shape[1:]
             rows |= {tuple(row)} if len(row) > 1 else set()
             whole = sum(part.numel() for part in parts)
-            experts += whole
+            experts, each = experts + whole, each + row.numel()
             numbers |= {whole, row.numel() if len(row) > 1 else 0}
+        numbers |= {each}
     for parameters in ([*module.parameters()] for model in models for module in model.modules()):
         if any(id(parameter) in own for parameter in parameters):
             trained = [parameter.numel() for parameter in parameters if parameter.requires_grad]

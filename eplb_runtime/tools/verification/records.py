@@ -116,10 +116,10 @@ class Difference:
         return f"{when} {self.tensor}{of} differs on rank {self.rank}" + (f"; {self.hint}" if self.hint else "")
 
 
-def first_difference(one: Run, other: Run) -> Difference | None:
-    """Return the first difference of any bit, as far as both runs came; None: there is none. Losses alone make none: a
-    term over a rank's experts goes by where they are, and its gradient may not."""
-    for number in range(min(one.length, other.length) + 1):
+def first_difference(one: Run, other: Run, most: int | None = None) -> Difference | None:
+    """Return the first difference of any bit, as far as both runs came, or to a step; None: there is none. Losses alone
+    make none: a term over a rank's experts goes by where they are, and its gradient may not."""
+    for number in range(min(one.length, other.length, one.length if most is None else most) + 1):
         here, there = one.step(number), other.step(number)
         lone = here.cells.keys() ^ there.cells.keys()
         both = (key for key in here.ordered() if key not in lone)

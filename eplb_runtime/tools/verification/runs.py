@@ -62,10 +62,11 @@ def proof() -> Proof:
     difference = first_difference(fixed, moved)
     if difference is None and moved.length < fixed.length:
         return answer("wrong", f"the run with moved homes ended sooner: {moved.failure}")
-    if difference is not None or _unregistered(moved):
+    suspects = _unregistered(moved)
+    if difference is not None or suspects:
         again = yield "fixed", False
         report = replace(report, difference=difference, unregistered=_unregistered(moved, again))
-        if (odd := first_difference(fixed, again)) is not None:
+        if (odd := first_difference(fixed, again, fixed.length - bool(suspects))) is not None:
             return answer("unknown", f"the job does not repeat itself: in a second run {odd}", repeats=False)
     if difference is not None and not report.notes:
         kept = _KEPT.format(*moved.meta["replaced"]) if moved.meta.get("replaced") else ""
@@ -115,9 +116,10 @@ def proof() -> Proof:
 
 
 def _unregistered(moved: Run, again: Run | None = None) -> tuple[dict[str, Any], ...]:
-    """Return what the run with moved homes keeps, and neither the first nor the second run with fixed homes does."""
-    clocks = [] if again is None else again.meta.get("unregistered", ())
-    return tuple(one for one in moved.meta.get("unregistered", ()) if one not in clocks)
+    """Return what the run with moved homes keeps by place and the second with fixed homes, if it is over, does keep."""
+    suspects = moved.meta.get("unregistered", ())
+    is_over = again is not None and again.length >= moved.length
+    return tuple(one for one in suspects if again is None or not is_over or one in again.meta["unregistered"])
 
 
 def _answer(run: Callable[[str, bool, Path], Run], keep: Path | None = None) -> Report:

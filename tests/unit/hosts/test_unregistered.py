@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from eplb_runtime.hosts.attaching.unregistered import ALIKE, Places, _name_of, kept, named
+from eplb_runtime.hosts.attaching.unregistered import ALIKE, Places, _name_of, kept, memories, named
 from eplb_runtime.moe.experts.registry import ExpertTensors
 from eplb_runtime.tools.verification import runs
 
@@ -25,7 +25,7 @@ class Average:
         self.shadow = [kept]
 
 
-def found(thing: Any, alive: Any = None) -> list[tuple[str, tuple[int, ...], str]]:
+def found(thing: Any, places: Places | None = None) -> list[tuple[str, tuple[int, ...], str]]:
     """What is found in a loop that keeps this."""
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(SHAPE))
@@ -34,7 +34,7 @@ def found(thing: Any, alive: Any = None) -> list[tuple[str, tuple[int, ...], str
     average = {"averages": [Average(thing)]}
     assert average
     shape = tuple(thing.shape)  # of other tests there may be things as long as there are experts
-    all_found, holders = kept([model], registry, [], alive)
+    all_found, holders = kept([model], registry, memories([model], registry, []), places)
     wanted = [place for place, (of, _) in enumerate(all_found) if of == shape]
     return [(*named(all_found, holders, [place])[0], all_found[place][1]) for place in wanted]
 
@@ -70,16 +70,20 @@ def test_what_has_only_the_number_of_elements_is_told_from_an_average_by_its_bit
     assert output[2] and average[2] and moved[2] != average[2]
 
     def run(*of: tuple[str, tuple[int, ...], str]) -> Any:
-        return SimpleNamespace(meta={"unregistered": [{"holder": holder, "shape": shape} for holder, shape, _ in of]})
+        return SimpleNamespace(
+            length=2, meta={"unregistered": [{"holder": holder, "shape": shape} for holder, shape, _ in of]}
+        )
 
-    clock = ("seconds", (2,), "another in each run")
-    (left,) = runs._unregistered(run(moved, clock), run(clock))
+    made_new = ("an object of Sharpness", (91,), "")
+    assert len(runs._unregistered(run(moved, made_new), SimpleNamespace(length=-1))) == 2
+    (left,) = runs._unregistered(run(moved, made_new), run(moved))
     assert left == {"holder": moved[0], "shape": (91,)}
 
 
 def test_what_is_zero_as_a_step_begins_or_made_anew_elsewhere_is_not_kept() -> None:
     buffer, average = torch.zeros(SHAPE), {"of": torch.ones(SHAPE)}
-    alive = Places().places
+    places = Places({0})
     average["of"] = average["of"] * 0.9
-    assert found(buffer.add_(1), alive) == [] and found(torch.ones(SHAPE), alive) == []
-    assert found(average["of"], alive), "made anew, in the same place"
+    places.let_go()
+    ((holder, *_),) = found(buffer.add_(1), places)
+    assert holder.startswith("variable average"), "made anew, in the same place"
