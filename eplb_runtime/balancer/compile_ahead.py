@@ -119,7 +119,7 @@ def functions_on_disk() -> int:
 def _mark(policy: str) -> Path:
     """File next to numba's own that marks all code as compiled for this policy, in a folder named by the sources.
     numba's files are of use at one place alone: a copy of this package has to be compiled again."""
-    place = xxhash.xxh3_64_hexdigest(str(PACKAGE))
+    place = xxhash.xxh3_64_hexdigest(str(PACKAGE).encode())
     return cache_folder() / f"{policy or _NO_POLICY}.{place}.compiled"
 
 
