@@ -64,11 +64,14 @@ _SHARE_OF_EPS = 0.3
 """Root mean square of a rounding error, which is up to half of the distance between two numbers."""
 _ENOUGH_MEMORY = 0.8
 """Share of the free memory that the experts of a run with all of them on each rank may take."""
+FOUND = " ahead of the step"
+"""Ends the name of a weight of which it is said how a step found it."""
 RUNS = ("run-1-fixed", "run-2-moved")
 """Folders of the first runs, beside those of the others."""
-KINDS = ("gradient", "buffer", "cache", "optimizer_state", "range", "number", "parameter")
-"""Of a tensor on record, as its number says, causes first; ``range``, ``number``: state of which ranks have parts;
-``cache``: a buffer that checkpoints leave out, unless we average: DistributedDataParallel would keep it alike, too."""
+KINDS = ("found", "gradient", "buffer", "cache", "optimizer_state", "range", "number", "parameter")
+"""Of a tensor on record, as its number says, causes first; ``found``: a weight ahead of the optimizer's step;
+``range``, ``number``: state of which ranks have parts; ``cache``: a buffer that checkpoints leave out, unless we
+average: DistributedDataParallel would keep it alike, too."""
 
 
 def without_replicas(config: BalancerConfig) -> BalancerConfig:
@@ -258,6 +261,10 @@ class TrialRun:
             return
         if self._trial.layout == "shaken":
             self._shake()
+        for entry in self._entries() if not self._rows else ():
+            if entry.kind == "parameter" and has_memory(entry.tensor):
+                found = replace(entry, name=f"{entry.name}{FOUND}", kind="found")
+                self._rows[found.name, found.expert] = (found, *_sketched(found))
         for entry in self._entries_of_gradients():
             self._rows[entry.name, entry.expert] = (entry, *_sketched(entry))
         largest = [float(e.tensor.abs().max()) for e in self._entries_of_gradients() if e.tensor.numel()]
@@ -528,7 +535,7 @@ def _sketched(entry: TrialEntry) -> tuple[Tensor, Tensor]:
         digest += (bit_words(part).to(torch.int64) * keys).sum()
         values = part.double()
         sums[0] += values @ values
-        if entry.kind in ("gradient", "parameter", "buffer"):
+        if entry.kind in ("found", "gradient", "parameter", "buffer"):
             signed = torch.where(keys & 256 == 0, values, -values)
             before, after = first % SKETCHES, -(first + part.numel()) % SKETCHES
             sums[1:] += nn.functional.pad(signed, (before, after)).view(-1, SKETCHES).sum(dim=0)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...hosts.attaching.trial import KINDS, SKETCHES
+from ...hosts.attaching.trial import FOUND, KINDS, SKETCHES
 
 TIMES_SHAKEN = 12.0
 """Of what rounding errors in each step come to in this job: runs may differ by so much."""
@@ -190,10 +190,13 @@ def to_rounding(fixed: Run, other: Run, shaken: Run) -> Closeness:
     before: tuple[StepRecord, ...] = ()
     for number in range(min(fixed.length, other.length, shaken.length) + 1):
         steps = (fixed.step(number), other.step(number), shaken.step(number))
-        routed_alike = routed_alike and np.array_equal(steps[0].counts, steps[1].counts)
+        was_alike, routed_alike = routed_alike, routed_alike and np.array_equal(steps[0].counts, steps[1].counts)
         if routed_alike:
             losses_count = losses_count and all(apart <= allowed for _, allowed, apart, _ in _losses(steps))
-        measures = _measures(steps, before, rounding) if routed_alike else _losses(steps) if losses_count else ()
+        measures = _measures(steps, before, rounding) if was_alike else iter(())
+        if not routed_alike:  # what a step finds goes by no token of it
+            of_losses = _losses(steps) if losses_count else ()
+            measures = (*(one for one in measures if one[0].partition(" of expert")[0].endswith(FOUND)), *of_losses)
         for name, allowed, apart, scale in measures:
             share = apart / scale if scale else float(apart > 0)
             if apart > allowed:
@@ -218,8 +221,9 @@ def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], roundin
     noise_only, found, fine = set(), [], min(rounding, float(np.finfo(np.float32).eps))
     for key in [*steps[0].ordered(), *(key for key in other if key not in fixed)]:
         cell, has_all = fixed.get(key) or other[key], key in fixed and key in other and key in shaken
-        if not (cell.kind == "gradient" or (has_all and cell.kind in ("parameter", "buffer"))):
+        if not (cell.kind == "gradient" or (has_all and cell.kind in ("found", "parameter", "buffer"))):
             continue
+        weight = key[0].removesuffix(FOUND), key[1]
         # A gradient that one run has alone is one of zeros in the others.
         sums = [one[key].sums[:, 1:] if key in one else 0 * cell.sums[:, 1:] for one in (fixed, other, shaken)]
         if cell.kind == "buffer":
@@ -229,10 +233,10 @@ def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], roundin
             floor = noise * typical * np.sqrt(cell.numel)
             if (scale := cell.norm) <= floor:
                 noise_only.add(key)
-        elif not before or (f"{key[0]}/grad", key[1]) in noise_only or any(key not in step.cells for step in before):
+        elif not before or (f"{key[0]}/grad", key[1]) in noise_only or any(weight not in one.cells for one in before):
             continue
-        else:
-            sums = [one - step.cells[key].sums[:, 1:] for one, step in zip(sums, before, strict=True)]
+        else:  # what the optimizer has changed, or the loop since its last step
+            sums = [one - step.cells[weight].sums[:, 1:] for one, step in zip(sums, before, strict=True)]
             scale, floor = float(np.sqrt(np.max(np.sum(sums[0] ** 2, axis=1)))), rounding * cell.norm
         if np.isfinite(scale + floor):
             same = len(sums[0]) == len(sums[1])

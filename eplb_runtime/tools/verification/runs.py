@@ -57,7 +57,8 @@ def proof() -> Proof:
         what = "ended before its first optimizer step" if fixed.length == 0 else "reached no eplb_runtime.attach"
         return answer("unknown", f"the job {what} (what starts ranks must hand its environment on to them)")
     moved = yield "moved", False
-    report = replace(report, tensors=len({name for name, _ in fixed.step(fixed.length).cells}))
+    cells = fixed.step(fixed.length).cells
+    report = replace(report, tensors=len({name for (name, _), cell in cells.items() if cell.kind != "found"}))
     runs.append(moved)
     difference = first_difference(fixed, moved)
     if difference is None and moved.length < fixed.length:
