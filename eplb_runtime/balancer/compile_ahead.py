@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -70,15 +69,12 @@ def compile_planner(policy: str = "incremental") -> None:
     split_for_rank(np.ones((4, 8), dtype=np.int64), SplitTables.of(current), 0, 0, ranks_per_node=2)
 
 
-def compile_apart(
-    policy: str, ended: threading.Event | None = None, on_wait: Callable[[], None] = lambda: None
-) -> None:
+def compile_apart(policy: str, ended: threading.Event | None = None) -> None:
     """Compile in another process on this machine. Never raises.
 
     Args:
         policy: as for `compile_here`.
         ended: set when nobody needs it any more; what has been compiled by then is kept on the disk.
-        on_wait: called every `LOOK_SECONDS` while the other process runs.
     """
     command = [sys.executable, "-m", __name__, policy]
     if not compiles() or is_compiled(policy):
@@ -90,7 +86,6 @@ def compile_apart(
             message = ""
             try:
                 while process.poll() is None and time.monotonic() < last and not (ended and ended.is_set()):
-                    on_wait()
                     with suppress(subprocess.TimeoutExpired):
                         message = process.communicate(timeout=LOOK_SECONDS)[1]
             finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from itertools import count
 from typing import Any
 
 from . import arguments as kinds
@@ -35,19 +34,15 @@ def add(commands: Any) -> None:
     of_step = "share of a step in expert work, dispatch to combine (default: as recorded, or .4, and .2 to .6)"
     seconds = "seconds of a training step (default: as recorded, or 1)"
     steps = "training steps of a window (default: as recorded, or by its tokens)"
-    kept = "that the optimizer keeps for one expert (default: as recorded, or Adam's)"
     fast = "of a rank, inside its node (default: as measured, or 400; 1 on CPUs)"
-    stall = "cost of a rebalance besides its bytes (default: 0.05)"
     slow = "of a rank, to other nodes (default: as measured, or 50; 1 on CPUs)"
     figures = [
         option("--moe-share", "X", kinds.share, of_step),
         option("--step-seconds", "S", kinds.positive_float, seconds),
         option("--steps-per-window", "N", kinds.positive, steps),
         option("--expert-parameters", "N", kinds.positive, "of one expert (default: as recorded, or DeepSeek-V3's)"),
-        option("--optimizer-bytes", "N", kinds.not_negative, kept),
         option("--intra-node-bandwidth", "GB/S", kinds.positive_float, fast),
         option("--inter-node-bandwidth", "GB/S", kinds.positive_float, slow),
-        option("--stall-seconds", "S", kinds.not_negative_float, stall),
     ]
     command = add_command(
         commands, "assess", _run, "say whether balancing would pay for a recorded job", EXAMPLES, options
@@ -61,9 +56,8 @@ def _run(arguments: argparse.Namespace) -> None:
     record = read_job(arguments.record, arguments)
     note_compilation()
     try:
-        with spinner() as shown:
-            plans = count(1)
-            assessment = assess(record, vars(arguments), lambda: shown.update(f"plan {next(plans)}"))
+        with spinner():
+            assessment = assess(record, vars(arguments))
     except ValueError as error:
         raise InputError(str(error)) from None
     if arguments.json:

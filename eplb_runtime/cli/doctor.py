@@ -54,8 +54,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.model_config is not None:
         given = {name: getattr(arguments, name) for name in ("ranks", "replica_slots", "dtype", "optimizer")}
         title, memory = memory_of(arguments.model_config, **given)
-    with process_group(device) as here, spinner() if is_first() else nullcontext() as shown:
-        trials = try_transports(here, shown.update if shown is not None else lambda said: None)
+    with process_group(device) as here, spinner() if is_first() else nullcontext():
+        trials = try_transports(here)
     said: dict[str, Any] = {
         "model": title,
         "memory_bytes": {item.key: item.nbytes for item in memory},

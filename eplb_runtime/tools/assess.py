@@ -6,7 +6,7 @@ nothing, by how much a step would be shorter, and the verdict in words. No file 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -194,7 +194,7 @@ class Assessment:
         ).replace("%", " %")
 
 
-def assess(record: JobRecord, given: Mapping[str, Any], on_progress: Callable[[], None] = lambda: None) -> Assessment:
+def assess(record: JobRecord, given: Mapping[str, Any]) -> Assessment:
     """Would balancing have paid in the steps that were recorded?
 
     Experts stay in logical order, or their homes move, or each rank has replica slots besides; each plan sees the past
@@ -204,7 +204,6 @@ def assess(record: JobRecord, given: Mapping[str, Any], on_progress: Callable[[]
     Args:
         record: the series.
         given: figures by the names of the command's options, which win over what was recorded; None: not given.
-        on_progress: called after each plan.
 
     Raises:
         PlanError: the load cannot be planned for.
@@ -224,17 +223,11 @@ def assess(record: JobRecord, given: Mapping[str, Any], on_progress: Callable[[]
     if slots > experts - homes:
         have = f"a rank has homes for {homes} of {experts} experts"
         raise ValueError(f"--replica-slots {slots}: {have}; give at most {experts - homes}")
-    series = Series(load, figures.every_windows, None, figures.steps_per_window, gate="payoff")
+    series = Series(load, figures.every_windows, figures.steps_per_window, gate="payoff")
 
     def play(policy: str, slots_per_rank: int) -> PolicyRun:
-        return simulate(
-            series,
-            figures.topology,
-            slots_per_rank=slots_per_rank,
-            policies=[policy],
-            step_model=model,
-            on_progress=on_progress,
-        )[0]
+        runs = simulate(series, figures.topology, slots_per_rank=slots_per_rank, policies=[policy], step_model=model)
+        return runs[0]
 
     def judge(name: str, run: PolicyRun, refresh_seconds: float = 0.0) -> Scenario:
         relative = sum(window.step_seconds for window in run.windows) / static_seconds

@@ -21,10 +21,9 @@ from ...planner.policies.deepseek import balance as balance_deepseek
 from ...planner.search.bounds import lower_bound
 from ...topology import Topology
 from ..formats.loads import read_load
-from ..simulate import merge_windows
 
 MAX_WINDOWS = 24
-"""Longer series are merged into at most so many windows."""
+"""The newest of a longer series."""
 
 FloatArray = NDArray[np.float64]
 
@@ -67,8 +66,7 @@ def run(load_files: Sequence[str | Path] = (), repeats: int = 5) -> dict[str, An
 
 def read_loads(files: Sequence[str | Path]) -> dict[str, FloatArray]:
     """Return the loads ``[T, L, E]`` of files by name, of few windows."""
-    loads = {Path(path).name: read_load(path) for path in files}
-    return {name: merge_windows(load, -(-len(load) // MAX_WINDOWS)) for name, load in loads.items()}
+    return {Path(path).name: read_load(path)[-MAX_WINDOWS:] for path in files}
 
 
 def shapes_for(experts: int) -> list[PlanShape]:
