@@ -9,7 +9,7 @@ from typing import Any
 from . import arguments as kinds
 from .arguments import LOAD, InputError, add_command, add_options, option
 from .inputs import read_job
-from .printing import COLUMNS, note_compilation, print_json, print_table, spinner
+from .printing import COLUMNS, note_compilation, print_json, spinner
 
 EXAMPLES = """
   eplb-runtime assess runs/first                        # the folder of eplb.record or of BalancerConfig(run=...)
@@ -70,21 +70,5 @@ def _run(arguments: argparse.Namespace) -> None:
             f"{assessment.left_out} of {len(record.load)}."
         )
     print(textwrap.fill(said, COLUMNS, break_on_hyphens=False))
-    if assessment.pays is None:
-        return
-    print()
-    rows = [
-        {
-            "experts": way.name,
-            "imbalance": f"{way.imbalance:.2f}",
-            "p95": f"{way.worst:.2f}",
-            "step saved": f"{way.step_saved:.1%}",
-            "refresh ms a step": f"{way.refresh_seconds * 1e3:.3g}",
-            "moving s a plan": f"{way.move_seconds:.3g}",
-            "plans that move": f"{way.rebalances} of {way.plans}",
-        }
-        for way in (assessment.now, assessment.homes, assessment.replicas)
-        if way is not None
-    ]
-    print_table("Imbalance is max / mean rank load, over all layers and judged windows.", rows)
-    print("\nWhat neither the record nor an option says is assumed: see assess --help.")
+    if assessment.pays is not None:
+        print("\nWhat neither the record nor an option says is assumed: see assess --help.")

@@ -54,11 +54,9 @@ def _input_errors() -> tuple[type[ValueError], ...]:
     known = [BubbleError, InputError, FileError, PlacementError, PlanError]
     if "torch" in sys.modules:  # else none of these was raised
         from ..hosts import AttachError
-        from ..hosts.transformers.models import ModelError
-        from ..tools.doctor import DoctorError
         from ..tools.launch import LaunchError
 
-        known += [AttachError, DoctorError, ModelError, LaunchError]
+        known += [AttachError, LaunchError]
     return tuple(known)
 
 

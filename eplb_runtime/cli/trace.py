@@ -64,19 +64,6 @@ def _print_one(one: Analysis, by_layer: bool) -> None:
     share = f"{sent.hidden_share:.1%} of communication is hidden" if sent.us else "nothing was sent"
     steps = f"; {counted(one.steps, 'step')} of {_us(one.step_us)} us (median)" if one.steps else ""
     print(f"{share}{steps}\n")
-    kinds = [{"kind": kind, "runs": int(row["count"]), "us": _us(row["us"])} for kind, row in one.kinds.items()]
-    print_table("kinds of work", kinds)
-    streams = [
-        {
-            "stream": stream.name,
-            "busy us": _us(stream.busy_us),
-            "idle us": _us(stream.idle_us),
-            "compute us": _us(stream.kinds.get("compute", 0.0)),
-            "send us": _us(sum(us for kind, us in stream.kinds.items() if kind != "compute")),
-        }
-        for stream in one.streams
-    ]
-    print_table("streams", streams)
     if one.phases:
         print_table("phases (host: of the thread that runs them)", _phases(one, by_layer))
     longest = [
