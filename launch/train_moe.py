@@ -25,10 +25,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.profiler import profile, schedule
 
 import eplb_runtime as eplb
 from eplb_runtime.events import LoadMeasured, RebalanceAborted, RebalanceCommitted
-from eplb_runtime.observe.profiling import profiler as profiler_of
 from eplb_runtime.observe.summary import summary_text
 from eplb_runtime.tools.launch import repeat_every_bit
 
@@ -50,6 +50,16 @@ class Run:
     bytes_moved: int
     aborted: int
     seconds: float
+
+
+def profiler_of(folder: Path, steps: int, skip: int) -> profile:
+    """A profiler that records some steps of this rank, threads of gloo and of the balancer too: ``rank<N>.json.gz``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return profile(
+        schedule=schedule(wait=skip, warmup=1, active=steps, repeat=1),
+        on_trace_ready=lambda recorded: recorded.export_chrome_trace(str(folder / f"rank{dist.get_rank()}.json.gz")),
+        experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
+    )
 
 
 def documentation() -> bytes:
