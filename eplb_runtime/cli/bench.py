@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from .arguments import LOAD, InputError, Option, add_command, choice, flag, option, positive
-from .printing import note, print_json, print_table, spinner
+from .printing import print_json, print_table, spinner
 
 SUMMARIES = {
     "dispatch": "carrying tokens between ranks, beside plain all-to-alls",
@@ -17,8 +17,6 @@ SUMMARIES = {
     "train": "training steps, static, balanced and ideal; takes minutes",
 }
 """Files of ``tools/bench/`` that need ranks."""
-STEADY = 1.25
-"""Blocks of equal work of which the slowest takes more than so many times as long as the fastest were disturbed."""
 
 
 def add(commands: Any) -> None:
@@ -74,8 +72,6 @@ def _on_ranks(arguments: argparse.Namespace) -> int:
         result = import_module(f"..tools.bench.{what}", __package__).run(here, **options)
     if is_first():
         _print(result, arguments.json)
-        if options.get("brief") and max(row["slowest_over_fastest"] for row in result["train"]) > STEADY:
-            note("other processes use these cores: the times say little; try again on a quiet machine")
     return 0
 
 

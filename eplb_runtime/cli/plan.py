@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import LOAD, POLICY, add_command, cluster, option
-from .inputs import read_windows, require_output, require_policies, topology_of
+from .inputs import read_windows, topology_of
 from .printing import note_compilation, print_json
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def add(commands: Any) -> None:
         *cluster(),
         option("--policy", "NAME", str, f"{POLICY} (default: incremental)", "incremental"),
         option("--current", "PLACEMENT", str, current),
-        option("-o", "FILE", str, "write the placement, .json or .safetensors", dest="output"),
+        option("-o", "FILE", Path, "write the placement, .json or .safetensors", dest="output"),
     ]
     add_command(commands, "plan", _run, "plan a placement for a measured load", EXAMPLES, options)
 
@@ -35,9 +36,10 @@ def add(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     from ..planner import plan
     from ..tools.formats.convert import read_placement
+    from ..utils.files import require_writable
 
-    require_policies([arguments.policy])
-    require_output(arguments.output, (".json", ".safetensors"))
+    if arguments.output is not None:
+        require_writable(arguments.output, (".json", ".safetensors"))
     topology, current = topology_of(arguments), None
     if arguments.current is not None:
         current = read_placement(arguments.current, arguments.ranks, arguments.dense_layers or 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 from . import arguments as kinds
 from .arguments import LOAD, POLICY, add_command, add_options, choice, cluster, option, positive
-from .inputs import read_windows, require_policies, topology_of
+from .inputs import read_windows, topology_of
 from .printing import note_compilation, print_json, print_table, spinner
 
 EXAMPLES = """
@@ -46,7 +46,6 @@ def add(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     from ..tools.simulate import Series, StepModel, simulate
 
-    require_policies(arguments.policies)
     policies = arguments.policies if "static" in arguments.policies else ["static", *arguments.policies]
     topology = topology_of(arguments)
     load = read_windows(arguments.trace, arguments)
