@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from .placement import Placement
 
 TRANSPORTS = ("torch", "cuda_ipc", "nixl", "nvshmem", "deepep", "auto")
-"""A new one is named here and in `distributed.transports.TRANSPORTS`; `tests/transport_contract.py` tries it."""
+"""As in `distributed.transports.TRANSPORTS`."""
 CHOICES = {
     "name": ("all_to_all", "hierarchical", "deepep", "auto"),
     "split": ("water_filling", "even"),
@@ -39,10 +39,10 @@ LEAST = {
     "sms": 2,
 }
 """Least values of settings that are whole numbers."""
+_SECONDS = 366 * 86400.0, "a positive number of seconds, in a year"
 UP_TO = {
-    **dict.fromkeys(
-        ("timeout_seconds", "max_pause_seconds"), (366 * 86400.0, "a positive number of seconds, in a year")
-    ),
+    "timeout_seconds": _SECONDS,
+    "max_pause_seconds": _SECONDS,
     "moe_share": (1.0, "a share of the step in (0, 1], or None"),
 }
 """Largest values of settings that are numbers above 0, and what to give."""
@@ -87,7 +87,7 @@ def _as_float(value: Any) -> float:
 
 
 def _checked(name: str, value: Any, default: object) -> Any:
-    """A setting as Python's own kind of value, if it is one of those that there are."""
+    """Return a setting as Python's own kind of value."""
     given = f"{'dispatch' if name == 'name' else name}={_shown(value)}"
     if name in CHOICES:
         if given in GONE:
@@ -124,8 +124,7 @@ def _speeds(given: Any) -> tuple[float, ...]:
 
 
 class _Settings:
-    """Base of the configs: names that they do not know, and the checks of values, one by one and together. A numpy
-    number is taken as Python's, so that configs of equal settings describe themselves alike."""
+    """Base of the configs, which checks names and values, one by one and together."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
@@ -156,9 +155,8 @@ class DispatchConfig(_Settings):
     """Settings of what happens in each MoE layer: how a batch is split over copies, travels and is summed."""
 
     name: str = "all_to_all"
-    """Carrier of tokens: ``"all_to_all"`` (torch.distributed), ``"hierarchical"`` (the same, a token crosses to a node
-    once), ``"deepep"`` (the package deep_ep, on Hopper GPUs and newer) or ``"auto"`` (``"deepep"`` where every rank has
-    it, else ``"all_to_all"``)."""
+    """Carrier of tokens: ``"all_to_all"``, ``"hierarchical"`` (the same, a token crosses to a node once), ``"deepep"``
+    (on Hopper GPUs and newer) or ``"auto"`` (``"deepep"`` where every rank has it, else ``"all_to_all"``)."""
     _: KW_ONLY
     combine_order: Literal["logical", "by_rank"] = "logical"
     """How a token's results are summed: ``"logical"``, in the router's order, so that no bit depends on where experts
@@ -172,11 +170,9 @@ class DispatchConfig(_Settings):
     sms: int = 20
     """Multiprocessors of a GPU that DeepEP's kernels take; even."""
     kernels: bool = False
-    """On GPUs, Triton kernels count, route and sum a layer's choices. The first batch of each is compared with plain
-    torch, which is used, and the log says so, where the bits differ."""
+    """On GPUs, Triton kernels count, route and sum a layer's choices; plain torch where the first batch differs."""
     split: Literal["water_filling", "even"] = "water_filling"
-    """How tokens are shared out over an expert's copies, batch by batch: so that the busiest rank has as little as can
-    be, or evenly."""
+    """How a batch is shared out over an expert's copies: so that the busiest rank has least, or evenly."""
     split_locality: bool = True
     """Serve a token on its own rank or node where that does not change the balance."""
     split_least_tokens: int = 64
@@ -203,14 +199,14 @@ class MigrationConfig(_Settings):
     """Settings of what happens when experts change places: when, how much at a time, and what carries it."""
 
     lag: int = 1
-    """Steps between a decision's measurement and its commit, during which aggregation, planning and broadcast run in
-    the background. Fixed, so that a rerun commits at the same steps. Not with ``interval=None``."""
+    """Steps between a decision's measurement and its commit, in which it is planned in the background. Fixed, so that
+    a rerun commits at the same steps. Not with ``interval=None``."""
     horizon_steps: int | None = None
-    """Steps over which the gate, and what is reported of a plan, count what a rebalance saves; None: ``10 * interval``,
-    or with ``interval=None`` the steps between the last two calls of `rebalance()`."""
+    """Steps over which a rebalance is expected to go on paying; None: ``10 * interval``, or with ``interval=None`` the
+    steps between the last two calls of `rebalance()`."""
     moe_share: float | None = None
-    """Share of a step, as the job is, in expert work (dispatch to combine), in (0, 1]; for the same prediction. None:
-    measured in a few steps before decisions; 0.5 is assumed until then, and where CUDA graphs replay the layers."""
+    """Share of a step in expert work (dispatch to combine), in (0, 1]. None: measured in a few steps before decisions;
+    0.5 is assumed until then, and where CUDA graphs replay the layers."""
     max_moves: int | None = None
     """At most so many experts move in one decision, over all layers; None: no limit."""
     max_pause_seconds: float | None = None
@@ -220,8 +216,7 @@ class MigrationConfig(_Settings):
     ``nixl``: RDMA or TCP), ``"nvshmem"`` (extra ``nvshmem-cu12`` or ``-cu13``, between GPUs), ``"deepep"`` (Hopper GPUs
     and newer; not with ``overlap``) or ``"auto"`` (of the first three, the one that fits on every rank)."""
     staging_bytes: int = 256 << 20
-    """Bytes of received experts that a rank stages at once; bounds both memory and a round's size. Never less than one
-    expert with its state."""
+    """Bytes of received experts that a rank stages at once, and of a round; never less than one expert's."""
     bytes_per_step: int | None = None
     """With ``overlap``, the most that a rank receives during a step, up to ``staging_bytes``; None: as much as that."""
     move_gradients: bool = False
@@ -271,23 +266,21 @@ class BalancerConfig(_Settings):
     """``"payoff"`` rebalances when predicted seconds saved exceed predicted seconds spent; ``"always"`` whenever the
     plan lowers the imbalance."""
     overlap: bool = False
-    """Migrate while training goes on: experts travel beside the forwards of steps, and each layer is committed before
-    its own forward begins. False: between two steps, all at once."""
+    """Migrate while training goes on, a layer at a time before its forward. False: between two steps, all at once."""
     dense_gradients: Literal["host", "allreduce"] = "host"
-    """Who averages the gradients outside the experts: ``"host"`` (your DDP or FSDP) or ``"allreduce"`` (the balancer,
-    before the optimizer's step)."""
+    """Who averages gradients outside the experts: ``"host"`` (your DDP or FSDP) or ``"allreduce"`` (the balancer)."""
     timeout_seconds: float = 30.0
-    """A collective or transfer of the balancer that takes longer is given up, the rebalance dropped. Attaching is given
-    two minutes for each of its steps, or this where it is longer."""
+    """A collective or transfer of the balancer that takes longer is given up, the rebalance dropped; each step of
+    attaching has two minutes at least."""
     run: str | Path | None = None
-    """A folder to which rank 0 adds the measured load (a series in ``load/`` that ``eplb-runtime simulate`` and
-    ``convert`` read), events (``events.jsonl``) and, at the end, ``summary.json``. None: none."""
+    """A folder to which rank 0 adds the measured load (``load/``, for ``eplb-runtime simulate``), ``events.jsonl`` and,
+    at the end, ``summary.json``. None: none."""
     listen: int | str | None = None
     """Where rank 0 shows a live page and metrics for Prometheus (``/metrics``): a port of this machine alone (0: any
     that is free), or ``"host:port"``. None: nothing listens."""
     listen_token: str | None = field(default=None, repr=False)
-    """Secret that a browser or a scraper must bring; needed beyond this machine. In the page's address once
-    (``/?token=...``), or as ``Authorization: Bearer``."""
+    """Secret that a browser (``/?token=...``) or a scraper (``Authorization: Bearer``) must bring; needed beyond this
+    machine."""
     dispatch: _DispatchField = _DispatchField()
     """How tokens reach their experts: `DispatchConfig`, or its ``name`` alone."""
     migration: MigrationConfig = MigrationConfig()
@@ -295,8 +288,8 @@ class BalancerConfig(_Settings):
     window: int | None = None
     """Steps of load history of a decision; None: ``4 * interval``. With ``interval=None`` it counts decisions: 4."""
     guard: Literal["auto", "raise", "warn", "off"] = "auto"
-    """Answer of a check in the running job to a mistake that would spoil training: ``"raise"``, ``"warn"``,
-    ``"auto"`` (it raises in the first 3 steps and warns later); ``"off"``: no checks."""
+    """Answer to a mistake that would spoil training: ``"raise"``, ``"warn"``, ``"auto"`` (raises in the first 3 steps,
+    then warns); ``"off"``: no checks."""
     elementwise: bool = False
     """The optimizers update each element by itself: those of an unknown class are not tried at attach."""
     rank_speed: Sequence[float] | None = None
@@ -329,8 +322,7 @@ class BalancerConfig(_Settings):
         return self.window if self.window is not None else _WINDOW_DECISIONS * self.interval
 
     def window_rows(self, steps_per_row: int) -> int:
-        """Number of rows of load history that a decision looks at, each of so many steps, at least 1. With
-        ``interval=None`` a row is what lies between two decisions."""
+        """Rows of load history of a decision, each of so many steps; with ``interval=None``, between decisions."""
         if self.window_steps is None:
             return self.window if self.window is not None else _WINDOW_DECISIONS
         return max(1, self.window_steps // steps_per_row)
