@@ -113,11 +113,6 @@ def is_compiled(policy: str) -> bool:
     return mark.exists() or (not policy and any(mark.parent.glob(of_any_policy)))
 
 
-def functions_on_disk() -> int:
-    """Number of functions compiled so far, by whatever: for these very sources."""
-    return sum(1 for _ in cache_folder().rglob("*.nbi"))
-
-
 def _mark(policy: str) -> Path:
     """File next to numba's own that marks all code as compiled for this policy."""
     return cache_folder() / f"{policy or _NO_POLICY}.{_stamp(PACKAGE)}.compiled"
