@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 import numba
@@ -29,17 +28,16 @@ from ..planner.evaluate import predicted_imbalance
 from ..planner.planning import plan
 from ..planner.policies import LAYOUTS
 from ..topology import Topology
-from ..utils.jit import _MARK as COMPILED_MARK
 from ..utils.jit import _PACKAGE as PACKAGE
 from ..utils.jit import cache_folder, remove_older
 
 logger = logging.getLogger("eplb_runtime")
 
 MOST_SECONDS = 600.0
-"""Timeout of the other process; after it this one compiles for itself."""
+"""Timeout of the other process, which ends itself then; after it this one compiles for itself."""
 _NO_POLICY = "no policy"
 LOOK_SECONDS = 0.25
-"""Period in which both processes look whether the other has ended."""
+"""Period in which this process looks whether the other has ended."""
 
 
 def compile_here(policy: str) -> None:
@@ -70,28 +68,23 @@ def compile_planner(policy: str = "incremental") -> None:
 
 
 def compile_apart(policy: str, ended: threading.Event | None = None) -> None:
-    """Compile in another process on this machine. Never raises.
+    """Compile in another process on this machine, which goes on for the next job where this one ends. Never raises.
 
     Args:
         policy: as for `compile_here`.
-        ended: set when nobody needs it any more; what has been compiled by then is kept on the disk.
+        ended: set when this job needs it no more.
     """
-    command = [sys.executable, "-m", __name__, policy]
     if not compiles() or is_compiled(policy):
         return
     last = time.monotonic() + MOST_SECONDS
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    try:
-        with subprocess.Popen(command, text=True, **quiet) as process:  # type: ignore[call-overload]
-            message = ""
-            try:
-                while process.poll() is None and time.monotonic() < last and not (ended and ended.is_set()):
-                    with suppress(subprocess.TimeoutExpired):
-                        message = process.communicate(timeout=LOOK_SECONDS)[1]
-            finally:
-                process.kill()
-        if process.returncode and not (ended and ended.is_set()):
-            logger.debug("the compiling process ended with %d: %s", process.returncode, message[-500:])
+    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    try:  # in a session of its own: what ends a job does not end it
+        process = subprocess.Popen([sys.executable, "-m", __name__, policy], start_new_session=True, **quiet)
+        while process.poll() is None and time.monotonic() < last and not (ended and ended.is_set()):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(LOOK_SECONDS)
+        if process.returncode:
+            logger.debug("the compiling process ended with %d", process.returncode)
     except (OSError, subprocess.SubprocessError) as error:
         logger.debug("no compiling process: %s", error)
 
@@ -114,24 +107,14 @@ def is_compiled(policy: str) -> bool:
 
 
 def _mark(policy: str) -> Path:
-    """File next to numba's own that marks all code as compiled for this policy."""
-    return cache_folder() / f"{policy or _NO_POLICY}.{_stamp(PACKAGE)}.compiled"
-
-
-@cache
-def _stamp(package: Path) -> str:
-    """Where and of when the compiled sources are: numba's files are of use to a function at that place and time alone,
-    so that a copy of this package with its cache has to be compiled anew."""
-    digest = xxhash.xxh3_64(str(package).encode())
-    for path in sorted(package.rglob("*.py")):
-        if COMPILED_MARK in path.read_bytes():
-            digest.update(f"{path.relative_to(package)} {path.stat().st_mtime_ns}\n".encode())
-    return digest.hexdigest()
+    """File next to numba's own that marks all code as compiled for this policy, in a folder named by the sources.
+    numba's files are of use at one place alone: a copy of this package has to be compiled again."""
+    place = xxhash.xxh3_64_hexdigest(str(PACKAGE).encode())
+    return cache_folder() / f"{policy or _NO_POLICY}.{place}.compiled"
 
 
 def main(policy: str) -> None:
-    """Run in the other process: one of them at a time compiles, the others find it done. Ends with its parent."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    """Run in the other process: one of them at a time compiles, the others find it done."""
     mark = _mark(policy)
     with open(mark.parent / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -141,11 +124,6 @@ def main(policy: str) -> None:
             remove_older()
 
 
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(LOOK_SECONDS)
-    os._exit(1)
-
-
 if __name__ == "__main__":
+    signal.alarm(round(MOST_SECONDS))
     main(sys.argv[1])

@@ -77,23 +77,19 @@ def checked_speed(settled: Settled, policy: str, ranks: int) -> NDArray[np.float
     """float64 ``[R]``, the fastest rank 1; None: all alike."""
     speed_R: NDArray[np.float64] | None = None
     if settled.rank_speed is not None:
-        speed_R = _one_a_rank(settled.rank_speed, "rank_speed", ranks).astype(np.float64)
+        try:
+            array = np.asarray(settled.rank_speed)
+        except (TypeError, ValueError, RuntimeError):
+            raise PlanError(f"rank_speed is not an array: give one number for each of {ranks} ranks") from None
+        if array.shape != (ranks,) or array.dtype.kind not in "biuf":
+            raise PlanError(f"rank_speed has shape {array.shape}: give one number for each of {ranks} ranks")
+        speed_R = array.astype(np.float64)
         if not (np.isfinite(speed_R).all() and (speed_R > 0).all()):
             raise PlanError("rank_speed: give every rank a number above 0")
         if policy not in KNOWS_SPEEDS and (speed_R != speed_R[0]).any():
             raise PlanError(f"policy {policy!r} takes all ranks for equally fast: choose incremental for rank_speed")
         speed_R = None if (speed_R == speed_R[0]).all() else speed_R / speed_R.max()
     return speed_R
-
-
-def _one_a_rank(values: ArrayLike, name: str, ranks: int) -> NDArray[np.generic]:
-    try:
-        array = np.asarray(values)
-    except (TypeError, ValueError, RuntimeError):
-        raise PlanError(f"{name} is not an array: give one number for each of {ranks} ranks") from None
-    if array.shape != (ranks,) or array.dtype.kind not in "biuf":
-        raise PlanError(f"{name} has shape {array.shape}: give one number for each of {ranks} ranks")
-    return array
 
 
 def check_gate(settled: Settled, current: Placement | None) -> None:
@@ -124,7 +120,7 @@ def check_deadline(settled: Settled, policy: str, current: object) -> None:
         raise PlanError("deadline needs current, which layers keep that time is not enough for: leave deadline out")
 
 
-def check_kinds(topology: object, policy: object, settled: Settled) -> None:
+def check_kinds(topology: object, policy: object, settled: Settled, current: object) -> None:
     if not isinstance(topology, Topology):
         raise PlanError(f"topology is a {type(topology).__name__}: give a Topology(num_ranks, ranks_per_node)")
     if not isinstance(policy, str):
@@ -133,9 +129,6 @@ def check_kinds(topology: object, policy: object, settled: Settled) -> None:
         raise PlanError(f"cost is a {type(settled.cost).__name__}: give a CostModel(home_bytes=..., ...)")
     if not isinstance(settled.forecast, str):
         raise PlanError(f"forecast is a {type(settled.forecast).__name__}: give the name of a method")
-
-
-def check_current(current: object) -> None:
     if current is not None and not isinstance(current, Placement):
         raise PlanError(
             f"current is a {type(current).__name__}: give a Placement, Placement.initial(...) for experts in logical "
@@ -145,16 +138,10 @@ def check_current(current: object) -> None:
 
 def check_whole(settled: Settled, slots_per_rank: object) -> None:
     """What is counted is a whole number: with nan no limit holds, and half a move is one to some, none to others."""
-    numbers = {
-        "slots_per_rank": slots_per_rank,
-        "groups": settled.groups,
-        "max_moves": settled.max_moves,
-        "max_bytes": settled.max_bytes,
-    }
-    for name, value in numbers.items():
-        if value is None and name.startswith("max_"):
-            continue
-        check_whole_number(name, value)
+    for name in ("groups", "max_moves", "max_bytes"):
+        if (value := getattr(settled, name)) is not None or name == "groups":
+            check_whole_number(name, value)
+    check_whole_number("slots_per_rank", slots_per_rank)
 
 
 def check_whole_number(name: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""What a placement makes of a load: rank loads, imbalance, the moves between two placements."""
+"""What a placement makes of a load: rank loads, imbalance, the moves between two placements; and what gain is sure."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from .search.bounds import lower_bound
 from .types import PlanRequest
 
 UNITS = 2.0**40
+SURE, EACH = 2.5, 1.0
+"""Errors by which all layers together must gain, and each layer then."""
 
 
 def even_split_rank_load(load: NDArray[np.float64], placement: Placement) -> NDArray[np.float64]:
@@ -151,6 +153,29 @@ def lowest_imbalance(request: PlanRequest, windows: NDArray[np.float64]) -> NDAr
     if speed_R is not None:
         bounds = np.maximum(bounds * speed_R.sum() / ranks, 1.0)
     return bounds.reshape(windows.shape[:2])
+
+
+def error_of(gain_W: NDArray[np.float64]) -> float:
+    """Return the standard error of a mean over windows, larger where they are few: `SURE` of them is as rare as of a
+    normal distribution (the expansion of Student's t in 1 / degrees of freedom, Abramowitz and Stegun 26.7.5)."""
+    free, square = len(gain_W) - 1, SURE**2
+    few = 1.0 + (square + 1.0) / (4.0 * free) + (5.0 * square**2 + 16.0 * square + 3.0) / (96.0 * free**2)
+    return max(few * float(gain_W.std(ddof=1)) / float(np.sqrt(len(gain_W))), 1e-12)
+
+
+def error_of_one(load_E: NDArray[np.float64], ranks: int) -> float:
+    """Return the error of a gain that one window shows, where its tokens went to experts by chance: `SURE` of them is
+    what the busiest of all ranks has by chance, and `SURE` deviations of a rank."""
+    return float(np.sqrt(ranks / load_E.sum()) * (1.0 + np.sqrt(2.0 * np.log(ranks)) / SURE))
+
+
+def surely_gains(gain_L: NDArray[np.float64], error_L: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return the layers that surely gain: by `EACH` errors where all together are sure, and else alone. Of many layers
+    some gain much by chance, so that one alone must gain by more."""
+    doubted_L = error_L > 0
+    together = gain_L[doubted_L].sum() > SURE * np.sqrt((error_L[doubted_L] ** 2).sum())
+    alone = np.sqrt(SURE**2 + 2.0 * np.log(max(doubted_L.sum(), 1)))
+    return np.asarray(gain_L > (EACH if together else alone) * error_L)
 
 
 def moves_between(current: Placement | None, placement: Placement, topology: Topology) -> NDArray[np.int32]:

@@ -16,7 +16,6 @@ from ..load.forecast import coarsen
 from ..placement import Placement
 from ..topology import Topology
 from .checks import (
-    check_current,
     check_deadline,
     check_gate,
     check_kinds,
@@ -128,10 +127,9 @@ def _asked(
 ) -> PlanRequest:
     """The question, checked."""
     deadline = Deadline(settled.deadline) if isinstance(settled.deadline, int | float) else None
-    check_kinds(topology, policy, settled)
+    check_kinds(topology, policy, settled, current)
     windows = coarsen(checked_load(load))
     layout = checked_layout(policy, layout)
-    check_current(current)
     check_gate(settled, current)
     check_trust(settled)
     check_deadline(settled, policy, current)

@@ -2,8 +2,7 @@
 
 A batch's tokens go to copies on their own rank first, then on their node, then to the rest
 (``moe/routing/sources.py``); so what leaves a node of an expert's tokens is what the copies there do not take. Sources
-are counted by node, the ranks of a node send alike. With imbalance that makes what a placement is worth, and in which
-layers another gains by more than the noise of the scenarios.
+are counted by node, the ranks of a node send alike.
 
 Shape suffixes besides those of ``routing``: N nodes.
 """
@@ -17,13 +16,10 @@ from ..moe.routing.tables import SplitTables
 from ..moe.routing.water_filling import split_totals
 from ..placement import EMPTY, Placement
 from ..topology import Topology
-from .evaluate import UNITS, imbalance_by_scenario, imbalance_with_changes, in_units
-from .types import PlanError, PlanRequest
+from .evaluate import UNITS, in_units
+from .types import PlanError
 
 FloatArray = NDArray[np.float64]
-
-NOISE = 1.0
-"""A layer's gain must be so many times the standard error of its mean over the scenarios."""
 
 
 def checked_sources(sources: ArrayLike, layers: int, experts: int, topology: Topology) -> FloatArray:
@@ -89,14 +85,6 @@ def crossing_share(
     return np.asarray(np.divide(far, total, out=np.zeros_like(total), where=total > 0))
 
 
-def _crossing_by_scenario(request: PlanRequest, placement: Placement) -> FloatArray:
-    """float64 ``[W + V, L]``: the share of tokens that cross nodes under each scenario."""
-    windows = np.concatenate([request.scenarios, request.mixes])
-    return np.stack(
-        [crossing_share(window, placement, request.topology, request.source_share_LNE) for window in windows]
-    )
-
-
 def _computed(load: FloatArray, placement: Placement) -> list[FloatArray]:
     """For each layer float64 ``[E, R]``: the expert's tokens that a rank computes, by the split of the layout."""
     layers, experts, ranks = len(load), placement.num_experts, placement.num_ranks
@@ -119,30 +107,6 @@ def _computed(load: FloatArray, placement: Placement) -> list[FloatArray]:
         computed_ER[expert, tables.rank_LEC[layer, expert, copy]] = tokens
         result.append(computed_ER)
     return result
-
-
-def gain_and_noise(
-    request: PlanRequest, current: Placement, other: Placement
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return what each layer gains from ``other``, mean over the scenarios, and how much of that may be noise.
-
-    Returns:
-        float64 ``[L]`` each; by the splitter itself.
-    """
-    before_WL = imbalance_by_scenario(request, current)
-    gain_WL = before_WL - imbalance_with_changes(request, other, current, before_WL)
-    if request.crossing_price:
-        fewer_WL = _crossing_by_scenario(request, current) - _crossing_by_scenario(request, other)
-        gain_WL += request.crossing_price * fewer_WL
-    if len(gain_WL) == 1 or request.declared:
-        return gain_WL.mean(axis=0), np.zeros(gain_WL.shape[1])
-    return gain_WL.mean(axis=0), NOISE * gain_WL.std(axis=0, ddof=1) / np.sqrt(len(gain_WL))
-
-
-def where_it_pays(request: PlanRequest, current: Placement, other: Placement) -> Placement:
-    """Return ``other`` in the layers that gain more than noise, and ``current`` in the rest."""
-    gain_L, noise_L = gain_and_noise(request, current, other)
-    return choose((gain_L > 0) & (gain_L > noise_L), other, current)
 
 
 def choose(first_L: NDArray[np.bool_], one: Placement, other: Placement) -> Placement:

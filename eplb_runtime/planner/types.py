@@ -6,7 +6,7 @@ No decisions here; policies decide, ``planning.plan`` puts the answer together.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +74,7 @@ class PlanRequest:
         deadline: after which the search of no further layer begins; None: time decides nothing.
         one_known: one window alone is known of a load that goes on.
         weighs_noise: a layer moves only where its gain is more than noise; otherwise wherever it is worth its price.
+        doubted: layers that stay because their gain may be noise; the policy adds them.
     """
 
     load: NDArray[np.float64]
@@ -99,6 +100,7 @@ class PlanRequest:
     one_known: bool = False
     weighs_noise: bool = False
     deadline: Deadline | None = None
+    doubted: set[int] = field(default_factory=set)
 
     @property
     def num_layers(self) -> int:

@@ -58,7 +58,9 @@ def weigh(request: PlanRequest, policy: str, placement: Placement, settled: Sett
             stall = cost.stall_seconds if len(moves) else 0.0
             spent = cost.transfer_seconds(moves, topology, request.slots_per_rank) + stall
     moving = len(np.unique(moves[:, MOVE_LAYER]))
-    decision, reason = _decide(settled.gate, (before, after), falls, moving, (saved, spent), whole)
+    decision, reason = _decide(
+        settled.gate, (before, after), falls, moving, (saved, spent), whole, len(request.doubted)
+    )
     if crossing_before is not None and crossing_after is not None:
         reason += f"; tokens that cross nodes {crossing_before.mean():.1%} -> {crossing_after.mean():.1%}"
     if request.deadline is not None and request.deadline.left_out:
@@ -123,6 +125,7 @@ def _decide(
     moving: int,
     seconds: tuple[float, float],
     whole: str,
+    doubted: int,
 ) -> tuple[str, str]:
     (before, after), (saved, spent) = imbalance, seconds
     if before is None:
@@ -131,7 +134,8 @@ def _decide(
     change += f"{after.max():.3f}"
     change += f", by moves in {moving} of {len(after)} layers"
     if moving == 0:
-        return "stay", f"nothing to move: forecast imbalance {before.mean():.3f}, worst layer {before.max():.3f}"
+        why = f"no gain beyond noise, in {doubted} of {len(after)} layers" if doubted else "nothing to move"
+        return "stay", f"{why}: forecast imbalance {before.mean():.3f}, worst layer {before.max():.3f}"
     if gate == "always" and not falls:
         return "stay", f"no gain: {change}"
     if gate == "payoff" and not saved > HYSTERESIS * spent:

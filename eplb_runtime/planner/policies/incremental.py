@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ...placement import EMPTY, Placement
 from ..cost import HYSTERESIS
-from ..evaluate import most_to_gain_first
+from ..evaluate import SURE, error_of, error_of_one, most_to_gain_first, surely_gains
 from ..search.align import align, placed_anew
 from ..search.budget import share_out
 from ..search.descent import AS_HOME, AS_REPLICA, HOMES, KIND, NOT_HERE, OTHER, REPLICAS, SLOT, SWAP, VALUE, descend
@@ -39,9 +39,6 @@ class SearchParameters:
         deviation: the share of tokens that scenarios send elsewhere at which prices hold; less for steadier loads.
         least_gain: imbalance by which a layer must fall.
         nearly: share of ``least_gain`` that a shorter way may be worse than the best.
-        sure: standard errors over scenarios that a gain must exceed where the search was led by them.
-        sure_together, sure_each, sure_alone: standard errors by which, on scenarios that did not lead the search, all
-            layers together must gain and each layer then, or a layer must gain when they do not.
         starts: the best starts, from which a search descends.
         trees_from: ranks from which on, with one window known, replicas are placed without a search.
         start_margin: a start that is worse than the best result by more is left out.
@@ -60,10 +57,6 @@ class SearchParameters:
     deviation: float = 0.1
     least_gain: float = 0.005
     nearly: float = 0.1
-    sure: float = 1.0
-    sure_together: float = 2.5
-    sure_each: float = 1.0
-    sure_alone: float = 2.5
     starts: int = 2
     trees_from: int = 256
     start_margin: float = 0.05
@@ -311,39 +304,40 @@ def _worth_it(request: PlanRequest, questions: list[_Question], solutions: list[
         if found is None or not found.moves:
             continue
         gain_W = found.before_W - found.after_W
-        gain = gain_W.mean() - found.cost
-        if not request.weighs_noise or request.declared or len(gain_W) == 1:
-            gain_L[layer] = gain if gain > PARAMETERS.least_gain else 0.0
-        elif gain > max(PARAMETERS.least_gain, PARAMETERS.sure * gain_W.std(ddof=1) / np.sqrt(len(gain_W))):
-            gain_L[layer], error_L[layer] = gain, 0.0
-            if not _lasts(request, question, layer):
-                gain_L[layer], error_L[layer] = _unled_gain(question)
-    doubted_L = error_L > 0
-    together = gain_L[doubted_L].sum() > PARAMETERS.sure_together * np.sqrt((error_L[doubted_L] ** 2).sum())
-    return np.asarray(gain_L > (PARAMETERS.sure_each if together else PARAMETERS.sure_alone) * error_L)
+        if (gain := gain_W.mean() - found.cost) <= PARAMETERS.least_gain:
+            continue
+        gain_L[layer], alone = gain, len(gain_W) == 1
+        if not request.weighs_noise or request.declared or (alone and not request.one_known):
+            continue
+        if _lasts(request, question, layer):
+            error_L[layer] = 0.0 if alone else gain_W.std(ddof=1) / np.sqrt(len(gain_W)) / SURE
+        elif alone:
+            error_L[layer] = error_of_one(request.forecast[layer], request.topology.num_ranks)
+        else:
+            gain_L[layer], error_L[layer] = _unled_gain(question)
+    sure_L = surely_gains(gain_L, error_L)
+    request.doubted.update(np.flatnonzero((gain_L != 0.0) & ~sure_L).tolist())
+    return sure_L
 
 
 def _lasts(request: PlanRequest, question: _Question, layer: int) -> bool:
-    """Return whether a gain needs no further proof.
-
-    The load wanders, so that scenarios are errors of forecasts; scenarios are too few to divide; or the layer gets its
-    first replicas.
-    """
+    """Return whether a gain needs little proof: the load wanders, so that scenarios are errors of forecasts; or the
+    layer gets its first replicas."""
     wanders = request.wanders_L is not None and bool(request.wanders_L[layer])
     replica_RK = question.now_P.reshape(len(question.held_RE), -1)[:, question.homes :]
-    return wanders or len(question.lead_WE) < 4 or bool(replica_RK.size and (replica_RK == EMPTY).all())
+    return wanders or bool(replica_RK.size and (replica_RK == EMPTY).all())
 
 
 def _unled_gain(question: _Question) -> tuple[float, float]:
-    """The mean gain, less its price, of plans for half of the scenarios on the other half, and its standard error."""
+    """The mean gain, less its price, of plans for half of the scenarios on the other half, and its error."""
     halves = (question.lead_WE[::2].copy(), question.lead_WE[1::2].copy())
     gains, cost = [], 0.0
     for lead_WE, judge_WE in (halves, halves[::-1]):
-        found = _solve(replace(question, lead_WE=lead_WE, judge_WE=judge_WE))
-        gains.append(found.before_W - found.after_W)
+        found = _solve(replace(question, lead_WE=lead_WE, judge_WE=lead_WE))
+        judging = _layer(question, judge_WE)
+        gains.append(_worth(judging, question.now_P)[1] - _worth(judging, found.slot_P)[1])
         cost += found.cost / 2.0
-    gain_W = np.concatenate(gains)
-    return float(gain_W.mean()) - cost, max(float(gain_W.std(ddof=1) / np.sqrt(len(gain_W))), 1e-12)
+    return float(np.concatenate(gains).mean()) - cost, error_of(np.concatenate(gains))
 
 
 def _placed(request: PlanRequest, questions: list[_Question], solutions: list[_Solution | None]) -> Placement:

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from ...placement import EMPTY, Placement
 from ..cost import HYSTERESIS
+from ..evaluate import error_of, error_of_one, imbalance, surely_gains
 from ..search.align import align
 from ..search.budget import share_out
-from ..traffic import where_it_pays
 from ..types import PlanError, PlanRequest
 
 LEAST_GAIN = 0.01
@@ -51,13 +51,40 @@ def swaps(request: PlanRequest) -> Placement:
     price = _price_of_swap(request)
     worth = [one.imbalance + price * np.arange(len(one.imbalance)) for one in found]
     best = [int(value.argmin()) if value[0] - value.min() >= LEAST_GAIN else 0 for value in worth]
+    if not request.declared and (len(request.scenarios) > 1 or (request.one_known and request.weighs_noise)):
+        tried = [layer for layer, end in enumerate(best) if end]
+        gains = [_unled_gain(request, layer, rank_LE[layer], speed_R) for layer in tried]
+        sure = surely_gains(*np.reshape(gains, (-1, 2)).T)
+        request.doubted.update(layer for layer, is_sure in zip(tried, sure, strict=True) if not is_sure)
+        best = [0 if layer in request.doubted else end for layer, end in enumerate(best)]
     of_swap = np.array([2, 2 * request.home_bytes])
     moved = [np.arange(end + 1)[:, None] * of_swap for end in best]
     value = [one.imbalance[: end + 1] for one, end in zip(found, best, strict=True)]
     for layer, taken in enumerate(share_out(value, moved, (request.max_moves, request.max_bytes)).tolist()):
         for one, other in found[layer].pairs[:taken].tolist():
             rank_LE[layer, [one, other]] = rank_LE[layer, [other, one]]
-    return where_it_pays(request, start, align(start, rank_LE, start.replicas_LRK))
+    return align(start, rank_LE, start.replicas_LRK)
+
+
+def _unled_gain(
+    request: PlanRequest, layer: int, rank_E: NDArray[np.int32], speed_R: NDArray[np.float64]
+) -> tuple[float, float]:
+    """The mean gain of swaps for half of the scenarios on the other half, and its error; of one, what chance may do."""
+    load_WE, gains = request.scenarios[:, layer], []
+    if len(load_WE) == 1:
+        found = _search(load_WE[0], rank_E, speed_R)
+        return found.imbalance[0] - found.imbalance[-1], error_of_one(load_WE[0], len(speed_R))
+    for half in (0, 1):
+        found = _search(load_WE[half::2].mean(axis=0), rank_E, speed_R)
+        after_E = rank_E.copy()
+        for one, other in found.pairs.tolist():
+            after_E[[one, other]] = after_E[[other, one]]
+        before, after = (
+            [imbalance(np.bincount(ranks_E, load_E, len(speed_R)), speed_R) for load_E in load_WE[1 - half :: 2]]
+            for ranks_E in (rank_E, after_E)
+        )
+        gains.append(np.subtract(before, after))
+    return float(np.concatenate(gains).mean()), error_of(np.concatenate(gains))
 
 
 def _price_of_swap(request: PlanRequest) -> float:

@@ -14,9 +14,7 @@ from ...placement import EMPTY, Placement
 from ..types import PlanError
 
 
-def align(
-    start: Placement, home_rank: NDArray[np.integer], replicas_LRK: NDArray[np.int32], *, epoch: int | None = None
-) -> Placement:
+def align(start: Placement, home_rank: NDArray[np.integer], replicas_LRK: NDArray[np.int32]) -> Placement:
     """Slots for a new choice of ranks.
 
     Args:
@@ -24,7 +22,6 @@ def align(
         home_rank: int ``[L, E]``, the new home rank of each expert; each rank gets exactly E/R.
         replicas_LRK: int32, the experts of which each rank is to hold weights-only copies, in any order, -1 for none;
             none of its homes.
-        epoch: of the result; default: that of ``start``.
 
     Raises:
         PlanError: a rank gets another number of homes than E/R.
@@ -36,9 +33,7 @@ def align(
         physical_to_logical[layer, home[layer]] = np.arange(start.num_experts)
     slot_LRS = physical_to_logical.reshape(start.num_layers, start.num_ranks, start.slots_per_rank)
     slot_LRS[:, :, start.homes_per_rank :] = _align_replicas(start.replicas_LRK, replicas_LRK)
-    return Placement(
-        physical_to_logical, start.num_experts, start.num_ranks, home, start.epoch if epoch is None else epoch
-    )
+    return Placement(physical_to_logical, start.num_experts, start.num_ranks, home, start.epoch)
 
 
 def placed_anew(home_rank_LE: NDArray[np.int32], replicas_LRK: NDArray[np.int32]) -> Placement:

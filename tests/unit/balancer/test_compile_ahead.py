@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from eplb_runtime.balancer import compile_ahead, rebalancer
 from eplb_runtime.balancer.decision import DecisionMaker
 from eplb_runtime.balancer.rebalancer import Rebalancer
 from eplb_runtime.config import BalancerConfig, MigrationConfig
+from eplb_runtime.utils import jit
 from eplb_runtime.utils.worker import Worker
 
 
@@ -79,21 +81,20 @@ def test_a_process_that_fails_is_in_nobodys_way(compiled: list[str], monkeypatch
     assert compiled == []
 
 
-def test_a_copy_of_the_package_and_a_later_file_are_not_taken_for_compiled(tmp_path: Path) -> None:
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "fast.py").write_text("@jit\n")
-        (tmp_path / name / "plain.py").write_text("")
-    stamp = compile_ahead._stamp.__wrapped__
-    first = stamp(tmp_path / "one")
-    assert first == stamp(tmp_path / "one") != stamp(tmp_path / "other")
-    os.utime(tmp_path / "one" / "plain.py", (1, 1))
-    assert stamp(tmp_path / "one") == first, "control: nothing in it is compiled"
-    os.utime(tmp_path / "one" / "fast.py", (1, 1))
-    assert stamp(tmp_path / "one") != first
+def test_what_was_compiled_is_known_by_sources_and_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Times of files are those of an installation."""
+    (tmp_path / "fast.py").write_text("@jit\n")
+    monkeypatch.setattr(compile_ahead, "cache_folder", lambda: jit.folder_for(tmp_path))
+    first = compile_ahead._mark("incremental")
+    os.utime(tmp_path / "fast.py", (1, 1))
+    assert compile_ahead._mark("incremental") == first
+    monkeypatch.setattr(compile_ahead, "PACKAGE", tmp_path / "copy")
+    assert compile_ahead._mark("incremental") != first
+    (tmp_path / "fast.py").write_text("@jit # changed\n")
+    assert compile_ahead._mark("incremental").parent != first.parent
 
 
-SLOWLY = "import sys, time; open(sys.argv[1], 'w').close(); time.sleep(600)"
+SLOWLY = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
 
 
 @pytest.fixture
@@ -104,26 +105,14 @@ def slow_process(compiled: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path:
     return begun
 
 
-def test_compiling_ends_when_nobody_needs_it(slow_process: Path) -> None:
+def test_a_compile_that_a_short_job_began_goes_on_for_the_next(slow_process: Path) -> None:
     ended = threading.Event()
     thread = threading.Thread(target=compile_ahead.compile_apart, args=("incremental", ended))
     thread.start()
-    while not slow_process.exists():
+    while not (slow_process.exists() and slow_process.read_text()):
         assert thread.is_alive()
     ended.set()
     thread.join(30)
-    assert not thread.is_alive()
-
-
-def test_compiling_ends_with_a_job_that_was_killed(tmp_path: Path) -> None:
-    """The grandchild writes its number, then waits for its parent, which is killed."""
-    grandchild = (
-        "import os, sys, threading; from eplb_runtime.balancer import compile_ahead; "
-        "threading.Thread(target=compile_ahead._end_with, args=(os.getppid(),)).start(); print(os.getpid(), flush=True)"
-    )
-    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
-    parent = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None and int(parent.stdout.readline()) > 0
-    parent.kill()
-    assert parent.stdout.read() == ""  # until the last that has it is gone
-    parent.wait()
+    process = int(slow_process.read_text())
+    assert not thread.is_alive() and os.getsid(process) == process, "it is alive, in a session of its own"
+    os.kill(process, signal.SIGKILL)

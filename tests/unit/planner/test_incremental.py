@@ -37,13 +37,6 @@ def test_the_budget_of_moves_is_kept(budget: int) -> None:
     assert (made.moved_slots > 0) == (budget >= 2)
 
 
-def test_a_balanced_load_moves_nothing() -> None:
-    current = Placement.initial(3, 32, 8)
-    made = plan(np.full((3, 32), 500), Topology(8), slots_per_rank=4, current=current)
-    assert (made.decision, made.moved_slots) == ("stay", 0)
-    assert made.placement == current
-
-
 def test_the_gate_stays_when_moving_costs_more_than_it_saves() -> None:
     current, load = Placement.initial(6, 64, 8), skewed(6, 64)
     dear = CostModel(home_bytes=1 << 40, replica_bytes=1 << 38, step_seconds=1.0, horizon_steps=10)
@@ -53,6 +46,22 @@ def test_the_gate_stays_when_moving_costs_more_than_it_saves() -> None:
     assert made.decision == "rebalance"
     assert made.seconds_saved > made.seconds_spent > 0
     assert made.bytes_intra_node + made.bytes_inter_node == made.moved_homes << 20
+
+
+@pytest.mark.parametrize(("policy", "windows"), [("incremental", 5), ("swaps", 5), ("swaps", 1)])
+def test_noise_of_the_windows_moves_nothing_and_is_the_reason(policy: str, windows: int) -> None:
+    """Each expert has as many tokens as others in the long run, and a fifth more or less in a window."""
+    cost, current = CostModel(home_bytes=1, step_seconds=1.0), Placement.initial(3, 64, 8)
+    moved = []
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        share = rng.dirichlet(np.full(64, 30.0 if windows > 1 else 1e6), (windows, 3))
+        load = rng.multinomial(2000, share)
+        made = plan(load, Topology(8), slots_per_rank=8, current=current, policy=policy, cost=cost, gate="payoff")
+        moved.append(made.decision == "rebalance")
+        assert made.imbalance_before is not None and made.imbalance_before.mean() > 1.04
+        assert moved[-1] or made.reason.startswith("no gain beyond noise, in "), made.reason
+    assert sum(moved) <= 2
 
 
 def test_experts_that_stay_on_a_rank_stay_in_their_slot_and_cycles_visit_a_rank_once() -> None:

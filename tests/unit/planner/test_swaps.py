@@ -57,12 +57,10 @@ def test_slow_ranks_get_less() -> None:
     assert np.allclose(made.imbalance_after, predicted_imbalance(SKEWED, made.placement, np.array(speed)))
 
 
-def test_nothing_moves_on_balance_in_noise_or_where_it_does_not_pay() -> None:
+def test_nothing_moves_on_balance_or_where_it_does_not_pay() -> None:
     even = np.full((LAYERS, EXPERTS), 1000.0)
     assert plan(even, Topology(RANKS), **QUESTION).decision == "stay"
     assert plan(even * 0.0, Topology(RANKS), **QUESTION).decision == "stay"
-    noise = np.random.default_rng(0).poisson(1000, (20, LAYERS, EXPERTS))
-    assert plan(noise, Topology(RANKS), **QUESTION).decision == "stay"
     dear = CostModel(home_bytes=10**9, step_seconds=1e-3, horizon_steps=10)
     slow = Topology(RANKS, RANKS, intra_node_bandwidth=1e9)
     assert plan(SKEWED, slow, **QUESTION, gate="payoff", cost=dear).decision == "stay"

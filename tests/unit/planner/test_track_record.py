@@ -63,11 +63,11 @@ def train(load: np.ndarray, learns: bool) -> dict[str, float]:
 
 
 def test_a_router_that_wanders_stops_moving_experts() -> None:
-    load = wandering(0, 40, keeps=0.0)
+    load = wandering(1, 40, keeps=0.85)
     blind, learns = train(load, False), train(load, True)
-    assert blind["false"] >= 5 and blind["promised"] > 10 * max(blind["kept"], 1.0), "control: it promises much"
-    assert learns["false"] <= blind["false"] / 3
-    assert learns["net"] > blind["net"]
+    assert blind["false"] >= 2 and blind["promised"] > 4 * max(blind["kept"], 1.0), "control: it promises much"
+    assert learns["false"] < blind["false"] and learns["net"] > blind["net"]
+    assert train(wandering(0, 40, keeps=0.0), False)["moves"] <= 1, "what is noise alone is seen by the gate"
 
 
 def test_a_steady_load_is_moved_as_ever() -> None:
