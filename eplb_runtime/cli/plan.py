@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import LOAD, POLICY, add_command, cluster, option
+from .arguments import LOAD, POLICIES, add_command, cluster, option, policy
 from .inputs import read_windows, topology_of
 from .printing import note_compilation, print_json
 
@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
     options = [
         option("load", "LOAD", str, LOAD),
         *cluster(),
-        option("--policy", "NAME", str, f"{POLICY} (default: incremental)", "incremental"),
+        option("--policy", "NAME", policy, f"{', '.join(POLICIES)} (default: incremental)", "incremental"),
         option("--current", "PLACEMENT", str, current),
         option("-o", "FILE", Path, "write the placement, .json or .safetensors", dest="output"),
     ]

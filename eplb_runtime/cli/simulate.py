@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from . import arguments as kinds
-from .arguments import LOAD, POLICY, add_command, add_options, choice, cluster, option, positive
+from .arguments import LOAD, POLICIES, add_command, add_options, choice, cluster, option, positive
 from .inputs import read_windows, topology_of
 from .printing import note_compilation, print_json, print_table, spinner
 
@@ -21,14 +21,14 @@ SIZES = ("hidden_size", "expert_hidden_size", "flops")
 
 
 def add(commands: Any) -> None:
-    default = "static,deepseek,incremental"
-    policies = f"{POLICY}; static is always shown (default: {default})"
+    default = ["static", "deepseek", "incremental"]
+    policies = f"{', '.join(POLICIES)}; static is always shown (default: {','.join(default)})"
     gate = "always: if the imbalance falls; payoff: if it pays for itself; off: as the policy says (default: always)"
     options = [
         option("trace", "TRACE", str, "a series of windows; " + LOAD),
         *cluster(),
         option("--every", "K", positive, "replan every K windows; the first K are only planned on", required=True),
-        option("--policies", "A,B,...", kinds.names, policies, kinds.names(default)),
+        option("--policies", "A,B,...", kinds.several(kinds.policy), policies, default),
         choice("--gate", ("always", "payoff", "off"), gate, "always"),
     ]
     times = [
