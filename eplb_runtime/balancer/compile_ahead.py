@@ -15,6 +15,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -77,7 +78,7 @@ def compile_apart(policy: str, ended: threading.Event | None = None) -> None:
     if not compiles() or is_compiled(policy):
         return
     last = time.monotonic() + MOST_SECONDS
-    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     try:  # in a session of its own: what ends a job does not end it
         process = subprocess.Popen([sys.executable, "-m", __name__, policy], start_new_session=True, **quiet)
         while process.poll() is None and time.monotonic() < last and not (ended and ended.is_set()):
