@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .arguments import InputError
@@ -17,26 +15,6 @@ if TYPE_CHECKING:
 
     from ..observe.run_folder import JobRecord
     from ..topology import Topology
-
-
-def require_output(path: str | None, endings: Sequence[str]) -> None:
-    """Refuse a file that could not be written; None: none was asked for."""
-    from ..utils.files import FileError, require_writable
-
-    if path is None:
-        return
-    try:
-        require_writable(Path(path), endings)
-    except FileError as error:
-        raise InputError(f"{path}: {error}") from None
-
-
-def require_policies(policies: Sequence[str]) -> None:
-    """Refuse names that are no policies."""
-    from ..planner.policies import POLICIES
-
-    for name in (name for name in policies if name not in POLICIES):
-        raise InputError(f"policy {name!r} is unknown; choose one of: {', '.join(POLICIES)}")
 
 
 def topology_of(arguments: argparse.Namespace) -> Topology:

@@ -1,12 +1,11 @@
-"""Output of commands: tables, JSON objects, and on stderr the progress of long work."""
+"""Output of commands: tables and JSON objects, and notes on stderr."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .arguments import PROGRAM
@@ -90,21 +89,7 @@ def _shown(value: Any) -> str:
 
 
 def spinner() -> Any:
-    """Return a context with a sign of life on stderr, where it is a terminal; its ``update`` says what is done now."""
+    """Return a context with a sign of life on stderr, where it is a terminal."""
     from rich.console import Console
 
     return Console(stderr=True).status("measuring")
-
-
-@contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show how far work is; yields the function that advances it, by one or by so many."""
-    done = 0
-    with spinner() as shown:
-
-        def advance(count: int = 1) -> None:
-            nonlocal done
-            done += count
-            shown.update(f"{what} {done}/{total}")
-
-        yield advance

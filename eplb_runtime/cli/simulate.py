@@ -6,31 +6,29 @@ import argparse
 from typing import Any
 
 from . import arguments as kinds
-from .arguments import LOAD, POLICY, add_command, add_options, choice, cluster, option, positive
-from .inputs import read_windows, require_output, require_policies, topology_of
-from .printing import note_compilation, print_json, print_table, progress
+from .arguments import LOAD, POLICIES, add_command, add_options, choice, cluster, option, positive
+from .inputs import read_windows, topology_of
+from .printing import note_compilation, print_json, print_table, spinner
 
 EXAMPLES = """
   eplb-runtime simulate series.npz --ranks 8 --ranks-per-node 8 --slots-per-rank 5 --every 5
   eplb-runtime simulate series.npz --ranks 8 --ranks-per-node 8 --slots-per-rank 5 --every 5 \\
-      --policies static,deepseek,incremental --gate payoff -o windows.json
+      --policies static,deepseek,incremental --gate payoff
 """
 
-SIZES = ("hidden_size", "expert_hidden_size", "flops", "stall_seconds")
+GIVEN = ("every", "steps_per_window", "groups", "max_moves", "gate")
+SIZES = ("hidden_size", "expert_hidden_size", "flops")
 
 
 def add(commands: Any) -> None:
-    default = "static,deepseek,incremental"
-    policies = f"{POLICY}; static is always shown (default: {default})"
+    default = ["static", "deepseek", "incremental"]
+    policies = f"{', '.join(POLICIES)}; static is always shown (default: {','.join(default)})"
     gate = "always: if the imbalance falls; payoff: if it pays for itself; off: as the policy says (default: always)"
     options = [
         option("trace", "TRACE", str, "a series of windows; " + LOAD),
         *cluster(),
         option("--every", "K", positive, "replan every K windows; the first K are only planned on", required=True),
-        option("--policies", "A,B,...", kinds.names, policies, kinds.names(default)),
-        option("--merge", "N", positive, "first merge every N windows of the series into one", 1),
-        option("--history", "N", positive, "windows of the past that a plan sees (default: 4 K)"),
-        option("-o", "FILE", str, "write every judged window, .json", dest="output"),
+        option("--policies", "A,B,...", kinds.several(kinds.policy), policies, default),
         choice("--gate", ("always", "payoff", "off"), gate, "always"),
     ]
     times = [
@@ -38,9 +36,6 @@ def add(commands: Any) -> None:
         option("--hidden-size", "N", positive, "of the model (default: 7168, DeepSeek-V3)", 7168),
         option("--expert-hidden-size", "N", positive, "of one expert (default: 2048)", 2048),
         option("--flops", "F", kinds.positive_float, "FLOP/s a rank sustains on expert GEMMs (default: 4e14)", 400e12),
-        option(
-            "--stall-seconds", "S", kinds.not_negative_float, "cost of a rebalance besides its bytes (default: 0)", 0.0
-        ),
     ]
     summary = "play a series of loads through several policies: plan on the past, judge on what came next"
     command = add_command(commands, "simulate", _run, summary, EXAMPLES, options)
@@ -49,25 +44,20 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from ..tools.simulate import Series, StepModel, merge_windows, num_replans, simulate, write_windows
+    from ..tools.simulate import Series, StepModel, simulate
 
-    require_policies(arguments.policies)
     policies = arguments.policies if "static" in arguments.policies else ["static", *arguments.policies]
-    require_output(arguments.output, (".json",))
     topology = topology_of(arguments)
-    load = merge_windows(read_windows(arguments.trace, arguments), arguments.merge)
+    load = read_windows(arguments.trace, arguments)
     note_compilation()
-    with progress("plans", len(policies) * num_replans(len(load), arguments.every)) as advance:
+    with spinner():
         runs = simulate(
-            Series(load, **{name: getattr(arguments, name) for name in Series.__dataclass_fields__ if name != "load"}),
+            Series(load, **{name: getattr(arguments, name) for name in GIVEN}),
             topology,
             slots_per_rank=arguments.slots_per_rank,
             policies=policies,
             step_model=StepModel(**{name: getattr(arguments, name) for name in SIZES}),
-            on_progress=advance,
         )
-    if arguments.output is not None:
-        write_windows(runs, arguments.output)
     summaries = [run.summary() for run in runs]
     if arguments.json:
         print_json({"policies": summaries})

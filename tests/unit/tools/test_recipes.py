@@ -482,7 +482,6 @@ def test_exactness_follows_dispatcher_top_k_offload_and_the_ranks_that_add_up(
         ("empty.sh", " \n", "empty"),
         ("dense.sh", "python pretrain_gpt.py --tensor-model-parallel-size 2 --num-layers 4", "no setting of experts"),
         ("dense.json", '{"host": "megatron", "expert_model_parallel_size": 1}', "no setting of experts"),
-        ("bridge.json", '{"host": "megatron", "num_moe_experts": 8, "project": "x"}', "project"),
         ("torchtitan.models.deepseek_v3.config_registry.small", None, "write its settings as JSON"),
         ("other.json", '{"a": 1}', "no recipe: write an object with"),
         ("broken.json", "{", "not JSON"),
