@@ -190,7 +190,7 @@ def brief(event: Event) -> str:
         by_layer = event.in_one_row().imbalance[0] if event.imbalance else ()
         mean = sum(by_layer) / len(by_layer) if by_layer else 1.0
         worst = max(by_layer, default=1.0)
-        return f"{counted(event.steps, 'step')}, measured imbalance {mean:.3f} on average, worst layer {worst:.3f}"
+        return f"imbalance {mean:.3f}, worst layer {worst:.3f}, in {counted(event.steps, 'step')}"
     if isinstance(event, RebalancePlanned):
         to = f"{event.imbalance_before:.3f} -> {event.imbalance_after:.3f}"
         forecast = f", forecast imbalance {to}" if event.moves and to not in event.reason else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 from ..config import BalancerConfig
 from ..events import Event, EventLog, LoadMeasured, RebalanceAborted, RebalanceCommitted, RebalancePlanned, brief
@@ -43,11 +44,13 @@ def _cadence(interval: int | None) -> str:
 
 
 class DecisionLine:
-    """Listener that logs a line for each decision, and for each rebalance with its prediction."""
+    """Listener that logs a line for each decision and rebalance; of decisions that stay for one reason the first."""
 
     def __init__(self) -> None:
         self._measured: LoadMeasured | None = None
         self._planned: RebalancePlanned | None = None
+        self._reason = ""
+        self._alike = 0
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, LoadMeasured):
@@ -55,14 +58,28 @@ class DecisionLine:
         elif isinstance(event, RebalancePlanned):
             measured, self._measured = self._measured, None
             self._planned = event
+            reason = "" if event.moves else _NUMBERS.sub("", event.reason)
+            if reason and reason == self._reason:
+                self._alike += 1
+                return
             before = f"{brief(measured)}; " if measured is not None else ""
-            seconds = f", planned in {event.plan_seconds:.2g} s" if event.plan_seconds else ""
-            logger.info("step %d: %s%s%s", event.step, before, brief(event), seconds)
+            alike = f"{counted(self._alike, 'decision')} more like that; " if self._alike else ""
+            self._reason, self._alike = reason, 0
+            _log(event.step, f"{alike}{before}{brief(event)}")
         elif isinstance(event, RebalanceCommitted):
-            logger.info("step %d: %s%s", event.step, brief(event), self._predicted())
+            _log(event.step, f"{brief(event)}{self._predicted()}")
 
     def _predicted(self) -> str:
         planned, self._planned = self._planned, None
         if planned is None or not planned.moves or planned.seconds_saved is None or planned.seconds_spent is None:
             return ""
-        return f", predicted to save {planned.seconds_saved:.3g} s for {planned.seconds_spent:.3g} s"
+        return f", to save {planned.seconds_saved:.3g} s for {planned.seconds_spent:.3g} s"
+
+
+_NUMBERS = re.compile(r"[\d.]+")
+_WIDTH = 120
+
+
+def _log(step: int, text: str) -> None:
+    line = f"step {step}: {text}"
+    logger.info("%s", line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}...")

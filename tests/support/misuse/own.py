@@ -14,7 +14,7 @@ from job import Job, Table, main
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import eplb_runtime as eplb
 
@@ -311,7 +311,89 @@ def counts_by_row(job: Job) -> None:
     job.before_step = decay
 
 
+@found("either")
+def clip_value_unreached(job: Job) -> None:
+    """each rank's own gradients are clipped at a value that none of the first steps reaches"""
+    job.before_step = lambda step: clip_grad_value_(job.model.parameters(), 10.0)
+
+
+@found("either")
+def decay_of_before(job: Job) -> None:
+    """the loop decays parameters that it has listed before attach"""
+    listed_before = list(job.model.parameters())
+
+    @torch.no_grad()
+    def decay(step: int) -> None:
+        for parameter in listed_before:
+            parameter.mul_(0.99)
+
+    job.after_step = decay
+
+
+@found("either")
+def ema_in_forward(job: Job) -> None:
+    """an average that the model's forward makes new, of the one before"""
+    kept: dict[str, Tensor] = {}
+
+    def average(model: nn.Module, *_: Any) -> None:
+        for name, parameter in model.named_parameters():
+            kept[name] = 0.9 * kept.get(name, 0) + 0.1 * parameter.detach()
+
+    job.after_attach = lambda: job.model.register_forward_pre_hook(average)
+
+
+@found("either")
+def critic_alone(job: Job) -> None:
+    """a critic with an optimizer of its own, whose gradients nobody averages"""
+    critic = nn.Linear(VOCABULARY, 1)
+    optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        (critic(job.model(job.batch(number).flatten()).detach()) - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    job.before_step = step
+
+
 # -- right -------------------------------------------------------------------------------------------------------------
+
+
+@right
+def sharpness_aware(job: Job) -> None:
+    """Gradients at weights that are moved up the slope first; what is added to them is made new in each step."""
+    added: dict[str, Tensor] = {}
+
+    def climb(step: int) -> None:
+        norm = job.balancer.clip_grad_norm_(1e9)
+        with torch.no_grad():
+            for name, parameter in job.model.named_parameters():
+                added[name] = parameter.grad * (0.5 / norm).to(parameter.dtype)
+                parameter.add_(added[name])
+        job.optimizer.zero_grad()
+        job.loss(job.batch(step)).backward()
+        with torch.no_grad():
+            for name, parameter in job.model.named_parameters():
+                parameter.sub_(added[name])
+
+    job.before_step = climb
+
+
+@right
+def gradients_taken_by_hooks(job: Job) -> None:
+    """Gradients in buffers of the loop's own, which the parameters are given ahead of the step."""
+    sums: dict[Tensor, Tensor] = {}
+
+    def take(parameter: Tensor) -> None:
+        sums[parameter], parameter.grad = sums.get(parameter, 0) + parameter.grad, None
+
+    def give(step: int) -> None:
+        while sums:
+            parameter, parameter.grad = sums.popitem()
+
+    job.after_attach = lambda: [p.register_post_accumulate_grad_hook(take) for p in job.model.parameters()]
+    job.before_step = give
 
 
 @right

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -55,11 +56,15 @@ def test_each_decision_and_each_rebalance_is_one_line_in_the_log(caplog: pytest.
         for event in log():
             events.emit(event)
         events.emit(COMMITTED)  # without a plan before it, as restoring does
-        events.emit(STAYS)
+        for seconds in (3, 4, 5):
+            events.emit(replace(STAYS, reason=f"nothing to gain in {seconds} s"))
+        events.emit(replace(STAYS, reason="the ranks wait for a checkpoint " * 5))
     assert [record.getMessage() for record in caplog.records] == [
-        "step 60: 50 steps, measured imbalance 1.750 on average, worst layer 2.250; rebalance: saves 5 s for 0.1 s, "
-        "forecast imbalance 1.900 -> 1.200, planned in 0.01 s",
-        "step 60: epoch 3: 4 experts moved, 3.0 MiB came here, 25.0 ms pause, predicted to save 5 s for 0.1 s",
+        "step 60: imbalance 1.750, worst layer 2.250, in 50 steps; rebalance: saves 5 s for 0.1 s, forecast imbalance "
+        "1.900 ->...",
+        "step 60: epoch 3: 4 experts moved, 3.0 MiB came here, 25.0 ms pause, to save 5 s for 0.1 s",
         "step 60: epoch 3: 4 experts moved, 3.0 MiB came here, 25.0 ms pause",
-        "step 120: stay: the planner is still being compiled",
+        "step 120: stay: nothing to gain in 3 s",
+        "step 120: 2 decisions more like that; stay: the ranks wait for a checkpoint the ranks wait for a checkpoint "
+        "the ranks...",
     ]
