@@ -244,7 +244,7 @@ def print_table(summary: dict, runs: dict[str, Run], parameters: int) -> None:
 
 def print_run(folder: Path, world_size: int) -> None:
     """What the balancer itself says of a run, and how to look at it."""
-    print("\nbalanced: " + summary_text(json.loads((folder / "summary.json").read_text())))
+    print("\nbalanced: " + summary_text(json.loads((folder / "summary.json").read_text()), folder))
     cores = os.cpu_count() or 1
     if world_size > cores:
         print(

@@ -74,7 +74,7 @@ def test_the_command_writes_it_and_says_what_the_run_came_to(run: Path, capsys: 
     assert json.loads(capsys.readouterr().out)["summary"]["rebalances"] == 2
     EventWriter(run, job()).close()  # it starts again, and has measured nothing yet
     assert main(["report", str(run), "-o", str(output)]) == 0
-    assert " measured\n" in capsys.readouterr().out
+    assert " with moves\n" in capsys.readouterr().out
 
 
 def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
