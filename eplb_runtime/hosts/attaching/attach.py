@@ -67,7 +67,7 @@ from .optimizers import Optimizers, homes_of
 from .replicas import local_experts, log_memory, transport_of_copies
 from .self_test import LayerTest, problems_of, try_layers
 from .sharding import cut_rows, install, note_of_odd_rows, rows_of_rank
-from .state_hooks import Homes, PartialStateWarning, mark_state
+from .state_hooks import Homes, mark_state, warn_once_of_parts
 from .trial import TrialRun, begin_record, layout_of, why_not_single
 from .undo import Before
 
@@ -424,7 +424,7 @@ def _hook(made: _Connected, cut: _Cut, balancer: Balancer, hooked: Optimizers) -
         _mark(stage, balancer)
         stage.host.save_together(made.barrier)
     saves_itself = any(stage.host.saves_itself for stage in made.stages)
-    on_partial: Callable[[Homes], None] = (lambda homes: None) if saves_itself else PartialStateWarning()
+    on_partial: Callable[[Homes], None] = (lambda homes: None) if saves_itself else warn_once_of_parts()
     for index, name, layer in made.layers:
         homes = partial(homes_of, balancer, index)
         made_with = homes().here if layer.slots else None

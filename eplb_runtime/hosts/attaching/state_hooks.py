@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -97,21 +98,19 @@ class _OfOneRank(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
-class PartialStateWarning:
-    """Says once that a state dict is of this rank alone: kept as a checkpoint, it would have lost the other experts."""
+def warn_once_of_parts() -> Callable[[Homes], None]:
+    """Return what says once that a state dict is of this rank alone: kept as a checkpoint, it would lose experts."""
 
-    def __init__(self) -> None:
-        self._said = False
+    @cache
+    def say(here: int, experts: int) -> None:
+        logger.warning(
+            "state_dict() of an attached model holds this rank's %d of %d experts: for a checkpoint of the whole "
+            "use eplb_runtime.checkpoint.save, save_pretrained or logical_state_dict, on every rank",
+            here,
+            experts,
+        )
 
-    def __call__(self, homes: Homes) -> None:
-        if not self._said:
-            self._said = True
-            logger.warning(
-                "state_dict() of an attached model holds this rank's %d of %d experts: for a checkpoint of the whole "
-                "use eplb_runtime.checkpoint.save, save_pretrained or logical_state_dict, on every rank",
-                len(homes.here),
-                len(homes.order),
-            )
+    return lambda homes: say(len(homes.here), len(homes.order))
 
 
 def mark_state(

@@ -227,8 +227,8 @@ class TrialRun:
         """See the precision, and, ahead of the last step, what is alive: what comes later is made new in each step."""
         if self._alive is None and self._step == self._trial.steps - 1 and self._trial.layout in ("fixed", "moved"):
             self._alive = Places(self._known())
-            buffers = [entry for entry in self._entries() if entry.kind == "buffer" and self._runtime.averages_dense]
-            self._digests = {f"buffer {one.name}": int(_sketched(one)[0]) for one in buffers}
+            dense = [one for one in self._entries() if one.expert < 0] if self._runtime.averages_dense else []
+            self._digests = {f"buffer {one.name}": int(_sketched(one)[0]) for one in dense if one.kind == "buffer"}
             first, second = (self._of_run(name) for name in RUNS)
             if self._trial.layout == "fixed" and (suspects := second.get("unregistered")):
                 self._alive.spoil({tuple(one["shape"]) for one in suspects}, first["began"])

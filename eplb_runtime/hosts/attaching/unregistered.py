@@ -10,6 +10,7 @@ import gc
 import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from math import prod
 from types import CellType, CodeType, FunctionType, GeneratorType, ModuleType
@@ -122,35 +123,33 @@ class _Candidate:
     """A tensor or an array."""
 
     def __init__(self, value: Tensor | np.ndarray[Any, Any]) -> None:
-        self.shape, self._value = tuple(value.shape), value
-        self.has_gradient = isinstance(value, Tensor) and value.grad_fn is not None
-        self.trained = isinstance(value, Tensor) and value.is_leaf and value.grad is not None
+        self.shape, self.has_gradient, self.trained = tuple(value.shape), False, False
         if isinstance(value, np.ndarray):
-            self.numel, self.memory = value.size, value.ctypes.data
+            self._plain: Any = value
+            self.numel, self.memory, self._is_float = value.size, value.ctypes.data, value.dtype.kind == "f"
         else:
-            self.numel, self.memory = value.numel(), _memory_of(value)
+            self._plain = local(value).detach()
+            self.numel, self.memory, self._is_float = value.numel(), _memory_of(value), value.is_floating_point()
+            self.has_gradient = value.grad_fn is not None
+            self.trained = value.is_leaf and value.grad is not None
 
     def any(self) -> bool:
         """Whether it has anything but zeros."""
-        return bool(np.any(self._value) if isinstance(self._value, np.ndarray) else local(self._value).any())
+        return bool((self._plain != 0).any())
 
     def spoil(self) -> None:
-        """Make it NaN; whole numbers stay."""
-        value = self._value if isinstance(self._value, np.ndarray) else local(self._value).detach()
-        if value.dtype.kind == "f" if isinstance(value, np.ndarray) else value.is_floating_point():
-            value.fill_(math.nan) if isinstance(value, Tensor) else value.fill(math.nan)
+        """Make it NaN, where it may be written and has numbers that can be."""
+        with suppress(RuntimeError, ValueError):
+            self._plain[...] = math.nan if self._is_float else self._plain
 
     def is_sound(self) -> bool:
         """Return whether it has numbers alone that can be NaN, and none is."""
-        value = self._value if isinstance(self._value, np.ndarray) else local(self._value).detach()
-        if isinstance(value, np.ndarray):
-            return value.dtype.kind == "f" and not bool(np.isnan(value).any())
-        return value.is_floating_point() and not bool(value.isnan().any())
+        return self._is_float and bool((self._plain == self._plain).all())
 
     def content(self) -> str:
         """A checksum of all bits. Storage that numpy has seen could not be resized any more: tensors are copied."""
-        value = self._value
-        array = value if isinstance(value, np.ndarray) else as_bytes(local(value).detach().clone().cpu()).numpy()
+        value = self._plain
+        array = value if isinstance(value, np.ndarray) else as_bytes(value.clone().cpu()).numpy()
         return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).tobytes())
 
 
@@ -224,7 +223,7 @@ def _inside(values: Sequence[Any], holder: Any, depth: int) -> Iterator[tuple[_C
 def _may_be_weights(value: Tensor | np.ndarray[Any, Any]) -> bool:
     """Return whether averages, snapshots and masks are of this kind: ids are not."""
     if isinstance(value, np.ndarray):
-        return value.dtype.kind in "fV" or value.dtype.itemsize <= 2
+        return value.dtype.names is None and (value.dtype.kind in "fV" or value.dtype.itemsize <= 2)
     has_bits = has_memory(value) and not (value.is_sparse or value.is_meta or value.is_quantized)
     return has_bits and (value.is_floating_point() or value.element_size() <= 2)
 
