@@ -27,13 +27,11 @@ def add(commands: Any) -> None:
     add_command(benches, "planner", _planner, "balance and time of the policies", examples, [loads, _repeats(5)])
     device = choice("--device", ("cpu", "cuda"), "of the ranks (default: cpu)", "cpu")
     ways = choice("--transport", ("auto", "torch", "cuda_ipc", "nixl"), "of experts (default: auto)", "auto")
-    wider = "of an expert's hidden layer: more of it, more of a step is computing (default: 1024)"
     own: dict[str, list[Option]] = {
         "dispatch": [_repeats(20), device],
         "migrate": [_repeats(10), device, ways],
         "train": [
             option("--repeats", "N", positive, "blocks of ten steps of each variant (default: 8)", 8),
-            option("--width", "W", positive, wider, 1024),
             flag("--brief", "only experts fixed and experts moved: a minute"),
         ],
     }

@@ -92,12 +92,6 @@ def test_a_bench_that_needs_ranks_starts_them() -> None:
     assert set(result["dispatch"][0]) == {"tokens", "ms", "all_to_all_ms", "ratio"}
 
 
-def test_bench_train_is_a_command() -> None:
-    done = shell("bench", "train", "--brief", "--repeats", "1", "--width", "32", "--json")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert [row["variant"] for row in json.loads(done.stdout)["train"]] == ["static", "homes"]
-
-
 def measure(rank: int) -> tuple[dict, dict]:
     from benchmarks.dispatch import run as dispatchers
 

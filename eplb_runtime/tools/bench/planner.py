@@ -37,10 +37,6 @@ class PlanShape:
     slots_per_rank: int
     groups: int = 1
 
-    @property
-    def slots(self) -> int:
-        return self.ranks * self.slots_per_rank
-
 
 Planner = Callable[[FloatArray, PlanShape], Placement]
 """Plans a window ``[L, E]``."""
@@ -117,7 +113,7 @@ def measure(
 
 def _deepseek(window: FloatArray, shape: PlanShape) -> Placement:
     nodes = shape.ranks // shape.ranks_per_node if shape.groups > 1 else 1
-    slots = balance_deepseek(window, shape.slots, shape.groups, nodes, shape.ranks)[0]
+    slots = balance_deepseek(window, shape.ranks * shape.slots_per_rank, shape.groups, nodes, shape.ranks)[0]
     return Placement(slots, window.shape[1], shape.ranks)
 
 

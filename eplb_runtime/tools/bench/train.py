@@ -111,19 +111,14 @@ def choices(work: Workload, skew: float, generator: torch.Generator) -> Tensor:
 
 
 def run(
-    device: torch.device,
-    repeats: int = Workload.blocks,
-    *,
-    brief: bool = False,
-    width: int = Workload.width,
-    work: Workload | None = None,
+    device: torch.device, repeats: int = Workload.blocks, *, brief: bool = False, work: Workload | None = None
 ) -> dict[str, Any]:
     """Train the variants on the ranks of the process group, one thread each. Collective.
 
     Args:
         repeats: blocks of ten steps, timed, of each variant.
         brief: train experts fixed and homes moved alone.
-        width, work: of the experts' hidden layer; or all sizes.
+        work: all sizes; None: `Workload`'s.
 
     Returns:
         JSON-able. ``"train"``: a row for each variant of skewed load (``static``, ``homes``, ``replicas``), for
@@ -139,7 +134,7 @@ def run(
     if device.type != "cpu":
         raise ValueError("bench train measures on CPUs")
     torch.set_num_threads(1)
-    work = work or Workload(blocks=repeats, width=width, settle_blocks=3 if brief else Workload.settle_blocks)
+    work = work or Workload(blocks=repeats, settle_blocks=3 if brief else Workload.settle_blocks)
     variants = [_Variant("static", work, work.skew, policy="static"), _Variant("homes", work, work.skew)]
     if not brief:
         variants += [

@@ -61,7 +61,7 @@ def _plans(files: Sequence[str], repeats: int, others: dict[str, planner.Planner
 def _planner(peer: Peer) -> planner.Planner:
     def planned(window: NDArray[np.float64], shape: PlanShape) -> Placement:
         nodes = shape.ranks // shape.ranks_per_node if shape.groups > 1 else 1
-        slots = peer(window, shape.slots, shape.groups, nodes, shape.ranks)
+        slots = peer(window, shape.ranks * shape.slots_per_rank, shape.groups, nodes, shape.ranks)
         return as_placement(slots, window.shape[1], shape.ranks)
 
     return planned
