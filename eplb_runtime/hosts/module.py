@@ -69,7 +69,7 @@ class MoE:
     real_tokens: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
-class _Padding(threading.local):
+class _RealTokens(threading.local):
     """The mask of the call that a thread is in."""
 
     real_T: Tensor | None = None
@@ -81,7 +81,7 @@ class _Choices:
 
     layer: MoE
     experts: int
-    padding: _Padding
+    padding: _RealTokens
 
     def __call__(self, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.layer
@@ -183,7 +183,7 @@ class StackedExperts(nn.Module):
 
 def describe(model: nn.Module, layers: Sequence[MoE]) -> HostModel:
     """Return the named layers of ``model``; AttachError: a wrong name, a list not stacked, no expert tensors."""
-    padding = _Padding()
+    padding = _RealTokens()
     described = tuple(_describe_layer(model, layer, padding) for layer in layers)
     if len({id(layer.experts) for layer in described}) < len(described):
         raise AttachError("layers= names the same experts twice")
@@ -192,11 +192,11 @@ def describe(model: nn.Module, layers: Sequence[MoE]) -> HostModel:
 
 def watched(model: nn.Module, layers: Sequence[MoE]) -> WatchedModel:
     """Return the named layers of ``model``, lists of experts stacked or not."""
-    padding = _Padding()
+    padding = _RealTokens()
     return WatchedModel(tuple(_watched_layer(model, layer, padding) for layer in layers), lambda tokens: padding.real_T)
 
 
-def _watched_layer(model: nn.Module, layer: MoE, padding: _Padding) -> WatchedLayer:
+def _watched_layer(model: nn.Module, layer: MoE, padding: _RealTokens) -> WatchedLayer:
     experts = _module(model, layer.experts)
     first = next(experts.parameters(recurse=False), None)
     if isinstance(experts, nn.ModuleList):
@@ -253,7 +253,7 @@ def _replaced(owner: nn.Module, name: str, run: Callable[..., Any]) -> Callable[
     return undo
 
 
-def _describe_layer(model: nn.Module, layer: MoE, padding: _Padding) -> MoELayer:
+def _describe_layer(model: nn.Module, layer: MoE, padding: _RealTokens) -> MoELayer:
     experts = _module(model, layer.experts)
     if layer.compute is None and not isinstance(experts, StackedExperts):
         mend = "call eplb.stack_experts(model, layers) before the optimizer is made"
