@@ -79,18 +79,30 @@ def dense_layers() -> Option:
     return option("--dense-layers", "N", not_negative, text)
 
 
-def cluster() -> list[Option]:
+def experts() -> Option:
+    return option("--experts", "N", positive, "of a layer, where the file's last ones were never chosen")
+
+
+def cluster(*, needed: bool = True) -> list[Option]:
+    default = "" if needed else " (default: as recorded)"
     few = "of the file, only these: 3, 0:5, or --windows=-5: for the last"
     return [
-        option("--ranks", "R", positive, "ranks of the EP group", required=True),
-        option("--ranks-per-node", "G", positive, "ranks that share a node", required=True),
-        option("--slots-per-rank", "S", positive, "experts that each rank holds, copies included", required=True),
+        option("--ranks", "R", positive, f"ranks of the EP group{default}", required=needed),
+        option("--ranks-per-node", "G", positive, f"ranks that share a node{default}", required=needed),
+        option(
+            "--slots-per-rank",
+            "S",
+            positive,
+            f"experts that each rank holds, copies included{default}",
+            required=needed,
+        ),
         option("--groups", "N", positive, "expert groups of group-limited routing (default: 1)", 1),
         option("--max-moves", "M", not_negative, "at most M slots move in a plan, over all layers"),
         option("--windows", "A:B", windows, few, slice(None)),
         option("--intra-node-bandwidth", "GB/S", positive_float, "of a rank, inside its node (default: 400)", 400.0),
         option("--inter-node-bandwidth", "GB/S", positive_float, "of a rank, to other nodes (default: 50)", 50.0),
         dense_layers(),
+        experts(),
     ]
 
 

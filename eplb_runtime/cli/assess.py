@@ -30,6 +30,7 @@ def add(commands: Any) -> None:
         option("--replica-slots", "K", kinds.not_negative, second),
         option("--windows", "A:B", kinds.windows, "of the record, only these, as 0:50", slice(None)),
         kinds.dense_layers(),
+        kinds.experts(),
     ]
     of_step = "share of a step in expert work, dispatch to combine (default: as recorded, or .4, and .2 to .6)"
     seconds = "seconds of a training step (default: as recorded, or 1)"

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
-from .arguments import add_command, choice, option
+from ..utils.files import FileError
+from .arguments import BAD_INPUT, PROGRAM, add_command, choice, option
 from .printing import print_json, print_table, spinner
 
 EXAMPLES = """
   eplb-runtime doctor
   torchrun --nproc-per-node 4 -m eplb_runtime.cli doctor       # measures the links between ranks, too
-  eplb-runtime doctor --recipe run-qwen3-30B-A3B.sh            # would it attach? by the flags alone
+  eplb-runtime doctor --recipe run-qwen3-30B-A3B.sh      # would it attach? by the flags alone; -v: what is assumed
 
 exit status: 0; 1 if a recipe's job would not attach, 2 bad input
 """
@@ -23,7 +25,7 @@ _YES_NO = {True: "yes", False: "no", None: "not known"}
 def add(commands: Any) -> None:
     recipe = "say whether a job would attach: a script or text with Megatron's flags or verl's overrides, or JSON"
     tried = "what transports are tried on (default: cuda where there is one)"
-    options = [option("--recipe", "FILE", str, recipe), choice("--device", ("cpu", "cuda"), tried)]
+    options = [option("--recipe", "FILE", str, recipe, nargs="+"), choice("--device", ("cpu", "cuda"), tried)]
     add_command(
         commands, "doctor", _run, "say what this machine can use, and whether a job would attach", EXAMPLES, options
     )
@@ -31,7 +33,7 @@ def add(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.recipe is not None:
-        return _judge(arguments.recipe, arguments.json)
+        return max(_judge(path, arguments) for path in arguments.recipe)
     import torch
 
     from ..tools.doctor import backends, try_transports, versions
@@ -57,14 +59,19 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _judge(path: str, as_json: bool) -> int:
-    """Return 1 where a recipe is refused."""
+def _judge(path: str, arguments: argparse.Namespace) -> int:
+    """Return 1 where a recipe is refused, 2 where it cannot be judged."""
     from ..tools.recipes import HOSTS, answer, read_recipe
 
-    recipe = read_recipe(path)
-    found, host = answer(recipe), HOSTS[recipe.host]
+    try:
+        recipe = read_recipe(path)
+        found, host = answer(recipe), HOSTS[recipe.host]
+    except (FileError, OSError) as error:
+        text = f"{path}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        print(f"{PROGRAM}: {' '.join(text.splitlines())}", file=sys.stderr)
+        return BAD_INPUT
     said = asdict(found)
-    if as_json:
+    if arguments.json:
         print_json(said)
         return int(found.attaches is False)
     verdict = {
@@ -72,18 +79,17 @@ def _judge(path: str, as_json: bool) -> int:
         False: "no, it does not attach",
         None: f"not known: {', '.join(found.undecided)} decides, and the recipe does not show it",
     }
-    print(
-        f"{recipe.name}: {verdict[found.attaches]} ({host.VERSION})",
-        f"homes move: {_YES_NO[found.attaches]}; replica slots: {_YES_NO[found.replicas]}",
-        f"with homes moved, training is equal to: {found.exact or 'not known'}",
-        sep="\n",
-    )
+    print(f"{recipe.name}: {verdict[found.attaches]} ({host.VERSION})")
+    if found.attaches is not False:
+        print(f"homes move: {_YES_NO[found.attaches]}; replica slots: {_YES_NO[found.replicas]}")
+        equal = {"bit": "to the bit", "rounding": "to rounding", None: "as far as is not known"}
+        print(f"with homes moved, training is equal {equal[found.exact]}")
     if found.refused:
         print_table("refused", said["refused"])
-    for title, values in (
-        ("the recipe does not show", found.unknown),
-        (f"assumed: defaults of {host.VERSION}, or of what trains with it", found.assumed),
-    ):
-        if values:
-            print_table(title, [{"setting": name, "value": value} for name, value in values.items()])
+    tables = {
+        "the recipe does not show": found.unknown,
+        f"assumed: defaults of {host.VERSION}, or of what trains with it": found.assumed,
+    }
+    for title, values in tables.items() if arguments.verbose else ():
+        print_table(title, [{"setting": name, "value": value} for name, value in values.items()])
     return int(found.attaches is False)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import LOAD, POLICIES, add_command, cluster, option, policy
-from .inputs import read_windows, topology_of
+from .inputs import counted_windows, read_job, topology_of
 from .printing import note_compilation, print_json
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _run(arguments: argparse.Namespace) -> None:
     topology, current = topology_of(arguments), None
     if arguments.current is not None:
         current = read_placement(arguments.current, arguments.ranks, arguments.dense_layers or 0)
-    load = read_windows(arguments.load, arguments)
+    load = counted_windows(read_job(arguments.load, arguments).load, arguments.load)
     asked = {name: getattr(arguments, name) for name in ("slots_per_rank", "policy", "groups", "max_moves")}
     note_compilation()
     for _ in range(2):  # the first loads compiled code, so that the seconds of the plan are those of planning

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from .arguments import PROGRAM
 
@@ -75,7 +75,8 @@ def _table(columns: Sequence[Sequence[str]]) -> Any:
     table = Table()
     for index, (head, *cells) in enumerate(columns):
         numbers = index > 0 and all(map(_NUMBER.match, cells))
-        table.add_column(escape(head), justify="right" if numbers else "left", min_width=_least(head, *cells))
+        side: Literal["left", "right"] = "right" if numbers else "left"
+        table.add_column(escape(head), justify=side, min_width=_least(head, *cells), overflow="fold")
     for line in list(zip(*columns, strict=True))[1:]:
         table.add_row(*map(escape, line))
     return table

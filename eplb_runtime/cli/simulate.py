@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import arguments as kinds
-from .arguments import LOAD, POLICIES, add_command, add_options, choice, cluster, option, positive
-from .inputs import read_windows, topology_of
+from .arguments import LOAD, POLICIES, InputError, add_command, add_options, choice, cluster, option, positive
+from .inputs import counted_windows, read_job, topology_of
 from .printing import note_compilation, print_json, print_table, spinner
 
+if TYPE_CHECKING:
+    from ..observe.run_folder import JobRecord
+
 EXAMPLES = """
+  eplb-runtime simulate runs/first                      # its ranks, nodes and interval, and a replica slot
   eplb-runtime simulate series.npz --ranks 8 --ranks-per-node 8 --slots-per-rank 5 --every 5
   eplb-runtime simulate series.npz --ranks 8 --ranks-per-node 8 --slots-per-rank 5 --every 5 \\
       --policies static,deepseek,incremental --gate payoff
@@ -26,8 +30,8 @@ def add(commands: Any) -> None:
     gate = "always: if the imbalance falls; payoff: if it pays for itself; off: as the policy says (default: always)"
     options = [
         option("trace", "TRACE", str, "a series of windows; " + LOAD),
-        *cluster(),
-        option("--every", "K", positive, "replan every K windows; the first K are only planned on", required=True),
+        *cluster(needed=False),
+        option("--every", "K", positive, "replan every K windows, the first K not judged (default: as recorded)"),
         option("--policies", "A,B,...", kinds.several(kinds.policy), policies, default),
         choice("--gate", ("always", "payoff", "off"), gate, "always"),
     ]
@@ -43,12 +47,31 @@ def add(commands: Any) -> None:
     add_options(group, times)
 
 
+def _take_from(record: JobRecord, arguments: argparse.Namespace) -> None:
+    """Take what was not given from the record, as `assess` does."""
+    from ..tools.assess import figures_of
+
+    given = {name: getattr(arguments, name) for name in ("ranks", "ranks_per_node")}
+    if missing := [name for name in (*given, "slots_per_rank", "every") if getattr(arguments, name) is None]:
+        if not record.job.ranks:
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+            raise InputError(f"{arguments.trace} does not say what job it is of: give {options}")
+        figures = figures_of(record, given)
+        homes = record.load.shape[2] // figures.ranks
+        slots, every = homes + figures.replica_slots, figures.every_windows
+        known = (figures.ranks, figures.topology.ranks_per_node, slots, every)
+        for name, value in zip((*given, "slots_per_rank", "every"), known, strict=True):
+            setattr(arguments, name, value if name in missing else getattr(arguments, name))
+
+
 def _run(arguments: argparse.Namespace) -> None:
     from ..tools.simulate import Series, StepModel, simulate
 
     policies = arguments.policies if "static" in arguments.policies else ["static", *arguments.policies]
+    record = read_job(arguments.trace, arguments)
+    _take_from(record, arguments)
     topology = topology_of(arguments)
-    load = read_windows(arguments.trace, arguments)
+    load = counted_windows(record.load, arguments.trace)
     note_compilation()
     with spinner():
         runs = simulate(

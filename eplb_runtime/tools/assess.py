@@ -18,6 +18,7 @@ from ..planner.cost import HYSTERESIS
 from ..planner.evaluate import predicted_imbalance
 from ..topology import DEFAULT_INTER_NODE_BANDWIDTH, DEFAULT_INTRA_NODE_BANDWIDTH, Topology
 from ..utils.tables import counted
+from .formats.loads import looks_partial
 from .simulate import PolicyRun, Series, StepModel, simulate, start_placement
 
 FloatArray = NDArray[np.float64]
@@ -173,7 +174,7 @@ def assess(record: JobRecord, given: Mapping[str, Any]) -> Assessment:
     """
     whole, record = len(record.load), record.alike()
     left_out = whole - len(record.load)
-    figures = _figures(record, given)
+    figures = figures_of(record, given)
     if why := _why_not(record, figures):
         return Assessment(None, figures, *why, left_out)
     # The newest windows with tokens in them, of the ranks that are asked about: each has as many as it had.
@@ -223,6 +224,9 @@ def assess(record: JobRecord, given: Mapping[str, Any]) -> Assessment:
             best = by_replicas
     if best.pays:
         verdict, advice = _why_it_pays(figures, best, with_replicas=best is by_replicas)
+        least = min((now, by_homes), key=lambda way: way.worst)
+        if f"{best.worst:.2f}" > f"{least.worst:.2f}":
+            verdict = f"{verdict[:-1]}, but the 95th percentile is {best.worst:.2f}x, {least.name} {least.worst:.2f}x."
     else:
         # Tokens of a layer's hottest expert over a rank's mean: homes alone get no lower.
         hottest = float((load.max(axis=2) * figures.ranks / np.maximum(load.sum(axis=2), 1)).mean())
@@ -253,7 +257,8 @@ def assess(record: JobRecord, given: Mapping[str, Any]) -> Assessment:
     )
 
 
-def _figures(record: JobRecord, given: Mapping[str, Any]) -> Figures:
+def figures_of(record: JobRecord, given: Mapping[str, Any]) -> Figures:
+    """Return the figures that were given, else recorded, else assumed."""
     job = record.job
 
     def resolve(name: str, known: Any, default: Any) -> Any:
@@ -316,11 +321,14 @@ def _why_not(record: JobRecord, figures: Figures) -> tuple[str, str] | None:
         return f"{on_one} (EP 1), which holds all experts: there is nothing to balance.", "Give --ranks R of the job."
     if experts == 1:
         return "There is one expert, which no placement divides.", "Record a model of several."
+    if said := looks_partial(record.load):
+        return f"It cannot be said: {said}", "Give the sum of all ranks' counts."
     if experts % ranks:
         dividing = [size for size in range(2, experts + 1) if experts % size == 0]
         near = sorted(sorted(dividing, key=lambda size: abs(size - ranks))[:2])
         sizes = " or ".join(map(str, near))
-        return f"{ranks} ranks do not divide {experts} experts, as homes need.", f"Give --ranks {sizes}."
+        have = f"{ranks} ranks do not divide {experts} experts, as homes need."
+        return have, f"Give --ranks {sizes}, or --experts if there are more."
     if not windows:
         return "No token has been recorded.", "Record a job that trains."
     least = LEAST_INTERVALS * figures.every_windows

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,8 @@ FLAGS: Mapping[str, tuple[str, Any]] = {
     "lora.target_modules": ("lora_target_modules", True),
 }
 """Megatron's flags with ``_`` for ``-``, and verl's adapters: the setting, and its value where none follows."""
+DIMENSIONS = ("pipeline", "expert")
+"""Over which Megatron spreads experts, besides their tensor parallelism."""
 OF_THE_MODEL = Unknown("of the model's own config")
 BY_FLAGS = {"num_moe_experts": OF_THE_MODEL, "optimizer_offload_fraction": 1.0, "gradient_accumulation_fusion": True}
 RL = {"use_distributed_optimizer": True, "moe_token_dispatcher_type": "alltoall", "bf16": True}
@@ -96,10 +99,15 @@ def answer(recipe: Recipe) -> RecipeAnswer:
     if isinstance(experts, int) and isinstance(ep, int) and experts % ep:
         raise RecipeError(f"{recipe.name}: {host.EXPERTS} {experts} is no multiple of {host.RANKS} {ep}")
     refused, undecided = run_checks(settings, host.CHECKS)
+    sizes_of = [given.get("world_size"), *(settings.values.get(f"{name}_model_parallel_size") for name in DIMENSIONS)]
+    if all(isinstance(size, int) for size in sizes_of) and sizes_of[0] % prod(sizes_of[1:]):
+        shown = " x ".join(map(str, sizes_of[1:]))
+        why = f"the job cannot start: {sizes_of[0]} ranks are no multiple of PP x EP = {shown} = {prod(sizes_of[1:])}"
+        refused.insert(0, Refusal("world_size", sizes_of[0], why, "start a multiple of that"))
     without_replicas, more = run_checks(settings, (host.without_replicas,))
     exact: Exact | None = None
     with suppress(UnknownError):
-        exact = host.exact(settings)
+        exact = None if refused else host.exact(settings)
     attaches = False if refused else None if undecided or more else True
     unknown = {name: str(value) for name, value in settings.values.items() if isinstance(value, Unknown)}
     assumed = {name: value for name, value in settings.values.items() if name not in {*given, *unknown}}
@@ -115,8 +123,10 @@ def read_recipe(path: str) -> Recipe:
         FileError, OSError: it cannot be read.
     """
     file, is_json = Path(path), path.endswith(".json")
-    if not file.exists() and file.suffix not in (".sh", ".json", ".txt"):
+    if not file.exists() and file.suffix not in (".sh", ".json", ".txt", ".py"):
         raise RecipeError(f"{path}: no such file; for a torchtitan config, write its settings as JSON")
+    if file.suffix == ".py":
+        raise RecipeError(f"{path}: a script says its settings as it runs: eplb-runtime verify -- torchrun ... {path}")
     if require_readable(file, MOST_BYTES) == 0 or not (text := file.read_text(errors="replace")).strip():
         raise RecipeError(f"{path}: empty")
     try:
@@ -183,7 +193,8 @@ def _of_script(name: str, words: Sequence[str]) -> Recipe:
     if not is_slime and not is_verl:
         way = said.get("ckpt_format", ["torch_dist"])[0]
         by_name = "no_save_optim" in said or (way == "torch_dist" and "dist_ckpt_optim_fully_reshardable" in said)
-        options["saves_by_place"] = "save" in said and way in ("torch", "torch_dist") and not by_name
+        by_place = "save" in said and way in ("torch", "torch_dist") and not by_name
+        options["saves_by_place"] = by_place and next(iter(said["save"]), True)
     if options.get("optimizer") in megatron.MUON and options.get("use_distributed_optimizer", is_slime) is True:
         # Megatron-LM's arguments take it for the layer-wise one, and nothing else is distributed then.
         options |= {"optimizer": megatron.LAYER_WISE, "use_distributed_optimizer": False}

@@ -93,6 +93,18 @@ def test_the_refresh_of_replicas_is_no_gift() -> None:
     assert found.replicas is not None and found.replicas.step_saved < 0 and found.best is found.homes
 
 
+def test_advice_with_which_the_worst_windows_get_worse_names_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a plan with replicas alone: what it saves elsewhere is more."""
+    load, percentile = even(), np.percentile
+    load[:, :, 0] = 2000
+    by_homes = judged(load, given=HOMES).homes
+    assert by_homes is not None
+    monkeypatch.setattr(np, "percentile", lambda of, q: 9.87 if of.mean() < 1.5 else percentile(of, q))
+    found = judged(load)
+    assert found.best is found.replicas
+    assert found.verdict == f"It pays, but the 95th percentile is 9.87x, as it is {by_homes.worst:.2f}x."
+
+
 def test_a_balanced_load_does_not_pay() -> None:
     found = judged(even())
     assert found.pays is False and "It does not pay: the load is balanced" in found.paragraph()
@@ -139,9 +151,15 @@ def test_a_share_that_was_recorded_is_taken_and_called_measured() -> None:
         (skewed(2), JOB, GIVEN, ("2 steps were recorded", "Record 12 steps or more.")),
         (skewed(), replace(JOB, ranks=1, ep_size=1), GIVEN, ("of one rank (EP 1)", "Give --ranks R")),
         (skewed(), JOB, GIVEN | {"ranks": 1}, ("There is one rank (EP 1)", "Give --ranks R")),
-        (skewed(), JOB, GIVEN | {"ranks": 3}, ("3 ranks do not divide 8 experts", "Give --ranks 2 or 4.")),
+        (
+            skewed(),
+            JOB,
+            GIVEN | {"ranks": 3},
+            ("3 ranks do not divide 8 experts", "Give --ranks 2 or 4, or --experts if"),
+        ),
         (0 * skewed(), JOB, GIVEN, ("No token", "Record")),
         (np.concatenate([skewed(11), 0 * even(20)]), JOB, GIVEN, ("11 steps were recorded",)),
+        (skewed() * ([1] + [0] * 7), JOB, GIVEN, ("no more than 1 of 8 experts of a layer", "all ranks' counts")),
     ],
 )
 def test_a_record_that_cannot_say_says_what_would_help(
