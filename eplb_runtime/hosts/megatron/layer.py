@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...load.expert_clock import ExpertClock
@@ -33,6 +34,7 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
     in_order = RowsInLogicalOrder(module.token_dispatcher, columns) if reorders(module.config) else None
     own_route, own_preprocess, own_postprocess = module.route, module.preprocess, module.postprocess
     graphed, caches = GraphedColumns(columns), WeightCaches(module.experts, columns)
+    num_experts = module.config.num_moe_experts
     weight = next(module.experts.parameters())
     was_wrapped = hasattr(weight, "main_grad")
     padding: list[Tensor | None] = [None]
@@ -53,6 +55,11 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
             graphed.begin(rows)
             caches.follow()
             return rows, permuted
+        if routing_map.dtype is not torch.bool or routing_map.shape[-1] != num_experts or probs.ndim != 2:
+            raise RuntimeError(
+                f"the router gives a map {list(routing_map.shape)} of {routing_map.dtype} and weights "
+                f"{list(probs.shape)}: bool [tokens, {num_experts}] and [tokens, {num_experts}] are expected"
+            )
         mask, padding[0] = padding[0], None
         real_T = None if mask is None else ~mask.reshape(-1)
         if is_captured(module):
