@@ -25,12 +25,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.profiler import profile, schedule
 
 import eplb_runtime as eplb
 from eplb_runtime.events import LoadMeasured, RebalanceAborted, RebalanceCommitted
-from eplb_runtime.observe.profiling import profiler as profiler_of
 from eplb_runtime.observe.summary import summary_text
-from eplb_runtime.tools.launch import repeat_every_bit
 
 SOURCE_BYTES = 4 << 20
 CLIP_NORM = 1.0
@@ -50,6 +49,30 @@ class Run:
     bytes_moved: int
     aborted: int
     seconds: float
+
+
+def profiler_of(folder: Path, steps: int, skip: int) -> profile:
+    """A profiler that records some steps of this rank, threads of gloo and of the balancer too: ``rank<N>.json.gz``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return profile(
+        schedule=schedule(wait=skip, warmup=1, active=steps, repeat=1),
+        on_trace_ready=lambda recorded: recorded.export_chrome_trace(str(folder / f"rank{dist.get_rank()}.json.gz")),
+        experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
+    )
+
+
+def repeat_every_bit() -> None:
+    """Let a GPU compute the same bits each time; call it before the first kernel.
+
+    ``torch.use_deterministic_algorithms(True, warn_only=True)`` alone leaves the backward passes of flash and
+    memory-efficient attention as they are, which add in any order; so attention is computed by plain matrix products.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_math_sdp(True)
 
 
 def documentation() -> bytes:

@@ -13,9 +13,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -68,24 +68,20 @@ def compile_planner(policy: str = "incremental") -> None:
     split_for_rank(np.ones((4, 8), dtype=np.int64), SplitTables.of(current), 0, 0, ranks_per_node=2)
 
 
-def compile_apart(
-    policy: str, ended: threading.Event | None = None, on_wait: Callable[[], None] = lambda: None
-) -> None:
+def compile_apart(policy: str, ended: threading.Event | None = None) -> None:
     """Compile in another process on this machine, which goes on for the next job where this one ends. Never raises.
 
     Args:
         policy: as for `compile_here`.
         ended: set when this job needs it no more.
-        on_wait: called every `LOOK_SECONDS` while the other process runs.
     """
     if not compiles() or is_compiled(policy):
         return
     last = time.monotonic() + MOST_SECONDS
-    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     try:  # in a session of its own: what ends a job does not end it
         process = subprocess.Popen([sys.executable, "-m", __name__, policy], start_new_session=True, **quiet)
         while process.poll() is None and time.monotonic() < last and not (ended and ended.is_set()):
-            on_wait()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(LOOK_SECONDS)
         if process.returncode:
@@ -109,11 +105,6 @@ def is_compiled(policy: str) -> bool:
     mark = _mark(policy)
     of_any_policy = f"*{mark.name.removeprefix(_NO_POLICY)}"
     return mark.exists() or (not policy and any(mark.parent.glob(of_any_policy)))
-
-
-def functions_on_disk() -> int:
-    """Number of functions compiled so far, by whatever: for these very sources."""
-    return sum(1 for _ in cache_folder().rglob("*.nbi"))
 
 
 def _mark(policy: str) -> Path:

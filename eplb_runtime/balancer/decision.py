@@ -51,6 +51,8 @@ PLANNING = 0.5
 """Of the timeout, that other ranks wait for a plan."""
 SEARCHING = 0.25
 """Of the timeout, after which the search begins with no further layer: the next decision goes on with those."""
+LEAST_PADDING = 0.01
+"""Share of tokens that is said."""
 SAID_BELOW = 0.8
 """A decision's reason says how much of predicted gains is believed, where it is less than this."""
 
@@ -61,14 +63,9 @@ class Decision:
 
     Args:
         failure: reason for which there is no plan; empty: there is one.
-        connections_broken: a collective failed: the ranks have to connect again.
         imbalance: float64 ``[T, L]``, max/mean rank load of each measured row under the placement of its time.
         load: int64 ``[T, L, E]``, measured over all ranks.
         placements: placements of its rows, each with the row that it ends before.
-        step_seconds: of a training step.
-        share: of a step in expert work.
-        steps: training steps that the load covers.
-        finding: of the guard; empty: none.
         stays: reason for which a plan is not carried out; empty: it is, or there is none.
         uncounted: a line that names MoE layers in evaluation mode while others train; empty: none.
         summary: decision, reason, moves, imbalance_before, imbalance_after, plan_seconds, as rank 0 sent them.
@@ -135,15 +132,12 @@ class Measurement:
 
     Args:
         buckets: this rank's load since the last decision.
-        steps: training steps since the last decision.
-        placement: the current one.
+        padding: int64, padded tokens here so far, and all; None: unknown.
         earlier: ``(end, placement)``: buckets before ``end`` were counted under that placement.
-        step_seconds: measured, smoothed.
         stall_seconds: cost of a rebalance besides its transfers.
         sample: of the guard, to compare over ranks; None: it is off.
         computed: whether MoE layers ran since the last decision.
         declared: float64 ``[T, L, E]``, the load that this rank declares; None: none.
-        home_bytes: of the largest expert here with its state.
         token_bytes: that a (token, choice) pair sends in a step.
         sampled_steps: in which expert work was measured.
         even_share: of a step, expert work with even load.
@@ -157,6 +151,7 @@ class Measurement:
     step_seconds: float
     stall_seconds: float
     home_bytes: int
+    padding: HostCopy | None = None
     steps: int = 0
     token_bytes: int = 0
     sample: Sample | None = None
@@ -197,7 +192,7 @@ class DecisionMaker:
         self.history: deque[NDArray[np.int64]] = deque(maxlen=rows)
         self.share = ExpertShare.before_measuring(self._config.migration.moe_share)
         self._compiles = self._config.policy != "static" or self._config.replica_slots > 0
-        self._compiled = False
+        self._compiled = self._said_padding = False
         self._closed = threading.Event()
         self._declared: NDArray[np.float64] | None = None
         self._sources: NDArray[np.float64] | None = None
@@ -367,7 +362,11 @@ class DecisionMaker:
         measurement.buckets.wait()  # whatever was enqueued before, such as the marks of sampled steps, is over then
         here = median_time(measurement.sampled_steps)
         nanoseconds = [0, 0] if here is None else [round(1e9 * here.expert_seconds), round(1e9 * here.step_seconds)]
-        total, (expert, step) = aggregate_with(measurement.buckets, nanoseconds, control)
+        padding = [0, 0] if measurement.padding is None else measurement.padding.wait().tolist()
+        total, (expert, step, padded, all_tokens) = aggregate_with(measurement.buckets, nanoseconds + padding, control)
+        if self._is_planner and not self._said_padding and padded >= LEAST_PADDING * all_tokens > 0:
+            self._said_padding = True
+            logger.info("%.0f %% of tokens are padding: computed, not counted", 100 * padded / all_tokens)
         self.share = self.share.updated(expert / 1e9, step / 1e9)
         return total.numpy(), self.share
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 PROGRAM = "eplb-runtime"
@@ -14,7 +15,8 @@ LOAD = (
     "tokens per expert: .npz or .safetensors with `load`, .json, a run's folder, a serving engine's dump, Megatron's "
     "router trace, slime's rollouts, or the word `sample`"
 )
-POLICY = "static, deepseek, free, hierarchical, swaps or incremental"
+POLICIES = ("static", "deepseek", "free", "hierarchical", "swaps", "incremental")
+"""As in `planner.policies`, which takes a second to import."""
 
 MOST = 2**53
 """Whole numbers stay below it: whatever is computed from one fits a float."""
@@ -77,51 +79,64 @@ def dense_layers() -> Option:
     return option("--dense-layers", "N", not_negative, text)
 
 
-def cluster() -> list[Option]:
+def experts() -> Option:
+    return option("--experts", "N", positive, "of a layer, where the file's last ones were never chosen")
+
+
+def cluster(*, needed: bool = True) -> list[Option]:
+    default = "" if needed else " (default: as recorded)"
     few = "of the file, only these: 3, 0:5, or --windows=-5: for the last"
     return [
-        option("--ranks", "R", positive, "ranks of the EP group", required=True),
-        option("--ranks-per-node", "G", positive, "ranks that share a node", required=True),
-        option("--slots-per-rank", "S", positive, "experts that each rank holds, copies included", required=True),
+        option("--ranks", "R", positive, f"ranks of the EP group{default}", required=needed),
+        option("--ranks-per-node", "G", positive, f"ranks that share a node{default}", required=needed),
+        option(
+            "--slots-per-rank",
+            "S",
+            positive,
+            f"experts that each rank holds, copies included{default}",
+            required=needed,
+        ),
         option("--groups", "N", positive, "expert groups of group-limited routing (default: 1)", 1),
         option("--max-moves", "M", not_negative, "at most M slots move in a plan, over all layers"),
         option("--windows", "A:B", windows, few, slice(None)),
         option("--intra-node-bandwidth", "GB/S", positive_float, "of a rank, inside its node (default: 400)", 400.0),
         option("--inter-node-bandwidth", "GB/S", positive_float, "of a rank, to other nodes (default: 50)", 50.0),
         dense_layers(),
+        experts(),
     ]
 
 
 # -- kinds of values -----------------------------------------------------------------------------------------------
 
 
-def positive(text: str) -> int:
-    return int(_number(text, int, lambda value: 0 < value < MOST, "a whole number above 0"))
+def _number(kind: type, good: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:
+    """Return a kind of numbers, for ``type=``."""
+
+    def number(text: str) -> Any:
+        with suppress(ValueError):
+            if good(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r}: give {wanted}")
+
+    return number
 
 
-def not_negative(text: str) -> int:
-    return int(_number(text, int, lambda value: 0 <= value < MOST, "a whole number, 0 or more"))
-
-
-def positive_float(text: str) -> float:
-    return float(_number(text, float, lambda value: 0 < value < float("inf"), "a number above 0"))
-
-
-def not_negative_float(text: str) -> float:
-    return float(_number(text, float, lambda value: 0 <= value < float("inf"), "a number, 0 or more"))
-
-
-def at_least_one(text: str) -> float:
-    return float(_number(text, float, lambda value: 1 <= value < float("inf"), "max / mean rank load, 1 or more"))
-
-
-def share(text: str) -> float:
-    return float(_number(text, float, lambda value: 0 < value <= 1, "a share above 0, up to 1"))
+positive = _number(int, lambda value: 0 < value < MOST, "a whole number above 0")
+not_negative = _number(int, lambda value: 0 <= value < MOST, "a whole number, 0 or more")
+positive_float = _number(float, lambda value: 0 < value < float("inf"), "a number above 0")
+at_least_one = _number(float, lambda value: 1 <= value < float("inf"), "max / mean rank load, 1 or more")
+share = _number(float, lambda value: 0 < value <= 1, "a share above 0, up to 1")
 
 
 def several(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     """Return a kind of comma-separated values: ``3,7`` -> [3, 7]."""
     return lambda text: [kind(part.strip()) for part in text.split(",")]
+
+
+def policy(text: str) -> str:
+    if text in POLICIES:
+        return text
+    raise argparse.ArgumentTypeError(f"policy {text!r} is unknown; choose one of: {', '.join(POLICIES)}")
 
 
 def names(text: str) -> list[str]:
@@ -140,13 +155,3 @@ def windows(text: str) -> slice:
         return slice(int(first), int(first) + 1 or None)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: give a window, as 3, or a range, as 0:5") from None
-
-
-def _number(text: str, kind: Callable[[str], Any], good: Callable[[Any], bool], wanted: str) -> Any:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = None
-    if value is None or not good(value):
-        raise argparse.ArgumentTypeError(f"{text!r}: give {wanted}")
-    return value

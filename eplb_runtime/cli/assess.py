@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from itertools import count
 from typing import Any
 
 from . import arguments as kinds
 from .arguments import LOAD, InputError, add_command, add_options, option
 from .inputs import read_job
-from .printing import COLUMNS, note_compilation, print_json, print_table, spinner
+from .printing import COLUMNS, note_compilation, print_json, spinner
 
 EXAMPLES = """
   eplb-runtime assess runs/first                        # the folder of eplb.record or of BalancerConfig(run=...)
@@ -31,23 +30,20 @@ def add(commands: Any) -> None:
         option("--replica-slots", "K", kinds.not_negative, second),
         option("--windows", "A:B", kinds.windows, "of the record, only these, as 0:50", slice(None)),
         kinds.dense_layers(),
+        kinds.experts(),
     ]
     of_step = "share of a step in expert work, dispatch to combine (default: as recorded, or .4, and .2 to .6)"
     seconds = "seconds of a training step (default: as recorded, or 1)"
     steps = "training steps of a window (default: as recorded, or by its tokens)"
-    kept = "that the optimizer keeps for one expert (default: as recorded, or Adam's)"
     fast = "of a rank, inside its node (default: as measured, or 400; 1 on CPUs)"
-    stall = "cost of a rebalance besides its bytes (default: 0.05)"
     slow = "of a rank, to other nodes (default: as measured, or 50; 1 on CPUs)"
     figures = [
         option("--moe-share", "X", kinds.share, of_step),
         option("--step-seconds", "S", kinds.positive_float, seconds),
         option("--steps-per-window", "N", kinds.positive, steps),
         option("--expert-parameters", "N", kinds.positive, "of one expert (default: as recorded, or DeepSeek-V3's)"),
-        option("--optimizer-bytes", "N", kinds.not_negative, kept),
         option("--intra-node-bandwidth", "GB/S", kinds.positive_float, fast),
         option("--inter-node-bandwidth", "GB/S", kinds.positive_float, slow),
-        option("--stall-seconds", "S", kinds.not_negative_float, stall),
     ]
     command = add_command(
         commands, "assess", _run, "say whether balancing would pay for a recorded job", EXAMPLES, options
@@ -61,9 +57,8 @@ def _run(arguments: argparse.Namespace) -> None:
     record = read_job(arguments.record, arguments)
     note_compilation()
     try:
-        with spinner() as shown:
-            plans = count(1)
-            assessment = assess(record, vars(arguments), lambda: shown.update(f"plan {next(plans)}"))
+        with spinner():
+            assessment = assess(record, vars(arguments))
     except ValueError as error:
         raise InputError(str(error)) from None
     if arguments.json:
@@ -76,21 +71,5 @@ def _run(arguments: argparse.Namespace) -> None:
             f"{assessment.left_out} of {len(record.load)}."
         )
     print(textwrap.fill(said, COLUMNS, break_on_hyphens=False))
-    if assessment.pays is None:
-        return
-    print()
-    rows = [
-        {
-            "experts": way.name,
-            "imbalance": f"{way.imbalance:.2f}",
-            "p95": f"{way.worst:.2f}",
-            "step saved": f"{way.step_saved:.1%}",
-            "refresh ms a step": f"{way.refresh_seconds * 1e3:.3g}",
-            "moving s a plan": f"{way.move_seconds:.3g}",
-            "plans that move": f"{way.rebalances} of {way.plans}",
-        }
-        for way in (assessment.now, assessment.homes, assessment.replicas)
-        if way is not None
-    ]
-    print_table("Imbalance is max / mean rank load, over all layers and judged windows.", rows)
-    print("\nWhat neither the record nor an option says is assumed: see assess --help.")
+    if assessment.pays is not None:
+        print("\nWhat neither the record nor an option says is assumed: see assess --help.")

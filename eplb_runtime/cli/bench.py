@@ -6,11 +6,10 @@ import argparse
 from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from .arguments import LOAD, InputError, Option, add_command, choice, flag, option, positive
-from .printing import note, print_json, print_table, spinner
+from .printing import print_json, print_table, spinner
 
 SUMMARIES = {
     "dispatch": "carrying tokens between ranks, beside plain all-to-alls",
@@ -18,30 +17,22 @@ SUMMARIES = {
     "train": "training steps, static, balanced and ideal; takes minutes",
 }
 """Files of ``tools/bench/`` that need ranks."""
-STEADY = 1.25
-"""Blocks of equal work of which the slowest takes more than so many times as long as the fastest were disturbed."""
 
 
 def add(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure on this machine: planning, dispatch, migration, training")
     benches = bench.add_subparsers(title="what to measure", metavar="WHAT", required=True)
-    examples = """
-  eplb-runtime bench planner
-  eplb-runtime bench planner load.npz --json
-"""
     loads = option("loads", "LOAD", str, f"{LOAD} (default: sample)", nargs="*")
+    examples = "\n  eplb-runtime bench planner load.npz --json"
     add_command(benches, "planner", _planner, "balance and time of the policies", examples, [loads, _repeats(5)])
     device = choice("--device", ("cpu", "cuda"), "of the ranks (default: cpu)", "cpu")
-    wider = "of an expert's hidden layer: more of it, more of a step is computing (default: 1024)"
-    traces = "write a profiler trace of each variant and rank there, for `trace analyse`"
+    ways = choice("--transport", ("auto", "torch", "cuda_ipc", "nixl"), "of experts (default: auto)", "auto")
     own: dict[str, list[Option]] = {
-        "dispatch": [_repeats(20), device, option("--hidden", "D", positive, "numbers in a row (default: 512)", 512)],
-        "migrate": [_repeats(10), device],
+        "dispatch": [_repeats(20), device],
+        "migrate": [_repeats(10), device, ways],
         "train": [
             option("--repeats", "N", positive, "blocks of ten steps of each variant (default: 8)", 8),
-            option("--width", "W", positive, wider, 1024),
             flag("--brief", "only experts fixed and experts moved: a minute"),
-            option("--profile", "DIR", Path, traces),
         ],
     }
     for what, options in own.items():
@@ -61,35 +52,24 @@ def _repeats(default: int) -> Option:
 def _planner(arguments: argparse.Namespace) -> None:
     from ..tools.bench.planner import run
 
-    with spinner() as shown:
-        result = run(arguments.loads, arguments.repeats, on_progress=shown.update)
+    with spinner():
+        result = run(arguments.loads, arguments.repeats)
     _print(result, arguments.json)
 
 
 def _on_ranks(arguments: argparse.Namespace) -> int:
     """Measure on the ranks of a launcher, or start some that run this same command."""
     what, options = arguments.what, {name: getattr(arguments, name) for name in arguments.own}
-    if what == "train":
-        profile = options["profile"]
-        if options["brief"] and profile:
-            raise InputError("--profile goes without --brief")
-        if profile and profile.exists() and not profile.is_dir():
-            raise InputError(f"--profile {profile}: this is a file; give a folder")
-        if find_spec("transformers") is None:
-            raise InputError("bench train needs transformers: pip install 'eplb-runtime[transformers]'")
+    if what == "train" and find_spec("transformers") is None:
+        raise InputError("bench train needs transformers: pip install 'eplb-runtime[transformers]'")
     from ..tools.launch import is_first, launched, process_group, start_ranks
 
     if not launched():
         return start_ranks(arguments.given, arguments.ranks)
-    device = options.pop("device", "cpu")
-    with process_group(device) as here, spinner() if is_first() else nullcontext() as shown:
-        if shown is not None and what == "train":
-            options["on_progress"] = shown.update
+    with process_group(options.pop("device", "cpu")) as here, spinner() if is_first() else nullcontext():
         result = import_module(f"..tools.bench.{what}", __package__).run(here, **options)
     if is_first():
         _print(result, arguments.json)
-        if options.get("brief") and max(row["slowest_over_fastest"] for row in result["train"]) > STEADY:
-            note("other processes use these cores: the times say little; try again on a quiet machine")
     return 0
 
 

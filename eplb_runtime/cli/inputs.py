@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .arguments import InputError
@@ -17,26 +15,6 @@ if TYPE_CHECKING:
 
     from ..observe.run_folder import JobRecord
     from ..topology import Topology
-
-
-def require_output(path: str | None, endings: Sequence[str]) -> None:
-    """Refuse a file that could not be written; None: none was asked for."""
-    from ..utils.files import FileError, require_writable
-
-    if path is None:
-        return
-    try:
-        require_writable(Path(path), endings)
-    except FileError as error:
-        raise InputError(f"{path}: {error}") from None
-
-
-def require_policies(policies: Sequence[str]) -> None:
-    """Refuse names that are no policies."""
-    from ..planner.policies import POLICIES
-
-    for name in (name for name in policies if name not in POLICIES):
-        raise InputError(f"policy {name!r} is unknown; choose one of: {', '.join(POLICIES)}")
 
 
 def topology_of(arguments: argparse.Namespace) -> Topology:
@@ -53,7 +31,7 @@ def read_job(path: str, arguments: argparse.Namespace) -> JobRecord:
     """Return the windows that were asked for, without dense layers, with what the record says of the job."""
     import numpy as np
 
-    from ..tools.formats.loads import layers_without_tokens, read_record
+    from ..tools.formats.loads import layers_without_tokens, looks_partial, read_record
 
     dense, windows = arguments.dense_layers or 0, arguments.windows
     record = read_record(path, dense)
@@ -69,13 +47,17 @@ def read_job(path: str, arguments: argparse.Namespace) -> JobRecord:
         if len(others):
             few = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
             note(f"{path}: no tokens in layer {few}, counted from 0; they count as balanced")
+    if said := looks_partial(chosen):
+        note(f"{path}: {said}")
+    if arguments.experts is not None and (more := arguments.experts - chosen.shape[2]) < 0:
+        raise InputError(f"--experts {arguments.experts}: {path} has tokens of {chosen.shape[2]}")
+    elif arguments.experts is not None:
+        chosen = np.pad(chosen, ((0, 0), (0, 0), (0, more)))
     return replace(record, load=chosen, steps_T=record.steps_T[windows])
 
 
-def read_windows(path: str, arguments: argparse.Namespace) -> NDArray[np.float64]:
-    """Return the load of the windows that were asked for, float64 [T, L, E], without dense layers and without windows
-    in which no token was counted: they would count as balanced."""
-    load = read_job(path, arguments).load
+def counted_windows(load: NDArray[np.float64], path: str) -> NDArray[np.float64]:
+    """Return a load [T, L, E] without windows in which no token was counted: they would count as balanced."""
     counted_T = load.any(axis=(1, 2))
     if not counted_T.any():
         raise InputError(f"{path}: no token was counted; record a job that trains")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import LOAD, POLICY, add_command, choice, cluster, option, positive, positive_float, several
-from .inputs import read_windows, require_output, require_policies, topology_of
+from .arguments import LOAD, POLICIES, add_command, cluster, option, policy
+from .inputs import counted_windows, read_job, topology_of
 from .printing import note_compilation, print_json
 
 if TYPE_CHECKING:
@@ -22,38 +23,31 @@ EXAMPLES = """
 
 def add(commands: Any) -> None:
     current = "the placement of now, ours or an engine's (free layout); moves are counted from it"
-    parameters = "of one expert, to count bytes: 12 each with its state, 2 in a copy"
-    speeds = "how fast each rank is beside the others (default: all alike)"
     options = [
         option("load", "LOAD", str, LOAD),
         *cluster(),
-        option("--policy", "NAME", str, f"{POLICY} (default: incremental)", "incremental"),
-        choice("--layout", ("home", "free"), "training or inference (default: the policy's own)"),
+        option("--policy", "NAME", policy, f"{', '.join(POLICIES)} (default: incremental)", "incremental"),
         option("--current", "PLACEMENT", str, current),
-        option("--expert-parameters", "N", positive, parameters),
-        option("--rank-speed", "A,B,...", several(positive_float), speeds),
-        option("-o", "FILE", str, "write the placement, .json or .safetensors", dest="output"),
+        option("-o", "FILE", Path, "write the placement, .json or .safetensors", dest="output"),
     ]
     add_command(commands, "plan", _run, "plan a placement for a measured load", EXAMPLES, options)
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from ..planner import CostModel, plan
+    from ..planner import plan
     from ..tools.formats.convert import read_placement
+    from ..utils.files import require_writable
 
-    require_policies([arguments.policy])
-    require_output(arguments.output, (".json", ".safetensors"))
+    if arguments.output is not None:
+        require_writable(arguments.output, (".json", ".safetensors"))
     topology, current = topology_of(arguments), None
     if arguments.current is not None:
         current = read_placement(arguments.current, arguments.ranks, arguments.dense_layers or 0)
-    load = read_windows(arguments.load, arguments)
-    parameters = arguments.expert_parameters
-    cost = None if parameters is None else CostModel(home_bytes=12 * parameters, replica_bytes=2 * parameters)
-    names = ("slots_per_rank", "policy", "layout", "groups", "max_moves", "rank_speed")
-    asked = {name: getattr(arguments, name) for name in names}
+    load = counted_windows(read_job(arguments.load, arguments).load, arguments.load)
+    asked = {name: getattr(arguments, name) for name in ("slots_per_rank", "policy", "groups", "max_moves")}
     note_compilation()
     for _ in range(2):  # the first loads compiled code, so that the seconds of the plan are those of planning
-        planned = plan(load, topology, current=current, cost=cost, **asked)
+        planned = plan(load, topology, current=current, **asked)
     if arguments.output is not None:
         planned.placement.save(arguments.output)
     if not arguments.json:

@@ -1,13 +1,12 @@
-"""Output of commands: tables, JSON objects, and on stderr the progress of long work."""
+"""Output of commands: tables and JSON objects, and notes on stderr."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from .arguments import PROGRAM
 
@@ -76,7 +75,8 @@ def _table(columns: Sequence[Sequence[str]]) -> Any:
     table = Table()
     for index, (head, *cells) in enumerate(columns):
         numbers = index > 0 and all(map(_NUMBER.match, cells))
-        table.add_column(escape(head), justify="right" if numbers else "left", min_width=_least(head, *cells))
+        side: Literal["left", "right"] = "right" if numbers else "left"
+        table.add_column(escape(head), justify=side, min_width=_least(head, *cells), overflow="fold")
     for line in list(zip(*columns, strict=True))[1:]:
         table.add_row(*map(escape, line))
     return table
@@ -90,21 +90,7 @@ def _shown(value: Any) -> str:
 
 
 def spinner() -> Any:
-    """Return a context with a sign of life on stderr, where it is a terminal; its ``update`` says what is done now."""
+    """Return a context with a sign of life on stderr, where it is a terminal."""
     from rich.console import Console
 
     return Console(stderr=True).status("measuring")
-
-
-@contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show how far work is; yields the function that advances it, by one or by so many."""
-    done = 0
-    with spinner() as shown:
-
-        def advance(count: int = 1) -> None:
-            nonlocal done
-            done += count
-            shown.update(f"{what} {done}/{total}")
-
-        yield advance

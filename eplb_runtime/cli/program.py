@@ -17,32 +17,11 @@ from .arguments import BAD_INPUT, PROGRAM, InputError, Parser
 
 COMMANDS = (assess, plan, simulate, convert, verify, report, bench, bubbles, trace, doctor, warmup)
 """Modules with ``add(commands)``, in the order in which ``--help`` names them."""
-GONE = {
-    "top": "`report RUN` shows a run, and BalancerConfig(listen=...) serves the same page while the job runs",
-    "trace --plot": "ui.perfetto.dev draws each rank's trace",
-    "trace merge": "open each rank's trace in ui.perfetto.dev",
-    "trace compare": "run `trace analyse` on each job's traces, and compare what it prints",
-    "bubbles --plot": "`--json` says what each schedule leaves idle",
-    "plan --gone": "plan for the ranks that are left, --ranks N",
-    "bubbles --after": "play it once more with the other --imbalance",
-    "bubbles --load": "say by --imbalance how uneven each stage is, as `plan` prints it",
-    "doctor --ranks-per-node": "leave it out",
-    "doctor --staging-bytes": "leave it out",
-    "simulate --inference": "leave it out, training is simulated",
-    "bubbles --table": "give the schedule by name, as --schedule dualpipev",
-    "verify --family": "verify your own job, as in verify -- torchrun --nproc-per-node 4 train.py",
-    "verify --model-config": "verify your own job, as in verify -- torchrun --nproc-per-node 4 train.py",
-    "convert --layout": "leave it out, our own files say what they are, and maps have the free layout",
-}
-"""Commands and options of earlier versions, and what to use instead."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     given = sys.argv[1:] if arguments is None else arguments
-    for gone, instead in GONE.items():
-        if given and given[0] == gone.split()[0] and set(gone.split()) <= set(given):
-            return _complain(f"{gone} is gone: {instead}", BAD_INPUT)
     parsed = _parser().parse_args(given, argparse.Namespace(given=given))
     if parsed.verbose:  # warnings are always shown
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
@@ -75,11 +54,9 @@ def _input_errors() -> tuple[type[ValueError], ...]:
     known = [BubbleError, InputError, FileError, PlacementError, PlanError]
     if "torch" in sys.modules:  # else none of these was raised
         from ..hosts import AttachError
-        from ..hosts.transformers.models import ModelError
-        from ..tools.doctor import DoctorError
         from ..tools.launch import LaunchError
 
-        known += [AttachError, DoctorError, ModelError, LaunchError]
+        known += [AttachError, LaunchError]
     return tuple(known)
 
 

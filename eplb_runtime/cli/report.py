@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from .arguments import add_command, option
-from .inputs import require_output
 from .printing import note, print_json
 
 EXAMPLES = """
@@ -25,9 +24,9 @@ def add(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     from ..observe.page import report_of
-    from ..utils.files import write_file
+    from ..utils.files import require_writable, write_file
 
-    require_output(arguments.output, (".html", ".htm"))
+    require_writable(Path(arguments.output), (".html", ".htm"))
     report = report_of(Path(arguments.source))
     if report.left_out:
         note(f"{report.left_out} events of {arguments.source} contradict its job and are left out")

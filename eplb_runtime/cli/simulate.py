@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import arguments as kinds
-from .arguments import LOAD, POLICY, add_command, add_options, choice, cluster, option, positive
-from .inputs import read_windows, require_output, require_policies, topology_of
-from .printing import note_compilation, print_json, print_table, progress
+from .arguments import LOAD, POLICIES, InputError, add_command, add_options, choice, cluster, option, positive
+from .inputs import counted_windows, read_job, topology_of
+from .printing import note_compilation, print_json, print_table, spinner
+
+if TYPE_CHECKING:
+    from ..observe.run_folder import JobRecord
 
 EXAMPLES = """
+  eplb-runtime simulate runs/first                      # its ranks, nodes and interval, and a replica slot
   eplb-runtime simulate series.npz --ranks 8 --ranks-per-node 8 --slots-per-rank 5 --every 5
   eplb-runtime simulate series.npz --ranks 8 --ranks-per-node 8 --slots-per-rank 5 --every 5 \\
-      --policies static,deepseek,incremental --gate payoff -o windows.json
+      --policies static,deepseek,incremental --gate payoff
 """
 
-SIZES = ("hidden_size", "expert_hidden_size", "flops", "stall_seconds")
+GIVEN = ("every", "steps_per_window", "groups", "max_moves", "gate")
+SIZES = ("hidden_size", "expert_hidden_size", "flops")
 
 
 def add(commands: Any) -> None:
-    default = "static,deepseek,incremental"
-    policies = f"{POLICY}; static is always shown (default: {default})"
+    default = ["static", "deepseek", "incremental"]
+    policies = f"{', '.join(POLICIES)}; static is always shown (default: {','.join(default)})"
     gate = "always: if the imbalance falls; payoff: if it pays for itself; off: as the policy says (default: always)"
     options = [
         option("trace", "TRACE", str, "a series of windows; " + LOAD),
-        *cluster(),
-        option("--every", "K", positive, "replan every K windows; the first K are only planned on", required=True),
-        option("--policies", "A,B,...", kinds.names, policies, kinds.names(default)),
-        option("--merge", "N", positive, "first merge every N windows of the series into one", 1),
-        option("--history", "N", positive, "windows of the past that a plan sees (default: 4 K)"),
-        option("-o", "FILE", str, "write every judged window, .json", dest="output"),
+        *cluster(needed=False),
+        option("--every", "K", positive, "replan every K windows, the first K not judged (default: as recorded)"),
+        option("--policies", "A,B,...", kinds.several(kinds.policy), policies, default),
         choice("--gate", ("always", "payoff", "off"), gate, "always"),
     ]
     times = [
@@ -38,9 +40,6 @@ def add(commands: Any) -> None:
         option("--hidden-size", "N", positive, "of the model (default: 7168, DeepSeek-V3)", 7168),
         option("--expert-hidden-size", "N", positive, "of one expert (default: 2048)", 2048),
         option("--flops", "F", kinds.positive_float, "FLOP/s a rank sustains on expert GEMMs (default: 4e14)", 400e12),
-        option(
-            "--stall-seconds", "S", kinds.not_negative_float, "cost of a rebalance besides its bytes (default: 0)", 0.0
-        ),
     ]
     summary = "play a series of loads through several policies: plan on the past, judge on what came next"
     command = add_command(commands, "simulate", _run, summary, EXAMPLES, options)
@@ -48,26 +47,40 @@ def add(commands: Any) -> None:
     add_options(group, times)
 
 
-def _run(arguments: argparse.Namespace) -> None:
-    from ..tools.simulate import Series, StepModel, merge_windows, num_replans, simulate, write_windows
+def _take_from(record: JobRecord, arguments: argparse.Namespace) -> None:
+    """Take what was not given from the record, as `assess` does."""
+    from ..tools.assess import figures_of
 
-    require_policies(arguments.policies)
+    given = {name: getattr(arguments, name) for name in ("ranks", "ranks_per_node")}
+    if missing := [name for name in (*given, "slots_per_rank", "every") if getattr(arguments, name) is None]:
+        if not record.job.ranks:
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+            raise InputError(f"{arguments.trace} does not say what job it is of: give {options}")
+        figures = figures_of(record, given)
+        homes = record.load.shape[2] // figures.ranks
+        slots, every = homes + figures.replica_slots, figures.every_windows
+        known = (figures.ranks, figures.topology.ranks_per_node, slots, every)
+        for name, value in zip((*given, "slots_per_rank", "every"), known, strict=True):
+            setattr(arguments, name, value if name in missing else getattr(arguments, name))
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from ..tools.simulate import Series, StepModel, simulate
+
     policies = arguments.policies if "static" in arguments.policies else ["static", *arguments.policies]
-    require_output(arguments.output, (".json",))
+    record = read_job(arguments.trace, arguments)
+    _take_from(record, arguments)
     topology = topology_of(arguments)
-    load = merge_windows(read_windows(arguments.trace, arguments), arguments.merge)
+    load = counted_windows(record.load, arguments.trace)
     note_compilation()
-    with progress("plans", len(policies) * num_replans(len(load), arguments.every)) as advance:
+    with spinner():
         runs = simulate(
-            Series(load, **{name: getattr(arguments, name) for name in Series.__dataclass_fields__ if name != "load"}),
+            Series(load, **{name: getattr(arguments, name) for name in GIVEN}),
             topology,
             slots_per_rank=arguments.slots_per_rank,
             policies=policies,
             step_model=StepModel(**{name: getattr(arguments, name) for name in SIZES}),
-            on_progress=advance,
         )
-    if arguments.output is not None:
-        write_windows(runs, arguments.output)
     summaries = [run.summary() for run in runs]
     if arguments.json:
         print_json({"policies": summaries})

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..utils.tables import counted
-from .arguments import add_command, flag, option, positive
-from .printing import print_json, print_table, progress
+from .arguments import add_command, flag, option
+from .printing import print_json, print_table, spinner
 
 if TYPE_CHECKING:
     from ..observe.traces import Analysis
+
+KERNELS = 10
+"""Shown, the longest first; ``--json`` has all."""
 
 
 def add(commands: Any) -> None:
@@ -22,12 +25,11 @@ def add(commands: Any) -> None:
     examples = """
   eplb-runtime trace analyse rank0.json.gz
   eplb-runtime trace analyse traces/                        # all ranks of a job
-  eplb-runtime trace analyse rank0.json --layers --kernels 30 --json
+  eplb-runtime trace analyse rank0.json --layers --json
 """
     options = [
         option("traces", "FILE", str, "a trace (.json, .json.gz), or a folder of them", nargs="+"),
         flag("--layers", "phases by layer and micro-batch, not summed"),
-        option("--kernels", "N", positive, "kernels shown, the longest first (default: 10)", 10),
     ]
     add_command(actions, "analyse", _analyse, text, examples, options)
 
@@ -35,17 +37,16 @@ def add(commands: Any) -> None:
 def _analyse(arguments: argparse.Namespace) -> None:
     from ..observe.traces import analyse, together, traces_in
 
-    paths = [path for given in arguments.traces for path in traces_in(Path(given))]
-    with progress("bytes", sum(path.stat().st_size for path in paths)) as advance:
-        analyses = [analyse(path, advance) for path in paths]
+    with spinner():
+        analyses = [analyse(path) for given in arguments.traces for path in traces_in(Path(given))]
     if arguments.json:
         print_json(together(analyses))
         return
     for one in analyses:
-        _print_one(one, arguments.layers, arguments.kernels)
+        _print_one(one, arguments.layers)
 
 
-def _print_one(one: Analysis, by_layer: bool, kernels: int) -> None:
+def _print_one(one: Analysis, by_layer: bool) -> None:
     sent = one.communication
     times = {
         "span": one.span_us,
@@ -63,24 +64,11 @@ def _print_one(one: Analysis, by_layer: bool, kernels: int) -> None:
     share = f"{sent.hidden_share:.1%} of communication is hidden" if sent.us else "nothing was sent"
     steps = f"; {counted(one.steps, 'step')} of {_us(one.step_us)} us (median)" if one.steps else ""
     print(f"{share}{steps}\n")
-    kinds = [{"kind": kind, "runs": int(row["count"]), "us": _us(row["us"])} for kind, row in one.kinds.items()]
-    print_table("kinds of work", kinds)
-    streams = [
-        {
-            "stream": stream.name,
-            "busy us": _us(stream.busy_us),
-            "idle us": _us(stream.idle_us),
-            "compute us": _us(stream.kinds.get("compute", 0.0)),
-            "send us": _us(sum(us for kind, us in stream.kinds.items() if kind != "compute")),
-        }
-        for stream in one.streams
-    ]
-    print_table("streams", streams)
     if one.phases:
         print_table("phases (host: of the thread that runs them)", _phases(one, by_layer))
     longest = [
         {"runs": kernel.count, "us": _us(kernel.us), "kind": kernel.kind, "name": _shortened(kernel.name)}
-        for kernel in one.kernels[:kernels]
+        for kernel in one.kernels[:KERNELS]
     ]
     print_table(f"the longest of {len(one.kernels)} kernels" if one.device == "gpu" else "operators", longest)
 

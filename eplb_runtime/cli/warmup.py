@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import time
-from functools import partial
 from typing import Any
 
 from .arguments import add_command
 from .printing import print_json, spinner
 
-POLICIES = {"incremental": "policy incremental", "": "for ranks that plan nothing"}
-"""Of rank 0, and of the other ranks."""
+POLICIES = ("incremental", "")
+"""Of rank 0, and of the other ranks, which plan nothing."""
 
 
 def add(commands: Any) -> None:
@@ -23,19 +22,14 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from ..balancer.compile_ahead import compile_apart, functions_on_disk, is_compiled
+    from ..balancer.compile_ahead import compile_apart, is_compiled
     from ..utils.jit import cache_folder
 
     began = time.perf_counter()
     before = all(map(is_compiled, POLICIES))
-    with spinner() as shown:
-
-        def say(what: str) -> None:
-            shown.update(f"compiling {what}: {functions_on_disk()} functions so far")
-
-        for policy, what in POLICIES.items():
-            if not is_compiled(policy):
-                compile_apart(policy, on_wait=partial(say, what))
+    with spinner():
+        for policy in (one for one in POLICIES if not is_compiled(one)):
+            compile_apart(policy)
     done, seconds, folder = all(map(is_compiled, POLICIES)), time.perf_counter() - began, str(cache_folder())
     if arguments.json:
         print_json({"compiled": done, "compiled_before": before, "seconds": seconds, "folder": folder})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -56,12 +57,49 @@ class MoE:
             ``nn.ModuleList`` that `stack_experts` has stacked.
         alignment: ``compute`` wants each expert's rows to begin at a multiple of so many, as grouped products of float8
             do (16, 32, 128): rows of zeros fill up, what comes of them is dropped, and ``counts`` counts them, too.
+        real_tokens: ``(ids, weights) -> bool [tokens]``, of a call's ``[tokens, K]`` alone: false for padding, which is
+            computed and not counted. Ids of -1, which are no choice, are allowed then, and weigh nothing.
+            ``lambda ids, weights: (weights != 0).any(1)``: no weight is padding. None: every token counts.
     """
 
     experts: str
     run: str
     compute: RowsThroughSlots | None = None
     alignment: int = 1
+    real_tokens: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+class _RealTokens(threading.local):
+    """The mask of the call that a thread is in."""
+
+    real_T: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """Checks ids and weights of a call, and returns them as ``[T, K]``; notes which tokens are padding."""
+
+    layer: MoE
+    experts: int
+    padding: _RealTokens
+
+    def __call__(self, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
+        layer = self.layer
+        # Router weights in their place have the same shape, and would be taken for experts 0 and 1 without a word.
+        if topk_ids.is_floating_point() or topk_ids.dtype == torch.bool:
+            raise ValueError(
+                f"{layer.run} of {layer.experts} was given expert ids of {topk_ids.dtype}: it must take hidden states, "
+                "expert ids (integers) and router weights, in this order"
+            )
+        ids_TK, weights_TK = (given.reshape(-1, topk_ids.shape[-1]) for given in (topk_ids.long(), topk_weights))
+        self.padding.real_T = None
+        if layer.real_tokens is None:
+            return ids_TK, weights_TK
+        real_T = self.padding.real_T = layer.real_tokens(ids_TK, weights_TK)
+        if not isinstance(real_T, Tensor) or real_T.dtype != torch.bool or real_T.shape != ids_TK.shape[:1]:
+            raise ValueError(f"real_tokens of {layer.experts} must give a tensor of bool, [{len(ids_TK)}], one a token")
+        spread_TK = torch.arange(ids_TK.numel(), device=ids_TK.device).view_as(ids_TK) % self.experts
+        return torch.where(ids_TK < 0, spread_TK, ids_TK), weights_TK.masked_fill(ids_TK < 0, 0)
 
 
 def stack_experts(model: nn.Module, layers: Sequence[MoE]) -> None:
@@ -145,18 +183,20 @@ class StackedExperts(nn.Module):
 
 def describe(model: nn.Module, layers: Sequence[MoE]) -> HostModel:
     """Return the named layers of ``model``; AttachError: a wrong name, a list not stacked, no expert tensors."""
-    described = tuple(_describe_layer(model, layer) for layer in layers)
+    padding = _RealTokens()
+    described = tuple(_describe_layer(model, layer, padding) for layer in layers)
     if len({id(layer.experts) for layer in described}) < len(described):
         raise AttachError("layers= names the same experts twice")
-    return HostModel(described)
+    return HostModel(described, lambda tokens: padding.real_T)
 
 
 def watched(model: nn.Module, layers: Sequence[MoE]) -> WatchedModel:
     """Return the named layers of ``model``, lists of experts stacked or not."""
-    return WatchedModel(tuple(_watched_layer(model, layer) for layer in layers))
+    padding = _RealTokens()
+    return WatchedModel(tuple(_watched_layer(model, layer, padding) for layer in layers), lambda tokens: padding.real_T)
 
 
-def _watched_layer(model: nn.Module, layer: MoE) -> WatchedLayer:
+def _watched_layer(model: nn.Module, layer: MoE, padding: _RealTokens) -> WatchedLayer:
     experts = _module(model, layer.experts)
     first = next(experts.parameters(recurse=False), None)
     if isinstance(experts, nn.ModuleList):
@@ -181,21 +221,22 @@ def _watched_layer(model: nn.Module, layer: MoE) -> WatchedLayer:
 
         return _replaced(owner, layer.run, run)
 
-    return WatchedLayer(layer.experts, num_experts, partial(_watch, layer, owner), experts, num_experts, mark_work)
+    watch = partial(_watch, _Choices(layer, num_experts, padding), owner)
+    return WatchedLayer(layer.experts, num_experts, watch, experts, num_experts, mark_work)
 
 
-def _watch(layer: MoE, owner: nn.Module, see: Callable[[Tensor, int, int], None]) -> Callable[[], None]:
+def _watch(choices: _Choices, owner: nn.Module, see: Callable[[Tensor, int, int], None]) -> Callable[[], None]:
     """Let another see the choices of each call of the method; returns how to end it."""
-    own = getattr(owner, layer.run)
+    name = choices.layer.run
+    own = getattr(owner, name)
     signature = inspect.signature(own)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        hidden, topk_ids, _ = signature.bind(*args, **kwargs).arguments.values()
-        _check_ids(layer, topk_ids)
-        see(topk_ids.reshape(-1, topk_ids.shape[-1]).long(), hidden.shape[-1], topk_ids.shape[-1])
+        hidden, topk_ids, topk_weights = signature.bind(*args, **kwargs).arguments.values()
+        see(choices(topk_ids, topk_weights)[0], hidden.shape[-1], topk_ids.shape[-1])
         return own(*args, **kwargs)
 
-    return _replaced(owner, layer.run, run)
+    return _replaced(owner, name, run)
 
 
 def _replaced(owner: nn.Module, name: str, run: Callable[..., Any]) -> Callable[[], None]:
@@ -212,7 +253,7 @@ def _replaced(owner: nn.Module, name: str, run: Callable[..., Any]) -> Callable[
     return undo
 
 
-def _describe_layer(model: nn.Module, layer: MoE) -> MoELayer:
+def _describe_layer(model: nn.Module, layer: MoE, padding: _RealTokens) -> MoELayer:
     experts = _module(model, layer.experts)
     if layer.compute is None and not isinstance(experts, StackedExperts):
         mend = "call eplb.stack_experts(model, layers) before the optimizer is made"
@@ -244,16 +285,17 @@ def _describe_layer(model: nn.Module, layer: MoE) -> MoELayer:
             f"{type(owner).__name__} runs its experts without it: let run= be the forward of that module, or leave its "
             "weights out of fully_shard (ignored_params)"
         )
+    choices = _Choices(layer, rows if spread is None else spread.rows * len(spread.ep_ranks), padding)
     return MoELayer(
         name=layer.experts,
         experts=experts,
-        num_experts=rows if spread is None else spread.rows * len(spread.ep_ranks),
+        num_experts=choices.experts,
         parameters=tuple(named),
         compute=experts.compute if isinstance(experts, StackedExperts) else _UsersCompute(layer, tuple(named)),
         run=getattr(owner, layer.run),
-        install=lambda parallel: setattr(owner, layer.run, _run(layer, getattr(owner, layer.run), parallel)),
+        install=lambda parallel: setattr(owner, layer.run, _run(choices, getattr(owner, layer.run), parallel)),
         alignment=layer.alignment,
-        watch=partial(_watch, layer, owner),
+        watch=partial(_watch, choices, owner),
     )
 
 
@@ -273,34 +315,20 @@ class _UsersCompute:
         return out_MD
 
 
-def _run(layer: MoE, own: Callable[..., Any], parallel: ExpertParallelLayer) -> Callable[..., Tensor]:
+def _run(choices: _Choices, own: Callable[..., Any], parallel: ExpertParallelLayer) -> Callable[..., Tensor]:
     """What stands in the place of the method: the same arguments, by position or name."""
-    signature = inspect.signature(own)
+    signature, layer = inspect.signature(own), choices.layer
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         hidden, topk_ids, topk_weights = signature.bind(*args, **kwargs).arguments.values()
-        top_k = topk_ids.shape[-1]
         if hidden.shape[:-1] != topk_ids.shape[:-1] or topk_ids.shape != topk_weights.shape:
             raise ValueError(
                 f"{layer.run} of {layer.experts} was given hidden states {list(hidden.shape)}, expert ids "
                 f"{list(topk_ids.shape)} and router weights {list(topk_weights.shape)}: [..., D], [..., K], [..., K]"
             )
-        _check_ids(layer, topk_ids)
-        out_TD = parallel(
-            hidden.reshape(-1, hidden.shape[-1]), topk_ids.reshape(-1, top_k).long(), topk_weights.reshape(-1, top_k)
-        )
-        return out_TD.reshape(hidden.shape)
+        return parallel(hidden.reshape(-1, hidden.shape[-1]), *choices(topk_ids, topk_weights)).reshape(hidden.shape)
 
     return run
-
-
-def _check_ids(layer: MoE, topk_ids: Tensor) -> None:
-    """Router weights in their place have the same shape, and would be taken for experts 0 and 1 without a word."""
-    if topk_ids.is_floating_point() or topk_ids.dtype == torch.bool:
-        raise ValueError(
-            f"{layer.run} of {layer.experts} was given expert ids of {topk_ids.dtype}: it must take hidden states, "
-            "expert ids (integers) and router weights, in this order"
-        )
 
 
 def _owner_of_run(model: nn.Module, layer: MoE, experts: nn.Module) -> nn.Module:

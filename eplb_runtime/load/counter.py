@@ -27,15 +27,13 @@ class LoadCounter:
     since the last ``take()`` are kept as buckets ``[T, L, E]`` with ``T <= MAX_BUCKETS``.
 
     Args:
-        num_layers: L, MoE layers.
-        num_experts: E, logical experts of a layer.
         interval: steps between two ``take()`` calls; more steps than that restart the history. None: any number of
             steps, all in one bucket.
-        device: where the router's choices are.
 
     Attributes:
         steps_per_bucket: steps that a bucket covers; 0: all steps between two ``take()`` calls.
         closed_steps: how often ``advance`` was called.
+        padding: int64, padded tokens so far, and all of the batches that a mask was given for.
         token_bytes: what a counted (token, choice) pair sends in a step, as layers say; 0 before the first.
     """
 
@@ -51,6 +49,8 @@ class LoadCounter:
         self._buckets = torch.zeros(buckets, num_layers, num_experts, dtype=torch.int64, device=device)
         self._steps = 0
         self.closed_steps = 0
+        self.padding = torch.zeros(2, dtype=torch.int64, device=device)
+        self._layer_of_padding = -1
         self.token_bytes = 0
         self.counts = self._counts[:, :num_experts]
 
@@ -65,6 +65,13 @@ class LoadCounter:
             ids = torch.where(real_T[:, None], ids, self._sink, out=memory.masked_ids)
         ids = ids.reshape(-1)
         self._counts[layer].scatter_add_(0, ids, self._one.expand(ids.shape[0]))
+
+    def note_padding(self, layer: int, real_T: Tensor) -> None:
+        """Count padded tokens of a batch, in the first layer that has a mask alone."""
+        if self._layer_of_padding in (-1, layer):
+            self._layer_of_padding = layer
+            self.padding[0] += real_T.logical_not().sum()
+            self.padding[1] += len(real_T)
 
     def count_chosen(self, layer: int, chosen_TE: Tensor, real_T: Tensor | None = None) -> None:
         """As `count`, of choices that are given as bool ``[T, E]``: whether a token goes to a logical expert."""

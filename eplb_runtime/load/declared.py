@@ -35,8 +35,7 @@ def checked_declaration(load: Any, num_layers: int, num_experts: int) -> NDArray
             has one of either for each micro-batch.
 
     Raises:
-        DeclaredLoadError: another shape, no numbers, loads that are not finite, negative or all zero, or ids that are
-            none of a token's K experts.
+        DeclaredLoadError: another shape, or values that are no load; all zero; or ids of no expert.
     """
     if isinstance(load, list | tuple) and load and all(_is_array(one) and one.ndim > 1 for one in load):
         found = np.concatenate([_one_micro_batch(one, num_layers, num_experts) for one in load])
@@ -120,12 +119,6 @@ def _counted(topk_ids: Any, num_layers: int, num_experts: int) -> NDArray[np.flo
             raise DeclaredLoadError(
                 f"the declared experts of tokens have an id {least if least < PADDED else most}: give logical ids from "
                 f"0 to {num_experts - 1}, and {PADDED} for padding"
-            )
-        ordered_CLK = ids_CLK.sort(dim=-1).values
-        if ((ordered_CLK[..., 1:] == ordered_CLK[..., :-1]) & (ordered_CLK[..., 1:] != PADDED)).any():
-            raise DeclaredLoadError(
-                "the declared experts of tokens name one expert twice for a token: give the router's top-k choices, "
-                f"[tokens, {num_layers}, k]"
             )
         counts += torch.bincount((ids_CLK + first_L1).flatten(), minlength=len(counts))
     counts_LE = counts.view(num_layers, num_experts + 1)[:, 1:]

@@ -71,8 +71,6 @@ class ExpertParallelLayer:
     Args:
         index: the layer's index among the model's MoE layers.
         module: the host's experts module; its ``training`` flag decides what counts as load.
-        experts: the slots of this rank.
-        context: what it shares with the model's other layers.
         real_tokens: bool ``[T]`` mask of the running batch, or None; called once a forward.
 
     Attributes:
@@ -109,7 +107,7 @@ class ExpertParallelLayer:
 
     @torch.compiler.disable
     def __call__(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        """``[T, D]`` -> ``[T, D]``; ids are logical. A graph of torch.compile breaks here."""
+        """``[T, D]`` -> ``[T, D]``; ids are logical."""
         with _unseen_by_selective_checkpointing():
             return self._forward(hidden_TD, topk_ids_TK, topk_weights_TK)
 
@@ -175,6 +173,8 @@ class ExpertParallelLayer:
         return splitter if splitter is not None and splitter.splits(self.index) else None
 
     def _count(self, topk_ids_TK: Tensor, real_T: Tensor | None) -> _Counted:
+        if real_T is not None:
+            self._counter.note_padding(self.index, real_T)
         splitter, counts_E = self._splitter, self._counter.counts[self.index]
         if splitter is not None and real_T is None:
             counts = splitter.counts(topk_ids_TK)

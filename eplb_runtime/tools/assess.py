@@ -6,7 +6,7 @@ nothing, by how much a step would be shorter, and the verdict in words. No file 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..planner.cost import HYSTERESIS
 from ..planner.evaluate import predicted_imbalance
 from ..topology import DEFAULT_INTER_NODE_BANDWIDTH, DEFAULT_INTRA_NODE_BANDWIDTH, Topology
 from ..utils.tables import counted
+from .formats.loads import looks_partial
 from .simulate import PolicyRun, Series, StepModel, simulate, start_placement
 
 FloatArray = NDArray[np.float64]
@@ -45,35 +46,20 @@ CPU_BANDWIDTH = 1.0
 
 @dataclass(frozen=True)
 class Figures:
-    """What the answer rests on: as an option gives it, else as recorded, else as assumed.
+    """What the answer rests on: as an option gives it, else as recorded, else as assumed."""
 
-    Args:
-        topology: ranks and nodes of the EP group, and bandwidths of a rank.
-        every: training steps between plans.
-        steps_per_window: training steps of a window of the series.
-        step_seconds: of a training step, as the job is now.
-        moe_share: share of that step in expert work, dispatch to combine, in (0, 1].
-        shares: it, the least and the most; all the same where it was given or recorded.
-        share_source: how the text names a recorded share; "": it was given or assumed.
-        expert_parameters, expert_bytes, optimizer_bytes: of one expert.
-        stall_seconds: cost of a rebalance besides its bytes.
-        replica_slots: of a rank, in the second plan that is tried; 0: homes alone are tried.
-        ranks_of_load: ranks that the load was summed over.
-    """
-
-    topology: Topology
-    every: int
+    topology: Topology  # ranks and nodes of the EP group, and bandwidths of a rank
+    every: int  # training steps between plans
     steps_per_window: int
-    step_seconds: float
-    moe_share: float
-    shares: tuple[float, float, float]
-    share_source: str
-    expert_parameters: int
+    step_seconds: float  # as the job is now
+    moe_share: float  # of that step in expert work, dispatch to combine, in (0, 1]
+    shares: tuple[float, float, float]  # it, the least and the most; all the same where it was given or recorded
+    share_source: str  # how the text names a recorded share; "": it was given or assumed
+    expert_parameters: int  # of one expert, as the bytes
     expert_bytes: int
     optimizer_bytes: int
-    stall_seconds: float
-    replica_slots: int
-    ranks_of_load: int
+    replica_slots: int  # of a rank, in the second plan that is tried; 0: homes alone are tried
+    ranks_of_load: int  # ranks that the load was summed over
 
     @property
     def ranks(self) -> int:
@@ -86,30 +72,17 @@ class Figures:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One way to place experts, judged.
+    """One way to place experts, judged."""
 
-    Args:
-        name: "as it is", "homes moved" or "with N replica slot(s)".
-        imbalance, worst: max / mean rank load over judged windows and layers: mean, and 95th percentile.
-        expert_seconds: of a step in expert work, relative to "as it is".
-        step_saved: share of a step that it takes less, replicas' refresh counted.
-        refresh_seconds: of a step, for replicas; ``refresh``: as a share of a step.
-        move_seconds: of a plan on average, those that move nothing included; the first one, from experts in logical
-            order, counts as one of ``HORIZON_INTERVALS`` at least. ``moving``: as a share of all steps.
-        rebalances, plans: how many plans moved something, and how many were made.
-    """
-
-    name: str
-    imbalance: float
+    name: str  # "as it is", "homes moved" or "with N replica slot(s)"
+    imbalance: float  # max / mean rank load over judged windows and layers: mean, and 95th percentile
     worst: float
-    expert_seconds: float
-    step_saved: float
-    refresh_seconds: float
-    refresh: float
-    move_seconds: float
-    moving: float
-    rebalances: int
-    plans: int
+    expert_seconds: float  # of a step in expert work, relative to "as it is"
+    step_saved: float  # share of a step that it takes less, replicas' refresh counted
+    refresh: float  # for replicas, as a share of a step
+    move_seconds: float  # of a plan on average; the first one counts as one of `HORIZON_INTERVALS` at least
+    moving: float  # as a share of all steps
+    rebalances: int  # plans that moved something
 
     def saved(self, moe_share: float) -> float:
         """Return the share of a step that it takes less, where so much of a step is expert work."""
@@ -127,30 +100,20 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Assessment:
-    """The verdict and what it rests on.
-
-    Args:
-        pays: None: the record cannot say.
-        verdict, advice: a sentence that says whether it pays, and what to do next.
-        left_out: number of recorded windows that are of other numbers of steps than most, and were not judged.
-        windows: number of windows that were judged.
-        now, homes, replicas: the ways to place experts; None: not judged. ``best``: the one that the advice is of.
-        saved: share of a step that it takes less, for each of the figures' ``shares``.
-        notes: sentences on what is compared, said ahead of the answer.
-    """
+    """The verdict and what it rests on; None: the record cannot say, or it was not judged."""
 
     pays: bool | None
     figures: Figures
-    verdict: str
-    advice: str
-    left_out: int = 0
-    windows: int = 0
+    verdict: str  # a sentence that says whether it pays
+    advice: str  # and what to do next
+    left_out: int = 0  # recorded windows that are of other numbers of steps than most
+    windows: int = 0  # that were judged
     now: Scenario | None = None
     homes: Scenario | None = None
     replicas: Scenario | None = None
-    best: Scenario | None = None
-    saved: tuple[float, float, float] | None = None
-    notes: tuple[str, ...] = ()
+    best: Scenario | None = None  # the one that the advice is of
+    saved: tuple[float, float, float] | None = None  # share of a step that it takes less, for each of `shares`
+    notes: tuple[str, ...] = ()  # sentences on what is compared, said ahead of the answer
 
     def fields(self) -> dict[str, Any]:
         """Return what ``eplb-runtime assess --json`` prints; what was not judged is null."""
@@ -194,7 +157,7 @@ class Assessment:
         ).replace("%", " %")
 
 
-def assess(record: JobRecord, given: Mapping[str, Any], on_progress: Callable[[], None] = lambda: None) -> Assessment:
+def assess(record: JobRecord, given: Mapping[str, Any]) -> Assessment:
     """Would balancing have paid in the steps that were recorded?
 
     Experts stay in logical order, or their homes move, or each rank has replica slots besides; each plan sees the past
@@ -204,7 +167,6 @@ def assess(record: JobRecord, given: Mapping[str, Any], on_progress: Callable[[]
     Args:
         record: the series.
         given: figures by the names of the command's options, which win over what was recorded; None: not given.
-        on_progress: called after each plan.
 
     Raises:
         PlanError: the load cannot be planned for.
@@ -212,7 +174,7 @@ def assess(record: JobRecord, given: Mapping[str, Any], on_progress: Callable[[]
     """
     whole, record = len(record.load), record.alike()
     left_out = whole - len(record.load)
-    figures = _figures(record, given)
+    figures = figures_of(record, given)
     if why := _why_not(record, figures):
         return Assessment(None, figures, *why, left_out)
     # The newest windows with tokens in them, of the ranks that are asked about: each has as many as it had.
@@ -224,17 +186,11 @@ def assess(record: JobRecord, given: Mapping[str, Any], on_progress: Callable[[]
     if slots > experts - homes:
         have = f"a rank has homes for {homes} of {experts} experts"
         raise ValueError(f"--replica-slots {slots}: {have}; give at most {experts - homes}")
-    series = Series(load, figures.every_windows, None, figures.steps_per_window, gate="payoff")
+    series = Series(load, figures.every_windows, figures.steps_per_window, gate="payoff")
 
     def play(policy: str, slots_per_rank: int) -> PolicyRun:
-        return simulate(
-            series,
-            figures.topology,
-            slots_per_rank=slots_per_rank,
-            policies=[policy],
-            step_model=model,
-            on_progress=on_progress,
-        )[0]
+        runs = simulate(series, figures.topology, slots_per_rank=slots_per_rank, policies=[policy], step_model=model)
+        return runs[0]
 
     def judge(name: str, run: PolicyRun, refresh_seconds: float = 0.0) -> Scenario:
         relative = sum(window.step_seconds for window in run.windows) / static_seconds
@@ -248,12 +204,10 @@ def assess(record: JobRecord, given: Mapping[str, Any], on_progress: Callable[[]
             worst=float(np.percentile(run.imbalance, 95)),
             expert_seconds=relative,
             step_saved=share * (1 - relative) - refresh,
-            refresh_seconds=refresh_seconds,
             refresh=refresh,
             move_seconds=move_seconds,
             moving=move_seconds / figures.every / now_seconds,
             rebalances=sum(replan.decision == "rebalance" for replan in run.replans),
-            plans=len(run.replans),
         )
 
     static = play("static", homes)
@@ -270,6 +224,9 @@ def assess(record: JobRecord, given: Mapping[str, Any], on_progress: Callable[[]
             best = by_replicas
     if best.pays:
         verdict, advice = _why_it_pays(figures, best, with_replicas=best is by_replicas)
+        least = min((now, by_homes), key=lambda way: way.worst)
+        if f"{best.worst:.2f}" > f"{least.worst:.2f}":
+            verdict = f"{verdict[:-1]}, but the 95th percentile is {best.worst:.2f}x, {least.name} {least.worst:.2f}x."
     else:
         # Tokens of a layer's hottest expert over a rank's mean: homes alone get no lower.
         hottest = float((load.max(axis=2) * figures.ranks / np.maximum(load.sum(axis=2), 1)).mean())
@@ -300,7 +257,8 @@ def assess(record: JobRecord, given: Mapping[str, Any], on_progress: Callable[[]
     )
 
 
-def _figures(record: JobRecord, given: Mapping[str, Any]) -> Figures:
+def figures_of(record: JobRecord, given: Mapping[str, Any]) -> Figures:
+    """Return the figures that were given, else recorded, else assumed."""
     job = record.job
 
     def resolve(name: str, known: Any, default: Any) -> Any:
@@ -348,8 +306,7 @@ def _figures(record: JobRecord, given: Mapping[str, Any]) -> Figures:
         share_source="measured" if recorded_share and not is_given else "",
         expert_parameters=parameters,
         expert_bytes=weights,
-        optimizer_bytes=resolve("optimizer_bytes", job.optimizer_bytes, of_adam),
-        stall_seconds=resolve("stall_seconds", None, STALL_SECONDS),
+        optimizer_bytes=job.optimizer_bytes or of_adam,
         replica_slots=(0 if job.takes_no_replicas else 1) if slots is None else slots,
         ranks_of_load=job.ranks or ranks,
     )
@@ -364,11 +321,14 @@ def _why_not(record: JobRecord, figures: Figures) -> tuple[str, str] | None:
         return f"{on_one} (EP 1), which holds all experts: there is nothing to balance.", "Give --ranks R of the job."
     if experts == 1:
         return "There is one expert, which no placement divides.", "Record a model of several."
+    if said := looks_partial(record.load):
+        return f"It cannot be said: {said}", "Give the sum of all ranks' counts."
     if experts % ranks:
         dividing = [size for size in range(2, experts + 1) if experts % size == 0]
         near = sorted(sorted(dividing, key=lambda size: abs(size - ranks))[:2])
         sizes = " or ".join(map(str, near))
-        return f"{ranks} ranks do not divide {experts} experts, as homes need.", f"Give --ranks {sizes}."
+        have = f"{ranks} ranks do not divide {experts} experts, as homes need."
+        return have, f"Give --ranks {sizes}, or --experts if there are more."
     if not windows:
         return "No token has been recorded.", "Record a job that trains."
     least = LEAST_INTERVALS * figures.every_windows
@@ -413,7 +373,7 @@ def _calibrated(record: JobRecord, load: FloatArray, figures: Figures) -> tuple[
         hidden_size=hidden,
         expert_hidden_size=max(1, round(figures.expert_parameters / 3 / hidden)),
         activation_bytes=0,
-        stall_seconds=figures.stall_seconds,
+        stall_seconds=STALL_SECONDS,
         weight_bytes=figures.expert_bytes,
         state_bytes=figures.optimizer_bytes,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -60,20 +59,6 @@ def process_group(device: str) -> Iterator[torch.device]:
         yield here
     finally:
         dist.destroy_process_group()
-
-
-def repeat_every_bit() -> None:
-    """Let a GPU compute the same bits each time; call it before the first kernel.
-
-    ``torch.use_deterministic_algorithms(True, warn_only=True)`` alone leaves the backward passes of flash and
-    memory-efficient attention as they are, which add in any order; so attention is computed by plain matrix products.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.backends.cuda.enable_math_sdp(True)
 
 
 def refuse_shared_gpus(gpu: str) -> None:

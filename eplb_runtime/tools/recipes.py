@@ -9,10 +9,10 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..hosts.megatron import settings as megatron
 from ..hosts.settings import Exact, Refusal, Unknown, UnknownError, run_checks
@@ -30,19 +30,24 @@ FLAGS: Mapping[str, tuple[str, Any]] = {
     "use_torch_fsdp2": ("use_megatron_fsdp", True),
     "cuda_graph_scope": ("cuda_graph_modules", True),
     "no_gradient_accumulation_fusion": ("gradient_accumulation_fusion", False),
+    **dict.fromkeys(("lora_rank", "lora.rank"), ("lora", True)),
+    "lora.target_modules": ("lora_target_modules", True),
 }
-"""Megatron's flags with ``_`` for ``-``: the setting, and its value where none follows."""
+"""Megatron's flags with ``_`` for ``-``, and verl's adapters: the setting, and its value where none follows."""
+DIMENSIONS = ("pipeline", "expert")
+"""Over which Megatron spreads experts, besides their tensor parallelism."""
 OF_THE_MODEL = Unknown("of the model's own config")
 BY_FLAGS = {"num_moe_experts": OF_THE_MODEL, "optimizer_offload_fraction": 1.0, "gradient_accumulation_fusion": True}
 RL = {"use_distributed_optimizer": True, "moe_token_dispatcher_type": "alltoall", "bf16": True}
 BY_VERL = {**RL, **dict.fromkeys(("num_moe_experts", "moe_router_topk", "moe_permute_fusion"), OF_THE_MODEL)}
 """Defaults of Megatron-LM's flags, of slime and verl, and of verl, where those of Megatron's configs are others."""
+NODES = ("actor_num_nodes", "nnodes")
+RANKS_OF_A_NODE = ("actor_num_gpus_per_node", "n_gpus_per_node", "nproc_per_node")
+_FLAG = re.compile(r"--([a-zA-Z][^=]*)(?:=(.*))?", re.DOTALL)
 _VERL = re.compile(
-    r"(?:actor_rollout_ref\.actor\.(?:megatron|optim)|engine|optim)\."
-    r"(?:override_(?:transformer|ddp|optimizer)_config\.)?(\w+)"
+    r"\+{0,2}(?:actor_rollout_ref\.(?:actor|model)|engine|optim|model|trainer)\.(?:\w+\.)*?((?:lora\.)?\w+)=(.*)",
+    re.DOTALL,
 )
-_LORA = re.compile(r"(?!critic\.|reward).*\.(?:lora_rank|lora\.rank|target_modules)")
-_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
 _ARGUMENTS = re.compile(r"\$\{?(\w+(?:\[[@*]\])|\w*(?:ARG|OPT|FLAG|CONFIG|EXTRA|PARAM)\w*)\}?")
 """A word that stands for arguments, where its variable has no value in the script."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
@@ -54,36 +59,27 @@ class RecipeError(FileError):
     """A recipe that cannot be judged; the message names it and says why."""
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Configuration of one training job, for the ``host`` "megatron" or "torchtitan": options by the framework's own
-    names, whose values may be `Unknown`, and defaults that are not the framework's."""
+class Recipe(NamedTuple):
+    """Configuration of one training job, by its framework's names; ``defaults`` are those that are not the
+    framework's. Values may be `Unknown`."""
 
     name: str
     host: str
     options: Mapping[str, Any]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class RecipeAnswer:
-    """Whether a recipe's job could be balanced; None in a field: not known.
-
-    Args:
-        attaches, replicas: whether homes can move, and whether ranks can have replica slots.
-        exact: how equal training with and without moves is.
-        undecided: settings that a check needs and that are not known.
-        assumed: defaults of settings that the recipe does not give.
-        unknown: settings whose value the recipe does not show, and where it comes from.
-    """
+    """Whether a recipe's job could be balanced; None in a field: not known."""
 
     attaches: bool | None
     replicas: bool | None
     exact: Exact | None
     refused: list[Refusal]
-    undecided: list[str]
-    assumed: dict[str, Any]
-    unknown: dict[str, str]
+    undecided: list[str]  # settings that a check needs and that are not known
+    assumed: dict[str, Any]  # defaults of settings that the recipe does not give
+    unknown: dict[str, str]  # settings whose value the recipe does not show, and where it comes from
 
 
 def answer(recipe: Recipe) -> RecipeAnswer:
@@ -103,10 +99,15 @@ def answer(recipe: Recipe) -> RecipeAnswer:
     if isinstance(experts, int) and isinstance(ep, int) and experts % ep:
         raise RecipeError(f"{recipe.name}: {host.EXPERTS} {experts} is no multiple of {host.RANKS} {ep}")
     refused, undecided = run_checks(settings, host.CHECKS)
+    sizes_of = [given.get("world_size"), *(settings.values.get(f"{name}_model_parallel_size") for name in DIMENSIONS)]
+    if all(isinstance(size, int) for size in sizes_of) and sizes_of[0] % prod(sizes_of[1:]):
+        shown = " x ".join(map(str, sizes_of[1:]))
+        why = f"the job cannot start: {sizes_of[0]} ranks are no multiple of PP x EP = {shown} = {prod(sizes_of[1:])}"
+        refused.insert(0, Refusal("world_size", sizes_of[0], why, "start a multiple of that"))
     without_replicas, more = run_checks(settings, (host.without_replicas,))
     exact: Exact | None = None
     with suppress(UnknownError):
-        exact = host.exact(settings)
+        exact = None if refused else host.exact(settings)
     attaches = False if refused else None if undecided or more else True
     unknown = {name: str(value) for name, value in settings.values.items() if isinstance(value, Unknown)}
     assumed = {name: value for name, value in settings.values.items() if name not in {*given, *unknown}}
@@ -122,8 +123,10 @@ def read_recipe(path: str) -> Recipe:
         FileError, OSError: it cannot be read.
     """
     file, is_json = Path(path), path.endswith(".json")
-    if not file.exists() and file.suffix not in (".sh", ".json", ".txt"):
+    if not file.exists() and file.suffix not in (".sh", ".json", ".txt", ".py"):
         raise RecipeError(f"{path}: no such file; for a torchtitan config, write its settings as JSON")
+    if file.suffix == ".py":
+        raise RecipeError(f"{path}: a script says its settings as it runs: eplb-runtime verify -- torchrun ... {path}")
     if require_readable(file, MOST_BYTES) == 0 or not (text := file.read_text(errors="replace")).strip():
         raise RecipeError(f"{path}: empty")
     try:
@@ -152,34 +155,60 @@ def _of_json(path: Path, entry: Any) -> Recipe:
     if not isinstance(entry, Mapping) or entry.get("host") not in HOSTS:
         raise RecipeError(f'{path}: no recipe: write an object with "host": {" or ".join(HOSTS)} and its settings')
     options = {name: value for name, value in entry.items() if value is not None}
-    if "project" in options:
-        raise RecipeError(f'{path}: "project" is not read any more: write the settings that it has')
     of_model = dict.fromkeys(("num_moe_experts", "moe_router_topk"), OF_THE_MODEL)
     return Recipe(path.stem, entry["host"], options, of_model if entry["host"] == "megatron" else {})
 
 
 def _of_script(name: str, words: Sequence[str]) -> Recipe:
     """Return what all commands of a script say; what has two values is unknown."""
+    said: dict[str, list[Any]] = {}
+    is_verl, missing, values = False, list[str](), list[Any]()
     given: list[tuple[str, list[Any]]] = []
-    missing, values = list[str](), list[Any]()
     for word in words:
         if not word.strip(_SEPARATORS):
             values = []
-        elif re.match("--[a-zA-Z]", word):
-            flag, equals, value = word[2:].partition("=")
-            values = [value_of(value)] if equals else []
-            given.append((flag.replace("-", "_"), values))
-        elif override := _OVERRIDE.fullmatch(word):
+        elif flag := _FLAG.fullmatch(word):
+            values = [] if flag[2] is None else [value_of(flag[2])]
+            given.append((flag[1].replace("-", "_"), values))
+        elif override := _VERL.fullmatch(word):
+            is_verl = True
             given.append((override[1], [value_of(override[2])]))
         elif _ARGUMENTS.fullmatch(word):
             missing.append(word)
         else:
             values.append(value_of(word))
-    said: dict[str, list[Any]] = {}
     for key, values in given:
         said[key] = values if said.get(key, values) == values else [Unknown("given twice")]
-    options, defaults = _of_verl(said) if any(map(_VERL.fullmatch, said)) else _of_flags(said, missing)
+    missing += ["the file of --yaml-cfg"] * ("yaml_cfg" in said)
+    is_missing = missing and not is_verl
+    options: dict[str, Any] = {name: Unknown(f"may be in {missing[0]}") for name in megatron.DEFAULTS if is_missing}
+    for flag_name in (one for one in FLAGS if one in said):
+        setting, switched = FLAGS[flag_name]
+        each = said[flag_name]
+        options[setting] = each[0] if len(each) == 1 else ",".join(map(str, each)) or switched
+    options["world_size"] = _ranks(said)
+    if "fp16" in said:
+        options.setdefault("bf16", False)
+    is_slime = "actor_num_nodes" in said
+    if not is_slime and not is_verl:
+        way = said.get("ckpt_format", ["torch_dist"])[0]
+        by_name = "no_save_optim" in said or (way == "torch_dist" and "dist_ckpt_optim_fully_reshardable" in said)
+        by_place = "save" in said and way in ("torch", "torch_dist") and not by_name
+        options["saves_by_place"] = by_place and next(iter(said["save"]), True)
+    if options.get("optimizer") in megatron.MUON and options.get("use_distributed_optimizer", is_slime) is True:
+        # Megatron-LM's arguments take it for the layer-wise one, and nothing else is distributed then.
+        options |= {"optimizer": megatron.LAYER_WISE, "use_distributed_optimizer": False}
+    defaults = BY_VERL if is_verl else {**BY_FLAGS, **RL} if is_slime else BY_FLAGS
     return Recipe(name, "megatron", {key: one for key, one in options.items() if one is not None}, defaults)
+
+
+def _ranks(said: Mapping[str, list[Any]]) -> Any:
+    """Return the ranks of a job; one node unless it is said, as torchrun and verl have it."""
+    given = {"nnodes": [1], **{name: values for name, values in said.items() if values}}
+    nodes, each = (
+        next((given[name][0] for name in names if name in given), None) for names in (NODES, RANKS_OF_A_NODE)
+    )
+    return nodes * each if isinstance(nodes, int) and isinstance(each, int) else Unknown("ranks of the job")
 
 
 def _words(text: str) -> Iterator[str]:
@@ -201,45 +230,3 @@ def _expand(word: str, variables: Mapping[str, str]) -> str:
         return found[0] if known is None and found[3] is None else known or _expand(found[3] or "", variables)
 
     return _VARIABLE.sub(value, word)
-
-
-def _of_flags(said: Mapping[str, list[Any]], missing: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options of Megatron-LM's or slime's flags, and their defaults."""
-    missing += ["the file of --yaml-cfg"] * ("yaml_cfg" in said)
-    options: dict[str, Any] = {name: Unknown(f"may be in {missing[0]}") for name in megatron.DEFAULTS if missing}
-    for flag in (flag for flag in FLAGS if flag in said):
-        setting, switched = FLAGS[flag]
-        options[setting] = said[flag][0] if len(said[flag]) == 1 else ",".join(map(str, said[flag])) or switched
-    if "fp16" in said:
-        options.setdefault("bf16", False)
-    if is_slime := "actor_num_nodes" in said:
-        options["world_size"] = _ranks(said, "actor_num_nodes", "actor_num_gpus_per_node")
-    else:
-        options["world_size"] = _ranks({"nnodes": [1], **said}, "nnodes", "nproc_per_node")  # torchrun's default
-        way = said.get("ckpt_format", ["torch_dist"])[0]
-        by_name = "no_save_optim" in said or (way == "torch_dist" and "dist_ckpt_optim_fully_reshardable" in said)
-        options["saves_by_place"] = "save" in said and way in ("torch", "torch_dist") and not by_name
-    if options.get("optimizer") in megatron.MUON and options.get("use_distributed_optimizer", is_slime) is True:
-        # Megatron-LM's arguments take it for the layer-wise one, and nothing else is distributed then.
-        options |= {"optimizer": megatron.LAYER_WISE, "use_distributed_optimizer": False}
-    return options, {**BY_FLAGS, **RL} if is_slime else BY_FLAGS
-
-
-def _of_verl(said: Mapping[str, list[Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options of verl's actor, and their defaults."""
-    options = {match[1]: values[0] for key, values in said.items() if values and (match := _VERL.fullmatch(key))}
-    if "dtype" in options:
-        dtype = options["dtype"]
-        for short, long in (("bf16", "bfloat16"), ("fp16", "float16")):
-            options[short] = dtype if isinstance(dtype, Unknown) else dtype in (short, long)
-    for key in filter(_LORA.fullmatch, said):
-        options["lora_target_modules" if key.endswith("target_modules") else "lora"] = said[key][0] or False
-    torchrun = "trainer.nnodes" not in said
-    names = ("nnodes", "nproc_per_node") if torchrun else ("trainer.nnodes", "trainer.n_gpus_per_node")
-    return {**options, "world_size": _ranks(said, *names)}, BY_VERL
-
-
-def _ranks(said: Mapping[str, list[Any]], *names: str) -> Any:
-    """Return the ranks of a job, from its nodes and the ranks of a node."""
-    sizes = [next(iter(said.get(name, ())), None) for name in names]
-    return prod(sizes) if all(isinstance(size, int) for size in sizes) else Unknown("ranks of the job")

@@ -7,10 +7,8 @@ judged window by window with the split that its layout really uses. Step times c
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,6 @@ from ..planner.terms import Gate
 from ..planner.track_record import TrackRecord
 from ..planner.traffic import received
 from ..topology import Topology
-from ..utils.files import write_file
 
 FloatArray = NDArray[np.float64]
 
@@ -124,11 +121,6 @@ class WindowResult:
     ``crossing_share``: of all tokens, those that are computed on another node than they come from.
     """
 
-    policy: str
-    window: int
-    balancedness_mean: float
-    imbalance_mean: float
-    imbalance_max: float
     step_seconds: float
     crossing_share: float
     decision: str = ""
@@ -192,8 +184,7 @@ class Series:
     Args:
         load: float64 [T, L, E], tokens per logical expert, oldest window first. The first ``every`` windows are only
             planned on, the others are judged.
-        every: windows between plans.
-        history: how many windows of the past a plan sees; None: ``4 * every``.
+        every: windows between plans, each of which sees the last ``4 * every``.
         steps_per_window: training steps that a window stands for.
         groups, max_moves, gate: as in ``planner.plan``; the payoff gate takes seconds from the step model and
             a horizon of ``10 * every`` windows.
@@ -201,7 +192,6 @@ class Series:
 
     load: FloatArray
     every: int
-    history: int | None = None
     steps_per_window: int = 1
     groups: int = 1
     max_moves: int | None = None
@@ -215,16 +205,12 @@ def simulate(
     slots_per_rank: int,
     policies: Sequence[str],
     step_model: StepModel | None = None,
-    on_progress: Callable[[], None] = lambda: None,
 ) -> list[PolicyRun]:
     """Run each policy over the series.
 
     Args:
-        topology: ranks and nodes.
-        slots_per_rank: S.
         policies: names of ``planner.policies.POLICIES``, each in its own layout.
         step_model: None: the defaults of :class:`StepModel`.
-        on_progress: called after each plan with what it led to judged, ``len(policies) * num_replans`` times in all.
 
     Raises:
         PlanError: the series is too short, or a policy cannot plan this load; the message names the policy.
@@ -239,21 +225,12 @@ def simulate(
         )
     starts = [start_placement(policy, layers, experts, topology.num_ranks, slots_per_rank) for policy in policies]
     model = step_model or StepModel()
-    pairs = zip(policies, starts, strict=True)
-    return [_play(policy, start, series, topology, model, on_progress) for policy, start in pairs]
+    return [_play(policy, start, series, topology, model) for policy, start in zip(policies, starts, strict=True)]
 
 
-def _play(
-    policy: str,
-    current: Placement,
-    series: Series,
-    topology: Topology,
-    model: StepModel,
-    on_progress: Callable[[], None],
-) -> PolicyRun:
+def _play(policy: str, current: Placement, series: Series, topology: Topology, model: StepModel) -> PolicyRun:
     """Replan every few windows on what is over; judge on what comes until the next replan."""
     load, every, steps = series.load, series.every, series.steps_per_window
-    history = series.history or 4 * every
     cost = CostModel(
         home_bytes=model.home_bytes,
         replica_bytes=model.slot_bytes(current),
@@ -287,11 +264,6 @@ def _play(
         mean_tokens = load_LE.sum(axis=1) / topology.num_ranks / steps
         imbalance.append(of_window := predicted_imbalance(load_LE, current))
         return WindowResult(
-            policy=policy,
-            window=window,
-            balancedness_mean=float((1 / of_window).mean()),
-            imbalance_mean=float(of_window.mean()),
-            imbalance_max=float(of_window.max()),
             step_seconds=model.seconds(of_window * mean_tokens, topology, received_LR2 / steps),
             crossing_share=float(received_LR2[:, :, 1].sum() / max(load_LE.sum(), 1e-300)),
             **replan,
@@ -303,7 +275,7 @@ def _play(
     record = TrackRecord(horizon=HORIZON_REPLANS)
     for start in range(every, len(load), every):
         record.observe(load[start - every : start].sum(axis=0))
-        planned = ask(load[max(0, start - history) : start], record.trust)
+        planned = ask(load[max(0, start - 4 * every) : start], record.trust)
         record.note(planned)
         moves, slots = planned.moves, current.slots_per_rank
         seconds = cost.transfer_seconds(moves, topology, slots) if len(moves) else 0.0
@@ -313,13 +285,7 @@ def _play(
         replan["migration_seconds"] = seconds + model.stall_seconds * (planned.decision == "rebalance")
         windows.append(judged(start, **replan))
         windows += [judged(window) for window in range(start + 1, min(start + every, len(load)))]
-        on_progress()
     return PolicyRun(policy, current.layout, current.num_slots, steps, np.array(imbalance), tuple(windows))
-
-
-def num_replans(num_windows: int, every: int) -> int:
-    """How often each policy plans in a series."""
-    return len(range(every, num_windows, every))
 
 
 def start_placement(policy: str, num_layers: int, num_experts: int, num_ranks: int, slots_per_rank: int) -> Placement:
@@ -347,25 +313,3 @@ def start_placement(policy: str, num_layers: int, num_experts: int, num_ranks: i
         raise PlanError(f"policy {policy}: {num_ranks} ranks do not divide {num_experts} experts, as homes need")
     row = np.arange(num_ranks * slots_per_rank) % num_experts
     return Placement(np.broadcast_to(row, (num_layers, len(row))), num_experts, num_ranks)
-
-
-def merge_windows(load: FloatArray, count: int) -> FloatArray:
-    """The series in windows ``count`` times as long; a last incomplete one is left out.
-
-    Raises:
-        PlanError: the series has fewer windows than that.
-    """
-    whole = len(load) // count
-    if whole < 1:
-        raise PlanError(f"a series of {len(load)} windows cannot be merged by {count}: give a smaller number")
-    return np.asarray(load[: whole * count].reshape(whole, count, *load.shape[1:]).sum(axis=1))
-
-
-def write_windows(runs: Sequence[PolicyRun], path: str | Path) -> None:
-    """Write every judged window of every policy, and the summaries, as JSON.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    rows = [asdict(window) for run in runs for window in run.windows]
-    write_file(Path(path), json.dumps({"policies": [run.summary() for run in runs], "windows": rows}))

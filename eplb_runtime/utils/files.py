@@ -40,7 +40,7 @@ def require_readable(path: Path, most_bytes: int) -> int:
 def require_writable(path: Path, endings: Sequence[str] = ()) -> None:
     """Look at where a file is to be written, before the work that it is the result of; FileError: another ending."""
     if endings and path.suffix not in endings:
-        raise FileError(f"the name must end in {' or '.join(endings)}")
+        raise FileError(f"{path}: the name must end in {' or '.join(endings)}")
     if not stat.S_ISDIR(path.parent.stat().st_mode):
         raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR), str(path.parent))
     if path.is_dir() and not path.is_symlink():

@@ -70,14 +70,19 @@ def run(
     rows = []
     for kernel in _kernels(device, tokens, top_k, experts, ranks_of_job, hidden):
         on_progress(kernel.name)
-        ways = [kernel.launch, kernel.reference, kernel.least]
-        seconds = timed(ways, repeats, device, calls=calls)
+        ways = [partial(_repeatedly, way, calls) for way in (kernel.launch, kernel.reference, kernel.least)]
+        seconds = timed(ways, repeats, device) / calls
         us, reference, least = (1e6 * seconds.min(dim=0).values).tolist()
         rows.append(
             {"kernel": kernel.name, "us": us, "reference_us": reference, "least_us": least, "ratio": us / least}
         )
     sizes = {"tokens": tokens, "top_k": top_k, "experts": experts, "ranks": ranks_of_job, "hidden": hidden}
     return {"device": device.type, **sizes, "kernels": rows}
+
+
+def _repeatedly(way: Callable[[], object], calls: int) -> None:
+    for _ in range(calls):
+        way()
 
 
 def _kernels(device: torch.device, tokens: int, top_k: int, experts: int, ranks: int, hidden: int) -> Iterator[_Kernel]:

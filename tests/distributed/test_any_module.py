@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 
@@ -238,6 +239,30 @@ def ids_of_no_expert(rank: int) -> list[str]:
                 said.append(str(refused.value))
         balancer.close()
     return said
+
+
+def padded(rank: int) -> tuple[list[list[float]], list[int], Tensor]:
+    """Results and load of a call with ids of -1 and rows without weights, and what an expert gives for its row."""
+    ours = example()
+    model = ours.Model()
+    eplb.stack_experts(model, ours.LAYERS_TO_BALANCE)
+    layers = [
+        replace(one, real_tokens=lambda ids, weights: (weights * (ids >= 0)).any(1)) for one in ours.LAYERS_TO_BALANCE
+    ]
+    alone = model.layers[0].experts[2](torch.ones(1, ours.HIDDEN)).tolist()
+    balancer = eplb.attach(model, torch.optim.AdamW(model.parameters()), layers=layers, config=config())
+    ids, weights = torch.tensor([[2, -1], [-1, 5], [-1, -1], [3, 4]]), torch.ones(4, 2)
+    weights[3] = 0
+    out = model.layers[0].run_experts(torch.ones(4, ours.HIDDEN), ids, weights)
+    torch.testing.assert_close(out[:1], torch.tensor(alone))
+    return out.tolist(), balancer._runtime.counter.counts[0].tolist(), balancer._runtime.counter.padding
+
+
+def test_padding_in_a_routing_that_is_given_is_told_by_real_tokens() -> None:
+    for out, load, padding in run_ranks(2, padded):
+        assert not any(out[2] + out[3]) and any(out[1])
+        assert sum(load) == 4 and load[2] >= 1 and load[5] >= 1 and load[3] == load[4] == 0
+        assert padding.tolist() == [2, 4]
 
 
 def test_ids_of_no_expert_are_refused_in_one_line_and_none_is_taken_for_the_last_expert() -> None:

@@ -14,7 +14,6 @@ import torch
 from ranks import run_ranks
 
 from eplb_runtime.cli import main
-from eplb_runtime.observe.traces import analyse, traces_in
 from eplb_runtime.tools.bench import train as bench_train
 from eplb_runtime.tools.bench.train import Workload
 
@@ -86,17 +85,11 @@ def test_verify_refuses_bad_input_in_one_line(
 
 
 def test_a_bench_that_needs_ranks_starts_them() -> None:
-    done = shell("bench", "dispatch", "--repeats", "1", "--hidden", "64", "--json")
+    done = shell("bench", "dispatch", "--repeats", "1", "--json")
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout)
-    assert (result["ranks"], len(result["dispatch"])) == (2, 4)
-    assert set(result["dispatch"][0]) == {"pass", "tokens", "mib", "ms", "all_to_all_ms", "ratio"}
-
-
-def test_bench_train_is_a_command() -> None:
-    done = shell("bench", "train", "--brief", "--repeats", "1", "--width", "32", "--json")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert [row["variant"] for row in json.loads(done.stdout)["train"]] == ["static", "homes"]
+    assert (result["ranks"], len(result["dispatch"])) == (2, 2)
+    assert set(result["dispatch"][0]) == {"tokens", "ms", "all_to_all_ms", "ratio"}
 
 
 def measure(rank: int) -> tuple[dict, dict]:
@@ -105,15 +98,13 @@ def measure(rank: int) -> tuple[dict, dict]:
     from eplb_runtime.tools.bench.migrate import run
 
     cpu = torch.device("cpu")
-    return run(cpu, repeats=2, shapes=((32, 64),)), dispatchers(cpu, 1, hidden=64, ranks_per_node=1)
+    return run(cpu, 2, "torch", ((32, 64),)), dispatchers(cpu, 1, hidden=64, ranks_per_node=1)
 
 
 def test_bench_migrate_and_the_table_of_dispatchers_have_the_documented_keys() -> None:
     moved, result = json.loads(json.dumps(run_ranks(2, measure)[0]))
     row = moved["migrate"][0]
-    rates = {f"{part}gb_per_second" for part in ("", "transfer_", "plain_")}
-    sizes = {"transport", "hidden", "width", "expert_mib", "experts", "pause_ms_per_expert"}
-    assert row["transport"] == "torch" and set(row) == {*sizes, *rates, "ratio", "transfer_ratio"}
+    assert moved["transport"] == "torch" and set(row) == {"expert_mib", "gb_per_second", "plain_gb_per_second", "ratio"}
     assert row["expert_mib"] == 3 * 3 * 32 * 64 * 4 / 2**20
     assert (result["experts"], result["ranks_per_node"]) == (64, 1)
     ways = [("all_to_all", "logical"), ("hierarchical", "logical"), ("hierarchical", "by_rank")]
@@ -123,54 +114,24 @@ def test_bench_migrate_and_the_table_of_dispatchers_have_the_documented_keys() -
     assert all(row["why"] for row in result["left_out"])
 
 
-def train(rank: int, traces: Path) -> dict:
+def train(rank: int) -> list[dict]:
     work = Workload(layers=2, hidden=32, width=32, tokens=64, interval=4, settle_blocks=3, blocks=2)
-    cpu = torch.device("cpu")
-    brief = bench_train.run(cpu, work=work, brief=True)
-    return bench_train.run(cpu, work=work, profile=traces) | {"brief": brief}
+    return [bench_train.run(torch.device("cpu"), work=work, brief=brief) for brief in (False, True)]
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path]:
-    traces = tmp_path_factory.mktemp("traces")
-    return json.loads(json.dumps(run_ranks(2, train, traces)[0])), traces
-
-
-def test_traces_of_bench_train_name_the_phases_of_every_layer(trained: tuple[dict, Path]) -> None:
-    traces = trained[1]
-    for variant in ("static", "homes", "replicas", "even", "attached"):
-        for rank, path in enumerate(traces_in(traces / variant)):
-            found = analyse(path)
-            assert (found.rank, found.device, found.steps) == (rank, "cpu", 3), variant
-            phases = {(phase.phase, phase.direction, phase.layer): phase for phase in found.phases}
-            forward = {
-                (name, "F", layer) for name in ("count", "route", "dispatch", "compute", "combine") for layer in (0, 1)
-            }
-            # The first layer's input needs no gradient, so its dispatch has none to carry back.
-            backward = {("combine", "B", 0), ("combine", "B", 1), ("dispatch", "B", 1)}
-            assert phases.keys() >= forward | backward | {("reduce gradients", "", None), ("step boundary", "", None)}
-            assert all(phases[key].spans == 3 for key in forward | backward), variant
-            assert phases["compute", "F", 1].compute_us > 0 and phases["combine", "F", 1].communication_us > 0
-            # Decisions fall into the middle of a block, and are made on a thread of their own.
-            assert (("decision: add up load", "", None) in phases) == (variant != "even")
-
-
-def test_bench_train_moves_experts_where_load_is_skewed_and_has_the_documented_keys(trained: tuple[dict, Path]) -> None:
-    result = trained[0]
-    assert list(result) == ["ranks", "train", "speed_up", "overhead", "brief"]
-    static, homes, _, even = result["train"]
-    assert [row["variant"] for row in result["train"]] == ["static", "homes", "replicas", "even"]
-    keys = {"variant", "step_ms", "slowest_over_fastest", "imbalance", "homes_moved", "copies", "over_static"}
+def test_bench_train_moves_experts_where_load_is_skewed_and_has_the_documented_keys() -> None:
+    result, brief = json.loads(json.dumps(run_ranks(2, train)[0]))
+    assert list(result) == ["ranks", "train", "overhead"] and result["overhead"] > -1
+    static, homes, _, even, _ = result["train"]
+    assert [row["variant"] for row in result["train"]] == ["static", "homes", "replicas", "even", "attached"]
+    keys = {"variant", "step_ms", "slowest_over_fastest", "imbalance", "homes_moved", "over_static"}
     for row in result["train"]:
         assert set(row) == keys | {"share_of_even_gain"}
-    assert static["homes_moved"] == static["copies"] == static["share_of_even_gain"] == 0 and static["over_static"] == 1
+    assert static["homes_moved"] == static["share_of_even_gain"] == 0 and static["over_static"] == 1
     assert 0 <= even["share_of_even_gain"] <= 1  # a block of it may be slower than one beside it on a busy machine
     assert homes["homes_moved"] > 0 and homes["imbalance"] < static["imbalance"] > 1.2
-    assert list(result["brief"]) == ["ranks", "train", "speed_up"] and result["brief"]["speed_up"] > 0
-    fixed, moved = result["brief"]["train"]
-    assert set(fixed) == keys and fixed["homes_moved"] == 0 < moved["homes_moved"]
-    overhead = {"static_step_ms", "attached_step_ms", "overhead", "homes_moved"}
-    assert set(result["overhead"][0]) == overhead
+    fixed, moved = brief["train"]
+    assert list(brief) == ["ranks", "train"] and set(fixed) == keys and fixed["homes_moved"] == 0 < moved["homes_moved"]
 
 
 def test_balanced_choices_are_balanced_and_never_the_same_expert_twice() -> None:

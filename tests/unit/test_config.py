@@ -62,7 +62,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rank_speed": [1, "2"]}, "give numbers above 0"),
     ({"rank_speed": []}, "give numbers above 0"),
     ({"rank_speed": [10**400, 1]}, "give numbers above 0"),
-    ({"rank_speed": [1, 1e-4]}, "1000 times slower is broken"),
     ({"staging_bytes": 10**400}, "give at most"),
     ({"low_latency_tokens": -(10**400)}, "low_latency_tokens=-1000000"),
     ({"timeout_seconds": 10**400}, "give a positive number of seconds"),

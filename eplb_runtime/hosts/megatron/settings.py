@@ -164,9 +164,10 @@ def _must_be_default(setting: str, job: Any) -> Iterator[Refusal]:
 
 
 def _parallelism(job: Any) -> Iterator[Refusal]:
-    if job.expert_model_parallel_size == 1 and job.pipeline_model_parallel_size > 1:
+    if job.expert_model_parallel_size == 1:
+        why = "each rank holds all experts of its stage (and before 2026-07-21 Megatron lets them drift apart, #5916)"
         instead = "spread the experts over ranks, or train without the balancer"
-        yield refuse(job, "expert_model_parallel_size", "each rank holds all experts of its stage", instead)
+        yield refuse(job, "expert_model_parallel_size", why, instead)
     for setting, cut in (
         ("tensor_parallel_num_weight_shards", job.tensor_model_parallel_size),
         ("expert_tensor_parallel_num_weight_shards", job.expert_tensor_parallel_size),
@@ -222,7 +223,7 @@ def _optimizer(job: Any) -> Iterator[Refusal]:
     if job.saves_by_place and job.use_distributed_optimizer:
         why = "--save keeps the optimizer's state by its place in buffers, which does not say of which expert it is"
         instead = "give --dist-ckpt-optim-fully-reshardable, and no --ckpt-format torch (or --no-save-optim)"
-        yield refuse(job, "saves_by_place", why, instead)
+        yield Refusal("--save", job.saves_by_place, why, instead)
 
 
 def _layer_wise(job: Any) -> Iterator[Refusal]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from .columns import Columns, Intervals, Spans, length, overlap, read_columns, union
 from .kinds import COMPUTE, STEP, kind_of_copy, kind_of_gloo, kind_of_kernel
 from .phases import PhaseTime, phases_of
-from .reading import OnProgress, TraceError
+from .reading import TraceError
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,14 @@ class _Work:
         return union(self.spans_N2[chosen_N])
 
 
-def analyse(path: Path, on_progress: OnProgress = lambda count: None) -> Analysis:
+def analyse(path: Path) -> Analysis:
     """Read a trace and say what the rank did with its time.
 
     Raises:
         TraceError: it is no trace, or nothing in it ran on a GPU or was computed by torch.
         OSError: it cannot be read.
     """
-    columns = read_columns(path, on_progress)
+    columns = read_columns(path)
     work = _work_of(columns)
     if not len(work.spans_N2):
         raise TraceError(f"{path}: nothing in it was computed or sent: it needs kernels, or operators of a CPU")

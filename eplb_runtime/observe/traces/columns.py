@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from .kinds import STEP, computes, kind_of_gloo, micro_batch_of, phase_of
 from .reading import (
-    OnProgress,
     duration_of,
     name_of,
     number,
@@ -110,7 +109,7 @@ class Columns:
     rank: int | None = None
 
 
-def read_columns(path: Path, on_progress: OnProgress = lambda count: None) -> Columns:
+def read_columns(path: Path) -> Columns:
     """Read a trace.
 
     Raises:
@@ -120,7 +119,7 @@ def read_columns(path: Path, on_progress: OnProgress = lambda count: None) -> Co
     found = Columns(path)
     head: dict[str, Any] = {}
     origin: float | None = None
-    for event in read_events(path, head, on_progress):
+    for event in read_events(path, head):
         if name := thread_name_of(event):
             found.place_names.setdefault(place_of(event), name[:80])
         if event.get("ph") == "X":

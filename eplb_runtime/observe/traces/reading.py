@@ -9,7 +9,7 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,9 +24,6 @@ _CHUNK = 4 * MIB
 _MOST_US = 2.0**62
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
-
-OnProgress = Callable[[int], None]
-"""Called with the bytes of the file that were read since the last call."""
 
 
 class TraceError(FileError):
@@ -49,9 +46,7 @@ def traces_in(path: Path) -> list[Path]:
     return sorted(found, key=lambda entry: [(len(part), part) for part in re.findall(r"\d+|\D+", entry.name)])
 
 
-def read_events(
-    path: Path, head: dict[str, Any] | None = None, on_progress: OnProgress = lambda count: None
-) -> Iterator[dict[str, Any]]:
+def read_events(path: Path, head: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
     """Yield the events of a trace, in the order of the file.
 
     Args:
@@ -67,7 +62,7 @@ def read_events(
     except FileError as error:
         raise TraceError(f"{path}: {error}") from None
     with open(path, "rb") as file:
-        text = _Text(path, file, on_progress)
+        text = _Text(path, file)
         try:
             yield from _events(text, {} if head is None else head)
         except RecursionError:
@@ -113,13 +108,11 @@ def _list(text: _Text) -> Iterator[dict[str, Any]]:
 class _Text:
     """A file's text, a piece at a time."""
 
-    def __init__(self, path: Path, file: BinaryIO, on_progress: OnProgress) -> None:
+    def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path = path
-        self._raw = file
         self._file: Any = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file  # type: ignore[attr-defined]
         self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._on_progress = on_progress
-        self._reported = self._unpacked = self._at = 0
+        self._unpacked = self._at = 0
         self._buffer = ""
         self._ended = False
 
@@ -175,9 +168,6 @@ class _Text:
         self._ended = not chunk
         self._buffer = self._buffer[self._at :] + self._decoder.decode(chunk, final=self._ended)
         self._at = 0
-        here = self._raw.tell()
-        self._on_progress(here - self._reported)
-        self._reported = here
         return True
 
 

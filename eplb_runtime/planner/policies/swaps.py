@@ -80,7 +80,10 @@ def _unled_gain(
         for one, other in found.pairs.tolist():
             after_E[[one, other]] = after_E[[other, one]]
         before, after = (
-            [imbalance(np.bincount(ranks_E, load_E, len(speed_R)), speed_R) for load_E in load_WE[1 - half :: 2]]
+            [
+                imbalance(np.bincount(ranks_E, load_E, len(speed_R)).astype(np.float64), speed_R)
+                for load_E in load_WE[1 - half :: 2]
+            ]
             for ranks_E in (rank_E, after_E)
         )
         gains.append(np.subtract(before, after))

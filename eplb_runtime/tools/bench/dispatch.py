@@ -16,66 +16,45 @@ from ...moe.dispatch.all_to_all import AllToAll
 from ...moe.dispatch.base import DispatchContext
 from .timing import timed
 
-SLOTS = 4
-"""Of a rank."""
+SLOTS, TOP_K, HIDDEN = 4, 4, 512
+"""Slots of a rank, choices of a token, numbers in a row."""
 
 
-def run(
-    device: torch.device, repeats: int = 20, tokens: tuple[int, ...] = (256, 2048), hidden: int = 512, top_k: int = 4
-) -> dict[str, Any]:
-    """Dispatch and combine with experts that do nothing and even choices. Collective.
-
-    Args:
-        tokens: of each rank; a row for each.
+def run(device: torch.device, repeats: int = 20) -> dict[str, Any]:
+    """Dispatch and combine, forward and backward, with experts that do nothing and even choices. Collective.
 
     Returns:
-        JSON-able; ``"dispatch"`` rows have ``pass`` (``"forward"``, or ``"forward + backward"``), ``tokens``, ``mib``
-        (a row for each choice of a rank, both ways), ``ms``, ``all_to_all_ms`` and ``ratio`` of the two.
+        JSON-able; ``"dispatch"`` rows have ``tokens`` (of a rank), ``ms``, ``all_to_all_ms`` and ``ratio`` of the two.
     """
     dispatcher = AllToAll(DispatchContext.of(dist.group.WORLD, slots_per_rank=SLOTS))  # type: ignore[arg-type]
     rows = []
-    for count in tokens:
-        for backward in (False, True):
-            ways = _ways(dispatcher, device, (count, hidden, top_k), backward)
-            ms, plain_ms = (1e3 * timed(ways, repeats, device, dist.group.WORLD).median(dim=0).values).tolist()
-            rows.append(
-                {
-                    "pass": "forward + backward" if backward else "forward",
-                    "tokens": count,
-                    "mib": count * top_k * hidden * 4 * 2 * (1 + backward) / 2**20,
-                    "ms": ms,
-                    "all_to_all_ms": plain_ms,
-                    "ratio": ms / plain_ms,
-                }
-            )
-    return {"ranks": dist.get_world_size(), "device": device.type, "hidden": hidden, "top_k": top_k, "dispatch": rows}
+    for tokens in (256, 2048):
+        seconds = timed(_ways(dispatcher, device, tokens), repeats, device, dist.group.WORLD)
+        ms, plain_ms = (1e3 * seconds.median(dim=0).values).tolist()
+        rows.append({"tokens": tokens, "ms": ms, "all_to_all_ms": plain_ms, "ratio": ms / plain_ms})
+    return {"ranks": dist.get_world_size(), "device": device.type, "dispatch": rows}
 
 
-def _ways(
-    dispatcher: AllToAll, device: torch.device, sizes: tuple[int, int, int], backward: bool
-) -> list[Callable[[], None]]:
+def _ways(dispatcher: AllToAll, device: torch.device, tokens: int) -> list[Callable[[], None]]:
     """Return functions that carry a batch of this rank: by the dispatcher, and by plain exchanges."""
-    (tokens, hidden, top_k), ranks = sizes, dist.get_world_size()
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    hidden_TD = torch.randn(tokens, hidden, generator=generator).to(device).requires_grad_(backward)
-    slots = torch.stack([torch.randperm(SLOTS * ranks, generator=generator)[:top_k] for _ in range(tokens)])
+    ranks, generator = dist.get_world_size(), torch.Generator().manual_seed(dist.get_rank())
+    hidden_TD = torch.randn(tokens, HIDDEN, generator=generator).to(device).requires_grad_()
+    slots = torch.stack([torch.randperm(SLOTS * ranks, generator=generator)[:TOP_K] for _ in range(tokens)])
     slots_TK = slots.to(device)
-    weights_TK = torch.full((tokens, top_k), 1 / top_k, device=device, requires_grad=backward)
+    weights_TK = torch.full((tokens, TOP_K), 1 / TOP_K, device=device, requires_grad=True)
     per_rank = torch.bincount(slots.reshape(-1) // SLOTS, minlength=ranks)
     received = torch.empty_like(per_rank).to(device)
     dist.all_to_all_single(received, per_rank.to(device))
     sent, arrives = per_rank.tolist(), received.tolist()
-    out = torch.randn(tokens * top_k, hidden, device=device)
-    there, back = torch.empty(sum(arrives), hidden, device=device), torch.empty_like(out)
+    out = torch.randn(tokens * TOP_K, HIDDEN, device=device)
+    there, back = torch.empty(sum(arrives), HIDDEN, device=device), torch.empty_like(out)
 
     def dispatch() -> None:
         dispatched = dispatcher.dispatch(hidden_TD, weights_TK, dispatcher.plan(slots_TK))
-        result = dispatcher.combine(dispatched.rows_MD, dispatched)
-        if backward:
-            result.sum().backward()
+        dispatcher.combine(dispatched.rows_MD, dispatched).sum().backward()
 
     def plain() -> None:
-        for _ in range(1 + backward):
+        for _ in range(2):
             dist.all_to_all_single(there, out, arrives, sent)
             dist.all_to_all_single(back, there, sent, arrives)
 

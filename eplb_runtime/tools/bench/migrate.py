@@ -14,17 +14,13 @@ from ...distributed.consensus import Agreement
 from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Ranks
 from ...distributed.transports import TRANSPORTS
-from ...distributed.transports.automatic import probe
 from ...migration.between_steps import BetweenSteps
 from ...migration.engine import MigrationEngine
 from ...moe.experts.record import RecordFormat
 from ...moe.experts.registry import ExpertTensors
 from ...placement import Placement
-from ...topology import Topology
-from ..launch import launcher_environment
 from .timing import slowest, synchronize
 
-NAMES = ("torch", "cuda_ipc", "nixl")
 SHAPES = ((256, 512), (1024, 1024))
 """(hidden, width) of an expert: 3 x hidden x width parameters, three times that with Adam's state."""
 HOMES = 4
@@ -33,18 +29,17 @@ STAGING_BYTES = 256 << 20
 DEADLINE_SECONDS = 60.0
 
 
-def run(device: torch.device, repeats: int = 10, shapes: tuple[tuple[int, int], ...] = SHAPES) -> dict[str, Any]:
+def run(
+    device: torch.device, repeats: int = 10, transport: str = "auto", shapes: tuple[tuple[int, int], ...] = SHAPES
+) -> dict[str, Any]:
     """All experts of one layer go to the next rank, again and again; float32 with Adam's state. Collective.
 
-    Args:
-        repeats: engine and plain messages take turns; a repeat takes as long as its slowest rank, the median counts.
+    Engine and plain messages take turns; a repeat takes as long as its slowest rank, the median counts.
 
     Returns:
-        JSON-able; ``"migrate"`` rows, one for each shape and transport that every rank can use, have ``transport``,
-        ``hidden``, ``width``, ``expert_mib`` (with state), ``experts`` (that each rank sends and receives), GB/s that
-        a rank receives (``gb_per_second``: the engine with packing, checksums, vote and commit;
-        ``transfer_gb_per_second``: of it what posts, carries and checks; ``plain_gb_per_second``: batched isend and
-        irecv of one message an expert), ``ratio`` and ``transfer_ratio`` to plain, and ``pause_ms_per_expert``.
+        JSON-able; a ``"migrate"`` row for each shape has ``expert_mib`` (with state), GB/s that a rank receives
+        (``gb_per_second``: the engine with packing, checksums, vote and commit; ``plain_gb_per_second``: batched isend
+        and irecv of one message an expert) and their ``ratio``.
 
     Raises:
         ValueError: there is one rank only.
@@ -53,27 +48,17 @@ def run(device: torch.device, repeats: int = 10, shapes: tuple[tuple[int, int], 
         raise ValueError("bench migrate needs 2 ranks or more")
     groups = ProcessGroups(Ranks(), [1], device, DEADLINE_SECONDS)
     try:
-        names = _usable_everywhere(device, groups)
-        rows = [_row(groups, device, repeats, name, *shape) for shape in shapes for name in names]
+        rows = [_row(groups, device, repeats, transport, shape) for shape in shapes]
     finally:
         groups.close()
-    return {"ranks": groups.job.ep_size, "device": device.type, "migrate": rows}
-
-
-def _usable_everywhere(device: torch.device, groups: ProcessGroups) -> list[str]:
-    usable = {finding.name for finding in probe(device) if finding.usable}
-    votes = torch.tensor([name in usable for name in NAMES], dtype=torch.int64)
-    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=groups.control)
-    topology = Topology.from_launcher(launcher_environment(), dist.get_world_size())
-    one_node = topology.ranks_per_node == topology.num_ranks
-    return [name for name, vote in zip(NAMES, votes.tolist(), strict=True) if vote and (name != "cuda_ipc" or one_node)]
+    return {"ranks": groups.job.ep_size, "device": device.type, "transport": transport, "migrate": rows}
 
 
 def _row(
-    groups: ProcessGroups, device: torch.device, repeats: int, name: str, hidden: int, width: int
+    groups: ProcessGroups, device: torch.device, repeats: int, name: str, shape: tuple[int, int]
 ) -> dict[str, Any]:
     job = groups.job
-    registry = _experts(hidden, width, device)
+    registry = _experts(*shape, device)
     transport = TRANSPORTS[name](groups.migration, groups.backend, device, DEADLINE_SECONDS)
     transport.warm_up(time.monotonic() + DEADLINE_SECONDS)
     placement = Placement.initial(1, HOMES * job.ep_size, job.ep_size, 0)
@@ -81,12 +66,12 @@ def _row(
     engine = MigrationEngine(registry, transport, agreement, rows, job.migration_rank, STAGING_BYTES, DEADLINE_SECONDS)
     migration = BetweenSteps(engine, lambda *_: lambda: None)
     payload = RecordFormat.of(registry.of_home(0)).payload_bytes
-    # Written once: memory that was never touched is read from one page of zeros, faster than any other.
+    # Memory that was never written is read from one page of zeros, faster than any other.
     messages = [torch.ones(payload, dtype=torch.uint8, device=device) for _ in range(2 * HOMES)]
-    seconds = torch.zeros(repeats, 3, dtype=torch.float64)
+    seconds = torch.zeros(repeats, 2, dtype=torch.float64)
     for repeat in range(-1, repeats):  # the first one warms up
         dist.barrier(group=groups.control)
-        migration.begin(placement, _next_rank(placement), f"bench/{name}/{hidden}x{width}/{repeat}")
+        migration.begin(placement, _next_rank(placement), f"bench/{shape}/{repeat}")
         outcome = migration.advance()
         if outcome.failed_phase is not None:
             raise RuntimeError(f"the migration was dropped: {outcome.cause}")
@@ -96,22 +81,14 @@ def _row(
         _send_on(messages, groups)
         synchronize(device)
         if repeat >= 0:
-            carried = sum(outcome.seconds.get(part, 0.0) for part in ("post", "transfer", "verify"))
-            seconds[repeat] = torch.tensor([outcome.pause_seconds, carried, time.perf_counter() - began])
+            seconds[repeat] = torch.tensor([outcome.pause_seconds, time.perf_counter() - began])
     engine.close()
-    pause, carried, plain = slowest(seconds, groups.control).median(dim=0).values.tolist()
+    pause, plain = slowest(seconds, groups.control).median(dim=0).values.tolist()
     return {
-        "transport": name,
-        "hidden": hidden,
-        "width": width,
         "expert_mib": payload / 2**20,
-        "experts": HOMES,
         "gb_per_second": HOMES * payload / pause / 1e9,
-        "transfer_gb_per_second": HOMES * payload / carried / 1e9,
         "plain_gb_per_second": HOMES * payload / plain / 1e9,
         "ratio": plain / pause,
-        "transfer_ratio": plain / carried,
-        "pause_ms_per_expert": pause / HOMES * 1e3,
     }
 
 

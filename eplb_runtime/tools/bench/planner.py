@@ -6,7 +6,7 @@ Every row of a load and shape comes from one run on one thread: ratios mean some
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,9 @@ from ...planner.policies.deepseek import balance as balance_deepseek
 from ...planner.search.bounds import lower_bound
 from ...topology import Topology
 from ..formats.loads import read_load
-from ..simulate import merge_windows
 
 MAX_WINDOWS = 24
-"""Longer series are merged into at most so many windows; each is planned for and judged by itself."""
+"""The newest of a longer series."""
 
 FloatArray = NDArray[np.float64]
 
@@ -38,24 +37,17 @@ class PlanShape:
     slots_per_rank: int
     groups: int = 1
 
-    @property
-    def slots(self) -> int:
-        return self.ranks * self.slots_per_rank
-
 
 Planner = Callable[[FloatArray, PlanShape], Placement]
 """Plans a window ``[L, E]``."""
 
 
-def run(
-    load_files: Sequence[str | Path] = (), repeats: int = 5, on_progress: Callable[[str], None] = lambda what: None
-) -> dict[str, Any]:
+def run(load_files: Sequence[str | Path] = (), repeats: int = 5) -> dict[str, Any]:
     """Plan every load for about four experts a rank, without replicas and with one replica slot a rank.
 
     Args:
         load_files: load files; none: the series that comes with the package.
         repeats: timings of a load's first window; each further window is timed once. The median counts.
-        on_progress: called with what is measured next.
 
     Returns:
         JSON-able, ``{"planner": rows}`` as `measure` returns them.
@@ -65,13 +57,12 @@ def run(
     """
     loads = read_loads(load_files or ["sample"]).items()
     each = ((name, load, shape) for name, load in loads for shape in shapes_for(load.shape[2]))
-    return {"planner": [row for one in each for row in measure(*one, {}, repeats, on_progress)]}
+    return {"planner": [row for one in each for row in measure(*one, {}, repeats)]}
 
 
 def read_loads(files: Sequence[str | Path]) -> dict[str, FloatArray]:
     """Return the loads ``[T, L, E]`` of files by name, of few windows."""
-    loads = {Path(path).name: read_load(path) for path in files}
-    return {name: merge_windows(load, -(-len(load) // MAX_WINDOWS)) for name, load in loads.items()}
+    return {Path(path).name: read_load(path)[-MAX_WINDOWS:] for path in files}
 
 
 def shapes_for(experts: int) -> list[PlanShape]:
@@ -84,30 +75,22 @@ def shapes_for(experts: int) -> list[PlanShape]:
 
 
 def measure(
-    name: str,
-    load: FloatArray,
-    shape: PlanShape,
-    others: Mapping[str, Planner],
-    repeats: int,
-    on_progress: Callable[[str], None],
-) -> list[dict[str, Any]]:
+    name: str, load: FloatArray, shape: PlanShape, others: Mapping[str, Planner], repeats: int
+) -> Iterator[dict[str, Any]]:
     """Plan each window of a load ``[T, L, E]`` by each of our policies that can plan for a shape, and by others.
 
-    Returns:
-        A row for each planner, DeepSeek's rule first: ``load``, ``layers``, ``experts``, ``ranks``, ``slots``,
-        ``groups``, ``planner``, ``balancedness`` and ``bound`` (mean / max rank load, mean over layers and windows; the
-        bound is that of slots that may hold any expert), ``ms`` (CPU time of one plan of all layers) and ``time_ratio``
-        (to ``deepseek``).
+    Yields:
+        A row for each planner, DeepSeek's rule first: ``load``, ``ranks``, ``slots``, ``groups``, ``planner``,
+        ``balancedness`` and ``bound`` (mean / max rank load, mean over layers and windows; the bound is that of slots
+        that may hold any expert) and ``ms`` (CPU time of one plan of all layers).
     """
-    windows, layers, experts = load.shape
+    experts, ranks, slots = load.shape[2], shape.ranks, shape.slots_per_rank
     free = "hierarchical" if shape.groups > 1 else "free"
     planners: dict[str, Planner] = {"deepseek": _deepseek, free: _by_policy(free)}
-    if shape.groups == 1 and experts % shape.ranks == 0:
+    if shape.groups == 1 and experts % ranks == 0:
         planners["incremental (home layout)"] = _by_policy("incremental")
-    bound = np.mean([1 / lower_bound(window, shape.ranks, shape.slots_per_rank) for window in load])
-    rows: list[dict[str, Any]] = []
+    bound = float(np.mean([1 / lower_bound(window, ranks, slots) for window in load]))
     for planner, function in {**planners, **others}.items():
-        on_progress(f"{name}, {shape.ranks} ranks, {shape.slots} slots: {planner}")
         function(load[0, :1], shape)  # compiles
         seconds, balance = [], []
         for index, window in enumerate(load):
@@ -116,29 +99,21 @@ def measure(
                 placement = function(window, shape)
                 seconds.append(time.process_time() - began)
             balance.append(1 / predicted_imbalance(window, placement))
-        ms = float(np.median(seconds)) * 1e3
-        reference = rows[0]["ms"] if rows else ms
-        rows.append(
-            {
-                "load": name if windows == 1 else f"{name}, {windows} windows",
-                "layers": layers,
-                "experts": experts,
-                "ranks": shape.ranks,
-                "slots": shape.slots,
-                "groups": shape.groups,
-                "planner": planner,
-                "balancedness": float(np.mean(balance)),
-                "bound": float(bound),
-                "ms": ms,
-                "time_ratio": ms / reference if reference else None,
-            }
-        )
-    return rows
+        yield {
+            "load": name,
+            "ranks": ranks,
+            "slots": ranks * slots,
+            "groups": shape.groups,
+            "planner": planner,
+            "balancedness": float(np.mean(balance)),
+            "bound": bound,
+            "ms": float(np.median(seconds)) * 1e3,
+        }
 
 
 def _deepseek(window: FloatArray, shape: PlanShape) -> Placement:
     nodes = shape.ranks // shape.ranks_per_node if shape.groups > 1 else 1
-    slots = balance_deepseek(window, shape.slots, shape.groups, nodes, shape.ranks)[0]
+    slots = balance_deepseek(window, shape.ranks * shape.slots_per_rank, shape.groups, nodes, shape.ranks)[0]
     return Placement(slots, window.shape[1], shape.ranks)
 
 

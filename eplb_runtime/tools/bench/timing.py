@@ -12,17 +12,9 @@ from torch import Tensor
 
 
 def timed(
-    ways: Sequence[Callable[[], object]],
-    repeats: int,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-    calls: int = 1,
+    ways: Sequence[Callable[[], object]], repeats: int, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Tensor:
     """Time the ways in turns, after one call of each that warms up. Collective with a ``group``.
-
-    Args:
-        device: waited for at the end of each timing.
-        calls: of a way in one timing.
 
     Returns:
         Seconds of a call, float64 ``[repeats, ways]``; with a ``group`` those of its slowest rank.
@@ -34,11 +26,10 @@ def timed(
                 dist.barrier(group=group)
             synchronize(device)
             began = time.perf_counter()
-            for _ in range(calls):
-                work()
+            work()
             synchronize(device)
             if repeat >= 0:
-                seconds[repeat, index] = (time.perf_counter() - began) / calls
+                seconds[repeat, index] = time.perf_counter() - began
     return seconds if group is None else slowest(seconds, group, device)
 
 
@@ -57,6 +48,5 @@ def ratio(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what was launched."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

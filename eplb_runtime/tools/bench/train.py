@@ -7,9 +7,8 @@ said to be. All variants train in one run and take turns in blocks of steps, so 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -21,41 +20,27 @@ from ...balancer.balancer import Balancer
 from ...config import BalancerConfig, MigrationConfig
 from ...events import LoadMeasured, RebalanceCommitted
 from ...hosts import attach
-from ...observe.profiling import profiler
 from .timing import ratio, slowest
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The model, its batches and how long it trains.
-
-    Args:
-        layers, experts, hidden, width, top_k: of the model; ``experts`` is a multiple of twice the ranks.
-        tokens: of each rank's batch, a multiple of ``experts``.
-        skew: share of an expert's load to that of the one before it, so 1 is balanced.
-        interval: steps between decisions, and of a block.
-        settle_blocks: of each variant before timing, in which experts find their places.
-        blocks: timed, of each variant.
-    """
+    """The model, its batches and how long it trains."""
 
     layers: int = 2
-    experts: int = 8
+    experts: int = 8  # a multiple of twice the ranks
     hidden: int = 256
     width: int = 1024
     top_k: int = 2
-    tokens: int = 1024
-    skew: float = 0.6
-    interval: int = 10
-    settle_blocks: int = 4
-    blocks: int = 8
+    tokens: int = 1024  # of each rank's batch, a multiple of `experts`
+    skew: float = 0.6  # load of an expert by that of the one before it; 1: balanced
+    interval: int = 10  # steps between decisions, and of a block
+    settle_blocks: int = 4  # before timing, in which experts find their places
+    blocks: int = 8  # timed
 
 
 class MoEStack(nn.Module):
-    """Residual MoE layers of the Transformers library's experts; who gets which token is given.
-
-    Args:
-        implementation: a name of the library's, of how experts compute.
-    """
+    """Residual MoE layers of the Transformers library's experts; who gets which token is given."""
 
     def __init__(self, work: Workload, implementation: str = "grouped_mm") -> None:
         from transformers import MixtralConfig
@@ -91,7 +76,7 @@ class _Variant:
         self._weights_TK = torch.full((work.tokens, work.top_k), 1 / work.top_k)
         self.block_seconds: list[float] = []
 
-    def steps(self, count: int, after_step: Callable[[], None] = lambda: None) -> float:
+    def steps(self, count: int) -> float:
         """Return the seconds that this rank took; batches are made before the clock starts."""
         batches = [self._batch(self._step + index) for index in range(count)]
         self._step += count
@@ -101,7 +86,6 @@ class _Variant:
             self._model(hidden_TD, ids_LTK, self._weights_TK).backward()
             self._optimizer.step()
             self._optimizer.zero_grad()
-            after_step()
         dist.barrier()
         return time.perf_counter() - began
 
@@ -127,34 +111,22 @@ def choices(work: Workload, skew: float, generator: torch.Generator) -> Tensor:
 
 
 def run(
-    device: torch.device,
-    repeats: int = 8,
-    *,
-    brief: bool = False,
-    width: int = Workload.width,
-    work: Workload | None = None,
-    profile: Path | None = None,
-    on_progress: Callable[[str], None] = lambda said: None,
+    device: torch.device, repeats: int = Workload.blocks, *, brief: bool = False, work: Workload | None = None
 ) -> dict[str, Any]:
     """Train the variants on the ranks of the process group, one thread each. Collective.
 
     Args:
-        device: of this rank; the CPU.
         repeats: blocks of ten steps, timed, of each variant.
         brief: train experts fixed and homes moved alone.
-        width, work: of the experts' hidden layer; or all sizes.
-        profile: folder for traces of a further block of each variant: ``static/rank0.json.gz`` and so on.
-        on_progress: called with what is trained next.
+        work: all sizes; None: `Workload`'s.
 
     Returns:
-        JSON-able. ``"train"``: a row for each variant of skewed load (``static``, ``homes``, ``replicas``) and for
-        ``even``, the same model with fixed experts and as many tokens for each: ``step_ms``, ``slowest_over_fastest``
-        of its blocks (near 1 on a quiet machine), ``imbalance`` (max / mean rank load in the timed steps),
-        ``homes_moved``, ``copies`` (replicas at the end), ``over_static`` (steps in the time of a static one) and
-        ``share_of_even_gain`` (of what static loses against even load). ``"speed_up"`` of homes. ``"overhead"``:
-        ``static_step_ms`` (``even``'s), ``attached_step_ms`` (even load, and a balancer that decides every interval),
-        ``overhead``, ``homes_moved``. Times are medians over blocks; shares, speed-up and overhead are medians over
-        blocks that followed each other.
+        JSON-able. ``"train"``: a row for each variant of skewed load (``static``, ``homes``, ``replicas``), for
+        ``even``, the same model with fixed experts and as many tokens for each, and for ``attached``, even load with a
+        balancer that decides every interval: ``step_ms``, ``slowest_over_fastest`` of its blocks (near 1 on a quiet
+        machine), ``imbalance`` (max / mean rank load in the timed steps), ``homes_moved``, ``over_static`` (steps in
+        the time of a static one) and ``share_of_even_gain`` (of what static loses against even load). ``"overhead"`` of
+        ``attached`` over ``even``. Times are medians over blocks, ratios medians over blocks that followed each other.
 
     Raises:
         ValueError: the device is no CPU.
@@ -162,7 +134,7 @@ def run(
     if device.type != "cpu":
         raise ValueError("bench train measures on CPUs")
     torch.set_num_threads(1)
-    work = work or Workload(blocks=repeats, width=width, settle_blocks=3 if brief else Workload.settle_blocks)
+    work = work or Workload(blocks=repeats, settle_blocks=3 if brief else Workload.settle_blocks)
     variants = [_Variant("static", work, work.skew, policy="static"), _Variant("homes", work, work.skew)]
     if not brief:
         variants += [
@@ -170,35 +142,20 @@ def run(
             _Variant("even", work, 1.0, policy="static", interval=None),
             _Variant("attached", work, 1.0),
         ]
-    taken = _alternate(variants, work, on_progress)
+    taken = _alternate(variants, work)
     rows = [_row(*one, work, taken) for one in zip(variants, taken, strict=True)]
-    result: dict[str, Any] = {"ranks": dist.get_world_size(), "train": rows, "speed_up": ratio(taken[0], taken[1])}
-    if not brief:
-        even, attached = rows[-2], rows.pop()
-        result["overhead"] = [
-            {
-                "static_step_ms": even["step_ms"],
-                "attached_step_ms": attached["step_ms"],
-                "overhead": ratio(taken[-1], taken[-2]) - 1,
-                "homes_moved": attached["homes_moved"],
-            }
-        ]
     for variant in variants:
-        if profile is not None:
-            with profiler(profile / variant.name, work.interval - 1, skip=0) as recorded:
-                variant.steps(work.interval, recorded.step)
         variant.balancer.close()
-    return result
+    result = {"ranks": dist.get_world_size(), "train": rows}
+    return result if brief else {**result, "overhead": ratio(taken[-1], taken[-2]) - 1}
 
 
-def _alternate(variants: Sequence[_Variant], work: Workload, on_progress: Callable[[str], None]) -> list[list[float]]:
+def _alternate(variants: Sequence[_Variant], work: Workload) -> list[list[float]]:
     """Return the seconds of the timed blocks of each variant, on the slowest rank. Collective."""
     for variant in variants:
-        on_progress(f"{variant.name}: experts find their places")
         # Half a block more: decisions fall into the middle of blocks, and with them what they do in the background.
         variant.steps(work.settle_blocks * work.interval + work.interval // 2)
     for block in range(work.blocks):
-        on_progress(f"block {block + 1}/{work.blocks} of each variant")
         for variant in variants if block % 2 == 0 else reversed(variants):
             variant.block_seconds.append(variant.steps(work.interval))
     return [slowest(variant.block_seconds).tolist() for variant in variants]
@@ -217,7 +174,6 @@ def _row(
         "slowest_over_fastest": max(blocks) / min(blocks),
         "imbalance": fmean(imbalance or [1.0]),
         "homes_moved": sum(event.moved_experts for event in events if isinstance(event, RebalanceCommitted)),
-        "copies": int((variant.balancer.placement.copy_count - 1).sum()),
         "over_static": ratio(static, blocks),
     }
     if len(taken) > 2:

@@ -1,7 +1,6 @@
-"""Forecast of what a job will find: memory of a model, and what is usable here."""
+"""What a job will find usable on this machine."""
 
 from .links import TransportTrial, try_transports
 from .machine import backends, versions
-from .memory import DoctorError, memory_of
 
-__all__ = ["DoctorError", "TransportTrial", "backends", "memory_of", "try_transports", "versions"]
+__all__ = ["TransportTrial", "backends", "try_transports", "versions"]

@@ -36,20 +36,14 @@ class TransportTrial:
     inter_node_gb_per_second: float | None
 
 
-def try_transports(
-    device: torch.device, on_progress: Callable[[str], None] = lambda said: None
-) -> tuple[TransportTrial, ...]:
+def try_transports(device: torch.device) -> tuple[TransportTrial, ...]:
     """Warm every transport up on the ranks of the process group and measure its links. Collective; never raises for a
-    transport that cannot be used here. ``on_progress`` is called with what is tried next."""
+    transport that cannot be used here."""
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_SECONDS))
-    found = []
     try:
-        for name in TRANSPORTS:
-            on_progress(f"trying transport {name}")
-            found.append(_tried(name, device, control))
+        return tuple(_tried(name, device, control) for name in TRANSPORTS)
     finally:
         dist.destroy_process_group(control)
-    return tuple(found)
 
 
 def _tried(name: str, device: torch.device, control: dist.ProcessGroup) -> TransportTrial:

@@ -5,24 +5,18 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from ...balancer.compile_ahead import compiles, functions_on_disk, is_compiled
+from ...balancer.compile_ahead import compiles, is_compiled
 from ...distributed import node_memory
 from ...distributed.transports import deepep_package
 from ...utils.jit import cache_folder
-from ...utils.tables import counted
 
-PACKAGES = ("torch", "transformers", "safetensors", "numpy", "numba")
-OPTIONAL = {
-    "transformers": ("transformers", "Hugging Face models"),
-    "accelerate": ("accelerate", "Transformers' Trainer"),
-    "prometheus_client": ("prometheus_client", "metrics on /metrics"),
-}
+PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy", "numba", "prometheus_client")
 POLICY = "incremental"
 """The default of jobs."""
 
@@ -47,7 +41,7 @@ def versions() -> dict[str, str]:
 
 
 def backends() -> tuple[Backend, ...]:
-    """Return what carries tokens and experts, what optional parts need, and whether decisions are compiled already."""
+    """Return what carries tokens and experts, and whether decisions are compiled already."""
     gloo = dist.is_available() and dist.is_gloo_available()
     has_nccl = dist.is_available() and dist.is_nccl_available()
     nccl = "torch sees no CUDA device" if has_nccl else "torch was built without it"
@@ -64,9 +58,6 @@ def backends() -> tuple[Backend, ...]:
         Backend("symmetric memory", not symmetric, f"{symmetric or of_copies}: it has not been run on GPUs yet"),
         Backend("hierarchical", True, "tokens cross to a node once, without deep_ep: dispatch='hierarchical'"),
     ]
-    for module, (package, what) in OPTIONAL.items():
-        installed = util.find_spec(module) is not None
-        found.append(Backend(module, installed, what if installed else f"{what}: pip install {package}"))
     return (*found, compiled())
 
 
@@ -80,7 +71,6 @@ def compiled() -> Backend:
         return Backend(name, False, f"{shown} cannot be written: each job compiles for itself")
     if is_compiled(POLICY):
         return Backend(name, True, f"compiled, in {shown}")
-    if functions := functions_on_disk():
-        rest = "the rest is compiled by eplb-runtime warmup, or beside the first job's training"
-        return Backend(name, True, f"partly: {counted(functions, 'function')} in {shown}; {rest}")
-    return Backend(name, True, f"empty: the first job compiles beside training, into {shown}")
+    return Backend(
+        name, True, f"not compiled: eplb-runtime warmup does it, or the first job while it trains, in {shown}"
+    )

@@ -19,6 +19,8 @@ from .reading import Content, FormatError, LoadArray, about, names_in, numbers, 
 SAMPLE = "sample"
 ENDINGS = (".npz", ".safetensors", ".json")
 """Of load files that are written."""
+ENOUGH, FEW = 4, 0.25
+"""Tokens for each expert with which all get some, as a rule; and the share of them that is too few."""
 MOST_TOKENS = 2.0**53
 """Whole numbers stay below it: larger ones have lost digits, and their sums lose more."""
 
@@ -104,6 +106,20 @@ def layers_without_tokens(load: LoadArray) -> int:
     """Return how many leading layers of a [T, L, E] load carry no token in any window: dense layers, as a rule."""
     busy = np.flatnonzero(load.any(axis=(0, 2)))
     return int(busy[0]) if len(busy) else load.shape[1]
+
+
+def looks_partial(load: LoadArray) -> str:
+    """Return a sentence on a [T, L, E] load in which few experts of each layer and window have tokens; else nothing.
+
+    At most a quarter of them, where tokens would be enough for all: as one rank counts its own experts.
+    """
+    many_TL = load.sum(axis=2) >= ENOUGH * load.shape[2]
+    most = int((load > 0).sum(axis=2)[many_TL].max(initial=0))
+    if not 0 < most <= load.shape[2] * FEW:
+        return ""
+    return (
+        f"no more than {most} of {load.shape[2]} experts of a layer have tokens in a window, as in one rank's counts."
+    )
 
 
 def checked_load(values: ArrayLike, dense_layers: int) -> LoadArray:

@@ -89,7 +89,7 @@ def _read(line: bytes) -> tuple[tuple[int, _Layer] | None, NDArray[np.int64], in
     mtp = record.get("mtp_idx")
     layer = (record.get("block", "decoder") != "decoder", 0 if mtp is None else int(mtp), int(record["layer"]))
     rows = record["top_indices"]
-    ids = expert_ids(rows, "top_indices").reshape(-1) if rows else none
+    ids = expert_ids(rows, "top_indices").reshape(-1).astype(np.int64) if rows else none
     ids = ids[ids >= 0]  # a token that is dropped, or padding
     if ids.size and ids.max() >= MOST_EXPERTS:
         raise ValueError(f"expert {ids.max()}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -60,15 +61,15 @@ def numbers(values: Any, name: str) -> LoadArray:
     return _plain_array(values, name, "iuf", "hold numbers").astype(np.float64)
 
 
-def expert_ids(values: Any, name: str, shape: tuple[str, ...] = ("layers", "slots")) -> NDArray[np.int64]:
-    """Return values as int64, any ids; ``shape`` names the dimensions that they must have."""
+def expert_ids(values: Any, name: str, shape: tuple[str, ...] = ("layers", "slots")) -> NDArray[np.integer]:
+    """Return values as whole numbers of any kind, any ids; ``shape`` names the dimensions that they must have."""
     wanted = f"be [{', '.join(shape)}] of expert ids"
     array = _plain_array(values, name, "iu", wanted)
     if array.ndim != len(shape):
         raise FormatError(f"{name} must {wanted}")
     if array.size and array.max() > np.iinfo(np.int64).max:
         raise FormatError(f"{name} holds {array.max()}, which is no id")
-    return array.astype(np.int64)
+    return array
 
 
 def require_few(count: int, name: str) -> None:
@@ -88,7 +89,9 @@ def names_in(container: Iterable[Any]) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's message, short enough to stand in ours."""
-    return one_line(error)[:160]
+    if refused := re.search(r"GLOBAL ([\w.]+)", str(error)):  # torch's, of a class that it does not make
+        return f"it holds a {refused[1]}"
+    return re.sub(r"\x1b\[[\d;]*m", "", one_line(error))[:160]
 
 
 def _plain_array(values: Any, name: str, kinds: str, wanted: str) -> NDArray[Any]:
@@ -179,7 +182,7 @@ def read_pt(path: Path) -> dict[str, Any]:
     import torch
 
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.serialization.safe_globals(_arrays()):
             warnings.simplefilter("ignore")  # a refusal is one line
             content = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, MemoryError):
@@ -189,6 +192,13 @@ def read_pt(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise FormatError(f"holds a {type(content).__name__}; a dump holds a dict")
     return content
+
+
+def _arrays() -> list[Any]:
+    """Return what a pickled array of whole numbers names, for torch to allow."""
+    rebuild = np.empty(0).__reduce__()[0]
+    names = [f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")]
+    return [*((rebuild, name) for name in names), np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in "bBhHiIlL")]
 
 
 def read_named_pt(path: Path) -> dict[str, Any]:

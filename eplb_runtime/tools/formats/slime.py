@@ -16,6 +16,8 @@ from .reading import MOST_EXPERTS, Content, FormatError, expert_ids, read_named_
 
 FIELDS = ("rollout_id", "samples")
 ROUTING = "rollout_routed_experts"
+CHUNK_IDS = 1 << 18
+"""Ids that are counted at a time."""
 
 
 def load_in(content: Content) -> JobRecord | None:
@@ -56,7 +58,15 @@ def _replayed(rollouts: Iterable[Mapping[str, Any]]) -> NDArray[np.int64] | None
             chosen = sample.get(ROUTING) if isinstance(sample, Mapping) else None
             if chosen is None:
                 raise FormatError(f"{where} has no {ROUTING}: start slime with --use-rollout-routing-replay")
-            of_sample = _counted(expert_ids(chosen, f"{where}: {ROUTING}", ("tokens", "layers", "topk")), where)
+            if isinstance(chosen, str):
+                raise FormatError(
+                    f"{where}: {ROUTING} names {chosen[:80]!r}, which is not read: save the ids themselves"
+                )
+            ids_TLK = expert_ids(chosen, f"{where}: {ROUTING}", ("tokens", "layers", "topk"))
+            if "tokens" in sample and len(ids_TLK) != len(sample["tokens"]) - 1:
+                have = f"{len(ids_TLK)} rows of {ROUTING} and {len(sample['tokens'])} tokens"
+                raise FormatError(f"{where} has {have}: a row for each token but the last is expected")
+            of_sample = _counted(ids_TLK, where)
             if counts.size and len(counts) != len(of_sample):
                 raise FormatError(f"{where} has {len(of_sample)} layers, those before have {len(counts)}")
             counts = _added(counts, of_sample)
@@ -70,13 +80,17 @@ def _replayed(rollouts: Iterable[Mapping[str, Any]]) -> NDArray[np.int64] | None
     return np.stack([_added(np.zeros((1, experts), np.int64), one) for one in windows]) if windows else None
 
 
-def _counted(ids_TLK: NDArray[np.int64], where: str) -> NDArray[np.int64]:
+def _counted(ids_TLK: NDArray[np.integer], where: str) -> NDArray[np.int64]:
     """Return ``[L, E]``, E one more than the largest id."""
     layers = ids_TLK.shape[1]
-    largest = int(ids_TLK.max(initial=0))
-    if not 0 <= ids_TLK.min(initial=0) <= largest < MOST_EXPERTS:
-        raise FormatError(f"{where}: experts {ids_TLK.min(initial=0)} to {largest} in {ROUTING}")
-    counts = np.stack([np.bincount(ids_TLK[:, layer].reshape(-1), minlength=largest + 1) for layer in range(layers)])
+    least, largest = int(ids_TLK.min(initial=0)), int(ids_TLK.max(initial=0))
+    if not 0 <= least <= largest < MOST_EXPERTS:
+        raise FormatError(f"{where}: experts {least} to {largest} in {ROUTING}")
+    counts = np.zeros((layers, largest + 1), np.int64)
+    for ids_CLK in np.array_split(ids_TLK, ids_TLK.size // CHUNK_IDS + 1):  # NumPy counts int64, 8 times as large
+        counts += [
+            np.bincount(layer.reshape(-1).astype(np.int64), minlength=largest + 1) for layer in ids_CLK.swapaxes(0, 1)
+        ]
     if ids_TLK.shape[2] > 1:
         counts[~ids_TLK.any(axis=(0, 2))] = 0  # no router gives one expert twice to a token: a dense layer
     return counts

@@ -43,27 +43,25 @@ def run(
     """
     others = {name: _planner(find_peer(name)) for name in peers}
     made: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "plans": lambda: _plans(loads, repeats, others, on_progress),
+        "plans": lambda: _plans(loads, repeats, others),
         "suite": lambda: suite.run(on_progress=on_progress),
     }
     return {name: made[name]() for name in tables}
 
 
-def _plans(
-    files: Sequence[str], repeats: int, others: dict[str, planner.Planner], on_progress: Callable[[str], None]
-) -> list[dict[str, Any]]:
+def _plans(files: Sequence[str], repeats: int, others: dict[str, planner.Planner]) -> list[dict[str, Any]]:
     rows = []
     for name, load in (planner.read_loads(files) or made_loads.generated()).items():
         served = () if files else made_loads.SERVED.get(load.shape[2], ())
         for shape in (*(PlanShape(*one) for one in served), *planner.shapes_for(load.shape[2])):
-            rows += planner.measure(name, load, shape, others, repeats, on_progress)
+            rows += planner.measure(name, load, shape, others, repeats)
     return rows
 
 
 def _planner(peer: Peer) -> planner.Planner:
     def planned(window: NDArray[np.float64], shape: PlanShape) -> Placement:
         nodes = shape.ranks // shape.ranks_per_node if shape.groups > 1 else 1
-        slots = peer(window, shape.slots, shape.groups, nodes, shape.ranks)
+        slots = peer(window, shape.ranks * shape.slots_per_rank, shape.groups, nodes, shape.ranks)
         return as_placement(slots, window.shape[1], shape.ranks)
 
     return planned

@@ -12,6 +12,7 @@ import pytest
 from eplb_runtime import planner
 from eplb_runtime.cli import main
 from eplb_runtime.cli.printing import note_compilation
+from eplb_runtime.load.series import RecordedJob, SeriesWriter
 from eplb_runtime.tools.formats.loads import write_load
 from eplb_runtime.utils import jit
 
@@ -54,6 +55,24 @@ def test_one_window_cannot_be_simulated(tmp_path: Path, capsys: pytest.CaptureFi
     write_load(tmp_path / "load.npz", np.ones((1, 2, 8)))
     assert main(["simulate", str(tmp_path / "load.npz"), *CLUSTER, "--every", "1"]) == 2
     assert "a series of one window has none that comes next" in capsys.readouterr().err
+
+
+def test_a_folder_says_what_is_not_given_and_a_file_does_not(
+    load: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = RecordedJob(ranks=4, ranks_per_node=2, ep_size=4, interval=2)
+    writer = SeriesWriter(tmp_path / "run", 3, 8, job)
+    writer.append(np.load(load)["load"], 1)
+    writer.close()
+    shown = []
+    for given in ([], [*CLUSTER, "--every", "2"]):
+        assert main(["simulate", str(tmp_path / "run"), *given, "--policies", "static", "--json"]) == 0
+        (row,) = json.loads(capsys.readouterr().out)["policies"]
+        shown.append({name: value for name, value in row.items() if name != "plan_seconds"})
+    assert shown[0] == shown[1]
+    assert main(["simulate", load, *CLUSTER[:2]]) == 2
+    said = capsys.readouterr().err
+    assert "does not say what job it is of: give --ranks-per-node, --slots-per-rank, --every" in said
 
 
 def test_a_command_that_compiles_says_so(

@@ -93,12 +93,13 @@ def test_a_list_has_a_load_for_each_micro_batch() -> None:
     assert found.tolist() == [rows, [[2.0, 1.0, 1.0], [0.0, 1.0, 1.0]], [[0.0] * 3, [0.0] * 3]]
     assert checked_declaration([torch.tensor(row) for row in rows], 2, 3).tolist() == [rows], "a list of layers"
     assert checked_declaration(rows, 2, 3).tolist() == [rows]
+    twice = torch.tensor([[[0, 0], [1, 2]]])
+    assert checked_declaration(twice, 2, 3).tolist() == [[[2.0, 0.0, 0.0], [0.0, 1.0, 1.0]]], "as tables of hashes do"
 
 
 WRONG: list[tuple[Any, str]] = [
     (torch.tensor([[[0, 4], [0, 1]]]), "an id 4: give logical ids from 0 to 3"),
     (torch.tensor([[[0, -2], [0, 1]]]), "an id -2"),
-    (torch.tensor([[[1, 1], [0, 1]]]), "name one expert twice"),
     (torch.ones(5, 2, 3), "give [2, 4]"),
     (torch.ones(5, 3, 2, dtype=torch.int64), "give [2, 4]"),
     ([torch.ones(1, 2, 4), torch.ones(1, 2, 4)], "a micro-batch of the declared list has shape (1, 2, 4)"),

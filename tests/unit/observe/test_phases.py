@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from eplb_runtime.observe.profiling import profiler
 from eplb_runtime.observe.traces import analyse
 from eplb_runtime.observe.traces.kinds import phase_of
 from eplb_runtime.utils.spans import phase, phase_name
@@ -32,7 +31,14 @@ def test_phases_of_all_threads_are_in_the_trace(tmp_path: Path) -> None:
         with phase(name, "", 1, 0):
             torch.ones(3).add(1)
 
-    with profiler(tmp_path / "traces", steps=2, skip=1) as recorded:
+    all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    steps = torch.profiler.schedule(wait=1, warmup=1, active=2)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        schedule=steps,
+        on_trace_ready=lambda trace: trace.export_chrome_trace(str(tmp_path / "rank0.json.gz")),
+        experimental_config=all_threads,
+    ) as recorded:
         for _ in range(5):
             work("here")
             beside = threading.Thread(target=work, args=("beside",))
@@ -40,6 +46,6 @@ def test_phases_of_all_threads_are_in_the_trace(tmp_path: Path) -> None:
             beside.join()
             recorded.step()
     work("here")
-    found = analyse(tmp_path / "traces" / "rank0.json.gz")
+    found = analyse(tmp_path / "rank0.json.gz")
     assert found.steps == 2
     assert {(p.phase, p.layer, p.spans) for p in found.phases} == {("here", 1, 2), ("beside", 1, 2)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ import pytest
 import torch
 
 from eplb_runtime.cli import main
+from eplb_runtime.tools.formats import slime
 from eplb_runtime.tools.formats.loads import read_load, read_record
-from eplb_runtime.tools.formats.reading import FormatError
+from eplb_runtime.tools.formats.reading import FormatError, open_content
 
 
-def write(path: Path, *samples: Any) -> Path:
+def write(path: Path, *samples: Any, tokens: int | None = None) -> Path:
     """As slime's `save_debug_rollout_data` does, with some of what stands beside the routing in a sample."""
-    known = {"index": 0, "prompt": "2 + 2?", "response": "4", "reward": 1.0, "status": "completed", "metadata": {}}
+    known: dict[str, Any] = {"index": 0, "prompt": "2 + 2?", "response": "4", "status": "completed", "metadata": {}}
+    known |= {} if tokens is None else {"tokens": [7] * tokens}
     routed = [{**known, "rollout_routed_experts": chosen} for chosen in samples]
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"rollout_id": int(path.stem), "samples": routed}, path)
@@ -54,11 +57,26 @@ def test_dense_layers_have_no_load_and_can_be_left_out(tmp_path: Path) -> None:
         ([torch.zeros(3, 2, dtype=torch.int32)], r"must be \[tokens, layers, topk\] of expert ids"),
         ([chosen([[0, -1]])], "experts -1 to 0"),
         ([chosen([[0, 1 << 20]])], "experts 0 to 1048576"),
+        (["/shm/routing.0"], "sample 0: rollout_routed_experts names '/shm/routing.0', which is not read"),
+        ([Path("routing.0")], r"not a torch file of tensors and plain values \(it holds a pathlib\.\w+\)$"),
     ],
 )
 def test_what_is_no_routing_is_one_line(tmp_path: Path, samples: list[Any], said: str) -> None:
     with pytest.raises(FormatError, match=said):
         read_load(write(tmp_path / "0.pt", *samples))
+
+
+def test_arrays_are_read_at_little_more_than_their_size_and_rows_are_those_of_tokens(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).integers(0, 8, (100_000, 20, 2), dtype=np.uint8)
+    file = write(tmp_path / "0.pt", ids, tokens=len(ids) + 1)
+    assert read_load(file)[0, 3].tolist() == np.bincount(ids[:, 3].ravel()).tolist()
+    content = open_content(write(tmp_path / "1.pt", torch.from_numpy(ids)))
+    tracemalloc.start()
+    assert slime.load_in(content) is not None
+    assert tracemalloc.get_traced_memory()[1] < ids.nbytes
+    tracemalloc.stop()
+    with pytest.raises(FormatError, match="sample 0 has 100000 rows of rollout_routed_experts and 100002 tokens"):
+        read_load(write(file, ids, tokens=len(ids) + 2))
 
 
 def test_rollouts_of_different_models_are_one_line(tmp_path: Path) -> None:
@@ -81,3 +99,5 @@ def test_assess_takes_a_folder_of_rollouts(tmp_path: Path, capsys: pytest.Captur
     assert main(["assess", str(tmp_path), "--ranks", "4"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "homes alone are tried. 4 ranks: the busiest rank has" in shown
+    assert main(["assess", str(tmp_path), "--ranks", "3", "--experts", "18"]) == 0, "two were never chosen"
+    assert "3 ranks: the busiest rank has" in " ".join(capsys.readouterr().out.split())
