@@ -239,12 +239,9 @@ def _layers_of(
     """What ``layers`` says of each model."""
     if layers is None:
         return [None] * len(models)
-    of_each: list[list[MoE] | None] = []
-    flat = [layer for layer in layers if isinstance(layer, MoE)]
-    if len(models) == 1 and len(flat) == len(layers):
-        of_each.append(flat)
-    else:
-        of_each.extend([layer for layer in own if isinstance(layer, MoE)] for own in layers if not isinstance(own, MoE))
+    of_each: list[Any] = [list(own) for own in layers if not isinstance(own, MoE)]
+    if len(models) == 1 and not of_each:
+        of_each = [list(layers)]
     if len(of_each) != len(models):
         raise AttachError("layers= of several models: give a list of eplb.MoE for each, empty where one has none")
     return of_each

@@ -353,10 +353,6 @@ def _refuse(trainer: Any) -> None:
         raise AttachError("BalancedTrainer needs a process for each device: start it with torchrun")
 
 
-if not hasattr(Trainer, "_clip_grad_norm"):
-    raise ImportError("BalancedTrainer needs Transformers 5.18 or newer: pip install 'eplb-runtime[trainer]'")
-
-
 class BalancedTrainer(BalancedTrainerMixin, Trainer):
     """Transformers' Trainer with the experts of the model spread over all ranks and balanced.
 

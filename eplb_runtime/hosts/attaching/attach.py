@@ -59,7 +59,7 @@ from ...replicas.sharded import ReplicaGather
 from ...replicas.sync import ReplicaSync
 from ...topology import Topology
 from ...utils.errors import one_line
-from .checks import as_all_say, check, raise_on_all, wait_for_ranks
+from .checks import check, raise_on_all, undone_on_failure, wait_for_ranks
 from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
 from .forwards import Forwards
 from .meta import make_buffers, make_parameters
@@ -99,26 +99,18 @@ def attach_stages(
         config, ranks = layout_of(trial, config, ranks)
     runs_own_way = trial is not None and trial.layout == "single"
     made = _connect(_Given(stages, optimizers, config, device, container, runs_own_way), ranks)
-    groups, close = made.groups, made.transport.close
+    groups = made.groups
     steppers = _of_torch([*optimizers, *([container] if container is not None else [])])
-    before = Before([stage.model for stage in stages], steppers)
-    try:
+    undo = [Before([stage.model for stage in stages], steppers).restore, made.transport.close]
+    with undone_on_failure(groups, undo):
         cut, routed = _on_all_or_none(lambda: _spread(made), groups)
         balancer, hooked = _balance(made, cut, routed)
-        close = balancer.close
+        undo[1] = balancer.close
         _on_all_or_none(lambda: _hook(made, cut, balancer, hooked), groups)
         _on_all_or_none(lambda: _record(made, cut, balancer), groups)
         balancer._begin()
         for problem in problems_of([layer for _, _, layer in made.layers], made.tests):
             balancer._guard.report(problem)
-    except BaseException as error:
-        said = as_all_say(error, groups)
-        before.restore()
-        close()
-        groups.close()
-        if said is None:
-            raise
-        raise said from error
     groups.settle()
     made.transport.wait_at_most(config.timeout_seconds)
     of_bits = _notes(made, cut)
@@ -221,11 +213,12 @@ def _connect(given: _Given, ranks: Ranks) -> _Connected:
         groups = ProcessGroups(ranks, [len(stage.host.layers) for stage in stages], device, config.timeout_seconds)
     except Exception as error:
         raise AttachError(one_line(error, with_type=True)) from error
-    transport: Transport | None = None
-    try:
+    undo: list[Callable[[], None]] = []
+    with undone_on_failure(groups, undo):
         give_back_dropped()
         seconds, job = groups.setup_seconds, groups.job
         transport = new_transport(config, groups.migration, groups.backend, device, seconds)
+        undo.append(transport.close)
         transport.warm_up(time.monotonic() + seconds)
         topology = Topology.from_launcher(launcher_environment(), job.ep_size, job.ep_sets)
         peers = [job.migration_ranks.index(rank) for rank in job.ep_ranks]
@@ -237,14 +230,6 @@ def _connect(given: _Given, ranks: Ranks) -> _Connected:
         dispatch = choose_together(config, groups.dispatch, topology, device, seconds)
         raise_on_all(dispatch.problem, groups)
         copies = transport_of_copies(config, groups, topology, device)
-    except BaseException as error:
-        said = as_all_say(error, groups)
-        if transport is not None:
-            transport.close()
-        groups.close()
-        if said is None:
-            raise
-        raise said from error
     return _Connected(
         **vars(given),
         groups=groups,
@@ -429,7 +414,10 @@ def _hook(made: _Connected, cut: _Cut, balancer: Balancer, hooked: Optimizers) -
         homes = partial(homes_of, balancer, index)
         made_with = homes().here if layer.slots else None
         mark_state(layer.experts, name, homes, made_with=made_with, on_partial=on_partial)
-    _watch_forwards(balancer, made.stages)
+    for stage in made.stages:
+        balancer._end_with(stage.host.watch_batches())
+        layers = {layer for name, layer in cut.layer_of_parameter.items() if name.startswith(stage.prefix)}
+        balancer._forwards.append(Forwards(balancer, stage, frozenset(layers)))
     if made.container is None:
         hooked.add(made.optimizers)
     else:
@@ -537,12 +525,3 @@ def _expert_sizes(registry: ExpertTensors) -> dict[str, Any]:
 
 def _of_torch(optimizers: Sequence[AnyOptimizer]) -> list[torch.optim.Optimizer]:
     return [optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Optimizer)]
-
-
-def _watch_forwards(balancer: Balancer, stages: Sequence[Stage]) -> None:
-    """Let batches and forwards reach the balancer."""
-    for stage in stages:
-        balancer._end_with(stage.host.watch_batches())
-        names = balancer.layer_of_parameter
-        layers = frozenset(layer for name, layer in names.items() if name.startswith(stage.prefix))
-        balancer._forwards.append(Forwards(balancer, stage, layers))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -398,12 +399,18 @@ def raise_on_all(problem: str, groups: ProcessGroups) -> None:
         raise AttachError(problem or str(first))
 
 
-def as_all_say(error: BaseException, groups: ProcessGroups) -> AttachError | None:
-    """Tell the others that attaching has failed here; returns what to raise instead of the error, if anything."""
-    cause = groups.explain(error)
-    if not cause and (isinstance(error, AttachError) or not isinstance(error, Exception)):
-        return None
-    return AttachError(cause or one_line(error, with_type=True))
+@contextmanager
+def undone_on_failure(groups: ProcessGroups, undo: Sequence[Callable[[], object]]) -> Iterator[None]:
+    """Where what is inside fails, tell the other ranks, undo it in this order, and close the groups."""
+    try:
+        yield
+    except BaseException as error:
+        cause = groups.explain(error)
+        for one in (*undo, groups.close):
+            one()
+        if not cause and (isinstance(error, AttachError) or not isinstance(error, Exception)):
+            raise
+        raise AttachError(cause or one_line(error, with_type=True)) from error
 
 
 def wait_for_ranks(

@@ -15,7 +15,7 @@ from ...distributed.ranks import Ranks
 from ...moe.experts.optimizer_state import replace_parameter
 from ...placement import Placement
 from ...utils.errors import one_line
-from .checks import as_all_say, check, raise_on_all
+from .checks import check, raise_on_all, undone_on_failure
 from .description import AttachError, MoELayer, Spread, Stage, mark_spread
 from .meta import blank
 from .self_test import problems_of, try_layers
@@ -38,8 +38,7 @@ def shard_stage(
         groups = ProcessGroups(ranks, layers, device, config.timeout_seconds, only_control=True)
     except Exception as error:
         raise AttachError(one_line(error, with_type=True)) from error
-    before = Before([stage.model], [])
-    try:
+    with undone_on_failure(groups, [Before([stage.model], []).restore]):
         placement = check([stage], [], config, groups, device)
         problems = problems_of(host.layers, try_layers(host.layers, config.guard))
         for problem in problems if config.guard == "warn" else ():
@@ -50,14 +49,7 @@ def shard_stage(
             for name in layer.parameters:
                 layer.put(name, cut_rows(layer, name, rows, device, trial is not None and trial.layout == "single"))
             mark_spread(layer.experts, Spread(len(rows), placement.digest(), groups.job.ep_ranks))
-    except BaseException as error:
-        said = as_all_say(error, groups)
-        before.restore()
-        if said is None:
-            raise
-        raise said from error
-    finally:
-        groups.close()
+    groups.close()
 
 
 def rows_of_rank(placement: Placement, rank: int) -> Tensor:

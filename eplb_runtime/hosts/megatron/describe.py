@@ -112,13 +112,9 @@ def _ranks(model: nn.Module, found: Sequence[tuple[str, Any]], wrapped: bool) ->
     is_stage = pipeline_size > 1 and (bool(found) or isinstance(model, MegatronModule))
     if not found and not is_stage:
         return None
-    groups = {tuple(dist.get_process_group_ranks(module.ep_group)) for _, module in found}
-    if len(groups) > 1:
-        raise AttachError(f"the MoE layers have different expert-parallel groups: {sorted(map(list, groups))}")
-    if not groups:
-        groups = {tuple(dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group()))}
+    group = found[0][1].ep_group if found else parallel_state.get_expert_model_parallel_group()
     return Ranks(
-        ep=groups.pop(),
+        ep=tuple(dist.get_process_group_ranks(group)),
         stages=(_stage(model, pipeline_size),) if is_stage else (0,),
         gradient_divisor=1 if wrapped else None,
         divided_state=_divides_experts(model),
@@ -229,12 +225,9 @@ def _refuses(layers: Sequence[MoELayer], wrapped: bool, config: BalancerConfig) 
 
 
 def _check_layer(name: str, module: nn.Module) -> None:
-    """Check that columns can change places and that experts lie in order; settings have rules of their own."""
+    """Check that columns can change places; settings have rules of their own."""
     if not isinstance(module, MegatronLayer):
         raise AttachError(f"{name} is a {type(module).__name__}, no MoELayer: how it routes tokens is not known")
-    first = module.ep_group.rank() * module.num_local_experts
-    if list(module.local_expert_indices) != list(range(first, first + module.num_local_experts)):
-        raise AttachError(f"{name} holds the experts {list(module.local_expert_indices)}, not {first} and following")
 
 
 def _notes(layers: Sequence[tuple[str, Any]]) -> tuple[str, ...]:

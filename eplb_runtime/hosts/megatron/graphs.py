@@ -59,8 +59,7 @@ class GraphedColumns:
 
     def begin(self, rows_ND: Tensor) -> None:
         """After a replay: begin the layer's forward with the load that the graph has counted."""
-        if self._left_2E is None:
-            raise RuntimeError("a CUDA graph of moe_preprocess was captured before attach: attach first, then capture")
+        assert self._left_2E is not None  # `check_not_captured`
         self._columns.begin_after_graph(rows_ND, *self._left_2E)
 
 

@@ -35,11 +35,6 @@ _SCALED = (torch.float16,)
 # -- divided over ranks ------------------------------------------------------------------------------------------------
 
 
-def is_divided(leaf: Any) -> bool:
-    """Return whether a distributed optimizer divides what it steps over several ranks."""
-    return len(ranks_of(leaf)) > 1
-
-
 def ranks_of(leaf: Any) -> tuple[int, ...]:
     """The ranks that a distributed optimizer divides over, in their order."""
     return tuple(dist.get_process_group_ranks(leaf.data_parallel_group))

@@ -29,7 +29,6 @@ from ...moe.experts.optimizer_state import Ranges
 from ..attaching.description import AnyOptimizer, AttachError, MoELayer
 from .kept_state import (
     OffloadedState,
-    is_divided,
     is_mixed,
     is_offloaded,
     is_precision_aware,
@@ -196,11 +195,12 @@ class StepByMegatron:
                 return math.sqrt(square + sum(float(one) ** 2 for one in norms if one))
 
             joined.put(optimizer, "get_grad_norm", norm)
+        put_for_state = partial(joined.put, for_state=True)
         for leaf in self._leaves_of_experts():
             if isinstance(leaf, DistributedOptimizer):
-                refuse_places(optimizer, leaf, has_moved, joined.put_for_state)
+                refuse_places(optimizer, leaf, has_moved, put_for_state)
             else:
-                say_experts(leaf, partial(self._experts_in, leaf, experts_here), joined.put_for_state)
+                say_experts(leaf, partial(self._experts_in, leaf, experts_here), put_for_state)
         return joined
 
     def _norm_of_all(self, own_norm: Callable[[], float], square_of_experts: Square) -> float:
@@ -256,20 +256,16 @@ class Joined:
 
     def __init__(self, has_moved: Callable[[], bool]) -> None:
         self._has_moved = has_moved
-        self._put: list[tuple[Any, str]] = []
-        self._put_for_state: list[tuple[Any, str]] = []
+        self._put: list[tuple[Any, str, bool]] = []
 
-    def put(self, thing: Any, name: str, method: Callable[..., Any]) -> None:
+    def put(self, thing: Any, name: str, method: Callable[..., Any], for_state: bool = False) -> None:
         setattr(thing, name, method)
-        self._put.append((thing, name))
-
-    def put_for_state(self, thing: Any, name: str, method: Callable[..., Any]) -> None:
-        setattr(thing, name, method)
-        self._put_for_state.append((thing, name))
+        self._put.append((thing, name, for_state))
 
     def remove(self) -> None:
-        for thing, name in [*self._put, *([] if self._has_moved() else self._put_for_state)]:
-            vars(thing).pop(name, None)
+        for thing, name, for_state in self._put:
+            if not (for_state and self._has_moved()):
+                vars(thing).pop(name, None)
         self._put.clear()
 
 
@@ -311,11 +307,6 @@ def _held(leaf: Any) -> set[int]:
         return {id(parameter) for group in groups for parameter in group}
     if isinstance(leaf, FP32Optimizer):
         return {id(parameter) for group in leaf.optimizer.param_groups for parameter in group["params"]}
-    if isinstance(leaf, torch.optim.Optimizer):
-        raise AttachError(
-            f"the layer-wise optimizer has torch's {type(leaf).__name__} in its chain, which Megatron cannot step: "
-            "it takes bf16 alone; set bf16=True, or optimizer='muon' without use_layer_wise_distributed_optimizer"
-        )
     raise AttachError(
         f"Megatron's {type(leaf).__name__} is not supported: what it keeps for an expert cannot be reached; use "
         "optimizer='adam' or 'sgd', distributed or not"
@@ -323,7 +314,7 @@ def _held(leaf: Any) -> set[int]:
 
 
 def _is_divided(leaf: Any) -> bool:
-    return isinstance(leaf, DistributedOptimizer) and is_divided(leaf)
+    return isinstance(leaf, DistributedOptimizer) and len(ranks_of(leaf)) > 1
 
 
 def _is_here(leaf: Any, parameter: Tensor) -> bool:

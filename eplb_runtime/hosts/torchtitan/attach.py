@@ -90,7 +90,7 @@ def _path(function: Callable[..., Any]) -> str:
 def _parallelize(
     own: Callable[..., nn.Module], model: nn.Module, *, parallel_dims: ParallelDims, **options: Any
 ) -> nn.Module:
-    """Refuse an `spmd_backend` with which torchtitan would fail itself, long before `_attach`."""
+    """Refuse an `spmd_backend` with which torchtitan would fail itself, long before `_build`."""
     backend = parallel_dims.spmd_backend
     for refusal in check_spmd_backend(parallel_dims):
         raise AttachError(str(refusal))
@@ -112,19 +112,9 @@ def _build(
     *,
     trainer_config: Any,
 ) -> None:
+    """Attach after the model's own function; raises `AttachError` on every rank, or on none."""
     if own is not None:
         own(optimizers, model_parts, parallel_dims)
-    _attach(optimizers, model_parts, parallel_dims, config, trainer_config)
-
-
-def _attach(
-    optimizers: Any,
-    model_parts: Sequence[nn.Module],
-    parallel_dims: ParallelDims,
-    config: BalancerConfig,
-    trainer_config: Any,
-) -> Balancer:
-    """Raises `AttachError` on every rank, or on none."""
     ranks, stages, problem = Ranks(), [], None
     device, settings = torch.device("cpu"), settings_of({})
     try:
@@ -161,7 +151,6 @@ def _attach(
     if parallel_dims.pp_enabled:
         accompany(model_parts, balancer)
     _clip_experts(model_parts, balancer)
-    return balancer
 
 
 def _host(part: nn.Module, ep_ranks: tuple[int, ...], settings: JobSettings) -> HostModel:
@@ -208,6 +197,7 @@ def _live_settings(
 ) -> JobSettings:
     blocks = [block for part in model_parts for block in part.modules()]
     dispatchers = _dispatchers(trainer_config)
+    capacities = [getattr(one, "non_blocking_capacity_factor", None) for one in dispatchers]
     return settings_of(
         {
             "expert_parallel_degree": parallel_dims.ep,
@@ -217,9 +207,7 @@ def _live_settings(
             "spmd_backend": parallel_dims.spmd_backend,
             "top_k": dispatchers[0].top_k if dispatchers else None,
             "moe_comm_backend": backend_of(dispatchers),
-            "non_blocking_capacity_factor": min(
-                (one.non_blocking_capacity_factor for one in dispatchers if _drops(one)), default=None
-            ),
+            "non_blocking_capacity_factor": min((one for one in capacities if one is not None), default=None),
             "disable_cuda_graphs": trainer_config.training.disable_cuda_graphs,
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "compiled": ("model",) if any(map(_is_compiled, blocks)) else (),
@@ -232,11 +220,6 @@ def _live_settings(
 def _dispatchers(trainer_config: Any) -> list[Any]:
     """Configs of the whole model's token dispatchers, also where this rank's stages have none."""
     return [one for _, one, _, _ in trainer_config.model_spec.model.traverse(LocalTokenDispatcher.Config)]
-
-
-def _drops(dispatcher: Any) -> bool:
-    """Whether a dispatcher's config has a capacity."""
-    return getattr(dispatcher, "non_blocking_capacity_factor", None) is not None
 
 
 def _is_compiled(block: nn.Module) -> bool:

@@ -5,7 +5,6 @@ No torchtitan is imported here.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,6 @@ from torch import Tensor
 from ..attaching.expert_spans import call_begins, call_ends
 from .settings import OWN_BACKENDS
 
-GIVEN = ("x_TD", "topk_scores_TK", "topk_expert_ids_TK", "num_local_tokens_per_expert_E")
-"""Arguments of ``dispatch`` in torchtitan 0.3.0."""
-GIVEN_BY_MODEL = ("x_BLD", "topk_scores_BLK", "topk_expert_ids_BLK", "num_local_tokens_per_expert_E")
-"""Arguments of ``RoutedExperts.forward``."""
 MADE_IN = "torchtitan.models.common.token_dispatcher"
 
 Forward = Callable[..., Tensor]
@@ -42,22 +37,12 @@ def forward_by_slots(
     return out
 
 
-def why_not_renamed(name: str, routed: Any, own: Forward, backend: str) -> str:
+def why_not_renamed(name: str, routed: Any, backend: str) -> str:
     """Return why a layer cannot be given slots by `forward_by_slots`, or ""."""
-    dispatcher = routed.token_dispatcher
-    kind = type(dispatcher)
+    kind = type(routed.token_dispatcher)
     if kind.__name__ != OWN_BACKENDS[backend] or kind.__module__ != MADE_IN:
         return (
             f"{name} has a {kind.__module__}.{kind.__name__}, and the model's config says {backend}: leave "
             f"token_dispatcher as moe_comm_backend='{backend}' makes it"
         )
-    for what, function, known in ((kind.__name__, kind.dispatch, GIVEN), ("RoutedExperts", own, GIVEN_BY_MODEL)):
-        given = tuple(inspect.signature(function).parameters)[1:]
-        if given != known:
-            return (
-                f"{name}: {what} of this torchtitan takes {', '.join(given)}, and not {', '.join(known)}: where it "
-                "reads ids is not known; use torchtitan 0.3.0, or moe_comm_backend='standard'"
-            )
-    if dispatcher.ep_mesh is None:
-        return f"{name}: its dispatcher has no mesh of expert-parallel ranks: set parallelism.expert_parallel_degree"
     return ""

@@ -101,7 +101,7 @@ def describe(name: str, routed: RoutedExperts, backend: str) -> MoELayer:
         routed._layer = layer
 
     if backend != STANDARD:
-        if why := why_not_renamed(name, routed, RoutedExperts.forward, backend):
+        if why := why_not_renamed(name, routed, backend):
             raise AttachError(why)
         return MoELayer(f"{name}.inner_experts", experts, experts.num_experts, names, None, install)
     # Of quantised products (MXFP8): the rows of an expert are filled up to so many.

@@ -181,12 +181,12 @@ def _described(name: str, wrappers: Sequence[tuple[str, nn.Module]], experts: nn
                 "PEFT's LoRA (LoraConfig(target_parameters=...)) is known here by expert: use that, target other "
                 "modules, or keep adapters [E, ...] as parameters of the experts module"
             )
-        low_rank.append(_low_rank(name, inner_path, wrapper, experts, spread_of(outer) is not None))
+        low_rank.append(_low_rank(name, inner_path, wrapper, experts))
     # The innermost wrapper first, as PEFT adds them.
     return AdaptedExperts(outer, experts, path, tuple(reversed(low_rank)))
 
 
-def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module, is_cut: bool) -> LowRank:
+def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module) -> LowRank:
     """One wrapper, if its adapter can be split by expert and gives what PEFT gives."""
     where = f"{name}: LoRA on {wrapper.parameter_name}"
     if len(wrapper.lora_A) != 1:
@@ -205,7 +205,7 @@ def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module, is_cut: bo
     if wrong := [what for what, is_so in odd.items() if is_so]:
         raise AttachError(f"{where} has {' and '.join(wrong)}, which has no form by expert here: leave it out")
     one = LowRank(wrapper, path, adapter)
-    matrix, experts_here = getattr(experts, one.matrix), int(experts.num_experts)  # type: ignore[arg-type]
+    matrix = getattr(experts, one.matrix)
     if matrix.ndim != 3:
         raise AttachError(
             f"{where} of shape {tuple(matrix.shape)} is one pair of matrices for all experts, which cannot be split: "
@@ -214,8 +214,6 @@ def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module, is_cut: bo
     a, b = one.pair
     if isinstance(a, DTensor) or isinstance(b, DTensor):
         raise AttachError(f"{where} is sliced by fully_shard: leave experts with adapters out of it (ignored_params)")
-    if not is_cut and a.shape[0] != experts_here * wrapper.r[adapter]:
-        raise AttachError(f"{where} has {a.shape[0]} rows for {experts_here} experts of rank {wrapper.r[adapter]}")
     return one
 
 

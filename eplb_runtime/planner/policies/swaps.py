@@ -51,7 +51,7 @@ def swaps(request: PlanRequest) -> Placement:
     price = _price_of_swap(request)
     worth = [one.imbalance + price * np.arange(len(one.imbalance)) for one in found]
     best = [int(value.argmin()) if value[0] - value.min() >= LEAST_GAIN else 0 for value in worth]
-    if not request.declared and (len(request.scenarios) > 1 or (request.one_known and request.weighs_noise)):
+    if request.weighs_noise and not request.declared and (len(request.scenarios) > 1 or request.one_known):
         tried = [layer for layer, end in enumerate(best) if end]
         gains = [_unled_gain(request, layer, rank_LE[layer], speed_R) for layer in tried]
         sure = surely_gains(*np.reshape(gains, (-1, 2)).T)
