@@ -141,7 +141,7 @@ def _said(states: Mapping[_Part, int]) -> str:
             parts.append(
                 "each has the weights of another expert, as a walk by local index (ep_rank * E/R + i) exports them "
                 "once experts have moved: take balancer.named_logical_tensors(), walk inside "
-                "balancer.logical_order(), or let the walk be followed (eplb_runtime.hosts.walks)"
+                "balancer.logical_order(), or let the walk be followed (launch/examples/rl_weights.py)"
             )
         raise ExportError(f"verify_export: {'; '.join(parts)}")
     if missing:

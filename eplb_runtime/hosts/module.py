@@ -120,13 +120,6 @@ def stack_experts(model: nn.Module, layers: Sequence[MoE]) -> None:
     Raises:
         AttachError: the experts of a list are not equal modules, compute otherwise, share tensors, or keep buffers;
             nothing is changed.
-
-    Example:
-        >>> layer = nn.Module()
-        >>> layer.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-        >>> stack_experts(layer, [MoE("experts", run="run_experts")])
-        >>> {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
-        {'experts.weight': (4, 16, 16), 'experts.bias': (4, 16)}
     """
     made = []
     for layer in layers:

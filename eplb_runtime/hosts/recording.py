@@ -63,27 +63,6 @@ def record(
         AttachError: no MoE layer was found, layers have different numbers of experts, or the folder holds the load of
             another model or cannot be written to; on all ranks alike.
         RuntimeError: a rank did not come.
-
-    Example:
-        A layer of four experts that serves 32 tokens, each by two of them, in one process:
-
-        >>> import tempfile
-        >>> from eplb_runtime.tools.formats.loads import read_load
-        >>> class Layer(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-        ...     def forward(self, hidden, ids, weights):
-        ...         return self.run_experts(hidden, ids, weights)
-        ...     def run_experts(self, hidden, ids, weights):
-        ...         return sum(w.unsqueeze(1) * self.experts[0](hidden) for w in weights.unbind(1))
-        >>> layer, ids = Layer(), torch.tensor([[0, 1], [0, 2]]).repeat(16, 1)
-        >>> with tempfile.TemporaryDirectory() as run:
-        ...     with record(layer, run, layers=[MoE("experts", run="run_experts")]) as recording:
-        ...         _ = layer(torch.randn(32, 16), ids, torch.full((32, 2), 0.5))
-        ...         recording.step()  # with an optimizer, its step does it
-        ...     read_load(run).tolist()
-        [[[32.0, 16.0, 16.0, 0.0]]]
     """
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     recorder, problem, whole = None, None, nn.Module()

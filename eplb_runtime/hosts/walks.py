@@ -1,34 +1,31 @@
 """Exports by frameworks that walk the modules of each rank and take its expert ``i`` for ``ep_rank * E/R + i``.
 
 Such a walk is made right here: in the place of an expert's parameter it gets the weights of the expert that was there
-at launch, from the rank that has it now. One function for each framework puts that where the framework reads
-parameters. Nothing moves. A rank holds the weights of one layer's experts beside its model, for a moment three times.
+at launch, from the rank that has it now. `launch/examples/rl_weights.py` puts that where frameworks read parameters.
+Nothing moves. A rank holds the weights of one layer's experts beside its model, for a moment three times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from functools import wraps
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..balancer.balancer import Balancer
 from ..checkpoint.stream import ExportError
 from ..distributed.consensus import first_problem
 from ..migration.overlapped import sampled
 from ..moe.experts.gathering import rearranged
-from ..moe.experts.matching import MARK
 from ..moe.experts.slices import is_sliced
 from ..placement import Placement
 
 Key = TypeVar("Key")
 
 
-class _Walk:
+class Walk:
     """One walk over the expert parameters of this rank. Collective over the job when it begins, between steps; from
     then on over each EP group, whose ranks walk the same parameters in the same order."""
 
@@ -137,106 +134,3 @@ def _like(parameter: Tensor, values: Tensor) -> Tensor:
         if noted is None or isinstance(noted, bool | int | float | str):
             setattr(values, name, noted)
     return values
-
-
-class _WalkedModule:
-    """A module whose ``named_parameters`` are in logical order; the rest, but for its state dict, is the module's."""
-
-    def __init__(self, module: nn.Module, walk: _Walk) -> None:
-        self._module, self._walk = module, walk
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-    def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
-        """`nn.Module.named_parameters`."""
-        return self._walk.pairs(self._module.named_parameters(*arguments, **options), str)
-
-    def parameters(self, recurse: bool = True) -> Iterator[Tensor]:
-        """`nn.Module.parameters`."""
-        return (tensor for _, tensor in self.named_parameters(recurse=recurse))
-
-    def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:
-        """`nn.Module.state_dict`, which walkers read for what is no parameter: experts have no data here."""
-        found = self._module.state_dict(*arguments, **{**options, "keep_vars": True})
-        own = {name: value for name, value in found.items() if name.rpartition(".")[2] != MARK}
-        return {name: self._walk.without_data(value) for name, value in own.items()}
-
-
-def modules_in_logical_order(balancer: Balancer, models: Sequence[nn.Module]) -> list[Any]:
-    """Give a walker these in the place of the model's chunks: their ``named_parameters()`` are those of a job in which
-    no expert has moved. For walkers that read nothing else, such as verl's ``per_tensor_generator``. Collective over
-    the job, between steps; each call serves one export.
-
-    Args:
-        models: as attached, or what Megatron's wrappers hold.
-
-    Returns:
-        A stand-in for each model, without the wrappers around it. Experts are copies, and writing to them raises.
-
-    Raises:
-        ExportError: weights have no memory now, or the experts are not a tensor each.
-        RuntimeError: a rank did not come, or the balancer is closed.
-    """
-    walk = _Walk(balancer, "modules_in_logical_order()")
-    return [_WalkedModule(_unwrapped(model), walk) for model in models]
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    while isinstance(inner := getattr(model, "module", None), nn.Module):
-        model = inner
-    return model
-
-
-def walk_in_slime(balancer: Balancer, named_params_and_buffers: Callable[..., Any]) -> Callable[..., Any]:
-    """Make of slime's ``named_params_and_buffers`` (``slime/backends/megatron_utils/update_weight/common.py``) one that
-    yields experts under their logical ids, wherever they are; put it in its place in that module and in those that
-    import it by name (``actor``, ``update_weight_from_distributed``, ``hf_weight_iterator_direct``).
-
-    Buckets and routes that slime makes once stay right, as names stay with ranks. Each call is collective over the job,
-    between steps. A backup can be taken of what it yields; restoring one that has an expert which is elsewhere raises.
-
-    Args:
-        named_params_and_buffers: slime's own function.
-    """
-
-    @wraps(named_params_and_buffers)
-    def walk(*arguments: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
-        in_order = _Walk(balancer, "named_params_and_buffers()")
-        yield from in_order.pairs(named_params_and_buffers(*arguments, **options), str)
-
-    return walk
-
-
-class _TasksInLogicalOrder:
-    """Tasks of an export, as often as they are run through; weights of experts are brought as they are asked for."""
-
-    def __init__(self, balancer: Balancer, tasks: Sequence[Any]) -> None:
-        self._balancer, self._tasks = balancer, tasks
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def __iter__(self) -> Iterator[Any]:
-        walk = _Walk(self._balancer, "an export by Megatron-Bridge")
-        for task in self._tasks:
-            if getattr(task, "param_weight", None) is None:  # of another pipeline stage
-                yield task
-                continue
-            for own, weight in walk.pairs([(task, task.param_weight)], lambda task: str(task.global_param_name)):
-                yield own if weight is own.param_weight else replace(own, param_weight=weight)
-
-
-def tasks_in_logical_order(balancer: Balancer, tasks: Sequence[Any]) -> Any:
-    """Make of Megatron-Bridge's conversion tasks such as export experts under their logical ids:
-    ``bridge.export_hf_weights(model, conversion_tasks=tasks_in_logical_order(balancer, tasks))``.
-
-    They may be kept, and serve every later export. Each run through them is collective over the job, between steps.
-
-    Args:
-        tasks: of ``bridge.get_conversion_tasks(model)``.
-
-    Returns:
-        What has a length and can be iterated over. Not for loading, which writes to the weights of its tasks.
-    """
-    return tasks if isinstance(tasks, _TasksInLogicalOrder) else _TasksInLogicalOrder(balancer, tasks)

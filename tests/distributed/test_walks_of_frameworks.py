@@ -26,7 +26,6 @@ from ranks import run_ranks
 from torch import Tensor
 
 import eplb_runtime as eplb
-from eplb_runtime.hosts import walks
 from eplb_runtime.moe.experts.matching import MARK
 
 pytestmark = pytest.mark.skipif(
@@ -34,6 +33,7 @@ pytestmark = pytest.mark.skipif(
 )
 EXPERTS, RANKS = 8, 2
 STATE = dict[str, Tensor]
+walks = load_example("rl_weights")
 
 
 def model_of_two_ranks() -> tuple[Any, Any, eplb.Balancer]:
@@ -125,7 +125,7 @@ class ByGathering:
                 yield f"{head}.weight{rank * EXPERTS // RANKS + int(index)}", one
 
     def follow(self, balancer: eplb.Balancer) -> None:
-        load_example("verl_weights").follow_verl(balancer, self.engine)
+        load_example("rl_weights").follow_verl(balancer, self.engine)
 
     def export(self) -> STATE:
         return copied(self.engine.bridge.export_weights(self.models))
@@ -177,7 +177,7 @@ class ByTasks:
         return "saved"
 
     def follow(self, balancer: eplb.Balancer) -> None:
-        load_example("verl_weights").follow_verl(balancer, self.engine)
+        load_example("rl_weights").follow_verl(balancer, self.engine)
 
     def export(self) -> STATE:
         self.tasks = self.tasks or self.get_conversion_tasks(self.model)  # verl keeps them

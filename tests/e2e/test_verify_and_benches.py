@@ -68,7 +68,7 @@ def test_verify_that_is_ended_ends_its_job_and_removes_its_folder(tmp_path: Path
     ("arguments", "said"),
     [
         ([], "verify needs the command that trains"),
-        (["--family", "olmoe"], "verify your own job"),
+        (["--family", "olmoe"], "unrecognized arguments: --family"),
         (["--steps", "0"], "whole number above 0"),
     ],
 )

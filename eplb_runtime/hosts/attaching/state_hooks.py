@@ -23,8 +23,6 @@ logger = logging.getLogger("eplb_runtime")
 
 OURS = "eplb_runtime.checkpoint, or eplb_runtime.logical_state_dict and load_logical_state_dict"
 BY_THE_FRAMEWORK = "the framework's distributed checkpoints (sharded_state_dict), which name experts"
-_WHOLE = 1e-6
-"""So far from a whole number a mark may be that went through an average of equal ones."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,9 @@ class Homes:
             )
         mark = torch.as_tensor(mark).tolist()
         theirs = [round(number) for number in mark]
-        # The mean of two orders is no order, whatever their weights.
+        # The mean of two orders is no order, whatever their weights; that of equal ones may be a little off.
         is_order = sorted(theirs[1:]) == list(range(len(self.order)))
-        if not is_order or any(abs(a - b) > _WHOLE for a, b in zip(mark, theirs, strict=True)):
+        if not is_order or any(abs(a - b) > 1e-6 for a, b in zip(mark, theirs, strict=True)):
             return (
                 f"the {what} mixes rows of {name} from before and after experts moved: average in logical order "
                 "(eplb_runtime.logical_state_dict), or tensors that move along (balancer.register)"

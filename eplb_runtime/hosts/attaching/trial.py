@@ -172,9 +172,14 @@ class TrialRun:
         # Where all is on each rank gradients are averaged as they are made: what a loop does with them sees averages.
         is_early = trial.layout == "single" and len(job.layers_of_stage) == 1  # a schedule goes by stage
         self._largest = math.inf
-        undo = [listen(self._losses, self._before_forward, self._average_early if is_early else lambda *_: None)]
-        undo.append(let_clipping_bite(lambda: (self._step, self._largest)))
-        self._undo = lambda: [end() for end in undo]
+        unlisten = listen(self._losses, self._before_forward, self._average_early if is_early else lambda *_: None)
+        let_go = let_clipping_bite(lambda: (self._step, self._largest))
+
+        def undo() -> None:
+            unlisten()
+            let_go()
+
+        self._undo = undo
         balancer._follow_steps(self._before_step, self._after_step)
         balancer._close_with(self._undo)
         if trial.layout == "moved":
@@ -196,12 +201,11 @@ class TrialRun:
     def _steps_another(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Take digests of gradients that optimizers use which the balancer does not know; of one inside another not."""
         self._steppers += 1
-        if self._steppers > 1:
-            return
-        for number, parameter in enumerate(one for group in optimizer.param_groups for one in group["params"]):
+        parameters: list[Tensor] = [one for group in optimizer.param_groups for one in group["params"]]
+        for number, parameter in enumerate(parameters if self._steppers == 1 else ()):
             of_another = parameter.grad is not None and id(parameter) not in self._ours
             if of_another and not isinstance(parameter, DTensor):  # of which each rank has a part
-                digest, _ = _sketched(TrialEntry("", "number", -1, parameter.grad))
+                digest = _sketched(TrialEntry("", "number", -1, parameter.grad))[0]  # type: ignore[arg-type]
                 self._foreign[f"parameter {number} of another {type(optimizer).__name__}"] += int(digest)
 
     def _has_stepped(self, *_: object) -> None:
@@ -217,11 +221,11 @@ class TrialRun:
         if parameters and trained.difference(map(id, parameters)):
             return  # of a few layers: a weight of a loss, as a rule, by each rank's own gradients
         held = [parameter.grad for parameter in parameters]
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+        for one, own in zip(parameters, gradients, strict=True):
+            one.grad = own
         self._balancer.reduce_gradients()
-        for parameter, gradient in zip(parameters, held, strict=True):
-            parameter.grad = gradient
+        for one, before in zip(parameters, held, strict=True):
+            one.grad = before
 
     def _before_forward(self, *_: object) -> None:
         """See the precision, and, ahead of the last step, what is alive: what comes later is made new in each step."""
@@ -239,8 +243,7 @@ class TrialRun:
     def _of_run(self, name: str) -> dict[str, Any]:
         """What is known of a run before; empty: it was not yet. Collective."""
         path = Path(self._trial.folder).parent / name / "meta.json"
-        found: dict[str, Any] = json.loads(gather_bytes(path.read_bytes() if path.exists() else b"{}", self._group)[0])
-        return found
+        return dict(json.loads(gather_bytes(path.read_bytes() if path.exists() else b"{}", self._group)[0]))
 
     def _known(self) -> set[int]:
         """Return where everything is that the models and balancers of this process have."""

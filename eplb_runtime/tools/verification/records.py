@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -193,7 +193,7 @@ def to_rounding(fixed: Run, other: Run, shaken: Run) -> Closeness:
         was_alike, routed_alike = routed_alike, routed_alike and np.array_equal(steps[0].counts, steps[1].counts)
         if routed_alike:
             losses_count = losses_count and all(apart <= allowed for _, allowed, apart, _ in _losses(steps))
-        measures = _measures(steps, before, rounding) if was_alike else iter(())
+        measures: Iterable[Measure] = _measures(steps, before, rounding) if was_alike else ()
         if not routed_alike:  # what a step finds goes by no token of it
             of_losses = _losses(steps) if losses_count else ()
             measures = (*(one for one in measures if one[0].partition(" of expert")[0].endswith(FOUND)), *of_losses)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eplb_runtime.hosts.walks import _Walk
+from eplb_runtime.hosts.walks import Walk
 
 
 def replaced(tensor: Tensor) -> None:
@@ -24,7 +24,7 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 
 def walked(write: Callable[[Tensor], object], *, is_elsewhere: bool) -> list[str]:
     """Names that a walk over two experts has handed out; ``write`` is called with each."""
-    walk = object.__new__(_Walk)
+    walk = object.__new__(Walk)
     walk._at_launch = lambda name, tensor: tensor.clone() if is_elsewhere else tensor  # type: ignore[method-assign]
     seen = []
     for name, tensor in walk.pairs([("first", torch.zeros(8, 100)), ("second", torch.zeros(8, 100))], str):
