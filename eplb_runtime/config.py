@@ -266,7 +266,8 @@ class BalancerConfig(_Settings):
     """``"payoff"`` rebalances when predicted seconds saved exceed predicted seconds spent; ``"always"`` whenever the
     plan lowers the imbalance."""
     overlap: bool = False
-    """Migrate while training goes on, a layer at a time before its forward. False: between two steps, all at once."""
+    """Migrate while training goes on, a layer at a time before its forward. False: between two steps, all at once. A
+    term of the loss over weights of experts is computed after the model's forward then: before it they may yet move."""
     dense_gradients: Literal["host", "allreduce"] = "host"
     """Who averages gradients outside the experts: ``"host"`` (your DDP or FSDP) or ``"allreduce"`` (the balancer)."""
     timeout_seconds: float = 30.0

@@ -234,7 +234,7 @@ class TrialRun:
             dense = [one for one in self._entries() if one.expert < 0] if self._runtime.averages_dense else []
             self._digests = {f"buffer {one.name}": int(_sketched(one)[0]) for one in dense if one.kind == "buffer"}
             first, second = (self._of_run(name) for name in RUNS)
-            if self._trial.layout == "fixed" and (suspects := second.get("unregistered")):
+            if self._trial.layout == "fixed" and "began" in first and (suspects := second.get("unregistered")):
                 self._alive.spoil({tuple(one["shape"]) for one in suspects}, first["began"])
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if torch.is_autocast_enabled(device):
@@ -373,16 +373,16 @@ class TrialRun:
         ended, began = zip(*map(json.loads, gather_bytes(mine, group)), strict=True)
         ranks_with = Counter(chain.from_iterable(ended))
         self._meta |= {"contents": sorted(ranks_with), "began": sorted(set(chain.from_iterable(began)))}
-        known = {""} if places.spoiled else {*self._of_run(RUNS[0]).get("contents", ())}
-        few = len(job.data_ranks)
-        known -= {"", *(c for c, ranks in ranks_with.items() if c.startswith(ALIKE) and ranks < few)}
-        new = [place for place, (_, content) in enumerate(found) if content not in known]
+        doubtful = [c for c, ranks in ranks_with.items() if c.startswith(ALIKE) and ranks < len(job.data_ranks)]
+        known = {*self._of_run(RUNS[0]).get("contents", ranks_with)}.difference(doubtful, [""])
+        new = [place for place, (_, content) in enumerate(found) if places.spoiled or content not in known]
         wanted = new if places.spoiled or self._trial.layout == "moved" else []
         lines = [
             {"holder": f"rank {job.rank}: {name}", "shape": shape} for name, shape in named(found, holders, wanted)
         ]
         of_ranks = gather_bytes(json.dumps(lines).encode(), group)
-        self._meta["unregistered"] = [line for of_rank in of_ranks for line in json.loads(of_rank)]
+        all_lines = [line for of_rank in of_ranks for line in json.loads(of_rank)]
+        self._meta["confirmed" if places.spoiled else "unregistered"] = all_lines
 
     # -- what is there -------------------------------------------------------------------------------------------------
 

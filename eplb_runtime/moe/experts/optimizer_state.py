@@ -138,7 +138,7 @@ def is_per_expert(key: str, value: Any, parameter: Tensor, registered: Collectio
         return False
     raise OptimizerStateError(
         f"optimizer state {key!r} has shape {tuple(value.shape)} for an expert parameter of shape "
-        f"{tuple(parameter.shape)}: it cannot be split by expert; use an element-wise optimizer (SGD, Adam, AdamW, ...)"
+        f"{tuple(parameter.shape)}: it cannot be split by expert; give it as many dimensions, a row an expert"
     )
 
 

@@ -117,10 +117,10 @@ def proof() -> Proof:
 
 
 def _unregistered(moved: Run, again: Run | None = None) -> tuple[dict[str, Any], ...]:
-    """Return what the run with moved homes keeps by place and the second with fixed homes, if it is over, does keep."""
+    """Return what the run with moved homes keeps by place, and the second with fixed homes, if it could tell, does."""
     suspects = moved.meta.get("unregistered", ())
-    is_over = again is not None and again.length >= moved.length
-    return tuple(one for one in suspects if again is None or not is_over or one in again.meta["unregistered"])
+    confirmed = suspects if again is None else again.meta.get("confirmed", suspects)
+    return tuple(one for one in suspects if one in confirmed)
 
 
 def _answer(run: Callable[[str, bool, Path], Run], keep: Path | None = None) -> Report:

@@ -69,14 +69,13 @@ def test_what_has_only_the_number_of_elements_is_told_from_an_average_by_its_bit
     (average,), (moved,) = found(torch.ones(91)), found(torch.zeros(91))
     assert output[2] and average[2] and moved[2] != average[2]
 
-    def run(*of: tuple[str, tuple[int, ...], str]) -> Any:
-        return SimpleNamespace(
-            length=2, meta={"unregistered": [{"holder": holder, "shape": shape} for holder, shape, _ in of]}
-        )
+    def run(kind: str, *of: tuple[str, tuple[int, ...], str]) -> Any:
+        return SimpleNamespace(meta={kind: [{"holder": holder, "shape": shape} for holder, shape, _ in of]})
 
     made_new = ("an object of Sharpness", (91,), "")
-    assert len(runs._unregistered(run(moved, made_new), SimpleNamespace(length=-1))) == 2
-    (left,) = runs._unregistered(run(moved, made_new), run(moved))
+    suspects = run("unregistered", moved, made_new)
+    assert len(runs._unregistered(suspects)) == len(runs._unregistered(suspects, SimpleNamespace(meta={}))) == 2
+    (left,) = runs._unregistered(suspects, run("confirmed", moved))
     assert left == {"holder": moved[0], "shape": (91,)}
 
 
