@@ -84,7 +84,9 @@ class Walk:
         """The weights of the expert that was in this place at launch; what is no expert, as it is."""
         place = self._place_of.get(id(tensor))
         if place is None:
-            if ".experts." in name and self._any_moved():  # as all of Megatron's are named
+            if ".experts." in name and any(
+                self._has_moved(layer) for layer, _ in self._kinds
+            ):  # as all of Megatron's are named
                 raise ExportError(
                     f"{name} is no parameter of the attached model (a copy, or made from several), so the expert that "
                     "it should be is not known: export inside balancer.logical_order()"
@@ -98,9 +100,6 @@ class Walk:
         if place not in self._arrived:
             self._bring(kind)
         return _like(tensor, self._arrived.pop(place))
-
-    def _any_moved(self) -> bool:
-        return any(self._has_moved(layer) for layer, _ in self._kinds)
 
     def _has_moved(self, layer: int) -> bool:
         """Return whether experts of a layer are elsewhere than at launch; equal on all ranks."""

@@ -344,7 +344,7 @@ class TrialRun:
         _keys.cache_clear()
         if self._alive is not None:
             places, self._alive = self._alive, None
-            places.let_go()
+            places.kept.clear()
             self._look_for_kept(places)
             self._digests.update(self._foreign)
             of_ranks = list(map(json.loads, gather_bytes(json.dumps(self._digests).encode(), self._group)))
@@ -482,7 +482,8 @@ class TrialRun:
     def _write_meta(self) -> None:
         not_single = self._meta["not_single"] or self._does_not_fit()
         said = self._balancer._guard.said
-        error = max([self._coarsest, *(torch.finfo(p.dtype).eps for p in self._floating())], default=0.0)
+        held = [*self._balancer._dense.values(), *self._runtime.registry.parameters()]
+        error = max([self._coarsest, *(torch.finfo(p.dtype).eps for p in held if p.is_floating_point())])
         commits = self._balancer.placement.epoch - self._began
         groups = [group for one in self._balancer._optimizers for group in getattr(one, "param_groups", ())]
         still = {id(parameter) for group in groups if group.get("lr") == 0 for parameter in group["params"]}
@@ -492,10 +493,6 @@ class TrialRun:
         of_first = gather_bytes(json.dumps(meta).encode(), self._group)[0]
         if self._runtime.job.is_planner or not self._trial.ends_process:
             write_file(Path(self._trial.folder) / "meta.json", of_first.decode())
-
-    def _floating(self) -> Iterator[Tensor]:
-        held = [*self._balancer._dense.values(), *self._runtime.registry.parameters()]
-        return (one for one in held if one.is_floating_point())
 
     def _does_not_fit(self) -> str:
         """Say that all experts do not fit on this rank. With Adam an expert takes four times its weights."""

@@ -17,7 +17,9 @@ from types import CellType, CodeType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...moe.experts.registry import ExpertTensors
@@ -89,25 +91,22 @@ def named(found: Sequence[Found], holders: list[Any], wanted: Iterable[int]) -> 
 
 class Places:
     """Where tensors and arrays are that are not known, and what holds them, but for those that are zero. It keeps them
-    all, so that nothing else comes to be there, until it is let go."""
+    all, in ``kept``, so that nothing else comes to be there."""
 
     def __init__(self, known: set[int]) -> None:
         every = _tensors(list(_variables()))
-        self._kept = [pair for pair in every if pair[0].memory not in known and pair[0].any()]
-        self.contents = {value.content() for value, _ in self._kept}
-        self._places = {place for value, holder in self._kept for place in (value.memory, _place_of(value, holder))}
+        self.kept = [pair for pair in every if pair[0].memory not in known and pair[0].any()]
+        self.contents = {value.content() for value, _ in self.kept}
+        self._places = {place for value, holder in self.kept for place in (value.memory, _place_of(value, holder))}
         self.spoiled = False
 
     def spoil(self, shapes: Collection[tuple[int, ...]], steady: Collection[str]) -> None:
         """Write NaN over what has one of these shapes and contents: what is NaN at the step's end was made from it."""
         self._places, self.spoiled = set(), True
-        for value, holder in self._kept:
+        for value, holder in self.kept:
             if value.shape in shapes and value.content() in steady:
                 self._places |= {value.memory, _place_of(value, holder)}
                 value.spoil()
-
-    def let_go(self) -> None:
-        self._kept.clear()
 
     def left(self, value: _Candidate, holder: Any) -> bool:
         """Return whether the step has left this, or made it from what was there."""
@@ -130,12 +129,13 @@ class _Candidate:
         else:
             self._plain = local(value).detach()
             self.numel, self.memory, self._is_float = value.numel(), _memory_of(value), value.is_floating_point()
+            self._is_float = self._is_float and value.element_size() > 1  # NaN of float8 cannot be asked for
             self.has_gradient = value.grad_fn is not None
             self.trained = value.is_leaf and value.grad is not None
 
     def any(self) -> bool:
         """Whether it has anything but zeros."""
-        return bool((self._plain != 0).any())
+        return bool(self._bytes().any())
 
     def spoil(self) -> None:
         """Make it NaN, where it may be written and has numbers that can be."""
@@ -147,10 +147,16 @@ class _Candidate:
         return self._is_float and bool((self._plain == self._plain).all())
 
     def content(self) -> str:
-        """A checksum of all bits. Storage that numpy has seen could not be resized any more: tensors are copied."""
-        value = self._plain
-        array = value if isinstance(value, np.ndarray) else as_bytes(value.clone().cpu()).numpy()
-        return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).tobytes())
+        """A checksum of all bits."""
+        return xxhash.xxh3_128_hexdigest(self._bytes())
+
+    def _bytes(self) -> NDArray[np.uint8]:
+        """A copy of its memory, empty where it cannot be read. Storage that numpy has seen could not be resized."""
+        if isinstance(self._plain, np.ndarray):
+            return np.frombuffer(self._plain.tobytes(), np.uint8)
+        with suppress(RuntimeError, TypeError):
+            return as_bytes(self._plain.clone(memory_format=torch.contiguous_format).cpu()).numpy()
+        return np.empty(0, np.uint8)
 
 
 def _memory_of(tensor: Tensor) -> int:

@@ -83,7 +83,7 @@ def test_what_is_zero_as_a_step_begins_or_made_anew_elsewhere_is_not_kept() -> N
     buffer, average = torch.zeros(SHAPE), {"of": torch.ones(SHAPE)}
     places = Places({0})
     average["of"] = average["of"] * 0.9
-    places.let_go()
+    places.kept.clear()
     holders = [holder for holder, *_ in found(buffer.add_(1), places)]
     assert any(one.startswith("variable average") for one in holders), "made anew, in the same place"
     assert not any(one.startswith("variable buffer") for one in holders)
