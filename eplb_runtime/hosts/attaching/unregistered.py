@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...moe.experts.registry import ExpertTensors
@@ -135,7 +134,7 @@ class _Candidate:
 
     def any(self) -> bool:
         """Whether it has anything but zeros."""
-        return bool(self._bytes().any())
+        return bool(self._bytes().strip(b"\0"))
 
     def spoil(self) -> None:
         """Make it NaN, where it may be written and has numbers that can be."""
@@ -150,13 +149,13 @@ class _Candidate:
         """A checksum of all bits."""
         return xxhash.xxh3_128_hexdigest(self._bytes())
 
-    def _bytes(self) -> NDArray[np.uint8]:
+    def _bytes(self) -> bytes:
         """A copy of its memory, empty where it cannot be read. Storage that numpy has seen could not be resized."""
         if isinstance(self._plain, np.ndarray):
-            return np.frombuffer(self._plain.tobytes(), np.uint8)
+            return self._plain.tobytes()
         with suppress(RuntimeError, TypeError):
-            return as_bytes(self._plain.clone(memory_format=torch.contiguous_format).cpu()).numpy()
-        return np.empty(0, np.uint8)
+            return as_bytes(self._plain.clone(memory_format=torch.contiguous_format).cpu()).numpy().tobytes()
+        return b""
 
 
 def _memory_of(tensor: Tensor) -> int:
