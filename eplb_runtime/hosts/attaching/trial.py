@@ -350,8 +350,7 @@ class TrialRun:
             of_ranks = list(map(json.loads, gather_bytes(json.dumps(self._digests).encode(), self._group)))
             job = self._runtime.job
             copies = [[of_ranks[job.ranks.index(rank)] for rank in ranks] for ranks in job.data_sets]
-            uneven = [name for same in copies for name in same[0] if len({one.get(name) for one in same}) > 1]
-            self._meta["uneven"] = uneven
+            self._meta["uneven"] = [n for same in copies for n in same[0] if len({one.get(n) for one in same}) > 1]
         self._write_meta()
         dist.barrier(self._group)
         if self._trial.ends_process:
