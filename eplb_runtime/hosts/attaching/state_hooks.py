@@ -95,6 +95,9 @@ class _OfOneRank(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.clone()
+
 
 def warn_once_of_parts() -> Callable[[Homes], None]:
     """Return what says once that a state dict is of this rank alone: kept as a checkpoint, it would lose experts."""

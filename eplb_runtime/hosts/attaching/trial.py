@@ -196,6 +196,7 @@ class TrialRun:
         self._ours = {id(p): p for p in (*balancer._dense.values(), *self._runtime.parameters.values())}
         balancer._end_with(register_optimizer_step_pre_hook(self._steps_another))
         balancer._end_with(register_optimizer_step_post_hook(self._has_stepped))
+        self._first, self._second = (self._of_run(name) for name in RUNS)  # ranks meet here, and not in a forward
         self._write([])
 
     def _steps_another(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -233,9 +234,9 @@ class TrialRun:
             self._alive = Places(self._known())
             dense = [one for one in self._entries() if one.expert < 0] if self._runtime.averages_dense else []
             self._digests = {f"buffer {one.name}": int(_sketched(one)[0]) for one in dense if one.kind == "buffer"}
-            first, second = (self._of_run(name) for name in RUNS)
-            if self._trial.layout == "fixed" and "began" in first and (suspects := second.get("unregistered")):
-                self._alive.spoil({tuple(one["shape"]) for one in suspects}, first["began"])
+            suspects = self._second.get("unregistered") if self._trial.layout == "fixed" else None
+            if suspects and "began" in self._first:
+                self._alive.spoil({tuple(one["shape"]) for one in suspects}, self._first["began"])
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if torch.is_autocast_enabled(device):
             self._coarsest = max(self._coarsest, torch.finfo(torch.get_autocast_dtype(device)).eps)
@@ -373,7 +374,7 @@ class TrialRun:
         ranks_with = Counter(chain.from_iterable(ended))
         self._meta |= {"contents": sorted(ranks_with), "began": sorted(set(chain.from_iterable(began)))}
         doubtful = [c for c, ranks in ranks_with.items() if c.startswith(ALIKE) and ranks < len(job.data_ranks)]
-        known = {*self._of_run(RUNS[0]).get("contents", ranks_with)}.difference(doubtful, [""])
+        known = {*self._first.get("contents", ranks_with)}.difference(doubtful, [""])
         new = [place for place, (_, content) in enumerate(found) if places.spoiled or content not in known]
         wanted = new if places.spoiled or self._trial.layout == "moved" else []
         lines = [
