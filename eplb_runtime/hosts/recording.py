@@ -22,9 +22,6 @@ from .attaching.checks import wait_for_ranks
 from .attaching.description import AttachError, WatchedLayer, WatchedModel
 from .module import MoE
 
-WAITING_SECONDS = 30.0
-"""For ranks that do not come to ``record``, before it is said."""
-
 
 def record(
     model: nn.Module | Sequence[nn.Module],
@@ -88,7 +85,7 @@ def record(
         raise problem
     if not alone:
         everyone = list(range(dist.get_world_size()))
-        wait_for_ranks(everyone, "record", WAITING_SECONDS, problem, patient=True)
+        wait_for_ranks(everyone, "record", 30.0, problem, patient=True)
         group = _group(everyone)
         _same_everywhere(torch.tensor([len(found.layers), *sizes, interval]), group)
     recording = Recording(

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...balancer.balancer import Balancer
 from ...balancer.gradients.averaging import bit_words
@@ -154,7 +154,7 @@ class TrialRun:
         self._losses: list[Tensor] = []
         self._shaken: set[int] = set()
         self._foreign: Counter[str] = Counter()
-        self._steppers = 0
+        self._steppers: list[Optimizer] = []
         self._calls = 0
         self._alive: Places | None = None
         self._rows: dict[tuple[str, int], tuple[TrialEntry, Tensor, Tensor]] = {}
@@ -194,23 +194,21 @@ class TrialRun:
         for name, parameter in self._weighed:
             balancer._end_with(parameter.register_hook(partial(self._arrives, name)))
         self._ours = {id(p): p for p in (*balancer._dense.values(), *self._runtime.parameters.values())}
-        balancer._end_with(register_optimizer_step_pre_hook(self._steps_another))
-        balancer._end_with(register_optimizer_step_post_hook(self._has_stepped))
+        if not balancer._host_steps:  # else optimizers of the framework have parts of parameters
+            balancer._end_with(register_optimizer_step_pre_hook(self._steps_another))
+            balancer._end_with(register_optimizer_step_post_hook(lambda *_: self._steppers.pop()))
         self._first, self._second = (self._of_run(name) for name in RUNS)  # ranks meet here, and not in a forward
         self._write([])
 
-    def _steps_another(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _steps_another(self, optimizer: Optimizer, *_: object) -> None:
         """Take digests of gradients that optimizers use which the balancer does not know; of one inside another not."""
-        self._steppers += 1
+        self._steppers.append(optimizer)
         parameters: list[Tensor] = [one for group in optimizer.param_groups for one in group["params"]]
-        for number, parameter in enumerate(parameters if self._steppers == 1 else ()):
+        for number, parameter in enumerate(parameters if len(self._steppers) == 1 else ()):
             of_another = parameter.grad is not None and id(parameter) not in self._ours
             if of_another and not isinstance(parameter, DTensor):  # of which each rank has a part
                 digest = _sketched(TrialEntry("", "number", -1, parameter.grad))[0]  # type: ignore[arg-type]
                 self._foreign[f"parameter {number} of another {type(optimizer).__name__}"] += int(digest)
-
-    def _has_stepped(self, *_: object) -> None:
-        self._steppers -= 1
 
     def _arrives(self, name: str, gradient: Tensor) -> None:
         """Add to the random sums of what backward passes here give a parameter outside the experts, or all experts."""
@@ -252,6 +250,9 @@ class TrialRun:
         self._meta["balancers"] = len(balancers)
         owned = [one for balancer in balancers for one in balancer._known_tensors()]
         owned += [entry.tensor for entry in self._entries()]
+        optimizers = [o for o in gc.get_objects() if self._balancer._host_steps and issubclass(type(o), Optimizer)]
+        states = [state for one in optimizers for state in one.state.values()]
+        owned += [value for state in states for value in state.values() if isinstance(value, Tensor)]
         for old in self._runtime.model_check.replaced().values():  # the run with moved homes tells who uses them
             owned += [old] if old.grad is None else [old, old.grad]
         return memories([stage.model for stage in self._stages], self._runtime.registry, owned)

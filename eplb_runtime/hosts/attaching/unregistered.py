@@ -25,10 +25,7 @@ from ...moe.experts.registry import ExpertTensors
 from ...moe.experts.slices import has_memory, local
 from ...utils.checksums import as_bytes
 
-Found = tuple[tuple[int, ...], str]
-"""A shape and a content."""
-MOST_FOUND = 100
-"""Findings of a rank that are listed."""
+Found = tuple[tuple[int, ...], str]  # a shape and a content
 ALIKE = "alike "
 """Begins a content that is known only where all ranks have the same: of what is trained past the balancer, or has the
 last dimensions of an expert's tensor, or is a vector that may be experts."""
@@ -83,7 +80,7 @@ def kept(
 
 def named(found: Sequence[Found], holders: list[Any], wanted: Iterable[int]) -> list[tuple[str, tuple[int, ...]]]:
     """Return holders in words, and shapes, of those at the places that are wanted, without what frameworks hold."""
-    variables, first = list(_variables()), sorted(wanted, key=lambda place: found[place][1] != "")[:MOST_FOUND]
+    variables, first = list(_variables()), sorted(wanted, key=lambda place: found[place][1] != "")[:100]
     every = [(_named(holders[place], (variables, holders)), found[place][0]) for place in first]
     return [one for one in every if one[0]]
 
