@@ -196,7 +196,7 @@ class TrialRun:
         self._ours = {id(p): p for p in (*balancer._dense.values(), *self._runtime.parameters.values())}
         if not balancer._host_steps:  # else optimizers of the framework have parts of parameters
             balancer._end_with(register_optimizer_step_pre_hook(self._steps_another))
-            balancer._end_with(register_optimizer_step_post_hook(lambda *_: self._steppers.pop()))
+            balancer._end_with(register_optimizer_step_post_hook(lambda *_: self._steppers.__delitem__(-1)))
         self._first, self._second = (self._of_run(name) for name in RUNS)  # ranks meet here, and not in a forward
         self._write([])
 
