@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from .placement import Placement
 
 TRANSPORTS = ("torch", "cuda_ipc", "nixl", "nvshmem", "deepep", "auto")
-"""As in `distributed.transports.TRANSPORTS`."""
+"""Names of `distributed.transports.TRANSPORTS`."""
 CHOICES = {
     "name": ("all_to_all", "hierarchical", "deepep", "auto"),
     "split": ("water_filling", "even"),

@@ -16,7 +16,7 @@ LOAD = (
     "router trace, slime's rollouts, or the word `sample`"
 )
 POLICIES = ("static", "deepseek", "free", "hierarchical", "swaps", "incremental")
-"""As in `planner.policies`, which takes a second to import."""
+"""Names of `planner.policies`, which takes a second to import."""
 
 MOST = 2**53
 """Whole numbers stay below it: whatever is computed from one fits a float."""

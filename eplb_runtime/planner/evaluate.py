@@ -1,4 +1,4 @@
-"""What a placement makes of a load: rank loads, imbalance, the moves between two placements; and what gain is sure."""
+"""Rank loads and imbalance of a placement under a load, the moves between two placements, and what gain is sure."""
 
 from __future__ import annotations
 

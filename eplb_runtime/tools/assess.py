@@ -46,7 +46,7 @@ CPU_BANDWIDTH = 1.0
 
 @dataclass(frozen=True)
 class Figures:
-    """What the answer rests on: as an option gives it, else as recorded, else as assumed."""
+    """Figures that the answer rests on: as an option gives it, else as recorded, else as assumed."""
 
     topology: Topology  # ranks and nodes of the EP group, and bandwidths of a rank
     every: int  # training steps between plans

@@ -69,7 +69,7 @@ FOUND = " ahead of the step"
 RUNS = ("run-1-fixed", "run-2-moved")
 """Folders of the first runs, beside those of the others."""
 KINDS = ("found", "gradient", "buffer", "cache", "optimizer_state", "range", "number", "parameter")
-"""Of a tensor on record, as its number says, causes first; ``found``: a weight ahead of the optimizer's step;
+"""Kinds of a tensor on record by its number, causes first; ``found``: a weight ahead of the optimizer's step;
 ``range``, ``number``: state of which ranks have parts; ``cache``: a buffer that checkpoints leave out, unless we
 average: DistributedDataParallel would keep it alike, too."""
 
@@ -240,19 +240,20 @@ class TrialRun:
             self._coarsest = max(self._coarsest, torch.finfo(torch.get_autocast_dtype(device)).eps)
 
     def _of_run(self, name: str) -> dict[str, Any]:
-        """What is known of a run before; empty: it was not yet. Collective."""
+        """Return what is on record of a run before; empty: there was none. Collective."""
         path = Path(self._trial.folder).parent / name / "meta.json"
         return dict(json.loads(gather_bytes(path.read_bytes() if path.exists() else b"{}", self._group)[0]))
 
     def _known(self) -> set[int]:
         """Return where everything is that the models and balancers of this process have."""
-        balancers = [one for one in gc.get_objects() if type(one) is Balancer and not one._closed]
+        objects = gc.get_objects()
+        balancers = [one for one in objects if type(one) is Balancer and not one._closed]
         self._meta["balancers"] = len(balancers)
         owned = [one for balancer in balancers for one in balancer._known_tensors()]
         owned += [entry.tensor for entry in self._entries()]
-        optimizers = [o for o in gc.get_objects() if self._balancer._host_steps and issubclass(type(o), Optimizer)]
-        states = [state for one in optimizers for state in one.state.values()]
-        owned += [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        if self._balancer._host_steps:  # the framework's own, inside of what the balancer was given
+            states = [state for o in objects if issubclass(type(o), Optimizer) for state in o.state.values()]
+            owned += [value for state in states for value in state.values() if isinstance(value, Tensor)]
         for old in self._runtime.model_check.replaced().values():  # the run with moved homes tells who uses them
             owned += [old] if old.grad is None else [old, old.grad]
         return memories([stage.model for stage in self._stages], self._runtime.registry, owned)
@@ -399,9 +400,8 @@ class TrialRun:
                     first = tensor.ranges[slot][part][0] if tensor.part == "range" else 0
                     row = tensor.row(slot).detach()
                     if row.numel():
-                        yield TrialEntry(
-                            prefix * (not tensor.name.startswith(prefix)) + tensor.name, kind, expert, row, first
-                        )
+                        name = tensor.name if tensor.name.startswith(prefix) else prefix + tensor.name
+                        yield TrialEntry(name, kind, expert, row, first)
         for name, parameter in balancer._dense.items():
             yield TrialEntry(name, "parameter", -1, local(parameter))
             for optimizer in balancer._optimizers:
@@ -488,9 +488,9 @@ class TrialRun:
         commits = self._balancer.placement.epoch - self._began
         groups = [group for one in self._balancer._optimizers for group in getattr(one, "param_groups", ())]
         still = {id(parameter) for group in groups if group.get("lr") == 0 for parameter in group["params"]}
-        named = {**self._balancer._dense, **self._runtime.parameters}
         meta = {**self._meta, "said": said, "not_single": not_single, "rounding": error, "commits": commits}
-        meta["still"] = [name for name, parameter in named.items() if id(parameter) in still]
+        every = {**self._balancer._dense, **self._runtime.parameters}
+        meta["still"] = [name for name, parameter in every.items() if id(parameter) in still]
         of_first = gather_bytes(json.dumps(meta).encode(), self._group)[0]
         if self._runtime.job.is_planner or not self._trial.ends_process:
             write_file(Path(self._trial.folder) / "meta.json", of_first.decode())

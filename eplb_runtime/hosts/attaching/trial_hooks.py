@@ -1,4 +1,4 @@
-"""What a run under ``eplb-runtime verify`` changes in torch while it lasts, and which processes it has started."""
+"""Hooks into torch for a run under ``eplb-runtime verify``, and the processes that it has started."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class _Candidate:
             self.trained = value.is_leaf and value.grad is not None
 
     def any(self) -> bool:
-        """Whether it has anything but zeros."""
+        """Return whether it has anything but zeros."""
         return bool(self._bytes().strip(b"\0"))
 
     def spoil(self) -> None:
