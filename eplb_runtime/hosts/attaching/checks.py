@@ -144,8 +144,7 @@ def _check_here(
     if len(spread) > 1:
         raise AttachError("some MoE layers were spread by shard_experts and others were not: build the model anew")
     for stage in stages:
-        refused = stage.host.refuses(config)
-        if refused:
+        if refused := stage.host.refuses(config):
             raise AttachError(refused)
         sparse = [name for name, module in stage.model.named_modules() if getattr(module, "sparse", False) is True]
         if sparse:
@@ -266,10 +265,7 @@ def _check_nothing_is_lost(layer: MoELayer) -> None:
 def _check_not_tied(models: Sequence[nn.Module], layers: Sequence[MoELayer]) -> None:
     """Each expert tensor stands in one place; in the others it would go on as it is, with all experts."""
     of_layer = {
-        id(layer.parameter(name)): (
-            layer.experts.get_submodule(name.rpartition(".")[0]),
-            f"{layer.name}.{name}",
-        )
+        id(layer.parameter(name)): (layer.experts.get_submodule(name.rpartition(".")[0]), f"{layer.name}.{name}")
         for layer in layers
         for name in layer.parameters
     }
@@ -286,8 +282,7 @@ def _check_not_tied(models: Sequence[nn.Module], layers: Sequence[MoELayer]) -> 
 
 def _check_slices(layer: MoELayer, name: str, parameter: DTensor, groups: ProcessGroups) -> None:
     if groups.job.divided_rows:
-        wrong = why_not_rows(parameter, groups.job.row_rank, len(groups.job.row_ranks))
-        if wrong:
+        if wrong := why_not_rows(parameter, groups.job.row_rank, len(groups.job.row_ranks)):
             raise AttachError(f"{name} {wrong}: it cannot be moved by expert")
         return
     if spread_of(layer.experts) is None:
@@ -324,11 +319,8 @@ def _check_optimizers(optimizers: Sequence[AnyOptimizer], layers: Sequence[MoELa
             check_elementwise(optimizer, of_experts, each=each, known=config.elementwise)
         except OptimizerStateError as error:
             raise AttachError(str(error)) from None
-        if any(
-            isinstance(value, Tensor) and value.is_meta
-            for state in optimizer.state.values()
-            for value in state.values()
-        ):
+        values = (value for state in optimizer.state.values() for value in state.values())
+        if any(isinstance(value, Tensor) and value.is_meta for value in values):
             raise AttachError(
                 f"{type(optimizer).__name__} has made its state on the meta device already, where it has no values: "
                 "use an optimizer that makes it at its first step, or build the model with memory"
@@ -394,8 +386,7 @@ def _initial_placement(config: BalancerConfig, job: Job, experts: int, given: Pl
 
 def raise_on_all(problem: str, groups: ProcessGroups) -> None:
     """Whoever has a problem tells all; every rank raises the first one. Empty: none here."""
-    first = first_problem(problem, groups.control)
-    if first is not None:
+    if (first := first_problem(problem, groups.control)) is not None:
         raise AttachError(problem or str(first))
 
 

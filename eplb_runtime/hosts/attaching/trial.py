@@ -17,7 +17,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain
@@ -50,9 +50,11 @@ SKETCHES = 16
 norm of what these sums differ by."""
 _CHUNK = 1 << 22
 """Elements that are read at once."""
-_SAME_SHARES, _DISTINCT, _EXACT, _ALIKE, _CLOSER = 0.05, 0.05, 0.01, 1.02, 0.25
+_SAME_SHARES, _DISTINCT, _EXACT, _CLOSER = 0.05, 0.05, 0.01, 0.25
 """Relative distances: up to which gradients are sums of what backward passes gave, by which these must differ, and up
-to which a factor is a number of ranks. A factor up to which shares are alike; and how much closer a fit by rank is."""
+to which a factor is a number of ranks; and how much closer a fit by rank is."""
+_ALIKE, _LEAST_ALIKE, _TIMES_OFF = 0.02, 1e-4, 10.0
+"""Relative distances up to which shares are alike, at most and at least; between them, times what a fit leaves."""
 _MOST_RANKS = SKETCHES // 2
 """Up to which each rank's own share is told apart."""
 _SHARES = (
@@ -161,6 +163,7 @@ class TrialRun:
         self._weighed: list[tuple[str, Tensor]] = []
         self._arrived: dict[str, Tensor] = {}
         self._ratios: dict[str, float] = {}
+        self._versions: dict[str, int] = {}
         self._coarsest = 0.0
         self._meta: dict[str, Any] = {**known, "ranks": len(job.ranks)}
         self._modules = {
@@ -172,14 +175,10 @@ class TrialRun:
         # Where all is on each rank gradients are averaged as they are made: what a loop does with them sees averages.
         is_early = trial.layout == "single" and len(job.layers_of_stage) == 1  # a schedule goes by stage
         self._largest = math.inf
-        unlisten = listen(self._losses, self._before_forward, self._average_early if is_early else lambda *_: None)
-        let_go = let_clipping_bite(lambda: (self._step, self._largest))
-
-        def undo() -> None:
-            unlisten()
-            let_go()
-
-        self._undo = undo
+        hooks = ExitStack()
+        hooks.callback(listen(self._losses, self._before_forward, self._average_early if is_early else lambda *_: None))
+        hooks.callback(let_clipping_bite(lambda: (self._step, self._largest)))
+        self._undo = hooks.close
         balancer._follow_steps(self._before_step, self._after_step)
         balancer._close_with(self._undo)
         if trial.layout == "moved":
@@ -305,10 +304,12 @@ class TrialRun:
     def _spoil_replaced(self) -> None:
         """Give parameters from before attach other numbers and gradients: who still uses them trains otherwise."""
         replaced = self._runtime.model_check.replaced()
-        for old in replaced.values() if self._step < self._trial.steps else ():
+        for name, old in replaced.items() if self._step < self._trial.steps else ():
+            if self._versions.get(name, old._version) != old._version:
+                self._meta["written"] = name
             with torch.no_grad():
                 old.add_(1)
-            old.grad = torch.ones_like(old)
+            old.grad, self._versions[name] = torch.ones_like(old), old._version
         self._meta["replaced"] = list(replaced)
 
     def _compare_shares(self) -> None:
@@ -329,16 +330,16 @@ class TrialRun:
             for name in here[0].keys() - {""}:
                 given, seen_RS = torch.tensor([one[name] for one in here if name in one], dtype=torch.float64).unbind(1)
                 if (shares := _shares(given, seen_RS[0])) is not None:
-                    ratios = shares / usual * len(job.edp_ranks) * job.gradient_divisor
-                    self._judge(name, float(ratios.min()), float(ratios.max()))
+                    ratios = shares[0] / usual[0] * len(job.edp_ranks) * job.gradient_divisor
+                    self._judge(name, float(ratios.min()), float(ratios.max()), shares[1])
 
-    def _judge(self, name: str, least: float, most: float) -> None:
+    def _judge(self, name: str, least: float, most: float, off: float) -> None:
         """Note shares of a wrong size: a rank's own, or the number of ranks too often or too seldom in two steps, where
         clipping these alone would give a factor of each step's own."""
         before, self._ratios[name], job = self._ratios.get(name, 0.0), most, self._runtime.job
         counts = {len(job.data_ranks), len(job.edp_ranks), job.ep_size} - {1}
         is_count = any(max(abs(r * by - 1) for r in (before, most)) < _EXACT for n in counts for by in (n, 1 / n))
-        if most > _ALIKE * least or is_count:
+        if most - least > max(_LEAST_ALIKE, min(_TIMES_OFF * off, _ALIKE)) * least or is_count:
             self._balancer._guard.report(_SHARES.format(name, least if most < 1 else most))
 
     def _end(self) -> None:
@@ -507,19 +508,21 @@ class TrialRun:
         return f"all experts take {needed / 2**30:.1f} GiB more on a rank" if needed > _ENOUGH_MEMORY * free else ""
 
 
-def _shares(given_RS: Tensor, seen_S: Tensor) -> Tensor | None:
-    """Return the weight that each rank's gradient has in what the optimizer sees, one for all where that fits; None: it
-    is no such sum, or ranks' gradients are too much alike to tell."""
+def _shares(given_RS: Tensor, seen_S: Tensor) -> tuple[Tensor, float] | None:
+    """Return the weight that each rank's gradient has in what the optimizer sees, one for all where that fits, and how
+    far off it may be; None: it is no such sum, or ranks' gradients are too much alike to tell."""
     if not (given_RS.isfinite().all() and seen_S.isfinite().all()):
         return None
     fits = []
     for columns_SR in (given_RS.sum(dim=0).unsqueeze(1), given_RS.T):
-        if columns_SR.shape[1] <= _MOST_RANKS and torch.linalg.cond(columns_SR) <= 1 / _DISTINCT:
+        if columns_SR.shape[1] <= _MOST_RANKS and (cond := float(torch.linalg.cond(columns_SR))) <= 1 / _DISTINCT:
             shares_R = torch.linalg.lstsq(columns_SR, seen_S.unsqueeze(1)).solution[:, 0]
             off = float((columns_SR @ shares_R - seen_S).norm() / seen_S.norm())
-            fits += [(off, shares_R)] if off < _SAME_SHARES else []
-    is_each_closer = bool(fits) and fits[-1][0] < _CLOSER * fits[0][0]
-    return fits[-1 if is_each_closer else 0][1] if fits else None
+            fits += [(off, shares_R, cond)] if off < _SAME_SHARES else []
+    if not fits:
+        return None
+    off, shares_R, cond = fits[-1 if fits[-1][0] < _CLOSER * fits[0][0] else 0]
+    return shares_R, off * cond
 
 
 def _sketched(entry: TrialEntry) -> tuple[Tensor, Tensor]:

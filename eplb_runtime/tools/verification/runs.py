@@ -107,6 +107,8 @@ def proof() -> Proof:
         return answer("unknown", _HELD.format(**report.unregistered[0]))
     if report.single_reason and (untried := meta["untried"]):
         return answer("unknown", f"{untried[0]} could not be called by attach, and {report.single_reason}")
+    if written := moved.meta.get("written"):
+        return answer("unknown", f"{written} of before attach is written, and no model computes with it any more")
     if (count := moved.meta.get("balancers", 0)) > 1:
         return answer("unknown", f"the job attaches {count} balancers, and the first alone is compared")
     if name := untrained(fixed):
