@@ -88,24 +88,21 @@ def results() -> list[dict[str, list[str]]]:
 
 
 def about_layers(found: list[str]) -> list[str]:
-    return [line for line in found if "MoE layers are in evaluation mode while others train" in line]
+    return [line for line in found if "MoE layers in evaluation mode, while others train" in line]
 
 
 def test_a_layer_is_named_once_at_the_first_interval_without_its_load(results: list[dict[str, list[str]]]) -> None:
     first, second = about_layers(results[0]["one layer, late"])
     assert first.startswith("step 10: ")
-    assert "train: model.layers.1.mlp.experts; their tokens are not counted" in first
-    assert "call train() on these modules" in first and "\n" not in first
-    assert (
-        second.startswith("step 13: ") and "train: model.layers.1.mlp.experts, model.layers.2.mlp.experts; " in second
-    )
+    assert first.endswith(": model.layers.1.mlp.experts") and "\n" not in first
+    assert "step 10: call train() on the whole model" in first
+    assert second.startswith("step 13: ") and second.endswith(": model.layers.1.mlp.experts and 1 more")
     assert results[1]["one layer, late"] == [], "one rank says it for all that hold the layer"
 
 
 def test_of_many_layers_the_first_are_named(results: list[dict[str, list[str]]]) -> None:
     (line,) = about_layers(results[0]["most layers"])
-    assert line.startswith("step 4: ") and "layers.1.mlp.experts, " in line and "layers.0.mlp" not in line
-    assert "model.layers.8.mlp.experts and 2 more; " in line and "layers.9" not in line
+    assert line.startswith("step 4: ") and line.endswith("layers.1.mlp.experts and 9 more")
 
 
 @pytest.mark.parametrize("name", ["whole model", "without the experts", "evaluations between steps", "no guard"])

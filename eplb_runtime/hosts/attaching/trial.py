@@ -58,9 +58,8 @@ _ALIKE, _LEAST_ALIKE, _TIMES_OFF = 0.02, 1e-4, 10.0
 _MOST_RANKS = SKETCHES // 2
 """Up to which each rank's own share is told apart."""
 _SHARES = (
-    "gradients of {} come {:.3g} times as large to the optimizer as those of experts, for the same loss: average them "
-    "over ranks, once, with the same weight for each, and divide the loss by no number of ranks (as "
-    "DistributedDataParallel, or BalancerConfig(dense_gradients='allreduce'))"
+    "average gradients over ranks once, all ranks alike, and divide the loss by no number of ranks (as DDP, or "
+    "dense_gradients='allreduce'): those of {} come {:.3g} times as large as the experts'"
 )
 _SHARE_OF_EPS = 0.3
 """Root mean square of a rounding error, which is up to half of the distance between two numbers."""
