@@ -61,6 +61,7 @@ _SHARES = (
     "average gradients over ranks once, all ranks alike, and divide the loss by no number of ranks (as DDP, or "
     "dense_gradients='allreduce'): those of {} come {:.3g} times as large as the experts'"
 )
+_WRITTEN = "take parameters from model.parameters() after attach: {} of before is written, and no model has it"
 _SHARE_OF_EPS = 0.3
 """Root mean square of a rounding error, which is up to half of the distance between two numbers."""
 _ENOUGH_MEMORY = 0.8
@@ -305,7 +306,7 @@ class TrialRun:
         replaced = self._runtime.model_check.replaced()
         for name, old in replaced.items() if self._step < self._trial.steps else ():
             if self._versions.get(name, old._version) != old._version:
-                self._meta["written"] = name
+                self._balancer._guard.report(_WRITTEN.format(name))
             with torch.no_grad():
                 old.add_(1)
             old.grad, self._versions[name] = torch.ones_like(old), old._version
@@ -440,9 +441,10 @@ class TrialRun:
             gradient.add_(noise * (error * gradient.float().pow(2).mean().sqrt()))
 
     def _shake_output(self, module: nn.Module, _: object, output: Any) -> Any:
-        """Change what a module without parts gives by about a rounding error of float32 or float64."""
+        """Change what a module without parts gives by about a rounding error of float32 or float64; whole numbers may
+        be ids."""
         is_wide = isinstance(output, Tensor) and output.is_floating_point() and output.element_size() >= 4
-        if not is_wide or next(module.children(), None) is not None:
+        if not is_wide or next(module.children(), None) is not None or torch.equal(output, output.round()):
             return output
         self._calls += 1
         generator = torch.Generator(output.device).manual_seed(zlib.crc32(f"{self._step} {self._calls}".encode()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,17 @@ from numpy.typing import NDArray
 
 from ...hosts.attaching.trial import FOUND, KINDS, SKETCHES
 
-TIMES_SHAKEN = 12.0
-"""Of what rounding errors in each step come to in this job: runs may differ by so much."""
-ROUNDINGS = 20.0
-"""Rounding errors of a tensor that are allowed in any case; of gradients those of float32, as wide as they are."""
+TIMES_SHAKEN, ROUNDINGS = 12.0, 20.0
+"""Runs may differ by so often what rounding errors in each step come to in this job; or, in any case, by so many
+rounding errors of a tensor; of gradients those of float32, as wide as they are."""
 NOISE_ROUNDINGS, COARSE_ROUNDINGS = 16.0, 2.0
 """Of the model's typical gradient: one that is zero but for rounding (a bias before a softmax) has any value below. The
 second: of bfloat16, outside the experts."""
-LOSS_SHARE = 0.02
-"""By which losses, and tokens of experts, may differ once two runs send a token to different experts."""
+LOSS_SHARE, MOST_ALLOWED = 0.02, 0.1
+"""By which losses, and tokens of experts, may differ once two runs send a token to different experts; and half of the
+tensors in float32 in a first step: where rounding comes to more, nothing can be told."""
 
-Key = tuple[str, int]
-"""The name of a tensor, and the logical expert; -1: it is no expert's."""
+Key = tuple[str, int]  # the name of a tensor, and the logical expert; -1: it is no expert's
 Measure = tuple[str, float, float, float]
 
 
@@ -191,9 +190,11 @@ def to_rounding(fixed: Run, other: Run, shaken: Run) -> Closeness:
     for number in range(min(fixed.length, other.length, shaken.length) + 1):
         steps = (fixed.step(number), other.step(number), shaken.step(number))
         was_alike, routed_alike = routed_alike, routed_alike and np.array_equal(steps[0].counts, steps[1].counts)
-        if routed_alike:
-            losses_count = losses_count and all(apart <= allowed for _, allowed, apart, _ in _losses(steps))
-        measures: Iterable[Measure] = _measures(steps, before, rounding) if was_alike else ()
+        losses_count &= not routed_alike or all(apart <= allowed for _, allowed, apart, _ in _losses(steps))
+        measures: Sequence[Measure] = [*_measures(steps, before, rounding)] if was_alike else ()
+        middle = np.median([0.0, *(allowed / scale for _, allowed, _, scale in measures if scale)])
+        if middle > MOST_ALLOWED and not compared and rounding <= np.finfo(np.float32).eps:
+            return Closeness(None, float(middle), "", number, 0)
         if not routed_alike:  # what a step finds goes by no token of it
             of_losses = _losses(steps) if losses_count else ()
             measures = (*(one for one in measures if one[0].partition(" of expert")[0].endswith(FOUND)), *of_losses)
