@@ -16,7 +16,7 @@ import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -43,7 +43,7 @@ from ...planner.shuffle import shuffled
 from ...utils.files import write_file
 from .description import AttachError, Stage
 from .trial_hooks import descendants, let_clipping_bite, listen
-from .unregistered import ALIKE, Places, kept, memories, named
+from .unregistered import ALIKE, OWN, candidates, memories, named
 
 SKETCHES = 16
 """Random sums of a tensor, each of every sixteenth element with random signs; the distance of two tensors is about the
@@ -158,7 +158,7 @@ class TrialRun:
         self._foreign: Counter[str] = Counter()
         self._steppers: list[Optimizer] = []
         self._calls = 0
-        self._alive: Places | None = None
+        self._spoiled: set[tuple[int, ...]] | None = None
         self._rows: dict[tuple[str, int], tuple[TrialEntry, Tensor, Tensor]] = {}
         self._weighed: list[tuple[str, Tensor]] = []
         self._arrived: dict[str, Tensor] = {}
@@ -226,14 +226,17 @@ class TrialRun:
             one.grad = before
 
     def _before_forward(self, *_: object) -> None:
-        """See the precision, and, ahead of the last step, what is alive: what comes later is made new in each step."""
-        if self._alive is None and self._step == self._trial.steps - 1 and self._trial.layout in ("fixed", "moved"):
-            self._alive = Places(self._known())
+        """See the precision, and, ahead of the last step, buffers; in a second run with fixed homes change what may
+        have been kept: what is another at the end was made from it."""
+        if self._spoiled is None and self._step == self._trial.steps - 1 and self._trial.layout in ("fixed", "moved"):
+            self._spoiled = set()
             dense = [one for one in self._entries() if one.expert < 0] if self._runtime.averages_dense else []
             self._digests = {f"buffer {one.name}": int(_sketched(one)[0]) for one in dense if one.kind == "buffer"}
-            suspects = self._second.get("unregistered") if self._trial.layout == "fixed" else None
-            if suspects and "began" in self._first:
-                self._alive.spoil({tuple(one["shape"]) for one in suspects}, self._first["began"])
+            if self._trial.layout == "fixed" and (suspects := self._second.get("unregistered")):
+                self._spoiled = {tuple(one["shape"]) for one in suspects}
+                for value in self._candidates()[2]:
+                    if value.shape in self._spoiled:
+                        value.spoil()
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if torch.is_autocast_enabled(device):
             self._coarsest = max(self._coarsest, torch.finfo(torch.get_autocast_dtype(device)).eps)
@@ -346,10 +349,8 @@ class TrialRun:
         """Finish the record; the job does not go on to what comes after its loop."""
         self._undo()
         _keys.cache_clear()
-        if self._alive is not None:
-            places, self._alive = self._alive, None
-            places.kept.clear()
-            self._look_for_kept(places)
+        if self._spoiled is not None:
+            self._look_for_kept(self._spoiled)
             self._digests.update(self._foreign)
             of_ranks = list(map(json.loads, gather_bytes(json.dumps(self._digests).encode(), self._group)))
             job = self._runtime.job
@@ -367,25 +368,30 @@ class TrialRun:
             sys.stderr.flush()
             os._exit(0)
 
-    def _look_for_kept(self, places: Places) -> None:
-        """List what a step leaves to the next: with moved homes what the first run, with fixed homes, does not have; in
-        a second run with fixed homes what is made from what was spoiled."""
-        models, job, group = [stage.model for stage in self._stages], self._runtime.job, self._group
-        found, holders = kept(models, self._runtime.registry, self._known(), places)
-        mine = json.dumps([sorted({content for _, content in found}), sorted(places.contents)]).encode()
-        ended, began = zip(*map(json.loads, gather_bytes(mine, group)), strict=True)
-        ranks_with = Counter(chain.from_iterable(ended))
-        self._meta |= {"contents": sorted(ranks_with), "began": sorted(set(chain.from_iterable(began)))}
-        doubtful = [c for c, ranks in ranks_with.items() if c.startswith(ALIKE) and ranks < len(job.data_ranks)]
-        known = {*self._first.get("contents", ranks_with)}.difference(doubtful, [""])
-        new = [place for place, (_, content) in enumerate(found) if places.spoiled or content not in known]
-        wanted = new if places.spoiled or self._trial.layout == "moved" else []
+    def _candidates(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """Return what may be experts, and is not known."""
+        return candidates([stage.model for stage in self._stages], self._runtime.registry, self._known())
+
+    def _look_for_kept(self, spoiled: Collection[tuple[int, ...]]) -> None:
+        """List what may be experts by place: with moved homes what the first run, with fixed homes, does not have; in a
+        second run with fixed homes what has another content than in the first one, where such shapes were spoiled."""
+        found, holders, _ = self._candidates()
+        mine = json.dumps(sorted({content for _, content in found})).encode()
+        ranks_with = Counter(chain.from_iterable(map(json.loads, gather_bytes(mine, self._group))))
+        self._meta["contents"] = sorted(ranks_with)
+        known, ranks = {*self._first.get("contents", ranks_with)}, len(self._runtime.job.data_ranks)
+        if not spoiled:
+            known = {c for c in known if not c.startswith(OWN) and (ranks_with[c] == ranks or not c.startswith(ALIKE))}
+        is_wanted = self._trial.layout == "moved" or bool(spoiled)
+        new = [place for place, (shape, content) in enumerate(found) if content not in known]
+        wanted = [place for place in new if is_wanted and (not spoiled or found[place][0] in spoiled)]
         lines = [
-            {"holder": f"rank {job.rank}: {name}", "shape": shape} for name, shape in named(found, holders, wanted)
+            {"holder": f"rank {self._runtime.job.rank}: {name}", "shape": shape}
+            for name, shape in named(found, holders, wanted)
         ]
-        of_ranks = gather_bytes(json.dumps(lines).encode(), group)
+        of_ranks = gather_bytes(json.dumps(lines).encode(), self._group)
         all_lines = [line for of_rank in of_ranks for line in json.loads(of_rank)]
-        self._meta["confirmed" if places.spoiled else "unregistered"] = all_lines
+        self._meta["confirmed" if spoiled else "unregistered"] = all_lines
 
     # -- what is there -------------------------------------------------------------------------------------------------
 

@@ -28,26 +28,22 @@ def descendants(process: int | str = "self") -> list[int]:
 def listen(losses: list[Tensor], before_forward: Callable[..., None], after: Callable[..., None]) -> Callable[[], None]:
     """Collect what ``backward()`` is called on, and call functions before each module's forward and after each backward
     pass, or with what `torch.autograd.grad` gives. Returns one that ends all."""
-    inner, inner_grad = torch.autograd.backward, torch.autograd.grad
+    inner = torch.autograd._engine_run_backward
 
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        roots = [tensors] if isinstance(tensors, Tensor) else tensors
-        losses.extend(root.detach() for root in roots if isinstance(root, Tensor) and root.numel() == 1)
-        inner(tensors, *args, **kwargs)
-        after()
-
-    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        found = inner_grad(outputs, inputs, *args, **kwargs)
-        given = [inputs] if isinstance(inputs, Tensor) else inputs
-        if not any(one is not None and one.grad_fn for one in found):
-            after(given, found)
+    def run(outputs: Any, grad_outputs: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        found = inner(outputs, grad_outputs, retain, create, inputs, *args, **kwargs)
+        if kwargs.get("accumulate_grad"):
+            losses.extend(root.detach() for root in outputs if isinstance(root, Tensor) and root.numel() == 1)
+            after()
+        elif not any(one is not None and one.grad_fn for one in found):
+            after(inputs, found)
         return found
 
-    torch.autograd.backward, torch.autograd.grad = backward, grad
+    torch.autograd._engine_run_backward = run  # both functions call it, by whatever name a loop has them
     handle = nn.modules.module.register_module_forward_pre_hook(before_forward)
 
     def undo() -> None:
-        torch.autograd.backward, torch.autograd.grad = inner, inner_grad
+        torch.autograd._engine_run_backward = inner
         handle.remove()
 
     return undo

@@ -63,10 +63,10 @@ def proof() -> Proof:
     difference = first_difference(fixed, moved)
     if difference is None and moved.length < fixed.length:
         return answer("wrong", f"the run with moved homes ended sooner: {moved.failure}")
-    suspects = _unregistered(moved)
+    suspects = moved.meta.get("unregistered", ())
     if difference is not None or suspects:
         again = yield "fixed", False
-        report = replace(report, difference=difference, unregistered=_unregistered(moved, again))
+        report = replace(report, difference=difference, unregistered=tuple(again.meta.get("confirmed", suspects)))
         if (odd := first_difference(fixed, again, fixed.length - bool(suspects))) is not None:
             return answer("unknown", f"the job does not repeat itself: in a second run {odd}", repeats=False)
     if difference is not None and not report.notes:
@@ -117,13 +117,6 @@ def proof() -> Proof:
     if uneven := fixed.meta.get("uneven"):
         return answer("unknown", f"{uneven[0]} is not the same on all ranks: each has it by its own tokens alone")
     return answer("right")
-
-
-def _unregistered(moved: Run, again: Run | None = None) -> tuple[dict[str, Any], ...]:
-    """Return what the run with moved homes keeps by place, and the second with fixed homes, if it could tell, does."""
-    suspects = moved.meta.get("unregistered", ())
-    confirmed = suspects if again is None else again.meta.get("confirmed", suspects)
-    return tuple(one for one in suspects if one in confirmed)
 
 
 def _answer(run: Callable[[str, bool, Path], Run], keep: Path | None = None) -> Report:
