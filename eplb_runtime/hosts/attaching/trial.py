@@ -62,6 +62,8 @@ _SHARES = (
     "dense_gradients='allreduce'): those of {} come {:.3g} times as large as the experts'"
 )
 _WRITTEN = "take parameters from model.parameters() after attach: {} of before is written, and no model has it"
+_BALANCERS = "the job attaches more than one balancer, and the first alone is compared"
+_UNEVEN = "{} is not the same on all ranks: each has it by its own tokens alone"
 _SHARE_OF_EPS = 0.3
 """Root mean square of a rounding error, which is up to half of the distance between two numbers."""
 _ENOUGH_MEMORY = 0.8
@@ -159,13 +161,14 @@ class TrialRun:
         self._steppers: list[Optimizer] = []
         self._calls = 0
         self._spoiled: set[tuple[int, ...]] | None = None
+        self._steady: set[str] = set()
         self._rows: dict[tuple[str, int], tuple[TrialEntry, Tensor, Tensor]] = {}
         self._weighed: list[tuple[str, Tensor]] = []
         self._arrived: dict[str, Tensor] = {}
         self._ratios: dict[str, float] = {}
         self._versions: dict[str, int] = {}
         self._coarsest = 0.0
-        self._meta: dict[str, Any] = {**known, "ranks": len(job.ranks)}
+        self._meta: dict[str, Any] = {**known, "ranks": len(job.ranks), "doubts": []}
         self._modules = {
             job.first_layer(stage.number) + position: stage.prefix + layer.name
             for stage in stages
@@ -186,7 +189,7 @@ class TrialRun:
             self._spoil_replaced()
         if trial.layout == "shaken":
             balancer._end_with(nn.modules.module.register_module_forward_hook(self._shake_output))
-        if trial.layout == "fixed":
+        if trial.layout == "fixed" or is_early:
             experts = [("", parameter) for parameter in self._runtime.parameters.values()]
             trained = [(name, p) for name, p in (*balancer._dense.items(), *experts) if p.requires_grad]
             self._weighed = [(name, p) for name, p in trained if not isinstance(p, DTensor)]
@@ -214,7 +217,10 @@ class TrialRun:
         self._arrived[name] = self._arrived.get(name, 0) + _sketched(TrialEntry("", "gradient", -1, gradient))[1][1:]
 
     def _average_early(self, parameters: Sequence[Tensor] = (), gradients: Sequence[Tensor | None] = ()) -> None:
-        """Average gradients that a backward pass has left, or these in place."""
+        """Average gradients that a backward pass has left here, or these in place."""
+        if not (parameters or self._arrived):
+            return  # it was none of this model's
+        self._arrived.clear()
         trained = {number for number, parameter in self._ours.items() if parameter.requires_grad}
         if parameters and trained.difference(map(id, parameters)):
             return  # of a few layers: a weight of a loss, as a rule, by each rank's own gradients
@@ -234,9 +240,10 @@ class TrialRun:
             self._digests = {f"buffer {one.name}": int(_sketched(one)[0]) for one in dense if one.kind == "buffer"}
             if self._trial.layout == "fixed" and (suspects := self._second.get("unregistered")):
                 self._spoiled = {tuple(one["shape"]) for one in suspects}
-                for value in self._candidates()[2]:
-                    if value.shape in self._spoiled:
-                        value.spoil()
+                values = [value for value in self._candidates()[2] if value.shape in self._spoiled]
+                self._steady |= {value.content() for value in values if not value.spoil()}
+            elif self._trial.layout == "moved":
+                self._steady = {content for _, content in self._candidates()[0]}
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if torch.is_autocast_enabled(device):
             self._coarsest = max(self._coarsest, torch.finfo(torch.get_autocast_dtype(device)).eps)
@@ -250,7 +257,8 @@ class TrialRun:
         """Return where everything is that the models and balancers of this process have."""
         objects = gc.get_objects()
         balancers = [one for one in objects if type(one) is Balancer and not one._closed]
-        self._meta["balancers"] = len(balancers)
+        if len(balancers) > 1 and _BALANCERS not in self._meta["doubts"]:
+            self._meta["doubts"].append(_BALANCERS)
         owned = [one for balancer in balancers for one in balancer._known_tensors()]
         owned += [entry.tensor for entry in self._entries()]
         if self._balancer._host_steps:  # the framework's own, inside of what the balancer was given
@@ -277,7 +285,7 @@ class TrialRun:
             self._rows[entry.name, entry.expert] = (entry, *_sketched(entry))
         largest = [float(e.tensor.abs().max()) for e in self._entries_of_gradients() if e.tensor.numel()]
         self._largest = float(gather_rows(torch.tensor([max(largest, default=0.0)]), self._group).max())
-        if self._weighed:
+        if self._weighed and self._trial.layout == "fixed":
             self._compare_shares()
         self._counts = self._runtime.counter.counts.clone()
 
@@ -342,8 +350,11 @@ class TrialRun:
         before, self._ratios[name], job = self._ratios.get(name, 0.0), most, self._runtime.job
         counts = {len(job.data_ranks), len(job.edp_ranks), job.ep_size} - {1}
         is_count = any(max(abs(r * by - 1) for r in (before, most)) < _EXACT for n in counts for by in (n, 1 / n))
-        if most - least > max(_LEAST_ALIKE, min(_TIMES_OFF * off, _ALIKE)) * least or is_count:
-            self._balancer._guard.report(_SHARES.format(name, least if most < 1 else most))
+        line = _SHARES.format(name, least if most < 1 else most)
+        if most - least > max(_LEAST_ALIKE, min(_TIMES_OFF * off, _ALIKE)) * least:
+            self._balancer._guard.report(line)
+        elif is_count:  # it may be a rate of the loop's own
+            self._meta["doubts"].append(line)
 
     def _end(self) -> None:
         """Finish the record; the job does not go on to what comes after its loop."""
@@ -355,7 +366,9 @@ class TrialRun:
             of_ranks = list(map(json.loads, gather_bytes(json.dumps(self._digests).encode(), self._group)))
             job = self._runtime.job
             copies = [[of_ranks[job.ranks.index(rank)] for rank in ranks] for ranks in job.data_sets]
-            self._meta["uneven"] = [n for same in copies for n in same[0] if len({one.get(n) for one in same}) > 1]
+            named_here = {n for same in copies for n in same[0] if len({one[n] for one in same if n in one}) > 1}
+            self._meta["doubts"] += map(_UNEVEN.format, sorted(named_here))
+        self._meta["ended"] = True
         self._write_meta()
         dist.barrier(self._group)
         if self._trial.ends_process:
@@ -380,8 +393,11 @@ class TrialRun:
         ranks_with = Counter(chain.from_iterable(map(json.loads, gather_bytes(mine, self._group))))
         self._meta["contents"] = sorted(ranks_with)
         known, ranks = {*self._first.get("contents", ranks_with)}, len(self._runtime.job.data_ranks)
-        if not spoiled:
+        if spoiled:  # and what could not be
+            known -= {kind + content for content in self._steady for kind in ("", ALIKE, OWN)}
+        else:  # or is data, which comes and stays
             known = {c for c in known if not c.startswith(OWN) and (ranks_with[c] == ranks or not c.startswith(ALIKE))}
+            known |= {content for content in self._steady if not content.startswith((ALIKE, OWN))}
         is_wanted = self._trial.layout == "moved" or bool(spoiled)
         new = [place for place, (shape, content) in enumerate(found) if content not in known]
         wanted = [place for place in new if is_wanted and (not spoiled or found[place][0] in spoiled)]

@@ -33,6 +33,8 @@ _FRAMEWORKS = ("eplb_runtime.", "torch.distributed.", "torch.autograd.", "megatr
 """Packages that hold buffers and tables of their own, as their objects do."""
 _ARRAYS, _CONTAINERS = (Tensor, np.ndarray), (dict, list, tuple)
 _PLAIN = frozenset({str, int, float, bool, bytes, type, type(None), FunctionType, CellType, CodeType, ModuleType})
+_PART = 1 << 22
+"""Elements that are read at once."""
 _SPOILED = 0.75
 """Factor that leaves numbers finite, and of the same sign."""
 _DEPTH = 3
@@ -96,31 +98,33 @@ class Candidate:
             self._plain: Any = value
             self.numel, self.memory, self._is_float = value.size, value.ctypes.data, value.dtype.kind == "f"
         else:
-            self._plain = local(value).detach()
+            self._plain = value.int_repr() if value.is_quantized else local(value).detach()
             self.numel, self.memory, self._is_float = value.numel(), _memory_of(value), value.is_floating_point()
             self.has_gradient = value.grad_fn is not None
             self.trained = value.is_leaf and value.grad is not None
 
-    def spoil(self) -> None:
-        """Change it a little, where it may be written: what was made from it is another then."""
-        with suppress(RuntimeError, ValueError, TypeError):
+    def spoil(self) -> bool:
+        """Change it a little: what was made from it is another then. Return whether it could be."""
+        before = self.content()
+        with suppress(Exception):
             if isinstance(self._plain, np.ndarray):
                 self._plain.setflags(write=True)
                 self._plain[...] = self._plain * _SPOILED if self._is_float else self._plain // 2
             else:
                 self._plain.copy_(self._plain.float() * _SPOILED if self._is_float else self._plain // 2)
+        return self.content() != before
 
     def content(self) -> str:
-        """A checksum of all bits."""
-        return xxhash.xxh3_128_hexdigest(self._bytes())
-
-    def _bytes(self) -> bytes:
-        """A copy of its memory, empty where it cannot be read. Storage that numpy has seen could not be resized."""
-        if isinstance(self._plain, np.ndarray):
-            return self._plain.tobytes()
-        with suppress(RuntimeError, TypeError):
-            return as_bytes(self._plain.clone(memory_format=torch.contiguous_format).cpu()).numpy().tobytes()
-        return b""
+        """A checksum of all bits; of nothing where they cannot be read."""
+        checksum = xxhash.xxh3_128()
+        with suppress(Exception):
+            flat = self._plain.reshape(-1)
+            for begin in range(0, self.numel, _PART):
+                part = flat[begin : begin + _PART]
+                if isinstance(part, Tensor):  # a copy: storage that numpy has seen could not be resized
+                    part = as_bytes(part.clone().cpu()).numpy()
+                checksum.update(np.ascontiguousarray(part))
+        return checksum.hexdigest()
 
 
 def _memory_of(tensor: Tensor) -> int:
@@ -184,7 +188,7 @@ def _inside(values: Sequence[Any], holder: Any, depth: int) -> Iterator[tuple[Ca
             yield from _inside(value.ravel().tolist(), holder if holder is not None else value, depth - 1)
         elif issubclass(kind, _ARRAYS):
             candidate = None
-            with suppress(RuntimeError):  # torch has tensors that cannot say their shape
+            with suppress(Exception):  # there are tensors that cannot even say their shape
                 candidate = Candidate(value) if _may_be_weights(value) else None
             if candidate is not None:
                 yield candidate, holder if holder is not None else value
@@ -194,13 +198,13 @@ def _inside(values: Sequence[Any], holder: Any, depth: int) -> Iterator[tuple[Ca
 
 
 def _may_be_weights(value: Tensor | np.ndarray[Any, Any]) -> bool:
-    """Return whether averages, snapshots and masks are of this kind: ids are not."""
-    if not (value.ndim or getattr(value, "requires_grad", False)):
-        return False
+    """Return whether averages, snapshots and masks are of this kind: ids are not, nor is a file that is read."""
     if isinstance(value, np.ndarray):
-        return value.dtype.names is None and (value.dtype.kind in "fV" or value.dtype.itemsize <= 2)
-    has_bits = has_memory(value) and not (value.is_sparse or value.is_meta or value.is_quantized)
-    return has_bits and (value.is_floating_point() or value.element_size() <= 2)
+        is_file = isinstance(value, np.memmap) and value.mode == "r"
+        return value.ndim > 0 and not is_file and value.dtype.names is None and value.dtype.kind in "fVbiu"
+    if value.layout is not torch.strided or value.is_nested or value.is_meta:
+        return False
+    return (value.ndim > 0 or value.requires_grad) and (value.is_quantized or has_memory(value))
 
 
 def _named(holder: Any, ours: tuple[Sequence[tuple[str, Any]], list[Any]]) -> str:

@@ -217,8 +217,8 @@ def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], roundin
     """Yield each gradient, buffer and change of a weight: its name, by what it may differ and does, and its size.
     Rounding is that of the expert, or of any weight's change, with the most: few elements make it by chance."""
     fixed, other, shaken = (step.cells for step in steps)
-    gradients = [cell for cell in fixed.values() if cell.kind == "gradient"]
-    typical = np.sqrt(sum(c.sums[0, 0] for c in gradients) / max(1, sum(c.numel for c in gradients)))
+    gradients = [cell.norm / max(1, cell.numel) ** 0.5 for cell in fixed.values() if cell.kind == "gradient"]
+    typical = float(np.quantile([0.0, *gradients], 0.75))  # one alone may be as large as it likes
     noise_only, found, fine = set(), [], min(rounding, float(np.finfo(np.float32).eps))
     for key in [*steps[0].ordered(), *(key for key in other if key not in fixed)]:
         cell, has_all = fixed.get(key) or other[key], key in fixed and key in other and key in shaken

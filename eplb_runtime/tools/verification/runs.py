@@ -9,8 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import suppress
+from ctypes import CDLL
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,14 @@ from torch import Tensor, nn
 
 from ...config import BalancerConfig, Trial, launcher_environment, set_trial
 from ...hosts import attach
+from ...hosts.attaching.trial_hooks import descendants
 from .records import Run, first_difference, routes_alike, to_rounding, untrained
 from .report import Report
 
 SEED = 20250710
 LAST_LINES, _LOOK_SECONDS, _END_SECONDS = 8, 0.2, 30.0  # the first: of a job's output that are shown where it failed
 _NAMES = {"single": "all experts on each rank", "moved": "moved homes and replicas"}
-_PENALTY = (
-    ": what a rank does with its experts is not what plain training does with all (a penalty, a scale, a mask, a norm "
-    "added up by hand, a `run` that does more than run experts?)"
-)
+_PENALTY = ": what a rank does with its experts is not plain training (a penalty, scale, mask, norm by hand, `run`?)"
 _KEPT = "; {} and others of before attach are in use still: take parameters from model.parameters() after attach"
 _HELD = (
     "{holder} holds what may be experts, or what each rank trains alone, shape {shape}: balancer.register_all(name, "
@@ -110,12 +109,10 @@ def proof() -> Proof:
         return answer("unknown", _HELD.format(**report.unregistered[0]))
     if report.single_reason and (untried := meta["untried"]):
         return answer("unknown", f"{untried[0]} could not be called by attach, and {report.single_reason}")
-    if (count := moved.meta.get("balancers", 0)) > 1:
-        return answer("unknown", f"the job attaches {count} balancers, and the first alone is compared")
     if name := untrained(fixed):
         return answer("unknown", f"{name} has gradients and no step changes it: does the optimizer step this model?")
-    if uneven := fixed.meta.get("uneven"):
-        return answer("unknown", f"{uneven[0]} is not the same on all ranks: each has it by its own tokens alone")
+    if doubts := fixed.meta.get("doubts"):
+        return answer("unknown", doubts[0])
     return answer("right")
 
 
@@ -154,22 +151,28 @@ def _run(command: Sequence[str], trial: Trial, title: str) -> Run:
     """One run; its output is copied to stderr, with a line of progress after each step."""
     folder, environment, shown = Path(trial.folder), dict(launcher_environment()), 0
     set_trial(trial, environment)
+    CDLL(None).prctl(
+        36, 1, 0, 0, 0
+    )  # PR_SET_CHILD_SUBREAPER: what a rank has left behind becomes a child of this process
+    others = set(descendants())
     log = folder / "output.log"
     with open(log, "wb") as to, open(log, "rb") as output:
         job = subprocess.Popen(
             list(command), env=environment, stdin=subprocess.DEVNULL, stdout=to, stderr=to, start_new_session=True
         )
         try:
-            ended = False
+            ended, last_look = False, float("inf")
             while not ended:
-                ended = job.poll() is not None
+                ended = job.poll() is not None or time.monotonic() > last_look
                 sys.stderr.write(output.read().decode(errors="replace"))
-                if (reached := Run.of(folder).length) > shown:
+                if (reached := (run := Run.of(folder)).length) > shown:
                     shown = reached
                     print(f"verify: {title}: step {shown} of {trial.steps}", file=sys.stderr)
+                if run.meta.get("ended"):  # what started the ranks may wait for what else it has started
+                    last_look = min(last_look, time.monotonic() + _END_SECONDS)
                 time.sleep(0 if ended else _LOOK_SECONDS)
         finally:
-            end(job)
+            end(job, others)
     text = log.read_text(errors="replace")
     own = re.split(r"\n.*torch\.distributed\.elastic", text)[0].strip() or text  # without torchrun's table
     last = " | ".join(line.strip() for line in own.splitlines()[-LAST_LINES:])
@@ -178,15 +181,16 @@ def _run(command: Sequence[str], trial: Trial, title: str) -> Run:
     return replace(run, failure=f"exit status {job.returncode}: {last}" if failed else "")
 
 
-def end(job: subprocess.Popen[bytes]) -> None:
-    """End a job with all that it has started, and wait for it."""
+def end(job: subprocess.Popen[bytes], others: Collection[int]) -> None:
+    """End a job with all that it has started, and wait for it; ``others`` are not its own processes."""
     try:
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(job.pid, signal.SIGTERM)
             job.wait(_END_SECONDS)
     finally:  # also where a second signal ends the waiting
-        with suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGKILL)
+        for process in set(descendants()) - set(others):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         job.wait()
 
 
