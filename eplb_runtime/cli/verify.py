@@ -36,7 +36,9 @@ def _run(arguments: argparse.Namespace) -> int:
         raise InputError("verify needs the command that trains: eplb-runtime verify -- torchrun ... train.py")
     if arguments.keep is not None and arguments.keep.exists() and any(arguments.keep.iterdir()):
         raise InputError(f"--keep {arguments.keep}: the folder is not empty; name a new one")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the job ends, and its folder goes
+    for one in (signal.SIGTERM, signal.SIGHUP):  # the job ends, and its folder goes
+        if signal.getsignal(one) != signal.SIG_IGN:  # as under nohup
+            signal.signal(one, signal.default_int_handler)
     report = verify_command(arguments.job, arguments.steps, arguments.keep)
     print_json(report.to_dict()) if arguments.json else print(report)
     return STATUS[report.verdict]

@@ -43,7 +43,7 @@ from ...planner.shuffle import shuffled
 from ...utils.files import write_file
 from .description import AttachError, Stage
 from .trial_hooks import descendants, let_clipping_bite, listen
-from .unregistered import ALIKE, OWN, candidates, memories, named
+from .unregistered import ALIKE, OWN, candidates, memories, named, shared_memory
 
 SKETCHES = 16
 """Random sums of a tensor, each of every sixteenth element with random signs; the distance of two tensors is about the
@@ -63,6 +63,10 @@ _SHARES = (
 )
 _WRITTEN = "take parameters from model.parameters() after attach: {} of before is written, and no model has it"
 _BALANCERS = "the job attaches more than one balancer, and the first alone is compared"
+_IN_PARTS = (
+    "gradients of some layers come from torch.autograd.grad, and what the loop does with them ahead of their average "
+    "is not seen: ask for those of all parameters at once, or call backward()"
+)
 _UNEVEN = "{} is not the same on all ranks: each has it by its own tokens alone"
 _SHARE_OF_EPS = 0.3
 """Root mean square of a rounding error, which is up to half of the distance between two numbers."""
@@ -161,12 +165,13 @@ class TrialRun:
         self._steppers: list[Optimizer] = []
         self._calls = 0
         self._spoiled: set[tuple[int, ...]] | None = None
+        self._in_parts: set[int] = set()
         self._steady: set[str] = set()
         self._rows: dict[tuple[str, int], tuple[TrialEntry, Tensor, Tensor]] = {}
         self._weighed: list[tuple[str, Tensor]] = []
         self._arrived: dict[str, Tensor] = {}
         self._ratios: dict[str, float] = {}
-        self._versions: dict[str, int] = {}
+        self._digests_of_old: dict[str, int] = {}
         self._coarsest = 0.0
         self._meta: dict[str, Any] = {**known, "ranks": len(job.ranks), "doubts": []}
         self._modules = {
@@ -223,6 +228,7 @@ class TrialRun:
         self._arrived.clear()
         trained = {number for number, parameter in self._ours.items() if parameter.requires_grad}
         if parameters and trained.difference(map(id, parameters)):
+            self._in_parts |= {one.data_ptr() for one in gradients if one is not None}
             return  # of a few layers: a weight of a loss, as a rule, by each rank's own gradients
         held = [parameter.grad for parameter in parameters]
         for one, own in zip(parameters, gradients, strict=True):
@@ -240,8 +246,9 @@ class TrialRun:
             self._digests = {f"buffer {one.name}": int(_sketched(one)[0]) for one in dense if one.kind == "buffer"}
             if self._trial.layout == "fixed" and (suspects := self._second.get("unregistered")):
                 self._spoiled = {tuple(one["shape"]) for one in suspects}
+                shared = shared_memory()
                 values = [value for value in self._candidates()[2] if value.shape in self._spoiled]
-                self._steady |= {value.content() for value in values if not value.spoil()}
+                self._steady |= {value.content() for value in values if not value.spoil(shared)}
             elif self._trial.layout == "moved":
                 self._steady = {content for _, content in self._candidates()[0]}
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -255,6 +262,7 @@ class TrialRun:
 
     def _known(self) -> set[int]:
         """Return where everything is that the models and balancers of this process have."""
+        gc.unfreeze()
         objects = gc.get_objects()
         balancers = [one for one in objects if type(one) is Balancer and not one._closed]
         if len(balancers) > 1 and _BALANCERS not in self._meta["doubts"]:
@@ -283,6 +291,9 @@ class TrialRun:
                 self._rows[found.name, found.expert] = (found, *_sketched(found))
         for entry in self._entries_of_gradients():
             self._rows[entry.name, entry.expert] = (entry, *_sketched(entry))
+        if any(one.tensor.data_ptr() in self._in_parts for one in self._entries_of_gradients()):
+            self._meta["doubts"].append(_IN_PARTS)
+        self._in_parts.clear()
         largest = [float(e.tensor.abs().max()) for e in self._entries_of_gradients() if e.tensor.numel()]
         self._largest = float(gather_rows(torch.tensor([max(largest, default=0.0)]), self._group).max())
         if self._weighed and self._trial.layout == "fixed":
@@ -316,11 +327,12 @@ class TrialRun:
         """Give parameters from before attach other numbers and gradients: who still uses them trains otherwise."""
         replaced = self._runtime.model_check.replaced()
         for name, old in replaced.items() if self._step < self._trial.steps else ():
-            if self._versions.get(name, old._version) != old._version:
+            entry = TrialEntry(name, "number", -1, old)
+            if self._digests_of_old.get(name, digest := int(_sketched(entry)[0])) != digest:
                 self._balancer._guard.report(_WRITTEN.format(name))
             with torch.no_grad():
                 old.add_(1)
-            old.grad, self._versions[name] = torch.ones_like(old), old._version
+            old.grad, self._digests_of_old[name] = torch.ones_like(old), int(_sketched(entry)[0])
         self._meta["replaced"] = list(replaced)
 
     def _compare_shares(self) -> None:
@@ -471,7 +483,8 @@ class TrialRun:
         self._calls += 1
         generator = torch.Generator(output.device).manual_seed(zlib.crc32(f"{self._step} {self._calls}".encode()))
         noise = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
-        return output * (1 + torch.finfo(output.dtype).eps * noise)
+        shaken = output * (1 + torch.finfo(output.dtype).eps * noise)
+        return shaken.clamp(output.amin(), output.amax())  # it may be a probability
 
     # -- the record ----------------------------------------------------------------------------------------------------
 
@@ -514,6 +527,7 @@ class TrialRun:
         still = {id(parameter) for group in groups if group.get("lr") == 0 for parameter in group["params"]}
         meta = {**self._meta, "said": said, "not_single": not_single, "rounding": error, "commits": commits}
         every = {**self._balancer._dense, **self._runtime.parameters}
+        meta["eps"] = {n: torch.finfo(p.dtype).eps for n, p in every.items() if p.is_floating_point()}
         meta["still"] = [name for name, parameter in every.items() if id(parameter) in still]
         of_first = gather_bytes(json.dumps(meta).encode(), self._group)[0]
         if self._runtime.job.is_planner or not self._trial.ends_process:

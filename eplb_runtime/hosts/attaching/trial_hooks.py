@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -52,8 +53,9 @@ def listen(losses: list[Tensor], before_forward: Callable[..., None], after: Cal
 def let_clipping_bite(now: Callable[[], tuple[int, float]]) -> Callable[[], None]:
     """Let torch's clipping bite in each step: half of the norm of the step before is allowed, or half of the largest
     element then. ``now`` gives the step's number and that element. Returns what ends it."""
-    norms: list[float] = []  # of the calls of a step
-    at, calls = -1, 0
+    norms: dict[object, float] = {}  # by what is clipped, and how often it was in this step
+    seen: Counter[object] = Counter()
+    at = -1
     module = torch.nn.utils.clip_grad
     # Loops have the function that sees to no_grad; what it calls is in its closure.
     inside = next((cell for cell in module.clip_grad_value_.__closure__ or () if callable(cell.cell_contents)), None)
@@ -61,14 +63,18 @@ def let_clipping_bite(now: Callable[[], tuple[int, float]]) -> Callable[[], None
     by_value: Any = None if inside is None else inside.cell_contents
 
     def clip_norm(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
-        nonlocal at, calls
-        at, calls = now()[0], calls + 1 if at == now()[0] else 1
+        nonlocal at
+        if at != now()[0]:
+            seen.clear()
+        at = now()[0]
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        seen[shapes := tuple(one.shape for one in parameters)] += 1
+        key = shapes, seen[shapes]
         norm = float(total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm)
-        norms.extend([norm] * (calls - len(norms)))
-        half = norms[calls - 1] / 2
+        half = norms.setdefault(key, norm) / 2
         bites = 0 < half < math.inf and max_norm < _NO_CLIPPING
         if 0 < norm < math.inf:
-            norms[calls - 1] = norm
+            norms[key] = norm
         by_norm(parameters, min(half, max_norm) if bites else max_norm, total_norm, *args, **kwargs)
 
     def clip_value(parameters: Any, value: float, *args: Any, **kwargs: Any) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from math import prod
+from pathlib import Path
 from types import CellType, CodeType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
@@ -84,7 +85,8 @@ def candidates(
 
 def named(found: Sequence[Found], holders: list[Any], wanted: Iterable[int]) -> list[tuple[str, tuple[int, ...]]]:
     """Return holders in words, and shapes, of those at the places that are wanted, without what frameworks hold."""
-    variables, first = list(_variables()), sorted(wanted, key=lambda place: not found[place][1].startswith(OWN))[:100]
+    once = {(id(holders[place]), found[place][0]): place for place in sorted(wanted, reverse=True)}.values()
+    variables, first = list(_variables()), sorted(once, key=lambda place: not found[place][1].startswith(OWN))[:100]
     every = [(_named(holders[place], (variables, holders)), found[place][0]) for place in first]
     return [one for one in every if one[0]]
 
@@ -103,10 +105,17 @@ class Candidate:
             self.has_gradient = value.grad_fn is not None
             self.trained = value.is_leaf and value.grad is not None
 
-    def spoil(self) -> bool:
-        """Change it a little: what was made from it is another then. Return whether it could be."""
+    def spoil(self, shared: Sequence[range]) -> bool:
+        """Change it a little: what was made from it is another then. Return whether it could be.
+
+        Args:
+            shared: addresses behind which are files, or memory of other processes: these are left alone.
+        """
         before = self.content()
         with suppress(Exception):
+            address = self._plain.ctypes.data if isinstance(self._plain, np.ndarray) else self._plain.data_ptr()
+            if any(address in one for one in shared):
+                return False
             if isinstance(self._plain, np.ndarray):
                 self._plain.setflags(write=True)
                 self._plain[...] = self._plain * _SPOILED if self._is_float else self._plain // 2
@@ -125,6 +134,13 @@ class Candidate:
                     part = as_bytes(part.clone().cpu()).numpy()
                 checksum.update(np.ascontiguousarray(part))
         return checksum.hexdigest()
+
+
+def shared_memory() -> list[range]:
+    """Return the addresses of this process that it shares with files and other processes."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = [line.split()[0].split("-") for line in lines if line.split()[1].endswith("s")]
+    return [range(int(first, 16), int(end, 16)) for first, end in spans]
 
 
 def _memory_of(tensor: Tensor) -> int:
@@ -170,6 +186,7 @@ def _variables() -> Iterator[tuple[str, Any]]:
 
 def _tensors(variables: Sequence[tuple[str, Any]]) -> Iterator[tuple[Candidate, Any]]:
     """All tensors and arrays, each with an object that holds it."""
+    gc.unfreeze()  # else what was frozen is not among them
     objects = gc.get_objects()
     for holder in objects:
         if not _of_a_framework(type(holder)):  # type: ignore[arg-type]

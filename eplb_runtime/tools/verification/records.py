@@ -191,7 +191,7 @@ def to_rounding(fixed: Run, other: Run, shaken: Run) -> Closeness:
         steps = (fixed.step(number), other.step(number), shaken.step(number))
         was_alike, routed_alike = routed_alike, routed_alike and np.array_equal(steps[0].counts, steps[1].counts)
         losses_count &= not routed_alike or all(apart <= allowed for _, allowed, apart, _ in _losses(steps))
-        measures: Sequence[Measure] = [*_measures(steps, before, rounding)] if was_alike else ()
+        measures: Sequence[Measure] = [*_measures(steps, before, fixed.meta)] if was_alike else ()
         middle = np.median([0.0, *(allowed / scale for _, allowed, _, scale in measures if scale)])
         if middle > MOST_ALLOWED and not compared and rounding <= np.finfo(np.float32).eps:
             return Closeness(None, float(middle), "", number, 0)
@@ -213,12 +213,13 @@ def routes_alike(one: Run, other: Run, until: int) -> bool:
     return all(np.array_equal(one.step(number).counts, other.step(number).counts) for number in range(until + 1))
 
 
-def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], rounding: float) -> Iterator[Measure]:
+def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], meta: Mapping[str, Any]) -> Iterator[Measure]:
     """Yield each gradient, buffer and change of a weight: its name, by what it may differ and does, and its size.
     Rounding is that of the expert, or of any weight's change, with the most: few elements make it by chance."""
     fixed, other, shaken = (step.cells for step in steps)
     gradients = [cell.norm / max(1, cell.numel) ** 0.5 for cell in fixed.values() if cell.kind == "gradient"]
     typical = float(np.quantile([0.0, *gradients], 0.75))  # one alone may be as large as it likes
+    rounding = float(meta["rounding"])
     noise_only, found, fine = set(), [], min(rounding, float(np.finfo(np.float32).eps))
     for key in [*steps[0].ordered(), *(key for key in other if key not in fixed)]:
         cell, has_all = fixed.get(key) or other[key], key in fixed and key in other and key in shaken
@@ -238,7 +239,8 @@ def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], roundin
             continue
         else:  # what the optimizer has changed, or the loop since its last step
             sums = [one - step.cells[weight].sums[:, 1:] for one, step in zip(sums, before, strict=True)]
-            scale, floor = float(np.sqrt(np.max(np.sum(sums[0] ** 2, axis=1)))), rounding * cell.norm
+            scale = float(np.sqrt(np.max(np.sum(sums[0] ** 2, axis=1))))
+            floor = meta["eps"].get(weight[0], rounding) * cell.norm
         if np.isfinite(scale + floor):
             same = len(sums[0]) == len(sums[1])
             apart = max(_apart(sums[0][place if same else 0], row) for place, row in enumerate(sums[1]))

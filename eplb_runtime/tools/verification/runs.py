@@ -182,16 +182,15 @@ def _run(command: Sequence[str], trial: Trial, title: str) -> Run:
 
 
 def end(job: subprocess.Popen[bytes], others: Collection[int]) -> None:
-    """End a job with all that it has started, and wait for it; ``others`` are not its own processes."""
-    try:
-        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(job.pid, signal.SIGTERM)
-            job.wait(_END_SECONDS)
-    finally:  # also where a second signal ends the waiting
-        for process in set(descendants()) - set(others):
+    """End a job with all that it has started: it has nothing to save. ``others`` are not its own processes."""
+    job.kill()
+    job.wait()
+    while left := set(descendants()) - set(others):
+        for process in left:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        job.wait()
+            with suppress(ChildProcessError):  # its parent is still there
+                os.waitpid(process, 0)
 
 
 def verify(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from eplb_runtime.hosts.attaching.unregistered import ALIKE, OWN, Candidate, _name_of, candidates, memories, named
+from eplb_runtime.hosts.attaching.unregistered import (
+    ALIKE,
+    OWN,
+    Candidate,
+    _name_of,
+    candidates,
+    memories,
+    named,
+    shared_memory,
+)
 from eplb_runtime.moe.experts.registry import ExpertTensors
 
 SHAPE = (2, 7, 13)
@@ -76,10 +86,16 @@ def test_what_is_spoiled_is_another_and_finite_and_zero_stays(make: Callable[...
     for times in (1, 0):
         value = Candidate(times * make(SHAPE, dtype=kind))
         before = value.content()
-        value.spoil()
-        assert (value.content() == before) == (times == 0)
+        assert value.spoil([]) == (value.content() != before) == (times == 1)
 
 
 def test_a_tensor_that_cannot_say_its_shape_is_passed_over() -> None:
     held = torch.nested.nested_tensor([torch.ones(2, 13), torch.ones(3, 13)])
     assert held.is_nested and found(torch.ones(SHAPE))
+
+
+def test_what_is_a_files_is_never_written(tmp_path: Path) -> None:
+    held = np.memmap(tmp_path / "features", np.float32, "w+", shape=SHAPE)
+    held[:] = 1
+    for thing in (held, torch.from_numpy(held), np.frombuffer(held, np.float32)):
+        assert not Candidate(thing).spoil(shared_memory()) and (held == 1).all()
