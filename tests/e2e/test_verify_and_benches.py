@@ -45,12 +45,13 @@ def test_verify_runs_a_job_and_names_what_is_wrong_with_it(tmp_path: Path) -> No
     assert "step 3 of 3" in done.stderr
 
 
-def test_a_job_that_fails_or_does_not_attach_is_unknown() -> None:
-    failing = shell("verify", "--json", "--", sys.executable, "-c", "raise SystemExit('no data')")
-    assert (failing.returncode, json.loads(failing.stdout)["verdict"]) == (3, "unknown")
-    assert "no data" in json.loads(failing.stdout)["reason"]
-    other = shell("verify", "--", sys.executable, "-c", "print('hello')")
-    assert other.returncode == 3 and "reached no eplb_runtime.attach" in other.stdout and "hello" in other.stderr
+def test_a_job_that_fails_or_does_not_attach_is_unknown(capfd: pytest.CaptureFixture[str]) -> None:
+    failing = main(["verify", "--json", "--", sys.executable, "-S", "-c", "raise SystemExit('no data')"])
+    report = json.loads(capfd.readouterr().out)
+    assert (failing, report["verdict"]) == (3, "unknown") and "no data" in report["reason"]
+    other = main(["verify", "--", sys.executable, "-S", "-c", "print('hello')"])
+    printed = capfd.readouterr()
+    assert other == 3 and "reached no eplb_runtime.attach" in printed.out and "hello" in printed.err
 
 
 def test_verify_that_is_ended_ends_its_job_and_removes_its_folder(tmp_path: Path) -> None:
