@@ -32,6 +32,7 @@ MEGATRON = pytest.param(
         ["any_module.py", "--steps", "8"],
         ["rollouts.py", "--rounds", "2"],
         TRAINER,
+        LOOP,
     ],
     ids=str,
 )
@@ -65,6 +66,7 @@ def test_an_example_is_right(command: list[str], tmp_path: Path, monkeypatch: py
     assert report.single is not None or "the framework spreads the experts" in report.single_reason
 
 
+@pytest.mark.long
 def test_the_first_decisions_have_numbers_and_a_plan_though_nothing_is_compiled(tmp_path: Path) -> None:
     """The README's own example, started as it says."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from ranks import run_ranks
@@ -32,13 +33,16 @@ def shell(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_verify_runs_a_job_and_names_what_is_wrong_with_it(tmp_path: Path) -> None:
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.parametrize("launcher", [(forked.__file__,), pytest.param(TORCHRUN, marks=pytest.mark.long)])
+def test_verify_runs_a_job_and_names_what_is_wrong_with_it(launcher: tuple[str, ...], tmp_path: Path) -> None:
     script, step = (ROOT / "launch/examples/any_module.py").read_text(), "        optimizer.step()\n"
     clipped = script.replace(step, f"        nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n{step}")
     assert clipped != script
     (tmp_path / "train.py").write_text(clipped)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = shell("verify", "--steps", "3", "--json", "--", *torchrun, tmp_path / "train.py")
+    done = shell("verify", "--steps", "3", "--json", "--", sys.executable, *launcher, tmp_path / "train.py")
     report = json.loads(done.stdout)
     assert (done.returncode, report["verdict"], report["repeats"]) == (1, "wrong", True)
     assert report["moved"]["equal"] is False and "clip_grad_norm_" in report["reason"]
