@@ -9,6 +9,7 @@ import numpy as np
 
 from ...placement import EMPTY
 from ...utils.jit import jit
+from .align import match
 from .layer import FloatArray, IntArray
 from .trees import grow_trees
 
@@ -78,13 +79,7 @@ def renamed(now_P: IntArray, slots_P: IntArray, ranks: int, homes: int) -> IntAr
     home_now_E = np.empty(ranks * homes, dtype=np.int64)
     home_now_E[now_P.reshape(ranks, -1)[:, :homes].ravel()] = np.repeat(np.arange(ranks), homes)
     slot_RS = slots_P.reshape(ranks, -1)
-    pairs = np.repeat(np.arange(ranks), homes) * ranks + home_now_E[slot_RS[:, :homes].ravel()]
-    pair, shared = np.unique(pairs, return_counts=True)
-    name_R, is_free_R = np.full(ranks, -1), np.ones(ranks, dtype=bool)
-    for planned, wanted in np.stack(np.divmod(pair[np.argsort(-shared, kind="stable")], ranks), axis=1).tolist():
-        if name_R[planned] < 0 and is_free_R[wanted]:
-            name_R[planned], is_free_R[wanted] = wanted, False
-    name_R[name_R < 0] = np.flatnonzero(is_free_R)
+    name_R = match(np.repeat(np.arange(ranks), homes), home_now_E[slot_RS[:, :homes].ravel()], ranks)
     result_RS = np.empty_like(slot_RS)
     result_RS[name_R] = slot_RS
     return result_RS.ravel()
