@@ -11,7 +11,6 @@ from ...placement import EMPTY
 from ...utils.jit import jit
 from .align import match
 from .layer import FloatArray, IntArray
-from .trees import grow_trees
 
 HOME_SLACKS = (1.0, 0.5, 0.25, 0.12, 0.05, 0.0)
 """Of the even rank load: an expert keeps its home rank while that is heavier than the lightest by no more. From few
@@ -50,18 +49,6 @@ def starts(
         slots_P = now_P.copy()
         add_rings(load_E, homes, per_rank, distance_K, slots_P)
         yield slots_P
-
-
-def with_trees(load_E: FloatArray, now_P: IntArray, ranks: int, homes: int) -> IntArray:
-    """int64 ``[P]``, homes dealt again and replicas in trees; slots left empty are filled in rings."""
-    per_rank = len(now_P) // ranks
-    slots_P = now_P.copy()
-    if homes > 1:
-        nowhere_EN = np.zeros((load_E.size, 1))
-        slots_P = deal(load_E, now_P, homes, per_rank, 0, False, -1.0, nowhere_EN)
-    grow_trees(load_E, homes, per_rank, slots_P)
-    add_rings(load_E, homes, per_rank, ring_distances(ranks, per_rank - homes), slots_P)
-    return renamed(now_P, slots_P, ranks, homes) if homes > 1 else slots_P
 
 
 def ring_distances(ranks: int, replicas: int) -> IntArray:
