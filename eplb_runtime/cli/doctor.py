@@ -19,7 +19,6 @@ EXAMPLES = """
 
 exit status: 0; 1 if a recipe's job would not attach, 2 bad input
 """
-_YES_NO = {True: "yes", False: "no", None: "not known"}
 
 
 def add(commands: Any) -> None:
@@ -61,11 +60,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _judge(path: str, arguments: argparse.Namespace) -> int:
     """Return 1 where a recipe is refused, 2 where it cannot be judged."""
-    from ..tools.recipes import HOSTS, answer, read_recipe
+    from ..hosts.megatron.settings import VERSION
+    from ..tools.recipes import answer, read_recipe
 
     try:
         recipe = read_recipe(path)
-        found, host = answer(recipe), HOSTS[recipe.host]
+        found = answer(recipe)
     except (FileError, OSError) as error:
         text = f"{path}: {error.strerror}" if isinstance(error, OSError) else str(error)
         print(f"{PROGRAM}: {' '.join(text.splitlines())}", file=sys.stderr)
@@ -79,16 +79,15 @@ def _judge(path: str, arguments: argparse.Namespace) -> int:
         False: "no, it does not attach",
         None: f"not known: {', '.join(found.undecided)} decides, and the recipe does not show it",
     }
-    print(f"{recipe.name}: {verdict[found.attaches]} ({host.VERSION})")
+    print(f"{recipe.name}: {verdict[found.attaches]} ({VERSION})")
     if found.attaches is not False:
-        print(f"homes move: {_YES_NO[found.attaches]}; replica slots: {_YES_NO[found.replicas]}")
         equal = {"bit": "to the bit", "rounding": "to rounding", None: "as far as is not known"}
         print(f"with homes moved, training is equal {equal[found.exact]}")
     if found.refused:
         print_table("refused", said["refused"])
     tables = {
         "the recipe does not show": found.unknown,
-        f"assumed: defaults of {host.VERSION}, or of what trains with it": found.assumed,
+        f"assumed: defaults of {VERSION}, or of what trains with it": found.assumed,
     }
     for title, values in tables.items() if arguments.verbose else ():
         print_table(title, [{"setting": name, "value": value} for name, value in values.items()])

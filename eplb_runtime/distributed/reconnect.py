@@ -1,23 +1,16 @@
 """New control and migration groups after a failure broke the old ones, made by all ranks at the end of one step.
 
-The protocol of one attempt, in words of the launcher's store under ``connections/N/``. Everything runs on the training
-thread, and a rank whose connections are whole asks the store nothing.
+The ranks agree by words in the launcher's store under ``connections/N/``, N the attempt. The first word of a key
+decides, the same for all ranks. A rank whose connections are whole asks the store nothing.
 
-1. A rank that lost the others closes its old connections, so that the others fail in their next decision. It adds one
-   to ``here`` at its next boundary, and reads the words below at each later one. It does not wait.
-2. A rank that finds all ranks in ``here`` writes the boundary at which they meet into ``step``: its own and a few more.
-   Ranks that train together are at most one boundary apart, so all read the word before they come there.
-3. At that boundary each rank adds one to ``came``. The last one writes "yes" into ``go``; a rank that has passed the
-   boundary, or cannot make groups, adds nothing and writes why. The others wait for the word for the timeout times the
-   number of tries. Whoever waited in vain writes the ranks that did not come.
-4. After "yes" all make the groups and the transport, within the same time, and vote; a rank that failed votes no. They
-   also compare their placements.
-5. A rank that counted "yes" from all writes "yes" into ``hold``, any other writes why not. The first word decides: all
-   take the new groups, or none does. Nobody counts "yes" from all without this rank's, so a rank that failed never
-   reads "yes".
+1. A rank that lost the others closes its old connections, so that the others fail in their next decision, and adds one
+   to ``here``. Training goes on.
+2. When all ranks are in ``here``, one writes into ``step`` the boundary at which they meet, a few ahead. Ranks that
+   train together are at most one boundary apart, so all read it before they come there.
+3. At that boundary all ranks meet in ``go``. Then they make the groups and the transport, and meet in ``hold``: all use
+   the new groups, or none does.
 
-After an attempt without "yes" ranks begin the next one at their next boundary. After `MOST_TRIES` this rank makes no
-more: the balancer stays off with one warning, and training goes on. It goes on as well where the store does not answer.
+After an attempt without "yes" the next one begins. After `MOST_TRIES` the balancer stays off with one warning.
 """
 
 from __future__ import annotations
@@ -27,11 +20,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 from ..utils.errors import one_line
-from .consensus import Agreement, is_one_value, two_sided
 from .points import Phase, Probe, unobserved
 from .process_groups import ProcessGroups
 from .store import StoreError
@@ -43,6 +34,7 @@ MOST_TRIES = 5
 LEAD_STEPS = 2
 """How many boundaries ahead ranks meet at the first try; twice as many at each later one."""
 _YES = "yes"
+_PARTED = "they parted in a failure that could not be agreed on; go back to a checkpoint"
 
 
 @dataclass(frozen=True)
@@ -65,7 +57,7 @@ class Reconnection:
 
     Attributes:
         under_way: whether the old connections are not to be used any more, and no new ones hold yet.
-        differing: error message if ranks hold different placements; empty if they agree.
+        differing: a line that names a rank with another placement; empty if all have the same.
         tries: attempts since the connections broke.
     """
 
@@ -78,7 +70,7 @@ class Reconnection:
         self._groups = groups
         self._make_transport = make_transport
         self._probe = probe
-        self._digest = bytes(16)
+        self._digest = ""
         self._attempt = 1
         self._here = 0
         self.under_way = False
@@ -88,7 +80,7 @@ class Reconnection:
     def begin(self, digest: bytes) -> None:
         """Begin after the connections broke, with the placement's digest."""
         if not self.under_way:
-            self.under_way, self.tries, self._digest = True, 0, digest
+            self.under_way, self.tries, self._digest = True, 0, digest.hex()
             self._groups.hang_up()
 
     def at_boundary(self, boundary: int) -> Link | None:
@@ -100,9 +92,8 @@ class Reconnection:
             if step is None or boundary < step:
                 return None
             if boundary > step:
-                late = f"rank {self._groups.job.rank} had passed the step"
                 for word in ("go", "hold"):
-                    self._groups.store.compare_set(self._key(word), late)
+                    self._word(word, f"rank {self._groups.job.rank} had passed the step")
                 return None
             return self._connect()
         except StoreError as error:
@@ -131,68 +122,66 @@ class Reconnection:
         return int(word) if word else None
 
     def _connect(self) -> Link | None:
-        """Meet the others, make what `Link` has, and record whether it holds."""
-        groups, link = self._groups, None
+        """Meet the others, make what `Link` has, and return it if all ranks could."""
         # On a busy machine no try would be through in a short timeout: each has more time than the one before.
-        seconds = min(groups.setup_seconds, groups.timeout_seconds * self.tries)
+        seconds = min(self._groups.setup_seconds, self._groups.timeout_seconds * self.tries)
         with ExitStack() as undo:
-            cause = self._meet(seconds)
+            link, problem = None, ""
             try:
-                if not cause:
-                    control = groups.new_control(self._attempt, seconds)
-                    undo.callback(groups.give_back, control)
-                    link, problem = self._make(control, seconds, undo)
-                    cause = self._vote(control, problem, 3 * seconds)
+                self._probe(Phase.MET, self._attempt)
+                problem = self._groups.lacks_descriptors()
             except Exception as error:
-                cause = one_line(error)
-            word = groups.store.compare_set(self._key("hold"), cause or _YES)
-            if word == _YES and link is not None:
+                problem = one_line(error, with_type=True)
+            if cause := self._meet("go", problem, seconds):
+                cause = self._word("hold", cause)
+            else:
+                try:
+                    link = self._make(seconds, undo)
+                    problem = self._differs()
+                except StoreError:
+                    raise
+                except Exception as error:
+                    problem = one_line(error, with_type=True)
+                cause = self._meet("hold", problem, 3 * seconds)
+            if link is not None and not cause:
                 undo.pop_all()
                 self.under_way = False
                 return link
-        logger.info("the ranks could not connect: %s", word)
+        self.differing = cause if _PARTED in cause else ""
+        logger.info("the ranks could not connect: %s", cause)
         return None
 
-    def _meet(self, seconds: float) -> str:
-        """Wait until all ranks have come to this boundary. Returns why they cannot go on; empty: they can."""
-        groups, store = self._groups, self._groups.store
-        try:
-            self._probe(Phase.MET, self._attempt)
-            problem = groups.lacks_descriptors()
-        except Exception as error:
-            problem = one_line(error, with_type=True)
-        store.compare_set(self._key(f"came/{groups.job.rank}"), "came")
+    def _make(self, seconds: float, undo: ExitStack) -> Link:
+        """Make the groups and the transport; ``undo`` takes them back."""
+        groups = self._groups
+        control = groups.new_control(self._attempt, seconds)
+        undo.callback(groups.give_back, control)
+        migration = groups.new_migration(self._attempt, seconds)
+        undo.callback(groups.give_back, migration)
+        transport = self._make_transport(migration, seconds)
+        undo.callback(transport.close)
+        self._probe(Phase.CONNECTED, self._attempt)
+        return Link(control, migration, transport)
+
+    def _differs(self) -> str:
+        """Return what this rank says if its placement is not that of the first rank that asked; "": it is."""
+        first, digest = self._word("placement", f"{self._groups.job.rank} {self._digest}").split()
+        return "" if digest == self._digest else f"another placement than rank {first}: {_PARTED}"
+
+    def _meet(self, word: str, problem: str, seconds: float) -> str:
+        """Wait for all ranks. Returns why they cannot go on, the same on all of them; empty: they can."""
+        store, job = self._groups.store, self._groups.job
+        self._word(f"{word}/{job.rank}", "here")
         if problem:
-            store.compare_set(self._key("go"), f"rank {groups.job.rank}: {problem}")
-        elif store.add(self._key("came"), 1) == len(groups.job.ranks):
-            store.compare_set(self._key("go"), _YES)
-        if not store.wait(self._key("go"), seconds):
-            missing = [str(rank) for rank in groups.job.ranks if not store.word_of(self._key(f"came/{rank}"))]
-            store.compare_set(self._key("go"), f"rank {', '.join(missing[:8])} did not come within {seconds:g} s")
-        word = store.word_of(self._key("go"))
-        return "" if word == _YES else word
+            self._word(word, f"rank {job.rank}: {problem}")
+        elif store.add(self._key(f"{word}/here"), 1) == len(job.ranks):
+            self._word(word, _YES)
+        if not store.wait(self._key(word), seconds):
+            missing = [str(rank) for rank in job.ranks if not store.word_of(self._key(f"{word}/{rank}"))]
+            self._word(word, f"rank {', '.join(missing[:8])} did not come within {seconds:g} s")
+        said = store.word_of(self._key(word))
+        return "" if said == _YES else said
 
-    def _make(self, control: dist.ProcessGroup, seconds: float, undo: ExitStack) -> tuple[Link | None, str]:
-        """Make the migration group and the transport. Returns why this rank could not, too; empty: it could."""
-        try:
-            migration = self._groups.new_migration(self._attempt, seconds)
-            undo.callback(self._groups.give_back, migration)
-            transport = self._make_transport(migration, seconds)
-            undo.callback(transport.close)
-            self._probe(Phase.CONNECTED, self._attempt)
-            return Link(control, migration, transport), ""
-        except Exception as error:
-            return None, one_line(error, with_type=True)
-
-    def _vote(self, control: dist.ProcessGroup, problem: str, seconds: float) -> str:
-        """Return why the connections do not hold, as all ranks say it; empty: they do. Also compares placements."""
-        agreement = Agreement(control, self._groups.store)
-        own = torch.tensor([agreement.rank_priority if problem else 0])
-        highest = agreement.highest(torch.cat([own, two_sided(self._digest)]), seconds)
-        if highest[0]:
-            return agreement.problem_of(int(highest[0]), problem)
-        if is_one_value(highest[1:]):
-            return ""
-        who = agreement.who_differs(self._digest, "placement").cause
-        self.differing = f"{who}: they parted in a failure that could not be agreed on; go back to a checkpoint"
-        return self.differing
+    def _word(self, word: str, mine: str) -> str:
+        """Return the first word that a rank has written there, perhaps this one."""
+        return self._groups.store.compare_set(self._key(word), mine)

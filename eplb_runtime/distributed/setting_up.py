@@ -54,27 +54,18 @@ def is_echo(error: BaseException) -> bool:
     return False
 
 
-def descriptors_of_gloo(ranks: int) -> int:
-    """Return what a group takes: a listener, its loop (two), an address, a connection to each rank."""
-    return 3 + ranks
-
-
-def descriptors_left() -> int | None:
-    """Return how many more this process can open; None: unknown."""
+def lacks_descriptors(groups: Sequence[int]) -> str:
+    """Return what this process lacks for gloo groups of these sizes, or "": gloo ends one that has none left."""
     try:
         import resource
 
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        used = [int(name) for name in os.listdir("/proc/self/fd")]
+        used = sum(int(name) < limit for name in os.listdir("/proc/self/fd"))
     except (ImportError, OSError):
-        return None
-    return None if limit == resource.RLIM_INFINITY else limit - sum(number < limit for number in used) + 1
-
-
-def lacks_descriptors(groups: Sequence[int]) -> str:
-    """Return what this process lacks for gloo groups of these sizes, or "": gloo ends one that has none left."""
-    left, needed = descriptors_left(), sum(map(descriptors_of_gloo, groups)) + SPARE_DESCRIPTORS
-    if left is None or left >= needed:
+        return ""
+    # A listener, its loop (two), an address, and a connection to each rank.
+    left, needed = limit - used + 1, sum(3 + ranks for ranks in groups) + SPARE_DESCRIPTORS
+    if left >= needed or limit == resource.RLIM_INFINITY:
         return ""
     return (
         f"this process can open {left} more files, and connections to the other ranks need {needed} file descriptors: "

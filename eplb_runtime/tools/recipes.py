@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..hosts.megatron import settings as megatron
-from ..hosts.settings import Exact, Refusal, Unknown, UnknownError, run_checks
-from ..hosts.torchtitan import settings as torchtitan
+from ..hosts.megatron.settings import Exact, Refusal, Unknown
 from ..utils.files import FileError, require_readable
 
-HOSTS: Mapping[str, Any] = {"megatron": megatron, "torchtitan": torchtitan}
+EP, EXPERTS = "expert_model_parallel_size", "num_moe_experts"
 MOST_BYTES = 64 << 20
 FLAGS: Mapping[str, tuple[str, Any]] = {
     **{name: (name, True) for name in (*megatron.DEFAULTS, "enable_cuda_graph", "external_cuda_graph")},
@@ -34,8 +33,6 @@ FLAGS: Mapping[str, tuple[str, Any]] = {
     "lora.target_modules": ("lora_target_modules", True),
 }
 """Megatron's flags with ``_`` for ``-``, and verl's adapters: the setting, and its value where none follows."""
-DIMENSIONS = ("pipeline", "expert")
-"""Over which Megatron spreads experts, besides their tensor parallelism."""
 OF_THE_MODEL = Unknown("of the model's own config")
 BY_FLAGS = {"num_moe_experts": OF_THE_MODEL, "optimizer_offload_fraction": 1.0, "gradient_accumulation_fusion": True}
 RL = {"use_distributed_optimizer": True, "moe_token_dispatcher_type": "alltoall", "bf16": True}
@@ -60,11 +57,9 @@ class RecipeError(FileError):
 
 
 class Recipe(NamedTuple):
-    """Configuration of one training job, by its framework's names; ``defaults`` are those that are not the
-    framework's. Values may be `Unknown`."""
+    """Configuration of one Megatron job; ``defaults`` are those that are not Megatron's. Values may be `Unknown`."""
 
     name: str
-    host: str
     options: Mapping[str, Any]
     defaults: Mapping[str, Any]
 
@@ -74,7 +69,6 @@ class RecipeAnswer:
     """Whether a recipe's job could be balanced; None in a field: not known."""
 
     attaches: bool | None
-    replicas: bool | None
     exact: Exact | None
     refused: list[Refusal]
     undecided: list[str]  # settings that a check needs and that are not known
@@ -83,36 +77,33 @@ class RecipeAnswer:
 
 
 def answer(recipe: Recipe) -> RecipeAnswer:
-    """Judge a recipe by the checks of its framework.
+    """Judge a recipe by the checks that `attach` makes.
 
     Raises:
-        RecipeError: a size is no whole number of at least 1, or EP does not divide the experts.
+        RecipeError: a size is no whole number of at least 1, or EP does not divide the experts or the ranks.
     """
-    host, given = HOSTS[recipe.host], recipe.options
-    sizes = [name for name, default in host.DEFAULTS.items() if type(default) is int]
+    given = recipe.options
+    sizes = [name for name, default in megatron.DEFAULTS.items() if type(default) is int]
     for name in (*sizes, "world_size"):
         size = given.get(name, 1)
         if not isinstance(size, Unknown) and not (isinstance(size, int) and size >= 1):
             raise RecipeError(f"{recipe.name}: {name} is {size!r}, and must be a whole number of at least 1")
-    settings = host.settings_of({**recipe.defaults, **given})
-    experts, ep = map(settings.values.get, (host.EXPERTS, host.RANKS))
-    if isinstance(experts, int) and isinstance(ep, int) and experts % ep:
-        raise RecipeError(f"{recipe.name}: {host.EXPERTS} {experts} is no multiple of {host.RANKS} {ep}")
-    refused, undecided = run_checks(settings, host.CHECKS)
-    sizes_of = [given.get("world_size"), *(settings.values.get(f"{name}_model_parallel_size") for name in DIMENSIONS)]
-    if all(isinstance(size, int) for size in sizes_of) and sizes_of[0] % prod(sizes_of[1:]):
-        shown = " x ".join(map(str, sizes_of[1:]))
-        why = f"the job cannot start: {sizes_of[0]} ranks are no multiple of PP x EP = {shown} = {prod(sizes_of[1:])}"
-        refused.insert(0, Refusal("world_size", sizes_of[0], why, "start a multiple of that"))
-    without_replicas, more = run_checks(settings, (host.without_replicas,))
-    exact: Exact | None = None
-    with suppress(UnknownError):
-        exact = None if refused else host.exact(settings)
-    attaches = False if refused else None if undecided or more else True
+    settings = megatron.settings_of({**recipe.defaults, **given})
+    values = {"world_size": given.get("world_size"), **settings.values}
+    for whole, parts in ((EXPERTS, (EP,)), ("world_size", ("pipeline_model_parallel_size", EP))):
+        known = all(isinstance(values[name], int) for name in (whole, *parts))
+        if known and values[whole] % (divisor := prod(values[name] for name in parts)):
+            raise RecipeError(f"{recipe.name}: {whole} {values[whole]} is no multiple of {' x '.join(parts)} {divisor}")
+    refused = [one for one in megatron.refusals(settings) if not isinstance(one.value, Unknown)]
+    undecided = list(settings.undecided)
+    settings.undecided.clear()
+    exact = megatron.exact(settings)
     unknown = {name: str(value) for name, value in settings.values.items() if isinstance(value, Unknown)}
     assumed = {name: value for name, value in settings.values.items() if name not in {*given, *unknown}}
-    replicas = False if without_replicas else attaches
-    return RecipeAnswer(attaches, replicas, exact, refused, [*undecided, *more], assumed, unknown)
+    attaches = False if refused else None if undecided else True
+    return RecipeAnswer(
+        attaches, None if refused or settings.undecided else exact, refused, undecided, assumed, unknown
+    )
 
 
 def read_recipe(path: str) -> Recipe:
@@ -124,7 +115,7 @@ def read_recipe(path: str) -> Recipe:
     """
     file, is_json = Path(path), path.endswith(".json")
     if not file.exists() and file.suffix not in (".sh", ".json", ".txt", ".py"):
-        raise RecipeError(f"{path}: no such file; for a torchtitan config, write its settings as JSON")
+        raise RecipeError(f"{path}: no such file; of a torchtitan job, what is refused is said as it starts")
     if file.suffix == ".py":
         raise RecipeError(f"{path}: a script says its settings as it runs: eplb-runtime verify -- torchrun ... {path}")
     if require_readable(file, MOST_BYTES) == 0 or not (text := file.read_text(errors="replace")).strip():
@@ -134,9 +125,8 @@ def read_recipe(path: str) -> Recipe:
     except ValueError as error:  # of json, and of shlex
         raise RecipeError(f"{path}: not {'JSON' if is_json else 'words of a shell'}: {error}") from None
     recipe = _of_json(file, content) if is_json else _of_script(file.stem, content)
-    host = HOSTS[recipe.host]
-    if all(recipe.options.get(name) in (None, 0, 1) for name in (host.EXPERTS, host.RANKS)):
-        raise RecipeError(f"{path}: no setting of experts in it ({host.EXPERTS}, {host.RANKS})")
+    if all(recipe.options.get(name) in (None, 0, 1) for name in (EXPERTS, EP)):
+        raise RecipeError(f"{path}: no setting of experts in it ({EXPERTS}, {EP})")
     return recipe
 
 
@@ -152,11 +142,13 @@ def value_of(text: str) -> Any:
 
 
 def _of_json(path: Path, entry: Any) -> Recipe:
-    if not isinstance(entry, Mapping) or entry.get("host") not in HOSTS:
-        raise RecipeError(f'{path}: no recipe: write an object with "host": {" or ".join(HOSTS)} and its settings')
+    if not isinstance(entry, Mapping) or entry.get("host") != "megatron":
+        raise RecipeError(
+            f'{path}: no recipe: write an object with "host": "megatron" and its settings; of a torchtitan job, '
+            "what is refused is said as it starts"
+        )
     options = {name: value for name, value in entry.items() if value is not None}
-    of_model = dict.fromkeys(("num_moe_experts", "moe_router_topk"), OF_THE_MODEL)
-    return Recipe(path.stem, entry["host"], options, of_model if entry["host"] == "megatron" else {})
+    return Recipe(path.stem, options, dict.fromkeys((EXPERTS, "moe_router_topk"), OF_THE_MODEL))
 
 
 def _of_script(name: str, words: Sequence[str]) -> Recipe:
@@ -199,7 +191,7 @@ def _of_script(name: str, words: Sequence[str]) -> Recipe:
         # Megatron-LM's arguments take it for the layer-wise one, and nothing else is distributed then.
         options |= {"optimizer": megatron.LAYER_WISE, "use_distributed_optimizer": False}
     defaults = BY_VERL if is_verl else {**BY_FLAGS, **RL} if is_slime else BY_FLAGS
-    return Recipe(name, "megatron", {key: one for key, one in options.items() if one is not None}, defaults)
+    return Recipe(name, {key: one for key, one in options.items() if one is not None}, defaults)
 
 
 def _ranks(said: Mapping[str, list[Any]]) -> Any:

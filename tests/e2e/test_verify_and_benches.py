@@ -127,13 +127,12 @@ def train(rank: int) -> list[dict]:
 def test_bench_train_moves_experts_where_load_is_skewed_and_has_the_documented_keys() -> None:
     result, brief = json.loads(json.dumps(run_ranks(2, train)[0]))
     assert list(result) == ["ranks", "train", "overhead"] and result["overhead"] > -1
-    static, homes, _, even, _ = result["train"]
+    static, homes, *_ = result["train"]
     assert [row["variant"] for row in result["train"]] == ["static", "homes", "replicas", "even", "attached"]
     keys = {"variant", "step_ms", "slowest_over_fastest", "imbalance", "homes_moved", "over_static"}
     for row in result["train"]:
-        assert set(row) == keys | {"share_of_even_gain"}
-    assert static["homes_moved"] == static["share_of_even_gain"] == 0 and static["over_static"] == 1
-    assert 0 <= even["share_of_even_gain"] <= 1  # a block of it may be slower than one beside it on a busy machine
+        assert set(row) == keys
+    assert static["homes_moved"] == 0 and static["over_static"] == 1
     assert homes["homes_moved"] > 0 and homes["imbalance"] < static["imbalance"] > 1.2
     fixed, moved = brief["train"]
     assert list(brief) == ["ranks", "train"] and set(fixed) == keys and fixed["homes_moved"] == 0 < moved["homes_moved"]

@@ -28,11 +28,10 @@ from ..attaching.description import (
     WatchedModel,
     mark_spread,
 )
-from ..settings import STAND_IN, JobSettings, run_checks
 from .graphs import check_not_captured
 from .layer import QUANTIZE_AGAIN, install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of
-from .settings import CHECKS, EXACT_IN_ONE_SUM, STAND_INS, settings_of, without_replicas
+from .settings import EXACT_IN_ONE_SUM, STAND_IN, STAND_INS, JobSettings, refusals, settings_of
 from .weights import weights
 
 logger = logging.getLogger("eplb_runtime")
@@ -160,7 +159,7 @@ def _problems(model: nn.Module, optimizers: Sequence[Any]) -> list[str]:
     settings = settings_of_job(model, optimizers)
     if settings is None:
         return []
-    found = [str(refusal) for refusal in run_checks(settings, CHECKS)[0]]
+    found = [str(refusal) for refusal in refusals(settings)]
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MegatronLayer)]
     found += [why for name, module in layers if (why := why_not_followed(name, module))][:1]
     found += [why for name, module in layers if (why := why_not_delayed(name, module))][:1]
@@ -206,8 +205,7 @@ def why_not_followed(name: str, module: Any) -> str:
 
 def _refuses(layers: Sequence[MoELayer], wrapped: bool, config: BalancerConfig) -> str:
     if config.replica_slots:
-        refusal = next(without_replicas(config))
-        return f"replica_slots with Megatron: {refusal.why}; {refusal.instead}"
+        return "replica_slots with Megatron: its dispatchers know one place for an expert; use replica_slots=0"
     if replace(config.dispatch, kernels=False) != DispatchConfig():  # kernels hash experts for checksums here, too
         return "dispatch with Megatron: its own dispatchers carry tokens; leave dispatch out"
     if config.overlap:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
-from ..settings import Check, Exact, JobSettings, Refusal, Unknown, ranks_of_an_expert, refuse
+Exact = Literal["bit", "rounding"]
+
+STAND_IN = "%s=%s was tested with a stand-in, and not on a GPU yet: prove it by `eplb-runtime verify -- JOB`"
 
 VERSION = "Megatron-Core 0.16.1 to 0.19.2"
 """Versions whose defaults these are; settings that an older one lacks are off there."""
@@ -74,13 +76,53 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """Megatron's own, of the settings that are read here."""
 OF_RECIPES: Mapping[str, Any] = {
-    "expert_data_parallel_size": Unknown("ranks of the job"),
+    "expert_data_parallel_size": 1,
     "saves_by_place": False,
     "lora": False,
     "lora_target_modules": "linear_qkv,linear_proj,linear_fc1,linear_fc2",
 }
 """No fields of Megatron's configs: ranks that hold the same experts; saves that keep the distributed optimizer's state
 by its place in buffers, as Megatron-LM's flags have it by default; adapters, with Megatron-Bridge's layers."""
+
+
+class Unknown(str):
+    """A setting whose value is not known: the value as written, or where it comes from."""
+
+
+class JobSettings:
+    """Settings of a job, by Megatron's names; None is not given. What is `Unknown` reads as its default, and is put
+    into ``undecided``."""
+
+    def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self.values = {**defaults, **{name: given[name] for name in defaults if given.get(name) is not None}}
+        self.undecided: dict[str, None] = {}
+        self._defaults = defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "values" or name not in self.values:
+            raise AttributeError(name)
+        if not isinstance(self.values[name], Unknown):
+            return self.values[name]
+        self.undecided[name] = None
+        return self._defaults[name]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A setting that cannot be balanced, its value in this job, the reason, and what to write."""
+
+    setting: str
+    value: Any
+    why: str
+    instead: str
+
+    def __str__(self) -> str:
+        return f"{self.setting}={self.value}: {self.why}; {self.instead}"
+
+
+def refuse(job: JobSettings, setting: str, why: str, instead: str) -> Refusal:
+    """Return the refusal of a setting, with its value in this job."""
+    return Refusal(setting, job.values[setting], why, instead)
 
 
 def settings_of(options: Mapping[str, Any]) -> JobSettings:
@@ -104,10 +146,11 @@ def settings_of(options: Mapping[str, Any]) -> JobSettings:
     )
     sizes = (options.get("world_size"), expert, stages, tensor)
     fits = not all(isinstance(size, int) for size in sizes) or sizes[0] % prod(sizes[1:]) == 0
-    defaults = {**DEFAULTS, **OF_RECIPES, "expert_tensor_parallel_size": tensor if fits else 1}
-    cut = options.get("expert_tensor_parallel_size", defaults["expert_tensor_parallel_size"])
-    options.setdefault("expert_data_parallel_size", ranks_of_an_expert(sizes[0], cut, expert, stages))
-    return JobSettings(options, defaults)
+    cut = options.setdefault("expert_tensor_parallel_size", tensor if fits else 1)
+    spread = (sizes[0], cut, expert, stages)
+    is_known = all(isinstance(size, int) for size in spread) and not spread[0] % prod(spread[1:])
+    ranks = spread[0] // prod(spread[1:]) if is_known else Unknown("ranks of the job")
+    return JobSettings({"expert_data_parallel_size": ranks, **options}, {**DEFAULTS, **OF_RECIPES})
 
 
 def _graph_modules(options: Mapping[str, Any]) -> Any:
@@ -157,13 +200,16 @@ def sums_in_order(config: Any) -> bool:
     return config.moe_router_topk <= EXACT_BY_ITSELF or _can_reorder(config)
 
 
-def _must_be_default(setting: str, job: Any) -> Iterator[Refusal]:
-    default, why = MUST_BE_DEFAULT[setting]
-    if getattr(job, setting) != default:
-        yield refuse(job, setting, why, f"leave {setting} out" if default is None else f"set {setting}={default}")
+def refusals(job: JobSettings) -> Iterator[Refusal]:
+    """Yield what cannot be balanced."""
+    for setting, (default, why) in MUST_BE_DEFAULT.items():
+        if getattr(job, setting) != default:
+            yield refuse(job, setting, why, f"leave {setting} out" if default is None else f"set {setting}={default}")
+    for check in (_parallelism, _experts, _graphs, _precision, _optimizer, _layer_wise, _aware, _adapters):
+        yield from check(job)
 
 
-def _parallelism(job: Any) -> Iterator[Refusal]:
+def _parallelism(job: JobSettings) -> Iterator[Refusal]:
     if job.expert_model_parallel_size == 1:
         why = "each rank holds all experts of its stage (and before 2026-07-21 Megatron lets them drift apart, #5916)"
         instead = "spread the experts over ranks, or train without the balancer"
@@ -177,7 +223,7 @@ def _parallelism(job: Any) -> Iterator[Refusal]:
             yield refuse(job, setting, why, f"leave {setting} out")
 
 
-def _experts(job: Any) -> Iterator[Refusal]:
+def _experts(job: JobSettings) -> Iterator[Refusal]:
     if job.moe_token_dispatcher_type == "flex" and job.moe_flex_dispatcher_backend not in FLEX_BACKENDS:
         instead = f"set moe_flex_dispatcher_backend to {' or '.join(FLEX_BACKENDS)}"
         yield refuse(job, "moe_flex_dispatcher_backend", "nothing has been run with it", instead)
@@ -192,7 +238,7 @@ def _experts(job: Any) -> Iterator[Refusal]:
             yield refuse(job, "overlap_grad_reduce", why, instead_of_it)
 
 
-def _graphs(job: Any) -> Iterator[Refusal]:
+def _graphs(job: JobSettings) -> Iterator[Refusal]:
     if job.cuda_graph_impl not in ("none", "transformer_engine"):
         why = "its CUDA graphs may hold experts, which move, or the end of their layer"
         instead = "set cuda_graph_impl='transformer_engine', with cuda_graph_modules of parts without experts"
@@ -202,7 +248,7 @@ def _graphs(job: Any) -> Iterator[Refusal]:
         yield refuse(job, "cuda_graph_modules", "a CUDA graph of whole MoE layers holds experts, which move", instead)
 
 
-def _precision(job: Any) -> Iterator[Refusal]:
+def _precision(job: JobSettings) -> Iterator[Refusal]:
     if job.fp8 is None:
         return
     if job.fp8_param_gather or job.fp8_param:
@@ -213,7 +259,7 @@ def _precision(job: Any) -> Iterator[Refusal]:
         yield refuse(job, "fp8_recipe", why, f"set fp8_recipe to {', '.join(SCALED_NOW)}")
 
 
-def _optimizer(job: Any) -> Iterator[Refusal]:
+def _optimizer(job: JobSettings) -> Iterator[Refusal]:
     if job.optimizer not in ("adam", "sgd", *MUON):
         why = "its state of an expert cannot be moved yet"
         yield refuse(job, "optimizer", why, "set optimizer='adam', 'sgd' or 'muon'")
@@ -226,7 +272,7 @@ def _optimizer(job: Any) -> Iterator[Refusal]:
         yield Refusal("--save", job.saves_by_place, why, instead)
 
 
-def _layer_wise(job: Any) -> Iterator[Refusal]:
+def _layer_wise(job: JobSettings) -> Iterator[Refusal]:
     if job.optimizer != LAYER_WISE:
         return
     instead = "optimizer='muon', without use_layer_wise_distributed_optimizer (without --use-distributed-optimizer)"
@@ -238,11 +284,11 @@ def _layer_wise(job: Any) -> Iterator[Refusal]:
         yield refuse(job, "optimizer", why, f"set {instead}")
 
 
-def _is_aware_on_device(job: Any) -> bool:
+def _is_aware_on_device(job: JobSettings) -> bool:
     return bool(job.use_precision_aware_optimizer and not job.optimizer_cpu_offload)
 
 
-def _aware(job: Any) -> Iterator[Refusal]:
+def _aware(job: JobSettings) -> Iterator[Refusal]:
     if not _is_aware_on_device(job):
         return
     for dtype in DTYPES:
@@ -255,25 +301,14 @@ def _aware(job: Any) -> Iterator[Refusal]:
             yield refuse(job, dtype, why, f"set {dtype} to bf16 or fp32, or optimizer_cpu_offload=True")
 
 
-def _adapters(job: Any) -> Iterator[Refusal]:
+def _adapters(job: JobSettings) -> Iterator[Refusal]:
     if job.lora and not NO_EXPERTS_LAYERS.issuperset(job.lora_target_modules.split(",")):
         why = "one adapter is shared by all experts of a rank: an expert would have another one on another rank"
         instead = f"give adapters to layers without experts alone ({', '.join(sorted(NO_EXPERTS_LAYERS))})"
         yield refuse(job, "lora", why, instead)
 
 
-CHECKS: tuple[Check, ...] = (
-    *(partial(_must_be_default, setting) for setting in MUST_BE_DEFAULT),
-    *(_parallelism, _experts, _graphs, _precision, _optimizer, _layer_wise, _aware, _adapters),
-)
-
-
-def without_replicas(job: Any) -> Iterator[Refusal]:
-    """Yield what is refused for replica slots alone."""
-    yield refuse(job, "replica_slots", "its dispatchers know one place for an expert", "use replica_slots=0")
-
-
-def exact(job: Any) -> Exact:
+def exact(job: JobSettings) -> Exact:
     """Return how equal training with and without moves is."""
     if not sums_in_order(job):
         return "rounding"
@@ -282,7 +317,7 @@ def exact(job: Any) -> Exact:
     return "bit" if job.expert_data_parallel_size <= EXACT_IN_ONE_SUM else "rounding"
 
 
-STAND_INS: Mapping[str, Callable[[Any], bool]] = {
+STAND_INS: Mapping[str, Callable[[JobSettings], bool]] = {
     "moe_token_dispatcher_type": lambda job: job.moe_token_dispatcher_type == "flex",
     "overlap_moe_expert_parallel_comm": lambda job: job.overlap_moe_expert_parallel_comm,
     "overlap_dispatch_backward_with_experts_wgrad": lambda job: job.overlap_dispatch_backward_with_experts_wgrad,
@@ -292,5 +327,3 @@ STAND_INS: Mapping[str, Callable[[Any], bool]] = {
     "moe_permute_fusion": lambda job: job.moe_permute_fusion and reorders(job),
 }
 """Settings that were tested with a stand-in alone, and whether a job uses them."""
-RANKS, EXPERTS = "expert_model_parallel_size", "num_moe_experts"
-"""Settings of the ranks and experts of a layer."""

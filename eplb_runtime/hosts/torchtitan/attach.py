@@ -23,18 +23,18 @@ from .. import _all_can_attach
 from ..attaching.attach import attach_stages
 from ..attaching.checks import device_of
 from ..attaching.description import AttachError, HostModel, Spread, Stage, mark_spread
-from ..settings import STAND_IN, JobSettings, run_checks
 from .experts import balanced_experts, describe, routed_experts
 from .pipeline import accompany, build_pipeline, numbers_of
 from .settings import (
     BACKENDS,
-    CHECKS,
     NEEDED_TORCH,
+    STAND_IN,
     STANDARD,
+    TitanSettings,
     backend_of,
     check_spmd_backend,
     notes,
-    settings_of,
+    refusals,
     without_replicas,
 )
 from .state import BalancedOptimizers, LogicalOrder, balanced_optimizers, keep_order, synchronize_state
@@ -92,8 +92,7 @@ def _parallelize(
 ) -> nn.Module:
     """Refuse an `spmd_backend` with which torchtitan would fail itself, long before `_build`."""
     backend = parallel_dims.spmd_backend
-    for refusal in check_spmd_backend(parallel_dims):
-        raise AttachError(str(refusal))
+    check_spmd_backend(backend)
     if torch.__version__ < BACKENDS[backend]:
         older = next(name for name, needed in BACKENDS.items() if torch.__version__ >= needed)
         raise AttachError(
@@ -116,7 +115,7 @@ def _build(
     if own is not None:
         own(optimizers, model_parts, parallel_dims)
     ranks, stages, problem = Ranks(), [], None
-    device, settings = torch.device("cpu"), settings_of({})
+    device, settings = torch.device("cpu"), TitanSettings()
     try:
         settings = _live_settings(optimizers, model_parts, parallel_dims, trainer_config)
         _refuse(settings, optimizers, config)
@@ -153,7 +152,7 @@ def _build(
     _clip_experts(model_parts, balancer)
 
 
-def _host(part: nn.Module, ep_ranks: tuple[int, ...], settings: JobSettings) -> HostModel:
+def _host(part: nn.Module, ep_ranks: tuple[int, ...], settings: TitanSettings) -> HostModel:
     """A model, or a stage of it: which may have no routed experts. The experts are where torchtitan has put them."""
     backend = str(settings.moe_comm_backend)
     layers = [describe(name, routed, backend) for name, routed in routed_experts(part)]
@@ -167,15 +166,11 @@ def _host(part: nn.Module, ep_ranks: tuple[int, ...], settings: JobSettings) -> 
     )
 
 
-def _refuse(settings: JobSettings, optimizers: Any, config: BalancerConfig) -> None:
+def _refuse(settings: TitanSettings, optimizers: Any, config: BalancerConfig) -> None:
     """Raises AttachError for all that would go another way than the balancer knows; ranks have the same settings."""
-    refused = [str(refusal) for refusal in run_checks(settings, CHECKS)[0]]
+    refused = list(refusals(settings))
     if config.replica_slots:
-        refused += [
-            f"replica_slots={config.replica_slots} with "
-            f"{'parallelism.' if refusal.setting.endswith('_degree') else ''}{refusal}"
-            for refusal in without_replicas(settings)
-        ]
+        refused += [f"replica_slots={config.replica_slots} with {why}" for why in without_replicas(settings)]
     if settings.moe_comm_backend != STANDARD and replace(config.dispatch, kernels=False) != DispatchConfig():
         refused.append(
             f"dispatch with moe_comm_backend='{settings.moe_comm_backend}': torchtitan's dispatcher sends tokens; "
@@ -194,26 +189,23 @@ def _refuse(settings: JobSettings, optimizers: Any, config: BalancerConfig) -> N
 
 def _live_settings(
     optimizers: Any, model_parts: Sequence[nn.Module], parallel_dims: ParallelDims, trainer_config: Any
-) -> JobSettings:
+) -> TitanSettings:
     blocks = [block for part in model_parts for block in part.modules()]
-    dispatchers = _dispatchers(trainer_config)
+    dispatchers, dims = _dispatchers(trainer_config), parallel_dims
     capacities = [getattr(one, "non_blocking_capacity_factor", None) for one in dispatchers]
-    return settings_of(
-        {
-            "expert_parallel_degree": parallel_dims.ep,
-            "tensor_parallel_degree": parallel_dims.tp,
-            "pipeline_parallel_degree": parallel_dims.pp,
-            "data_parallel_replicate_degree": parallel_dims.dp_replicate,
-            "spmd_backend": parallel_dims.spmd_backend,
-            "top_k": dispatchers[0].top_k if dispatchers else None,
-            "moe_comm_backend": backend_of(dispatchers),
-            "non_blocking_capacity_factor": min((one for one in capacities if one is not None), default=None),
-            "disable_cuda_graphs": trainer_config.training.disable_cuda_graphs,
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-            "compiled": ("model",) if any(map(_is_compiled, blocks)) else (),
-            "optimizers": tuple(sorted({type(optimizer).__name__ for optimizer in optimizers.optimizers})),
-            "world_size": parallel_dims.world_size,
-        }
+    return TitanSettings(
+        top_k=dispatchers[0].top_k if dispatchers else 0,
+        expert_parallel_degree=dims.ep,
+        tensor_parallel_degree=dims.tp,
+        pipeline_parallel_degree=dims.pp,
+        data_parallel_replicate_degree=dims.dp_replicate,
+        expert_data_parallel_size=max(dims.world_size // (dims.pp * dims.ep), 1),
+        moe_comm_backend=backend_of(dispatchers),
+        non_blocking_capacity_factor=min((one for one in capacities if one is not None), default=None),
+        disable_cuda_graphs=trainer_config.training.disable_cuda_graphs,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        compiled=any(map(_is_compiled, blocks)),
+        optimizers=tuple(sorted({type(optimizer).__name__ for optimizer in optimizers.optimizers})),
     )
 
 

@@ -62,7 +62,7 @@ class MoEStack(nn.Module):
 
 
 class _Variant:
-    """One model in training with its balancer, and the seconds of its blocks."""
+    """One model in training with its balancer."""
 
     def __init__(self, name: str, work: Workload, skew: float, **options: Any) -> None:
         torch.manual_seed(0)
@@ -74,12 +74,16 @@ class _Variant:
         self.balancer: Balancer = attach(self._model, self._optimizer, config=config)
         self._model.train()
         self._weights_TK = torch.full((work.tokens, work.top_k), 1 / work.top_k)
-        self.block_seconds: list[float] = []
 
     def steps(self, count: int) -> float:
         """Return the seconds that this rank took; batches are made before the clock starts."""
-        batches = [self._batch(self._step + index) for index in range(count)]
-        self._step += count
+        work, batches = self._work, []
+        for _ in range(count):
+            self._step += 1
+            generator = torch.Generator().manual_seed(self._step * 1009 + dist.get_rank())
+            hidden_TD = torch.randn(work.tokens, work.hidden, generator=generator)
+            ids = [choices(work, self._skew, generator) for _ in range(work.layers)]
+            batches.append((hidden_TD, torch.stack(ids)))
         dist.barrier()
         began = time.perf_counter()
         for hidden_TD, ids_LTK in batches:
@@ -88,12 +92,6 @@ class _Variant:
             self._optimizer.zero_grad()
         dist.barrier()
         return time.perf_counter() - began
-
-    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
-        work = self._work
-        generator = torch.Generator().manual_seed(step * 1009 + dist.get_rank())
-        hidden_TD = torch.randn(work.tokens, work.hidden, generator=generator)
-        return hidden_TD, torch.stack([choices(work, self._skew, generator) for _ in range(work.layers)])
 
 
 def choices(work: Workload, skew: float, generator: torch.Generator) -> Tensor:
@@ -124,9 +122,9 @@ def run(
         JSON-able. ``"train"``: a row for each variant of skewed load (``static``, ``homes``, ``replicas``), for
         ``even``, the same model with fixed experts and as many tokens for each, and for ``attached``, even load with a
         balancer that decides every interval: ``step_ms``, ``slowest_over_fastest`` of its blocks (near 1 on a quiet
-        machine), ``imbalance`` (max / mean rank load in the timed steps), ``homes_moved``, ``over_static`` (steps in
-        the time of a static one) and ``share_of_even_gain`` (of what static loses against even load). ``"overhead"`` of
-        ``attached`` over ``even``. Times are medians over blocks, ratios medians over blocks that followed each other.
+        machine), ``imbalance`` (max / mean rank load in the timed steps), ``homes_moved`` and ``over_static`` (steps in
+        the time of a static one). ``"overhead"`` of ``attached`` over ``even``. Times are medians over blocks, ratios
+        medians over blocks that followed each other.
 
     Raises:
         ValueError: the device is no CPU.
@@ -143,7 +141,7 @@ def run(
             _Variant("attached", work, 1.0),
         ]
     taken = _alternate(variants, work)
-    rows = [_row(*one, work, taken) for one in zip(variants, taken, strict=True)]
+    rows = [_row(*one, work, taken[0]) for one in zip(variants, taken, strict=True)]
     for variant in variants:
         variant.balancer.close()
     result = {"ranks": dist.get_world_size(), "train": rows}
@@ -155,20 +153,19 @@ def _alternate(variants: Sequence[_Variant], work: Workload) -> list[list[float]
     for variant in variants:
         # Half a block more: decisions fall into the middle of blocks, and with them what they do in the background.
         variant.steps(work.settle_blocks * work.interval + work.interval // 2)
+    taken: dict[_Variant, list[float]] = {variant: [] for variant in variants}
     for block in range(work.blocks):
         for variant in variants if block % 2 == 0 else reversed(variants):
-            variant.block_seconds.append(variant.steps(work.interval))
-    return [slowest(variant.block_seconds).tolist() for variant in variants]
+            taken[variant].append(variant.steps(work.interval))
+    return [slowest(seconds).tolist() for seconds in taken.values()]
 
 
-def _row(
-    variant: _Variant, blocks: Sequence[float], work: Workload, taken: Sequence[Sequence[float]]
-) -> dict[str, Any]:
-    """Return the figures of a variant; ``taken`` has the blocks of all, static first and even last but one."""
-    static, events = taken[0], variant.balancer.events
+def _row(variant: _Variant, blocks: Sequence[float], work: Workload, static: Sequence[float]) -> dict[str, Any]:
+    """Return the figures of a variant, by its blocks and those of the static one."""
+    events = variant.balancer.events
     measured = [event for event in events if isinstance(event, LoadMeasured)][-work.blocks :]
     imbalance = [value for event in measured for row in event.imbalance for value in row]
-    row = {
+    return {
         "variant": variant.name,
         "step_ms": median(blocks) / work.interval * 1e3,
         "slowest_over_fastest": max(blocks) / min(blocks),
@@ -176,7 +173,3 @@ def _row(
         "homes_moved": sum(event.moved_experts for event in events if isinstance(event, RebalanceCommitted)),
         "over_static": ratio(static, blocks),
     }
-    if len(taken) > 2:
-        won = [(s - b) / (s - e) if s > e else 0.0 for s, b, e in zip(static, blocks, taken[-2], strict=True)]
-        row["share_of_even_gain"] = median(won)
-    return row

@@ -13,15 +13,14 @@ from numpy.typing import NDArray
 
 from ...load.series import RecordedJob
 from ...observe.run_folder import JobRecord
-from ...utils.files import FileError, require_readable
-from .reading import MOST_EXPERTS, Content, FormatError, expert_ids, first_line, require_few
+from ...utils.files import require_readable
+from .reading import MOST_EXPERTS, Content, FormatError, expert_ids, first_line
 
 NAME = re.compile(r"router_trace_rank\d+\.jsonl")
 STAGE = "pre_dispatch"
 """Place in a layer where the choices were taken; lines of any other stage are left out."""
 MOST_BYTES = 64 << 30
 """Of one rank's file, which is read line by line."""
-_LONGEST_LINE = 256 << 20
 
 _Layer = tuple[bool, int, int]
 """In a multi-token prediction block or not, that block's index, and the layer's number in its block."""
@@ -66,7 +65,6 @@ def _traced(files: list[Path]) -> NDArray[np.int64]:
             counts[key] = np.bincount(ids, minlength=len(before))
             counts[key][: len(before)] += before
             experts = max(experts, len(counts[key]), of_logits)
-            require_few(len(counts) * experts, "the trace")
     steps, layers = {step for step, _ in counts}, sorted({layer for _, layer in counts})
     whole = [step for step in sorted(steps) if all((step, layer) in counts for layer in layers)]
     if not whole:
@@ -95,8 +93,6 @@ def _read(line: bytes) -> tuple[tuple[int, _Layer] | None, NDArray[np.int64], in
         raise ValueError(f"expert {ids.max()}")
     shape = record.get("logit_shape")
     of_logits = int(shape[-1]) if isinstance(shape, list) and shape else 0
-    if not 0 <= of_logits <= MOST_EXPERTS:
-        raise ValueError(f"logits of {of_logits} experts")
     return (int(record["step"]), layer), ids, of_logits
 
 
@@ -104,10 +100,4 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield numbers and lines of a file, without a last one that was cut off."""
     require_readable(path, MOST_BYTES)
     with open(path, "rb") as file:
-        number = 0
-        while line := file.readline(_LONGEST_LINE):
-            number += 1
-            if line.endswith(b"\n"):
-                yield number, line
-            elif len(line) == _LONGEST_LINE:
-                raise FileError(f"{path.name}, line {number}: longer than any of a trace")
+        yield from ((number, line) for number, line in enumerate(file, 1) if line.endswith(b"\n"))

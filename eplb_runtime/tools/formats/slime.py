@@ -12,12 +12,10 @@ from numpy.typing import NDArray
 
 from ...load.series import RecordedJob
 from ...observe.run_folder import JobRecord
-from .reading import MOST_EXPERTS, Content, FormatError, expert_ids, read_named_pt, require_few
+from .reading import MOST_EXPERTS, Content, FormatError, expert_ids, read_named_pt
 
 FIELDS = ("rollout_id", "samples")
 ROUTING = "rollout_routed_experts"
-CHUNK_IDS = 1 << 18
-"""Ids that are counted at a time."""
 
 
 def load_in(content: Content) -> JobRecord | None:
@@ -58,10 +56,6 @@ def _replayed(rollouts: Iterable[Mapping[str, Any]]) -> NDArray[np.int64] | None
             chosen = sample.get(ROUTING) if isinstance(sample, Mapping) else None
             if chosen is None:
                 raise FormatError(f"{where} has no {ROUTING}: start slime with --use-rollout-routing-replay")
-            if isinstance(chosen, str):
-                raise FormatError(
-                    f"{where}: {ROUTING} names {chosen[:80]!r}, which is not read: save the ids themselves"
-                )
             ids_TLK = expert_ids(chosen, f"{where}: {ROUTING}", ("tokens", "layers", "topk"))
             if "tokens" in sample and len(ids_TLK) != len(sample["tokens"]) - 1:
                 have = f"{len(ids_TLK)} rows of {ROUTING} and {len(sample['tokens'])} tokens"
@@ -75,22 +69,17 @@ def _replayed(rollouts: Iterable[Mapping[str, Any]]) -> NDArray[np.int64] | None
         if windows and len(windows[0]) != len(counts):
             raise FormatError(f"rollout {rollout['rollout_id']} has {len(counts)} layers, the first {len(windows[0])}")
         windows.append(counts)
-        require_few(len(windows) * counts.size, "the rollouts")
     experts = max((window.shape[1] for window in windows), default=0)
     return np.stack([_added(np.zeros((1, experts), np.int64), one) for one in windows]) if windows else None
 
 
 def _counted(ids_TLK: NDArray[np.integer], where: str) -> NDArray[np.int64]:
     """Return ``[L, E]``, E one more than the largest id."""
-    layers = ids_TLK.shape[1]
     least, largest = int(ids_TLK.min(initial=0)), int(ids_TLK.max(initial=0))
     if not 0 <= least <= largest < MOST_EXPERTS:
         raise FormatError(f"{where}: experts {least} to {largest} in {ROUTING}")
-    counts = np.zeros((layers, largest + 1), np.int64)
-    for ids_CLK in np.array_split(ids_TLK, ids_TLK.size // CHUNK_IDS + 1):  # NumPy counts int64, 8 times as large
-        counts += [
-            np.bincount(layer.reshape(-1).astype(np.int64), minlength=largest + 1) for layer in ids_CLK.swapaxes(0, 1)
-        ]
+    of_layers = (layer.reshape(-1).astype(np.int64) for layer in ids_TLK.swapaxes(0, 1))
+    counts = np.stack([np.bincount(ids, minlength=largest + 1) for ids in of_layers])
     if ids_TLK.shape[2] > 1:
         counts[~ids_TLK.any(axis=(0, 2))] = 0  # no router gives one expert twice to a token: a dense layer
     return counts

@@ -83,7 +83,7 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
         "another array": (folder / "other_name.npz", "it holds 'counts': store tokens per expert as \"load\""),
         "another tensor": (folder / "other_name.safetensors", "it holds 'counts': store tokens per expert as \"load\""),
         "python objects": (folder / "objects.npz", "not an .npz of plain numbers"),
-        "bare array": (folder / "bare.npz", "numpy.savez"),
+        "bare array": (folder / "bare.npz", "not an .npz of plain numbers"),
         "no zip": (write("text.npz", "hello"), "not an .npz"),
         "cut zip": (write("cut.npz", (folder / "other_name.npz").read_bytes()[:90]), "not an .npz"),
         "no safetensors": (write("text.safetensors", "hello, world"), "not a safetensors file"),
