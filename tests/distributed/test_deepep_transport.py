@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import transport_contract as contract
-from beside import Job, at, fail, flip_a_bit, same
+from beside import Job, at, fail, flip_a_bit
 from ranks import run_ranks
+from support.seen import same
 from support.shuffle import plan_by, plan_shuffle
 from transport_contract import RANKS, Case, hear, others, random_bytes, run_cases, soon, tell
 

@@ -19,6 +19,7 @@ import torch._dynamo.utils
 from examples import FOLDER, load_example
 from flat_settings import config_from_settings
 from ranks import run_ranks
+from support.seen import said_by
 from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 from torch import Tensor
 
@@ -293,13 +294,13 @@ def saved_and_loaded(folder: Path) -> dict[str, Any]:
     example().train(model, optimizer, range(1))  # Megatron loads what has stepped; all of it is overwritten
     load(model, optimizer)
     alone = example().train(model, optimizer, range(2, STEPS))
-    said = {"plain, alone": refusal(lambda: model.load_state_dict(plain))}
+    said = {"plain, alone": said_by(lambda: model.load_state_dict(plain))}
     model, optimizer, balancer = make(move=True, **way)
     train(model, optimizer, balancer, range(1))
     there = balancer.placement.physical_to_logical.tolist()
-    said["plain"] = refusal(lambda: model.load_state_dict(plain))
-    said["plain, without metadata"] = refusal(lambda: model.load_state_dict(dict(plain)))
-    said["plain, optimizer"] = refusal(lambda: optimizer.load_state_dict(plain_optimizer))
+    said["plain"] = said_by(lambda: model.load_state_dict(plain))
+    said["plain, without metadata"] = said_by(lambda: model.load_state_dict(dict(plain)))
+    said["plain, optimizer"] = said_by(lambda: optimizer.load_state_dict(plain_optimizer))
     load(model, optimizer)
     elsewhere = example().train(model, optimizer, range(2, STEPS))
     model.load_state_dict(model.state_dict())
@@ -310,21 +311,13 @@ def saved_and_loaded(folder: Path) -> dict[str, Any]:
     sharded(model, optimizer, False, distrib_optim_sharding_type="fully_reshardable")
     balancer.close()  # what is refused stays refused: experts stay where they stand
     for way_of_place in ("dp_reshardable", "dp_zero_gather_scatter"):
-        said[way_of_place] = refusal(
+        said[way_of_place] = said_by(
             partial(sharded, model, optimizer, False, distrib_optim_sharding_type=way_of_place)
         )
-    said["save_parameter_state"] = refusal(lambda: optimizer.save_parameter_state(str(folder / "places")))
-    said["load_parameter_state"] = refusal(lambda: optimizer.load_parameter_state(str(folder / "places")))
+    said["save_parameter_state"] = said_by(lambda: optimizer.save_parameter_state(str(folder / "places")))
+    said["load_parameter_state"] = said_by(lambda: optimizer.load_parameter_state(str(folder / "places")))
     dist.barrier()
     return {"alone": alone, "elsewhere": elsewhere, "there": there, "said": said}
-
-
-def refusal(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 @pytest.fixture(scope="module")
