@@ -508,13 +508,6 @@ def whole_in_ddp() -> None:
     optimizer.step()
 
 
-def compiled_in_ddp() -> None:
-    model = moe_model()
-    optimizer = AdamW(model.parameters())
-    attach(model, optimizer, config=config(dense_gradients="host"))
-    train(DistributedDataParallel(torch.compile(model, backend="eager")), optimizer)
-
-
 def each_rank_a_part() -> None:
     """An optimizer that updates on each rank a part of what it lists and sends the others that."""
     model = moe_model()
@@ -546,7 +539,6 @@ REFUSED: dict[Callable[[], None], str] = {
     evaluated_with_other_weights: "in an evaluation with other weights, with replica slots: copy them into",
     unfrozen_with_copies: "was frozen when the model was attached and is trained now",
     whole_in_ddp: "wrap the very module that was attached",
-    compiled_in_ddp: "wrap the very module that was attached",
     each_rank_a_part: "ZeroRedundancyOptimizer.optim is a AdamW with a state of its own",
 }
 
@@ -560,7 +552,6 @@ def refused(rank: int) -> dict[str, str]:
         except (RuntimeError, ValueError) as error:
             said[case.__name__] = str(error)
         close_all()
-        torch._dynamo.reset()
     return said
 
 
