@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from digests import digests
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
-from support.seen import differing
+from support.seen import differing, digests
 from support.shuffle import plan_by, plan_shuffle
 from torch import Tensor, nn
 

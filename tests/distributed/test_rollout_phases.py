@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from digests import digests
 from examples import load_example
 from ranks import run_ranks
-from support.seen import said_by
+from support.seen import digests, said_by
 from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 from torch import Tensor, nn
 

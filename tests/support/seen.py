@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -48,3 +49,14 @@ def heard(level: int = logging.WARNING) -> Iterator[list[str]]:
     finally:
         logger.setLevel(before)
         logger.removeHandler(handler)
+
+
+def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """A digest of the bits of each tensor, after its dtype and shape. A rank that trains several times keeps these in
+    place of the tensors, which the balancer would look through before each move as a user's own copies of experts."""
+    return {name: _digest(tensor.detach()) for name, tensor in tensors.items()}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{tensor.dtype} {[*tensor.shape]} {hashlib.blake2b(content).hexdigest()}"
