@@ -180,11 +180,12 @@ def has_another(odd: Sequence[int], what: str, first: int) -> str:
 
 def arrive(store: JobStore, key: str, ranks: Sequence[int], rank: int, problem: str = "") -> None:
     """Come to a meeting of these ranks. ``problem``: why this rank cannot go on, as all are to hear it."""
-    store.compare_set(f"{key}/{rank}", "here")
     if problem:
-        store.compare_set(key, _CANNOT + problem)
-    elif store.add(f"{key}/here", 1) == len(ranks):
-        store.compare_set(key, _ALL)
+        store.compare_set(f"{key}/problem", problem)
+    store.compare_set(f"{key}/{rank}", "here")
+    if store.add(f"{key}/here", 1) == len(ranks):
+        first = store.word_of(f"{key}/problem")
+        store.compare_set(key, _CANNOT + first if first else _ALL)
 
 
 def missing_at(store: JobStore, key: str, ranks: Sequence[int]) -> str:
@@ -223,7 +224,7 @@ def barrier(
             different times, when they load models.
 
     Returns:
-        Why another rank cannot go on, in a line that names it, perhaps before all have come; empty if all can.
+        Why another rank cannot go on, in a line that names it; empty if all can.
 
     Raises:
         BaseException: this rank's own problem, as it is.
@@ -243,19 +244,20 @@ def barrier(
             text = str(problem) if isinstance(problem, Exception) else one_line(problem, with_type=True)
             said = f"rank {rank}: {text}"
         arrive(store, key, everyone, rank, said)
-        if problem is not None:
+        if problem is not None and not isinstance(problem, Exception):
             raise problem
         if patient and not store.wait(key, seconds):
             missing = missing_at(store, key, everyone)
             logger.warning("%s waits for rank %s, which has not come for %g s", what, missing, seconds)
             seconds = world.timeout.total_seconds()  # type: ignore[attr-defined]
         cause, not_come = outcome_of(store, key, everyone, seconds, f"to {what} ")
+        if problem is not None:
+            raise problem
         if not_come:
             raise RuntimeError(f"{cause}: it is collective, every rank calls it")
-        if not cause:  # all are here, and past the call before
-            store.delete(f"{call - 1}/{rank}")
-            for name in (f"{call - 1}", f"{call - 1}/here") if rank == everyone[0] else ():
-                store.delete(name)
+        before = str(call - 1)  # all are here, and past it
+        for name in (f"{before}/{rank}", *((before, f"{before}/here", f"{before}/problem") * (rank == everyone[0]))):
+            store.delete(name)
         return cause
     finally:
         store.close()
