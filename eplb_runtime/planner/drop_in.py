@@ -15,7 +15,7 @@ from ..topology import Topology
 from .checks import check_whole_number, checked_load
 from .planning import plan
 from .policies.deepseek import balance
-from .policies.hierarchical import has_rule
+from .policies.free import has_rule
 from .types import PlanError
 
 if TYPE_CHECKING:

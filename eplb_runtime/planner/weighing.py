@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..placement import Placement
 from .cost import HYSTERESIS, CostModel
 from .evaluate import expected_lower_bound, imbalance_by_scenario, imbalance_with_changes, moves_between
-from .policies.hierarchical import rule_cost
+from .policies.free import rule_cost
 from .terms import Settled
 from .traffic import choose, crossing_share
 from .types import MOVE_DESTINATION_SLOT, MOVE_LAYER, MOVE_SOURCE_RANK, Offer, Plan, PlanRequest

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import logging.handlers
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +10,7 @@ from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
+from support.seen import heard
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,29 +47,27 @@ class Job:
         pass
 
     def run(self, steps: int = 6) -> dict:
-        heard = logging.handlers.BufferingHandler(1000)
-        logging.getLogger("eplb_runtime").addHandler(heard)
         losses, error = [], ""
-        try:
-            for step in range(steps):
-                ids = batch_of(self.rank, step)
-                loss = self.trained(input_ids=ids, labels=ids).loss
-                loss.backward()
-                self.before_step(step)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                self.after_step(step)
-                losses.append(loss.item())
-        except GuardError as raised:
-            error = str(raised)
-        logging.getLogger("eplb_runtime").removeHandler(heard)
+        with heard() as warnings:
+            try:
+                for step in range(steps):
+                    ids = batch_of(self.rank, step)
+                    loss = self.trained(input_ids=ids, labels=ids).loss
+                    loss.backward()
+                    self.before_step(step)
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                    self.after_step(step)
+                    losses.append(loss.item())
+            except GuardError as raised:
+                error = str(raised)
         events = self.balancer.events
         result = {
             "losses": losses,
             "error": error,
             "findings": [(event.step, event.finding) for event in events.of_type(GuardFinding)],
             "imbalance": [event.imbalance for event in events.of_type(LoadMeasured)],
-            "warnings": [r.getMessage() for r in heard.buffer if r.levelno >= logging.WARNING],
+            "warnings": warnings,
         }
         self.balancer.close()
         return result

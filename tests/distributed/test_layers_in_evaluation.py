@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import logging.handlers
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +10,7 @@ from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
+from support.seen import heard
 from torch import nn
 
 import eplb_runtime as eplb
@@ -24,20 +23,17 @@ def trained(
     rank: int, modes: Callable[[nn.Module, int], None], guard: str = "warn", layers: int = 3, steps: int = STEPS
 ) -> list[str]:
     """Warnings, and findings with their steps, of a training whose modules' modes are set ahead of each step."""
-    heard = logging.handlers.BufferingHandler(1000)
-    logging.getLogger("eplb_runtime").addHandler(heard)
     model = make_model("olmoe", layers=layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     settings = {"interval": INTERVAL, "lag": 1, "dense_gradients": "allreduce", "policy": "static", "guard": guard}
     balancer = eplb.attach(model, optimizer, config=config_from_settings(settings))
     model.train()
-    for step in range(steps):
-        modes(model, step)
-        training.step(model, optimizer, batch_of(rank, step))
+    with heard() as warned:
+        for step in range(steps):
+            modes(model, step)
+            training.step(model, optimizer, batch_of(rank, step))
     found = [(event.step, event.finding) for event in balancer.events.of_type(GuardFinding)]
     balancer.close()
-    logging.getLogger("eplb_runtime").removeHandler(heard)
-    warned = [record.getMessage() for record in heard.buffer if record.levelno >= logging.WARNING]
     return [f"step {step}: {finding}" for step, finding in found if finding in warned]
 
 

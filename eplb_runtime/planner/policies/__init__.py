@@ -7,8 +7,7 @@ from collections.abc import Callable
 from ...placement import Placement
 from ..types import PlanRequest
 from .deepseek import deepseek
-from .free import free
-from .hierarchical import hierarchical
+from .free import free, hierarchical
 from .incremental import incremental
 from .static import static
 from .swaps import swaps

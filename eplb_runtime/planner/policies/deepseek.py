@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ...placement import Placement
 from ...utils.jit import jit
-from ..search.settle import settle
+from ..search.align import settle
 from ..types import PlanError
 
 if TYPE_CHECKING:

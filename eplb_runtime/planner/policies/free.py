@@ -1,7 +1,8 @@
-"""The best static placement in the free layout: copies anywhere, tokens split evenly over an expert's copies.
+"""The best static placement in the free layout: replicas anywhere, tokens split evenly over an expert's copies.
 
-Counts first, then packing heaviest first, then descent by swaps on the hottest rank, then kicks out of the local
-minimum; it stops when the lower bound is reached. No rank holds an expert twice.
+DeepSeek's rule begins. Then no rank holds an expert twice, and the busiest rank exchanges an expert, or two, with
+others while that lowers it. ``hierarchical`` keeps all experts of a group on one node, so that group-limited routing
+sends each token to few nodes: exchanges stay within a node.
 """
 
 from __future__ import annotations
@@ -9,203 +10,188 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from ...placement import Placement
 from ...utils.jit import jit
-from ..search.bounds import floor
-from ..search.packing import (
-    FloatArray,
-    IntArray,
-    PackedLayer,
-    empty_layer,
-    improve_by_another_copy,
-    improve_by_one_swap,
-    improve_by_two_swaps,
-    place_heaviest_first,
-    recompute,
-    replace,
-    spread_copies,
-    swap,
-)
-from ..search.pairing import search_counts
-from ..search.settle import settle
+from ..evaluate import predicted_imbalance
+from ..search.align import settle
+from ..search.bounds import lower_bound
 from ..types import PlanError
+from .deepseek import balance as balance_deepseek
 
 if TYPE_CHECKING:
     from ..types import PlanRequest
 
-TOLERANCE = 2e-4
-"""A maximum this close above the lower bound, as a share, is as good as the bound."""
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int32]
 
-KICKS = 14
-KICK_SWAPS = 3
-WORK = 400_000
-"""Slot comparisons after which a layer is not kicked again: keeps plans of large shapes short."""
-
-PAIRING_WORK, PAIRING_WORK_LARGE, LARGE = 640_000, 50_000, 1024
-"""Copies looked at in the search over counts; fewer with more slots than ``LARGE``, where the gain is small."""
-
-WANDER = 1.01
-"""A kicked layer goes on from where it is until it is this much worse than the best."""
+MOST_SLOTS = 16
+"""Slots of a rank up to which two experts are exchanged at once: there are many pairs of more, and little to gain."""
+STRICTLY = 1.0 - 1e-9
+"""An exchange must lower the busiest of two ranks by more than rounding could."""
+ENOUGH = 1.0 + 2e-4
+"""Tokens of the busiest rank, in mean loads, at which exchanges end."""
 
 
 def free(request: PlanRequest) -> Placement:
-    """The policy ``free``: ``balance`` of the forecast, settled near the current placement and within the budget."""
+    """The policy ``free``: ``balance`` of the forecast, near the current placement and within the budget."""
     return settle(request, balance(request.forecast, request.topology.num_ranks, request.slots_per_rank))
 
 
-def balance(load: ArrayLike, num_ranks: int, slots_per_rank: int) -> IntArray:
-    """Plan every layer on its own, without regard to any current placement or group.
+def hierarchical(request: PlanRequest) -> Placement:
+    """The policy ``hierarchical``: ``balance`` by groups, near the current placement by whole nodes."""
+    topology, groups = request.topology, request.groups
+    nodes = topology.num_nodes
+    planned = balance(request.forecast, topology.num_ranks, request.slots_per_rank, groups, nodes)
+    return settle(request, planned, keep_nodes=has_rule(groups, nodes))
+
+
+def rule_cost(request: PlanRequest, placement: Placement) -> str:
+    """One clause for the plan's reason: what keeping whole groups on a node costs in ``placement``.
+
+    The cost is the imbalance above the lower bound of a plan without the rule, so it is the most that the rule costs.
+    """
+    topology, groups = request.topology, request.groups
+    if not has_rule(groups, topology.num_nodes):
+        return f"no group rule to keep: {groups} groups on {topology.num_nodes} nodes"
+    unruled = lower_bound(request.forecast, topology.num_ranks, request.slots_per_rank)
+    cost = predicted_imbalance(request.forecast, placement) / unruled - 1.0
+    return (
+        f"the group rule costs at most {cost.mean():.1%} of imbalance on average, {cost.max():.1%} in layer "
+        f"{int(cost.argmax())}"
+    )
+
+
+def has_rule(groups: int, num_nodes: int) -> bool:
+    """Whether whole groups can be dealt out evenly to nodes, so that there is a rule to keep."""
+    return groups > 1 and num_nodes > 1 and groups % num_nodes == 0
+
+
+def balance(load: ArrayLike, num_ranks: int, slots_per_rank: int, groups: int = 1, num_nodes: int = 1) -> IntArray:
+    """Plan every layer on its own, without regard to any current placement.
 
     Args:
         load: ``[L, E]``, tokens of each expert, finite and not negative.
-        num_ranks: R.
-        slots_per_rank: S; R x S is at least E, at most R x E.
+        num_ranks: R, R / num_nodes consecutive ones a node.
+        slots_per_rank: S; R x S is at least E, and S at most the experts of a node.
+        groups: expert groups, each of E / groups consecutive experts. If ``num_nodes`` does not divide it there is no
+            rule to keep.
+        num_nodes: nodes.
 
     Returns:
         int32 ``[L, R * S]``, the expert of each slot.
 
     Raises:
-        PlanError: the slots are fewer than the experts, or more than one of each expert on each rank.
+        PlanError: sizes that do not fit.
     """
     weight = np.ascontiguousarray(load, dtype=np.float64)
-    experts = weight.shape[1]
-    if experts > num_ranks * slots_per_rank:
-        raise PlanError(f"{num_ranks} ranks x {slots_per_rank} slots cannot hold {experts} experts")
-    if slots_per_rank > experts:
-        raise PlanError(f"{slots_per_rank} slots per rank for {experts} experts: a rank would hold an expert twice")
-    return _balance(weight, num_ranks, slots_per_rank)
+    groups, num_nodes = (groups, num_nodes) if has_rule(groups, num_nodes) else (1, 1)
+    within_reach = weight.shape[1] // num_nodes
+    if slots_per_rank > within_reach:
+        raise PlanError(
+            f"{slots_per_rank} slots per rank for {within_reach} experts{' per node' if num_nodes > 1 else ''}: "
+            "a rank would hold an expert twice"
+        )
+    planned = balance_deepseek(weight, num_ranks * slots_per_rank, groups, num_nodes, num_ranks)[0]
+    for slots_P, weight_E in zip(planned, weight, strict=True):
+        _descend(slots_P.reshape(num_ranks, -1), weight_E, num_ranks // num_nodes)
+    return planned
 
 
 @jit
-def _balance(weight: FloatArray, num_ranks: int, slots_per_rank: int) -> IntArray:
-    result = np.empty((weight.shape[0], num_ranks * slots_per_rank), dtype=np.int32)
-    for index in range(weight.shape[0]):
-        layer = empty_layer(weight[index], num_ranks, slots_per_rank)
-        plan_layer(layer, floor(weight[index], num_ranks, slots_per_rank))
-        result[index] = layer.expert.ravel()
-    return result
+def _descend(slot_RS: IntArray, weight_E: FloatArray, node_ranks: int) -> None:
+    """Exchange experts between ranks of a node, in place, until the busiest rank finds no exchange that lowers it."""
+    ranks, slots = slot_RS.shape
+    held_RE, unit_E, load_R = np.empty((ranks, weight_E.size), dtype=np.int64), weight_E.copy(), np.empty(ranks)
+    _measure(slot_RS, weight_E, held_RE, unit_E, load_R)
+    for rank in range(ranks):
+        for slot in range(slots):
+            if held_RE[rank, slot_RS[rank, slot]] > 1 and not _exchange(
+                slot_RS, held_RE, unit_E, load_R, node_ranks, rank, slot, np.inf
+            ):
+                slot_RS[rank, slot] = _hottest_not_on(rank, slot_RS, held_RE, unit_E, node_ranks)
+                _measure(slot_RS, weight_E, held_RE, unit_E, load_R)
+    busiest = int(np.argmax(load_R))
+    while load_R[busiest] > ENOUGH * load_R.mean() and _exchange(
+        slot_RS, held_RE, unit_E, load_R, node_ranks, busiest, -1, load_R[busiest] * STRICTLY
+    ):
+        busiest = int(np.argmax(load_R))
 
 
 @jit
-def plan_layer(layer: PackedLayer, lowest: float) -> None:
-    """Place all copies of one layer; in place.
+def _measure(
+    slot_RS: IntArray, weight_E: FloatArray, held_RE: NDArray[np.int64], unit_E: FloatArray, load_R: FloatArray
+) -> None:
+    """Count each rank's copies of each expert; find the tokens of a copy and of each rank."""
+    held_RE[:] = 0
+    load_R[:] = 0.0
+    for rank in range(load_R.size):
+        for expert in slot_RS[rank]:
+            held_RE[rank, expert] += 1
+    unit_E[:] = weight_E / held_RE.sum(axis=0)
+    for rank in range(load_R.size):
+        for expert in slot_RS[rank]:
+            load_R[rank] += unit_E[expert]
+
+
+@jit
+def _hottest_not_on(
+    rank: int, slot_RS: IntArray, held_RE: NDArray[np.int64], unit_E: FloatArray, node_ranks: int
+) -> int:
+    """The expert of the rank's node with most tokens a copy that the rank does not hold."""
+    best, first = -1, rank // node_ranks * node_ranks
+    for other in range(first, first + node_ranks):
+        for expert in slot_RS[other]:
+            if held_RE[rank, expert] == 0 and (best < 0 or unit_E[expert] > unit_E[best]):
+                best = expert
+    return best
+
+
+@jit
+def _exchange(
+    slot_RS: IntArray,
+    held_RE: NDArray[np.int64],
+    unit_E: FloatArray,
+    load_R: FloatArray,
+    node_ranks: int,
+    rank: int,
+    only: int,
+    below: float,
+) -> bool:
+    """Exchange one or two experts with another rank of the node, so that the busier of the two is least loaded.
 
     Args:
-        layer: weights are given; the rest is found.
-        lowest: no rank can be lighter than this many tokens at its hottest, or need not be: stop there.
+        only: the one slot that the rank gives; -1: any.
+        below: tokens that the busier of the two must stay below, or nothing is exchanged.
     """
-    slots_per_rank = layer.expert.shape[1]
-    enough = lowest * (1.0 + TOLERANCE)
-    spread_copies(layer)
-    if slots_per_rank == 2:
-        pairing_work = PAIRING_WORK if layer.expert.size <= LARGE else PAIRING_WORK_LARGE
-        search_counts(layer, enough, pairing_work // layer.expert.size)
-    place_heaviest_first(layer)
-    work = descend(layer, enough, WORK)
-    if slots_per_rank > 2:
-        _kick(layer, enough, work)
-
-
-@jit
-def descend(layer: PackedLayer, enough: float, work: int) -> int:
-    """Cool the hottest rank until no move does, or it is cool enough; moves that are dear to look for only while there
-    is ``work`` left.
-
-    Returns:
-        The work left, in slot comparisons.
-    """
-    num_ranks, slots = layer.expert.shape
-    while True:
-        rank = int(np.argmax(layer.load))
-        if layer.load[rank] <= enough:
-            return work
-        work -= num_ranks * slots * slots // 8
-        if improve_by_one_swap(layer, rank):
+    slots, first, best, partner = slot_RS.shape[1], rank // node_ranks * node_ranks, below, -1
+    gives, takes = (-1, -1), (-1, -1)
+    for there in range(first, first + node_ranks):
+        if there == rank or 0.5 * (load_R[rank] + load_R[there]) >= best:
             continue
-        if work <= 0:
-            return work
-        work -= num_ranks * slots * slots * (slots - 1) * (slots - 1) // 32
-        if improve_by_two_swaps(layer, rank):
-            continue
-        work -= max(num_ranks * slots * slots, num_ranks * layer.weight.size // 2)
-        if work <= 0 or not improve_by_another_copy(layer, rank):
-            return work
-
-
-@jit
-def _kick(layer: PackedLayer, enough: float, work: int) -> None:
-    """Iterated local search: a few swaps at random, one of them on the hottest rank, every other time a changed count,
-    then descent; the best stays."""
-    num_ranks, slots = layer.expert.shape
-    best = layer.load.max()
-    best_expert = layer.expert.copy()
-    best_count = layer.copies.copy()
-    random = np.uint64(0x9E3779B97F4A7C15)
-    for kick in range(KICKS):
-        if best <= enough or work <= 0:
-            break
-        if kick % 2:
-            random = _kick_count(layer, random)
-        for number in range(KICK_SWAPS):
-            random = _xorshift(random)
-            pick = np.int64(random >> np.uint64(24))
-            rank = int(np.argmax(layer.load)) if number == 0 else pick % num_ranks
-            pick //= num_ranks
-            slot = pick % slots
-            random = _xorshift(random)
-            pick = np.int64(random >> np.uint64(24))
-            other_rank = pick % num_ranks
-            other_slot = (pick // num_ranks) % slots
-            if (
-                rank != other_rank
-                and not layer.holds[other_rank, layer.expert[rank, slot]]
-                and not layer.holds[rank, layer.expert[other_rank, other_slot]]
-            ):
-                swap(layer, rank, slot, other_rank, other_slot)
-        work = descend(layer, enough, work)
-        hottest = layer.load.max()
-        if hottest < best * (1.0 - 1e-12):
-            best = hottest
-            best_expert[:] = layer.expert
-            best_count[:] = layer.copies
-        elif hottest > best * WANDER:
-            layer.expert[:] = best_expert
-            layer.copies[:] = best_count
-            recompute(layer)
-    layer.expert[:] = best_expert
-    layer.copies[:] = best_count
-    recompute(layer)
-
-
-@jit
-def _kick_count(layer: PackedLayer, random: np.uint64) -> np.uint64:
-    """Let some copy of an expert with several make room for one of an expert that its rank lacks; returns the next
-    state of the generator."""
-    num_ranks, slots = layer.expert.shape
-    experts = layer.weight.size
-    random = _xorshift(random)
-    start = np.int64(random >> np.uint64(24))
-    first = (start // layer.expert.size) % experts
-    for offset in range(layer.expert.size):
-        place = (start + offset) % layer.expert.size
-        rank, slot = place // slots, place % slots
-        giver = layer.expert[rank, slot]
-        if layer.copies[giver] < 2:
-            continue
-        for further in range(experts):
-            taker = (first + further) % experts
-            if not layer.holds[rank, taker] and layer.copies[taker] < num_ranks:
-                replace(layer, rank, slot, int(taker))
-                return random
-    return random
-
-
-@jit
-def _xorshift(state: np.uint64) -> np.uint64:
-    """The next state of Marsaglia's 64-bit xorshift: the same numbers on every machine."""
-    state ^= state << np.uint64(13)
-    state ^= state >> np.uint64(7)
-    state ^= state << np.uint64(17)
-    return state
+        own_S, their_S = slot_RS[rank], slot_RS[there]
+        for one in range(slots):
+            if held_RE[there, own_S[one]] or (only >= 0 and one != only):
+                continue
+            for two in range(-1, one if only < 0 and slots <= MOST_SLOTS else 0):  # -1: one alone
+                if two >= 0 and held_RE[there, own_S[two]]:
+                    continue
+                given = unit_E[own_S[one]] + (unit_E[own_S[two]] if two >= 0 else 0.0)
+                for three in range(slots):
+                    if held_RE[rank, their_S[three]]:
+                        continue
+                    for four in range(-1 if two < 0 else 0, 0 if two < 0 else three):
+                        change = given - unit_E[their_S[three]] - (unit_E[their_S[four]] if four >= 0 else 0.0)
+                        worst = max(load_R[rank] - change, load_R[there] + change)
+                        if worst < best and (four < 0 or held_RE[rank, their_S[four]] == 0):
+                            best, partner, gives, takes = worst, there, (one, two), (three, four)
+    for index in range(2):
+        if partner >= 0 and gives[index] >= 0:
+            own, their = slot_RS[rank, gives[index]], slot_RS[partner, takes[index]]
+            slot_RS[rank, gives[index]], slot_RS[partner, takes[index]] = their, own
+            held_RE[rank, own], held_RE[partner, own] = held_RE[rank, own] - 1, held_RE[partner, own] + 1
+            held_RE[rank, their], held_RE[partner, their] = held_RE[rank, their] + 1, held_RE[partner, their] - 1
+            load_R[rank] += unit_E[their] - unit_E[own]
+            load_R[partner] += unit_E[own] - unit_E[their]
+    return partner >= 0

@@ -22,7 +22,7 @@ from ..search.align import align, placed_anew
 from ..search.budget import share_out
 from ..search.descent import AS_HOME, AS_REPLICA, HOMES, KIND, NOT_HERE, OTHER, REPLICAS, SLOT, SWAP, VALUE, descend
 from ..search.layer import FloatArray, IntArray, Layer, fill_to_level, judge, split_evenly
-from ..search.starts import starts, with_trees
+from ..search.starts import starts
 from ..types import PlanRequest
 
 
@@ -40,7 +40,6 @@ class SearchParameters:
         least_gain: imbalance by which a layer must fall.
         nearly: share of ``least_gain`` that a shorter way may be worse than the best.
         starts: the best starts, from which a search descends.
-        trees_from: ranks from which on, with one window known, replicas are placed without a search.
         start_margin: a start that is worse than the best result by more is left out.
         stuck_ranks: busiest ranks without a step that helps, after which a descent ends.
         enough: imbalance at which a descent ends.
@@ -58,7 +57,6 @@ class SearchParameters:
     least_gain: float = 0.005
     nearly: float = 0.1
     starts: int = 2
-    trees_from: int = 256
     start_margin: float = 0.05
     stuck_ranks: int = 6
     enough: float = 1.001
@@ -83,7 +81,6 @@ class _Question:
             load.
         prices: imbalance that moving a home, and a replica, must be worth.
         starts_anew: other starts than the current placement are allowed.
-        grows_trees: nothing is searched: replicas are placed by `search.trees`.
     """
 
     now_P: IntArray
@@ -96,7 +93,6 @@ class _Question:
     crossing_price: float
     prices: tuple[float, float]
     starts_anew: bool
-    grows_trees: bool
 
 
 @dataclass(frozen=True)
@@ -157,8 +153,6 @@ def _questions(request: PlanRequest) -> list[_Question]:
     prices_L2 = _prices(request)
     limited = request.max_moves is not None or request.max_bytes is not None
     now_LP = np.concatenate([start.homes_LRH, start.replicas_LRK], axis=2).astype(np.int64).reshape(len(prices_L2), -1)
-    trees = request.one_known and not limited and ranks >= PARAMETERS.trees_from
-    trees = trees and replicas > 0 and request.crossing_price == 0.0
     result = []
     for layer, now_P in enumerate(now_LP):
         held_RE = np.full((ranks, experts), NOT_HERE, dtype=np.int64)
@@ -178,7 +172,6 @@ def _questions(request: PlanRequest) -> list[_Question]:
                 request.crossing_price,
                 (float(prices_L2[layer, 0]), float(prices_L2[layer, 1])),
                 not limited,
-                trees,
             )
         )
     return result
@@ -226,9 +219,7 @@ def _solve(question: _Question) -> _Solution:
         return best
     least = value
     begins = [question.now_P]
-    if question.grows_trees:
-        begins.append(with_trees(question.lead_WE[0], question.now_P, ranks, question.homes))
-    elif question.starts_anew and ranks > 1:
+    if question.starts_anew and ranks > 1:
         load_E = question.lead_WE.mean(axis=0)
         begins += starts(load_E, question.now_P, ranks, question.homes, question.source_EN, question.crossing_price)
     worth = [_worth(lead, begin_P)[0] + _cost(question, begin_P) for begin_P in begins]
@@ -239,7 +230,7 @@ def _solve(question: _Question) -> _Solution:
         _worth(lead, begins[number])
         begin_P, track_NX = lead.slot_P.copy(), np.empty((room, 6))
         limits = (*question.prices, PARAMETERS.enough, PARAMETERS.stuck_ranks)
-        steps = descend(lead, question.held_RE, *limits, track_NX[:1] if question.grows_trees else track_NX)
+        steps = descend(lead, question.held_RE, *limits, track_NX)
         way_N = track_NX[: steps + 1, VALUE] + track_NX[: steps + 1, [HOMES, REPLICAS]] @ question.prices
         short = int(np.argmax(way_N <= way_N.min() + PARAMETERS.nearly * PARAMETERS.least_gain))
         found = _Solution(begin_P, track_NX[: short + 1], begin_P, before_W, before_W, 0.0)

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...placement import EMPTY, Placement
-from ..types import PlanError
+from ..evaluate import predicted_imbalance
+from ..types import PlanError, PlanRequest
 
 
 def align(start: Placement, home_rank: NDArray[np.integer], replicas_LRK: NDArray[np.int32]) -> Placement:
@@ -32,7 +33,7 @@ def align(start: Placement, home_rank: NDArray[np.integer], replicas_LRK: NDArra
         home[layer] = _align_homes(start, layer, np.asarray(home_rank[layer]))
         physical_to_logical[layer, home[layer]] = np.arange(start.num_experts)
     slot_LRS = physical_to_logical.reshape(start.num_layers, start.num_ranks, start.slots_per_rank)
-    slot_LRS[:, :, start.homes_per_rank :] = _align_replicas(start.replicas_LRK, replicas_LRK)
+    slot_LRS[:, :, start.homes_per_rank :] = keep_slots(start.replicas_LRK, replicas_LRK)
     return Placement(physical_to_logical, start.num_experts, start.num_ranks, home, start.epoch)
 
 
@@ -108,7 +109,7 @@ def simple_cycles(before: NDArray[np.integer], after: NDArray[np.integer]) -> li
     return cycles
 
 
-def _align_replicas(current_LRK: NDArray[np.int32], wanted_LRK: NDArray[np.int32]) -> NDArray[np.int32]:
+def keep_slots(current_LRK: NDArray[np.int32], wanted_LRK: NDArray[np.int32]) -> NDArray[np.int32]:
     """int32 ``[L, R, K]``: who stays keeps the slot, the others fill up in ascending order."""
     same = (current_LRK[..., :, None] == wanted_LRK[..., None, :]) & (current_LRK != EMPTY)[..., :, None]
     kept_LRK = np.where(same.any(axis=-1), current_LRK, EMPTY)
@@ -118,3 +119,77 @@ def _align_replicas(current_LRK: NDArray[np.int32], wanted_LRK: NDArray[np.int32
     place_LRK = np.maximum(free_LRK.cumsum(axis=-1) - 1, 0)
     filled_LRK = np.take_along_axis(coming_LRK, place_LRK, axis=-1)
     return np.where(free_LRK, np.where(filled_LRK == last, EMPTY, filled_LRK), kept_LRK).astype(np.int32)
+
+
+def settle(request: PlanRequest, planned: NDArray[np.int32], *, keep_nodes: bool = False) -> Placement:
+    """The placement to propose for a plan of the free layout, near the current one and within the budget of moves.
+
+    Ranks are equal, so the plan's ranks are renamed to current ones that hold most of their experts. Layers that gain
+    nothing stay; where the budget is short, the layers that gain most per moved slot go first.
+
+    Args:
+        planned: int32 ``[L, P]``, without empty slots.
+        keep_nodes: ranks that share a node in the plan must go on sharing one (the group rule).
+    """
+    experts, topology, current = request.num_experts, request.topology, request.current
+    if current is None:
+        return Placement(planned, experts, topology.num_ranks)
+    shape = (len(planned), topology.num_ranks, -1)
+    now_LRS, new_LRS = current.physical_to_logical.reshape(shape), planned.reshape(shape)
+    node_ranks = topology.ranks_per_node if keep_nodes else topology.num_ranks
+    named_LRS = np.stack([_named(*of_layer, node_ranks) for of_layer in zip(now_LRS, new_LRS, strict=True)])
+    kept_LRS = keep_slots(_numbered(now_LRS), _numbered(named_LRS)) // current.slots_per_rank
+    slots_LP = kept_LRS.reshape(planned.shape)
+    moved_L = (named_LRS[..., :, None] != now_LRS[..., None, :]).all(axis=-1).sum(axis=(1, 2))
+    gain_L = predicted_imbalance(request.forecast, current) - predicted_imbalance(
+        request.forecast, Placement(slots_LP, experts, topology.num_ranks)
+    )
+    limits = [np.inf if request.max_moves is None else request.max_moves]
+    if request.max_bytes is not None and request.replica_bytes:
+        limits.append(request.max_bytes // request.replica_bytes)
+    budget = min(limits)
+    for layer in np.argsort(-gain_L / np.maximum(moved_L, 1), kind="stable"):
+        if gain_L[layer] <= 0 or moved_L[layer] > budget:
+            slots_LP[layer] = current.physical_to_logical[layer]
+        else:
+            budget -= int(moved_L[layer])
+    return Placement(slots_LP, experts, topology.num_ranks, epoch=current.epoch)
+
+
+def _numbered(slot_LRS: NDArray[np.int32]) -> NDArray[np.int32]:
+    """``slot_LRS`` times S, and for a copy on a rank that holds others how many come before it: no two are equal."""
+    before = (slot_LRS[..., :, None] == slot_LRS[..., None, :]) & np.tri(slot_LRS.shape[-1], k=-1, dtype=bool)
+    return np.asarray(slot_LRS * slot_LRS.shape[-1] + before.sum(axis=-1), dtype=np.int32)
+
+
+def _named(now_RS: NDArray[np.int32], new_RS: NDArray[np.int32], node_ranks: int) -> NDArray[np.int32]:
+    """``new_RS`` with its nodes, and within them its ranks, renamed to those that hold most of their experts now."""
+    ranks, slots = now_RS.shape
+    order = np.argsort(now_RS, axis=None, kind="stable")
+    sorted_P = now_RS.ravel()[order]
+    first_P, last_P = (np.searchsorted(sorted_P, new_RS.ravel(), side=side) for side in ("left", "right"))
+    holders_P = last_P - first_P
+    within_N = np.arange(holders_P.sum()) - np.repeat(holders_P.cumsum() - holders_P, holders_P)
+    holder_N = order[np.repeat(first_P, holders_P) + within_N] // slots
+    new_N = np.repeat(np.arange(new_RS.size) // slots, holders_P)
+    nodes = ranks // node_ranks
+    node_name = match(new_N // node_ranks, holder_N // node_ranks, nodes)
+    name_R = np.empty(ranks, dtype=np.int64)
+    for node, name in enumerate(node_name.tolist()):
+        here_N = (new_N // node_ranks == node) & (holder_N // node_ranks == name)
+        within_R = match(new_N[here_N] % node_ranks, holder_N[here_N] % node_ranks, node_ranks)
+        name_R[node * node_ranks : (node + 1) * node_ranks] = name * node_ranks + within_R
+    named_RS = np.empty_like(new_RS)
+    named_RS[name_R] = new_RS
+    return named_RS
+
+
+def match(one_N: NDArray[np.integer], other_N: NDArray[np.integer], size: int) -> NDArray[np.int64]:
+    """For each of ``size`` numbers another of its own: pairs ``(one, other)`` that are most frequent first."""
+    pair, shared = np.unique(one_N.astype(np.int64) * size + other_N, return_counts=True)
+    name, is_free = np.full(size, -1), np.ones(size, dtype=bool)
+    for one, other in np.stack(np.divmod(pair[np.argsort(-shared, kind="stable")], size), axis=1).tolist():
+        if name[one] < 0 and is_free[other]:
+            name[one], is_free[other] = other, False
+    name[name < 0] = np.flatnonzero(is_free)
+    return name

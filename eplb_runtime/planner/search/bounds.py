@@ -10,12 +10,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ...utils.jit import is_ready, jit, must_not_wait
-
 FloatArray = NDArray[np.float64]
 
-EXACTLY = 1e-9
-"""So near to it, as a share, a bound is found."""
+HALVINGS = 24
+"""Of the interval in which the hottest copy is found."""
 
 
 def lower_bound(
@@ -31,77 +29,57 @@ def lower_bound(
         num_nodes: nodes; divides ``groups`` and ``num_ranks``, or the rule does not apply.
 
     Returns:
-        float64 ``[L]``, at least 1; 1 for a layer without load, and for all where the caller cannot wait for the
-        compiler (`utils.jit.without_waiting`).
+        float64 ``[L]``, at least 1; 1 for a layer without load.
     """
-    weight = np.ascontiguousarray(load, dtype=np.float64)
-    layers, experts = weight.shape
-    mean = weight.sum(axis=1) / num_ranks
-    if must_not_wait() and not is_ready(floors):
-        return np.ones(layers)  # nothing better is known without the compiler
-    floor = floors(weight, num_ranks, slots_per_rank)
+    weight_LE = np.ascontiguousarray(load, dtype=np.float64)
+    layers, experts = weight_LE.shape
+    mean_L = weight_LE.sum(axis=1) / num_ranks
+    floor_L = _floor(weight_LE, num_ranks, slots_per_rank)
     if groups > 1 and num_nodes > 1 and groups % num_nodes == 0 and experts % groups == 0:
-        group_load = np.ascontiguousarray(weight.reshape(layers, groups, -1).sum(axis=2))
-        floor = np.maximum(floor, floors(group_load, num_nodes, groups // num_nodes) / (num_ranks // num_nodes))
-    return np.asarray(np.where(mean > 0, np.maximum(floor, mean) / np.where(mean > 0, mean, 1.0), 1.0))
+        group_load = weight_LE.reshape(layers, groups, -1).sum(axis=2)
+        floor_L = np.maximum(floor_L, _floor(group_load, num_nodes, groups // num_nodes) / (num_ranks // num_nodes))
+    return np.asarray(np.where(mean_L > 0, np.maximum(floor_L, mean_L) / np.where(mean_L > 0, mean_L, 1.0), 1.0))
 
 
-@jit
-def floors(weight: FloatArray, num_ranks: int, slots_per_rank: int) -> FloatArray:
-    """float64 ``[L]``: ``floor`` of every layer of ``weight`` ``[L, E]``."""
-    result = np.empty(weight.shape[0])
-    for layer in range(weight.shape[0]):
-        result[layer] = floor(weight[layer], num_ranks, slots_per_rank)
-    return result
-
-
-@jit
-def floor(weight: FloatArray, num_ranks: int, slots_per_rank: int) -> float:
-    """Tokens that the heaviest rank has at least, whatever the placement.
+def _floor(weight_LE: FloatArray, num_ranks: int, slots_per_rank: int) -> FloatArray:
+    """float64 ``[L]``: tokens that the heaviest rank has at least, whatever the placement.
 
     Without spare slots this includes the pigeonhole: among the (j - 1) R + 1 heaviest experts some j share a rank, with
     the S - j lightest at best; and the m heaviest experts stand on at most m ranks, whose other slots hold the lightest
     at best: the heaviest of these ranks has at least their mean. With two slots a rank, heaviest with lightest is the
     optimum itself.
     """
-    experts = weight.size
-    lightest = np.sort(weight)
-    best = float(weight.sum()) / num_ranks
+    layers, experts = weight_LE.shape
     spare = num_ranks * slots_per_rank - experts
     if spare > 0:
-        return max(best, hottest_copy(weight, spare, num_ranks))
+        return _hottest_copy(weight_LE, spare, num_ranks)
+    lightest_LE = np.sort(weight_LE, axis=1)
+    upto_LN = np.concatenate([np.zeros((layers, 1)), lightest_LE.cumsum(axis=1)], axis=1)
+    floor_L = upto_LN[:, -1] / num_ranks
     for shared in range(1, slots_per_rank + 1):
         start = experts - (shared - 1) * num_ranks - 1
-        best = max(best, lightest[start : start + shared].sum() + lightest[: slots_per_rank - shared].sum())
-    together = 0.0
-    for ranks in range(1, num_ranks):
-        with_lightest = lightest[(ranks - 1) * (slots_per_rank - 1) : ranks * (slots_per_rank - 1)].sum()
-        together += lightest[experts - ranks] + with_lightest
-        best = max(best, together / ranks)
+        together_L = upto_LN[:, start + shared] - upto_LN[:, start] + upto_LN[:, slots_per_rank - shared]
+        floor_L = np.maximum(floor_L, together_L)
+    ranks = np.arange(1, num_ranks)
+    heaviest_LN = upto_LN[:, -1:] - upto_LN[:, experts - ranks]
+    floor_L = np.maximum(
+        floor_L, ((heaviest_LN + upto_LN[:, ranks * (slots_per_rank - 1)]) / ranks).max(axis=1, initial=0.0)
+    )
     if slots_per_rank == 2:
-        for index in range(num_ranks):
-            best = max(best, lightest[index] + lightest[experts - 1 - index])
-    return best
+        floor_L = np.maximum(floor_L, (lightest_LE + lightest_LE[:, ::-1]).max(axis=1))
+    return np.asarray(floor_L)
 
 
-@jit
-def hottest_copy(weight: FloatArray, spare: int, num_ranks: int) -> float:
-    """Least possible tokens of the hottest copy with ``spare`` copies to give and at most one a rank.
+def _hottest_copy(weight_LE: FloatArray, spare: int, num_ranks: int) -> FloatArray:
+    """float64 ``[L]``: least possible tokens of the hottest copy with ``spare`` copies to give, at most one a rank.
 
     Found by bisection on the answer: a maximum of x needs ceil(weight / x) copies of each expert.
     """
-    heaviest, total = float(weight.max()), float(weight.sum())
-    low = max(heaviest / num_ranks, total / (spare + weight.size))  # on all ranks; all copies alike
-    high = min(heaviest, total / spare)  # weight / x copies beside the first are enough
-    shared = weight[weight > low]  # others need one copy whatever is found
-    slots = spare + shared.size
-    while high - low > EXACTLY * high:
-        middle = 0.5 * (low + high)
-        needed, each = 0.0, 1.0 / middle
-        for load in shared:
-            needed += max(np.ceil(load * each), 1.0)
-        if needed <= slots:
-            high = middle
-        else:
-            low = middle
-    return low
+    heaviest_L, total_L = weight_LE.max(axis=1), weight_LE.sum(axis=1)
+    low_L = np.maximum(heaviest_L / num_ranks, total_L / (spare + weight_LE.shape[1]))  # on all ranks; all alike
+    high_L = np.minimum(heaviest_L, total_L / spare)  # weight / x copies beside the first are enough
+    for _ in range(HALVINGS):
+        middle_L = np.maximum(0.5 * (low_L + high_L), 1e-300)
+        extra_L = (np.maximum(np.ceil(weight_LE / middle_L[:, None]), 1.0) - 1.0).sum(axis=1)
+        low_L, high_L = np.where(extra_L <= spare, low_L, middle_L), np.where(extra_L <= spare, middle_L, high_L)
+    return np.asarray(low_L)

@@ -9,8 +9,8 @@ import numpy as np
 
 from ...placement import EMPTY
 from ...utils.jit import jit
+from .align import match
 from .layer import FloatArray, IntArray
-from .trees import grow_trees
 
 HOME_SLACKS = (1.0, 0.5, 0.25, 0.12, 0.05, 0.0)
 """Of the even rank load: an expert keeps its home rank while that is heavier than the lightest by no more. From few
@@ -51,18 +51,6 @@ def starts(
         yield slots_P
 
 
-def with_trees(load_E: FloatArray, now_P: IntArray, ranks: int, homes: int) -> IntArray:
-    """int64 ``[P]``, homes dealt again and replicas in trees; slots left empty are filled in rings."""
-    per_rank = len(now_P) // ranks
-    slots_P = now_P.copy()
-    if homes > 1:
-        nowhere_EN = np.zeros((load_E.size, 1))
-        slots_P = deal(load_E, now_P, homes, per_rank, 0, False, -1.0, nowhere_EN)
-    grow_trees(load_E, homes, per_rank, slots_P)
-    add_rings(load_E, homes, per_rank, ring_distances(ranks, per_rank - homes), slots_P)
-    return renamed(now_P, slots_P, ranks, homes) if homes > 1 else slots_P
-
-
 def ring_distances(ranks: int, replicas: int) -> IntArray:
     """int64 ``[K]``, how far back the rank is whose expert a replica slot takes.
 
@@ -78,13 +66,7 @@ def renamed(now_P: IntArray, slots_P: IntArray, ranks: int, homes: int) -> IntAr
     home_now_E = np.empty(ranks * homes, dtype=np.int64)
     home_now_E[now_P.reshape(ranks, -1)[:, :homes].ravel()] = np.repeat(np.arange(ranks), homes)
     slot_RS = slots_P.reshape(ranks, -1)
-    pairs = np.repeat(np.arange(ranks), homes) * ranks + home_now_E[slot_RS[:, :homes].ravel()]
-    pair, shared = np.unique(pairs, return_counts=True)
-    name_R, is_free_R = np.full(ranks, -1), np.ones(ranks, dtype=bool)
-    for planned, wanted in np.stack(np.divmod(pair[np.argsort(-shared, kind="stable")], ranks), axis=1).tolist():
-        if name_R[planned] < 0 and is_free_R[wanted]:
-            name_R[planned], is_free_R[wanted] = wanted, False
-    name_R[name_R < 0] = np.flatnonzero(is_free_R)
+    name_R = match(np.repeat(np.arange(ranks), homes), home_now_E[slot_RS[:, :homes].ravel()], ranks)
     result_RS = np.empty_like(slot_RS)
     result_RS[name_R] = slot_RS
     return result_RS.ravel()

