@@ -91,6 +91,13 @@ class ModelCheck:
         for module, key, parameter in self._held:
             if module._parameters.get(key) is not parameter:
                 self._raise_replaced(module, key)
+        wrapped = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) if thoroughly else None
+        old = set(map(id, self.replaced().values())) if wrapped is not None else set()
+        if wrapped is not None and not old.isdisjoint(map(id, wrapped._module_parameters)):
+            raise StructureError(
+                "DistributedDataParallel was put around the model before attach, and averages parameters that it no "
+                "longer has: attach first, then wrap it"
+            )
         if thoroughly and not self._sharded:
             for prefix, model in self.models.items():
                 self._check_tree(prefix, model)

@@ -508,6 +508,13 @@ def whole_in_ddp() -> None:
     optimizer.step()
 
 
+def in_ddp_before() -> None:
+    model = moe_model()
+    wrapped, optimizer = DistributedDataParallel(model), AdamW(model.parameters())
+    attach(model, optimizer, config=config(dense_gradients="host"))
+    train(wrapped, optimizer)
+
+
 def each_rank_a_part() -> None:
     """An optimizer that updates on each rank a part of what it lists and sends the others that."""
     model = moe_model()
@@ -539,6 +546,7 @@ REFUSED: dict[Callable[[], None], str] = {
     evaluated_with_other_weights: "in an evaluation with other weights, with replica slots: copy them into",
     unfrozen_with_copies: "was frozen when the model was attached and is trained now",
     whole_in_ddp: "wrap the very module that was attached",
+    in_ddp_before: "attach first, then wrap it",
     each_rank_a_part: "ZeroRedundancyOptimizer.optim is a AdamW with a state of its own",
 }
 

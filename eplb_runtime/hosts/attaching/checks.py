@@ -23,7 +23,7 @@ from ...moe.experts.slices import has_divide_factor, local, why_not_rows, why_no
 from ...placement import Placement, PlacementError, uneven
 from ...utils.checksums import as_bytes, checksum
 from ...utils.errors import one_line
-from .description import AnyOptimizer, AttachError, HostModel, MoELayer, Spread, Stage, spread_of
+from .description import AnyOptimizer, AttachError, HostModel, MoELayer, Spread, Stage, recorded, spread_of
 from .meta import has_meta
 from .optimizers import refuse_shared
 
@@ -146,6 +146,8 @@ def _check_here(
     for stage in stages:
         if refused := stage.host.refuses(config):
             raise AttachError(refused)
+        if stage.model in recorded:
+            raise AttachError("record is open on this model: close it, and attach with BalancerConfig(run=...) instead")
         sparse = [name for name, module in stage.model.named_modules() if getattr(module, "sparse", False) is True]
         if sparse:
             raise AttachError(

@@ -32,6 +32,10 @@ Watch = Callable[[Callable[[Tensor, int, int], None]], Callable[[], None]]
 """See `WatchedLayer`."""
 
 
+recorded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models whose load `eplb_runtime.record` is writing down."""
+
+
 class AttachError(ValueError):
     """The model, optimizer or job cannot be balanced as it is; one line that says why and what would help."""
 
