@@ -167,6 +167,7 @@ class TrialRun:
         self._spoiled: set[tuple[int, ...]] | None = None
         self._in_parts: set[int] = set()
         self._steady: set[str] = set()
+        self._unchanged: set[tuple[int, ...]] = set()
         self._rows: dict[tuple[str, int], tuple[TrialEntry, Tensor, Tensor]] = {}
         self._weighed: list[tuple[str, Tensor]] = []
         self._arrived: dict[str, Tensor] = {}
@@ -248,7 +249,7 @@ class TrialRun:
                 self._spoiled = {tuple(one["shape"]) for one in suspects}
                 shared = shared_memory()
                 values = [value for value in self._candidates()[2] if value.shape in self._spoiled]
-                self._steady |= {value.content() for value in values if not value.spoil(shared)}
+                self._unchanged = {value.shape for value in values if not value.spoil(shared)}
             elif self._trial.layout == "moved":
                 self._steady = {content for _, content in self._candidates()[0]}
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -405,13 +406,13 @@ class TrialRun:
         ranks_with = Counter(chain.from_iterable(map(json.loads, gather_bytes(mine, self._group))))
         self._meta["contents"] = sorted(ranks_with)
         known, ranks = {*self._first.get("contents", ranks_with)}, len(self._runtime.job.data_ranks)
-        if spoiled:  # and what could not be
-            known -= {kind + content for content in self._steady for kind in ("", ALIKE, OWN)}
-        else:  # or is data, which comes and stays
+        if not spoiled:
             known = {c for c in known if not c.startswith(OWN) and (ranks_with[c] == ranks or not c.startswith(ALIKE))}
-            known |= {content for content in self._steady if not content.startswith((ALIKE, OWN))}
+            known |= {
+                content for content in self._steady if not content.startswith((ALIKE, OWN))
+            }  # data comes and stays
         is_wanted = self._trial.layout == "moved" or bool(spoiled)
-        new = [place for place, (shape, content) in enumerate(found) if content not in known]
+        new = [place for place, (shape, one) in enumerate(found) if one not in known or shape in self._unchanged]
         wanted = [place for place in new if is_wanted and (not spoiled or found[place][0] in spoiled)]
         lines = [
             {"holder": f"rank {self._runtime.job.rank}: {name}", "shape": shape}

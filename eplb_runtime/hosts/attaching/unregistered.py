@@ -100,7 +100,7 @@ class Candidate:
             self._plain: Any = value
             self.numel, self.memory, self._is_float = value.size, value.ctypes.data, value.dtype.kind == "f"
         else:
-            self._plain = value.int_repr() if value.is_quantized else local(value).detach()
+            self._plain = local(value).detach()
             self.numel, self.memory, self._is_float = value.numel(), _memory_of(value), value.is_floating_point()
             self.has_gradient = value.grad_fn is not None
             self.trained = value.is_leaf and value.grad is not None
@@ -109,18 +109,20 @@ class Candidate:
         """Change it a little: what was made from it is another then. Return whether it could be.
 
         Args:
-            shared: addresses behind which are files, or memory of other processes: these are left alone.
+            shared: addresses behind which are files, or memory of other processes: these are left alone, and hold data.
         """
         before = self.content()
         with suppress(Exception):
             address = self._plain.ctypes.data if isinstance(self._plain, np.ndarray) else self._plain.data_ptr()
             if any(address in one for one in shared):
-                return False
+                return True
             if isinstance(self._plain, np.ndarray):
                 self._plain.setflags(write=True)
                 self._plain[...] = self._plain * _SPOILED if self._is_float else self._plain // 2
             else:
-                self._plain.copy_(self._plain.float() * _SPOILED if self._is_float else self._plain // 2)
+                wide = self._plain.dequantize() if self._plain.is_quantized else self._plain
+                is_whole = not (self._is_float or self._plain.is_quantized)
+                self._plain.copy_(wide // 2 if is_whole else wide.float() * _SPOILED)
         return self.content() != before
 
     def content(self) -> str:
@@ -128,6 +130,7 @@ class Candidate:
         checksum = xxhash.xxh3_128()
         with suppress(Exception):
             flat = self._plain.reshape(-1)
+            flat = flat.int_repr() if isinstance(flat, Tensor) and flat.is_quantized else flat
             for begin in range(0, self.numel, _PART):
                 part = flat[begin : begin + _PART]
                 if isinstance(part, Tensor):  # a copy: storage that numpy has seen could not be resized
@@ -206,7 +209,8 @@ def _inside(values: Sequence[Any], holder: Any, depth: int) -> Iterator[tuple[Ca
         elif issubclass(kind, _ARRAYS):
             candidate = None
             with suppress(Exception):  # there are tensors that cannot even say their shape
-                candidate = Candidate(value) if _may_be_weights(value) else None
+                held = value._values() if isinstance(value, Tensor) and value.layout is torch.sparse_coo else value
+                candidate = Candidate(held) if _may_be_weights(held) else None
             if candidate is not None:
                 yield candidate, holder if holder is not None else value
         elif depth and issubclass(kind, _CONTAINERS) and not gc.is_tracked(value):
