@@ -63,9 +63,8 @@ _SHARES = (
 )
 _WRITTEN = "take parameters from model.parameters() after attach: {} of before is written, and no model has it"
 _BALANCERS = "the job attaches more than one balancer, and the first alone is compared"
-_IN_PARTS = (
-    "gradients of some layers come from torch.autograd.grad, and what the loop does with them ahead of their average "
-    "is not seen: ask for those of all parameters at once, or call backward()"
+_BY_GRAD = (
+    "what the loop does with gradients of torch.autograd.grad ahead of their average is not seen: call backward()"
 )
 _UNEVEN = "{} is not the same on all ranks: each has it by its own tokens alone"
 _SHARE_OF_EPS = 0.3
@@ -165,7 +164,7 @@ class TrialRun:
         self._steppers: list[Optimizer] = []
         self._calls = 0
         self._spoiled: set[tuple[int, ...]] | None = None
-        self._in_parts: set[int] = set()
+        self._averaged, self._not_averaged = set[int](), set[int]()
         self._steady: set[str] = set()
         self._unchanged: set[tuple[int, ...]] = set()
         self._rows: dict[tuple[str, int], tuple[TrialEntry, Tensor, Tensor]] = {}
@@ -229,8 +228,9 @@ class TrialRun:
         self._arrived.clear()
         trained = {number for number, parameter in self._ours.items() if parameter.requires_grad}
         if parameters and trained.difference(map(id, parameters)):
-            self._in_parts |= {one.data_ptr() for one in gradients if one is not None}
+            self._not_averaged |= {one.data_ptr() for one in gradients if one is not None}
             return  # of a few layers: a weight of a loss, as a rule, by each rank's own gradients
+        self._averaged |= {one.data_ptr() for one in gradients if one is not None}
         held = [parameter.grad for parameter in parameters]
         for one, own in zip(parameters, gradients, strict=True):
             one.grad = own
@@ -245,7 +245,8 @@ class TrialRun:
             self._spoiled = set()
             dense = [one for one in self._entries() if one.expert < 0] if self._runtime.averages_dense else []
             self._digests = {f"buffer {one.name}": int(_sketched(one)[0]) for one in dense if one.kind == "buffer"}
-            if self._trial.layout == "fixed" and (suspects := self._second.get("unregistered")):
+            suspects = self._second.get("unregistered") if self._trial.ends_process else None
+            if self._trial.layout == "fixed" and suspects:
                 self._spoiled = {tuple(one["shape"]) for one in suspects}
                 shared = shared_memory()
                 values = [value for value in self._candidates()[2] if value.shape in self._spoiled]
@@ -292,9 +293,10 @@ class TrialRun:
                 self._rows[found.name, found.expert] = (found, *_sketched(found))
         for entry in self._entries_of_gradients():
             self._rows[entry.name, entry.expert] = (entry, *_sketched(entry))
-        if any(one.tensor.data_ptr() in self._in_parts for one in self._entries_of_gradients()):
-            self._meta["doubts"].append(_IN_PARTS)
-        self._in_parts.clear()
+        stepped = {one.tensor.data_ptr() for one in self._entries_of_gradients()}
+        if stepped & self._not_averaged or (self._averaged and not stepped & self._averaged):
+            self._meta["doubts"].append(_BY_GRAD)
+        self._averaged.clear(), self._not_averaged.clear()
         largest = [float(e.tensor.abs().max()) for e in self._entries_of_gradients() if e.tensor.numel()]
         self._largest = float(gather_rows(torch.tensor([max(largest, default=0.0)]), self._group).max())
         if self._weighed and self._trial.layout == "fixed":

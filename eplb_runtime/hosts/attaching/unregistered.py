@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -38,14 +38,26 @@ _PART = 1 << 22
 """Elements that are read at once."""
 _SPOILED = 0.75
 """Factor that leaves numbers finite, and of the same sign."""
+_spared: list[Tensor] = []
 _DEPTH = 3
 """Containers inside containers that the collector does not follow, as a dict of arrays alone."""
+
+
+@contextmanager
+def spared() -> Iterator[None]:
+    """Leave the tensors alone that there are now: they are no averages of models that are made inside."""
+    _spared.extend(one for one in gc.get_objects() if issubclass(type(one), Tensor))
+    try:
+        yield
+    finally:
+        _spared.clear()
 
 
 def memories(models: Sequence[nn.Module], registry: ExpertTensors, owned: Iterable[Tensor]) -> set[int]:
     """Return where parameters, gradients and buffers of models are, and ``owned``: registered or no experts."""
     named = [one for model in models for one in (*model.named_parameters(), *model.named_buffers())]
     held = [tensor for _, tensor in named]  # `buffers` is an attribute of Megatron's DDP
+    held += _spared
     gradients = [getattr(tensor, name, None) for tensor in held for name in ("grad", "main_grad")]
     return {0} | {_memory_of(one) for one in (*held, *gradients, *owned, *registry.parameters()) if one is not None}
 

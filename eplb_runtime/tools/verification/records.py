@@ -111,8 +111,8 @@ class Difference:
 
     def __str__(self) -> str:
         when = "before the first step" if self.step == 0 else f"after step {self.step}"
-        of = "" if self.expert is None else f" of expert {self.expert}"
-        return f"{when} {self.tensor}{of} differs on rank {self.rank}" + (f"; {self.hint}" if self.hint else "")
+        what = self.tensor if self.expert is None else f"{self.tensor} of expert {self.expert}"
+        return f"{when} {what} differs on rank {self.rank}" + (f"; {self.hint}" if self.hint else "")
 
 
 def first_difference(one: Run, other: Run, most: int | None = None) -> Difference | None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from ctypes import CDLL
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ...config import BalancerConfig, Trial, launcher_environment, set_trial
 from ...hosts import attach
 from ...hosts.attaching.trial_hooks import descendants
+from ...hosts.attaching.unregistered import spared
 from .records import Run, first_difference, routes_alike, to_rounding, untrained
 from .report import Report
 
@@ -81,8 +82,7 @@ def proof() -> Proof:
         return answer("unknown", f"no expert moved in {moved.length} steps: give --steps 3 or more")
     report = replace(report, repeats=True, moved=difference is None, single_reason=str(meta["not_single"]))
     wanted = [("single", False)] * (not report.single_reason)
-    if difference is not None or meta["replica_slots"]:
-        wanted.append(("moved", bool(meta["replica_slots"])))
+    wanted += [("moved", bool(meta["replica_slots"]))] * bool(difference or meta["replica_slots"])
     shaken = (yield "shaken", False) if wanted else fixed
     if shaken.length < fixed.length:
         return answer("unknown", f"the run with gradients changed by rounding ended sooner: {shaken.failure}")
@@ -92,6 +92,8 @@ def proof() -> Proof:
         if other.length < fixed.length:
             often = "every rank must call backward() as often"
             return answer("unknown", f"the run with {_NAMES[layout]} ended sooner ({often}): {other.failure}")
+        if layout == "single" and (doubts := other.meta["doubts"]):
+            return answer("unknown", doubts[0])
         close = to_rounding(fixed, other, shaken)
         report = replace(report, single=close) if layout == "single" else replace(report, moved_rounding=close)
         if close.equal is None:
@@ -127,8 +129,7 @@ def _answer(run: Callable[[str, bool, Path], Run], keep: Path | None = None) -> 
                 folder.mkdir(parents=True)
                 (layout, replicas), number = asking.send(run(layout, replicas, folder)), number + 1
         except StopIteration as stop:
-            report: Report = stop.value
-            return report
+            return cast(Report, stop.value)
 
 
 def verify_command(command: Sequence[str], steps: int = 12, keep: Path | None = None) -> Report:
@@ -187,9 +188,8 @@ def end(job: subprocess.Popen[bytes], others: Collection[int]) -> None:
     job.wait()
     while left := set(descendants()) - set(others):
         for process in left:
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, ChildProcessError):  # or its parent is still there
                 os.kill(process, signal.SIGKILL)
-            with suppress(ChildProcessError):  # its parent is still there
                 os.waitpid(process, 0)
 
 
@@ -232,8 +232,7 @@ def verify(
                 given = batch if isinstance(batch, tuple | list) else (batch,)
                 value = loss(model(**batch) if isinstance(batch, Mapping) else model(*given), batch)
                 if not isinstance(value, Tensor) or value.numel() != 1:
-                    found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                    raise TypeError(f"the loss must be one value, not {found}: give labels in the batch, or loss=")
+                    raise TypeError("the loss must be a tensor of one value: give labels in the batch, or loss=")
                 value.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -241,4 +240,5 @@ def verify(
             balancer.close()
         return Run.of(folder)
 
-    return _answer(run)
+    with spared():
+        return _answer(run)
