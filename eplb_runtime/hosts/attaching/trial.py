@@ -164,7 +164,7 @@ class TrialRun:
         self._steppers: list[Optimizer] = []
         self._calls = 0
         self._spoiled: set[tuple[int, ...]] | None = None
-        self._averaged, self._not_averaged = set[int](), set[int]()
+        self._averaged, self._not_averaged = list[Tensor](), list[Tensor]()
         self._steady: set[str] = set()
         self._unchanged: set[tuple[int, ...]] = set()
         self._rows: dict[tuple[str, int], tuple[TrialEntry, Tensor, Tensor]] = {}
@@ -202,19 +202,18 @@ class TrialRun:
             balancer._end_with(parameter.register_hook(partial(self._arrives, name)))
         self._ours = {id(p): p for p in (*balancer._dense.values(), *self._runtime.parameters.values())}
         if not balancer._host_steps:  # else optimizers of the framework have parts of parameters
-            balancer._end_with(register_optimizer_step_pre_hook(self._steps_another))
-            balancer._end_with(register_optimizer_step_post_hook(lambda *_: self._steppers.__delitem__(-1)))
+            balancer._end_with(register_optimizer_step_pre_hook(lambda one, *_: self._steppers.append(one)))
+            balancer._end_with(register_optimizer_step_post_hook(self._has_stepped))
         self._first, self._second = (self._of_run(name) for name in RUNS)  # ranks meet here, and not in a forward
         self._write([])
 
-    def _steps_another(self, optimizer: Optimizer, *_: object) -> None:
-        """Take digests of gradients that optimizers use which the balancer does not know; of one inside another not."""
-        self._steppers.append(optimizer)
+    def _has_stepped(self, optimizer: Optimizer, *_: object) -> None:
+        """Take digests of what optimizers have stepped that the balancer does not know; of one inside another not."""
+        self._steppers = self._steppers[:-1]
         parameters: list[Tensor] = [one for group in optimizer.param_groups for one in group["params"]]
-        for number, parameter in enumerate(parameters if len(self._steppers) == 1 else ()):
-            of_another = parameter.grad is not None and id(parameter) not in self._ours
-            if of_another and not isinstance(parameter, DTensor):  # of which each rank has a part
-                digest = _sketched(TrialEntry("", "number", -1, parameter.grad))[0]  # type: ignore[arg-type]
+        for number, parameter in enumerate(() if self._steppers else parameters):
+            if id(parameter) not in self._ours and not isinstance(parameter, DTensor):  # of which each rank has a part
+                digest = _sketched(TrialEntry("", "number", -1, parameter))[0]
                 self._foreign[f"parameter {number} of another {type(optimizer).__name__}"] += int(digest)
 
     def _arrives(self, name: str, gradient: Tensor) -> None:
@@ -228,9 +227,9 @@ class TrialRun:
         self._arrived.clear()
         trained = {number for number, parameter in self._ours.items() if parameter.requires_grad}
         if parameters and trained.difference(map(id, parameters)):
-            self._not_averaged |= {one.data_ptr() for one in gradients if one is not None}
+            self._not_averaged += [one for one in gradients if one is not None]
             return  # of a few layers: a weight of a loss, as a rule, by each rank's own gradients
-        self._averaged |= {one.data_ptr() for one in gradients if one is not None}
+        self._averaged += [one for one in gradients if one is not None]
         held = [parameter.grad for parameter in parameters]
         for one, own in zip(parameters, gradients, strict=True):
             one.grad = own
@@ -253,6 +252,7 @@ class TrialRun:
                 self._unchanged = {value.shape for value in values if not value.spoil(shared)}
             elif self._trial.layout == "moved":
                 self._steady = {content for _, content in self._candidates()[0]}
+        self._steppers.clear()  # a step that has raised is over
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if torch.is_autocast_enabled(device):
             self._coarsest = max(self._coarsest, torch.finfo(torch.get_autocast_dtype(device)).eps)
@@ -294,7 +294,8 @@ class TrialRun:
         for entry in self._entries_of_gradients():
             self._rows[entry.name, entry.expert] = (entry, *_sketched(entry))
         stepped = {one.tensor.data_ptr() for one in self._entries_of_gradients()}
-        if stepped & self._not_averaged or (self._averaged and not stepped & self._averaged):
+        of_grad, averaged = ({one.data_ptr() for one in given} for given in (self._not_averaged, self._averaged))
+        if stepped & of_grad or (averaged and not stepped & averaged):
             self._meta["doubts"].append(_BY_GRAD)
         self._averaged.clear(), self._not_averaged.clear()
         largest = [float(e.tensor.abs().max()) for e in self._entries_of_gradients() if e.tensor.numel()]
@@ -472,7 +473,9 @@ class TrialRun:
                 continue
             self._shaken.add(gradient.data_ptr())
             seed = zlib.crc32(f"{self._step} {entry.name} {entry.expert}".encode())
-            noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(seed)).to(gradient.device)
+            noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(
+                gradient.device
+            )
             error = _SHARE_OF_EPS * max(torch.finfo(gradient.dtype).eps, self._coarsest)
             noise *= gradient != 0  # rows of tokens, or of experts, that no batch has had
             gradient.add_(noise * (error * gradient.float().pow(2).mean().sqrt()))
