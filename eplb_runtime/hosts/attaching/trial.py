@@ -297,7 +297,7 @@ class TrialRun:
         of_grad, averaged = ({one.data_ptr() for one in given} for given in (self._not_averaged, self._averaged))
         if stepped & of_grad or (averaged and not stepped & averaged):
             self._meta["doubts"].append(_BY_GRAD)
-        self._averaged.clear(), self._not_averaged.clear()
+        self._averaged, self._not_averaged = [], []
         largest = [float(e.tensor.abs().max()) for e in self._entries_of_gradients() if e.tensor.numel()]
         self._largest = float(gather_rows(torch.tensor([max(largest, default=0.0)]), self._group).max())
         if self._weighed and self._trial.layout == "fixed":

@@ -29,7 +29,7 @@ def descendants(process: int | str = "self") -> list[int]:
 def listen(losses: list[Tensor], before_forward: Callable[..., None], after: Callable[..., None]) -> Callable[[], None]:
     """Collect what ``backward()`` is called on, and call functions before each module's forward and after each backward
     pass, or with what `torch.autograd.grad` gives. Returns one that ends all."""
-    inner = torch.autograd._engine_run_backward
+    inner: Any = torch.autograd._engine_run_backward
 
     def run(outputs: Any, grad_outputs: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         found = inner(outputs, grad_outputs, retain, create, inputs, *args, **kwargs)
@@ -40,7 +40,8 @@ def listen(losses: list[Tensor], before_forward: Callable[..., None], after: Cal
             after(inputs, found)
         return found
 
-    torch.autograd._engine_run_backward = run  # both functions call it, by whatever name a loop has them
+    # Both functions call it, by whatever name a loop has them.
+    torch.autograd._engine_run_backward = run  # type: ignore[assignment]
     handle = nn.modules.module.register_module_forward_pre_hook(before_forward)
 
     def undo() -> None:

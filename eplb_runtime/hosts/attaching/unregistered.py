@@ -147,7 +147,7 @@ class Candidate:
                 part = flat[begin : begin + _PART]
                 if isinstance(part, Tensor):  # a copy: storage that numpy has seen could not be resized
                     part = as_bytes(part.clone().cpu()).numpy()
-                checksum.update(np.ascontiguousarray(part))
+                checksum.update(np.ascontiguousarray(part).view(np.uint8).data)
         return checksum.hexdigest()
 
 
