@@ -177,7 +177,7 @@ def _shapes(models: Sequence[nn.Module], registry: ExpertTensors) -> tuple[set[t
             rows |= {tuple(row)} if len(row) > 1 else set()
             whole = sum(part.numel() for part in parts)
             experts, each = experts + whole, each + row.numel()
-            numbers |= {whole, row.numel() if len(row) > 1 else 0}
+            numbers |= {whole, row.numel()}
         numbers |= {each}
     for parameters in ([*module.parameters()] for model in models for module in model.modules()):
         if any(id(parameter) in own for parameter in parameters):
