@@ -18,13 +18,14 @@ sizes = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "vocab_size": 512,
+    "eos_token_id": 0,
 }
 model = AutoModelForCausalLM.from_config(AutoConfig.for_model("olmoe", num_experts=16, num_experts_per_tok=2, **sizes))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 config = eplb.BalancerConfig(interval=5, dense_gradients="allreduce")
 balancer = eplb.attach(model, optimizer, config=config)
 
-model.train()  # from_pretrained leaves a model in evaluation mode, in which no token is counted
+model.train()  # from_pretrained leaves it in evaluation mode: no token is counted
 torch.manual_seed(dist.get_rank())  # each rank has batches of its own
 zipf = 1 / torch.arange(1, 513)  # token frequencies of text
 for _ in range(60):
@@ -32,7 +33,7 @@ for _ in range(60):
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     balancer.clip_grad_norm_(1.0)  # instead of torch's: the norm over all ranks' experts
-    optimizer.step()  # hooks: gradients are fully reduced before the step, experts migrate after it
+    optimizer.step()  # hooks: gradients are reduced before the step, experts migrate after it
     optimizer.zero_grad()
 
 print(f"rank {dist.get_rank()}: loss {loss.item():.6f}")
