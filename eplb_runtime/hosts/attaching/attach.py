@@ -59,7 +59,7 @@ from ...replicas.sharded import ReplicaGather
 from ...replicas.sync import ReplicaSync
 from ...topology import Topology
 from ...utils.errors import one_line
-from .checks import check, raise_on_all, undone_on_failure, wait_for_ranks
+from .checks import check, raise_on_all, undone_on_failure, wait_for_ranks, why_not_single
 from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
 from .forwards import Forwards
 from .meta import make_buffers, make_parameters
@@ -68,7 +68,7 @@ from .replicas import local_experts, log_memory, transport_of_copies
 from .self_test import LayerTest, problems_of, try_layers
 from .sharding import cut_rows, install, note_of_odd_rows, rows_of_rank
 from .state_hooks import Homes, mark_state, warn_once_of_parts
-from .trial import TrialRun, begin_record, layout_of, why_not_single
+from .trial import TrialRun, begin_record, layout_of
 from .undo import Before
 
 logger = logging.getLogger("eplb_runtime")

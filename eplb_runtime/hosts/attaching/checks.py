@@ -16,10 +16,10 @@ from ...balancer.gradients.division import foreign_hooks
 from ...config import BalancerConfig
 from ...distributed.consensus import barrier, deviating, first_problem, gather_rows, has_another
 from ...distributed.process_groups import ProcessGroups
-from ...distributed.ranks import Job
+from ...distributed.ranks import Job, Ranks
 from ...moe.experts.elementwise import check_elementwise
 from ...moe.experts.optimizer_state import OptimizerStateError
-from ...moe.experts.slices import has_divide_factor, local, why_not_rows, why_not_slices
+from ...moe.experts.slices import has_divide_factor, is_sliced, local, why_not_rows, why_not_slices
 from ...placement import Placement, PlacementError, uneven
 from ...utils.checksums import as_bytes, checksum
 from ...utils.errors import one_line
@@ -384,6 +384,19 @@ def _initial_placement(config: BalancerConfig, job: Job, experts: int, given: Pl
     except PlacementError as error:
         raise AttachError(f"initial_placement: {error}") from None
     return given.with_epoch(0)
+
+
+def why_not_single(stages: Sequence[Stage], ranks: Ranks) -> str:
+    """Say why a job cannot run with all experts on each rank; empty: it can, if they fit."""
+    layers = [layer for stage in stages for layer in stage.host.layers]
+    hosts = [stage.host for stage in stages]
+    if any(host.dispatches or host.ranks is not None for host in hosts) or any(one.slots for one in layers):
+        return "the framework spreads the experts itself"
+    if ranks.divided_rows or ranks.divided_state:
+        return "the job divides what it keeps of an expert"
+    if any(is_sliced(layer.parameter(name)) for layer in layers for name in layer.parameters):
+        return "fully_shard divides experts over ranks that the job chooses"
+    return ""
 
 
 def raise_on_all(problem: str, groups: ProcessGroups) -> None:

@@ -37,7 +37,7 @@ from ...config import BalancerConfig, DispatchConfig, Trial
 from ...distributed.consensus import gather_bytes, gather_rows
 from ...distributed.ranks import Ranks
 from ...moe.experts.optimizer_state import state_of
-from ...moe.experts.slices import has_memory, is_sliced, local
+from ...moe.experts.slices import has_memory, local
 from ...placement import Placement
 from ...planner.shuffle import shuffled
 from ...utils.files import write_file
@@ -114,19 +114,6 @@ def layout_of(trial: Trial, config: BalancerConfig, ranks: Ranks) -> tuple[Balan
     if trial.layout == "single":
         return replace(without_replicas(own), initial_placement=None), replace(ranks, ep=(dist.get_rank(),))
     return own if trial.replicas else without_replicas(own), ranks
-
-
-def why_not_single(stages: Sequence[Stage], ranks: Ranks) -> str:
-    """Say why a job cannot run with all experts on each rank; empty: it can, if they fit."""
-    layers = [layer for stage in stages for layer in stage.host.layers]
-    hosts = [stage.host for stage in stages]
-    if any(host.dispatches or host.ranks is not None for host in hosts) or any(one.slots for one in layers):
-        return "the framework spreads the experts itself"
-    if ranks.divided_rows or ranks.divided_state:
-        return "the job divides what it keeps of an expert"
-    if any(is_sliced(layer.parameter(name)) for layer in layers for name in layer.parameters):
-        return "fully_shard divides experts over ranks that the job chooses"
-    return ""
 
 
 @dataclass(frozen=True)
