@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -243,3 +246,29 @@ def save_and_restore(rank: int, folder: str) -> None:
 
 def test_a_placement_is_saved_and_restored(tmp_path: Path) -> None:
     run_ranks(2, save_and_restore, str(tmp_path))
+
+
+def left_by_cycles(rank: int) -> list[tuple[int, ...]]:
+    """Threads, descriptors, tensors and objects of ours, after some cycles of attach and close, and after more."""
+    left = []
+    for cycles in (3, 3):
+        for _ in range(cycles):
+            model = make_model("olmoe", experts=8, layers=1)
+            optimizer = torch.optim.AdamW(model.parameters())
+            balancer = training.attach(model, optimizer, gate="always", replica_slots=1, interval=2)
+            for step in range(3):
+                model(input_ids=(ids := batch_of(rank, step)), labels=ids).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            balancer.close()
+            del model, optimizer, balancer
+        gc.collect()
+        ours = sum(str(type(one).__module__).startswith(("eplb_runtime", "torch.nn")) for one in gc.get_objects())
+        tensors = sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+        left.append((threading.active_count(), len(os.listdir("/proc/self/fd")), tensors, ours))
+    return left
+
+
+def test_cycles_of_attach_and_close_leave_nothing() -> None:
+    for first, second in run_ranks(2, left_by_cycles):
+        assert second == first
