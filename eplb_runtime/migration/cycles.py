@@ -52,7 +52,8 @@ def _coloured(source: Ints, destination: Ints, num_ranks: int) -> Ints:
     colours = degree.max()
     edges = num_ranks * colours
     tail, head = np.empty(edges, np.int64), np.empty(edges, np.int64)
-    tail[:moves], head[:moves] = source, destination
+    for move in range(moves):  # arrays assigned whole take seconds to compile
+        tail[move], head[move] = source[move], destination[move]
     edge = moves
     for rank in range(num_ranks):
         for _ in range(colours - degree[rank]):
@@ -111,7 +112,8 @@ def cut_into_short_cycles(first_L: Ints, source_M: Ints, destination_M: Ints, nu
         for move in range(begin, end):
             left[source_M[move]] += 1
         first = np.zeros(num_ranks + 1, np.int64)
-        first[1:] = np.cumsum(left)
+        for rank in range(num_ranks):
+            first[rank + 1] = first[rank] + left[rank]
         place = first[:-1].copy()
         by_rank = np.empty(end - begin, np.int64)
         for move in range(begin, end):
@@ -242,7 +244,8 @@ def follow_slots(
         while True:
             number = round_M[begin] if begin < end else round_L[layer]
             behind = begin
-            before[:] = at
+            for expert in range(num_experts):
+                before[expert] = at[expert]
             while behind < end and round_M[behind] == number:
                 who[at[expert_M[behind]]] = -1
                 behind += 1

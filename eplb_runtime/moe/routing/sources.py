@@ -81,11 +81,12 @@ def _share_out(
 ) -> None:
     """Own rank; then each node by itself, sources in order against copies in order; then everybody likewise."""
     num_ranks, first_slot = counts_RE.shape[0], me * received_RS.shape[1]
-    sent_EC[:, 0] = counts_RE[me]
     for expert in range(copy_slot_EC.shape[0]):
+        sent_EC[expert, 0] = counts_RE[me, expert]
         slot = copy_slot_EC[expert, 0] - first_slot
         if 0 <= slot < received_RS.shape[1]:
-            received_RS[:, slot] = counts_RE[:, expert]
+            for rank in range(num_ranks):
+                received_RS[rank, slot] = counts_RE[rank, expert]
     left_R = np.empty(num_ranks, dtype=np.int64)
     room_C = np.empty(quota_EC.shape[1], dtype=np.int64)
     sent_CR = np.empty((quota_EC.shape[1], num_ranks), dtype=np.int64)
@@ -125,4 +126,5 @@ def _share_out(
             sent_EC[expert, copy] = sent_CR[copy, me]
             slot = copy_slot_EC[expert, copy] - first_slot
             if 0 <= slot < received_RS.shape[1]:
-                received_RS[:, slot] = sent_CR[copy]
+                for rank in range(num_ranks):
+                    received_RS[rank, slot] = sent_CR[copy, rank]
