@@ -84,10 +84,6 @@ class Job:
         return eplb.logical_state_dict(self.model, self.optimizer)
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 @contextmanager
 def at(job: Job, rank: int, phase: Phase, do: Callable[[Any], None]) -> Iterator[None]:
     """Inside, on one rank, wherever the protocol comes to this point with something in its hands."""

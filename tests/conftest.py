@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -12,40 +14,38 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 LONGEST_FIRST = (
+    "test_verify_misuse",
     "test_verify",
-    "test_rollout_phases",
     "test_checkpoint",
     "test_verify_and_benches",
-    "test_pipelining",
+    "test_examples",
     "test_megatron",
-    "test_guard",
-    "test_any_module",
     "test_fully_shard",
     "test_changed_after_attach",
+    "test_rollout_phases",
+    "test_pipelining",
     "test_export",
-    "test_faults",
-    "test_replicas",
     "test_reduced_once",
-    "test_kernels_interpreted",
-    "test_votes_in_doubt",
-    "test_expert_data_parallel",
     "test_fully_shard_copies",
     "test_checkpoint_folder",
-    "test_megatron_newer",
-    "test_checkpoint_pretrained",
-    "test_failures_leave_training_whole",
-    "test_mixed_precision",
-    "test_migration_beside_training",
-    "test_setting_up",
-    "test_attach",
-    "test_megatron_divided",
-    "test_stops_and_kills_beside_training",
-    "test_weight_stream",
-    "test_real_optimizers",
-    "test_compiled_model",
-    "test_kernels",
-    "test_examples",
+    "test_votes_in_doubt",
+    "test_replicas",
+    "test_any_module",
     "test_resume",
+    "test_megatron_newer",
+    "test_megatron_divided",
+    "test_migration_beside_training",
+    "test_faults",
+    "test_before_compiled",
+    "test_stops_and_kills_beside_training",
+    "test_mixed_precision",
+    "test_demo",
+    "test_leaving",
+    "test_real_optimizers",
+    "test_failures_leave_training_whole",
+    "test_setting_up",
+    "test_kernels_interpreted",
+    "test_kernels",
     "test_static_policies",
 )
 """Files whose tests take longest: they begin first, so that no worker waits at the end for another's long file."""
@@ -67,3 +67,11 @@ def shared_data() -> Path:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print what was skipped: a line for each reason."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+    for reason, number in reasons.most_common():
+        terminalreporter.write_line(f"skipped {number}: {reason}")

@@ -1,7 +1,7 @@
 """Imported by the process that ranks with Megatron-Core are forked from: seconds of each of them.
 
 Megatron compiles small functions of its router and its activations by ``torch.compile``, which each rank would do for
-itself, for seconds. They are run as they are; `test_megatron` has a training with the compiled ones.
+itself, for seconds. They are run as they are; a long test of `test_megatron` has the compiled ones.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from moe_models import FAMILIES
 from torch.distributed import distributed_c10d
 
 from eplb_runtime.balancer import compile_ahead, rebalancer
+from eplb_runtime.distributed import bandwidth
 
 PRELOAD = [
     "torch",
@@ -57,6 +58,8 @@ FINISH_AFTER_FAILURE_SECONDS = 60.0
 """Where one rank has failed, the others may wait for it without end: they still have so long to say what they saw."""
 STACKS_BEFORE_SECONDS = 5.0
 """Ranks that are about to be ended print where each of their threads stands so long before."""
+BANDWIDTH_BYTES = 1 << 20
+"""An attach learns the speed of links from one short message: longer ones took a quarter of its CPU time."""
 COMPILED_SECONDS = 20.0
 """Ranks wait so long for compiled code, that no test races with a compiler; less than the balancer's own timeout."""
 
@@ -220,6 +223,7 @@ def _rank_main(
     faulthandler.dump_traceback_later(max(1.0, seconds - STACKS_BEFORE_SECONDS), file=2)
     torch.set_num_threads(1)
     rebalancer.COMPILED_SOON_SECONDS = COMPILED_SECONDS
+    bandwidth.FIRST_BYTES, bandwidth.LEAST_SECONDS = BANDWIDTH_BYTES, 0.0
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     if mutant := os.environ.get("EPLB_TEST_MUTANT"):

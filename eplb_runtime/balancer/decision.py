@@ -38,7 +38,7 @@ from ..utils.jit import compiling_ahead
 from ..utils.spans import phase
 from ..utils.worker import Worker
 from .compile_ahead import compile_apart, compile_here, compiles, is_compiled
-from .guard import MOST_NAMED, Guard, Sample, SampleComparison
+from .guard import Guard, Sample, SampleComparison
 from .runtime import Runtime
 
 logger = logging.getLogger("eplb_runtime")
@@ -600,11 +600,10 @@ def _uncounted(total: NDArray[np.int64], in_evaluation: Mapping[int, str]) -> st
     names = [name for layer, name in in_evaluation.items() if not is_counted_L[layer]]
     if not names or not is_counted_L.any():
         return ""
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
-        f"MoE layers are in evaluation mode while others train: {', '.join(names[:MOST_NAMED])}{more}; their tokens "
-        "are not counted, so their experts are placed without knowing their load: call train() on these modules "
-        "(frozen parameters stay frozen), or on the whole model"
+        "call train() on the whole model (frozen parameters stay frozen): MoE layers in evaluation mode, while others "
+        f"train, have no load to place experts by: {names[0]}{more}"
     )
 
 

@@ -38,16 +38,12 @@ _STEPS, _PIECE = 64, 32
 """Last steps of which an expert's elements, ahead of the forward, are compared with other ranks'; those elements."""
 MOST_NAMED = 8
 """Ranks or layers in a line."""
-_BY_RANK = (
-    "set them alike on every rank, and not by a rank's own loss (ReduceLROnPlateau), by norms of its experts "
-    "(D-Adaptation) or by an if on the rank"
-)
+_BY_RANK = "set them alike on every rank (not by its own loss, norms of its experts or an if on the rank)"
 _BY_WRITING = (
-    "weights were written on some ranks alone, a rank clips gradients by its own norm (use balancer.clip_grad_norm_), "
-    "or nobody averages gradients outside the experts: wrap the model in DistributedDataParallel after attach, or set "
-    "BalancerConfig(dense_gradients='allreduce')"
+    "average gradients (dense_gradients='allreduce', or DDP after attach), clip by balancer.clip_grad_norm_, write on "
+    "every rank"
 )
-_BY_AVERAGE = "something has written them on some ranks alone, or their averaging was disturbed"
+_BY_AVERAGE = "write experts on every rank that has them, and leave averaging them to the balancer"
 FACTS = (
     ("learning rates of the optimizer", "data_sets", _BY_RANK),
     ("options of the optimizer", "data_sets", _BY_RANK),
@@ -57,10 +53,7 @@ FACTS = (
     ("experts with the same ids", "edp_sets", _BY_AVERAGE),
 )
 """What is the same on ranks, the sets of these ranks in `Job`, and what to do where it is not."""
-_SKIPS = (
-    "a rank may skip a step that the others make (torch's GradScaler decides on each rank: use "
-    "eplb.GradScaler(balancer)), run fewer batches, or be stuck"
-)
+_SKIPS = "let every rank make each step (eplb.GradScaler(balancer), not torch's; as many batches; nothing stuck)"
 _POLL_SECONDS = 0.02
 _TEXTS = 4
 """Facts ahead of those about tensors."""
@@ -248,8 +241,8 @@ class Guard:
             return ""
         self._is_uncounted = True  # said once
         return (
-            f"the MoE layers ran in step {self._step() + 1}, but no token was counted: the model is in evaluation "
-            "mode (call model.train() before a training step, as from_pretrained and evaluations leave it there)"
+            "call model.train() before a training step, also after from_pretrained and evaluations: the MoE layers ran "
+            f"in step {self._step() + 1} in evaluation mode, and no token was counted"
         )
 
     def _sample(self, what: str, problem: str = "", stays: str = "") -> Sample:
@@ -257,7 +250,7 @@ class Guard:
         job, facts = self._groups.job, self._hashes()
         problem = problem or why_misplaced(self._experts, self._optimizers)
         if what == "weights" and (name := self._memory.name_of_freed()):
-            stays = f"weights have no memory now ({name}): load them before a decision; experts stay where they are"
+            stays = f"load weights ahead of decisions: {name} has no memory now, and experts stay where they are"
             return Sample(what, Digest(problem, stays, facts))
         dense = _whole(self._dense) if len(job.data_ranks) > 1 else {}
         twins = _whole(self._experts) if len(job.edp_ranks) > 1 and not job.divided_state else {}
@@ -302,8 +295,8 @@ class Guard:
                 while missing := [rank for rank in missing if not groups.store.word_of(f"{name}/{rank}")]:
                     if time.monotonic() > deadline:
                         who = ", ".join(map(str, missing[:MOST_NAMED]))
-                        limit = f"within {groups.timeout_seconds:g} s: it is collective"
-                        return self.report(f"rank {who} did not come to {where} {limit}; {_SKIPS}")
+                        limit = f"within {groups.timeout_seconds:g} s, which is collective"
+                        return self.report(f"{_SKIPS}: rank {who} did not come to {where} {limit}")
                     time.sleep(_POLL_SECONDS)
             return logger.info("the ranks could not compare what they see at %s: %s", where, error)
         self.report(finding)
@@ -312,8 +305,8 @@ class Guard:
         """Exchange samples over a group, on any thread, and find what is wrong; the same on every rank. Collective."""
         rows = gather_bytes(sample.encode(), group)
         seen = {r: Digest(*json.loads(row)) for r, row in zip(dist.get_process_group_ranks(group), rows, strict=True)}
-        finding = next((f"rank {rank}: {one.problem}" for rank, one in seen.items() if one.problem), "")
-        stays = next((f"rank {rank}: {one.stays}" for rank, one in seen.items() if one.stays), "")
+        finding = next((f"{one.problem} (rank {rank})" for rank, one in seen.items() if one.problem), "")
+        stays = next((f"{one.stays} (rank {rank})" for rank, one in seen.items() if one.stays), "")
         finding = finding or self._different(sample, seen, group) or self._alike(sample.what, seen)
         return SampleComparison(finding, stays)
 
@@ -329,7 +322,7 @@ class Guard:
                     what = f"{sample.what} of {name}"
                 if odd:
                     listed = ", ".join(map(str, odd[:MOST_NAMED]))
-                    return f"the {what} on rank {listed} differ from rank {here[0]}'s: {mend}"
+                    return f"{mend}: the {what} on rank {listed} differ from rank {here[0]}'s"
         return ""
 
     def _alike(self, what: str, seen: Mapping[int, Digest]) -> str:
@@ -339,9 +332,8 @@ class Guard:
             alike = (len(set(marks)) == 1 and marks[0] for marks in zip(*(seen[r].marks for r in here), strict=False))
             if len(here) > 1 and any(alike):
                 self._broadcast = (
-                    f"the {what} of {seen[here[0]].marked} were the same on ranks {here[0]} to {here[-1]}, which hold "
-                    "other experts each: something broadcasts or averages them (DistributedDataParallel around a "
-                    "wrapper?): wrap the very module that was attached, or set dense_gradients='allreduce'"
+                    "wrap the very module that was attached, or set dense_gradients='allreduce': something broadcasts "
+                    f"or averages {what} of {seen[here[0]].marked}, other experts on ranks {here[0]} to {here[-1]}"
                 )
                 return self._broadcast
         return ""

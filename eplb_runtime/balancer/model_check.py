@@ -91,6 +91,13 @@ class ModelCheck:
         for module, key, parameter in self._held:
             if module._parameters.get(key) is not parameter:
                 self._raise_replaced(module, key)
+        wrapped = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) if thoroughly else None
+        old = set(map(id, self.replaced().values())) if wrapped is not None else set()
+        if wrapped is not None and not old.isdisjoint(map(id, wrapped._module_parameters)):
+            raise StructureError(
+                "DistributedDataParallel was put around the model before attach, and averages parameters that it no "
+                "longer has: attach first, then wrap it"
+            )
         if thoroughly and not self._sharded:
             for prefix, model in self.models.items():
                 self._check_tree(prefix, model)
@@ -150,8 +157,8 @@ def why_misplaced(experts: Mapping[str, Tensor], optimizers: Sequence[Any]) -> s
     for name, parameter in experts.items() if optimizers else ():
         if parameter.requires_grad and (times := len(rates.get(id(parameter), ()))) != 1:
             return (
-                f"the optimizer holds {name} {times} times, not once: it was unfrozen or param groups were changed "
-                "after attach; make the optimizer from the parameters that are to be trained, then attach"
+                "make the optimizer of the parameters that are to be trained, then attach, and leave its groups and "
+                f"what is frozen alone: it holds {name} {times} times"
             )
     return ""
 
@@ -175,9 +182,8 @@ def why_not_stepped(before: Sequence[Snapshot], optimizers: Sequence[Any], skipp
         gradient = p.grad if p.grad is not None and p.grad.layout is torch.strided else None
         if is_as_before and gradient is not None and id(p) not in skipped and _elements(gradient).any():
             return (
-                f"the optimizer lists {name}, which has a gradient, and its step does not write it (it may step other "
-                "tensors, or a part of the parameters on each rank, as ZeroRedundancyOptimizer does): use an optimizer "
-                "that steps all that it lists, on every rank"
+                "use an optimizer that steps all that it lists, on every rank (ZeroRedundancyOptimizer does not): its "
+                f"step does not write {name}, which has a gradient"
             )
     return ""
 

@@ -9,8 +9,7 @@ from typing import Any
 from .arguments import add_command
 from .printing import print_json, spinner
 
-POLICIES = ("incremental", "")
-"""Of rank 0, and of the other ranks, which plan nothing."""
+POLICIES = ("incremental", "")  # of rank 0, and of the other ranks, which plan nothing
 
 
 def add(commands: Any) -> None:

@@ -39,7 +39,7 @@ _PAUSE_SECONDS = 0.05
 """Between two questions to a store whose connection fails at once."""
 _CAUSE_BYTES = 240
 _LARGEST_WORD = 2**63 - 1
-_ALL, _GAVE_UP = "all", "gave up"
+_ALL, _NOT_COME, _CANNOT = "all", "not come ", "cannot "
 
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 has a new name for it and warns of the old one, which 2.11 alone knows."""
@@ -175,7 +175,33 @@ def has_another(odd: Sequence[int], what: str, first: int) -> str:
     return f"rank {', '.join(map(str, odd))} has another {what} than rank {first}"
 
 
-# -- barrier -----------------------------------------------------------------------------------------------------------
+# -- meetings in the store ---------------------------------------------------------------------------------------------
+
+
+def arrive(store: JobStore, key: str, ranks: Sequence[int], rank: int, problem: str = "") -> None:
+    """Come to a meeting of these ranks. ``problem``: why this rank cannot go on, as all are to hear it."""
+    if problem:
+        store.compare_set(f"{key}/problem", problem)
+    store.compare_set(f"{key}/{rank}", "here")
+    if store.add(f"{key}/here", 1) == len(ranks):
+        first = store.word_of(f"{key}/problem")
+        store.compare_set(key, _CANNOT + first if first else _ALL)
+
+
+def missing_at(store: JobStore, key: str, ranks: Sequence[int]) -> str:
+    """Return the numbers of ranks that have not come to a meeting."""
+    return ", ".join([str(rank) for rank in ranks if not store.word_of(f"{key}/{rank}")][:8])
+
+
+def outcome_of(store: JobStore, key: str, ranks: Sequence[int], seconds: float, what: str = "") -> tuple[str, bool]:
+    """Return why ranks that meet cannot go on ("": they can), and whether a rank did not come ``what`` in so many
+    seconds. The first word of any rank decides, so that all are told the same."""
+    if not store.wait(key, seconds):
+        store.compare_set(
+            key, f"{_NOT_COME}rank {missing_at(store, key, ranks)} did not come {what}within {seconds:g} s"
+        )
+    word = store.word_of(key)
+    return word.removeprefix(_ALL).removeprefix(_NOT_COME).removeprefix(_CANNOT), word.startswith(_NOT_COME)
 
 
 def barrier(
@@ -207,71 +233,34 @@ def barrier(
     world, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     base = f"eplb_runtime/{what}/{everyone[0]}-{everyone[-1]}-{len(everyone)}"
     store = JobStore(world, base, max(timeout_seconds, SETUP_SECONDS) if patient else timeout_seconds)
+    seconds, said = timeout_seconds, ""
     try:
-        host_seconds = world.timeout.total_seconds() if patient else 0.0  # type: ignore[attr-defined]
-        return _Barrier(store, everyone, rank, what).arrive(timeout_seconds, problem, host_seconds)
-    finally:
-        store.close()
-
-
-class _Barrier:
-    """One rank's arrival at a `barrier`, in a store of its own."""
-
-    def __init__(self, store: JobStore, everyone: Sequence[int], rank: int, what: str) -> None:
-        self._store = store
-        self._everyone = everyone
-        self._rank = rank
-        self._what = what
-        self._call = 0
-
-    def arrive(self, seconds: float, problem: BaseException | None, host_seconds: float) -> str:
-        """As `barrier`; ``host_seconds``: how long the host's process group waits, if this waits as long."""
-        store, everyone, rank = self._store, self._everyone, self._rank
         while True:
-            self._call = call = store.add(f"calls of {rank}", 1)
+            call = store.add(f"calls of {rank}", 1)
             # Skip calls that the other ranks have already given up on; they are to come again.
-            if store.word_of(f"{call}/state") != _GAVE_UP:
+            if not store.word_of(key := str(call)).startswith(_NOT_COME):
                 break
         if problem is not None:
-            said = str(problem) if isinstance(problem, Exception) else one_line(problem, with_type=True)
-            store.compare_set(f"{call}/problem", f"rank {rank}: {said}")
-        store.compare_set(f"{call}/{rank}", "here")
-        if store.add(f"{call}/here", 1) == len(everyone):
-            store.compare_set(f"{call}/state", _ALL)
+            text = str(problem) if isinstance(problem, Exception) else one_line(problem, with_type=True)
+            said = f"rank {rank}: {text}"
+        arrive(store, key, everyone, rank, said)
         if problem is not None and not isinstance(problem, Exception):
             raise problem
-        missing = self._missing_after(seconds)
-        if missing and host_seconds:
-            logger.warning("%s waits for rank %s, which has not come for %g s", self._what, missing, seconds)
-            missing = self._missing_after(max(0.001, host_seconds - seconds))
-            seconds = host_seconds
-        if missing:
-            store.compare_set(f"{call}/state", _GAVE_UP)
+        if patient and not store.wait(key, seconds):
+            missing = missing_at(store, key, everyone)
+            logger.warning("%s waits for rank %s, which has not come for %g s", what, missing, seconds)
+            seconds = world.timeout.total_seconds()  # type: ignore[attr-defined]
+        cause, not_come = outcome_of(store, key, everyone, seconds, f"to {what} ")
         if problem is not None:
             raise problem
-        if store.word_of(f"{call}/state") != _ALL:
-            absent = missing or self._absent()  # where another rank has given up first
-            raise RuntimeError(
-                f"rank {absent} did not come to {self._what} within {seconds:g} s: it is collective, every rank calls "
-                "it"
-            )
-        self._forget(call - 1)
-        return store.word_of(f"{call}/problem")
-
-    def _missing_after(self, seconds: float) -> str:
-        """Wait until all have come; return who has not."""
-        return "" if self._store.wait(f"{self._call}/state", seconds) else self._absent()
-
-    def _absent(self) -> str:
-        absent = [str(other) for other in self._everyone if not self._store.word_of(f"{self._call}/{other}")]
-        return ", ".join(absent[:8])
-
-    def _forget(self, call: int) -> None:
-        """Delete an earlier call, unless it was given up: ranks that never came to it read that."""
-        self._store.delete(f"{call}/{self._rank}")
-        if self._rank == self._everyone[0] and self._store.word_of(f"{call}/state") == _ALL:
-            for key in ("problem", "here", "state"):
-                self._store.delete(f"{call}/{key}")
+        if not_come:
+            raise RuntimeError(f"{cause}: it is collective, every rank calls it")
+        before = str(call - 1)  # all are here, and past it
+        for name in (f"{before}/{rank}", *((before, f"{before}/here", f"{before}/problem") * (rank == everyone[0]))):
+            store.delete(name)
+        return cause
+    finally:
+        store.close()
 
 
 # -- comparing and voting on the control group -------------------------------------------------------------------------

@@ -10,7 +10,7 @@ decides, the same for all ranks. A rank whose connections are whole asks the sto
 3. At that boundary all ranks meet in ``go``. Then they make the groups and the transport, and meet in ``hold``: all use
    the new groups, or none does.
 
-After an attempt without "yes" the next one begins. After `MOST_TRIES` the balancer stays off with one warning.
+After an attempt in vain the next one begins. After `MOST_TRIES` the balancer stays off with one warning.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from ..utils.errors import one_line
+from .consensus import arrive, outcome_of
 from .points import Phase, Probe, unobserved
 from .process_groups import ProcessGroups
 from .store import StoreError
@@ -33,7 +34,6 @@ logger = logging.getLogger("eplb_runtime")
 MOST_TRIES = 5
 LEAD_STEPS = 2
 """How many boundaries ahead ranks meet at the first try; twice as many at each later one."""
-_YES = "yes"
 _PARTED = "they parted in a failure that could not be agreed on; go back to a checkpoint"
 
 
@@ -171,16 +171,9 @@ class Reconnection:
     def _meet(self, word: str, problem: str, seconds: float) -> str:
         """Wait for all ranks. Returns why they cannot go on, the same on all of them; empty: they can."""
         store, job = self._groups.store, self._groups.job
-        self._word(f"{word}/{job.rank}", "here")
-        if problem:
-            self._word(word, f"rank {job.rank}: {problem}")
-        elif store.add(self._key(f"{word}/here"), 1) == len(job.ranks):
-            self._word(word, _YES)
-        if not store.wait(self._key(word), seconds):
-            missing = [str(rank) for rank in job.ranks if not store.word_of(self._key(f"{word}/{rank}"))]
-            self._word(word, f"rank {', '.join(missing[:8])} did not come within {seconds:g} s")
-        said = store.word_of(self._key(word))
-        return "" if said == _YES else said
+        said = problem and f"rank {job.rank}: {problem}"
+        arrive(store, self._key(word), job.ranks, job.rank, said)
+        return outcome_of(store, self._key(word), job.ranks, seconds)[0]
 
     def _word(self, word: str, mine: str) -> str:
         """Return the first word that a rank has written there, perhaps this one."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ RowsThroughSlots = Callable[[Tensor, SlotCounts, Mapping[str, Tensor]], Tensor]
 
 _LEVEL = "__"
 """Stands for the dot in the names of stacked tensors, which may have none."""
+_of_lists: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
+"""Parameters of the lists that `StackedExperts` were made of."""
 
 
 @dataclass(frozen=True)
@@ -262,8 +265,7 @@ def _describe_layer(model: nn.Module, layer: MoE, padding: _RealTokens) -> MoELa
             f"{layer.experts} ({type(experts).__name__}) must hold nothing but tensors of its own with the experts as "
             f"first dimension; it has {', '.join(f'{n} {list(t.shape)}' for n, t in named.items()) or 'none'}"
         )
-    buffers = [name for name, _ in experts.named_buffers()]
-    if buffers:
+    if buffers := [name for name, _ in experts.named_buffers()]:
         raise AttachError(f"{layer.experts} keeps buffers ({', '.join(buffers)}), which would not move with experts")
     rows = next(iter(sizes.values()))
     if spread is not None and rows != spread.rows:
@@ -290,6 +292,7 @@ def _describe_layer(model: nn.Module, layer: MoE, padding: _RealTokens) -> MoELa
         install=lambda parallel: setattr(owner, layer.run, _run(choices, getattr(owner, layer.run), parallel)),
         alignment=layer.alignment,
         watch=partial(_watch, choices, owner),
+        replaced=_of_lists.get(experts, {}),
     )
 
 
@@ -387,7 +390,9 @@ def _stacked(name: str, experts: nn.ModuleList) -> StackedExperts:
     template = deepcopy(first).to("meta")
     if not next(first.parameters()).is_meta:
         _check_same_results(name, experts, template)
-    return StackedExperts(template, tensors).train(experts.training)
+    stacked = StackedExperts(template, tensors).train(experts.training)
+    _of_lists[stacked] = {f"{name}.{key}": weakref.ref(parameter) for key, parameter in experts.named_parameters()}
+    return stacked
 
 
 def _hooks(expert: nn.Module) -> list[Any]:

@@ -262,8 +262,7 @@ def _check_stage(stage: PipelineStage, has_backward: bool) -> None:
             "PipelineStage(module, ...), with torch 2.13 or newer"
         )
     example = stage._user_meta
-    missing = [name for name in ("input", "output") if getattr(example, f"{name}s") is None]
-    if missing:
+    if missing := [name for name in ("input", "output") if getattr(example, f"{name}s") is None]:
         raise AttachError(
             f"stage {number} has no {' and no '.join(f'{name}_args' for name in missing)}: torch would find shapes by "
             "a forward of its own, whose tokens would count as load; give PipelineStage(..., input_args=, "

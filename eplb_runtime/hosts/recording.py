@@ -19,7 +19,7 @@ from ..topology import Topology
 from ..utils.files import FileError
 from . import module, rooms
 from .attaching.checks import wait_for_ranks
-from .attaching.description import AttachError, WatchedLayer, WatchedModel
+from .attaching.description import AttachError, WatchedLayer, WatchedModel, recorded
 from .module import MoE
 
 
@@ -102,6 +102,8 @@ def record(
         optimizer_bytes=lambda: 0 if optimizer is None else _optimizer_bytes(found.layers, optimizer),
     )
     recording.until_closed(found.watch_batches().remove)
+    recorded.add(whole)
+    recording.until_closed(lambda: recorded.discard(whole))
     if group is not None:
         recording.until_closed(lambda: private_groups.forget(group))
     if optimizer is not None:

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from transport_contract import exchange_with_all, soon
 
 from eplb_runtime.distributed.transports import nixl, nixl_agent
-from eplb_runtime.distributed.transports.automatic import Automatic, TransportChoice, choose, probe
+from eplb_runtime.distributed.transports.automatic import TransportChoice, choose, choose_together, probe
 from eplb_runtime.distributed.transports.base import TransportError
 
 CPU = torch.device("cpu")
@@ -44,14 +44,7 @@ def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert "pip install" in nixl_agent.why_not()
 
 
-def warmed_up() -> Automatic:
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
-    transport = Automatic(group, "gloo", CPU, 60.0)
-    transport.warm_up(soon())
-    return transport
-
-
-def in_three_places(rank: int) -> list[tuple[str, TransportChoice | None]]:
+def in_three_places(rank: int) -> list[tuple[str, TransportChoice]]:
     """One node; two nodes that are believed to have RDMA, where UCX takes TCP; the same, and rank 2 fails."""
 
     def refuse(*_: object) -> None:
@@ -63,9 +56,11 @@ def in_three_places(rank: int) -> list[tuple[str, TransportChoice | None]]:
         nixl_agent.rdma_devices = lambda devices=devices: devices
         if broken:
             nixl.try_out = refuse if rank == 2 else lambda *_: None
-        transport = warmed_up()
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+        transport, choice = choose_together(group, "gloo", CPU, 60.0)
+        transport.warm_up(soon())
         exchange_with_all(rank, transport, range(3), [100, 0, 2 << 20])
-        seen.append((type(transport._inner).__name__, transport.choice))
+        seen.append((type(transport).__name__, choice))
         transport.close()
     return seen
 
@@ -77,7 +72,5 @@ def test_all_ranks_choose_alike_and_fall_back_together() -> None:
     assert results[0] == results[1] == results[2]
     (one, chosen), (two, over_nixl), (back, at_last) = results[0]
     assert (one, two, back) == ("TorchPointToPoint", "Nixl", "TorchPointToPoint")
-    assert chosen is not None and chosen.name == "torch" and over_nixl is not None and over_nixl.name == "nixl"
-    assert (
-        at_last is not None and at_last.name == "torch" and "nixl failed: the first bytes did not arrive" in at_last.why
-    )
+    assert chosen.name == "torch" and over_nixl.name == "nixl"
+    assert at_last.name == "torch" and "nixl failed: the first bytes did not arrive" in at_last.why

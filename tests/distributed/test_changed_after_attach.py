@@ -19,6 +19,18 @@ import eplb_runtime as eplb
 
 EXPERTS = 8
 AdamW = torch.optim.AdamW
+OPEN: list[eplb.Balancer] = []
+
+
+def attach(*args: object, **options: object) -> eplb.Balancer:
+    """A balancer that is closed after its case: threads of connections that stay open wake a hundred times a second."""
+    OPEN.append(eplb.attach(*args, **options))  # type: ignore[arg-type]
+    return OPEN[-1]
+
+
+def close_all() -> None:
+    while OPEN:
+        OPEN.pop().close()
 
 
 def moe_model() -> nn.Module:
@@ -62,7 +74,7 @@ def state_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, 
 def given(rank: int) -> dict[str, Tensor]:
     model = moe_model()
     optimizer = AdamW(model.parameters())
-    balancer = eplb.attach(model, optimizer, config=config())
+    balancer = attach(model, optimizer, config=config())
     train(model, optimizer)
     assert balancer.placement.epoch
     return state_of(model, optimizer)
@@ -70,7 +82,7 @@ def given(rank: int) -> dict[str, Tensor]:
 
 def adopted(rank: int) -> dict[str, Tensor]:
     model = moe_model()
-    balancer = eplb.attach(model, config=config())
+    balancer = attach(model, config=config())
     optimizer = AdamW(model.parameters())
     balancer.adopt(optimizer)
     train(model, optimizer)
@@ -81,7 +93,7 @@ def adopted(rank: int) -> dict[str, Tensor]:
 def two_given(rank: int) -> dict[str, Tensor]:
     model = moe_model()
     optimizers = [AdamW(part) for part in halves(model)]
-    eplb.attach(model, optimizers, config=config())
+    attach(model, optimizers, config=config())
     train(model, *optimizers)
     return state_of(model)
 
@@ -94,7 +106,7 @@ def second_adopted(rank: int) -> dict[str, Tensor]:
     for parameter in second:
         parameter.requires_grad_(False)
     optimizer = AdamW(first)
-    balancer = eplb.attach(model, optimizer, config=config())
+    balancer = attach(model, optimizer, config=config())
     parameters = [p.requires_grad_() for name, p in model.named_parameters() if name in later]
     other = AdamW(parameters)
     balancer.adopt(other)
@@ -118,7 +130,7 @@ class WithHead(nn.Module):
 def head_outside(rank: int) -> dict[str, Tensor]:
     whole = WithHead()
     optimizer = AdamW(whole.parameters())
-    eplb.attach(whole.backbone, optimizer, config=config())
+    attach(whole.backbone, optimizer, config=config())
     whole.train()
     for step in range(4):
         whole(step).backward()
@@ -131,7 +143,7 @@ def head_outside(rank: int) -> dict[str, Tensor]:
 
 def adapters_adopted(rank: int) -> dict[str, Tensor]:
     model = moe_model().requires_grad_(False)
-    balancer = eplb.attach(model, config=config())
+    balancer = attach(model, config=config())
     adapt(model)
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad])
     balancer.adopt(optimizer)
@@ -155,7 +167,7 @@ def unfrozen(rank: int) -> dict[str, Tensor]:
         for layer in model.model.layers:
             layer.mlp.experts.requires_grad_(not frozen_first)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        eplb.attach(model, optimizer, config=config(policy="static"))
+        attach(model, optimizer, config=config(policy="static"))
         train(model, optimizer, steps=2)
         for layer in model.model.layers:
             layer.mlp.experts.requires_grad_(True)
@@ -168,7 +180,7 @@ def unfrozen(rank: int) -> dict[str, Tensor]:
 def unused_scaler(rank: int) -> dict[str, Tensor]:
     model = moe_model()
     optimizer = AdamW(model.parameters())
-    balancer = eplb.attach(model, optimizer, config=config())
+    balancer = attach(model, optimizer, config=config())
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     ours = eplb.GradScaler(balancer, init_scale=8.0)
     for step in range(4):
@@ -199,7 +211,7 @@ def halve_experts(model: nn.Module) -> None:
 def written_between_steps(settings: eplb.BalancerConfig) -> dict[str, Tensor]:
     model = moe_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    balancer = eplb.attach(model, optimizer, config=settings)
+    balancer = attach(model, optimizer, config=settings)
     for _ in range(2):
         train(model, optimizer, steps=2)
         halve_experts(model)
@@ -222,7 +234,7 @@ def another_in_mid_run(policy: str) -> dict[str, Tensor]:
     first, second = halves(whole.backbone)
     old = torch.optim.SGD([*second, *whole.head.parameters()], lr=0.05, momentum=0.9)
     other = AdamW(first)
-    balancer = eplb.attach(whole.backbone, [other, old], config=config(policy=policy))
+    balancer = attach(whole.backbone, [other, old], config=config(policy=policy))
     train(whole.backbone, other, old)
     moved, (_, second) = balancer.placement.epoch, halves(whole.backbone)  # this rank's experts
     for phase, make in enumerate((AdamW, torch.optim.RMSprop), 1):
@@ -268,7 +280,11 @@ RIGHT = [
 
 
 def right(rank: int) -> dict[str, dict[str, Tensor]]:
-    return {case.__name__: case(rank) for case in RIGHT}
+    found = {}
+    for case in RIGHT:
+        found[case.__name__] = case(rank)
+        close_all()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -309,13 +325,13 @@ def test_copies_follow_what_is_written_between_steps(states: list[dict[str, dict
 
 def not_adopted() -> None:
     model = moe_model()
-    eplb.attach(model, config=config())
+    attach(model, config=config())
     train(model, AdamW(model.parameters()))
 
 
 def stepped_by_hand() -> None:
     model = moe_model()
-    balancer = eplb.attach(model, config=config())
+    balancer = attach(model, config=config())
     optimizer = AdamW(model.parameters())
     loss_of(model, 0).backward()
     balancer.step()
@@ -325,7 +341,7 @@ def stepped_by_hand() -> None:
 def unknown_second_optimizer() -> None:
     model = moe_model()
     optimizer = AdamW(model.parameters())
-    eplb.attach(model, optimizer, config=config())
+    attach(model, optimizer, config=config())
     loss_of(model, 0).backward()
     AdamW([model.lm_head.weight]).step()
 
@@ -333,19 +349,19 @@ def unknown_second_optimizer() -> None:
 def adopted_twice() -> None:
     model = moe_model()
     optimizer = AdamW(model.parameters())
-    eplb.attach(model, optimizer, config=config()).adopt(optimizer)
+    attach(model, optimizer, config=config()).adopt(optimizer)
 
 
 def adopted_what_another_has() -> None:
     model = moe_model()
-    balancer = eplb.attach(model, AdamW(model.parameters()), config=config())
+    balancer = attach(model, AdamW(model.parameters()), config=config())
     balancer.adopt(AdamW([model.lm_head.weight]))
 
 
 def let_go() -> tuple[nn.Module, eplb.Balancer, torch.optim.Optimizer, torch.optim.Optimizer]:
     model = moe_model()
     old = AdamW(model.parameters())
-    balancer = eplb.attach(model, old, config=config())
+    balancer = attach(model, old, config=config())
     train(model, old, steps=1)
     return model, balancer, old, torch.optim.SGD(model.parameters())
 
@@ -377,7 +393,7 @@ def given_what_attach_has_replaced() -> None:
     model = moe_model()
     experts = [p.requires_grad_(False) for name, p in model.named_parameters() if ".experts." in name]
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad])
-    eplb.attach(model, optimizer, config=config())
+    attach(model, optimizer, config=config())
     train(model, optimizer, steps=4)
     optimizer.add_param_group({"params": [p.requires_grad_() for p in experts]})
     train(model, optimizer, steps=1)
@@ -386,7 +402,7 @@ def given_what_attach_has_replaced() -> None:
 def adopted_what_attach_has_replaced() -> None:
     model = moe_model()
     parameters = list(model.parameters())
-    balancer = eplb.attach(model, config=config())
+    balancer = attach(model, config=config())
     balancer.adopt(AdamW(parameters))
 
 
@@ -400,20 +416,20 @@ def adopted_what_mixes_instead() -> None:
 
 def adopted_what_mixes() -> None:
     model = moe_model()
-    balancer = eplb.attach(model, config=config())
+    balancer = attach(model, config=config())
     balancer.adopt(torch.optim.Adafactor(model.parameters()))
 
 
 def adopted_with_copies() -> None:
     model = moe_model()
-    balancer = eplb.attach(model, config=config(replica_slots=1))
+    balancer = attach(model, config=config(replica_slots=1))
     balancer.adopt(AdamW(model.parameters()))
 
 
 def written_and_not_said() -> None:
     model = moe_model()
     optimizer = AdamW(model.parameters())
-    eplb.attach(model, optimizer, config=with_copies())
+    attach(model, optimizer, config=with_copies())
     train(model, optimizer, steps=1)
     halve_experts(model)
     train(model, optimizer)
@@ -422,7 +438,7 @@ def written_and_not_said() -> None:
 def sharded_later() -> None:
     model = moe_model()
     optimizer = AdamW(model.parameters())
-    eplb.attach(model, optimizer, config=config(dense_gradients="host"))
+    attach(model, optimizer, config=config(dense_gradients="host"))
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -440,7 +456,7 @@ def wrapped_experts() -> None:
 
     model = moe_model()
     optimizer = AdamW(model.parameters())
-    eplb.attach(model, optimizer, config=config())
+    attach(model, optimizer, config=config())
     model.model.layers[0].mlp.experts = Around(model.model.layers[0].mlp.experts)
     train(model, optimizer)
 
@@ -449,7 +465,7 @@ def adapters_unknown() -> None:
     model = moe_model().requires_grad_(False)
     model.lm_head.requires_grad_()
     optimizer = AdamW([model.lm_head.weight])
-    eplb.attach(model, optimizer, config=config())
+    attach(model, optimizer, config=config())
     adapt(model)
     train(model, optimizer)
 
@@ -457,7 +473,7 @@ def adapters_unknown() -> None:
 def replaced() -> None:
     model = moe_model()
     optimizer = AdamW(model.parameters())
-    eplb.attach(model, optimizer, config=config())
+    attach(model, optimizer, config=config())
     experts = model.model.layers[1].mlp.experts
     experts.down_proj = nn.Parameter(experts.down_proj.detach().clone())
     train(model, optimizer)
@@ -467,7 +483,7 @@ def evaluated_with_other_weights() -> None:
     """Copies would be those of the parameters."""
     model = moe_model()
     optimizer = AdamW(model.parameters())
-    eplb.attach(model, optimizer, config=config(replica_slots=1))
+    attach(model, optimizer, config=config(replica_slots=1))
     train(model, optimizer, steps=1)
     average = {name: 0.5 * parameter.detach() for name, parameter in model.named_parameters()}
     with torch.no_grad():
@@ -478,7 +494,7 @@ def unfrozen_with_copies() -> None:
     model = moe_model()
     model.model.layers[0].mlp.experts.requires_grad_(False)
     optimizer = AdamW(model.parameters())
-    eplb.attach(model, optimizer, config=config(replica_slots=1))
+    attach(model, optimizer, config=config(replica_slots=1))
     train(model, optimizer, steps=1)
     model.model.layers[0].mlp.experts.requires_grad_(True)
     train(model, optimizer)
@@ -487,23 +503,23 @@ def unfrozen_with_copies() -> None:
 def whole_in_ddp() -> None:
     whole = WithHead()
     optimizer = AdamW(whole.parameters())
-    eplb.attach(whole.backbone, optimizer, config=config(dense_gradients="host"))
+    attach(whole.backbone, optimizer, config=config(dense_gradients="host"))
     DistributedDataParallel(whole)(0).backward()
     optimizer.step()
 
 
-def compiled_in_ddp() -> None:
+def in_ddp_before() -> None:
     model = moe_model()
-    optimizer = AdamW(model.parameters())
-    eplb.attach(model, optimizer, config=config(dense_gradients="host"))
-    train(DistributedDataParallel(torch.compile(model, backend="eager")), optimizer)
+    wrapped, optimizer = DistributedDataParallel(model), AdamW(model.parameters())
+    attach(model, optimizer, config=config(dense_gradients="host"))
+    train(wrapped, optimizer)
 
 
 def each_rank_a_part() -> None:
     """An optimizer that updates on each rank a part of what it lists and sends the others that."""
     model = moe_model()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=AdamW)
-    eplb.attach(model, optimizer, config=config())
+    attach(model, optimizer, config=config())
     train(model, optimizer)
 
 
@@ -530,7 +546,7 @@ REFUSED: dict[Callable[[], None], str] = {
     evaluated_with_other_weights: "in an evaluation with other weights, with replica slots: copy them into",
     unfrozen_with_copies: "was frozen when the model was attached and is trained now",
     whole_in_ddp: "wrap the very module that was attached",
-    compiled_in_ddp: "wrap the very module that was attached",
+    in_ddp_before: "attach first, then wrap it",
     each_rank_a_part: "ZeroRedundancyOptimizer.optim is a AdamW with a state of its own",
 }
 
@@ -543,7 +559,7 @@ def refused(rank: int) -> dict[str, str]:
             case()
         except (RuntimeError, ValueError) as error:
             said[case.__name__] = str(error)
-        torch._dynamo.reset()
+        close_all()
     return said
 
 
@@ -558,7 +574,7 @@ def evaluated_without_copies(rank: int) -> tuple[float, float, float]:
     """Losses by halved weights that take the parameters' place for one call, by parameters halved, and by neither."""
     model = moe_model()
     optimizer = AdamW(model.parameters())
-    balancer = eplb.attach(model, optimizer, config=config())
+    balancer = attach(model, optimizer, config=config())
     train(model, optimizer, steps=5)
     half = {name: 0.5 * parameter.detach() for name, parameter in model.named_parameters()}
     ids = batch_of(rank, 0)

@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
+from support.seen import differing
 from support.shuffle import plan_by, plan_shuffle
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -143,11 +144,6 @@ def found(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, balance
     }
 
 
-def different(one: State, other: State) -> list[str]:
-    assert one.keys() == other.keys()
-    return [name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])]
-
-
 def mean_losses(results: list[dict[str, Any]]) -> torch.Tensor:
     return torch.tensor([result["losses"] for result in results]).mean(0)
 
@@ -197,7 +193,7 @@ def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 def same_training(saved: list[dict[str, Any]], loaded: list[dict[str, Any]], tolerance: float = 1e-4) -> None:
     for result in loaded:
-        assert different(saved[0]["state"], result["state"]) == []
+        assert differing(saved[0]["state"], result["state"]) == []
     torch.testing.assert_close(mean_losses(loaded), mean_losses(saved), rtol=tolerance, atol=tolerance)
 
 
@@ -215,7 +211,7 @@ def test_it_loads_bit_equal_anywhere(place: str, saved_by: Saved) -> None:
             assert [r["placement"].digest() for r in loaded] == [r["placement"].digest() for r in saved]
             if not job.replica_slots:
                 assert [r["losses"] for r in loaded] == [r["losses"] for r in saved]
-                assert different(saved[0]["after"], loaded[0]["after"]) == []
+                assert differing(saved[0]["after"], loaded[0]["after"]) == []
 
 
 def test_what_plain_dcp_saved_without_a_balancer_is_read_at_ep_4(tmp_path: Path) -> None:
@@ -229,7 +225,7 @@ def test_two_ep_groups_write_each_expert_once(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     saved = run_ranks(4, save_and_go_on, Job(ep_size=2), folder, "dcp")
     loaded = run_ranks(2, load_and_go_on, Job(), folder)
-    assert different(saved[0]["state"], loaded[0]["state"]) == []
+    assert differing(saved[0]["state"], loaded[0]["state"]) == []
     stored = dcp.FileSystemReader(folder).read_metadata().storage_data.values()
     written = sum(file.stat().st_size for file in Path(folder).glob("*.distcp"))
     assert sum(info.length for info in stored) == written
@@ -249,7 +245,7 @@ def test_plain_dcp_reads_whole_tensors_to_which_each_rank_has_written_its_own_ex
     folder = str(tmp_path / "checkpoint")
     saved = run_ranks(4, save_and_go_on, Job(), folder, "dcp")
     (loaded,) = run_ranks(1, plain_load, folder)
-    assert different(saved[0]["state"], loaded) == []
+    assert differing(saved[0]["state"], loaded) == []
     placement = saved[0]["placement"]
     storage = dcp.FileSystemReader(folder).read_metadata().storage_data
     seen = set()
@@ -281,9 +277,9 @@ def wrapped(rank: int) -> None:
     model, optimizer, _ = build(Job())
     expected = eplb.logical_state_dict(model, optimizer)
     for outer in (nn.parallel.DistributedDataParallel(model), torch.compile(model)):
-        assert different(expected, eplb.logical_state_dict(outer, optimizer)) == []
+        assert differing(expected, eplb.logical_state_dict(outer, optimizer)) == []
     plain = make_model("olmoe")
-    assert different(eplb.logical_state_dict(plain), eplb.logical_state_dict(torch.compile(plain))) == []
+    assert differing(eplb.logical_state_dict(plain), eplb.logical_state_dict(torch.compile(plain))) == []
 
 
 def test_wrappers_are_looked_through() -> None:
@@ -303,7 +299,7 @@ def load_without_warm_start(rank: int, folder: str) -> dict[str, Any]:
 def test_without_the_warm_start_the_losses_are_the_same(saved_by: Saved) -> None:
     folder, saved_all = saved_by(2)
     loaded = run_ranks(2, load_without_warm_start, str(folder / "AdamW"))
-    assert different(saved_all[0]["AdamW"]["state"], loaded[0]["state"]) == []
+    assert differing(saved_all[0]["AdamW"]["state"], loaded[0]["state"]) == []
     assert [r["losses"] for r in loaded] == [r["AdamW"]["losses"] for r in saved_all]
 
 
@@ -322,7 +318,7 @@ def roll_back(rank: int, folder: str) -> None:
         group["lr"] = 1.0
     dcp.load(state, checkpoint_id=folder)
     assert balancer.placement.digest() == placement.digest()
-    assert different(expected, eplb.logical_state_dict(model, optimizer)) == []
+    assert differing(expected, eplb.logical_state_dict(model, optimizer)) == []
     assert train(model, optimizer, AFTER, rank, 2) == losses
 
 
@@ -377,7 +373,7 @@ def test_a_commit_during_an_asynchronous_save_by_dcp_does_not_tear_it(tmp_path: 
     states = run_ranks(2, save_asynchronously, tmp_path)[0]
     for number, state in enumerate(states):
         (loaded,) = run_ranks(1, load_and_go_on, Job(attached=False), str(tmp_path / str(number)))
-        assert different(state, loaded["state"]) == []
+        assert differing(state, loaded["state"]) == []
 
 
 # -- what does not fit -----------------------------------------------------------------------------------------------
@@ -412,7 +408,7 @@ def refused(rank: int, folder: str) -> dict[str, str]:
             said[words] = "nothing was refused"
         except CheckpointError as error:
             said[words] = str(error)
-    assert different(before, eplb.logical_state_dict(model, optimizer)) == []
+    assert differing(before, eplb.logical_state_dict(model, optimizer)) == []
     return said
 
 

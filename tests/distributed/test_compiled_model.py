@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
@@ -54,6 +55,7 @@ def both(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return train(rank, False), train(rank, True)
 
 
+@pytest.mark.long
 def test_a_compiled_step_trains_to_the_same_bits() -> None:
     for plain, compiled in run_ranks(2, both):
         assert compiled["graphs"][0] > 0 == plain["graphs"][-1], "control: it is compiled"

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
+from support.seen import same
 from support.shuffle import plan_by
 
 import eplb_runtime as eplb
@@ -75,10 +76,6 @@ def resume(rank: int, folder: str) -> list[dict[str, Any]]:
     return [go_on(rank, folder, slots, moved) for slots, moved in ((0, True), (0, False), (1, True))]
 
 
-def equal(one: State, other: State) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 def furthest(one: State, other: State) -> float:
     return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
 
@@ -93,10 +90,10 @@ def test_a_restart_on_fewer_ranks_places_experts_for_the_load_they_had(tmp_path:
             start, placed = (Placement.from_json(result[name]) for name in ("start", "placed"))
             before, after = (predicted_imbalance(history.sum(axis=0), one).max() for one in (start, placed))
             assert after < 1.02 < before, "the load that was saved is balanced"
-            assert equal(result["load"], at_save), "and where experts stand changes no bit of what was saved"
+            assert same(result["load"], at_save), "and where experts stand changes no bit of what was saved"
         assert standing["placed"] == standing["start"] != anew["placed"], "control: this one has not moved"
-        assert equal(anew["end"], standing["end"]), "nor of the next steps"
-        assert not equal(anew["end"], anew["load"]), "control: the steps do something"
+        assert same(anew["end"], standing["end"]), "nor of the next steps"
+        assert not same(anew["end"], anew["load"]), "control: the steps do something"
         for result in (anew, with_copies):
             assert furthest(result["end"], at_end) < 1e-10 < furthest(result["load"], at_end)
 

@@ -9,13 +9,12 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
-from digests import digests
 from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
-from newest_window import plan_newest
 from ranks import run_ranks
 from support import training
-from support.shuffle import plan_by, plan_shuffle
+from support.seen import digests
+from support.shuffle import plan_by, plan_newest, plan_shuffle
 
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
@@ -56,6 +55,10 @@ def train(rank: int, policy: str, inject: Injection, overlap: bool = False) -> d
     }
     balancer.close()
     return result
+
+
+def fixed_and_shuffled(rank: int) -> list[dict]:
+    return [train(rank, "static", inject) for inject in (nothing, all_homes_change_places)]
 
 
 def another_plan_for_the_second_group(rank: int, balancer: eplb.Balancer) -> None:
@@ -109,6 +112,13 @@ def test_migration_changes_no_bit(trained: dict[str, list[dict]], when: str) -> 
     assert results[0]["committed"] >= 2
     assert len({result["placement"] for result in results}) == 1
     assert differences(trained["static"], results) == []
+
+
+@pytest.mark.long
+def test_migration_changes_no_bit_where_three_ranks_hold_an_expert() -> None:
+    static, results = zip(*run_ranks(6, fixed_and_shuffled), strict=True)
+    assert results[0]["committed"] >= 3 and results[0]["aborted"] == []
+    assert differences(static, results) == []
 
 
 def test_a_group_with_another_plan_is_noticed_before_anything_moves(trained: dict[str, list[dict]]) -> None:

@@ -18,6 +18,7 @@ from live_memory import LiveMemory
 from moe_models import FAMILIES, make_model
 from ranks import run_ranks
 from safetensors.torch import load_file
+from support.seen import same
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -88,12 +89,6 @@ def tensors_of(folder: Path, index: str = "model.safetensors.index.json") -> dic
     for name, file in json.loads((folder / index).read_text())["weight_map"].items():
         found[name] = load_file(folder / file)[name]
     return found
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one
-    )
 
 
 def loads_equal(folder: Path, job: Job) -> bool:

@@ -14,6 +14,7 @@ import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
+from support.seen import said_by
 from support.shuffle import plan_by, plan_shuffle
 
 import eplb_runtime as eplb
@@ -109,7 +110,7 @@ def one_fault_after_another(rank: int) -> dict[str, Any]:
         decisions._guard.compare = raising(MemoryError, "in the middle of the collectives")
     said["paused"] = bool(job.until_next(BalancingPaused).cause)
     decisions._guard.compare = compare
-    said["while paused"] = refusal(balancer.rebalance)
+    said["while paused"] = said_by(balancer.rebalance)
     said["resumed"] = job.until_next(BalancingResumed).step
     said["committed at"] = job.until_next(RebalanceCommitted).step
 
@@ -130,14 +131,6 @@ def one_fault_after_another(rank: int) -> dict[str, Any]:
     said["same losses"] = static.losses == job.losses
     static.balancer.close()
     return said
-
-
-def refusal(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 def test_each_fault_ends_one_rebalance_and_the_next_ones_work() -> None:

@@ -7,10 +7,10 @@ from functools import cache
 
 import pytest
 import torch
-from digests import digests
 from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from support.seen import digests
 from support.shuffle import plan_by, plan_shuffle
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import logging.handlers
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +10,7 @@ from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
+from support.seen import heard
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,29 +47,27 @@ class Job:
         pass
 
     def run(self, steps: int = 6) -> dict:
-        heard = logging.handlers.BufferingHandler(1000)
-        logging.getLogger("eplb_runtime").addHandler(heard)
         losses, error = [], ""
-        try:
-            for step in range(steps):
-                ids = batch_of(self.rank, step)
-                loss = self.trained(input_ids=ids, labels=ids).loss
-                loss.backward()
-                self.before_step(step)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                self.after_step(step)
-                losses.append(loss.item())
-        except GuardError as raised:
-            error = str(raised)
-        logging.getLogger("eplb_runtime").removeHandler(heard)
+        with heard() as warnings:
+            try:
+                for step in range(steps):
+                    ids = batch_of(self.rank, step)
+                    loss = self.trained(input_ids=ids, labels=ids).loss
+                    loss.backward()
+                    self.before_step(step)
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                    self.after_step(step)
+                    losses.append(loss.item())
+            except GuardError as raised:
+                error = str(raised)
         events = self.balancer.events
         result = {
             "losses": losses,
             "error": error,
             "findings": [(event.step, event.finding) for event in events.of_type(GuardFinding)],
             "imbalance": [event.imbalance for event in events.of_type(LoadMeasured)],
-            "warnings": [r.getMessage() for r in heard.buffer if r.levelno >= logging.WARNING],
+            "warnings": warnings,
         }
         self.balancer.close()
         return result
@@ -340,20 +337,20 @@ def test_the_guard_changes_no_bit(results: list[dict[str, dict]]) -> None:
     [
         ("evaluation mode", "call model.train()"),
         ("nobody averages", "dense_gradients='allreduce'"),
-        ("DDP around a wrapper", "which hold other experts"),
-        ("clipped by each rank", "use balancer.clip_grad_norm_"),
-        ("all averaged by hand", "the gradients of model.layers.0.mlp.experts"),
+        ("DDP around a wrapper", "wrap the very module that was attached"),
+        ("clipped by each rank", "clip by balancer.clip_grad_norm_"),
+        ("all averaged by hand", "averages gradients of model.layers.0.mlp.experts"),
         ("frozen on one rank", "the trained parameters on rank 1 differ from rank 0's"),
         ("group on one rank", "the learning rates of the optimizer on rank 1 differ from rank 0's"),
-        ("unfrozen later", "holds model.layers.0.mlp.experts"),
-        ("writes nothing", "and its step does not write it"),
+        ("unfrozen later", "it holds model.layers.0.mlp.experts"),
+        ("writes nothing", "its step does not write"),
     ],
 )
 def test_a_mistake_is_raised_in_the_first_step_on_every_rank(
     results: list[dict[str, dict]], name: str, said: str
 ) -> None:
     errors = {result[name]["error"] for result in results}
-    assert len(errors) == 1 and said in errors.pop()
+    assert len(errors) == 1 and said in min(errors) and len(min(errors)) <= 200
     for result in results:
         assert result[name]["losses"] == []
         assert "\n" not in result[name]["error"]
@@ -368,12 +365,12 @@ def test_learning_rates_by_rank_are_said_whenever_they_begin(results: list[dict[
 def test_what_one_rank_alone_registers_is_said(results: list[dict[str, dict]]) -> None:
     for result in results:
         ((_, finding),) = result["registered on one rank"]["findings"]
-        assert finding.startswith("the tensors given to balancer.register on rank 1 differ from rank 0's")
+        assert finding.endswith("the tensors given to balancer.register on rank 1 differ from rank 0's")
 
 
 def test_experts_that_somebody_has_broadcast_end_the_job_whenever(results: list[dict[str, dict]]) -> None:
     for result in results:
-        assert "were the same on ranks 0 to 1, which hold other experts each" in result["broadcast later"]["error"]
+        assert result["broadcast later"]["error"].endswith("other experts on ranks 0 to 1")
         assert len(result["broadcast later"]["losses"]) == 8
 
 
@@ -419,7 +416,7 @@ def test_one_late_step_in_evaluation_mode_is_warned_of(results: list[dict[str, d
         late = result["evaluation mode in one late step"]
         assert late["error"] == "" and len(late["losses"]) == 14
         ((step, finding),) = late["findings"]
-        assert step == 9 and finding.startswith("rank 0: the MoE layers ran in step 6, but no token was counted")
+        assert step == 9 and finding.startswith("call model.train()") and "in step 6 in evaluation mode" in finding
         assert finding in late["warnings"]
 
 
@@ -428,7 +425,7 @@ def test_a_later_mistake_is_warned_of_at_the_next_decision(results: list[dict[st
         late = result["written on one rank"]
         assert late["error"] == "" and len(late["losses"]) == 14
         ((step, finding),) = late["findings"]
-        assert step == 9 and "rank 1 differ from rank 0's: weights were written on some ranks alone" in finding
+        assert step == 9 and finding.startswith("average gradients") and "rank 1 differ from rank 0's" in finding
         assert "lm_head.weight" in finding
         assert finding in late["warnings"]
         raised = result["written on one rank, raising"]

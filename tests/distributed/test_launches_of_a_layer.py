@@ -129,6 +129,7 @@ def _with_kernels(rank: int) -> tuple[Counter[str], Counter[str], Counter[str], 
     return operations - ONCE, launched, plain
 
 
+@pytest.mark.long
 def test_a_layer_with_kernels_takes_as_few_launches_as_a_plain_one() -> None:
     for operations, launched, plain in run_ranks(2, _with_kernels, TRITON_INTERPRET="1"):
         assert 40 <= plain.total() <= 52, plain

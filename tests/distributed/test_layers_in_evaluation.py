@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import logging.handlers
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +10,7 @@ from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
+from support.seen import heard
 from torch import nn
 
 import eplb_runtime as eplb
@@ -24,20 +23,17 @@ def trained(
     rank: int, modes: Callable[[nn.Module, int], None], guard: str = "warn", layers: int = 3, steps: int = STEPS
 ) -> list[str]:
     """Warnings, and findings with their steps, of a training whose modules' modes are set ahead of each step."""
-    heard = logging.handlers.BufferingHandler(1000)
-    logging.getLogger("eplb_runtime").addHandler(heard)
     model = make_model("olmoe", layers=layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     settings = {"interval": INTERVAL, "lag": 1, "dense_gradients": "allreduce", "policy": "static", "guard": guard}
     balancer = eplb.attach(model, optimizer, config=config_from_settings(settings))
     model.train()
-    for step in range(steps):
-        modes(model, step)
-        training.step(model, optimizer, batch_of(rank, step))
+    with heard() as warned:
+        for step in range(steps):
+            modes(model, step)
+            training.step(model, optimizer, batch_of(rank, step))
     found = [(event.step, event.finding) for event in balancer.events.of_type(GuardFinding)]
     balancer.close()
-    logging.getLogger("eplb_runtime").removeHandler(heard)
-    warned = [record.getMessage() for record in heard.buffer if record.levelno >= logging.WARNING]
     return [f"step {step}: {finding}" for step, finding in found if finding in warned]
 
 
@@ -88,24 +84,21 @@ def results() -> list[dict[str, list[str]]]:
 
 
 def about_layers(found: list[str]) -> list[str]:
-    return [line for line in found if "MoE layers are in evaluation mode while others train" in line]
+    return [line for line in found if "MoE layers in evaluation mode, while others train" in line]
 
 
 def test_a_layer_is_named_once_at_the_first_interval_without_its_load(results: list[dict[str, list[str]]]) -> None:
     first, second = about_layers(results[0]["one layer, late"])
     assert first.startswith("step 10: ")
-    assert "train: model.layers.1.mlp.experts; their tokens are not counted" in first
-    assert "call train() on these modules" in first and "\n" not in first
-    assert (
-        second.startswith("step 13: ") and "train: model.layers.1.mlp.experts, model.layers.2.mlp.experts; " in second
-    )
+    assert first.endswith(": model.layers.1.mlp.experts") and "\n" not in first
+    assert "step 10: call train() on the whole model" in first
+    assert second.startswith("step 13: ") and second.endswith(": model.layers.1.mlp.experts and 1 more")
     assert results[1]["one layer, late"] == [], "one rank says it for all that hold the layer"
 
 
 def test_of_many_layers_the_first_are_named(results: list[dict[str, list[str]]]) -> None:
     (line,) = about_layers(results[0]["most layers"])
-    assert line.startswith("step 4: ") and "layers.1.mlp.experts, " in line and "layers.0.mlp" not in line
-    assert "model.layers.8.mlp.experts and 2 more; " in line and "layers.9" not in line
+    assert line.startswith("step 4: ") and line.endswith("layers.1.mlp.experts and 9 more")
 
 
 @pytest.mark.parametrize("name", ["whole model", "without the experts", "evaluations between steps", "no guard"])

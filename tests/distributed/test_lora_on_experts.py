@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from digests import digests
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
+from support.seen import differing, digests
 from support.shuffle import plan_by, plan_shuffle
 from torch import Tensor, nn
 
@@ -103,12 +103,6 @@ def in_layout_of_peft(state: dict[str, Tensor]) -> dict[str, Tensor]:
             tensor = tensor.permute(1, 2, 0).reshape(tensor.shape[1], -1)
         found[name] = tensor
     return found
-
-
-def differing(one: dict[str, str], other: dict[str, str]) -> list[str]:
-    """Names of tensors whose digests are not the same."""
-    assert one.keys() == other.keys()
-    return [name for name in one if one[name] != other[name]]
 
 
 def farthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

@@ -194,7 +194,7 @@ def test_a_decision_while_weights_have_no_memory_moves_nothing_and_says_so(
     for of_rank in results:
         found = of_rank[f"{guard} {ranks}"]
         assert found["moved"] is False and found["same"]
-        line = "weights have no memory now" if guard == "on" else "its memory is freed"
+        line = "load weights ahead of decisions" if guard == "on" else "its memory is freed"
         assert any(line in event for event in found["said"]), found["said"]
         assert "setStorage" not in str(found["said"])
         assert found["later"] > 0, "once they are loaded, experts move"

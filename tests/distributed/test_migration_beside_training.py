@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from beside import RANKS, Job, at, fail, flip_a_bit, same
+from beside import RANKS, Job, at, fail, flip_a_bit
 from moe_models import batch_of
 from ranks import run_ranks
+from support.seen import same
 
 from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration import overlapped

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import logging
-import logging.handlers
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
+from support.seen import heard
 from support.shuffle import plan_by, plan_shuffle
 from torch import nn
 
@@ -203,11 +203,10 @@ def test_save_pretrained_writes_the_whole_model_from_all_ranks_and_waits_for_no_
 
 
 def lines_about_odd_rows(rank: int) -> list[str]:
-    heard = logging.handlers.BufferingHandler(1000)
-    logging.getLogger("eplb_runtime").addHandler(heard)
-    for width in (32, 36):
-        eplb.attach(make_model("olmoe", experts=EXPERTS, width=width)).close()
-    return [record.getMessage() for record in heard.buffer if "last bits" in record.getMessage()]
+    with heard(logging.INFO) as lines:
+        for width in (32, 36):
+            eplb.attach(make_model("olmoe", experts=EXPERTS, width=width)).close()
+    return [line for line in lines if "last bits" in line]
 
 
 def test_odd_rows_get_one_line_in_all() -> None:

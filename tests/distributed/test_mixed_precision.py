@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from digests import digests
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
+from support.seen import digests
 from support.shuffle import plan_by, plan_shuffle
 from torch import nn
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from ranks import run_ranks
 from stream_double import Module
+from support.training import undone
 from test_pipelining import AT_ONCE, batches, start
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import OVERLAP_F_B
-from undone import undone
 
 from eplb_runtime.hosts.attaching import attach
 from eplb_runtime.moe.dispatch.channels import MicroBatchChannels, TwoStreams

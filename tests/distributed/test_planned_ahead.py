@@ -4,12 +4,12 @@ freed, or a training step. What it moves is what `rebalance()` alone would have 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
+from support.seen import said_by
 from support.shuffle import plan_by, wait_until_compiled
 from test_rebalance_alone import LAYERS, RANKS, Loop
 from test_rollout_phases import Phases
@@ -60,14 +60,6 @@ def rounds(rank: int, ahead: bool) -> dict[str, Any]:
         digests.append(balancer.placement.digest())
         loop.train(2)
     return {"digests": digests, "bytes": nbytes, **loop.seen()}
-
-
-def said_by(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 def beside_a_step(rank: int) -> dict[str, Any]:

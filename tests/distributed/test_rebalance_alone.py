@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
+from support.seen import heard, same
 
 import eplb_runtime as eplb
 from eplb_runtime.cli import main
@@ -79,36 +79,22 @@ class Loop:
         return found
 
 
-class Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-        logging.getLogger("eplb_runtime").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def in_turn(rank: int) -> dict[str, Any]:
-    warnings = Warnings()
     found: dict[str, Any] = {}
-    for name, first_batch, policy in (("static", 0, "static"), ("moving", 0, "incremental"), ("control", 9, "static")):
-        loop = Loop(rank, first_batch, policy=policy)
-        for number in range(ROUNDS):
-            loop.round(number)
-        found[name] = loop.seen()
-    return {**found, "warnings": warnings.lines}
-
-
-def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    with heard() as warnings:
+        for name, first, policy in (("static", 0, "static"), ("moving", 0, "incremental"), ("control", 9, "static")):
+            loop = Loop(rank, first, policy=policy)
+            for number in range(ROUNDS):
+                loop.round(number)
+            found[name] = loop.seen()
+    return {**found, "warnings": warnings}
 
 
 def test_rollouts_and_training_in_turn_decide_when_asked_and_change_no_bit() -> None:
     for seen in run_ranks(RANKS, in_turn):
         static, moving, control = seen["static"], seen["moving"], seen["control"]
-        assert moving["losses"] == static["losses"] and same_state(moving["state"], static["state"])
-        assert static["losses"] != control["losses"] and not same_state(static["state"], control["state"])
+        assert moving["losses"] == static["losses"] and same(moving["state"], static["state"])
+        assert static["losses"] != control["losses"] and not same(static["state"], control["state"])
         assert moving["moved"] > 0 == static["moved"]
         assert moving["planned"] == [0, 1, 4, 6], "one decision for each call, and no other"
         assert moving["horizon"] == [1, 1, 3, 2], "before the first step 1, then the last gap"
@@ -185,5 +171,5 @@ def test_a_resumed_job_goes_on_with_the_load_and_the_gap_that_were_saved() -> No
         assert resumed["horizon"] == whole["horizon"][2:] == [3, 2, 2]
         assert resumed["measured"] == whole["measured"][1:] == [3, 2, 2]
         assert resumed["digest"] == whole["digest"] and resumed["losses"] == whole["losses"][4:]
-        assert same_state(resumed["state"], whole["state"])
+        assert same(resumed["state"], whole["state"])
         assert seen["elsewhere"] == 0

@@ -12,8 +12,8 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
 from support.shuffle import wait_until_compiled
+from support.training import undone
 from torch.utils.checkpoint import checkpoint
-from undone import undone
 
 import eplb_runtime as eplb
 from eplb_runtime.load.counter import in_recompute

@@ -101,7 +101,9 @@ def refused(rank: int, folder: str) -> list[str]:
         with pytest.raises(AttachError) as caught:
             case()
         said.append(str(caught.value))
-    return said
+    with eplb.record(alike, f"{folder}/open"), pytest.raises(AttachError) as caught:
+        eplb.attach(alike)
+    return [*said, str(caught.value)]
 
 
 def everything(rank: int, folder: str) -> dict[str, object]:
@@ -159,6 +161,7 @@ def test_what_cannot_be_recorded_is_refused_on_all_ranks(results: list[dict]) ->
         "no MoE layer",
         "at least 1",
         "a list is no model",
+        "record is open on this model: close it",
     )
     for mine, other, part in zip(results[0]["refused"], results[1]["refused"], wanted, strict=True):
         assert part in mine and part in other and "\n" not in mine + other

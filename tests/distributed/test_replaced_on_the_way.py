@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from beside import Job, same
+from beside import Job
 from moe_models import batch_of
 from ranks import run_ranks
+from support.seen import same
 
 from eplb_runtime.events import BalancingPaused, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.moe.experts.registry import RegistryError

@@ -6,14 +6,13 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from digests import digests
 from examples import load_example
 from ranks import run_ranks
+from support.seen import digests, said_by
 from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 from torch import Tensor, nn
 
@@ -118,14 +117,6 @@ def trained(kind: str, by: str, each: int = 0, **options: Any) -> dict[str, Any]
     state = digests(eplb.logical_state_dict(model, optimizer))
     balancer.close()
     return {"losses": losses, "state": state, "moved": moved, "freed": freed}
-
-
-def said_by(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 def held_bytes(known: list[Tensor]) -> int:

@@ -3,13 +3,13 @@ would get the state of others then, so they stay where they are, and a line says
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
+from support.seen import heard
 from test_rollout_phases import attached, step
 
 import eplb_runtime as eplb
@@ -35,10 +35,11 @@ WAYS: dict[str, Callable[[torch.optim.Optimizer], Callable[[], None]]] = {"poppe
 
 def trained(kind: str, take: Callable[..., Callable[[], None]] | None, **options: Any) -> dict[str, Any]:
     """Between any two steps state is taken out, experts may move, and it is put back; ``take`` None: it stays."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("eplb_runtime").addHandler(handler)
+    with heard() as lines:
+        return {**trained_so(kind, take, **options), "lines": lines}
+
+
+def trained_so(kind: str, take: Callable[..., Callable[[], None]] | None, **options: Any) -> dict[str, Any]:
     model, optimizer, balancer = attached(kind, guard="off", **options)
     losses = []
     for number in range(STEPS):
@@ -55,9 +56,8 @@ def trained(kind: str, take: Callable[..., Callable[[], None]] | None, **options
     if take is not None and kind != "overlapped":  # it is there again
         step(model, optimizer, STEPS)
         balancer.rebalance()
-    found = {"losses": losses, "state": state, "epoch": epoch, "later": balancer.placement.epoch, "lines": lines}
+    found = {"losses": losses, "state": state, "epoch": epoch, "later": balancer.placement.epoch}
     balancer.close()
-    logging.getLogger("eplb_runtime").removeHandler(handler)
     return found
 
 

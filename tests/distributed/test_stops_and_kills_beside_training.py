@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from beside import RANKS, Job, at, same
+from beside import RANKS, Job, at
 from ranks import run_ranks
+from support.seen import same
 
 from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.engine import Phase

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from flat_settings import config_from_settings
 from moe_models import VOCABULARY, make_model
 from ranks import run_ranks
+from support.seen import same
 from support.shuffle import plan_by, plan_shuffle
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -103,10 +104,6 @@ def logged(trainer: Trainer, what: str = "loss") -> list[float]:
 
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
     return eplb.logical_state_dict(trainer.model, trainer._bare_optimizer)
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 def train(kind: type[Trainer], folder: Path, config: dict[str, Any] | None = None, **options: Any) -> Trainer:

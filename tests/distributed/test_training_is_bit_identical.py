@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from moe_models import batch_of, make_model
-from newest_window import plan_newest
 from ranks import run_ranks
 from support import training
-from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
+from support.shuffle import plan_by, plan_newest, plan_shuffle, wait_until_compiled
 
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted

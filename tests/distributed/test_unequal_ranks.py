@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import logging.handlers
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,6 +13,7 @@ from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
+from support.seen import heard
 
 import eplb_runtime as eplb
 
@@ -52,15 +51,12 @@ class Job:
 
     def heard(self, work: Callable[[], None]) -> tuple[str, list[str]]:
         """What was raised, and what was warned of."""
-        handler = logging.handlers.BufferingHandler(1000)
-        logging.getLogger("eplb_runtime").addHandler(handler)
-        said = ""
-        try:
-            work()
-        except RuntimeError as error:
-            said = f"{type(error).__name__}: {error}"
-        logging.getLogger("eplb_runtime").removeHandler(handler)
-        return said, [r.getMessage() for r in handler.buffer if r.levelno >= logging.WARNING]
+        with heard() as lines:
+            try:
+                work()
+            except RuntimeError as error:
+                return f"{type(error).__name__}: {error}", lines
+        return "", lines
 
 
 def meeting(rank: int, slots: int) -> list[tuple[str, list[str]]]:

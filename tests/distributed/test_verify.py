@@ -93,7 +93,7 @@ KEPT: dict[str, torch.Tensor] = {}
 def asked(
     rank: int,
     damage: Callable[[], None] = break_nothing,
-    steps: int = 4,
+    steps: int = 3,
     replica_slots: int = 0,
     dtype: torch.dtype = torch.float32,
     fresh_weights: bool = False,
@@ -131,21 +131,20 @@ def on_ranks(world_size: int, *args: object) -> Report:
 
 @pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (4, torch.float32)], ids=str)
 def test_a_right_job_is_found_right(world_size: int, dtype: torch.dtype) -> None:
-    report = on_ranks(world_size, break_nothing, 4, 0, dtype)
+    report = on_ranks(world_size, break_nothing, 3, 0, dtype)
     assert report.passed and report.moved and report.repeats, str(report)
     assert report.single is not None and report.single.equal and report.single.steps > 0
-    assert str(report).startswith(f"right: 4 steps, {world_size} ranks")
+    assert str(report).startswith(f"right: 3 steps, {world_size} ranks")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_replicas_are_right_to_rounding(dtype: torch.dtype) -> None:
-    report = on_ranks(2, break_nothing, 4, 1, dtype)
+def test_replicas_are_right_to_rounding() -> None:
+    report = on_ranks(2, break_nothing, 3, 1)
     assert report.passed and report.moved, str(report)
     assert report.moved_rounding is not None and 0 < report.moved_rounding.worst < 1e-2
 
 
 def test_gradients_of_replicas_that_are_lost_are_noticed() -> None:
-    report = on_ranks(2, forget_gradients_of_replicas, 4, 1)
+    report = on_ranks(2, forget_gradients_of_replicas, 3, 1)
     assert report.verdict == "wrong" and report.moved and not report.moved_rounding.equal
 
 
@@ -164,7 +163,9 @@ def test_what_is_the_same_wherever_experts_are_and_not_plain_training_is_noticed
     assert report.single is not None and report.single.equal is False and report.single.step == 1
 
 
-@pytest.mark.parametrize("damage", [keep_a_snapshot, keep_a_snapshot_with_its_graph])
+@pytest.mark.parametrize(
+    "damage", [keep_a_snapshot, pytest.param(keep_a_snapshot_with_its_graph, marks=pytest.mark.long)]
+)
 def test_what_nobody_registered_is_named(damage: Callable[[], None]) -> None:
     report = on_ranks(2, damage)
     assert report.verdict == "unknown" and report.moved
@@ -181,14 +182,14 @@ def test_a_buffer_that_each_rank_writes_by_itself_is_named() -> None:
     assert report.verdict == "unknown" and "buffer seen is not the same on all ranks" in report.reason
 
 
-@pytest.mark.parametrize(("damage", "steps"), [(move_nothing, 4), (break_nothing, 1)])
+@pytest.mark.parametrize(("damage", "steps"), [(move_nothing, 2), (break_nothing, 1)])
 def test_nothing_is_proved_when_nothing_moves(damage: Callable[[], None], steps: int) -> None:
     report = on_ranks(2, damage, steps)
     assert report.verdict == "unknown" and "no expert moved" in report.reason
 
 
 def test_a_job_that_does_not_repeat_itself_is_unknown() -> None:
-    report = on_ranks(2, break_nothing, 4, 0, torch.float32, True)
+    report = on_ranks(2, break_nothing, 2, 0, torch.float32, True)
     assert (report.verdict, report.repeats) == ("unknown", False)
     assert "before the first step" in report.reason
 

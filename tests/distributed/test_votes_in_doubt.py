@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from beside import INTERVAL, RANKS, Job, at, same
+from beside import INTERVAL, RANKS, Job, at
 from ranks import run_ranks
+from support.seen import same
 from support.shuffle import plan_by, plan_shuffle
 
 from eplb_runtime.distributed.consensus import Agreement

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from examples import load_example
 from ranks import run_ranks
+from support.seen import differing
 from torch import Tensor
 
 import eplb_runtime as eplb
@@ -277,11 +278,6 @@ def in_all(names: ByNames) -> Iterator[tuple[str, Tensor]]:
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
     return run_ranks(RANKS, everything)
-
-
-def differing(some: STATE, others: STATE) -> list[str]:
-    assert some.keys() == others.keys()
-    return [name for name in some if some[name].dtype != others[name].dtype or not some[name].equal(others[name])]
 
 
 def experts_of(exported: STATE) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from live_memory import LiveMemory
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
+from support.seen import differing, heard
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -97,13 +97,6 @@ def in_order(model: nn.Module, balancer: eplb.Balancer) -> Named:
     """The reference: gathered whole, and converted by the library."""
     state = eplb.logical_state_dict(model)
     return by_the_library(model, lambda name, _: state[f"model.{name}"])
-
-
-def differing(some: Named, others: Named) -> list[str]:
-    assert some.keys() == others.keys()
-    return [
-        name for name in some if some[name].dtype != others[name].dtype or not torch.equal(some[name], others[name])
-    ]
 
 
 def line_of(work: Callable[[], Any]) -> str:
@@ -188,25 +181,10 @@ def verified(model: nn.Module, balancer: eplb.Balancer, found: dict[str, Any]) -
     return said
 
 
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("eplb_runtime")
-    level, _ = logger.level, logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)
-
-
 def in_logical_order(model: nn.Module, optimizer: torch.optim.Optimizer, balancer: eplb.Balancer) -> dict[str, Any]:
     found: dict[str, Any] = {}
     slots, state = slots_of(balancer), eplb.logical_state_dict(model, optimizer)
-    with logged() as lines, balancer.logical_order():
+    with heard(logging.INFO) as lines, balancer.logical_order():
         found["inside"] = slots_of(balancer)
         found["ids"] = [balancer.logical_expert_ids(layer) for layer in range(2)]
         found["walk"] = balancer.verify_export(by_local_index(model, balancer))

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_export import Job, attached, same, whole_model
+from support.seen import same
+from test_export import Job, attached, whole_model
 from test_pipeline_stages import make_stages
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from ranks import run_ranks
@@ -32,25 +33,29 @@ def shell(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_verify_runs_a_job_and_names_what_is_wrong_with_it(tmp_path: Path) -> None:
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.parametrize("launcher", [(forked.__file__,), pytest.param(TORCHRUN, marks=pytest.mark.long)])
+def test_verify_runs_a_job_and_names_what_is_wrong_with_it(launcher: tuple[str, ...], tmp_path: Path) -> None:
     script, step = (ROOT / "launch/examples/any_module.py").read_text(), "        optimizer.step()\n"
     clipped = script.replace(step, f"        nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n{step}")
     assert clipped != script
     (tmp_path / "train.py").write_text(clipped)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = shell("verify", "--steps", "3", "--json", "--", *torchrun, tmp_path / "train.py")
+    done = shell("verify", "--steps", "3", "--json", "--", sys.executable, *launcher, tmp_path / "train.py")
     report = json.loads(done.stdout)
     assert (done.returncode, report["verdict"], report["repeats"]) == (1, "wrong", True)
     assert report["moved"]["equal"] is False and "clip_grad_norm_" in report["reason"]
     assert "step 3 of 3" in done.stderr
 
 
-def test_a_job_that_fails_or_does_not_attach_is_unknown() -> None:
-    failing = shell("verify", "--json", "--", sys.executable, "-c", "raise SystemExit('no data')")
-    assert (failing.returncode, json.loads(failing.stdout)["verdict"]) == (3, "unknown")
-    assert "no data" in json.loads(failing.stdout)["reason"]
-    other = shell("verify", "--", sys.executable, "-c", "print('hello')")
-    assert other.returncode == 3 and "reached no eplb_runtime.attach" in other.stdout and "hello" in other.stderr
+def test_a_job_that_fails_or_does_not_attach_is_unknown(capfd: pytest.CaptureFixture[str]) -> None:
+    failing = main(["verify", "--json", "--", sys.executable, "-S", "-c", "raise SystemExit('no data')"])
+    report = json.loads(capfd.readouterr().out)
+    assert (failing, report["verdict"]) == (3, "unknown") and "no data" in report["reason"]
+    other = main(["verify", "--", sys.executable, "-S", "-c", "print('hello')"])
+    printed = capfd.readouterr()
+    assert other == 3 and "reached no eplb_runtime.attach" in printed.out and "hello" in printed.err
 
 
 def test_verify_that_is_ended_ends_its_job_and_removes_its_folder(tmp_path: Path) -> None:

@@ -246,6 +246,40 @@ def forget_columns() -> None:
     HostDispatchedLayer.logical_of_slots = property(lambda self: torch.arange(len(own(self))))
 
 
+def save_what_is_trained() -> None:
+    """A save in the background writes tensors as they are by then."""
+    from eplb_runtime.checkpoint import saving
+
+    saving._on_host = list
+
+
+def overlook_what_is_written() -> None:
+    from eplb_runtime.migration.overlapped import Overlapped
+
+    Overlapped._written = lambda self: ""
+
+
+def keep_groups() -> None:
+    from eplb_runtime.distributed.process_groups import ProcessGroups
+
+    ProcessGroups._retire = lambda self, *groups: None
+
+
+def read_on_the_host() -> None:
+    """Once more in each batch."""
+    from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+
+    plan = AllToAll.plan
+    AllToAll.plan = lambda self, slots, counts=None: slots.max().cpu() >= 0 and plan(self, slots, counts)
+
+
+def split_otherwise_in_recompute() -> None:
+    """A forward that is repeated does not know where its tokens went."""
+    from eplb_runtime.moe.dispatch.recompute import RecomputeCache
+
+    RecomputeCache.repeated = lambda self, ids: None
+
+
 REPLICAS = "test_replicas.py::test_training_with_copies_is_training_without_to_1e_12"
 OPTIMIZERS = "test_training_is_bit_identical.py::test_so_is_training_with_other_optimizers_dtypes_and_experts"
 EDP = "test_expert_data_parallel.py"
@@ -257,7 +291,7 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
     "combined in physical order": (OPTIMIZERS, combine_in_physical_order),
     "masters left behind": ("test_mixed_precision.py::test_migration_changes_no_bit_with", leave_behind("master")),
     "nobody compares plans": (f"{EDP}::test_a_group_with_another_plan_is_noticed", nobody_compares_plans),
-    "sums in any order": (f"{EDP}::test_migration_changes_no_bit_where_three_or_more", sum_in_any_order),
+    "sums in any order": (f"{EDP}::test_migration_changes_no_bit_where_three_ranks", sum_in_any_order),
     "gradients reduced again": (LOOPS, reduce_again_after_every_forward),
     "new gradients overlooked": (LOOPS, overlook_new_gradients),
     "checkpoints in slot order": ("test_checkpoint.py::test_it_loads_bit_equal_anywhere", rows_in_slot_order),
@@ -272,6 +306,17 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
     "nothing added on the way": (f"{REPLICAS}[copies that hang on copies]", add_nothing_on_the_way),
     "sums of sliced copies forgotten": (SLICED, forget_sums_of_sliced_copies),
     "other EDP ranks forgotten": (SLICED, forget_other_edp_ranks),
+    "a background save is torn": ("test_checkpoint_folder.py::test_a_save_in_the_background", save_what_is_trained),
+    "a write during overlap": (
+        "test_migration_beside_training.py::test_weights_that_a_user_writes",
+        overlook_what_is_written,
+    ),
+    "groups are kept": ("test_given_back.py::test_attach_and_close_keep", keep_groups),
+    "a read on the host": ("test_operations_of_a_layer.py::test_a_layer_takes", read_on_the_host),
+    "a repeated forward finds its own way": (
+        "test_recompute.py::test_a_repeated_forward_exchanges_no_counts",
+        split_otherwise_in_recompute,
+    ),
     "a failed attach undoes nothing": ("test_attach_fails.py::test_an_attach_that_fails", undo_nothing),
     "pieces stay on their EDP rank": (DIVIDED, pieces_stay_on_their_edp_rank),
     "norm by the cut": (DIVIDED, norm_of_each_rank_alone),

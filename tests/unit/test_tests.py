@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+from mutants import MUTANTS
+
 TESTS = Path(__file__).parents[1]
 
 
@@ -25,6 +27,12 @@ def test_a_name_that_is_gone_is_noticed() -> None:
         ("def late():\n    import moe_models as models\n    return models.nothing()", ["moe_models.nothing"]),
     ):
         assert list(missing(text, files)) == gone
+
+
+def test_tests_that_mutants_name_are_there() -> None:
+    for fault, (named, _) in MUTANTS.items():
+        file, _, test = named.partition("::")
+        assert f"def {test.partition('[')[0]}" in sources()[file.removesuffix(".py")].read_text(), fault
 
 
 @cache

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from .automatic import Automatic
+from .automatic import automatic
 from .base import Transport
 from .cuda_ipc import CudaIpc
 from .deepep import DeepEP
@@ -21,7 +21,7 @@ TRANSPORTS: dict[str, Callable[[dist.ProcessGroup, str, torch.device, float], Tr
     "nixl": Nixl,
     "nvshmem": Nvshmem,
     "deepep": DeepEP,
-    "auto": Automatic,
+    "auto": automatic,
 }
 """``MigrationConfig.transport`` -> made of the EP group's migration group, the name of its backend, the model's device,
 and the most seconds that anything is waited for."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ...utils.errors import one_line
 from ..node import node_of_this_rank
 from . import cuda_ipc, deepep_package, nixl_agent, nvshmem_heap
-from .base import Transport, TransportError, Wrapping, first_problem, gather_bytes
+from .base import Transport, TransportError, first_problem, gather_bytes
 from .cuda_ipc import CudaIpc
 from .nixl import Nixl
 from .torch_p2p import TorchPointToPoint
@@ -83,44 +83,35 @@ def choose(nodes: Sequence[str], lacking: Sequence[Mapping[str, str]]) -> Transp
     return TransportChoice(chosen, "; ".join(f"no {name}: {reason}" for name, reason in why.items() if reason))
 
 
-class Automatic(Wrapping):
-    """Chooses when it warms up, with all ranks of the group; torch.distributed until then, and where the choice
-    fails."""
+def automatic(group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float) -> Transport:
+    """Return the transport that all ranks of the group choose. Collective, and within the time."""
+    transport, choice = choose_together(group, backend, device, timeout_seconds)
+    if group.rank() == 0:
+        logger.info("transport: %s (%s)", choice.name, choice.why)
+    return transport
 
-    def __init__(self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float) -> None:
-        self._group = group
-        self._arguments = (group, backend, device, timeout_seconds)
-        super().__init__(TorchPointToPoint(*self._arguments))
-        self._model_device = device
-        self.choice: TransportChoice | None = None
 
-    def warm_up(self, deadline: float) -> None:
-        mine = json.dumps([node_of_this_rank(), why_not_each(self._model_device)]).encode()
-        words = gather_bytes(mine, self._group, self.device, deadline)
-        said: list[tuple[str, dict[str, str]]] = [json.loads(word) for word in words]
-        self.choice = choose([node for node, _ in said], [lacking for _, lacking in said])
-        if self.choice.name != "torch":
-            problem = self._try(self.choice.name, deadline)
-            if problem:
-                self.choice = TransportChoice("torch", f"{self.choice.name} failed: {problem}")
-        if self.choice.name == "torch":
-            super().warm_up(deadline)
-        if self._group.rank() == 0:
-            logger.info("transport: %s (%s)", self.choice.name, self.choice.why)
-
-    def _try(self, name: str, deadline: float) -> str:
-        """Use this transport if it works on every rank; else return why it does not."""
-        transport: Transport | None = None
-        problem = ""
-        try:
-            transport = CudaIpc(*self._arguments) if name == "cuda_ipc" else Nixl(*self._arguments)
-            # Half of the time: if it fails there has to be some left.
-            transport.warm_up((time.monotonic() + deadline) / 2)
-        except (TransportError, OSError) as error:
-            problem = one_line(error)
-        failed = first_problem(problem, self._group, self.device, deadline)
-        if transport is not None and failed is None:
-            self._inner = transport
-        elif transport is not None:
-            transport.close()
-        return "" if failed is None else failed.text
+def choose_together(
+    group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float
+) -> tuple[Transport, TransportChoice]:
+    """Return the transport that works on every rank, warmed up unless it is torch's, and why it is not another one."""
+    arguments, deadline = (group, backend, device, timeout_seconds), time.monotonic() + timeout_seconds
+    torch_own = TorchPointToPoint(*arguments)
+    mine = json.dumps([node_of_this_rank(), why_not_each(device)]).encode()
+    said = [json.loads(word) for word in gather_bytes(mine, group, torch_own.device, deadline)]
+    choice = choose([node for node, _ in said], [lacking for _, lacking in said])
+    if choice.name == "torch":
+        return torch_own, choice
+    transport: Transport | None = None
+    problem = ""
+    try:
+        transport = CudaIpc(*arguments) if choice.name == "cuda_ipc" else Nixl(*arguments)
+        transport.warm_up(time.monotonic() + timeout_seconds / 2)  # if it fails there has to be some time left
+    except (TransportError, OSError) as error:
+        problem = one_line(error)
+    failed = first_problem(problem, group, torch_own.device, deadline)
+    if transport is not None and failed is None:
+        return transport, choice
+    if transport is not None:
+        transport.close()
+    return torch_own, TransportChoice("torch", f"{choice.name} failed: {failed.text if failed else problem}")

@@ -136,7 +136,8 @@ class Transport(ABC):
 
     @abstractmethod
     def warm_up(self, deadline: float) -> None:
-        """Open the connections to all peers now, so that the first rebalance does not pay for them; collective."""
+        """Open the connections to all peers, unless they are; so that the first rebalance does not pay for them.
+        Collective."""
 
     @abstractmethod
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
@@ -155,46 +156,3 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back what is the transport's own; nothing may be pending."""
-
-
-class Wrapping(Transport):
-    """Does all that another transport does, by that one; a subclass changes what it is there for."""
-
-    def __init__(self, inner: Transport) -> None:
-        self._inner = inner
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self._inner.device
-
-    @property
-    def one_by_one(self) -> bool:  # type: ignore[override]
-        return self._inner.one_by_one
-
-    @property
-    def in_order(self) -> bool:  # type: ignore[override]
-        return self._inner.in_order
-
-    def wait_at_most(self, seconds: float) -> None:
-        self._inner.wait_at_most(seconds)
-
-    def register(self, regions: Sequence[Tensor]) -> None:
-        self._inner.register(regions)
-
-    def free_spare(self) -> None:
-        self._inner.free_spare()
-
-    def warm_up(self, deadline: float) -> None:
-        self._inner.warm_up(deadline)
-
-    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        return self._inner.post(sends, receives)
-
-    def empty(self, nbytes: int) -> Tensor:
-        return self._inner.empty(nbytes)
-
-    def seconds(self, sends: Sequence[Message], receives: Sequence[Message], deadline: float) -> float:
-        return self._inner.seconds(sends, receives, deadline)
-
-    def close(self) -> None:
-        self._inner.close()

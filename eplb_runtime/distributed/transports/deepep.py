@@ -2,7 +2,9 @@
 
 DeepEP's calls are collective, and messages are not. So it serves migrations between steps only: every rank of the group
 posts once a round, and waits for it. Ranks then tell each other how many bytes go from whom to whom, and make the same
-calls. A rank is one of DeepEP's experts here.
+calls, each with the next rows of every pair of ranks. A rank is one of DeepEP's experts here. A row says which one it
+is by its router weight, which DeepEP carries along: so nothing depends on the order in which rows arrive, and a row
+that is lost or was given up is noticed.
 
 The buffer is the one that tokens go by; it is kept when groups are made anew.
 """
@@ -25,22 +27,13 @@ from ...utils.errors import one_line
 from ..node import node_of_this_rank
 from . import deepep_package
 from .base import Message, Pending, Transport, TransportError, gather_bytes
-from .deepep_rows import (
-    ROW_BYTES,
-    RowStream,
-    addresses,
-    as_rows,
-    call,
-    expected_numbers,
-    rows_of,
-    spans_of,
-    streams_of,
-)
 from .progress import to_others
 from .side_stream import SideStream, wait_until
 
-CHUNK_BYTES = 64 << 20
-"""What a rank sends in one call; as much of each other rank can come at once."""
+ROW_BYTES = 14336
+"""A multiple of 32 that one call takes, and the width that DeepEP's own tables are for."""
+CHUNK_BYTES = 128 << 20
+"""What a rank sends, and receives, in one call at most: as much to and from each rank."""
 _GRACE_SECONDS = 5.0
 """Ranks that know that all have come may take so long to say so, whatever the deadline."""
 
@@ -88,6 +81,7 @@ class DeepEP(Transport):
         self._group = group
         self._group_device = torch.device("cpu") if backend == "gloo" else device
         self._rank, self._num_ranks = group.rank(), group.size()
+        self._most_rows = max(1, CHUNK_BYTES // ROW_BYTES // self._num_ranks)  # from one rank to another in a call
         self._timeout = timeout_seconds
         self._package = package
         self._stream = SideStream(device)
@@ -163,13 +157,13 @@ class DeepEP(Transport):
 
     def _exchange(self, post: _Post, deadline: float) -> None:
         """Carry out one round, with all ranks."""
-        sent_RR = self._agree(post, deadline)
-        streams_R = [streams_of(sent_R) for sent_R in sent_RR]
-        rows, chunk = max(_rows(streams) for streams in streams_R), CHUNK_BYTES // ROW_BYTES
+        most = self._most_rows
+        rows_RR = [[-(-nbytes // ROW_BYTES) for nbytes in sent_R] for sent_R in self._agree(post, deadline)]
         whole, deadline = True, max(deadline, time.monotonic()) + self._timeout
-        for first in range(0, rows, chunk):  # all of it, also after a loss: the others make these calls too
+        for first in range(0, max(map(max, rows_RR)), most):  # also after a loss: the others make these calls too
+            part_RR = [[min(max(rows - first, 0), most) for rows in rows_R] for rows_R in rows_RR]
             with self._stream():
-                whole = self._call(post, streams_R, first, chunk, deadline) and whole
+                whole = self._call(post, part_RR, first, deadline) and whole
         if post.problem:
             raise TransportError(post.problem)
         if not whole:
@@ -198,55 +192,71 @@ class DeepEP(Transport):
                     )
         return [sent_R for sent_R, _ in of_ranks]
 
-    def _call(
-        self, post: _Post, streams_R: Sequence[Sequence[RowStream]], first: int, chunk: int, deadline: float
-    ) -> bool:
-        """Rows ``first`` to ``first + chunk`` of every rank. Whether those that were to come have come."""
-        mine = spans_of(streams_R[self._rank], first, chunk)
-        to_N1, numbers_N1 = addresses(mine, self._rank * chunk, first)
-        flat = torch.empty(len(to_N1) * ROW_BYTES, dtype=torch.uint8, device=self.device)
+    def _call(self, post: _Post, rows_RR: Sequence[Sequence[int]], first: int, deadline: float) -> bool:
+        """Carry so many rows from each rank to each, from ``first`` on. Returns whether those for this rank came."""
+        going_R, coming_R = rows_RR[self._rank], [rows_R[self._rank] for rows_R in rows_RR]
+        count = max(1, sum(going_R))  # where nothing goes, a row for nobody, of number 0
+        to_N1, numbers_N1 = torch.full((count, 1), -1, dtype=torch.int64), torch.zeros(count, 1)
+        rows_NC = torch.empty(count, ROW_BYTES, dtype=torch.uint8, device=self.device)
+        begin = 0
+        for peer, rows in enumerate(going_R):
+            part = slice(begin, begin + rows)
+            to_N1[part], numbers_N1[part, 0] = peer, self._numbers(self._rank, rows)
+            for piece, place in _pieces(post.sends, peer, first, rows):
+                rows_NC[part].view(-1)[place].copy_(piece, non_blocking=True)
+            begin += rows
         if post.problem:
             numbers_N1.zero_()  # its memory may be somebody else's by now: these rows are no expert's
-        for part, rows in zip(mine, rows_of(mine), strict=True):
-            for piece, place in _pieces(post.sends, part.stream.peer, part.first_byte, part.nbytes):
-                flat[rows.start * ROW_BYTES :][place].copy_(piece, non_blocking=True)
-        coming = [
-            (source, part)
-            for source, streams in enumerate(streams_R)
-            for part in spans_of(streams, first, chunk)
-            if self._rank == part.stream.peer
-        ]
-        expected_M = expected_numbers([(source * chunk - first, part) for source, part in coming])
         to_N1, numbers_N1 = (t.to(self.device, non_blocking=True) for t in (to_N1, numbers_N1))
-        numbers_M, bytes_M = call(
-            self._buffer, self._there, self._num_ranks, as_rows(flat), to_N1, numbers_N1, len(expected_M)
-        )
+        expected_M = torch.cat([self._numbers(source, rows) for source, rows in enumerate(coming_R)])
+        numbers_M, arrived_MC = self._dispatch(rows_NC, to_N1, numbers_N1, len(expected_M))
         on_host = numbers_M.to("cpu", non_blocking=True)
         wait_until(self._stream.mark(), deadline, "an exchange by DeepEP")
         if post.problem or not torch.equal(on_host, expected_M):
             return False
         begin = 0
-        for source, part in coming:
-            for piece, place in _pieces(post.receives, source, part.first_byte, part.nbytes):
-                piece.copy_(bytes_M[begin:][place], non_blocking=True)
-            begin += part.nbytes
+        for source, rows in enumerate(coming_R):
+            for piece, place in _pieces(post.receives, source, first, rows):
+                piece.copy_(arrived_MC[begin : begin + rows].view(-1)[place], non_blocking=True)
+            begin += rows
         wait_until(self._stream.mark(), deadline, "copying what DeepEP brought")
         return True
 
+    def _numbers(self, source: int, rows: int) -> Tensor:
+        """Return float32 ``[rows]``: numbers from 1 of rows of a rank in one call, ascending with the rank."""
+        return torch.arange(1, rows + 1, dtype=torch.float32) + source * self._most_rows
 
-def _rows(streams: Sequence[RowStream]) -> int:
-    return sum(stream.rows for stream in streams)
+    def _dispatch(self, rows_NC: Tensor, to_N1: Tensor, numbers_N1: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Send rows of bytes to ranks. Returns what arrives in the order of its numbers: these, float32 ``[M]``, and
+        rows of bytes. Collective."""
+        to_ranks, to_nodes, to_experts, in_rank, _ = self._buffer.get_dispatch_layout(to_N1, self._num_ranks)
+        # Who knows how many rows come need not wait for DeepEP's word on the host, which is waited for with Python
+        # locked; DeepEP takes that inside a node only, and waits with it unlocked between nodes.
+        known = {"num_worst_tokens": max(1, count)} if to_nodes is None else {}
+        arrived_MC, _, weights_M1, *_ = self._buffer.dispatch(
+            rows_NC.view(torch.bfloat16),
+            num_tokens_per_rank=to_ranks,
+            num_tokens_per_rdma_rank=to_nodes,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=to_experts,
+            topk_idx=to_N1,
+            topk_weights=numbers_N1,
+            config=self._there,
+            **known,
+        )
+        numbers_M, order_M = weights_M1[:count, 0].sort()
+        return numbers_M, arrived_MC.index_select(0, order_M).view(torch.uint8)
 
 
-def _pieces(messages: Sequence[Message], peer: int, begin: int, nbytes: int) -> Iterator[tuple[Tensor, slice]]:
-    """Yield parts of the messages to or from a rank that lie in some bytes of all of them, each with its place in
-    those."""
-    first = 0
+def _pieces(messages: Sequence[Message], peer: int, first_row: int, rows: int) -> Iterator[tuple[Tensor, slice]]:
+    """Yield parts of the messages to or from a rank that lie in these rows, each with its place in them in bytes."""
+    begin = first_row * ROW_BYTES
+    end, first = begin + rows * ROW_BYTES, 0
     for message in messages:
         if message.peer != peer:
             continue
         size = message.data.numel()
-        low, high = max(begin, first), min(begin + nbytes, first + size)
+        low, high = max(begin, first), min(end, first + size)
         if low < high:
             yield message.data[low - first : high - first], slice(low - begin, high - begin)
         first += size

@@ -146,6 +146,8 @@ class Nixl(ProgressTransport[_Notified]):
         self._ping = 0.0
 
     def warm_up(self, deadline: float) -> None:
+        if self._traffic:
+            return
         said = {"name": self._name, "metadata": base64.b64encode(self._agent.get_agent_metadata()).decode()}
         words = gather_bytes(json.dumps(said).encode(), self._group, self.device, deadline)
         try:

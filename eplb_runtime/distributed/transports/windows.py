@@ -131,6 +131,8 @@ class Windows(ProgressTransport[PendingMessages]):
         """Make the window of this rank and open those of others. Collective."""
 
     def warm_up(self, deadline: float) -> None:
+        if self._window is not None:
+            return
         window = self._open(deadline)
         # What another transport has left on its way is over on every rank before notes begin anew.
         if self.device.type == "cuda":

@@ -287,6 +287,7 @@ def _cut_layer(
             cut.replaced[f"{name}.{own_name}"] = weakref.ref(old)
             install(layer, own_name, parameter, None if spread else rows, _of_torch(made.optimizers))
         cut.registry.add(index, own_name, parameter)
+    cut.replaced.update(layer.replaced)
 
 
 def _route(made: _Connected, cut: _Cut) -> _Routed:

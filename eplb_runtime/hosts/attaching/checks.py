@@ -23,7 +23,7 @@ from ...moe.experts.slices import has_divide_factor, local, why_not_rows, why_no
 from ...placement import Placement, PlacementError, uneven
 from ...utils.checksums import as_bytes, checksum
 from ...utils.errors import one_line
-from .description import AnyOptimizer, AttachError, HostModel, MoELayer, Spread, Stage, spread_of
+from .description import AnyOptimizer, AttachError, HostModel, MoELayer, Spread, Stage, recorded, spread_of
 from .meta import has_meta
 from .optimizers import refuse_shared
 
@@ -144,9 +144,10 @@ def _check_here(
     if len(spread) > 1:
         raise AttachError("some MoE layers were spread by shard_experts and others were not: build the model anew")
     for stage in stages:
-        refused = stage.host.refuses(config)
-        if refused:
+        if refused := stage.host.refuses(config):
             raise AttachError(refused)
+        if stage.model in recorded:
+            raise AttachError("record is open on this model: close it, and attach with BalancerConfig(run=...) instead")
         sparse = [name for name, module in stage.model.named_modules() if getattr(module, "sparse", False) is True]
         if sparse:
             raise AttachError(
@@ -266,10 +267,7 @@ def _check_nothing_is_lost(layer: MoELayer) -> None:
 def _check_not_tied(models: Sequence[nn.Module], layers: Sequence[MoELayer]) -> None:
     """Each expert tensor stands in one place; in the others it would go on as it is, with all experts."""
     of_layer = {
-        id(layer.parameter(name)): (
-            layer.experts.get_submodule(name.rpartition(".")[0]),
-            f"{layer.name}.{name}",
-        )
+        id(layer.parameter(name)): (layer.experts.get_submodule(name.rpartition(".")[0]), f"{layer.name}.{name}")
         for layer in layers
         for name in layer.parameters
     }
@@ -286,8 +284,7 @@ def _check_not_tied(models: Sequence[nn.Module], layers: Sequence[MoELayer]) -> 
 
 def _check_slices(layer: MoELayer, name: str, parameter: DTensor, groups: ProcessGroups) -> None:
     if groups.job.divided_rows:
-        wrong = why_not_rows(parameter, groups.job.row_rank, len(groups.job.row_ranks))
-        if wrong:
+        if wrong := why_not_rows(parameter, groups.job.row_rank, len(groups.job.row_ranks)):
             raise AttachError(f"{name} {wrong}: it cannot be moved by expert")
         return
     if spread_of(layer.experts) is None:
@@ -324,11 +321,8 @@ def _check_optimizers(optimizers: Sequence[AnyOptimizer], layers: Sequence[MoELa
             check_elementwise(optimizer, of_experts, each=each, known=config.elementwise)
         except OptimizerStateError as error:
             raise AttachError(str(error)) from None
-        if any(
-            isinstance(value, Tensor) and value.is_meta
-            for state in optimizer.state.values()
-            for value in state.values()
-        ):
+        values = (value for state in optimizer.state.values() for value in state.values())
+        if any(isinstance(value, Tensor) and value.is_meta for value in values):
             raise AttachError(
                 f"{type(optimizer).__name__} has made its state on the meta device already, where it has no values: "
                 "use an optimizer that makes it at its first step, or build the model with memory"
@@ -394,8 +388,7 @@ def _initial_placement(config: BalancerConfig, job: Job, experts: int, given: Pl
 
 def raise_on_all(problem: str, groups: ProcessGroups) -> None:
     """Whoever has a problem tells all; every rank raises the first one. Empty: none here."""
-    first = first_problem(problem, groups.control)
-    if first is not None:
+    if (first := first_problem(problem, groups.control)) is not None:
         raise AttachError(problem or str(first))
 
 

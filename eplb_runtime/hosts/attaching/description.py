@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,10 @@ Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 Watch = Callable[[Callable[[Tensor, int, int], None]], Callable[[], None]]
 """See `WatchedLayer`."""
+
+
+recorded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models whose load `eplb_runtime.record` is writing down."""
 
 
 class AttachError(ValueError):
@@ -59,6 +64,7 @@ class MoELayer:
         run: the module's own way, before ``install``; None: it cannot be called alone.
         watch: lets another see the choices of each forward of that way, as of `WatchedLayer`, in place of ``install``;
             None: that way does not run where all experts are on each rank.
+        replaced: parameters with which the module computed before, by name.
     """
 
     name: str
@@ -73,6 +79,7 @@ class MoELayer:
     by_expert: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     run: Run | None = None
     watch: Watch | None = None
+    replaced: Mapping[str, weakref.ref[Tensor]] = field(default_factory=dict)
 
     def parameter(self, name: str) -> nn.Parameter:
         """One of ``parameters``, as it is now: a tensor that takes its place for one call, too."""

@@ -63,7 +63,7 @@ def _tried(layer: MoELayer) -> LayerTest:
 
 def problems_of(layers: Sequence[MoELayer], tests: Sequence[LayerTest]) -> list[str]:
     """Return a line for each layer that computes otherwise than what replaces it."""
-    return [f"{layer.name} {test.problem}" for layer, test in zip(layers, tests, strict=True) if test.problem]
+    return [f"{test.problem} ({layer.name})" for layer, test in zip(layers, tests, strict=True) if test.problem]
 
 
 def try_layer(modules: Sequence[nn.Module], compute: Compute, weights: Sequence[Tensor], run: Run | None) -> LayerTest:
@@ -114,10 +114,10 @@ def _why_slots_count(compute: Compute, rows: Tensor, weights: Sequence[Tensor]) 
         counts = [int(slot == row // _ROWS) for slot in range(len(weights[0]))]
         alone = compute(rows[row : row + 1], SlotCounts.of(counts, rows.device), weights)
         if not same_to_rounding(alone, together[row : row + 1]):
-            return "gives other results for a row by itself than among others: a row's result must depend on it alone"
+            return "let a row's result depend on it alone: experts give another for a row by itself than among others"
     turned = [tensor.roll(1, 0) for tensor in weights]
     if not same_to_rounding(_through(compute, rows.roll(_ROWS, 0), turned), together.roll(_ROWS, 0)):
-        return "goes by the number of an expert's slot: experts move, so keep what is an expert's in its tensors"
+        return "keep what is an expert's in its tensors, which move: what computes experts goes by their slot's number"
     return ""
 
 
@@ -137,8 +137,8 @@ def _why_run_differs(run: Run, compute: Compute, width: int, weights: Sequence[T
     if own_TD.shape != expected_TD.shape or same_to_rounding(own_TD, expected_TD):
         return ""
     return (
-        "computes more, or less, than the sum over a token's choices of router weight times expert (a shared expert, a "
-        "factor, a capacity, weights that it changes): do that outside of the method that attach replaces"
+        "let the method that attach replaces give no more than router weight times expert, added up (no shared expert, "
+        "factor, capacity or weights that it changes)"
     )
 
 

@@ -16,8 +16,8 @@ import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain
@@ -43,23 +43,30 @@ from ...planner.shuffle import shuffled
 from ...utils.files import write_file
 from .description import AttachError, Stage
 from .trial_hooks import descendants, let_clipping_bite, listen
-from .unregistered import ALIKE, Places, kept, memories, named
+from .unregistered import ALIKE, OWN, candidates, memories, named, shared_memory
 
 SKETCHES = 16
 """Random sums of a tensor, each of every sixteenth element with random signs; the distance of two tensors is about the
 norm of what these sums differ by."""
 _CHUNK = 1 << 22
 """Elements that are read at once."""
-_SAME_SHARES, _DISTINCT, _EXACT, _ALIKE, _CLOSER = 0.05, 0.05, 0.01, 1.02, 0.25
+_SAME_SHARES, _DISTINCT, _EXACT, _CLOSER = 0.05, 0.05, 0.01, 0.25
 """Relative distances: up to which gradients are sums of what backward passes gave, by which these must differ, and up
-to which a factor is a number of ranks. A factor up to which shares are alike; and how much closer a fit by rank is."""
+to which a factor is a number of ranks; and how much closer a fit by rank is."""
+_ALIKE, _LEAST_ALIKE, _TIMES_OFF = 0.02, 1e-4, 10.0
+"""Relative distances up to which shares are alike, at most and at least; between them, times what a fit leaves."""
 _MOST_RANKS = SKETCHES // 2
 """Up to which each rank's own share is told apart."""
 _SHARES = (
-    "gradients of {} come {:.3g} times as large to the optimizer as those of experts, for the same loss: average them "
-    "over ranks, once, with the same weight for each, and divide the loss by no number of ranks (as "
-    "DistributedDataParallel, or BalancerConfig(dense_gradients='allreduce'))"
+    "average gradients over ranks once, all ranks alike, and divide the loss by no number of ranks (as DDP, or "
+    "dense_gradients='allreduce'): those of {} come {:.3g} times as large as the experts'"
 )
+_WRITTEN = "take parameters from model.parameters() after attach: {} of before is written, and no model has it"
+_BALANCERS = "the job attaches more than one balancer, and the first alone is compared"
+_BY_GRAD = (
+    "what the loop does with gradients of torch.autograd.grad ahead of their average is not seen: call backward()"
+)
+_UNEVEN = "{} is not the same on all ranks: each has it by its own tokens alone"
 _SHARE_OF_EPS = 0.3
 """Root mean square of a rounding error, which is up to half of the distance between two numbers."""
 _ENOUGH_MEMORY = 0.8
@@ -156,13 +163,17 @@ class TrialRun:
         self._foreign: Counter[str] = Counter()
         self._steppers: list[Optimizer] = []
         self._calls = 0
-        self._alive: Places | None = None
+        self._spoiled: set[tuple[int, ...]] | None = None
+        self._averaged, self._not_averaged = list[Tensor](), list[Tensor]()
+        self._steady: set[str] = set()
+        self._unchanged: set[tuple[int, ...]] = set()
         self._rows: dict[tuple[str, int], tuple[TrialEntry, Tensor, Tensor]] = {}
         self._weighed: list[tuple[str, Tensor]] = []
         self._arrived: dict[str, Tensor] = {}
         self._ratios: dict[str, float] = {}
+        self._digests_of_old: dict[str, int] = {}
         self._coarsest = 0.0
-        self._meta: dict[str, Any] = {**known, "ranks": len(job.ranks)}
+        self._meta: dict[str, Any] = {**known, "ranks": len(job.ranks), "doubts": []}
         self._modules = {
             job.first_layer(stage.number) + position: stage.prefix + layer.name
             for stage in stages
@@ -172,14 +183,10 @@ class TrialRun:
         # Where all is on each rank gradients are averaged as they are made: what a loop does with them sees averages.
         is_early = trial.layout == "single" and len(job.layers_of_stage) == 1  # a schedule goes by stage
         self._largest = math.inf
-        unlisten = listen(self._losses, self._before_forward, self._average_early if is_early else lambda *_: None)
-        let_go = let_clipping_bite(lambda: (self._step, self._largest))
-
-        def undo() -> None:
-            unlisten()
-            let_go()
-
-        self._undo = undo
+        hooks = ExitStack()
+        hooks.callback(listen(self._losses, self._before_forward, self._average_early if is_early else lambda *_: None))
+        hooks.callback(let_clipping_bite(lambda: (self._step, self._largest)))
+        self._undo = hooks.close
         balancer._follow_steps(self._before_step, self._after_step)
         balancer._close_with(self._undo)
         if trial.layout == "moved":
@@ -187,7 +194,7 @@ class TrialRun:
             self._spoil_replaced()
         if trial.layout == "shaken":
             balancer._end_with(nn.modules.module.register_module_forward_hook(self._shake_output))
-        if trial.layout == "fixed":
+        if trial.layout == "fixed" or is_early:
             experts = [("", parameter) for parameter in self._runtime.parameters.values()]
             trained = [(name, p) for name, p in (*balancer._dense.items(), *experts) if p.requires_grad]
             self._weighed = [(name, p) for name, p in trained if not isinstance(p, DTensor)]
@@ -195,19 +202,18 @@ class TrialRun:
             balancer._end_with(parameter.register_hook(partial(self._arrives, name)))
         self._ours = {id(p): p for p in (*balancer._dense.values(), *self._runtime.parameters.values())}
         if not balancer._host_steps:  # else optimizers of the framework have parts of parameters
-            balancer._end_with(register_optimizer_step_pre_hook(self._steps_another))
-            balancer._end_with(register_optimizer_step_post_hook(lambda *_: self._steppers.__delitem__(-1)))
+            balancer._end_with(register_optimizer_step_pre_hook(lambda one, *_: self._steppers.append(one)))
+            balancer._end_with(register_optimizer_step_post_hook(self._has_stepped))
         self._first, self._second = (self._of_run(name) for name in RUNS)  # ranks meet here, and not in a forward
         self._write([])
 
-    def _steps_another(self, optimizer: Optimizer, *_: object) -> None:
-        """Take digests of gradients that optimizers use which the balancer does not know; of one inside another not."""
-        self._steppers.append(optimizer)
+    def _has_stepped(self, optimizer: Optimizer, *_: object) -> None:
+        """Take digests of what optimizers have stepped that the balancer does not know; of one inside another not."""
+        self._steppers = self._steppers[:-1]
         parameters: list[Tensor] = [one for group in optimizer.param_groups for one in group["params"]]
-        for number, parameter in enumerate(parameters if len(self._steppers) == 1 else ()):
-            of_another = parameter.grad is not None and id(parameter) not in self._ours
-            if of_another and not isinstance(parameter, DTensor):  # of which each rank has a part
-                digest = _sketched(TrialEntry("", "number", -1, parameter.grad))[0]  # type: ignore[arg-type]
+        for number, parameter in enumerate(() if self._steppers else parameters):
+            if id(parameter) not in self._ours and not isinstance(parameter, DTensor):  # of which each rank has a part
+                digest = _sketched(TrialEntry("", "number", -1, parameter))[0]
                 self._foreign[f"parameter {number} of another {type(optimizer).__name__}"] += int(digest)
 
     def _arrives(self, name: str, gradient: Tensor) -> None:
@@ -215,10 +221,15 @@ class TrialRun:
         self._arrived[name] = self._arrived.get(name, 0) + _sketched(TrialEntry("", "gradient", -1, gradient))[1][1:]
 
     def _average_early(self, parameters: Sequence[Tensor] = (), gradients: Sequence[Tensor | None] = ()) -> None:
-        """Average gradients that a backward pass has left, or these in place."""
+        """Average gradients that a backward pass has left here, or these in place."""
+        if not (parameters or self._arrived):
+            return  # it was none of this model's
+        self._arrived.clear()
         trained = {number for number, parameter in self._ours.items() if parameter.requires_grad}
         if parameters and trained.difference(map(id, parameters)):
+            self._not_averaged += [one for one in gradients if one is not None]
             return  # of a few layers: a weight of a loss, as a rule, by each rank's own gradients
+        self._averaged += [one for one in gradients if one is not None]
         held = [parameter.grad for parameter in parameters]
         for one, own in zip(parameters, gradients, strict=True):
             one.grad = own
@@ -227,14 +238,21 @@ class TrialRun:
             one.grad = before
 
     def _before_forward(self, *_: object) -> None:
-        """See the precision, and, ahead of the last step, what is alive: what comes later is made new in each step."""
-        if self._alive is None and self._step == self._trial.steps - 1 and self._trial.layout in ("fixed", "moved"):
-            self._alive = Places(self._known())
+        """See the precision, and, ahead of the last step, buffers; in a second run with fixed homes change what may
+        have been kept: what is another at the end was made from it."""
+        if self._spoiled is None and self._step == self._trial.steps - 1 and self._trial.layout in ("fixed", "moved"):
+            self._spoiled = set()
             dense = [one for one in self._entries() if one.expert < 0] if self._runtime.averages_dense else []
             self._digests = {f"buffer {one.name}": int(_sketched(one)[0]) for one in dense if one.kind == "buffer"}
-            suspects = self._second.get("unregistered") if self._trial.layout == "fixed" else None
-            if suspects and "began" in self._first:
-                self._alive.spoil({tuple(one["shape"]) for one in suspects}, self._first["began"])
+            suspects = self._second.get("unregistered") if self._trial.ends_process else None
+            if self._trial.layout == "fixed" and suspects:
+                self._spoiled = {tuple(one["shape"]) for one in suspects}
+                shared = shared_memory()
+                values = [value for value in self._candidates()[2] if value.shape in self._spoiled]
+                self._unchanged = {value.shape for value in values if not value.spoil(shared)}
+            elif self._trial.layout == "moved":
+                self._steady = {content for _, content in self._candidates()[0]}
+        self._steppers.clear()  # a step that has raised is over
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if torch.is_autocast_enabled(device):
             self._coarsest = max(self._coarsest, torch.finfo(torch.get_autocast_dtype(device)).eps)
@@ -246,9 +264,11 @@ class TrialRun:
 
     def _known(self) -> set[int]:
         """Return where everything is that the models and balancers of this process have."""
+        gc.unfreeze()
         objects = gc.get_objects()
         balancers = [one for one in objects if type(one) is Balancer and not one._closed]
-        self._meta["balancers"] = len(balancers)
+        if len(balancers) > 1 and _BALANCERS not in self._meta["doubts"]:
+            self._meta["doubts"].append(_BALANCERS)
         owned = [one for balancer in balancers for one in balancer._known_tensors()]
         owned += [entry.tensor for entry in self._entries()]
         if self._balancer._host_steps:  # the framework's own, inside of what the balancer was given
@@ -273,9 +293,14 @@ class TrialRun:
                 self._rows[found.name, found.expert] = (found, *_sketched(found))
         for entry in self._entries_of_gradients():
             self._rows[entry.name, entry.expert] = (entry, *_sketched(entry))
+        stepped = {one.tensor.data_ptr() for one in self._entries_of_gradients()}
+        of_grad, averaged = ({one.data_ptr() for one in given} for given in (self._not_averaged, self._averaged))
+        if stepped & of_grad or (averaged and not stepped & averaged):
+            self._meta["doubts"].append(_BY_GRAD)
+        self._averaged, self._not_averaged = [], []
         largest = [float(e.tensor.abs().max()) for e in self._entries_of_gradients() if e.tensor.numel()]
         self._largest = float(gather_rows(torch.tensor([max(largest, default=0.0)]), self._group).max())
-        if self._weighed:
+        if self._weighed and self._trial.layout == "fixed":
             self._compare_shares()
         self._counts = self._runtime.counter.counts.clone()
 
@@ -305,10 +330,13 @@ class TrialRun:
     def _spoil_replaced(self) -> None:
         """Give parameters from before attach other numbers and gradients: who still uses them trains otherwise."""
         replaced = self._runtime.model_check.replaced()
-        for old in replaced.values() if self._step < self._trial.steps else ():
+        for name, old in replaced.items() if self._step < self._trial.steps else ():
+            entry = TrialEntry(name, "number", -1, old)
+            if self._digests_of_old.get(name, digest := int(_sketched(entry)[0])) != digest:
+                self._balancer._guard.report(_WRITTEN.format(name))
             with torch.no_grad():
                 old.add_(1)
-            old.grad = torch.ones_like(old)
+            old.grad, self._digests_of_old[name] = torch.ones_like(old), int(_sketched(entry)[0])
         self._meta["replaced"] = list(replaced)
 
     def _compare_shares(self) -> None:
@@ -329,31 +357,34 @@ class TrialRun:
             for name in here[0].keys() - {""}:
                 given, seen_RS = torch.tensor([one[name] for one in here if name in one], dtype=torch.float64).unbind(1)
                 if (shares := _shares(given, seen_RS[0])) is not None:
-                    ratios = shares / usual * len(job.edp_ranks) * job.gradient_divisor
-                    self._judge(name, float(ratios.min()), float(ratios.max()))
+                    ratios = shares[0] / usual[0] * len(job.edp_ranks) * job.gradient_divisor
+                    self._judge(name, float(ratios.min()), float(ratios.max()), shares[1])
 
-    def _judge(self, name: str, least: float, most: float) -> None:
+    def _judge(self, name: str, least: float, most: float, off: float) -> None:
         """Note shares of a wrong size: a rank's own, or the number of ranks too often or too seldom in two steps, where
         clipping these alone would give a factor of each step's own."""
         before, self._ratios[name], job = self._ratios.get(name, 0.0), most, self._runtime.job
         counts = {len(job.data_ranks), len(job.edp_ranks), job.ep_size} - {1}
         is_count = any(max(abs(r * by - 1) for r in (before, most)) < _EXACT for n in counts for by in (n, 1 / n))
-        if most > _ALIKE * least or is_count:
-            self._balancer._guard.report(_SHARES.format(name, least if most < 1 else most))
+        line = _SHARES.format(name, least if most < 1 else most)
+        if most - least > max(_LEAST_ALIKE, min(_TIMES_OFF * off, _ALIKE)) * least:
+            self._balancer._guard.report(line)
+        elif is_count:  # it may be a rate of the loop's own
+            self._meta["doubts"].append(line)
 
     def _end(self) -> None:
         """Finish the record; the job does not go on to what comes after its loop."""
         self._undo()
         _keys.cache_clear()
-        if self._alive is not None:
-            places, self._alive = self._alive, None
-            places.kept.clear()
-            self._look_for_kept(places)
+        if self._spoiled is not None:
+            self._look_for_kept(self._spoiled)
             self._digests.update(self._foreign)
             of_ranks = list(map(json.loads, gather_bytes(json.dumps(self._digests).encode(), self._group)))
             job = self._runtime.job
             copies = [[of_ranks[job.ranks.index(rank)] for rank in ranks] for ranks in job.data_sets]
-            self._meta["uneven"] = [n for same in copies for n in same[0] if len({one.get(n) for one in same}) > 1]
+            named_here = {n for same in copies for n in same[0] if len({one[n] for one in same if n in one}) > 1}
+            self._meta["doubts"] += map(_UNEVEN.format, sorted(named_here))
+        self._meta["ended"] = True
         self._write_meta()
         dist.barrier(self._group)
         if self._trial.ends_process:
@@ -366,25 +397,33 @@ class TrialRun:
             sys.stderr.flush()
             os._exit(0)
 
-    def _look_for_kept(self, places: Places) -> None:
-        """List what a step leaves to the next: with moved homes what the first run, with fixed homes, does not have; in
-        a second run with fixed homes what is made from what was spoiled."""
-        models, job, group = [stage.model for stage in self._stages], self._runtime.job, self._group
-        found, holders = kept(models, self._runtime.registry, self._known(), places)
-        mine = json.dumps([sorted({content for _, content in found}), sorted(places.contents)]).encode()
-        ended, began = zip(*map(json.loads, gather_bytes(mine, group)), strict=True)
-        ranks_with = Counter(chain.from_iterable(ended))
-        self._meta |= {"contents": sorted(ranks_with), "began": sorted(set(chain.from_iterable(began)))}
-        doubtful = [c for c, ranks in ranks_with.items() if c.startswith(ALIKE) and ranks < len(job.data_ranks)]
-        known = {*self._first.get("contents", ranks_with)}.difference(doubtful, [""])
-        new = [place for place, (_, content) in enumerate(found) if places.spoiled or content not in known]
-        wanted = new if places.spoiled or self._trial.layout == "moved" else []
+    def _candidates(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """Return what may be experts, and is not known."""
+        return candidates([stage.model for stage in self._stages], self._runtime.registry, self._known())
+
+    def _look_for_kept(self, spoiled: Collection[tuple[int, ...]]) -> None:
+        """List what may be experts by place: with moved homes what the first run, with fixed homes, does not have; in a
+        second run with fixed homes what has another content than in the first one, where such shapes were spoiled."""
+        found, holders, _ = self._candidates()
+        mine = json.dumps(sorted({content for _, content in found})).encode()
+        ranks_with = Counter(chain.from_iterable(map(json.loads, gather_bytes(mine, self._group))))
+        self._meta["contents"] = sorted(ranks_with)
+        known, ranks = {*self._first.get("contents", ranks_with)}, len(self._runtime.job.data_ranks)
+        if not spoiled:
+            known = {c for c in known if not c.startswith(OWN) and (ranks_with[c] == ranks or not c.startswith(ALIKE))}
+            known |= {
+                content for content in self._steady if not content.startswith((ALIKE, OWN))
+            }  # data comes and stays
+        is_wanted = self._trial.layout == "moved" or bool(spoiled)
+        new = [place for place, (shape, one) in enumerate(found) if one not in known or shape in self._unchanged]
+        wanted = [place for place in new if is_wanted and (not spoiled or found[place][0] in spoiled)]
         lines = [
-            {"holder": f"rank {job.rank}: {name}", "shape": shape} for name, shape in named(found, holders, wanted)
+            {"holder": f"rank {self._runtime.job.rank}: {name}", "shape": shape}
+            for name, shape in named(found, holders, wanted)
         ]
-        of_ranks = gather_bytes(json.dumps(lines).encode(), group)
+        of_ranks = gather_bytes(json.dumps(lines).encode(), self._group)
         all_lines = [line for of_rank in of_ranks for line in json.loads(of_rank)]
-        self._meta["confirmed" if places.spoiled else "unregistered"] = all_lines
+        self._meta["confirmed" if spoiled else "unregistered"] = all_lines
 
     # -- what is there -------------------------------------------------------------------------------------------------
 
@@ -434,20 +473,24 @@ class TrialRun:
                 continue
             self._shaken.add(gradient.data_ptr())
             seed = zlib.crc32(f"{self._step} {entry.name} {entry.expert}".encode())
-            noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(seed)).to(gradient.device)
+            noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(
+                gradient.device
+            )
             error = _SHARE_OF_EPS * max(torch.finfo(gradient.dtype).eps, self._coarsest)
             noise *= gradient != 0  # rows of tokens, or of experts, that no batch has had
             gradient.add_(noise * (error * gradient.float().pow(2).mean().sqrt()))
 
     def _shake_output(self, module: nn.Module, _: object, output: Any) -> Any:
-        """Change what a module without parts gives by about a rounding error of float32 or float64."""
+        """Change what a module without parts gives by about a rounding error of float32 or float64; whole numbers may
+        be ids."""
         is_wide = isinstance(output, Tensor) and output.is_floating_point() and output.element_size() >= 4
-        if not is_wide or next(module.children(), None) is not None:
+        if not is_wide or next(module.children(), None) is not None or torch.equal(output, output.round()):
             return output
         self._calls += 1
         generator = torch.Generator(output.device).manual_seed(zlib.crc32(f"{self._step} {self._calls}".encode()))
         noise = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
-        return output * (1 + torch.finfo(output.dtype).eps * noise)
+        shaken = output * (1 + torch.finfo(output.dtype).eps * noise)
+        return shaken.clamp(output.amin(), output.amax())  # it may be a probability
 
     # -- the record ----------------------------------------------------------------------------------------------------
 
@@ -490,6 +533,7 @@ class TrialRun:
         still = {id(parameter) for group in groups if group.get("lr") == 0 for parameter in group["params"]}
         meta = {**self._meta, "said": said, "not_single": not_single, "rounding": error, "commits": commits}
         every = {**self._balancer._dense, **self._runtime.parameters}
+        meta["eps"] = {n: torch.finfo(p.dtype).eps for n, p in every.items() if p.is_floating_point()}
         meta["still"] = [name for name, parameter in every.items() if id(parameter) in still]
         of_first = gather_bytes(json.dumps(meta).encode(), self._group)[0]
         if self._runtime.job.is_planner or not self._trial.ends_process:
@@ -507,19 +551,21 @@ class TrialRun:
         return f"all experts take {needed / 2**30:.1f} GiB more on a rank" if needed > _ENOUGH_MEMORY * free else ""
 
 
-def _shares(given_RS: Tensor, seen_S: Tensor) -> Tensor | None:
-    """Return the weight that each rank's gradient has in what the optimizer sees, one for all where that fits; None: it
-    is no such sum, or ranks' gradients are too much alike to tell."""
+def _shares(given_RS: Tensor, seen_S: Tensor) -> tuple[Tensor, float] | None:
+    """Return the weight that each rank's gradient has in what the optimizer sees, one for all where that fits, and how
+    far off it may be; None: it is no such sum, or ranks' gradients are too much alike to tell."""
     if not (given_RS.isfinite().all() and seen_S.isfinite().all()):
         return None
     fits = []
     for columns_SR in (given_RS.sum(dim=0).unsqueeze(1), given_RS.T):
-        if columns_SR.shape[1] <= _MOST_RANKS and torch.linalg.cond(columns_SR) <= 1 / _DISTINCT:
+        if columns_SR.shape[1] <= _MOST_RANKS and (cond := float(torch.linalg.cond(columns_SR))) <= 1 / _DISTINCT:
             shares_R = torch.linalg.lstsq(columns_SR, seen_S.unsqueeze(1)).solution[:, 0]
             off = float((columns_SR @ shares_R - seen_S).norm() / seen_S.norm())
-            fits += [(off, shares_R)] if off < _SAME_SHARES else []
-    is_each_closer = bool(fits) and fits[-1][0] < _CLOSER * fits[0][0]
-    return fits[-1 if is_each_closer else 0][1] if fits else None
+            fits += [(off, shares_R, cond)] if off < _SAME_SHARES else []
+    if not fits:
+        return None
+    off, shares_R, cond = fits[-1 if fits[-1][0] < _CLOSER * fits[0][0] else 0]
+    return shares_R, off * cond
 
 
 def _sketched(entry: TrialEntry) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -28,26 +29,23 @@ def descendants(process: int | str = "self") -> list[int]:
 def listen(losses: list[Tensor], before_forward: Callable[..., None], after: Callable[..., None]) -> Callable[[], None]:
     """Collect what ``backward()`` is called on, and call functions before each module's forward and after each backward
     pass, or with what `torch.autograd.grad` gives. Returns one that ends all."""
-    inner, inner_grad = torch.autograd.backward, torch.autograd.grad
+    inner: Any = torch.autograd._engine_run_backward
 
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        roots = [tensors] if isinstance(tensors, Tensor) else tensors
-        losses.extend(root.detach() for root in roots if isinstance(root, Tensor) and root.numel() == 1)
-        inner(tensors, *args, **kwargs)
-        after()
-
-    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        found = inner_grad(outputs, inputs, *args, **kwargs)
-        given = [inputs] if isinstance(inputs, Tensor) else inputs
-        if not any(one is not None and one.grad_fn for one in found):
-            after(given, found)
+    def run(outputs: Any, grad_outputs: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        found = inner(outputs, grad_outputs, retain, create, inputs, *args, **kwargs)
+        if kwargs.get("accumulate_grad"):
+            losses.extend(root.detach() for root in outputs if isinstance(root, Tensor) and root.numel() == 1)
+            after()
+        elif not any(one is not None and one.grad_fn for one in found):
+            after(inputs, found)
         return found
 
-    torch.autograd.backward, torch.autograd.grad = backward, grad
+    # Both functions call it, by whatever name a loop has them.
+    torch.autograd._engine_run_backward = run  # type: ignore[assignment]
     handle = nn.modules.module.register_module_forward_pre_hook(before_forward)
 
     def undo() -> None:
-        torch.autograd.backward, torch.autograd.grad = inner, inner_grad
+        torch.autograd._engine_run_backward = inner
         handle.remove()
 
     return undo
@@ -56,8 +54,9 @@ def listen(losses: list[Tensor], before_forward: Callable[..., None], after: Cal
 def let_clipping_bite(now: Callable[[], tuple[int, float]]) -> Callable[[], None]:
     """Let torch's clipping bite in each step: half of the norm of the step before is allowed, or half of the largest
     element then. ``now`` gives the step's number and that element. Returns what ends it."""
-    norms: list[float] = []  # of the calls of a step
-    at, calls = -1, 0
+    norms: dict[object, float] = {}  # by what is clipped, and how often it was in this step
+    seen: Counter[object] = Counter()
+    at = -1
     module = torch.nn.utils.clip_grad
     # Loops have the function that sees to no_grad; what it calls is in its closure.
     inside = next((cell for cell in module.clip_grad_value_.__closure__ or () if callable(cell.cell_contents)), None)
@@ -65,14 +64,18 @@ def let_clipping_bite(now: Callable[[], tuple[int, float]]) -> Callable[[], None
     by_value: Any = None if inside is None else inside.cell_contents
 
     def clip_norm(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
-        nonlocal at, calls
-        at, calls = now()[0], calls + 1 if at == now()[0] else 1
+        nonlocal at
+        if at != now()[0]:
+            seen.clear()
+        at = now()[0]
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        seen[shapes := tuple(one.shape for one in parameters)] += 1
+        key = shapes, seen[shapes]
         norm = float(total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm)
-        norms.extend([norm] * (calls - len(norms)))
-        half = norms[calls - 1] / 2
+        half = norms.setdefault(key, norm) / 2
         bites = 0 < half < math.inf and max_norm < _NO_CLIPPING
         if 0 < norm < math.inf:
-            norms[calls - 1] = norm
+            norms[key] = norm
         by_norm(parameters, min(half, max_norm) if bites else max_norm, total_norm, *args, **kwargs)
 
     def clip_value(parameters: Any, value: float, *args: Any, **kwargs: Any) -> None:

@@ -7,12 +7,12 @@ nothing goes on. A running job never does it.
 from __future__ import annotations
 
 import gc
-import math
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from math import prod
+from pathlib import Path
 from types import CellType, CodeType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
@@ -26,45 +26,61 @@ from ...moe.experts.slices import has_memory, local
 from ...utils.checksums import as_bytes
 
 Found = tuple[tuple[int, ...], str]  # a shape and a content
-ALIKE = "alike "
-"""Begins a content that is known only where all ranks have the same: of what is trained past the balancer, or has the
-last dimensions of an expert's tensor, or is a vector that may be experts."""
+ALIKE, OWN = "alike ", "own "
+"""Begin a content that is known only where all ranks have the same: of what is trained past the balancer, or has the
+last dimensions of an expert's tensor, or is a vector that may be experts; and one that is never known: of the shape of
+a rank's own experts."""
 _FRAMEWORKS = ("eplb_runtime.", "torch.distributed.", "torch.autograd.", "megatron.core.", "torchtitan.", "numba.")
 """Packages that hold buffers and tables of their own, as their objects do."""
 _ARRAYS, _CONTAINERS = (Tensor, np.ndarray), (dict, list, tuple)
 _PLAIN = frozenset({str, int, float, bool, bytes, type, type(None), FunctionType, CellType, CodeType, ModuleType})
+_PART = 1 << 22
+"""Elements that are read at once."""
+_SPOILED = 0.75
+"""Factor that leaves numbers finite, and of the same sign."""
+_spared: list[Tensor] = []
 _DEPTH = 3
 """Containers inside containers that the collector does not follow, as a dict of arrays alone."""
+
+
+@contextmanager
+def spared() -> Iterator[None]:
+    """Leave the tensors alone that there are now: they are no averages of models that are made inside."""
+    _spared.extend(one for one in gc.get_objects() if issubclass(type(one), Tensor))
+    try:
+        yield
+    finally:
+        _spared.clear()
 
 
 def memories(models: Sequence[nn.Module], registry: ExpertTensors, owned: Iterable[Tensor]) -> set[int]:
     """Return where parameters, gradients and buffers of models are, and ``owned``: registered or no experts."""
     named = [one for model in models for one in (*model.named_parameters(), *model.named_buffers())]
     held = [tensor for _, tensor in named]  # `buffers` is an attribute of Megatron's DDP
+    held += _spared
     gradients = [getattr(tensor, name, None) for tensor in held for name in ("grad", "main_grad")]
     return {0} | {_memory_of(one) for one in (*held, *gradients, *owned, *registry.parameters()) if one is not None}
 
 
-def kept(
-    models: Sequence[nn.Module], registry: ExpertTensors, known: set[int], places: Places | None = None
-) -> tuple[list[Found], list[Any]]:
-    """Return shapes and contents of what a step leaves to the next and is neither the models' nor the balancer's, and
-    what holds each: an object, or the name of a variable. A content is a checksum; empty where the shape is that of a
-    rank's own experts. What is no vector is as large as an expert's smallest matrix, at least.
+def candidates(
+    models: Sequence[nn.Module], registry: ExpertTensors, known: set[int]
+) -> tuple[list[Found], list[Any], list[Candidate]]:
+    """Return shapes and contents of what is neither the models' nor the balancer's and may be experts, what holds each
+    (an object, or the name of a variable), and the tensors and arrays. A content is a checksum. What is no vector is as
+    large as an expert's smallest matrix, at least.
 
     Args:
         known: `memories` of what is the models' or the balancer's.
-        places: as a step began: what is elsewhere is made new in each. None: all may have been kept.
     """
     rows, sizes = _shapes(models, registry)
     own = {tuple(parameter.shape) for parameter in registry.parameters()}
     whole, least = rows | own, min(map(prod, rows), default=0)  # else it may be an activation, or a number of a step
     found: list[Found] = []
     holders: list[Any] = []
+    values: list[Candidate] = []
     for value, holder in _tensors(list(_variables())):
         shape = value.shape
-        is_kept = places is None or places.left(value, holder)
-        if not is_kept or value.memory in known or (value.has_gradient and shape not in whole):
+        if value.memory in known or (value.has_gradient and shape not in whole):
             continue
         known.add(value.memory)
         of_rank = any(shape[-len(row) :] == row for row in rows) or value.trained
@@ -73,48 +89,21 @@ def kept(
         if not (of_rank or shape in own or value.numel >= least or shape == (registry.homes_per_rank,)):
             continue
         is_own = shape in own and not value.trained
-        found.append((shape, "" if is_own else ALIKE * of_rank + value.content()))
+        found.append((shape, OWN * is_own + ALIKE * (of_rank and not is_own) + value.content()))
         holders.append(holder)
-    return found, holders
+        values.append(value)
+    return found, holders, values
 
 
 def named(found: Sequence[Found], holders: list[Any], wanted: Iterable[int]) -> list[tuple[str, tuple[int, ...]]]:
     """Return holders in words, and shapes, of those at the places that are wanted, without what frameworks hold."""
-    variables, first = list(_variables()), sorted(wanted, key=lambda place: found[place][1] != "")[:100]
+    once = {(id(holders[place]), found[place][0]): place for place in sorted(wanted, reverse=True)}.values()
+    variables, first = list(_variables()), sorted(once, key=lambda place: not found[place][1].startswith(OWN))[:100]
     every = [(_named(holders[place], (variables, holders)), found[place][0]) for place in first]
     return [one for one in every if one[0]]
 
 
-class Places:
-    """Where tensors and arrays are that are not known, and what holds them, but for those that are zero. It keeps them
-    all, in ``kept``, so that nothing else comes to be there."""
-
-    def __init__(self, known: set[int]) -> None:
-        every = _tensors(list(_variables()))
-        self.kept = [pair for pair in every if pair[0].memory not in known and pair[0].any()]
-        self.contents = {value.content() for value, _ in self.kept}
-        self._places = {place for value, holder in self.kept for place in (value.memory, _place_of(value, holder))}
-        self.spoiled = False
-
-    def spoil(self, shapes: Collection[tuple[int, ...]], steady: Collection[str]) -> None:
-        """Write NaN over what has one of these shapes and contents: what is NaN at the step's end was made from it."""
-        self._places, self.spoiled = set(), True
-        for value, holder in self.kept:
-            if value.shape in shapes and value.content() in steady:
-                self._places |= {value.memory, _place_of(value, holder)}
-                value.spoil()
-
-    def left(self, value: _Candidate, holder: Any) -> bool:
-        """Return whether the step has left this, or made it from what was there."""
-        is_here = value.memory in self._places or _place_of(value, holder) in self._places
-        return is_here and not (self.spoiled and value.is_sound())
-
-
-def _place_of(value: _Candidate, holder: Any) -> tuple[Any, tuple[int, ...]]:
-    return (holder if isinstance(holder, str) else id(holder)), value.shape
-
-
-class _Candidate:
+class Candidate:
     """A tensor or an array."""
 
     def __init__(self, value: Tensor | np.ndarray[Any, Any]) -> None:
@@ -125,34 +114,48 @@ class _Candidate:
         else:
             self._plain = local(value).detach()
             self.numel, self.memory, self._is_float = value.numel(), _memory_of(value), value.is_floating_point()
-            self._is_float = self._is_float and value.element_size() > 1  # NaN of float8 cannot be asked for
             self.has_gradient = value.grad_fn is not None
             self.trained = value.is_leaf and value.grad is not None
 
-    def any(self) -> bool:
-        """Return whether it has anything but zeros."""
-        return bool(self._bytes().strip(b"\0"))
+    def spoil(self, shared: Sequence[range]) -> bool:
+        """Change it a little: what was made from it is another then. Return whether it could be.
 
-    def spoil(self) -> None:
-        """Make it NaN, where it may be written and has numbers that can be."""
-        with suppress(RuntimeError, ValueError):
-            self._plain[...] = math.nan if self._is_float else self._plain
-
-    def is_sound(self) -> bool:
-        """Return whether it has numbers alone that can be NaN, and none is."""
-        return self._is_float and bool((self._plain == self._plain).all())
+        Args:
+            shared: addresses behind which are files, or memory of other processes: these are left alone, and hold data.
+        """
+        before = self.content()
+        with suppress(Exception):
+            address = self._plain.ctypes.data if isinstance(self._plain, np.ndarray) else self._plain.data_ptr()
+            if any(address in one for one in shared):
+                return True
+            if isinstance(self._plain, np.ndarray):
+                self._plain.setflags(write=True)
+                self._plain[...] = self._plain * _SPOILED if self._is_float else self._plain // 2
+            else:
+                wide = self._plain.dequantize() if self._plain.is_quantized else self._plain
+                is_whole = not (self._is_float or self._plain.is_quantized)
+                self._plain.copy_(wide // 2 if is_whole else wide.float() * _SPOILED)
+        return self.content() != before
 
     def content(self) -> str:
-        """A checksum of all bits."""
-        return xxhash.xxh3_128_hexdigest(self._bytes())
+        """A checksum of all bits; of nothing where they cannot be read."""
+        checksum = xxhash.xxh3_128()
+        with suppress(Exception):
+            flat = self._plain.reshape(-1)
+            flat = flat.int_repr() if isinstance(flat, Tensor) and flat.is_quantized else flat
+            for begin in range(0, self.numel, _PART):
+                part = flat[begin : begin + _PART]
+                if isinstance(part, Tensor):  # a copy: storage that numpy has seen could not be resized
+                    part = as_bytes(part.clone().cpu()).numpy()
+                checksum.update(np.ascontiguousarray(part).view(np.uint8).data)
+        return checksum.hexdigest()
 
-    def _bytes(self) -> bytes:
-        """A copy of its memory, empty where it cannot be read. Storage that numpy has seen could not be resized."""
-        if isinstance(self._plain, np.ndarray):
-            return self._plain.tobytes()
-        with suppress(RuntimeError, TypeError):
-            return as_bytes(self._plain.clone(memory_format=torch.contiguous_format).cpu()).numpy().tobytes()
-        return b""
+
+def shared_memory() -> list[range]:
+    """Return the addresses of this process that it shares with files and other processes."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = [line.split()[0].split("-") for line in lines if line.split()[1].endswith("s")]
+    return [range(int(first, 16), int(end, 16)) for first, end in spans]
 
 
 def _memory_of(tensor: Tensor) -> int:
@@ -196,8 +199,9 @@ def _variables() -> Iterator[tuple[str, Any]]:
             yield from vars(module).items()
 
 
-def _tensors(variables: Sequence[tuple[str, Any]]) -> Iterator[tuple[_Candidate, Any]]:
+def _tensors(variables: Sequence[tuple[str, Any]]) -> Iterator[tuple[Candidate, Any]]:
     """All tensors and arrays, each with an object that holds it."""
+    gc.unfreeze()  # else what was frozen is not among them
     objects = gc.get_objects()
     for holder in objects:
         if not _of_a_framework(type(holder)):  # type: ignore[arg-type]
@@ -207,7 +211,7 @@ def _tensors(variables: Sequence[tuple[str, Any]]) -> Iterator[tuple[_Candidate,
     yield from _inside([one for one in objects if issubclass(type(one), Tensor)], None, 0)
 
 
-def _inside(values: Sequence[Any], holder: Any, depth: int) -> Iterator[tuple[_Candidate, Any]]:
+def _inside(values: Sequence[Any], holder: Any, depth: int) -> Iterator[tuple[Candidate, Any]]:
     for value in values:
         kind = type(value)  # isinstance() wakes objects that pretend to be of another class
         if kind in _PLAIN:
@@ -215,19 +219,25 @@ def _inside(values: Sequence[Any], holder: Any, depth: int) -> Iterator[tuple[_C
         if issubclass(kind, np.ndarray) and value.dtype == object:
             yield from _inside(value.ravel().tolist(), holder if holder is not None else value, depth - 1)
         elif issubclass(kind, _ARRAYS):
-            if (value.ndim or getattr(value, "requires_grad", False)) and _may_be_weights(value):
-                yield _Candidate(value), holder if holder is not None else value
+            candidate = None
+            with suppress(Exception):  # there are tensors that cannot even say their shape
+                held = value._values() if isinstance(value, Tensor) and value.layout is torch.sparse_coo else value
+                candidate = Candidate(held) if _may_be_weights(held) else None
+            if candidate is not None:
+                yield candidate, holder if holder is not None else value
         elif depth and issubclass(kind, _CONTAINERS) and not gc.is_tracked(value):
             inner = [*value.values()] if isinstance(value, dict) else list(value)
             yield from _inside(inner, holder if holder is not None else value, depth - 1)
 
 
 def _may_be_weights(value: Tensor | np.ndarray[Any, Any]) -> bool:
-    """Return whether averages, snapshots and masks are of this kind: ids are not."""
+    """Return whether averages, snapshots and masks are of this kind: ids are not, nor is a file that is read."""
     if isinstance(value, np.ndarray):
-        return value.dtype.names is None and (value.dtype.kind in "fV" or value.dtype.itemsize <= 2)
-    has_bits = has_memory(value) and not (value.is_sparse or value.is_meta or value.is_quantized)
-    return has_bits and (value.is_floating_point() or value.element_size() <= 2)
+        is_file = isinstance(value, np.memmap) and value.mode == "r"
+        return value.ndim > 0 and not is_file and value.dtype.names is None and value.dtype.kind in "fVbiu"
+    if value.layout is not torch.strided or value.is_nested or value.is_meta:
+        return False
+    return (value.ndim > 0 or value.requires_grad) and (value.is_quantized or has_memory(value))
 
 
 def _named(holder: Any, ours: tuple[Sequence[tuple[str, Any]], list[Any]]) -> str:

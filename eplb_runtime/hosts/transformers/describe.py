@@ -121,8 +121,7 @@ def _describe_layer(name: str, outer: nn.Module, adapted: AdaptedExperts | None)
             f"{name} ({type(experts).__name__}) has {', '.join(odd) or 'no tensors'} without the {num_experts} experts "
             "as first dimension: this layer cannot be split by expert"
         )
-    buffers = [key for key, _ in experts.named_buffers()]
-    if buffers:
+    if buffers := [key for key, _ in experts.named_buffers()]:
         raise AttachError(f"{name} keeps expert buffers ({', '.join(buffers)}): quantised experts are not supported")
     names = tuple(key for key, _ in experts.named_parameters())
     compute = RowCompute(experts, names, () if adapted is None else adapted.low_rank)

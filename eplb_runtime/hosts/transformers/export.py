@@ -116,8 +116,7 @@ def _write_index(
     view: LogicalView, tensors: TensorList, file_of: Mapping[str, str], folder: Path, variant: str | None
 ) -> None:
     files = sorted(set(file_of.values()))
-    unseen = [name for name in files if not (folder / name).exists()]
-    if unseen:
+    if unseen := [name for name in files if not (folder / name).exists()]:
         raise CheckpointError(f"the first rank does not see {unseen[0]} in {folder}: give a folder that all ranks see")
     if len(files) == 1:
         return

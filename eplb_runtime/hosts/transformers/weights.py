@@ -57,8 +57,7 @@ def read(view: LogicalView, folder: Path) -> None:
                 if value.shape != wanted:
                     raise CheckpointError(f"{folder}: {made} has shape {tuple(value.shape)}, not {tuple(wanted)}")
                 loaded.add(id(live[made].tensor))
-        missing = sorted(name for name, entry in live.items() if id(entry.tensor) not in loaded)
-        if missing:
+        if missing := sorted(name for name, entry in live.items() if id(entry.tensor) not in loaded):
             raise CheckpointError(f"{folder} lacks {missing[0]} ({len(missing)} such weights)")
         for name, target in targets.items():
             layer = live[name].layer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,17 @@ from numpy.typing import NDArray
 
 from ...hosts.attaching.trial import FOUND, KINDS, SKETCHES
 
-TIMES_SHAKEN = 12.0
-"""Of what rounding errors in each step come to in this job: runs may differ by so much."""
-ROUNDINGS = 20.0
-"""Rounding errors of a tensor that are allowed in any case; of gradients those of float32, as wide as they are."""
+TIMES_SHAKEN, ROUNDINGS = 12.0, 20.0
+"""Runs may differ by so often what rounding errors in each step come to in this job; or, in any case, by so many
+rounding errors of a tensor; of gradients those of float32, as wide as they are."""
 NOISE_ROUNDINGS, COARSE_ROUNDINGS = 16.0, 2.0
 """Of the model's typical gradient: one that is zero but for rounding (a bias before a softmax) has any value below. The
 second: of bfloat16, outside the experts."""
-LOSS_SHARE = 0.02
-"""By which losses, and tokens of experts, may differ once two runs send a token to different experts."""
+LOSS_SHARE, MOST_ALLOWED = 0.02, 0.1
+"""By which losses, and tokens of experts, may differ once two runs send a token to different experts; and half of the
+tensors in float32 in a first step: where rounding comes to more, nothing can be told."""
 
-Key = tuple[str, int]
-"""The name of a tensor, and the logical expert; -1: it is no expert's."""
+Key = tuple[str, int]  # the name of a tensor, and the logical expert; -1: it is no expert's
 Measure = tuple[str, float, float, float]
 
 
@@ -112,8 +111,8 @@ class Difference:
 
     def __str__(self) -> str:
         when = "before the first step" if self.step == 0 else f"after step {self.step}"
-        of = "" if self.expert is None else f" of expert {self.expert}"
-        return f"{when} {self.tensor}{of} differs on rank {self.rank}" + (f"; {self.hint}" if self.hint else "")
+        what = self.tensor if self.expert is None else f"{self.tensor} of expert {self.expert}"
+        return f"{when} {what} differs on rank {self.rank}" + (f"; {self.hint}" if self.hint else "")
 
 
 def first_difference(one: Run, other: Run, most: int | None = None) -> Difference | None:
@@ -191,9 +190,11 @@ def to_rounding(fixed: Run, other: Run, shaken: Run) -> Closeness:
     for number in range(min(fixed.length, other.length, shaken.length) + 1):
         steps = (fixed.step(number), other.step(number), shaken.step(number))
         was_alike, routed_alike = routed_alike, routed_alike and np.array_equal(steps[0].counts, steps[1].counts)
-        if routed_alike:
-            losses_count = losses_count and all(apart <= allowed for _, allowed, apart, _ in _losses(steps))
-        measures: Iterable[Measure] = _measures(steps, before, rounding) if was_alike else ()
+        losses_count &= not routed_alike or all(apart <= allowed for _, allowed, apart, _ in _losses(steps))
+        measures: Sequence[Measure] = [*_measures(steps, before, fixed.meta)] if was_alike else ()
+        middle = np.median([0.0, *(allowed / scale for _, allowed, _, scale in measures if scale)])
+        if middle > MOST_ALLOWED and not compared and rounding <= np.finfo(np.float32).eps:
+            return Closeness(None, float(middle), "", number, 0)
         if not routed_alike:  # what a step finds goes by no token of it
             of_losses = _losses(steps) if losses_count else ()
             measures = (*(one for one in measures if one[0].partition(" of expert")[0].endswith(FOUND)), *of_losses)
@@ -212,12 +213,13 @@ def routes_alike(one: Run, other: Run, until: int) -> bool:
     return all(np.array_equal(one.step(number).counts, other.step(number).counts) for number in range(until + 1))
 
 
-def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], rounding: float) -> Iterator[Measure]:
+def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], meta: Mapping[str, Any]) -> Iterator[Measure]:
     """Yield each gradient, buffer and change of a weight: its name, by what it may differ and does, and its size.
     Rounding is that of the expert, or of any weight's change, with the most: few elements make it by chance."""
     fixed, other, shaken = (step.cells for step in steps)
-    gradients = [cell for cell in fixed.values() if cell.kind == "gradient"]
-    typical = np.sqrt(sum(c.sums[0, 0] for c in gradients) / max(1, sum(c.numel for c in gradients)))
+    gradients = [cell.norm / max(1, cell.numel) ** 0.5 for cell in fixed.values() if cell.kind == "gradient"]
+    typical = float(np.quantile([0.0, *gradients], 0.75))  # one alone may be as large as it likes
+    rounding = float(meta["rounding"])
     noise_only, found, fine = set(), [], min(rounding, float(np.finfo(np.float32).eps))
     for key in [*steps[0].ordered(), *(key for key in other if key not in fixed)]:
         cell, has_all = fixed.get(key) or other[key], key in fixed and key in other and key in shaken
@@ -237,7 +239,8 @@ def _measures(steps: Sequence[StepRecord], before: Sequence[StepRecord], roundin
             continue
         else:  # what the optimizer has changed, or the loop since its last step
             sums = [one - step.cells[weight].sums[:, 1:] for one, step in zip(sums, before, strict=True)]
-            scale, floor = float(np.sqrt(np.max(np.sum(sums[0] ** 2, axis=1)))), rounding * cell.norm
+            scale = float(np.sqrt(np.max(np.sum(sums[0] ** 2, axis=1))))
+            floor = meta["eps"].get(weight[0], rounding) * cell.norm
         if np.isfinite(scale + floor):
             same = len(sums[0]) == len(sums[1])
             apart = max(_apart(sums[0][place if same else 0], row) for place, row in enumerate(sums[1]))

@@ -125,7 +125,7 @@ def train(
         losses.append(loss.item())
     state = eplb.logical_state_dict(model, optimizer)
     carrier = balancer._rebalancer._engine._executor._transport
-    carriers = vars(carrier.choice) if transport == "auto" else transport
+    carriers = type(carrier).__name__
     balancer.close()
     return losses, state, balancer, carriers
 

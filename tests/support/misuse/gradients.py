@@ -161,6 +161,21 @@ def all_averaged_equal_experts(job: Job) -> None:
     all_averaged(job)
 
 
+@found("either")
+def averaged_by_tokens(job: Job) -> None:
+    """the loop weighs ranks by their tokens where it averages, and the experts' gradients are not"""
+    job.settings["dense_gradients"] = "host"
+
+    def average(step: int) -> None:
+        experts = set(map(id, job.experts().values()))
+        for parameter in job.model.parameters():
+            if id(parameter) not in experts:
+                parameter.grad *= (0.5, 0.495)[job.rank]
+                dist.all_reduce(parameter.grad)
+
+    job.before_step = average
+
+
 @found("live")
 def ddp_around_a_wrapper(job: Job) -> None:
     """DistributedDataParallel around another module, whose names it does not know"""

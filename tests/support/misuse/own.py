@@ -331,6 +331,14 @@ def decay_of_before(job: Job) -> None:
 
 
 @found("either")
+def decay_of_a_list(job: Job) -> None:
+    """the same, of the parameters of lists that it has stacked since"""
+    job.model = Model(listed)
+    decay_of_before(job)
+    eplb.stack_experts(job.model, job.layers or ())
+
+
+@found("either")
 def ema_in_forward(job: Job) -> None:
     """an average that the model's forward makes new, of the one before"""
     kept: dict[str, Tensor] = {}

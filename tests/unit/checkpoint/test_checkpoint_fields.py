@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from support.seen import same
+from torch import nn
 
 import eplb_runtime as eplb
 from eplb_runtime.checkpoint import CheckpointError, disk
@@ -56,12 +57,6 @@ def model_and_optimizer(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return {**eplb.logical_state_dict(model, optimizer), "options": copy.deepcopy(options)}
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(one[key], other[key]) if isinstance(one[key], Tensor) else one[key] == other[key] for key in one
-    )
 
 
 @pytest.fixture(scope="module")

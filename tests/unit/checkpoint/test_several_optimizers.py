@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.seen import same
 from torch import nn
 
 import eplb_runtime as eplb
@@ -25,10 +26,6 @@ def trained(seed: int, steps: int = 2) -> tuple[nn.Module, list[torch.optim.Opti
             optimizer.step()
             optimizer.zero_grad()
     return model, optimizers
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_the_state_of_each_is_there_under_its_parameters() -> None:

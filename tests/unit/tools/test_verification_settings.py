@@ -13,6 +13,7 @@ from flat_settings import config_from_settings
 
 from eplb_runtime.config import BalancerConfig, Trial
 from eplb_runtime.hosts.attaching.trial import without_replicas
+from eplb_runtime.hosts.attaching.trial_hooks import descendants
 from eplb_runtime.tools.verification import Report, runs
 from eplb_runtime.tools.verification.records import Closeness
 
@@ -55,9 +56,10 @@ def test_a_job_that_ends_sooner_is_run_as_far_and_one_that_fails_is_not_run_agai
 
 def test_a_job_is_ended_whether_it_listens_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "_END_SECONDS", 0.1)
-    job = subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 600 & wait; wait"], start_new_session=True)
-    runs.end(job)
-    assert job.returncode is not None
+    others = set(descendants())
+    job = subprocess.Popen(["sh", "-c", "trap '' TERM; setsid sleep 600 & wait; wait"], start_new_session=True)
+    runs.end(job, others)
+    assert job.returncode is not None and not set(descendants()) - others
 
 
 def test_a_report_is_valid_json_whatever_its_numbers_are() -> None:

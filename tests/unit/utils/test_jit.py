@@ -65,7 +65,7 @@ def test_constants_that_are_compiled_in_are_of_modules_that_the_digest_covers() 
                 constants += 1
                 source = path.parents[node.level - 1].joinpath(*str(node.module).split("."))
                 assert source.with_suffix(".py") in marked, f"{path} has constants of {source}"
-    assert constants > 2
+    assert constants > 0
 
 
 def test_the_folder_is_where_it_can_be_written(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

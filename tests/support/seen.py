@@ -1,0 +1,62 @@
+"""What a job is compared by: the bits of its tensors, what it warns of, and the line that a call refuses with."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def differing(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> list[Any]:
+    """Names of tensors whose dtypes or bits are not the same, and of other values that are not equal."""
+    assert one.keys() == other.keys()
+    return [name for name, value in one.items() if not _is_same(value, other[name])]
+
+
+def same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
+    return one.keys() == other.keys() and not differing(one, other)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return bool(one == other)
+
+
+def said_by(call: Callable[[], Any]) -> str:
+    """What a call raises as a RuntimeError or a ValueError; empty: nothing."""
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+@contextmanager
+def heard(level: int = logging.WARNING) -> Iterator[list[str]]:
+    """Lines of the package's log of this level or above, while they come."""
+    lines: list[str] = []
+    handler, logger = logging.Handler(level), logging.getLogger("eplb_runtime")
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    before, _ = logger.level, logger.addHandler(handler)
+    logger.setLevel(min(level, logger.getEffectiveLevel()))
+    try:
+        yield lines
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
+
+
+def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """A digest of the bits of each tensor, after its dtype and shape. A rank that trains several times keeps these in
+    place of the tensors, which the balancer would look through before each move as a user's own copies of experts."""
+    return {name: _digest(tensor.detach()) for name, tensor in tensors.items()}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{tensor.dtype} {[*tensor.shape]} {hashlib.blake2b(content).hexdigest()}"
