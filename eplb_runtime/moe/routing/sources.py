@@ -30,14 +30,8 @@ def split_for_rank(
     tokens that each rank sends to its slots. ``locality``: serve copies on the source's own rank first, then on its
     node."""
     counts: NDArray[np.int64] = np.ascontiguousarray(counts_RE, dtype=np.int64)
-    totals_LE = _column_sums(counts)[None]
-    quota_LEC = split_by_speed(
-        totals_LE,
-        tables,
-        speed_R,
-        mode=mode,
-        layers=slice(layer, layer + 1),
-    )
+    totals_LE = counts.sum(axis=0)[None]
+    quota_LEC = split_by_speed(totals_LE, tables, speed_R, mode=mode, layers=slice(layer, layer + 1))
     sent_EC = np.zeros(quota_LEC.shape[1:], dtype=np.int64)
     received_RS = np.zeros((tables.num_ranks, tables.slots_per_rank), dtype=np.int64)
     _share_out(
@@ -54,15 +48,6 @@ def split_for_rank(
         received_RS,
     )
     return sent_EC, received_RS
-
-
-@jit(error_model="numpy")
-def _column_sums(counts_RE: NDArray[np.int64]) -> NDArray[np.int64]:
-    total_E = np.zeros(counts_RE.shape[1], dtype=np.int64)
-    for rank in range(counts_RE.shape[0]):
-        for expert in range(counts_RE.shape[1]):
-            total_E[expert] += counts_RE[rank, expert]
-    return total_E
 
 
 @jit(error_model="numpy")
