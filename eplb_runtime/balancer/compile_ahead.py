@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -80,7 +81,9 @@ def compile_apart(policy: str, ended: threading.Event | None = None) -> None:
     last = time.monotonic() + MOST_SECONDS
     quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     try:  # in a session of its own: what ends a job does not end it
-        process = subprocess.Popen([sys.executable, "-m", __name__, policy], start_new_session=True, **quiet)
+        environment = {"NUMBA_OPT": "1", **os.environ}  # a quarter less time to compile
+        command = [sys.executable, "-m", __name__, policy]
+        process = subprocess.Popen(command, env=environment, start_new_session=True, **quiet)
         while process.poll() is None and time.monotonic() < last and not (ended and ended.is_set()):
             with suppress(subprocess.TimeoutExpired):
                 process.wait(LOOK_SECONDS)

@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,7 +34,7 @@ from ..planner import CostModel, Plan, plan
 from ..planner.cost import crossing_seconds
 from ..planner.evaluate import has_no_copies, predicted_imbalance
 from ..planner.track_record import JUDGED, TrackRecord
-from ..utils.jit import compiling_ahead, without_waiting
+from ..utils.jit import compiling_ahead
 from ..utils.spans import phase
 from ..utils.worker import Worker
 from .compile_ahead import compile_apart, compile_here, compiles, is_compiled
@@ -451,8 +450,7 @@ class DecisionMaker:
         def make() -> bytes:
             # While code is compiled no plan has replicas yet, so judging runs nothing that is compiled.
             self._track_record.observe(total.sum(axis=0, dtype=np.float64))
-            with without_waiting() if compiling else nullcontext():
-                made.append(self._make_plan(load, measurement, compiling))
+            made.append(self._make_plan(load, measurement, compiling))
             return _as_message(made[0], measurement.placement, self._predictions(self._cost(measurement)))
 
         message, in_time = self._in_time(make)

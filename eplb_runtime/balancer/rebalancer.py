@@ -175,7 +175,7 @@ class Rebalancer:
         compiled = self._compiler.submit(self.decisions.compile)
         if not wait([compiled], COMPILED_SOON_SECONDS).done and missing:
             logger.info(
-                "compiling the planner in the background, about a minute of one core, once on a machine "
+                "compiling the planner in the background, half a minute of one core, once on a machine "
                 "(eplb-runtime warmup does it ahead); until then only homes move"
             )
         return compiled

@@ -13,7 +13,7 @@ POLICIES = ("incremental", "")  # of rank 0, and of the other ranks, which plan 
 
 
 def add(commands: Any) -> None:
-    summary = "compile what decisions and migrations need, once on a machine: about a minute of one core"
+    summary = "compile what decisions and migrations need, once on a machine: half a minute of one core"
     examples = """
   eplb-runtime warmup            # for example in a Dockerfile, after `pip install`
 """

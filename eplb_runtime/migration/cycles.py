@@ -52,7 +52,8 @@ def _coloured(source: Ints, destination: Ints, num_ranks: int) -> Ints:
     colours = degree.max()
     edges = num_ranks * colours
     tail, head = np.empty(edges, np.int64), np.empty(edges, np.int64)
-    tail[:moves], head[:moves] = source, destination
+    for move in range(moves):  # arrays assigned whole take seconds to compile
+        tail[move], head[move] = source[move], destination[move]
     edge = moves
     for rank in range(num_ranks):
         for _ in range(colours - degree[rank]):
@@ -111,7 +112,8 @@ def cut_into_short_cycles(first_L: Ints, source_M: Ints, destination_M: Ints, nu
         for move in range(begin, end):
             left[source_M[move]] += 1
         first = np.zeros(num_ranks + 1, np.int64)
-        first[1:] = np.cumsum(left)
+        for rank in range(num_ranks):
+            first[rank + 1] = first[rank] + left[rank]
         place = first[:-1].copy()
         by_rank = np.empty(end - begin, np.int64)
         for move in range(begin, end):
@@ -165,12 +167,11 @@ def first_fit(
     Returns:
         The rounds, and int64 ``[rounds, R]``: bytes that each rank receives (and sends) in each.
     """
-    words = 4  # of 63 rounds each: the sign bit stays out of it
+    words, used, size = 4, 0, np.int64(-1)  # a word is of 63 rounds: the sign bit stays out of it
     every = np.int64(2**63 - 1)
     load = np.zeros((words * 63, num_ranks), np.int64)
     room = np.full((num_ranks, words), every)  # a bit for each round in which a rank has room for one more expert
     round_N = np.empty(order_N.size, np.int64)
-    used, size = 0, np.int64(-1)
     for cycle in order_N:
         begin, end = first_N[cycle], first_N[cycle + 1]
         if bytes_N[cycle] != size:
@@ -228,7 +229,7 @@ def follow_slots(
     num_layers, num_experts = home_LE.shape
     transfers = np.empty((2 * expert_M.size + (home_LE != target_LE).sum(), 5), np.int64)
     count = 0
-    at, before = np.empty(num_experts, np.int64), np.empty(num_experts, np.int64)
+    at = np.empty(num_experts, np.int64)
     who = np.empty(max(home_LE.max(), target_LE.max()) + 1, np.int64)
     for layer in range(num_layers):
         target = target_LE[layer]
@@ -242,7 +243,7 @@ def follow_slots(
         while True:
             number = round_M[begin] if begin < end else round_L[layer]
             behind = begin
-            before[:] = at
+            before = at.copy()
             while behind < end and round_M[behind] == number:
                 who[at[expert_M[behind]]] = -1
                 behind += 1
@@ -262,8 +263,7 @@ def follow_slots(
                         at[there], who[free] = free, there
                     at[expert], who[slot] = slot, expert
             if behind == end:
-                for expert in range(num_experts):
-                    at[expert] = target[expert]
+                at = target.copy()
             for expert in range(num_experts):
                 if at[expert] != before[expert]:
                     transfers[count, 0], transfers[count, 1], transfers[count, 2] = number, layer, expert

@@ -64,24 +64,6 @@ def compiling_ahead() -> Iterator[None]:
         _compiling.remove(threading.get_ident())
 
 
-_caller = threading.local()
-
-
-@contextmanager
-def without_waiting() -> Iterator[None]:
-    """Inside, this thread takes a weaker answer rather than wait for the compiler."""
-    _caller.is_hasty = True
-    try:
-        yield
-    finally:
-        _caller.is_hasty = False
-
-
-def must_not_wait() -> bool:
-    """Return whether this thread is inside `without_waiting`."""
-    return getattr(_caller, "is_hasty", False)
-
-
 def ready(function: Function) -> Function:
     """Return a compiled function, or, while another thread compiles it, the same as Python's interpreter runs it, a
     hundred times slower: for calls that are rare and small."""

@@ -30,14 +30,8 @@ def split_for_rank(
     tokens that each rank sends to its slots. ``locality``: serve copies on the source's own rank first, then on its
     node."""
     counts: NDArray[np.int64] = np.ascontiguousarray(counts_RE, dtype=np.int64)
-    totals_LE = _column_sums(counts)[None]
-    quota_LEC = split_by_speed(
-        totals_LE,
-        tables,
-        speed_R,
-        mode=mode,
-        layers=slice(layer, layer + 1),
-    )
+    totals_LE = counts.sum(axis=0)[None]
+    quota_LEC = split_by_speed(totals_LE, tables, speed_R, mode=mode, layers=slice(layer, layer + 1))
     sent_EC = np.zeros(quota_LEC.shape[1:], dtype=np.int64)
     received_RS = np.zeros((tables.num_ranks, tables.slots_per_rank), dtype=np.int64)
     _share_out(
@@ -57,15 +51,6 @@ def split_for_rank(
 
 
 @jit(error_model="numpy")
-def _column_sums(counts_RE: NDArray[np.int64]) -> NDArray[np.int64]:
-    total_E = np.zeros(counts_RE.shape[1], dtype=np.int64)
-    for rank in range(counts_RE.shape[0]):
-        for expert in range(counts_RE.shape[1]):
-            total_E[expert] += counts_RE[rank, expert]
-    return total_E
-
-
-@jit(error_model="numpy")
 def _share_out(
     counts_RE: NDArray[np.int64],
     copy_slot_EC: NDArray[np.int32],
@@ -81,11 +66,12 @@ def _share_out(
 ) -> None:
     """Own rank; then each node by itself, sources in order against copies in order; then everybody likewise."""
     num_ranks, first_slot = counts_RE.shape[0], me * received_RS.shape[1]
-    sent_EC[:, 0] = counts_RE[me]
     for expert in range(copy_slot_EC.shape[0]):
+        sent_EC[expert, 0] = counts_RE[me, expert]
         slot = copy_slot_EC[expert, 0] - first_slot
         if 0 <= slot < received_RS.shape[1]:
-            received_RS[:, slot] = counts_RE[:, expert]
+            for rank in range(num_ranks):
+                received_RS[rank, slot] = counts_RE[rank, expert]
     left_R = np.empty(num_ranks, dtype=np.int64)
     room_C = np.empty(quota_EC.shape[1], dtype=np.int64)
     sent_CR = np.empty((quota_EC.shape[1], num_ranks), dtype=np.int64)
@@ -125,4 +111,5 @@ def _share_out(
             sent_EC[expert, copy] = sent_CR[copy, me]
             slot = copy_slot_EC[expert, copy] - first_slot
             if 0 <= slot < received_RS.shape[1]:
-                received_RS[:, slot] = sent_CR[copy]
+                for rank in range(num_ranks):
+                    received_RS[rank, slot] = sent_CR[copy, rank]

@@ -225,7 +225,9 @@ def sweep_until_optimal(
         if sweep >= MOMENTUM_FROM:
             go_on(ranks_NC, count_N, share_NC, before_NC, load_R)
         elif sweep == MOMENTUM_FROM - 1:
-            before_NC[:] = share_NC
+            for index in range(count_N.size):
+                for copy in range(count_N[index]):
+                    before_NC[index, copy] = share_NC[index, copy]
         sweep_copies(ranks_NC, count_N, share_NC, load_R)
     return sweeps
 
@@ -302,7 +304,8 @@ def _peak(
     quota_EC: NDArray[np.int64],
     load_R: NDArray[np.int64],
 ) -> int:
-    load_R[:] = base_R
+    for rank in range(load_R.size):
+        load_R[rank] = base_R[rank]
     for index in range(order_N.size):
         for copy in range(count_N[index]):
             load_R[ranks_NC[index, copy]] += quota_EC[order_N[index], copy]
@@ -329,8 +332,10 @@ def _split_layers(
     for layer in range(totals_LE.shape[0]):
         order_N, ranks_NC, count_N = order_LN[layer], ranks_LNC[layer], count_LN[layer]
         quota_EC = quota_LEC[layer]
-        base_R[:] = ballast_LR[layer]
-        total = base_R.sum()
+        total = 0
+        for rank in range(num_ranks):
+            base_R[rank] = ballast_LR[layer, rank]
+            total += base_R[rank]
         for expert in range(totals_LE.shape[1]):
             tokens = totals_LE[layer, expert]
             quota_EC[expert, 0] = tokens

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ...placement import EMPTY
 from ...utils.jit import jit
-from .layer import FloatArray, IntArray, Layer, fill_to_level, is_on, judge, set_replica, swap_homes
+from .layer import FloatArray, IntArray, Layer, copy_split, fill_to_level, is_on, judge, set_replica, swap_homes
 
 TRIED_REPLICAS = 3
 """Steps that give a replica, of which each is tried before one is taken."""
@@ -61,7 +61,7 @@ def descend(
     homes, replicas = _moved(layer, held_RE)
     value, goal = judge(layer, peak_W)
     goal += home_price * homes + replica_price * replicas
-    track_NX[0] = np.array([value, homes, replicas, 0.0, 0.0, 0.0])
+    _note(track_NX[0], value, homes, replicas, 0, 0, 0)
     while steps + 1 < len(track_NX) and stuck < stuck_ranks and value > enough:
         rank = _busiest(layer, is_stuck_R)
         if rank < 0:
@@ -71,12 +71,12 @@ def descend(
             _find_swap(layer, rank, gain_M, step_M3)
         if layer.per_rank > layer.homes:
             _find_replicas(layer, rank, gain_M, step_M3)
-        token_WP[:], load_WR[:] = layer.token_WP, layer.load_WR
+        copy_split(layer.token_WP, layer.load_WR, token_WP, load_WR)
         taken, best_goal, best_value, best_homes, best_replicas = -1, goal - LEAST_FALL, value, homes, replicas
         for index in range(len(gain_M)):
             if gain_M[index] <= 0.0:
                 continue
-            kind, slot, other = step_M3[index]
+            kind, slot, other = step_M3[index, 0], step_M3[index, 1], step_M3[index, 2]
             before = layer.slot_P[slot]
             more_homes, more_replicas = _moves_of(layer, held_RE, kind, slot, other)
             take(layer, kind, slot, other)
@@ -86,22 +86,31 @@ def descend(
             if new_goal < best_goal and _is_sure(peak_W - tried_W):
                 taken, best_goal, best_value = index, new_goal, new_value
                 best_homes, best_replicas = homes + more_homes, replicas + more_replicas
-                best_W[:], best_token_WP[:], best_load_WR[:] = tried_W, layer.token_WP, layer.load_WR
+                best_W, tried_W = tried_W, best_W
+                copy_split(layer.token_WP, layer.load_WR, best_token_WP, best_load_WR)
             take(layer, kind, slot, other if kind == SWAP else before)
-            layer.token_WP[:], layer.load_WR[:] = token_WP, load_WR
+            copy_split(token_WP, load_WR, layer.token_WP, layer.load_WR)
         if taken < 0:
             is_stuck_R[rank] = True
             stuck += 1
             continue
-        kind, slot, other = step_M3[taken]
+        kind, slot, other = step_M3[taken, 0], step_M3[taken, 1], step_M3[taken, 2]
         take(layer, kind, slot, other)
-        layer.token_WP[:], layer.load_WR[:], peak_W[:] = best_token_WP, best_load_WR, best_W
+        copy_split(best_token_WP, best_load_WR, layer.token_WP, layer.load_WR)
+        peak_W, best_W = best_W, peak_W
         value, goal, homes, replicas = best_value, best_goal, best_homes, best_replicas
         is_stuck_R[:] = False
         stuck = 0
         steps += 1
-        track_NX[steps] = np.array([value, homes, replicas, kind, slot, other])
+        _note(track_NX[steps], value, homes, replicas, kind, slot, other)
     return steps
+
+
+@jit
+def _note(row_X: FloatArray, value: float, homes: int, replicas: int, kind: int, slot: int, other: int) -> None:
+    """Write a row of a track."""
+    row_X[VALUE], row_X[HOMES], row_X[REPLICAS] = value, homes, replicas
+    row_X[KIND], row_X[SLOT], row_X[OTHER] = kind, slot, other
 
 
 @jit
@@ -236,7 +245,8 @@ def _find_replicas(layer: Layer, rank: int, gain_M: FloatArray, step_M3: IntArra
             if gain > gain_M[last] and not is_on(layer, partner, expert):
                 place = last
                 while place > 1 and gain_M[place - 1] < gain:
-                    gain_M[place], step_M3[place] = gain_M[place - 1], step_M3[place - 1]
+                    gain_M[place], step_M3[place, 0] = gain_M[place - 1], step_M3[place - 1, 0]
+                    step_M3[place, 1], step_M3[place, 2] = step_M3[place - 1, 1], step_M3[place - 1, 2]
                     place -= 1
                 gain_M[place] = gain
                 step_M3[place, 0], step_M3[place, 1], step_M3[place, 2] = REPLICA, slot, expert

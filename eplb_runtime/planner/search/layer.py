@@ -74,14 +74,25 @@ def split_evenly(layer: Layer) -> None:
                 layer.copies_EC[expert, layer.count_E[expert]] = slot
                 layer.count_E[expert] += 1
     layer.token_WP[:] = 0.0
-    layer.load_WR[:] = layer.virtual_R
     for scenario in range(len(layer.load_WE)):
+        for rank in range(ranks):
+            layer.load_WR[scenario, rank] = layer.virtual_R[rank]
         for slot in range(layer.slot_P.size):
             expert = layer.slot_P[slot]
             if expert != EMPTY:
                 share = layer.load_WE[scenario, expert] / layer.count_E[expert]
                 layer.token_WP[scenario, slot] = share
                 layer.load_WR[scenario, layer.rank_P[slot]] += share
+
+
+@jit
+def copy_split(token_WP: FloatArray, load_WR: FloatArray, to_token_WP: FloatArray, to_load_WR: FloatArray) -> None:
+    """Copy the split of a layer. (Loops: what copies arrays whole takes seconds to compile.)"""
+    for scenario in range(len(token_WP)):
+        for slot in range(token_WP.shape[1]):
+            to_token_WP[scenario, slot] = token_WP[scenario, slot]
+        for rank in range(load_WR.shape[1]):
+            to_load_WR[scenario, rank] = load_WR[scenario, rank]
 
 
 @jit(error_model="numpy")
@@ -154,8 +165,11 @@ def judge(layer: Layer, peak_W: FloatArray) -> tuple[float, float]:
     """
     variance = 0.0
     for scenario in range(len(layer.load_WR)):
-        peak_W[scenario] = layer.load_WR[scenario].max()
-        variance += ((layer.load_WR[scenario] - 1.0) ** 2).mean()
+        peak_W[scenario], squares = 0.0, 0.0
+        for load in layer.load_WR[scenario]:
+            peak_W[scenario] = max(peak_W[scenario], load)
+            squares += (load - 1.0) ** 2
+        variance += squares / layer.load_WR.shape[1]
         if layer.crossing_price > 0.0:
             peak_W[scenario] += layer.crossing_price * _crossing(layer, scenario)
     worth = peak_W.mean()

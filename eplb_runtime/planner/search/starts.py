@@ -105,11 +105,13 @@ def deal(
         expert = int(np.argmax(each_E))
         count_E[expert] += 1
         each_E[expert] = load_E[expert] / count_E[expert] if count_E[expert] < ranks else 0.0
-    each_E[:] = load_E / count_E
+    for expert in range(experts):
+        each_E[expert] = load_E[expert] / count_E[expert]
     load_R = np.zeros(ranks)
     homes_R, replicas_R = np.zeros(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
     if keep:
-        slot_P[:] = np.where(np.arange(now_P.size) % per_rank < homes, now_P, EMPTY)
+        for slot in range(now_P.size):
+            slot_P[slot] = now_P[slot] if slot % per_rank < homes else EMPTY
         for expert in range(experts):
             load_R[home_E[expert]] += each_E[expert]
     for expert in np.argsort(-each_E, kind="mergesort"):
@@ -133,8 +135,7 @@ def deal(
             for rank in range(ranks):
                 if load_R[rank] >= least or replicas_R[rank] == per_rank - homes or rank == home_E[expert]:
                     continue
-                first = rank * per_rank + homes
-                if not (slot_P[first : first + replicas_R[rank]] == expert).any():
+                if not _has(slot_P, rank * per_rank + homes, rank * per_rank + homes + replicas_R[rank], expert):
                     best, least = rank, load_R[rank]
             if best < 0:
                 break
@@ -157,10 +158,20 @@ def add_rings(load_E: FloatArray, homes: int, per_rank: int, distance_K: IntArra
             slot, source = rank * per_rank + homes + number, (rank - distance_K[number]) % ranks
             if slot_P[slot] != EMPTY or source == rank:
                 continue
-            own_S, best, most = slot_P[rank * per_rank : (rank + 1) * per_rank], -1, 0.0
+            first, best, most = rank * per_rank, -1, 0.0
             for expert in slot_P[source * per_rank : source * per_rank + homes]:
-                if load_E[expert] / count_E[expert] > most and not (own_S == expert).any():
-                    best, most = expert, load_E[expert] / count_E[expert]
+                each = load_E[expert] / count_E[expert]
+                if each > most and not _has(slot_P, first, first + per_rank, expert):
+                    best, most = expert, each
             if best >= 0:
                 slot_P[slot] = best
                 count_E[best] += 1.0
+
+
+@jit(error_model="numpy")
+def _has(slot_P: IntArray, first: int, end: int, expert: int) -> bool:
+    """Return whether one of these slots holds the expert."""
+    found = False
+    for slot in range(first, end):
+        found = found or slot_P[slot] == expert
+    return found
