@@ -284,18 +284,6 @@ def clip_by_torch(job: Job) -> None:
 
 
 @found("either")
-def all_averaged(job: Job) -> None:
-    """the loop averages every gradient, those of the experts, too"""
-
-    def average(step: int) -> None:
-        for parameter in job.model.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-
-    job.before_step = average
-
-
-@found("either")
 def counts_by_row(job: Job) -> None:
     """decay grows with the age of an expert, which is kept in a list by row"""
     ages: dict[str, list[int]] = {}
