@@ -37,7 +37,7 @@ FIRST_STEPS = 3
 _STEPS, _PIECE = 64, 32
 """Last steps of which an expert's elements, ahead of the forward, are compared with other ranks'; those elements."""
 MOST_NAMED = 8
-"""Ranks or layers in a line."""
+"""Ranks in a line."""
 _BY_RANK = "set them alike on every rank (not by its own loss, norms of its experts or an if on the rank)"
 _BY_WRITING = (
     "average gradients (dense_gradients='allreduce', or DDP after attach), clip by balancer.clip_grad_norm_, write on "

@@ -33,7 +33,7 @@ from .side_stream import SideStream, wait_until
 ROW_BYTES = 14336
 """A multiple of 32 that one call takes, and the width that DeepEP's own tables are for."""
 CHUNK_BYTES = 128 << 20
-"""What a rank sends, and receives, in one call at most: as much to and from each rank."""
+"""Bytes that a rank sends, and receives, in one call at most: as much to and from each rank."""
 _GRACE_SECONDS = 5.0
 """Ranks that know that all have come may take so long to say so, whatever the deadline."""
 

@@ -57,9 +57,9 @@ def memories(models: Sequence[nn.Module], registry: ExpertTensors, owned: Iterab
     """Return where parameters, gradients and buffers of models are, and ``owned``: registered or no experts."""
     named = [one for model in models for one in (*model.named_parameters(), *model.named_buffers())]
     held = [tensor for _, tensor in named]  # `buffers` is an attribute of Megatron's DDP
-    held += _spared
     gradients = [getattr(tensor, name, None) for tensor in held for name in ("grad", "main_grad")]
-    return {0} | {_memory_of(one) for one in (*held, *gradients, *owned, *registry.parameters()) if one is not None}
+    known = (*held, *gradients, *owned, *_spared, *registry.parameters())
+    return {0} | {_memory_of(one) for one in known if one is not None}
 
 
 def candidates(

@@ -45,7 +45,7 @@ class TitanSettings:
     deterministic: bool = False
     """Of debug; DeepEP receives tokens in a fixed order."""
     compiled: bool = False
-    """Whether blocks with experts are compiled."""
+    """Return whether blocks with experts are compiled."""
     optimizers: tuple[str, ...] = ("AdamW",)
 
 

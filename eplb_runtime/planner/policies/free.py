@@ -64,7 +64,7 @@ def rule_cost(request: PlanRequest, placement: Placement) -> str:
 
 
 def has_rule(groups: int, num_nodes: int) -> bool:
-    """Whether whole groups can be dealt out evenly to nodes, so that there is a rule to keep."""
+    """Return whether whole groups can be dealt out evenly to nodes, so that there is a rule to keep."""
     return groups > 1 and num_nodes > 1 and groups % num_nodes == 0
 
 
