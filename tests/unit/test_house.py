@@ -60,7 +60,7 @@ RATCHET = {
     "package": 44992,
     "files of the package": 280,
     "page": 664,
-    "tests": 49278,
+    "tests": 49268,
     "files of tests": 332,
     "Markdown, KB": 180,
 }
