@@ -40,7 +40,6 @@ LONGEST_FIRST = (
     "test_demo",
     "test_leaving",
     "test_real_optimizers",
-    "test_failures_leave_training_whole",
     "test_setting_up",
     "test_kernels_interpreted",
     "test_kernels",
