@@ -658,8 +658,7 @@ class Rebalancer:
 
     def _rejoin(self) -> None:
         """Make new connections where all ranks meet at the end of this step."""
-        link = self._reconnection.at_boundary(self._boundaries)
-        if link is None:
+        if (link := self._reconnection.at_boundary(self._boundaries)) is None:
             return
         before = self._groups.take_over(link.control, link.migration)
         self._agreement = self.overlapped.agreement = self._new_agreement()

@@ -57,7 +57,7 @@ RATCHET = {
     "hosts": 9193,
     "tools": 3477,
     "cli": 1161,
-    "package": 44917,
+    "package": 44916,
     "files of the package": 280,
     "page": 664,
     "tests": 49236,
