@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from moe_models import batch_of, make_model
@@ -29,6 +30,7 @@ from eplb_runtime.events import (
     RebalanceCommitted,
     RebalancePlanned,
 )
+from eplb_runtime.migration.engine import MigrationBroken
 
 RANKS, INTERVAL = 3, 2
 ABORTED = 36
@@ -171,6 +173,23 @@ def test_each_fault_ends_one_rebalance_and_the_next_ones_work() -> None:
     for result in results:
         assert result["same"]
         assert {**result, "while paused": ""} == {**first, "while paused": ""}
+
+
+def parted(rank: int) -> str:
+    job = Job(rank, timeout_seconds=20.0)
+    job.until_next(RebalanceCommitted)
+    rebalancer = job.balancer._rebalancer
+    if rank == 2:
+        rebalancer._placement = rebalancer._initial
+    rebalancer._pause("a test wants it")
+    with pytest.raises(MigrationBroken) as broken:
+        job.until_next(RebalanceAborted)
+    return str(broken.value)
+
+
+def test_ranks_with_different_placements_do_not_go_on_once_they_are_connected_again() -> None:
+    for said in run_ranks(RANKS, parted):
+        assert said.startswith("rank 2 has another placement than rank 0") and "load a checkpoint" in said
 
 
 # -- many of them ------------------------------------------------------------------------------------------------------
