@@ -257,7 +257,7 @@ class DecisionMaker:
             return self._decide(measurement, key, control, agreement)
         except Exception as error:
             logger.debug("a decision failed", exc_info=True)
-            hang_up(control, "gloo")  # later work of this rank must not mix with the others' part of this decision
+            hang_up(control)  # later work of this rank must not mix with the others' part of this decision
             return Decision(failure=f"{type(error).__name__}: {error}", connections_broken=True)
 
     def _decide(self, measurement: Measurement, key: str, control: dist.ProcessGroup, agreement: Agreement) -> Decision:
