@@ -31,9 +31,7 @@ class HostCopy:
 
 def aggregate(buckets: HostCopy, group: dist.ProcessGroup) -> Tensor:
     """The load of all ranks of ``group`` (EP and EDP), int64 ``[T, L, E]`` on the CPU, the same on every rank."""
-    total = buckets.wait()
-    dist.all_reduce(total, group=group)
-    return total
+    return aggregate_with(buckets, (), group)[0]
 
 
 def aggregate_with(buckets: HostCopy, numbers: Sequence[int], group: dist.ProcessGroup) -> tuple[Tensor, list[int]]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..distributed.consensus import extremes
+from .checks import checked_load
 
 PADDED = -1
 """The id that takes the place of an expert's where a token is padding."""
@@ -37,20 +38,18 @@ def checked_declaration(load: Any, num_layers: int, num_experts: int) -> NDArray
     Raises:
         DeclaredLoadError: another shape, or values that are no load; all zero; or ids of no expert.
     """
-    if isinstance(load, list | tuple) and load and all(_is_array(one) and one.ndim > 1 for one in load):
-        found = np.concatenate([_one_micro_batch(one, num_layers, num_experts) for one in load])
-        if not found.any() and not any(_is_topk_ids(one, num_layers, num_experts) for one in load):
-            raise DeclaredLoadError(_NO_LOAD)
-        return found
-    if _is_topk_ids(load, num_layers, num_experts):
-        return _counted(load, num_layers, num_experts)[None]
-    found = _as_load(load, num_layers, num_experts)
-    if not found.any():
-        raise DeclaredLoadError(_NO_LOAD)
+    is_list = isinstance(load, list | tuple) and bool(load) and all(_is_array(one) and one.ndim > 1 for one in load)
+    batches = list(load) if is_list else [load]
+    of_tokens = [_is_topk_ids(one, num_layers, num_experts) for one in batches]
+    found = np.concatenate(
+        [
+            (_counted if is_ids else _as_load)(one, num_layers, num_experts)
+            for one, is_ids in zip(batches, of_tokens, strict=True)
+        ]
+    )
+    if not found.any() and not any(of_tokens):
+        raise DeclaredLoadError("the declared load has no token: give tokens per expert, not all 0")
     return found
-
-
-_NO_LOAD = "a declared load is tokens per expert: give finite numbers of 0 or more, not all 0"
 
 
 def _is_array(one: Any) -> bool:
@@ -66,44 +65,20 @@ def _is_topk_ids(load: Any, num_layers: int, num_experts: int) -> bool:
     return bool(load.dtype.kind in "iu")
 
 
-def _one_micro_batch(one: Any, num_layers: int, num_experts: int) -> NDArray[np.float64]:
-    """float64 ``[1, L, E]`` of one entry of a list; all zero where its tokens are padding."""
-    if _is_topk_ids(one, num_layers, num_experts):
-        return _counted(one, num_layers, num_experts)[None]
-    if one.ndim != 2:
-        raise DeclaredLoadError(
-            f"a micro-batch of the declared list has shape {tuple(one.shape)}: give [{num_layers}, {num_experts}], "
-            f"tokens per expert, or whole numbers [tokens, {num_layers}, k], the experts of each token"
-        )
-    return _as_load(one, num_layers, num_experts)
-
-
 def _as_load(load: Any, num_layers: int, num_experts: int) -> NDArray[np.float64]:
     """float64 ``[T, L, E]`` of tokens per expert."""
-    try:
-        if isinstance(load, list | tuple):
-            load = [one.detach().cpu().double() if isinstance(one, Tensor) else one for one in load]
-        if torch.is_tensor(load):
-            load = load.detach().cpu() if load.is_complex() else load.detach().cpu().double()  # bfloat16 is not numpy's
-        values = np.asarray(load)
-        if values.dtype.kind == "c":
-            raise TypeError
-        array = np.array(values, dtype=np.float64)
-    except (TypeError, ValueError):
-        raise DeclaredLoadError("a declared load is an array of numbers: give [layers, experts]") from None
-    if array.ndim not in (2, 3) or array.shape[-2:] != (num_layers, num_experts) or not array.size:
+    array = checked_load(load, "the declared load", DeclaredLoadError)
+    if array.shape[1:] != (num_layers, num_experts):
         raise DeclaredLoadError(
-            f"the declared load has shape {array.shape}: give [{num_layers}, {num_experts}], all MoE layers of the "
-            f"model and its logical experts, [micro-batches, {num_layers}, {num_experts}], or whole numbers "
-            f"[tokens, {num_layers}, k], the experts of each token"
+            f"the declared load has shape {array.shape}: give "
+            f"[{num_layers}, {num_experts}], all MoE layers of the model and its logical experts, [micro-batches, "
+            f"{num_layers}, {num_experts}], or whole numbers [tokens, {num_layers}, k], the experts of each token"
         )
-    if not (np.isfinite(array).all() and (array >= 0).all()):
-        raise DeclaredLoadError(_NO_LOAD)
-    return array if array.ndim == 3 else array[None]
+    return array
 
 
 def _counted(topk_ids: Any, num_layers: int, num_experts: int) -> NDArray[np.float64]:
-    """Return float64 ``[L, E]``: how many of the tokens ``[N, L, K]`` go to each expert; padding (-1) counts
+    """Return float64 ``[1, L, E]``: how many of the tokens ``[N, L, K]`` go to each expert; padding (-1) counts
     nowhere."""
     ids_NLK = torch.as_tensor(topk_ids).detach()
     top_k = ids_NLK.shape[2]
@@ -121,8 +96,8 @@ def _counted(topk_ids: Any, num_layers: int, num_experts: int) -> NDArray[np.flo
                 f"0 to {num_experts - 1}, and {PADDED} for padding"
             )
         counts += torch.bincount((ids_CLK + first_L1).flatten(), minlength=len(counts))
-    counts_LE = counts.view(num_layers, num_experts + 1)[:, 1:]
-    return np.asarray(counts_LE.cpu().numpy(), dtype=np.float64)
+    counts_1LE = counts.view(1, num_layers, num_experts + 1)[..., 1:]
+    return np.asarray(counts_1LE.cpu().numpy(), dtype=np.float64)
 
 
 def summed(

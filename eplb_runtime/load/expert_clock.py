@@ -28,12 +28,9 @@ class ExpertShare:
     """Share of a step, as the job is now, in which expert work runs: from each layer's dispatch to its combine, forward
     and backward.
 
-    It is ``sum of expert seconds / sum of step seconds`` over all ranks, which is the mean over ranks, since they step
-    together. A rank's expert seconds include its wait for the busiest rank: combine ends when the busiest rank has sent
-    its results. So in each layer all ranks measure about the busiest rank's time, W x imbalance, where W is the time
-    with even load. The gate needs exactly that: a step then takes ``share x (1 - imbalance after / imbalance before)``
-    of itself less. `even` gives W. Time that ranks wait in dispatch for a rank that is late from before the layer is
-    measured, too, and no placement saves it: the share is an upper bound there.
+    A rank's expert seconds include its wait for the busiest rank, which ends combine. So each rank measures in a layer
+    about the busiest rank's time, W x imbalance, where W is the time with even load; `even` gives W. Time that ranks
+    wait in dispatch for a rank that is late from before the layer is measured, too, and no placement saves it.
 
     Args:
         value: in (0, 1].

@@ -1,7 +1,7 @@
 """The load to come, foretold from measured windows, and how far it may stray from the forecast.
 
-A layer's forecast is the mean of its windows since its load last changed. Where other forecasters err surely less, it
-is a blend of seven of them, weighed by the imbalance that they would have led to. All is judged on shares of tokens.
+A layer's forecast is the mean of its windows. Where other forecasters err surely less, it is a blend of seven of them,
+weighed by the imbalance that they would have led to. All is judged on shares of tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ class ForecastParameters:
     """Constants of the forecast, tuned on one seed of the families in ``tests/benchmarks/planner``.
 
     Args:
-        change_ratio: a window is like none before when its distance from each is so many times that of neighbours.
         scenarios: the newest windows whose deviations the load to come may have.
         mixes: further scenarios, in which each expert deviates as in a window of its own.
         spread: how much farther than seen scenarios deviate: a plan that fits what was seen meets what was not.
@@ -37,7 +36,6 @@ class ForecastParameters:
         between_equals: weight of the share of tokens foretold for other experts, in the loss.
     """
 
-    change_ratio: float = 4.0
     scenarios: int = 10
     mixes: int = 8
     spread: float = 1.2
@@ -122,10 +120,9 @@ def foretell(load: Load, ranks: int = 8) -> ExpectedLoad:
         if not len(share_TE):
             foretold.append(_Foretold(np.zeros(experts), np.zeros((1, experts))))
             continue
-        change = last_change(share_TE)
-        foretold.append(_of_the_mean(share_TE, change))
-        if len(share_TE) - change >= PARAMETERS.least_windows:
-            blends[layer] = _blend(share_TE[change:])
+        foretold.append(_of_the_mean(share_TE))
+        if len(share_TE) >= PARAMETERS.least_windows:
+            blends[layer] = _blend(share_TE)
     moves_L, wanders_L = _which_move_on(blends, layers)
     for layer in np.flatnonzero(moves_L).tolist():
         foretold[layer] = _blended(blends[layer], ranks)
@@ -138,34 +135,14 @@ def shares(load: Load) -> Load:
     return np.divide(load, total, out=np.zeros_like(load), where=total > 0)
 
 
-def last_change(share_TE: Load) -> int:
-    """Return the first window since the load changed for another; 0: it did not, or it did again and again.
+def _of_the_mean(share_TE: Load) -> _Foretold:
+    """The mean, with the deviations of the newest windows from theirs.
 
-    After a change all windows are unlike all from before. Who changes twice will change again: then all windows count.
+    The mean of n windows errs itself: errors to come are ``sqrt((n + 1) / (n - 1))`` times the deviations seen.
     """
-    if len(share_TE) < 4:
-        return 0
-    scaled = share_TE / np.sqrt(np.maximum(share_TE.mean(axis=0), 1e-9))
-    square_T = (scaled**2).sum(axis=1)
-    apart_TT = square_T[:, None] + square_T - 2.0 * scaled @ scaled.T
-    far = PARAMETERS.change_ratio * max(float(np.median(np.diagonal(apart_TT, 1))), 1e-12)
-    new = [window for window in range(1, len(share_TE)) if apart_TT[:window, window].min() > far]
-    return new[0] if len(new) == 1 and apart_TT[: new[0], new[0] :].min() > far else 0
-
-
-def _of_the_mean(share_TE: Load, change: int) -> _Foretold:
-    """The mean since the change, with the deviations of the newest windows from theirs.
-
-    The mean of n windows errs itself: errors to come are ``sqrt((n + 1) / (n - 1))`` times the deviations seen. One or
-    two windows since a change do not show how far they stray: those before it do.
-    """
-    seen = share_TE[change:]
-    newest, after = seen[-PARAMETERS.scenarios :], len(seen)
-    if change > 2 and after < 3:
-        newest, after = share_TE[:change], 1
-    count = len(newest)
-    scale = np.sqrt((after + 1) / after * count / max(count - 1, 1))
-    return _Foretold(seen.mean(axis=0), (newest - newest.mean(axis=0)) * PARAMETERS.spread * scale)
+    newest, windows = share_TE[-PARAMETERS.scenarios :], len(share_TE)
+    scale = np.sqrt((windows + 1) / windows * len(newest) / max(len(newest) - 1, 1))
+    return _Foretold(share_TE.mean(axis=0), (newest - newest.mean(axis=0)) * PARAMETERS.spread * scale)
 
 
 def _blend(share_TE: Load) -> _Blend:

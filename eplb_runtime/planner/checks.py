@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from numbers import Integral, Real
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ..load.checks import MOST_TOKENS, checked_load
 from ..placement import Placement
 from ..topology import Topology
 from .cost import CostModel
@@ -18,51 +18,11 @@ GATES = ("payoff", "always", "off")
 KNOWS_SPEEDS = ("incremental", "static")
 MOST_SLOTS = 2**26
 """Slots over all layers that are planned for; 100 layers on 1,024 ranks of 64 slots are a tenth of it."""
-MOST_TOKENS = 1e150
-"""Tokens of all windows; sums of more, and their squares, leave float64, and what cannot be added up looks even."""
-
-
-def checked_load(load: ArrayLike, name: str = "load") -> NDArray[np.float64]:
-    """``load`` as float64 ``[T, L, E]``.
-
-    Raises:
-        PlanError: not numbers, wrong shape, empty, NaN, infinite or negative; the message names the first place.
-    """
-    if isinstance(load, np.ma.MaskedArray) and np.ma.is_masked(load):
-        raise PlanError(f"{name} has masked entries: fill them in (.filled(0) where nothing was counted)")
-    numbers: Any = load
-    try:
-        if hasattr(numbers, "detach"):
-            numbers = numbers.detach().cpu()
-            numbers = numbers.double() if numbers.is_floating_point() else numbers  # NumPy has no bfloat16
-        array = np.asarray(numbers)
-        if array.dtype.kind == "c":
-            raise TypeError
-        array = array.astype(np.float64, order="C")  # sums add up in the order in which numbers lie
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise PlanError(
-            f"{name} is not an array of numbers: give [layers, experts] or [windows, layers, experts]"
-        ) from None
-    if array.ndim not in (2, 3) or array.size == 0:
-        raise PlanError(
-            f"{name} has shape {array.shape}: give [layers, experts] or [windows, layers, experts], not empty"
-        )
-    array = array if array.ndim == 3 else array[None]
-    for bad, what in ((~np.isfinite(array), "not a finite number"), (array < 0, "negative")):
-        if bad.any():
-            window, layer, expert = np.argwhere(bad)[0]
-            raise PlanError(
-                f"{name} of window {window}, layer {layer}, expert {expert} is {array[window, layer, expert]}, {what}: "
-                "give token counts, zero where nothing was counted"
-            )
-    if array.max() > MOST_TOKENS / array.size:
-        raise PlanError(f"{name} goes up to {array.max():.3g}, too much to add up: give token counts")
-    return array
 
 
 def checked_declaration(declared: ArrayLike, windows: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the load to come as float64 ``[T, L, E]``, of the layers and experts of those measured."""
-    known = checked_load(declared, "declared load")
+    known = checked_load(declared, "declared load", PlanError)
     if known.shape[1:] != windows.shape[1:]:
         raise PlanError(
             f"declared load has shape {known.shape[1:]}, the measured one {windows.shape[1:]}: give both alike"

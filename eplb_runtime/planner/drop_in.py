@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..load.checks import checked_load
 from ..placement import Placement
 from ..topology import Topology
-from .checks import check_whole_number, checked_load
+from .checks import check_whole_number
 from .planning import plan
 from .policies.deepseek import balance
 from .policies.free import has_rule
@@ -75,7 +76,7 @@ def rebalance_experts(
     if num_replicas % num_gpus:
         raise PlanError(f"{num_replicas} slots cannot be spread evenly over {num_gpus} ranks")
     groups = groups_asked if has_rule(groups_asked, num_nodes) else 1
-    known = checked_load(weight)
+    known = checked_load(weight, "load", PlanError)
     load = known if np.ndim(weight) == 3 else known[0]
     slots_per_rank = num_replicas // num_gpus
     within_reach = load.shape[-1] // (num_nodes if groups > 1 else 1)

@@ -7,21 +7,14 @@ import time
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ..load.checks import checked_load
 from ..load.forecast import coarsen
 from ..placement import Placement
 from ..topology import Topology
-from .checks import (
-    check,
-    check_kinds,
-    checked_declaration,
-    checked_layout,
-    checked_load,
-    checked_sources,
-    checked_speed,
-)
+from .checks import check, check_kinds, checked_declaration, checked_layout, checked_sources, checked_speed
 from .cost import CostModel
 from .policies import POLICIES
-from .types import Gate, Plan, PlanRequest
+from .types import Gate, Plan, PlanError, PlanRequest
 from .weighing import weigh
 
 
@@ -88,7 +81,7 @@ def plan(
     """
     began = time.perf_counter()
     check_kinds(topology, cost, current)
-    windows = coarsen(checked_load(load))
+    windows = coarsen(checked_load(load, "load", PlanError))
     _, layers, experts = windows.shape
     request = PlanRequest(
         load=windows,

@@ -6,7 +6,6 @@ be computed afterwards, however often experts have moved since.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,7 @@ PRIOR = 0.1
 LEAST = 0.02
 FORGOTTEN = 0.05
 LARGEST = 1e15
-"""Largest magnitude of a saved number. Comparing with it refuses NaN, and integers that no float holds."""
+"""Largest magnitude of a saved number; comparing with it refuses NaN."""
 MOST_SAVED = 100
 """Plans of a saved record: more than are remembered."""
 
@@ -41,6 +40,12 @@ class _Promise:
     kept: float = 0.0
     judged: int = 0
     weight: float = 1.0
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether all its numbers are those of a plan that was judged."""
+        numbers = self.promised >= LEAST_PROMISE and abs(self.kept) <= LARGEST and 0 < self.weight <= 1
+        return numbers and 1 <= self.judged <= LARGEST
 
 
 @dataclass(frozen=True)
@@ -63,25 +68,15 @@ class TrackRecord:
     """Plans of a job, and what became of them."""
 
     def __init__(self, horizon: int = JUDGED, speed_R: NDArray[np.float64] | None = None) -> None:
-        """Begin without any plans.
-
-        Args:
-            horizon: decisions for which a plan promises its gain.
-            speed_R: float64 ``[R]``, as for `predicted_imbalance`.
-        """
+        """Begin without any plans; each promises its gain for ``horizon`` decisions, on ranks of these speeds."""
         self._horizon = max(1, horizon)
         self._speed_R = speed_R
         self._promises: list[_Promise] = []
 
     def add(self, before: Placement, after: Placement, promised: float) -> None:
-        """Note a plan that is carried out.
-
-        Args:
-            promised: by how much imbalance is to fall, mean over layers.
-        """
-        if promised < LEAST_PROMISE:
-            return
-        self._promises.append(_Promise(before, after, promised))
+        """Note a plan that is carried out, by which imbalance is to fall by ``promised``, mean over layers."""
+        if promised >= LEAST_PROMISE:
+            self._promises.append(_Promise(before, after, promised))
 
     def note(self, plan: Plan) -> None:
         """Note a plan if it is to be carried out, with what it promises."""
@@ -134,12 +129,14 @@ class TrackRecord:
         Raises:
             ValueError: it is something else; nothing is changed then.
         """
-        if not isinstance(rows, Sequence) or len(rows) > MOST_SAVED or not all(_is_saved_plan(row) for row in rows):
-            raise ValueError("the saved record of predictions is broken")
-        self._promises = [
-            _Promise(None, None, float(promised), float(kept), int(judged), float(weight))
-            for promised, kept, judged, weight in rows
-        ]
+        broken = ValueError("the saved record of predictions is broken")
+        try:
+            promises = [_Promise(None, None, float(row[0]), float(row[1]), int(row[2]), float(row[3])) for row in rows]
+        except (TypeError, ValueError, OverflowError, LookupError):
+            raise broken from None
+        if len(promises) > MOST_SAVED or not all(promise.is_judged for promise in promises):
+            raise broken
+        self._promises = promises
 
     def _judged(self) -> list[_Promise]:
         return [promise for promise in self._promises if promise.judged]
@@ -154,12 +151,3 @@ class TrackRecord:
         kept = sum(promise.weight * promise.kept / promise.judged for promise in judged)
         prior = PRIOR * promised / sum(promise.weight for promise in judged)
         return float(np.clip((kept + prior) / (promised + prior), LEAST, 1.0))
-
-
-def _is_saved_plan(row: Any) -> bool:
-    if not isinstance(row, Sequence) or isinstance(row, str) or len(row) != 4:
-        return False
-    if not all(isinstance(value, int | float) and abs(value) <= LARGEST for value in row):
-        return False
-    promised, _, judged, weight = row
-    return bool(promised >= LEAST_PROMISE and judged >= 1 and judged == int(judged) and 0 < weight <= 1)

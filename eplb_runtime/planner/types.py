@@ -71,10 +71,10 @@ class PlanRequest:
 
     @cached_property
     def to_come(self) -> ExpectedLoad:
-        """The load that is declared, or else foretold."""
-        known = self.declared
-        if known is None:
+        """The load that is declared, or else foretold; where nothing is to move, the load that was."""
+        if self.declared is None and self.policy != "static":
             return foretell(self.load, self.topology.num_ranks)
+        known = self.load if self.declared is None else self.declared
         return ExpectedLoad(known.mean(axis=0), known, known[:0], np.zeros(self.num_layers, dtype=bool))
 
     @property

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from ..placement import Placement
 from .cost import HYSTERESIS, MOVE_LAYER, CostModel
 from .evaluate import expected_lower_bound, moves_between, predicted_imbalance
-from .policies.free import rule_cost
 from .traffic import choose, crossing_share
 from .types import Plan, PlanRequest
 
@@ -48,8 +47,6 @@ def weigh(request: PlanRequest, placement: Placement, began: float) -> Plan:
     decision, reason = _decide(request, (before, after), falls, moving, (saved, spent))
     if crossing_before is not None and crossing_after is not None:
         reason += f"; tokens that cross nodes {crossing_before.mean():.1%} -> {crossing_after.mean():.1%}"
-    if request.policy == "hierarchical":
-        reason += "; " + rule_cost(request, placement)
     if decision == "stay" and current is not None:
         placement, moves = current, moves[:0]
         after, crossing_after = after if before is None else before, crossing_before

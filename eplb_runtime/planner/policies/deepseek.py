@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ..types import PlanRequest
 
 Array = NDArray[np.int32]
+MOST = 1e30
+"""Tokens of an expert: sums of more leave float32."""
 
 
 def deepseek(request: PlanRequest) -> Placement:
@@ -70,7 +72,7 @@ def balance(
     Raises:
         PlanError: sizes that do not divide each other, or fewer slots than experts.
     """
-    weight = np.ascontiguousarray(load, dtype=np.float32)
+    weight = np.minimum(np.asarray(load, dtype=np.float64), MOST).astype(np.float32)
     if weight.ndim != 2:
         raise PlanError(f"load has shape {weight.shape}; it must be [layers, experts]")
     if num_groups % num_nodes:
@@ -105,46 +107,15 @@ def pack(weight: NDArray[np.float32], num_packs: int, item_pack: Array, position
         item_pack: out, int32 ``[n]``, the pack of each item.
         position: out, int32 ``[n]``, its place within the pack.
     """
-    count = weight.size
-    capacity = count // num_packs
-    if capacity == 1:
-        for item in range(count):
-            item_pack[item] = item
-            position[item] = 0
-        return
-    order = np.argsort(-weight, kind="mergesort")
-    # a binary heap of packs, lightest on top, ties to the lower pack; packs 0.. in order are a heap of zeros
-    heap = np.arange(num_packs)
-    size = num_packs
-    filled = np.zeros(num_packs, dtype=np.int32)
-    total = np.zeros(num_packs, dtype=np.float32)
+    capacity = weight.size // num_packs
+    filled, total = np.zeros(num_packs, dtype=np.int32), np.zeros(num_packs, dtype=np.float32)
+    order = np.argsort(-weight, kind="mergesort") if capacity > 1 else np.arange(num_packs)
     for item in order:
-        top = heap[0]
-        item_pack[item] = top
-        position[item] = filled[top]
-        filled[top] += 1
-        total[top] += weight[item]
-        if filled[top] == capacity:
-            size -= 1
-            if size == 0:
-                break
-            top = heap[size]
-        node = 0
-        while True:
-            child = 2 * node + 1
-            if child >= size:
-                break
-            if child + 1 < size:
-                left, right = heap[child], heap[child + 1]
-                if total[right] < total[left] or (total[right] == total[left] and right < left):
-                    child += 1
-            best = heap[child]
-            if total[best] < total[top] or (total[best] == total[top] and best < top):
-                heap[node] = best
-                node = child
-            else:
-                break
-        heap[node] = top
+        lightest = np.argmin(total)
+        item_pack[item] = lightest
+        position[item] = filled[lightest]
+        filled[lightest] += 1
+        total[lightest] = total[lightest] + weight[item] if filled[lightest] < capacity else np.inf
 
 
 @jit
@@ -157,38 +128,15 @@ def replicate(weight: NDArray[np.float32], num_slots: int, slot_expert: Array, s
         slot_copy: out, int32 ``[num_slots]``: which copy of its expert a slot holds.
         count: out, int32 ``[n]``.
     """
-    experts = weight.size
-    for expert in range(experts):
-        slot_expert[expert] = expert
-        slot_copy[expert] = 0
-        count[expert] = 1
-    if num_slots == experts:
-        return
-    hottest = np.argsort(-weight, kind="mergesort")  # sorted: a heap already
-    key = weight[hottest].copy()
-    for slot in range(experts, num_slots):
-        expert = hottest[0]
+    each = weight.copy()
+    for slot in range(num_slots):
+        expert = slot if slot < weight.size else np.argmax(each)
+        if slot < weight.size:
+            count[expert] = 0
         slot_expert[slot] = expert
         slot_copy[slot] = count[expert]
         count[expert] += 1
-        share = np.float32(weight[expert] / np.float32(count[expert]))
-        node = 0
-        while True:
-            child = 2 * node + 1
-            if child >= experts:
-                break
-            if child + 1 < experts and (
-                key[child + 1] > key[child] or (key[child + 1] == key[child] and hottest[child + 1] < hottest[child])
-            ):
-                child += 1
-            if key[child] > share or (key[child] == share and hottest[child] < expert):
-                key[node] = key[child]
-                hottest[node] = hottest[child]
-                node = child
-            else:
-                break
-        key[node] = share
-        hottest[node] = expert
+        each[expert] = np.float32(weight[expert] / np.float32(count[expert]))
 
 
 @jit

@@ -14,9 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ...placement import Placement
 from ...utils.jit import jit
-from ..evaluate import predicted_imbalance
 from ..search.align import settle
-from ..search.bounds import lower_bound
 from ..types import PlanError
 from .deepseek import balance as balance_deepseek
 
@@ -46,22 +44,6 @@ def hierarchical(request: PlanRequest) -> Placement:
     nodes = topology.num_nodes
     planned = balance(request.forecast, topology.num_ranks, request.slots_per_rank, groups, nodes)
     return settle(request, planned, request.current, keep_nodes=has_rule(groups, nodes))
-
-
-def rule_cost(request: PlanRequest, placement: Placement) -> str:
-    """One clause for the plan's reason: what keeping whole groups on a node costs in ``placement``.
-
-    The cost is the imbalance above the lower bound of a plan without the rule, so it is the most that the rule costs.
-    """
-    topology, groups = request.topology, request.groups
-    if not has_rule(groups, topology.num_nodes):
-        return f"no group rule to keep: {groups} groups on {topology.num_nodes} nodes"
-    unruled = lower_bound(request.forecast, topology.num_ranks, request.slots_per_rank)
-    cost = predicted_imbalance(request.forecast, placement) / unruled - 1.0
-    return (
-        f"the group rule costs at most {cost.mean():.1%} of imbalance on average, {cost.max():.1%} in layer "
-        f"{int(cost.argmax())}"
-    )
 
 
 def has_rule(groups: int, num_nodes: int) -> bool:

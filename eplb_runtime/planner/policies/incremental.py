@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,8 +19,7 @@ from numpy.typing import NDArray
 from ...placement import EMPTY, Placement
 from ..cost import HYSTERESIS
 from ..evaluate import SURE, error_of, error_of_one, surely_gains
-from ..search.align import align, placed_anew
-from ..search.budget import share_out
+from ..search.align import align
 from ..search.descent import AS_HOME, AS_REPLICA, HOMES, KIND, NOT_HERE, OTHER, REPLICAS, SLOT, SWAP, VALUE, descend
 from ..search.layer import FloatArray, IntArray, Layer, fill_to_level, judge, split_evenly
 from ..search.starts import starts
@@ -335,7 +335,7 @@ def _placed(request: PlanRequest, questions: list[_Question], solutions: list[_S
         moved = track_NX[:, [HOMES, REPLICAS]]
         value.append(track_NX[:, VALUE] + moved @ question.prices)
         cost.append(np.stack([moved.sum(axis=1), moved @ size], axis=1).astype(np.int64))
-    steps_L = share_out(value, cost, (request.max_moves, request.max_bytes))
+    steps_L = _share_out(value, cost, (request.max_moves, request.max_bytes))
     for layer, found in enumerate(solutions):
         if found is None:
             continue
@@ -343,6 +343,45 @@ def _placed(request: PlanRequest, questions: list[_Question], solutions: list[_S
         homes = start.homes_per_rank
         home_LE[layer, slot_RS[:, :homes].ravel()] = np.repeat(np.arange(ranks), homes)
         replica_LRK[layer] = slot_RS[:, homes:]
-    if request.current is None:
-        return placed_anew(home_LE.astype(np.int32), replica_LRK.astype(np.int32))
     return align(start, home_LE, replica_LRK)
+
+
+def _share_out(
+    value: list[NDArray[np.float64]], cost: list[NDArray[np.int64]], limits: tuple[int | None, ...]
+) -> NDArray[np.int64]:
+    """How far each layer may follow its trajectory: always the stretch with most gain per cost next, while it fits.
+
+    Args:
+        value: for each layer float64 ``[N + 1]``, what to lower, after 0, 1, ... N steps.
+        cost: for each layer int64 ``[N + 1, B]``, what it has cost by then, in each of B currencies. Gain is measured
+            per unit of the first.
+        limits: for each currency, over all layers; None: no limit.
+
+    Returns:
+        int64 ``[L]``, steps to take in each layer; equal rates go to the lower layer. Without limits each layer goes to
+        its end.
+    """
+    taken = np.zeros(len(value), dtype=np.int64)
+    if all(limit is None for limit in limits):
+        return np.array([len(layer) - 1 for layer in value], dtype=np.int64)
+    left = np.array([np.inf if limit is None else limit for limit in limits])
+    queue: list[tuple[float, int, int]] = []
+
+    def offer(layer: int) -> None:
+        at = int(taken[layer])
+        gain = value[layer][at] - value[layer][at + 1 :]
+        price = cost[layer][at + 1 :] - cost[layer][at]
+        rate = np.where((price <= left).all(axis=1), gain / np.maximum(price[:, 0], 1), 0.0)
+        if rate.size and rate.max() > 0:
+            heapq.heappush(queue, (-float(rate.max()), layer, at + 1 + int(rate.argmax())))
+
+    for layer in range(len(value)):
+        offer(layer)
+    while queue:
+        _, layer, step = heapq.heappop(queue)
+        price = cost[layer][step] - cost[layer][taken[layer]]
+        if (price <= left).all():
+            left -= price
+            taken[layer] = step
+        offer(layer)
+    return taken

@@ -1,9 +1,4 @@
-"""From "which expert on which rank" to slots: the slots of a new placement, with as little motion as can be.
-
-Experts that stay on a rank stay in their slot. Where homes change rank, the expert that comes takes a slot that another
-leaves, chosen so that the slots' permutation falls into cycles that visit a rank at most once: then one staged expert
-per rank is always enough to carry a cycle out.
-"""
+"""From "which expert on which rank" to slots: the slots of a new placement, with as little motion as can be."""
 
 from __future__ import annotations
 
@@ -12,101 +7,25 @@ from numpy.typing import NDArray
 
 from ...placement import EMPTY, Placement
 from ..evaluate import predicted_imbalance
-from ..types import PlanError, PlanRequest
+from ..types import PlanRequest
 
 
 def align(start: Placement, home_rank: NDArray[np.integer], replicas_LRK: NDArray[np.int32]) -> Placement:
-    """Slots for a new choice of ranks.
+    """The placement of these homes and replicas; experts that stay on a rank stay in their slot.
 
     Args:
         start: the placement to stay close to; home layout.
         home_rank: int ``[L, E]``, the new home rank of each expert; each rank gets exactly E/R.
         replicas_LRK: int32, the experts of which each rank is to hold weights-only copies, in any order, -1 for none;
             none of its homes.
-
-    Raises:
-        PlanError: a rank gets another number of homes than E/R.
     """
-    physical_to_logical = np.full_like(start.physical_to_logical, EMPTY)
-    home = np.empty((start.num_layers, start.num_experts), dtype=np.int32)
-    for layer in range(start.num_layers):
-        home[layer] = _align_homes(start, layer, np.asarray(home_rank[layer]))
-        physical_to_logical[layer, home[layer]] = np.arange(start.num_experts)
-    slot_LRS = physical_to_logical.reshape(start.num_layers, start.num_ranks, start.slots_per_rank)
-    slot_LRS[:, :, start.homes_per_rank :] = keep_slots(start.replicas_LRK, replicas_LRK)
-    return Placement(physical_to_logical, start.num_experts, start.num_ranks, home, start.epoch)
-
-
-def placed_anew(home_rank_LE: NDArray[np.int32], replicas_LRK: NDArray[np.int32]) -> Placement:
-    """The placement of these homes, by expert on each rank, and replicas, where nothing stands yet."""
-    layers, experts = home_rank_LE.shape
-    ranks, slots = replicas_LRK.shape[1:]
-    expert_LRH = np.argsort(home_rank_LE, axis=1, kind="stable").reshape(layers, ranks, -1)
-    homes = expert_LRH.shape[2]
-    slot_RH = np.arange(ranks)[:, None] * (homes + slots) + np.arange(homes)
-    home_LE = np.empty_like(home_rank_LE)
-    np.put_along_axis(home_LE, expert_LRH.reshape(layers, -1), slot_RH.reshape(1, -1).astype(np.int32), axis=1)
-    return Placement(np.concatenate([expert_LRH, replicas_LRK], axis=2).reshape(layers, -1), experts, ranks, home_LE)
-
-
-def _align_homes(start: Placement, layer: int, home_rank: NDArray[np.integer]) -> NDArray[np.int32]:
-    if start.home is None:
-        raise PlanError("the current placement is in the free layout: give one in the home layout")
-    per_rank = np.bincount(home_rank, minlength=start.num_ranks)
-    if (per_rank != start.homes_per_rank).any():
-        rank = int(np.argmax(per_rank != start.homes_per_rank))
-        raise PlanError(f"layer {layer}: rank {rank} gets {per_rank[rank]} homes instead of {start.homes_per_rank}")
-    home: NDArray[np.int32] = start.home[layer].copy()
-    for cycle in simple_cycles(start.home_rank[layer], home_rank):
-        home[cycle] = start.home[layer, cycle[1:] + cycle[:1]]
-    return home
-
-
-def simple_cycles(before: NDArray[np.integer], after: NDArray[np.integer]) -> list[list[int]]:
-    """Cut the moves of experts between ranks into cycles that visit a rank at most once.
-
-    Each moved expert is an edge ``before[e] -> after[e]`` of a graph over ranks in which every rank has as many edges
-    in as out. Walk along edges; whenever the walk comes back to a rank of its path, cut that cycle off. Swaps
-    (cycles of two) are cut off first.
-
-    Args:
-        before, after: int ``[E]``, home ranks; each rank appears equally often in both.
-
-    Returns:
-        Cycles of expert ids: expert ``c[i]`` goes to the rank that ``c[i + 1]`` leaves.
-    """
-    leaving: dict[int, list[int]] = {}
-    by_edge: dict[tuple[int, int], list[int]] = {}
-    moved = np.flatnonzero(before != after)[::-1].tolist()  # the lowest is taken first, from the end
-    edge_of = dict(zip(moved, zip(before[moved].tolist(), after[moved].tolist(), strict=True), strict=True))
-    cycles: list[list[int]] = []
-    for expert, edge in edge_of.items():
-        by_edge.setdefault(edge, []).append(expert)
-    for (source, destination), there in sorted(by_edge.items()):
-        back = by_edge.get((destination, source), [])
-        while source < destination and there and back:
-            cycles.append([there.pop(), back.pop()])
-    paired = {expert for cycle in cycles for expert in cycle}
-    for expert, (source, _) in edge_of.items():
-        if expert not in paired:
-            leaving.setdefault(source, []).append(expert)
-    for rank in sorted(leaving):
-        while leaving[rank]:
-            path: list[int] = []
-            place_of = {rank: 0}  # of the ranks of the path
-            at = rank
-            while leaving[at]:  # else the walk is at its start, whose edges are all used up
-                path.append(leaving[at].pop())
-                at = edge_of[path[-1]][1]
-                if at in place_of:
-                    first = place_of[at]
-                    cycles.append(path[first:])
-                    for expert in path[first + 1 :]:
-                        del place_of[edge_of[expert][0]]
-                    del path[first:]
-                else:
-                    place_of[at] = len(path)
-    return cycles
+    wanted_LRH = np.argsort(home_rank, axis=1, kind="stable").reshape(start.homes_LRH.shape).astype(np.int32)
+    homes_LRH = keep_slots(start.homes_LRH, wanted_LRH)
+    slot_LRS = np.concatenate([homes_LRH, keep_slots(start.replicas_LRK, replicas_LRK)], axis=2)
+    slot_RH = np.arange(start.num_slots, dtype=np.int32).reshape(start.num_ranks, -1)[:, : start.homes_per_rank]
+    home_LE = np.empty((start.num_layers, start.num_experts), dtype=np.int32)
+    np.put_along_axis(home_LE, homes_LRH.reshape(start.num_layers, -1), slot_RH.reshape(1, -1), axis=1)
+    return Placement(slot_LRS.reshape(start.num_layers, -1), start.num_experts, start.num_ranks, home_LE, start.epoch)
 
 
 def keep_slots(current_LRK: NDArray[np.int32], wanted_LRK: NDArray[np.int32]) -> NDArray[np.int32]:

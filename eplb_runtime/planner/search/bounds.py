@@ -1,8 +1,8 @@
 """What no placement can beat: lower bounds on imbalance, so that a report can say how far a plan is from the best.
 
-Three reasons hold a rank up: the mean (somebody has at least that), the hottest copy (spare slots are few; where there
-are none, the hottest experts stand whole, with the lightest beside them at best), and the group rule (a node has the
-tokens of its groups). The bounds hold for every split of an expert's tokens over its copies and for both layouts.
+Two reasons hold a rank up: the mean (somebody has at least that) and the hottest copy (spare slots are few; where there
+are none, the hottest experts stand whole, with the lightest beside them at best). The bounds hold for every split of an
+expert's tokens over its copies and for both layouts.
 """
 
 from __future__ import annotations
@@ -16,28 +16,20 @@ HALVINGS = 24
 """Of the interval in which the hottest copy is found."""
 
 
-def lower_bound(
-    load: ArrayLike, num_ranks: int, slots_per_rank: int, *, groups: int = 1, num_nodes: int = 1
-) -> FloatArray:
+def lower_bound(load: ArrayLike, num_ranks: int, slots_per_rank: int) -> FloatArray:
     """The imbalance (max / mean rank load) that no placement of this shape gets below.
 
     Args:
         load: ``[L, E]``, tokens of each expert.
         num_ranks: R.
         slots_per_rank: S; R x S slots hold E experts, the rest are copies.
-        groups: expert groups that must stay on one node each; 1: no such rule.
-        num_nodes: nodes; divides ``groups`` and ``num_ranks``, or the rule does not apply.
 
     Returns:
         float64 ``[L]``, at least 1; 1 for a layer without load.
     """
     weight_LE = np.ascontiguousarray(load, dtype=np.float64)
-    layers, experts = weight_LE.shape
     mean_L = weight_LE.sum(axis=1) / num_ranks
     floor_L = _floor(weight_LE, num_ranks, slots_per_rank)
-    if groups > 1 and num_nodes > 1 and groups % num_nodes == 0 and experts % groups == 0:
-        group_load = weight_LE.reshape(layers, groups, -1).sum(axis=2)
-        floor_L = np.maximum(floor_L, _floor(group_load, num_nodes, groups // num_nodes) / (num_ranks // num_nodes))
     return np.asarray(np.where(mean_L > 0, np.maximum(floor_L, mean_L) / np.where(mean_L > 0, mean_L, 1.0), 1.0))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_runtime.load.forecast import coarsen, foretell, last_change, shares
+from eplb_runtime.load.forecast import coarsen, foretell
 
 MEAN = np.linspace(10, 200, 64).reshape(2, 32)
 
@@ -37,26 +37,6 @@ def test_under_a_steady_drift_the_forecast_is_ahead_of_the_mean() -> None:
     load = np.array([MEAN + t * (MEAN[:, ::-1] - MEAN) / 60 for t in range(40)])
     then = MEAN + 40 * (MEAN[:, ::-1] - MEAN) / 60
     assert error(forecast(load), then) < 0.2 * error(load.mean(axis=0), then)
-
-
-def test_a_layer_that_changes_forgets_what_was_before_and_the_others_do_not() -> None:
-    load = noisy(20 * MEAN, 12, 0)
-    load[9:, 1] = noisy(20 * MEAN[1, ::-1], 3, 1)
-    assert [last_change(shares(load[:, layer])) for layer in (0, 1)] == [0, 9]
-    made = forecast(load)
-    assert error(made[0], MEAN[0]) < 0.05 and error(made[1], MEAN[1, ::-1]) < 0.05
-
-
-def test_a_load_that_changes_again_and_again_is_forecast_by_all_its_windows() -> None:
-    hot = [np.where(np.arange(64) // 8 == group, 2000.0, 200.0) for group in (0, 3, 5)]
-    load = np.concatenate([noisy(one[None], 3, seed) for seed, one in enumerate(hot)])
-    assert last_change(shares(load[:, 0])) == 0
-    assert last_change(shares(load[:6, 0])) == 3, "control: one change"
-
-
-def test_noise_alone_is_no_change() -> None:
-    load = np.maximum(np.random.default_rng(0).normal(1, 0.3, (16, 20, 64)), 0)
-    assert not any(last_change(shares(load[:, layer])) for layer in range(20))
 
 
 def test_scenarios_lie_around_the_forecast_and_deviate_farther_than_what_was_seen() -> None:

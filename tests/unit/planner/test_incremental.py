@@ -7,7 +7,6 @@ import pytest
 
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, PlanError, plan
-from eplb_runtime.planner.search.align import simple_cycles
 from eplb_runtime.planner.types import MOVE_DESTINATION_SLOT, MOVE_IS_HOME, MOVE_SOURCE_RANK
 from eplb_runtime.topology import Topology
 
@@ -64,17 +63,12 @@ def test_noise_of_the_windows_moves_nothing_and_is_the_reason(windows: int) -> N
     assert sum(moved) <= 2
 
 
-def test_experts_that_stay_on_a_rank_stay_in_their_slot_and_cycles_visit_a_rank_once() -> None:
+def test_experts_that_stay_on_a_rank_stay_in_their_slot() -> None:
     current = Placement.initial(4, 64, 8)
     made = plan(skewed(4, 64, 3), Topology(8, 4), slots_per_rank=8, current=current)
     assert made.placement.home is not None and current.home is not None
     stays = made.placement.home_rank == current.home_rank
     assert np.array_equal(made.placement.home[stays], current.home[stays])
-    for layer in range(4):
-        for cycle in simple_cycles(current.home_rank[layer], made.placement.home_rank[layer]):
-            ranks = current.home_rank[layer][cycle].tolist()
-            assert len(set(ranks)) == len(ranks)
-            assert made.placement.home_rank[layer][cycle].tolist() == ranks[1:] + ranks[:1]
 
 
 @pytest.mark.parametrize(

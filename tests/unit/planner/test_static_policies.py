@@ -117,7 +117,7 @@ def test_small_plans_are_near_the_exact_optimum_and_never_below_it(
     assert (reached / best).mean() < 1.06
 
 
-def test_the_group_rule_keeps_groups_on_nodes_and_the_plan_says_what_it_costs() -> None:
+def test_the_group_rule_keeps_groups_on_nodes() -> None:
     load = np.random.default_rng(1).lognormal(sigma=0.9, size=(6, 64))
     strict = free(load, 8, 9, 8, 4)
     for layer in strict:
@@ -126,8 +126,6 @@ def test_the_group_rule_keeps_groups_on_nodes_and_the_plan_says_what_it_costs() 
         assert all(len(set.union(*per_expert[g * 8 : g * 8 + 8])) == 1 for g in range(8))
     unruled = free(load, 8, 9).reshape(6, 4, -1)
     assert any(len({n for n in range(4) if e in layer[n]}) > 1 for layer in unruled for e in range(64)), "the control"
-    made = plan(load, Topology(8, 2), slots_per_rank=9, policy="hierarchical", groups=8)
-    assert "the group rule costs at most" in made.reason
 
 
 @pytest.mark.parametrize("policy", ["free", "hierarchical", "deepseek"])
