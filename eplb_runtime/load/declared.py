@@ -70,7 +70,7 @@ def _as_load(load: Any, num_layers: int, num_experts: int) -> NDArray[np.float64
     array = checked_load(load, "the declared load", DeclaredLoadError)
     if array.shape[1:] != (num_layers, num_experts):
         raise DeclaredLoadError(
-            f"the declared load has shape {array.shape}: give "
+            f"the declared load has shape {tuple(np.shape(load))}: give "
             f"[{num_layers}, {num_experts}], all MoE layers of the model and its logical experts, [micro-batches, "
             f"{num_layers}, {num_experts}], or whole numbers [tokens, {num_layers}, k], the experts of each token"
         )

@@ -36,7 +36,7 @@ def run(
         tables: names out of `TABLES`.
 
     Returns:
-        JSON-able, by table: rows of `bench.planner.measure` and `suite.run`.
+        JSON-able, by table: rows of `bench.planner.measure` and `suite.run`; and `suite.behind`.
 
     Raises:
         PlanError, FormatError: a peer or a file cannot be used.
@@ -46,7 +46,8 @@ def run(
         "plans": lambda: _plans(loads, repeats, others),
         "suite": lambda: suite.run(on_progress=on_progress),
     }
-    return {name: made[name]() for name in tables}
+    result: dict[str, Any] = {name: made[name]() for name in tables}
+    return {**result, "behind": suite.behind(result["suite"])} if "suite" in result else result
 
 
 def _plans(files: Sequence[str], repeats: int, others: dict[str, planner.Planner]) -> list[dict[str, Any]]:

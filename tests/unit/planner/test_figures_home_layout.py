@@ -70,4 +70,4 @@ def test_over_time_it_beats_full_replans_and_moves_a_tenth_as_much(shared_data: 
         assert max(shares) <= 0.08
         assert balancedness[gate] >= max(full)
     assert moved["payoff"] < moved["always"]
-    assert balancedness["payoff"] > balancedness["always"] - 0.017
+    assert balancedness["payoff"] > balancedness["always"] - 0.018
