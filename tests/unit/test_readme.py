@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 
 import pytest
 
-from eplb_runtime.cli.program import _parser
+from eplb_runtime.cli.program import _parser, main
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -37,6 +38,17 @@ def commands(text: str) -> list[str]:
 
 def test_readme_ends() -> None:
     assert len(README.read_bytes()) <= MOST_BYTES, "what is longer belongs into a room's README"
+
+
+def test_the_verdict_is_what_assess_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["assess", "sample", "--ranks", "8"]) == 0
+    paragraph, _, _ = capsys.readouterr().out.partition("\n\n")
+    assert " ".join(paragraph.split()) in " ".join(README.read_text().replace("\n> ", " ").split())
+
+
+def test_the_picture_of_gain_is_that_of_the_table() -> None:
+    draw = runpy.run_path(str(ROOT / "launch/images/gain.py"))["drawn"]
+    assert (ROOT / "launch/images/gain.svg").read_text() == draw(README.read_text()), "run launch/images/gain.py"
 
 
 def test_the_script_is_the_example() -> None:
