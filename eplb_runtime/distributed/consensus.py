@@ -384,7 +384,7 @@ class Agreement:
         try:
             return self.refuse(ballot, verdict)
         finally:
-            hang_up(self._control, "gloo")
+            hang_up(self._control)
 
     def _follow(self, ballot: Ballot, heard: Heard, verdict: Verdict) -> Verdict:
         """Do what the table says until it is known what all ranks do."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shlex
@@ -44,6 +45,17 @@ def test_the_verdict_is_what_assess_prints(capsys: pytest.CaptureFixture[str]) -
     assert main(["assess", "sample", "--ranks", "8"]) == 0
     paragraph, _, _ = capsys.readouterr().out.partition("\n\n")
     assert " ".join(paragraph.split()) in " ".join(README.read_text().replace("\n> ", " ").split())
+
+
+def test_the_table_of_policies_is_what_simulate_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page, rows = (ROOT / "eplb_runtime/tools/README.md").read_text(), []
+    command = next(line for line in commands(page) if "simulate sample" in line)
+    for gate in ("always", "payoff"):
+        assert main([*shlex.split(command)[1:], "--gate", gate, "--json"]) == 0
+        rows += json.loads(capsys.readouterr().out)["policies"]
+    for row in (*rows[:3], rows[-1]):
+        moved, milliseconds = row["moved_slots_share"], 1e3 * row["step_seconds"]
+        assert f"| {row['balancedness']['mean']:.3f} | {moved:.1%} | {milliseconds:.1f} ms" in page
 
 
 def test_the_picture_of_gain_is_that_of_the_table() -> None:
