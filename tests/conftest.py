@@ -36,7 +36,7 @@ LONGEST_FIRST = (
     "test_faults",
     "test_before_compiled",
     "test_stops_and_kills_beside_training",
-    "test_mixed_precision",
+    "test_bits",
     "test_demo",
     "test_leaving",
     "test_real_optimizers",

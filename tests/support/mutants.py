@@ -280,8 +280,7 @@ def split_otherwise_in_recompute() -> None:
     RecomputeCache.repeated = lambda self, ids: None
 
 
-OPTIMIZERS = "test_training_is_bit_identical.py::test_so_is_training_with_other_optimizers_dtypes_and_experts"
-EDP = "test_expert_data_parallel.py"
+BITS = "test_bits.py::test_no_bit_changes"
 LOOPS = "test_loops.py::test_any_loop_trains_as_one_process[EDP 2, no divisor]"
 PLACED = "test_loops.py::test_wherever_experts_are_they_train_as_in_one_process"
 REPLICAS = f"{PLACED}[replicas, EP 2 x EDP 2]"
@@ -289,11 +288,14 @@ HANGING = f"{PLACED}[replicas that hang on replicas]"
 SLICED = f"{PLACED}[replicas of slices]"
 DIVIDED = "test_megatron_divided.py::test_experts_with_divided_state_move_and_no_bit_changes"
 MUTANTS: dict[str, tuple[str, Patch]] = {
-    "second moment left behind": (OPTIMIZERS, leave_behind("exp_avg_sq")),
-    "combined in physical order": (OPTIMIZERS, combine_in_physical_order),
-    "masters left behind": ("test_mixed_precision.py::test_migration_changes_no_bit_with", leave_behind("master")),
-    "nobody compares plans": (f"{EDP}::test_a_group_with_another_plan_is_noticed", nobody_compares_plans),
-    "sums in any order": (f"{EDP}::test_migration_changes_no_bit_where_three_ranks", sum_in_any_order),
+    "second moment left behind": (f"{BITS}[eager]", leave_behind("exp_avg_sq")),
+    "combined in physical order": (f"{BITS}[eager]", combine_in_physical_order),
+    "masters left behind": (f"{BITS}[float32 masters]", leave_behind("master")),
+    "nobody compares plans": (
+        "test_expert_data_parallel.py::test_a_group_with_another_plan_is_noticed",
+        nobody_compares_plans,
+    ),
+    "sums in any order": (f"{BITS}_where_several_ranks_hold_an_expert[6]", sum_in_any_order),
     "gradients reduced again": (LOOPS, reduce_again_after_every_forward),
     "new gradients overlooked": (LOOPS, overlook_new_gradients),
     "checkpoints in slot order": ("test_checkpoint.py::test_it_loads_bit_equal_anywhere", rows_in_slot_order),
