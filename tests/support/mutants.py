@@ -315,7 +315,7 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
         "test_migration_beside_training.py::test_weights_that_a_user_writes",
         overlook_what_is_written,
     ),
-    "groups are kept": ("test_given_back.py::test_attach_and_close_keep", keep_groups),
+    "groups are kept": ("test_attach.py::test_cycles_of_attach_and_close", keep_groups),
     "a read on the host": ("test_operations_of_a_layer.py::test_a_layer_takes", read_on_the_host),
     "a repeated forward finds its own way": (
         "test_recompute.py::test_a_repeated_forward_exchanges_no_counts",
