@@ -60,7 +60,7 @@ RATCHET = {
     "package": 44414,
     "files of the package": 278,
     "page": 664,
-    "tests": 48564,
+    "tests": 48548,
     "files of tests": 328,
     "Markdown, KB": 180,
 }
