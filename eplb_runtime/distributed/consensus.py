@@ -34,9 +34,9 @@ logger = logging.getLogger("eplb_runtime")
 _CPU = torch.device("cpu")
 _POLL_SECONDS = 0.0002
 _STORE_SECONDS = 30.0
+"""So long a store may take to answer: it may be slow where a meeting's deadline is short."""
 _MOST_SECONDS = 1800.0
-_PAUSE_SECONDS = 0.05
-"""Between two questions to a store whose connection fails at once."""
+_PAUSE_SECONDS = 0.05  # between two questions to a store whose connection fails at once
 _CAUSE_BYTES = 240
 _LARGEST_WORD = 2**63 - 1
 _ALL, _NOT_COME, _CANNOT = "all", "not come ", "cannot "
@@ -232,7 +232,7 @@ def barrier(
     """
     world, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     base = f"eplb_runtime/{what}/{everyone[0]}-{everyone[-1]}-{len(everyone)}"
-    store = JobStore(world, base, max(timeout_seconds, SETUP_SECONDS) if patient else timeout_seconds)
+    store = JobStore(world, base, max(timeout_seconds, SETUP_SECONDS if patient else _STORE_SECONDS))
     seconds, said = timeout_seconds, ""
     try:
         while True:
@@ -384,7 +384,7 @@ class Agreement:
         try:
             return self.refuse(ballot, verdict)
         finally:
-            hang_up(self._control, "gloo")
+            hang_up(self._control)
 
     def _follow(self, ballot: Ballot, heard: Heard, verdict: Verdict) -> Verdict:
         """Do what the table says until it is known what all ranks do."""

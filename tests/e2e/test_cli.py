@@ -103,7 +103,6 @@ def test_plan_json_has_the_documented_keys(load_file: Path, capsys: pytest.Captu
         "lower_bound",
         "moved_slots",
         "moved_homes",
-        "offers",
         "seconds",
     ]
     assert list(result["imbalance"]) == list(result["lower_bound"]) == ["mean", "max"]  # type: ignore[call-overload]
