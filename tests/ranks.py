@@ -46,7 +46,9 @@ PRELOAD = [
 ]
 """What ranks would import otherwise, each for itself: seconds of every test."""
 PRELOAD_OF = {
+    "megatron_jobs": ["megatron_ranks"],
     "test_megatron": ["megatron_ranks"],
+    "test_walks": ["megatron_ranks"],
     "newer_megatron": ["newer_megatron_ranks"],
 }
 """What ranks import besides, by the name of the module of what they do: the longest that it begins with."""

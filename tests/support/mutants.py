@@ -208,6 +208,31 @@ def norm_of_each_rank_alone() -> None:
     norm_of_ranges._cut_blocks = lambda ranges: []
 
 
+def norm_by_rank() -> None:
+    """Squares of experts are added up in the order of ranks and their slots."""
+    from eplb_runtime.balancer.gradients import reduction
+
+    own = reduction.powers_of_experts
+
+    def in_slots(gradients: Any, rows_LH: Any, *more: Any) -> Any:
+        places = [[dist.get_rank() * len(row) + slot for slot in range(len(row))] for row in rows_LH]
+        return own(gradients, places, *more)
+
+    reduction.powers_of_experts = in_slots
+
+
+def move_moments_of_the_next_slot() -> None:
+    """Instead of those of the slot that an expert leaves, into the slot after the one that it comes to."""
+    from eplb_runtime.moe.experts.registry import ExpertTensors
+
+    def turned(tensor: Any) -> Any:
+        rows = tensor.tensor
+        return replace(tensor, tensor=rows[1:] + rows[:1]) if tensor.name.endswith("/exp_avg") else tensor
+
+    own = ExpertTensors.of_home
+    ExpertTensors.of_home = lambda self, layer: [turned(tensor) for tensor in own(self, layer)]
+
+
 def keep_weights_in_fp8() -> None:
     from eplb_runtime.hosts.megatron.layer import WeightCaches
 
@@ -286,7 +311,8 @@ PLACED = "test_loops.py::test_wherever_experts_are_they_train_as_in_one_process"
 REPLICAS = f"{PLACED}[replicas, EP 2 x EDP 2]"
 HANGING = f"{PLACED}[replicas that hang on replicas]"
 SLICED = f"{PLACED}[replicas of slices]"
-DIVIDED = "test_megatron_divided.py::test_experts_with_divided_state_move_and_no_bit_changes"
+MEGATRON = "test_megatron_rows.py::test_experts_move_and_no_bit_changes"
+DIVIDED, ALL_GATHER = f"{MEGATRON}[divided, an expert cut]", f"{MEGATRON}[distributed optimizer, all-gather]"
 MUTANTS: dict[str, tuple[str, Patch]] = {
     "second moment left behind": (f"{BITS}[eager]", leave_behind("exp_avg_sq")),
     "combined in physical order": (f"{BITS}[eager]", combine_in_physical_order),
@@ -325,16 +351,13 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
     "pieces stay on their EDP rank": (DIVIDED, pieces_stay_on_their_edp_rank),
     "norm by the cut": (DIVIDED, norm_of_each_rank_alone),
     "divided state left behind": (DIVIDED, leave_behind("exp_avg")),
-    "columns of a routing map forgotten": (
-        "test_megatron.py::test_moving_experts_changes_no_bit[grouped experts]",
-        forget_columns,
-    ),
-    "weights kept in FP8": ("test_megatron_fp8.py::test_a_forward_by_hand", keep_weights_in_fp8),
-    "scales left behind": ("test_megatron_precision_aware.py::test_state_in_dtypes_of_its_own", leave_scales),
-    "copies in host memory left behind": (
-        "test_megatron_offload.py::test_experts_with_state",
-        leave_copies_in_host_memory,
-    ),
+    "columns of a routing map forgotten": (f"{MEGATRON}[grouped experts]", forget_columns),
+    "weights kept in FP8": (f"{MEGATRON}[fp8, blockwise]", keep_weights_in_fp8),
+    "scales left behind": (f"{MEGATRON}[moments in float16]", leave_scales),
+    "copies in host memory left behind": (f"{MEGATRON}[masters, half in host memory]", leave_copies_in_host_memory),
+    "main parameters left behind": (ALL_GATHER, leave_behind("param")),
+    "moments of a neighbour": (f"{MEGATRON}[optimizer of float16, shared experts]", move_moments_of_the_next_slot),
+    "norm by rank": (ALL_GATHER, norm_by_rank),
 }
 """Name -> the test of `tests/distributed` (the beginning of its name) that fails then, and the fault."""
 
