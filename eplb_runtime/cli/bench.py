@@ -31,7 +31,9 @@ def add(commands: Any) -> None:
         "dispatch": [_repeats(20), device],
         "migrate": [_repeats(10), device, ways],
         "train": [
-            option("--repeats", "N", positive, "blocks of ten steps of each variant (default: 8)", 8),
+            option(
+                "--repeats", "N", positive, "timed blocks of each variant, of ten steps (default: 8, so 80 calls)", 8
+            ),
             flag("--brief", "only experts fixed and experts moved: a minute"),
         ],
     }

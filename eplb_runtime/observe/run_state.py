@@ -64,6 +64,7 @@ class RunState:
             rows, float64 ``[L]``; None before.
         by_layer: float64 ``[3, L]``, imbalance before, predicted and bound of the newest plan; None before.
         predictions: of the newest decision, `_PREDICTIONS`; None: no plan could be judged yet.
+        judged_before: some of them may be of an earlier life of the job.
         share: of a step in expert work.
         placement, placement_before: int64 ``[L, P]``, now and before the newest rebalance.
         placed_at: step of the newest rebalance, or of the start.
@@ -80,7 +81,7 @@ class RunState:
         self.version = self.step = self.starts = self.epoch = self.placed_at = 0
         self.job: Record = {}
         self.time = 0.0
-        self.standing, self.cause = "balancing", ""
+        self.standing, self.cause, self.judged_before = "balancing", "", False
         self.measured: Record | None = None
         self.by_layer: NDArray[np.float64] | None = None
         self.predictions: dict[str, float] | None = None
@@ -183,9 +184,8 @@ class RunState:
         load, rank_load = _array(record, "load", layers, experts), record["rank_load"]
         imbalance = np.array(record["imbalance"], dtype=np.float64).reshape(-1, layers)
         at_start = np.array(record["imbalance_start"], dtype=np.float64).reshape(-1, layers)
-        violation_L = None  # as in logs of earlier versions
-        if "max_vio" in record:
-            violation_L = np.array(record["max_vio"], dtype=np.float64).reshape(layers)
+        violation_L = record.get("max_vio")  # none in logs of earlier versions
+        violation_L = None if violation_L is None else np.array(violation_L, dtype=np.float64).reshape(layers)
         step, steps, seconds = int(record["step"]), int(record["steps"]), _seconds(record["step_seconds"])
         values = [imbalance, at_start] if violation_L is None else [imbalance, at_start, violation_L]
         if rank_load.shape != (2, layers, ranks) or not all(np.isfinite(each).all() for each in values):
@@ -227,6 +227,7 @@ class RunState:
             raise ValueError(f"predictions {predictions}")
         if predictions["judged_plans"] > 0:
             self.predictions = predictions
+            self.judged_before |= not self.decided or self.starts > 1
         self.by_layer = by_layer
         self.decided[record["decision"], _kind(record["reason"], _REASONS)] += 1
         self.phase_seconds["plan"] += plan_seconds
