@@ -139,13 +139,6 @@ def policy(text: str) -> str:
     raise argparse.ArgumentTypeError(f"policy {text!r} is unknown; choose one of: {', '.join(POLICIES)}")
 
 
-def names(text: str) -> list[str]:
-    """``a,b`` -> ["a", "b"]."""
-    if found := [name.strip() for name in text.split(",") if name.strip()]:
-        return found
-    raise argparse.ArgumentTypeError(f"{text!r}: give names with commas between")
-
-
 def windows(text: str) -> slice:
     """``3`` -> the fourth window, ``0:5`` -> the first five, ``-5:`` -> the last five."""
     try:

@@ -9,7 +9,7 @@ from typing import Any
 from . import arguments as kinds
 from .arguments import LOAD, InputError, add_command, add_options, option
 from .inputs import read_job
-from .printing import COLUMNS, note_compilation, print_json, spinner
+from .printing import COLUMNS, print_json, spinner
 
 EXAMPLES = """
   eplb-runtime assess runs/first                        # the folder of eplb.record or of BalancerConfig(run=...)
@@ -55,7 +55,6 @@ def _run(arguments: argparse.Namespace) -> None:
     from ..tools.assess import assess
 
     record = read_job(arguments.record, arguments)
-    note_compilation()
     try:
         with spinner():
             assessment = assess(record, vars(arguments))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from . import arguments as kinds
 from .arguments import LOAD, POLICIES, InputError, add_command, add_options, choice, cluster, option, positive
 from .inputs import counted_windows, read_job, topology_of
-from .printing import note_compilation, print_json, print_table, spinner
+from .printing import print_json, print_table, spinner
 
 if TYPE_CHECKING:
     from ..observe.run_folder import JobRecord
@@ -72,7 +72,6 @@ def _run(arguments: argparse.Namespace) -> None:
     _take_from(record, arguments)
     topology = topology_of(arguments)
     load = counted_windows(record.load, arguments.trace)
-    note_compilation()
     with spinner():
         runs = simulate(
             Series(load, **{name: getattr(arguments, name) for name in GIVEN}),
