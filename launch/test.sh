@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All tests: style and types first, then pytest: those of one process on all cores at once, then those of many ranks, two
+# All tests: style and types first, then pytest: those of one process on all cores at once, then those of many ranks, three
 # files at a time, and beside them those of several hosts: they wait for ranks, links and deadlines for much of their
 # time. Files that take long begin first (tests/conftest.py).
 # Tests that repeat in another shape what a shorter one shows, and mutants of the package, are left out:
@@ -40,7 +40,7 @@ of_hosts=$(mktemp)
 .venv/bin/python -m pytest "${of_all[@]}" tests/multinode >"$of_hosts" 2>&1 &
 hosts=$!
 trap 'kill "$hosts" 2>/dev/null || true; rm -f "$of_hosts"' EXIT
-.venv/bin/python -m pytest "${of_all[@]}" tests --ignore tests/unit --ignore tests/multinode --numprocesses 2 --dist loadfile --no-loadscope-reorder || failed=$?
+.venv/bin/python -m pytest "${of_all[@]}" tests --ignore tests/unit --ignore tests/multinode --numprocesses 3 --dist loadfile --no-loadscope-reorder || failed=$?
 wait "$hosts" || failed=$?
 cat "$of_hosts"
 exit "$failed"

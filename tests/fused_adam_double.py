@@ -90,6 +90,14 @@ class FusedAdam(torch.optim.Optimizer):
         assert kept.dtype != torch.int16 or value.dtype == torch.int16
         kept.copy_(value)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """State keeps its dtypes, which torch's own would make the parameter's."""
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in zip(numbers, params, strict=True):
+            self.state[param] = {name: value.clone() for name, value in state_dict["state"].get(number, {}).items()}
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         for group in self.param_groups:
             for param in group["params"]:

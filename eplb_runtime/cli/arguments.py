@@ -15,7 +15,7 @@ LOAD = (
     "tokens per expert: .npz or .safetensors with `load`, .json, a run's folder, a serving engine's dump, Megatron's "
     "router trace, slime's rollouts, or the word `sample`"
 )
-POLICIES = ("static", "deepseek", "free", "hierarchical", "swaps", "incremental")
+POLICIES = ("static", "deepseek", "free", "hierarchical", "incremental")
 """Names of `planner.policies`, which takes a second to import."""
 
 MOST = 2**53

@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
     own: dict[str, list[Option]] = {
         "dispatch": [_repeats(20), device],
         "migrate": [_repeats(10), device, ways],
-        "train": [option("--repeats", "N", positive, "blocks of ten steps of each variant (default: 8)", 8)],
+        "train": [option("--repeats", "N", positive, "timed blocks of each variant, of ten steps (default: 8)", 8)],
     }
     for what, options in own.items():
         examples = f"""

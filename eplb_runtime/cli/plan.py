@@ -69,7 +69,6 @@ def _run(arguments: argparse.Namespace) -> None:
             "lower_bound": _mean_and_max(planned.lower_bound),
             "moved_slots": planned.moved_slots,
             "moved_homes": planned.moved_homes,
-            "offers": [{"moved_slots": part.moved_slots, "imbalance": part.imbalance} for part in planned.offers],
             "seconds": planned.plan_seconds,
         }
     )

@@ -64,6 +64,7 @@ class RunState:
             rows, float64 ``[L]``; None before.
         by_layer: float64 ``[3, L]``, imbalance before, predicted and bound of the newest plan; None before.
         predictions: of the newest decision, `_PREDICTIONS`; None: no plan could be judged yet.
+        judged_before: some of them may be of an earlier life of the job.
         share: of a step in expert work.
         placement, placement_before: int64 ``[L, P]``, now and before the newest rebalance.
         placed_at: step of the newest rebalance, or of the start.
@@ -80,7 +81,7 @@ class RunState:
         self.version = self.step = self.starts = self.epoch = self.placed_at = 0
         self.job: Record = {}
         self.time = 0.0
-        self.standing, self.cause = "balancing", ""
+        self.standing, self.cause, self.judged_before = "balancing", "", False
         self.measured: Record | None = None
         self.by_layer: NDArray[np.float64] | None = None
         self.predictions: dict[str, float] | None = None
@@ -200,6 +201,7 @@ class RunState:
         self.by_layer = None if by_layer is None else np.array(by_layer, dtype=np.float64)
         if record["judged_plans"] > 0:
             self.predictions = {name: float(record[name]) for name in _PREDICTIONS}
+            self.judged_before |= not self.decided or self.starts > 1
         self.decided[record["decision"], _kind(record["reason"], _REASONS)] += 1
         self.phase_seconds["plan"] += float(record["plan_seconds"])
         self.decisions.append({**row, "outcome": "under way" if record["decision"] == "rebalance" else "stay"})

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from moe_models import FAMILIES
 from ranks import run_ranks
 from support.loops import EXPERTS, Layout, Spread, any_scripts, far_off, spread
 from support.seen import said_by
@@ -76,6 +77,7 @@ REPLICAS = [
 ]
 SLICED = Layout(2, 2, slots=1, family="gpt_oss", sliced=True)
 PLACED = {
+    **{family: (Layout(2, family=family), ["BNAS BCS"]) for family in FAMILIES},
     "replicas": (Layout(2, slots=1), REPLICAS),
     "replicas that hang on replicas": (Layout(4, slots=2, ranks_per_node=2), REPLICAS[:2]),
     "replicas, EP 2 x EDP 2": (Layout(2, 2, slots=1), ["JCS jCS BgCS", "BCSZM BACSZM JCS"]),

@@ -7,10 +7,6 @@ Walkers in this file stand in for slime, verl (mbridge) and Megatron-Bridge, whi
 
 from __future__ import annotations
 
-import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,34 +19,33 @@ import torch
 import torch.distributed as dist
 from examples import load_example
 from ranks import run_ranks
+from support import megatron_standins as standins
+from support.megatron_jobs import Job, needs_megatron
 from support.seen import differing
 from torch import Tensor
 
 import eplb_runtime as eplb
 from eplb_runtime.moe.experts.matching import MARK
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
-)
+pytestmark = needs_megatron
 EXPERTS, RANKS = 8, 2
 STATE = dict[str, Tensor]
 walks = load_example("rl_weights")
 
 
-def model_of_two_ranks() -> tuple[Any, Any, eplb.Balancer]:
+def model_of_two_ranks() -> tuple[Any, eplb.Balancer]:
     """In bfloat16, by Megatron's distributed optimizer, after a step; experts are where they were at launch."""
-    import test_megatron
-
-    ours = test_megatron.example()
-    model = ours.model_of(spec=test_megatron.grouped_spec())
+    standins.cpu()
+    standins.grouped()
+    job = Job()
+    (model,) = job.models
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             for attribute, value in {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}.items():
                 setattr(parameter, attribute, value)  # as TransformerEngine's linears have them
-    model, optimizer = ours.wrapped(model)
-    balancer = eplb.attach([model], optimizer, config=eplb.BalancerConfig(interval=None, gate="always"))
-    ours.train(model, optimizer, range(1))
-    return model, optimizer, balancer
+    balancer = eplb.attach([model], job.optimizer, config=eplb.BalancerConfig(interval=None, gate="always"))
+    job.train(range(1))
+    return model, balancer
 
 
 def go_to(balancer: eplb.Balancer, by: int) -> None:
@@ -231,7 +226,7 @@ def stacked(balancer: eplb.Balancer, model: Any, rank: int) -> None:
 
 
 def everything(rank: int) -> dict[str, Any]:
-    model, _, balancer = model_of_two_ranks()
+    model, balancer = model_of_two_ranks()
     walkers = {name: walker(model) for name, walker in WALKERS.items()}
     found: dict[str, Any] = {name: {"at launch": walker.export()} for name, walker in walkers.items()}
     go_to(balancer, 3)
