@@ -28,7 +28,6 @@ def add(commands: Any) -> None:
         option("--ranks-per-node", "G", kinds.positive, "ranks that share a node (default: as recorded, or up to 8)"),
         option("--every", "N", kinds.positive, "training steps between plans (default: as recorded, or 10 or more)"),
         option("--replica-slots", "K", kinds.not_negative, second),
-        option("--windows", "A:B", kinds.windows, "of the record, only these, as 0:50", slice(None)),
         kinds.dense_layers(),
         kinds.experts(),
     ]
