@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
     schedules = "1f1b, zb1p, zbv, interleaved, dualpipev (default: all)"
     share = "of a stage's time that goes with its busiest rank's load (default: 0.6)"
     options = [
-        option("--schedule", "NAME,...", kinds.names, schedules),
+        option("--schedule", "NAME,...", several(str), schedules),
         option("--ranks", "P,...", several(positive), "ranks of the pipeline (default: 4)", [4]),
         option("--microbatches", "M", positive, "of a step (default: 32)", 32),
         option("--forward", "T", positive_float, "time of a stage's forward (default: 1)", 1.0),

@@ -166,8 +166,6 @@ def test_bad_input_is_refused_in_one_line(load_file: Path, tmp_path: Path, capsy
         (["plan", load_file, *odd], "ranks_per_node=3 does not divide num_ranks=4"),
         (["plan", tmp_path / "broken.json", *CLUSTER], "not JSON"),
         (["plan", load_file, *CLUSTER, "--policy", "best"], "policy 'best' is unknown"),
-        (["plan", load_file, *CLUSTER, "--windows", "8"], "leaves none of its 8 windows"),
-        (["plan", load_file, *CLUSTER, "--windows", "a"], "give a window, as 3, or a range, as 0:5"),
         (["plan", load_file, *CLUSTER, "--current", tmp_path / "other.json"], "is for 2 ranks, not 4"),
         (["plan", load_file, *CLUSTER, "-o", tmp_path / "none" / "p.json"], "No such file or directory"),
         (["plan", load_file, *CLUSTER, "-o", tmp_path / "p.txt"], "the name must end in .json or .safetensors"),

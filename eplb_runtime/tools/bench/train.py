@@ -108,14 +108,11 @@ def choices(work: Workload, skew: float, generator: torch.Generator) -> Tensor:
     return (first[:, None] + apart * torch.arange(work.top_k)) % work.experts
 
 
-def run(
-    device: torch.device, repeats: int = Workload.blocks, *, brief: bool = False, work: Workload | None = None
-) -> dict[str, Any]:
+def run(device: torch.device, repeats: int = Workload.blocks, work: Workload | None = None) -> dict[str, Any]:
     """Train the variants on the CPU ranks of the process group, one thread each. Collective.
 
     Args:
         repeats: timed blocks of each variant.
-        brief: train experts fixed and homes moved alone.
         work: all sizes; None: `Workload`'s.
 
     Returns:
@@ -128,21 +125,21 @@ def run(
     """
     torch.set_num_threads(1)
     work = work or Workload(blocks=repeats)
-    variants = [_Variant("static", work, work.skew, policy="static"), _Variant("homes", work, work.skew)]
-    if not brief:
-        variants += [
-            _Variant("replicas", work, work.skew, replica_slots=1),
-            _Variant("even", work, 1.0, policy="static", interval=None),
-            _Variant("attached", work, 1.0),
-        ]
+    variants = [
+        _Variant("static", work, work.skew, policy="static"),
+        _Variant("homes", work, work.skew),
+        _Variant("replicas", work, work.skew, replica_slots=1),
+        _Variant("even", work, 1.0, policy="static", interval=None),
+        _Variant("attached", work, 1.0),
+    ]
     taken = _alternate(variants, work)
     rows = [_row(*one, work, taken[0]) for one in zip(variants, taken, strict=True)]
     for variant in variants:
         variant.balancer.close()
     timed = f"medians of {work.blocks} blocks of {work.interval} steps"
     timed += f": {work.blocks * work.interval} calls of each variant, in turns"
-    result = {"ranks": dist.get_world_size(), "timed": timed, "train": rows}
-    return result if brief else {**result, "overhead": ratio(taken[-1], taken[-2]) - 1}
+    overhead = ratio(taken[-1], taken[-2]) - 1
+    return {"ranks": dist.get_world_size(), "timed": timed, "train": rows, "overhead": overhead}
 
 
 def _alternate(variants: Sequence[_Variant], work: Workload) -> list[list[float]]:

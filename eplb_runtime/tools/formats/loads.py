@@ -103,12 +103,6 @@ def write_load(path: str | Path, load: ArrayLike) -> None:
             write_file(path, json.dumps({"load": array.tolist()}))
 
 
-def layers_without_tokens(load: LoadArray) -> int:
-    """Return how many leading layers of a [T, L, E] load carry no token in any window: dense layers, as a rule."""
-    busy = np.flatnonzero(load.any(axis=(0, 2)))
-    return int(busy[0]) if len(busy) else load.shape[1]
-
-
 def looks_partial(load: LoadArray, ranks: int = 1) -> str:
     """Return a sentence on a [T, L, E] load in which, as one rank counts its own experts, few of each layer and window
     have tokens where those would be enough for all, or one of ``ranks`` that hold E / R each has nearly all; else

@@ -26,18 +26,17 @@ def predicting(**judged: float) -> list[Record]:
 
 def test_predictions_that_fail_are_called_so_in_summary_and_page() -> None:
     found = predicting(judged_plans=17, judged_decisions=40, predicted_seconds=87.0, true_seconds=5.0)
-    state, left_out = state_of(found)
-    assert left_out == 0
+    state = state_of(found)
     lines = summary_text(summary_of(state), None).splitlines()
     assert len(lines) == 3 and lines[1].endswith(", 40 decisions judged in all lives"), "some at the first decision"
     assert "in 10 measured steps; imbalance" in lines[0], "of this life"
-    lines = summary_text(summary_of(state_of([*found, *predicting()])[0]), None).splitlines()
+    lines = summary_text(summary_of(state_of([*found, *predicting()])), None).splitlines()
     assert "in 20 measured steps in all lives; imbalance" in lines[0], "a report of both"
     assert view_of(state)["predictions"] == SAID
 
 
 def test_a_run_without_judged_plans_says_nothing_of_them() -> None:
-    state, _ = state_of(records(2))
+    state = state_of(records(2))
     assert summary_of(state)["predictions"] is None and view_of(state)["predictions"] is None
     assert summary_text(summary_of(state), None).splitlines()[1].endswith("too few to be sure")
 
@@ -57,7 +56,7 @@ def measuring(share: float, source: str) -> list[Record]:
 
 def shown(records: list[Record]) -> list[str]:
     """Summary and page."""
-    state, _ = state_of(records)
+    state = state_of(records)
     return [summary_text(summary_of(state), None), view_of(state)["expert_work"]]
 
 
