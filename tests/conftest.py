@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
@@ -25,11 +26,9 @@ LONGEST_FIRST = (
     "test_rollout_phases",
     "test_pipelining",
     "test_export",
-    "test_reduced_once",
-    "test_fully_shard_copies",
+    "test_loops",
     "test_checkpoint_folder",
     "test_votes_in_doubt",
-    "test_replicas",
     "test_any_module",
     "test_resume",
     "test_megatron_newer",
@@ -37,11 +36,10 @@ LONGEST_FIRST = (
     "test_faults",
     "test_before_compiled",
     "test_stops_and_kills_beside_training",
-    "test_mixed_precision",
+    "test_bits",
     "test_demo",
     "test_leaving",
     "test_real_optimizers",
-    "test_failures_leave_training_whole",
     "test_setting_up",
     "test_kernels_interpreted",
     "test_kernels",
@@ -70,6 +68,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print what was skipped: a line for each reason."""
+    if not torch.cuda.is_available():
+        terminalreporter.write_line("left out: tests/gpu, without a CUDA device")
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
     for reason, number in reasons.most_common():

@@ -48,8 +48,6 @@ SOURCE_MEMORY = 0.5
 
 PLANNING = 0.5
 """Of the timeout, that other ranks wait for a plan."""
-SEARCHING = 0.25
-"""Of the timeout, after which the search begins with no further layer: the next decision goes on with those."""
 LEAST_PADDING = 0.01
 """Share of tokens that is said."""
 SAID_BELOW = 0.8
@@ -259,7 +257,7 @@ class DecisionMaker:
             return self._decide(measurement, key, control, agreement)
         except Exception as error:
             logger.debug("a decision failed", exc_info=True)
-            hang_up(control, "gloo")  # later work of this rank must not mix with the others' part of this decision
+            hang_up(control)  # later work of this rank must not mix with the others' part of this decision
             return Decision(failure=f"{type(error).__name__}: {error}", connections_broken=True)
 
     def _decide(self, measurement: Measurement, key: str, control: dist.ProcessGroup, agreement: Agreement) -> Decision:
@@ -486,7 +484,7 @@ class DecisionMaker:
         how: dict[str, Any] = {"policy": policy, "sources": self._sources}
         if compiling:
             cost = replace(cost, crossing_seconds=0.0)
-            how = {"policy": "static" if policy == "static" else "swaps", "forecast": "window"}
+            how = {"policy": "static" if policy == "static" or self._config.rank_speed else "deepseek"}
         how |= {
             "current": measurement.placement,
             "max_moves": self._config.migration.max_moves,
@@ -498,8 +496,6 @@ class DecisionMaker:
             "trust": trust,
         }
         notes = ["homes only: the planner is still being compiled"] if compiling else []
-        if policy == "incremental" and not compiling:
-            how["deadline"] = self._config.timeout_seconds * SEARCHING
         slots_per_rank = measurement.placement.slots_per_rank
         made = self.planner(load, self._topology, slots_per_rank=slots_per_rank, layout="home", **how)
         if trust < SAID_BELOW and self._config.gate == "payoff":

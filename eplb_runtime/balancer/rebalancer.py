@@ -654,16 +654,11 @@ class Rebalancer:
         self.drain()  # it would go on with staging memory of the old connections
         logger.warning("step %d: the ranks connect again; nothing is rebalanced until they have: %s", self.step, cause)
         self._events.emit(BalancingPaused(self.step, cause))
-        self._reconnection.begin(bytes.fromhex(self.placement().digest()))
+        self._reconnection.begin()
 
     def _rejoin(self) -> None:
         """Make new connections where all ranks meet at the end of this step."""
-        link = self._reconnection.at_boundary(self._boundaries)
-        if self._reconnection.differing:
-            self._engine.broken = self._reconnection.differing
-            self._events.emit(BalancingEnded(self.step, self._engine.broken))
-            self.refuse_if_broken()
-        if link is None:
+        if (link := self._reconnection.at_boundary(self._boundaries)) is None:
             return
         before = self._groups.take_over(link.control, link.migration)
         self._agreement = self.overlapped.agreement = self._new_agreement()
@@ -671,6 +666,11 @@ class Rebalancer:
         self._groups.give_back(*before)
         logger.info("step %d: the ranks are connected again, after %d tries", self.step, self._reconnection.tries)
         self._events.emit(BalancingResumed(self.step, self._reconnection.tries))
+        same = self.compare(bytes.fromhex(self.placement().digest()), "reconnecting", "placement")
+        if not same.commit and not same.connections_broken:
+            self._engine.broken = f"{same.cause}: they parted in a failure that was not agreed on; load a checkpoint"
+            self._events.emit(BalancingEnded(self.step, self._engine.broken))
+            self.refuse_if_broken()
 
     def _refuse_alone(self, what: str) -> None:
         if self._reconnection.under_way:

@@ -38,8 +38,6 @@ class Phase(Enum):
     """A layer of a round is about to be written. The layer."""
     COMMITTED = "committed"
     """A round is committed. The round."""
-    MET = "met"
-    """A rank has come to the step at which all connect again. The attempt."""
     CONNECTED = "connected"
     """New connections are made, and nothing is recorded yet. The attempt."""
 

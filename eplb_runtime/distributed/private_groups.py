@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -74,22 +74,14 @@ def _nccl(store: dist.Store, name: str, ranks: Sequence[int], place: int, timeou
     options._timeout = timeout
     options.global_ranks_in_group = list(ranks)
     options.group_name = name  # type: ignore[assignment]
-    with _watchdog_that_ends_nothing():
-        return dist.ProcessGroupNCCL(store, place, len(ranks), options)  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def _watchdog_that_ends_nothing() -> Iterator[None]:
-    """Inside, NCCL groups are made whose watchdog does not end the process: who waits on them has a deadline. A new
-    group reads it in the environment alone."""
+    # Who waits on it has a deadline: its watchdog must not end the process, which it reads in the environment alone.
     before = os.environ.get(_BLOCKING)
     os.environ[_BLOCKING] = "1"
     try:
-        yield
+        return dist.ProcessGroupNCCL(store, place, len(ranks), options)  # type: ignore[attr-defined]
     finally:
-        if before is None:
-            del os.environ[_BLOCKING]
-        else:
+        del os.environ[_BLOCKING]
+        if before is not None:
             os.environ[_BLOCKING] = before
 
 
@@ -107,10 +99,10 @@ def is_private(group: dist.ProcessGroup) -> bool:
     return group in known.pg_map and group not in getattr(known, "pg_names", ())
 
 
-def hang_up(group: dist.ProcessGroup, backend: str) -> None:
+def hang_up(group: dist.ProcessGroup) -> None:
     """Close its connections, so that ranks which wait for this one learn it at once."""
     with contextlib.suppress(RuntimeError):
-        if backend != "gloo":
+        if group.name() != "gloo":
             group.abort()
         elif group.size() > 1:
             # gloo closes all connections of a group when a wait on it expires.

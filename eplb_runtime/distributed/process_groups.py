@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from . import private_groups
-from .consensus import first_problem, wait_on_host
-from .ranks import GroupError, Job, Ranks, gather_job, job_ranks
-from .setting_up import SETUP_SECONDS, lacks_descriptors, why_attach_failed
+from .consensus import wait_on_host
+from .ranks import GroupError, Ranks, gather_job, job_ranks
+from .setting_up import SETUP_SECONDS, why_attach_failed
 from .store import JobStore, name_of_job
 
 logger = logging.getLogger("eplb_runtime")
@@ -99,8 +99,6 @@ class ProcessGroups:
             job = self.job
             if only_control:
                 return
-            if lacking := first_problem(lacks_descriptors(self._gloo_sizes(job)), self.control):
-                raise GroupError(str(lacking))
             self.data = self._new(job.data_sets, self.backend, "data")
             self.dispatch = self._new(job.ep_sets, self.backend, "dispatch")
             self.counts = self._new(job.ep_sets, "gloo", "counts") if self.backend == "gloo" else self.dispatch
@@ -131,11 +129,6 @@ class ProcessGroups:
         _give_time(self.control, "gloo", seconds)
         _give_time(self.migration, self.backend, self._of_migration(seconds))
 
-    def lacks_descriptors(self) -> str:
-        """Return what this rank lacks to make control and migration again, in a line; empty: nothing."""
-        sizes = [len(self.job.ranks), *[len(self.job.migration_ranks)] * (self.backend == "gloo")]
-        return lacks_descriptors(sizes)
-
     def new_control(self, attempt: int, seconds: float) -> dist.ProcessGroup:
         """Make another control group, which is not used until `take_over`. Collective."""
         control = self._new([self.job.ranks], "gloo", f"control {attempt}", timedelta(seconds=seconds))
@@ -156,8 +149,8 @@ class ProcessGroups:
 
     def hang_up(self) -> None:
         """Close the connections of control and migration, so that a rank which waits for this one learns it at once."""
-        private_groups.hang_up(self.control, "gloo")
-        private_groups.hang_up(self.migration, self.backend)
+        private_groups.hang_up(self.control)
+        private_groups.hang_up(self.migration)
 
     def give_back(self, *groups: dist.ProcessGroup) -> None:
         """End these groups."""
@@ -246,18 +239,10 @@ class ProcessGroups:
         not be first, nor act at all."""
         return timeout if self.backend == "gloo" else timeout * 4 + _WATCHDOG_MARGIN
 
-    def _gloo_sizes(self, job: Job) -> list[int]:
-        """Ranks of each gloo group that is still to be made."""
-        if self.backend != "gloo":
-            return []
-        everyone, experts, rows = len(job.ranks), len(job.ep_ranks), len(job.row_ranks)
-        sizes = [everyone, len(job.data_ranks), experts, experts, experts, rows, rows, len(job.migration_ranks)]
-        return [*sizes, len(job.edp_ranks), len(job.edp_ranks)]
-
     def _hang_up_on_all(self) -> None:
         for group in self._made:
-            if dist.get_backend(group) == "gloo":
-                private_groups.hang_up(group, "gloo")
+            if group.name() == "gloo":
+                private_groups.hang_up(group)
 
     def _new(
         self,
@@ -340,7 +325,7 @@ class ProcessGroups:
                 continue
             self._made = [other for other in self._made if other is not group]
             try:
-                if dist.get_backend(group) != "gloo":
+                if group.name() != "gloo":
                     group.abort()  # what is under way would hold the communicator, and the host, for ever
                 if private:
                     private_groups.forget(group)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -33,12 +33,10 @@ logger = logging.getLogger("eplb_runtime")
 
 MOST_TRIES = 5
 LEAD_STEPS = 2
-"""How many boundaries ahead ranks meet at the first try; twice as many at each later one."""
-_PARTED = "they parted in a failure that could not be agreed on; go back to a checkpoint"
+"""How many boundaries ahead ranks meet."""
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """New groups, and the transport of experts on them."""
 
     control: dist.ProcessGroup
@@ -57,7 +55,6 @@ class Reconnection:
 
     Attributes:
         under_way: whether the old connections are not to be used any more, and no new ones hold yet.
-        differing: a line that names a rank with another placement; empty if all have the same.
         tries: attempts since the connections broke.
     """
 
@@ -70,17 +67,14 @@ class Reconnection:
         self._groups = groups
         self._make_transport = make_transport
         self._probe = probe
-        self._digest = ""
-        self._attempt = 1
-        self._here = 0
+        self._attempt, self._here = 1, 0
         self.under_way = False
-        self.differing = ""
         self.tries = 0
 
-    def begin(self, digest: bytes) -> None:
-        """Begin after the connections broke, with the placement's digest."""
+    def begin(self) -> None:
+        """Begin after the connections broke."""
         if not self.under_way:
-            self.under_way, self.tries, self._digest = True, 0, digest.hex()
+            self.under_way, self.tries = True, 0
             self._groups.hang_up()
 
     def at_boundary(self, boundary: int) -> Link | None:
@@ -91,11 +85,11 @@ class Reconnection:
             step = self._step_of_meeting(boundary)
             if step is None or boundary < step:
                 return None
-            if boundary > step:
-                for word in ("go", "hold"):
-                    self._word(word, f"rank {self._groups.job.rank} had passed the step")
-                return None
-            return self._connect()
+            if boundary == step:
+                return self._connect()
+            for word in ("go", "hold"):
+                self._groups.store.compare_set(self._key(word), f"rank {self._groups.job.rank} had passed the step")
+            return None
         except StoreError as error:
             logger.info("the ranks could not connect yet: %s", error)
             return None
@@ -105,21 +99,19 @@ class Reconnection:
 
     def _step_of_meeting(self, boundary: int) -> int | None:
         """Return the boundary at which all ranks meet; None: not all are known to have lost their connections."""
-        store, ranks = self._groups.store, self._groups.job.ranks
+        store = self._groups.store
         while store.word_of(self._key("hold")):
             self._attempt += 1
-        joins = self._here != self._attempt
-        if joins:
+        if joins := self._here != self._attempt:
             self.tries += 1
             if self.tries > MOST_TRIES:
                 logger.warning("the ranks could not connect in %d tries: nothing is rebalanced any more", MOST_TRIES)
                 return None
         here = store.add(self._key("here"), int(joins))
         self._here = self._attempt
-        word = store.word_of(self._key("step"))
-        if not word and here >= len(ranks):
-            word = store.compare_set(self._key("step"), str(boundary + LEAD_STEPS * 2 ** (self.tries - 1)))
-        return int(word) if word else None
+        if here < len(self._groups.job.ranks):
+            return None
+        return int(store.compare_set(self._key("step"), str(boundary + LEAD_STEPS)))
 
     def _connect(self) -> Link | None:
         """Meet the others, make what `Link` has, and return it if all ranks could."""
@@ -127,19 +119,11 @@ class Reconnection:
         seconds = min(self._groups.setup_seconds, self._groups.timeout_seconds * self.tries)
         with ExitStack() as undo:
             link, problem = None, ""
-            try:
-                self._probe(Phase.MET, self._attempt)
-                problem = self._groups.lacks_descriptors()
-            except Exception as error:
-                problem = one_line(error, with_type=True)
-            if cause := self._meet("go", problem, seconds):
-                cause = self._word("hold", cause)
+            if cause := self._meet("go", "", seconds):
+                self._groups.store.compare_set(self._key("hold"), cause)
             else:
                 try:
                     link = self._make(seconds, undo)
-                    problem = self._differs()
-                except StoreError:
-                    raise
                 except Exception as error:
                     problem = one_line(error, with_type=True)
                 cause = self._meet("hold", problem, 3 * seconds)
@@ -147,7 +131,6 @@ class Reconnection:
                 undo.pop_all()
                 self.under_way = False
                 return link
-        self.differing = cause if _PARTED in cause else ""
         logger.info("the ranks could not connect: %s", cause)
         return None
 
@@ -163,18 +146,9 @@ class Reconnection:
         self._probe(Phase.CONNECTED, self._attempt)
         return Link(control, migration, transport)
 
-    def _differs(self) -> str:
-        """Return what this rank says if its placement is not that of the first rank that asked; "": it is."""
-        first, digest = self._word("placement", f"{self._groups.job.rank} {self._digest}").split()
-        return "" if digest == self._digest else f"another placement than rank {first}: {_PARTED}"
-
     def _meet(self, word: str, problem: str, seconds: float) -> str:
         """Wait for all ranks. Returns why they cannot go on, the same on all of them; empty: they can."""
         store, job = self._groups.store, self._groups.job
         said = problem and f"rank {job.rank}: {problem}"
         arrive(store, self._key(word), job.ranks, job.rank, said)
         return outcome_of(store, self._key(word), job.ranks, seconds)[0]
-
-    def _word(self, word: str, mine: str) -> str:
-        """Return the first word that a rank has written there, perhaps this one."""
-        return self._groups.store.compare_set(self._key(word), mine)

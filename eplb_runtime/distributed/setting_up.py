@@ -1,4 +1,4 @@
-"""Why attach failed, as all ranks say it; and the file descriptors that groups of gloo take.
+"""Why attach failed, as all ranks say it.
 
 Making groups, cutting models and measuring links take as long as a busy machine lets them: they have a deadline of
 their own, whatever a rebalance may take.
@@ -6,7 +6,6 @@ their own, whatever a rebalance may take.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
@@ -18,8 +17,6 @@ SETUP_SECONDS = 120.0
 """For each step of setting up, or the balancer's own timeout where that is longer."""
 ACCOUNT_SECONDS = 10.0
 """A rank that has lost the others waits so long for the one that says why."""
-SPARE_DESCRIPTORS = 32
-"""Left for what else a process opens meanwhile: stores, shared memory, files of the user's."""
 
 
 def why_attach_failed(
@@ -52,22 +49,3 @@ def is_echo(error: BaseException) -> bool:
             return True
         chain = chain.__cause__
     return False
-
-
-def lacks_descriptors(groups: Sequence[int]) -> str:
-    """Return what this process lacks for gloo groups of these sizes, or "": gloo ends one that has none left."""
-    try:
-        import resource
-
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        used = sum(int(name) < limit for name in os.listdir("/proc/self/fd"))
-    except (ImportError, OSError):
-        return ""
-    # A listener, its loop (two), an address, and a connection to each rank.
-    left, needed = limit - used + 1, sum(3 + ranks for ranks in groups) + SPARE_DESCRIPTORS
-    if left >= needed or limit == resource.RLIM_INFINITY:
-        return ""
-    return (
-        f"this process can open {left} more files, and connections to the other ranks need {needed} file descriptors: "
-        "raise its limit (ulimit -n)"
-    )

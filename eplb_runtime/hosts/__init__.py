@@ -19,7 +19,6 @@ from torch import nn
 from ..balancer.balancer import Balancer
 from ..config import BalancerConfig
 from ..distributed.ranks import GroupError, Ranks, job_ranks
-from ..distributed.setting_up import lacks_descriptors
 from . import module
 from .attaching.attach import attach_stages
 from .attaching.checks import device_of, wait_for_ranks
@@ -197,8 +196,6 @@ def _all_can_attach(ranks: Ranks, what: str, config: BalancerConfig, problem: Ba
         problem = problem or AttachError(str(error))
         wait_for_ranks(range(dist.get_world_size()), what, config.timeout_seconds, problem)
         raise problem from None
-    if problem is None and (lacks := lacks_descriptors([len(everyone)])):
-        problem = AttachError(lacks)
     wait_for_ranks(everyone, what, config.timeout_seconds, problem, patient=True)
 
 

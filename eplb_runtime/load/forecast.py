@@ -12,11 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..utils.jit import jit
+from ..utils.jit import jit, ready
 
 MOST_WINDOWS = 64
 """Longer histories are merged into at most so many windows."""
-METHODS = ("auto", "window", "last")
 Load = NDArray[np.float64]
 
 
@@ -68,6 +67,11 @@ class ExpectedLoad(NamedTuple):
     mixes: Load
     wanders_L: NDArray[np.bool_]
 
+    @property
+    def windows(self) -> Load:
+        """float64 ``[W + V, L, E]``, scenarios and mixes."""
+        return np.concatenate([self.scenarios, self.mixes])
+
 
 class _Foretold(NamedTuple):
     """Of one layer, in shares: the forecast, and by how much windows may deviate from it, ``[N, E]``."""
@@ -103,21 +107,13 @@ def coarsen(load: Load) -> Load:
     return np.asarray(kept.reshape(-1, run, *load.shape[1:]).mean(axis=1))
 
 
-def foretell(load: Load, method: str = "auto", ranks: int = 8) -> ExpectedLoad:
+def foretell(load: Load, ranks: int = 8) -> ExpectedLoad:
     """Forecast each layer by itself; windows in which a layer has no tokens are left out for that layer.
 
     Args:
         load: float64 ``[T, L, E]``, oldest first; ``coarsen`` it before if T is large.
-        method: ``"window"`` (mean of all windows), ``"last"``, or ``"auto"``.
         ranks: R, over which experts are spread to judge forecasters.
-
-    Raises:
-        ValueError: the method is unknown.
     """
-    if method in ("average", "trend"):
-        raise ValueError(f"forecast={method!r} was removed: leave forecast out, which blends averages and trends")
-    if method not in METHODS:
-        raise ValueError(f"forecast={method!r} is unknown; choose one of: {', '.join(METHODS)}")
     layers, experts = load.shape[1:]
     foretold: list[_Foretold] = []
     blends: dict[int, _Blend] = {}
@@ -126,11 +122,9 @@ def foretell(load: Load, method: str = "auto", ranks: int = 8) -> ExpectedLoad:
         if not len(share_TE):
             foretold.append(_Foretold(np.zeros(experts), np.zeros((1, experts))))
             continue
-        change = last_change(share_TE) if method == "auto" else 0
+        change = last_change(share_TE)
         foretold.append(_of_the_mean(share_TE, change))
-        if method == "last":
-            foretold[-1] = foretold[-1]._replace(share_E=share_TE[-1])
-        if method == "auto" and len(share_TE) - change >= PARAMETERS.least_windows:
+        if len(share_TE) - change >= PARAMETERS.least_windows:
             blends[layer] = _blend(share_TE[change:])
     moves_L, wanders_L = _which_move_on(blends, layers)
     for layer in np.flatnonzero(moves_L).tolist():
@@ -195,7 +189,7 @@ def _blended(blend: _Blend, ranks: int) -> _Foretold:
     loss_F = np.empty(len(blend.made_FCE))
     for number, made_CE in enumerate(blend.made_FCE):
         misplaced = 0.5 * np.abs(made_CE[:-1] - came_CE).sum(axis=1).mean()
-        loss_F[number] = dealt_imbalance(made_CE, came_CE, ranks) + PARAMETERS.between_equals * misplaced
+        loss_F[number] = ready(dealt_imbalance)(made_CE, came_CE, ranks) + PARAMETERS.between_equals * misplaced
     worse_F = (loss_F - loss_F.min()) / max(loss_F.min() - 1.0, 1e-3)
     weight_F = np.exp(-worse_F / PARAMETERS.sharpness)
     blend_CE = np.tensordot(weight_F / weight_F.sum(), blend.made_FCE, 1)

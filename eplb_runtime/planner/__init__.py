@@ -3,6 +3,6 @@
 from .cost import CostModel
 from .drop_in import rebalance_experts
 from .planning import plan
-from .types import Offer, Plan, PlanError, PlanRequest
+from .types import Plan, PlanError, PlanRequest
 
-__all__ = ["CostModel", "Offer", "Plan", "PlanError", "PlanRequest", "plan", "rebalance_experts"]
+__all__ = ["CostModel", "Plan", "PlanError", "PlanRequest", "plan", "rebalance_experts"]

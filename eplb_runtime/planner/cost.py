@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..topology import Topology
-from .types import MOVE_DESTINATION_SLOT, MOVE_IS_HOME, MOVE_LAYER, MOVE_SOURCE_RANK
 
+MOVE_LAYER, MOVE_EXPERT, MOVE_SOURCE_RANK, MOVE_DESTINATION_SLOT, MOVE_IS_HOME = range(5)
+"""Columns of ``Plan.moves``."""
 MOST = 2.0**60
 """Bytes and seconds are less; sums of more leave int64."""
 HYSTERESIS = 1.2
@@ -52,16 +53,7 @@ class CostModel:
     crossing_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in (
-            "home_bytes",
-            "replica_bytes",
-            "step_seconds",
-            "moe_share",
-            "horizon_steps",
-            "stall_seconds",
-            "crossing_seconds",
-        ):
-            value = getattr(self, name)
+        for name, value in vars(self).items():
             if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < MOST:
                 raise ValueError(f"{name}={value!r}: give a finite number that is not negative, and less than 2**60")
         if self.moe_share > 1:
@@ -82,34 +74,19 @@ class CostModel:
         a_step = self.moe_share * self.step_seconds
         return self.crossing_seconds / a_step if a_step > 0 else 0.0
 
-    def bytes_by_link(
+    def bytes_moved(
         self, moves: NDArray[np.int32], topology: Topology, slots_per_rank: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Bytes that each rank sends and receives, inside its node and beyond it.
-
-        Args:
-            moves: int32 ``[M, 5]`` as in ``Plan.moves``.
-
-        Returns:
-            int64 ``[R, 2]`` sent (columns: inside the node, between nodes) and int64 ``[R, 2]`` received.
-        """
-        sent = np.zeros((topology.num_ranks, 2), dtype=np.int64)
-        received = np.zeros_like(sent)
-        source = moves[:, MOVE_SOURCE_RANK]
-        destination = moves[:, MOVE_DESTINATION_SLOT] // slots_per_rank
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return int64 ``[M]``, the bytes that each of the moves (``Plan.moves``) carries to another rank, and bool
+        ``[M]``, whether to another node."""
+        source, destination = moves[:, MOVE_SOURCE_RANK], moves[:, MOVE_DESTINATION_SLOT] // slots_per_rank
         size = np.where(moves[:, MOVE_IS_HOME] != 0, self.home_bytes, self.replica_bytes).astype(np.int64)
-        travels = (source >= 0) & (source != destination)
-        source, destination, size = source[travels], destination[travels], size[travels]
-        between = (source // topology.ranks_per_node != destination // topology.ranks_per_node).astype(np.int64)
-        np.add.at(sent, (source, between), size)
-        np.add.at(received, (destination, between), size)
-        return sent, received
+        size[(source < 0) | (source == destination)] = 0
+        return size, source // topology.ranks_per_node != destination // topology.ranks_per_node
 
     def transfer_seconds(self, moves: NDArray[np.int32], topology: Topology, slots_per_rank: int) -> float:
         """Seconds to carry the moves: what the busiest rank sends or receives, one transfer after the other."""
-        bandwidth = np.array([topology.intra_node_bandwidth, topology.inter_node_bandwidth])
-        sent, received = self.bytes_by_link(moves, topology, slots_per_rank)
-        return float(np.maximum((sent / bandwidth).sum(axis=1), (received / bandwidth).sum(axis=1)).max(initial=0.0))
+        return float(self.seconds_by_layer(moves, 1, topology, slots_per_rank).max())
 
     def seconds_by_layer(
         self, moves: NDArray[np.int32], num_layers: int, topology: Topology, slots_per_rank: int
@@ -118,16 +95,15 @@ class CostModel:
 
         Args:
             moves: int32 ``[M, 5]`` as in ``Plan.moves``.
+            num_layers: L; 1: all layers together.
 
         Returns:
             float64 ``[L, 2 R]``: sent by each rank, then received.
         """
-        layer, source = moves[:, MOVE_LAYER].astype(np.int64), moves[:, MOVE_SOURCE_RANK]
-        destination = moves[:, MOVE_DESTINATION_SLOT] // slots_per_rank
-        between = source // topology.ranks_per_node != destination // topology.ranks_per_node
-        bandwidth = np.where(between, topology.inter_node_bandwidth, topology.intra_node_bandwidth)
-        seconds = np.where(moves[:, MOVE_IS_HOME] != 0, self.home_bytes, self.replica_bytes) / bandwidth
-        seconds[(source < 0) | (source == destination)] = 0.0
+        size, between = self.bytes_moved(moves, topology, slots_per_rank)
+        seconds = size / np.where(between, topology.inter_node_bandwidth, topology.intra_node_bandwidth)
+        layer = moves[:, MOVE_LAYER].astype(np.int64) if num_layers > 1 else np.zeros(len(moves), dtype=np.int64)
+        source, destination = moves[:, MOVE_SOURCE_RANK], moves[:, MOVE_DESTINATION_SLOT] // slots_per_rank
         ends = 2 * topology.num_ranks
         place = np.concatenate([layer * ends + np.maximum(source, 0), layer * ends + topology.num_ranks + destination])
         sums = np.bincount(place, np.concatenate([seconds, seconds]), minlength=num_layers * ends)

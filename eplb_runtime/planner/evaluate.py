@@ -102,57 +102,17 @@ def predicted_imbalance(
     return np.stack([imbalance(filled_rank_load(window, tables, speed_R), speed_R) for window in load])
 
 
-def imbalance_by_scenario(request: PlanRequest, placement: Placement) -> NDArray[np.float64]:
-    """float64 ``[W + V, L]``: imbalance under each scenario of the load to come, mixes too, each split by itself."""
-    return predicted_imbalance(np.concatenate([request.scenarios, request.mixes]), placement, request.speed_R)
-
-
-def imbalance_with_changes(
-    request: PlanRequest, placement: Placement, current: Placement, of_current_WL: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Return `imbalance_by_scenario` of ``placement``, without splitting again what is known of ``current``.
-
-    Args:
-        of_current_WL: float64 ``[W + V, L]``, that of ``current``; taken over in layers in which both are the same.
-    """
-    slots_LP, other_LP = placement.physical_to_logical, current.physical_to_logical
-    if slots_LP.shape != other_LP.shape or placement.home is None or current.home is None:
-        return imbalance_by_scenario(request, placement)
-    layers = np.flatnonzero((slots_LP != other_LP).any(axis=1) | (placement.home != current.home).any(axis=1))
-    result_WL = of_current_WL.copy()
-    if len(layers):
-        part = Placement(slots_LP[layers], placement.num_experts, placement.num_ranks, placement.home[layers])
-        windows = np.concatenate([request.scenarios, request.mixes])[:, layers]
-        result_WL[:, layers] = predicted_imbalance(windows, part, request.speed_R)
-    return result_WL
-
-
-def most_to_gain_first(request: PlanRequest) -> list[int]:
-    """Layers by how far the imbalance of ``start`` is above what any placement reaches, under the load to plan for."""
-    gain_L = (
-        predicted_imbalance(request.forecast, request.start, request.speed_R)
-        - lowest_imbalance(request, request.forecast[None])[0]
-    )
-    return [int(layer) for layer in np.argsort(-gain_L, kind="stable")]
-
-
 def expected_lower_bound(request: PlanRequest) -> NDArray[np.float64]:
-    """float64 ``[L]``: mean over the scenarios, what no placement gets below."""
-    windows = np.concatenate([request.scenarios, request.mixes])
-    return np.asarray(lowest_imbalance(request, windows).mean(axis=0))
-
-
-def lowest_imbalance(request: PlanRequest, windows: NDArray[np.float64]) -> NDArray[np.float64]:
-    """float64 ``[W, L]``: the imbalance under each of ``windows`` ``[W, L, E]`` that no placement gets below.
+    """float64 ``[L]``: mean over the scenarios, what no placement gets below.
 
     A rank below full speed takes no less time than a fast one would: so what holds for equal ranks holds here, against
     the time that all ranks together need.
     """
-    ranks, speed_R = request.topology.num_ranks, request.speed_R
+    ranks, speed_R, windows = request.topology.num_ranks, request.speed_R, request.to_come.windows
     bounds = lower_bound(windows.reshape(-1, request.num_experts), ranks, request.slots_per_rank)
     if speed_R is not None:
         bounds = np.maximum(bounds * speed_R.sum() / ranks, 1.0)
-    return bounds.reshape(windows.shape[:2])
+    return np.asarray(bounds.reshape(windows.shape[:2]).mean(axis=0))
 
 
 def error_of(gain_W: NDArray[np.float64]) -> float:

@@ -10,44 +10,15 @@ Shape suffixes besides those of ``routing``: N nodes.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from ..moe.routing.tables import SplitTables
 from ..moe.routing.water_filling import split_totals
 from ..placement import EMPTY, Placement
 from ..topology import Topology
 from .evaluate import UNITS, in_units
-from .types import PlanError
 
 FloatArray = NDArray[np.float64]
-
-
-def checked_sources(sources: ArrayLike, layers: int, experts: int, topology: Topology) -> FloatArray:
-    """float64 ``[L, N, E]``: the share of each expert's tokens that comes from each node; alike where none came.
-
-    Args:
-        sources: tokens by the node that they came from, ``[N, L, E]``.
-
-    Raises:
-        PlanError: another shape, or values that are no counts.
-    """
-    try:
-        counts = np.asarray(sources, dtype=np.float64)
-    except (TypeError, ValueError):
-        raise PlanError("sources is not an array of numbers: give [nodes, layers, experts]") from None
-    nodes = topology.num_nodes
-    if counts.shape != (nodes, layers, experts):
-        raise PlanError(
-            f"sources has shape {counts.shape}: give tokens by node, [{nodes}, {layers}, {experts}]; add up those of a "
-            "node's ranks"
-        )
-    with np.errstate(over="ignore"):
-        adds_up = bool(np.isfinite(counts.sum()))
-    if not (adds_up and (counts >= 0).all()):
-        raise PlanError("sources: give token counts, zero where nothing was counted")
-    total_LE = counts.sum(axis=0)
-    share = np.divide(counts, total_LE, out=np.full_like(counts, 1.0 / nodes), where=total_LE > 0)
-    return np.ascontiguousarray(share.transpose(1, 0, 2))
 
 
 def received(
@@ -57,7 +28,7 @@ def received(
 
     Args:
         load: float64 ``[L, E]``.
-        share_LNE: as `checked_sources` has it; None: tokens come from all nodes alike.
+        share_LNE: as in `types.PlanRequest`; None: tokens come from all nodes alike.
     """
     nodes, node_ranks = topology.num_nodes, topology.ranks_per_node
     result = np.empty((len(load), topology.num_ranks, 2))

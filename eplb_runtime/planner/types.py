@@ -1,41 +1,20 @@
-"""What the planner is asked and what it answers: frozen values, and the errors it raises.
-
-No decisions here; policies decide, ``planning.plan`` puts the answer together.
-"""
+"""What the planner is asked and what it answers: frozen values, and the error it raises."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..load.forecast import ExpectedLoad, foretell
 from ..placement import Placement
 from ..topology import Topology
+from .cost import MOVE_DESTINATION_SLOT, MOVE_IS_HOME, MOVE_LAYER, MOVE_SOURCE_RANK, CostModel
 
-MOVE_LAYER, MOVE_EXPERT, MOVE_SOURCE_RANK, MOVE_DESTINATION_SLOT, MOVE_IS_HOME = range(5)
-"""Columns of ``Plan.moves``."""
-SHOWN_OFFERS = 4
-
-
-class Deadline:
-    """The time at which planning has to end.
-
-    Args:
-        seconds: from now on.
-
-    Attributes:
-        left_out: layers for which no time was left; the policy adds them.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._until = time.perf_counter() + seconds
-        self.left_out: set[int] = set()
-
-    @property
-    def is_over(self) -> bool:
-        return time.perf_counter() >= self._until
+Gate = Literal["payoff", "always", "off"]
 
 
 class PlanError(ValueError):
@@ -44,75 +23,81 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Everything a policy may look at. Policies are pure functions of it, but for what a ``deadline`` leaves out.
+    """Everything a policy may look at. Policies are pure functions of it, but for what they add to ``doubted``.
 
     Args:
         load: float64 ``[T, L, E]``, tokens per logical expert in T successive windows, oldest first.
-        forecast: float64 ``[L, E]``, the load to plan for.
-        scenarios: float64 ``[W, L, E]``, loads that may come, equally likely; a placement is as good as its mean
-            imbalance over them.
-        mixes: float64 ``[V, L, E]``, more of these by which the search is not led: they judge where it ends. May be
-            none.
-        topology: ranks and nodes.
-        slots_per_rank: S.
-        current: the placement that stands now, or None.
         layout: ``"home"`` or ``"free"``.
-        groups: expert groups of group-limited routing (1: none); only the ``hierarchical`` and ``deepseek`` policies
-            look at it.
-        max_moves: at most so many slots, over all layers, whose rank did not hold that expert; None: no limit.
-        max_bytes: the same in bytes, by ``home_bytes`` and ``replica_bytes``; None: no limit.
-        home_bytes, replica_bytes: bytes of one expert with and without optimizer state (0: unknown).
-        seconds_per_imbalance: what one unit of one layer's imbalance costs over the horizon, in seconds; None: moves
-            need not pay for themselves.
+        declared: float64 ``[T, L, E]``, the load to come where it is known. All of it will come (micro-batches of one
+            step): how its windows differ is no doubt about any of them.
         speed_R: float64 ``[R]``, how fast each rank is, the fastest 1; None: all alike.
-        crossing_price: imbalance that it is worth if no token is computed on another node than its own instead of all.
         source_share_LNE: float64 ``[L, N, E]``, the share of each expert's tokens that comes from each node; None: all
             nodes send alike.
-        trust: share of a plan's gain that came true of earlier ones, in [0, 1].
-        wanders_L: bool, layers whose load surely wanders from window to window: a plan ages there. None: no layer does.
-        declared: all scenarios will come (micro-batches of one step): how they differ is no doubt about any of them.
-        deadline: after which the search of no further layer begins; None: time decides nothing.
         one_known: one window alone is known of a load that goes on.
-        weighs_noise: a layer moves only where its gain is more than noise; otherwise wherever it is worth its price.
         doubted: layers that stay because their gain may be noise; the policy adds them.
+
+    The others are the arguments of `planning.plan`.
     """
 
     load: NDArray[np.float64]
-    forecast: NDArray[np.float64]
-    scenarios: NDArray[np.float64]
-    mixes: NDArray[np.float64]
     topology: Topology
     slots_per_rank: int
-    current: Placement | None = None
-    layout: str = "home"
-    groups: int = 1
-    max_moves: int | None = None
-    max_bytes: int | None = None
-    home_bytes: int = 0
-    replica_bytes: int = 0
-    seconds_per_imbalance: float | None = None
-    speed_R: NDArray[np.float64] | None = None
-    crossing_price: float = 0.0
-    source_share_LNE: NDArray[np.float64] | None = None
-    declared: bool = False
-    trust: float = 1.0
-    wanders_L: NDArray[np.bool_] | None = None
-    one_known: bool = False
-    weighs_noise: bool = False
-    deadline: Deadline | None = None
+    current: Placement | None
+    policy: str
+    layout: str
+    groups: int
+    max_moves: int | None
+    max_bytes: int | None
+    cost: CostModel | None
+    gate: Gate
+    declared: NDArray[np.float64] | None
+    speed_R: NDArray[np.float64] | None
+    source_share_LNE: NDArray[np.float64] | None
+    trust: float
+    one_known: bool
     doubted: set[int] = field(default_factory=set)
 
     @property
     def num_layers(self) -> int:
-        return int(self.forecast.shape[0])
+        return int(self.load.shape[1])
 
     @property
     def num_experts(self) -> int:
-        return int(self.forecast.shape[1])
+        return int(self.load.shape[2])
 
     @property
     def num_slots(self) -> int:
         return self.topology.num_ranks * self.slots_per_rank
+
+    @cached_property
+    def to_come(self) -> ExpectedLoad:
+        """The load that is declared, or else foretold."""
+        known = self.declared
+        if known is None:
+            return foretell(self.load, self.topology.num_ranks)
+        return ExpectedLoad(known.mean(axis=0), known, known[:0], np.zeros(self.num_layers, dtype=bool))
+
+    @property
+    def forecast(self) -> NDArray[np.float64]:
+        """float64 ``[L, E]``, the load to plan for."""
+        return self.to_come.expected
+
+    @property
+    def slot_bytes(self) -> tuple[int, int]:
+        """Bytes of an expert with and without its optimizer state; 0: unknown."""
+        return (self.cost.home_bytes, self.cost.replica_bytes) if self.cost else (0, 0)
+
+    @property
+    def seconds_per_imbalance(self) -> float | None:
+        """What one unit of one layer's imbalance costs over the horizon; None: moves need not pay for themselves."""
+        if self.cost is None or self.gate != "payoff":
+            return None
+        return self.cost.seconds_per_imbalance(self.num_layers, self.trust)
+
+    @property
+    def crossing_price(self) -> float:
+        """Imbalance that it is worth if no token is computed on another node than its own instead of all."""
+        return self.cost.crossing_price if self.cost and self.topology.num_nodes > 1 else 0.0
 
     @property
     def start(self) -> Placement:
@@ -123,24 +108,6 @@ class PlanRequest:
         return Placement.initial(
             self.num_layers, self.num_experts, self.topology.num_ranks, self.slots_per_rank - homes_per_rank
         )
-
-
-@dataclass(frozen=True)
-class Offer:
-    """A part of a plan that could be taken alone: the layers with most to gain for what they cost.
-
-    Args:
-        layers: those that move.
-        moved_slots: as in `Plan`.
-        imbalance: expected max / mean rank load then, mean over all layers.
-        seconds_saved, seconds_spent: predicted, as in `Plan`; nan when unknown.
-    """
-
-    layers: tuple[int, ...]
-    moved_slots: int
-    imbalance: float
-    seconds_saved: float
-    seconds_spent: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,8 +136,6 @@ class Plan:
         crossing_before, crossing_after: float64 ``[L]``, the share of tokens that are computed on another node than
             they come from, under the forecast, with ``current`` and with ``placement``; None: nobody asked
             (``sources``, or a cost of crossing), or nothing stands.
-        offers: parts of what the policy found, by slots moved from none to all; one of them is the plan where the gate
-            knows seconds. Empty: nothing stands.
     """
 
     policy: str
@@ -189,7 +154,6 @@ class Plan:
     plan_seconds: float
     crossing_before: NDArray[np.float64] | None = None
     crossing_after: NDArray[np.float64] | None = None
-    offers: tuple[Offer, ...] = ()
 
     @property
     def moved_slots(self) -> int:
@@ -220,11 +184,6 @@ class Plan:
             lines.append(
                 f"  predicted: {self.seconds_saved:.3g} s saved over the horizon for {self.seconds_spent:.3g} s spent"
             )
-        fewer = [offer for offer in self.offers if 0 < offer.moved_slots < self.moved_slots]
-        if fewer:
-            shown = fewer[:: -(-len(fewer) // SHOWN_OFFERS)]
-            parts = ", ".join(f"{offer.moved_slots} slots {offer.imbalance:.3f}" for offer in shown)
-            lines.append(f"  imbalance with fewer moves: {parts}")
         lines.append(f"  {'imbalance (max / mean)':<24}{'mean':>8}{'worst':>8}  worst layer")
         rows = [("before", self.imbalance_before), ("after", self.imbalance_after), ("lower bound", self.lower_bound)]
         for name, values in rows:

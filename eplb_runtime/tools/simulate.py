@@ -18,9 +18,9 @@ from ..placement import Placement
 from ..planner import CostModel, Plan, PlanError, plan
 from ..planner.evaluate import predicted_imbalance
 from ..planner.policies import LAYOUTS
-from ..planner.terms import Gate
 from ..planner.track_record import TrackRecord
 from ..planner.traffic import received
+from ..planner.types import Gate
 from ..topology import Topology
 
 FloatArray = NDArray[np.float64]

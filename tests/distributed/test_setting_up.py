@@ -1,10 +1,8 @@
-"""Setting up takes as long as it must; a rank that fails, dies or runs out of file descriptors ends it on all, soon and
-with one line."""
+"""Setting up takes as long as it must; a rank that fails or dies ends it on all, soon and with one line."""
 
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import time
 from collections.abc import Callable
@@ -138,32 +136,3 @@ def test_a_rank_that_dies_at_attach_is_named_within_the_deadline(place: str) -> 
     """Others wait for it in the store, to connect, or in a collective."""
     for said in run_with_one_that_dies(place):
         assert f"{RANKS - 1} was lost at attach: it has died, or does not answer" in said
-
-
-# -- file descriptors --------------------------------------------------------------------------------------------------
-
-
-def leave(descriptors: int) -> None:
-    """Lower this process's limit, so that it can open so many more files."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1 + descriptors, hard))
-
-
-def runs_out(rank: int) -> list[str]:
-    """Rank 1 has too few descriptors: for the first group, then for the others. `test_reconnect` has later ones."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    said = []
-    for left in (4, setting_up.SPARE_DESCRIPTORS + 3 + RANKS + 2):
-        if rank == 1:
-            leave(left)
-        with pytest.raises(AttachError) as refused:
-            attach(rank)
-        said.append(str(refused.value))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    attach(rank).close()
-    return said
-
-
-def test_a_rank_with_too_few_descriptors_is_refused_on_all_and_attaches_when_it_has_enough() -> None:
-    for said in run_ranks(RANKS, runs_out):
-        assert all("this process can open" in line and "ulimit -n" in line and "\n" not in line for line in said)

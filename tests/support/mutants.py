@@ -112,7 +112,7 @@ def miss_a_refresh() -> None:
 
     def sometimes(self: Any, *layers: Any) -> None:
         calls.append(True)
-        if len(calls) != 3:  # after attach and after each step
+        if len(calls) % 3:  # after attach and after each step
             refresh(self, *layers)
         else:
             self._versions = {layer: self._versions_now(layer) for layer in self._banks}
@@ -305,31 +305,35 @@ def split_otherwise_in_recompute() -> None:
     RecomputeCache.repeated = lambda self, ids: None
 
 
-REPLICAS = "test_replicas.py::test_training_with_copies_is_training_without_to_1e_12"
-OPTIMIZERS = "test_training_is_bit_identical.py::test_so_is_training_with_other_optimizers_dtypes_and_experts"
-EDP = "test_expert_data_parallel.py"
-LOOPS = "test_reduced_once.py::test_any_loop_trains_as_one_process[EDP 2, no divisor]"
-SLICED = "test_fully_shard_copies.py::test_training_with_sliced_copies_is_training_in_one_process"
+BITS = "test_bits.py::test_no_bit_changes"
+LOOPS = "test_loops.py::test_any_loop_trains_as_one_process[EDP 2, no divisor]"
+PLACED = "test_loops.py::test_wherever_experts_are_they_train_as_in_one_process"
+REPLICAS = f"{PLACED}[replicas, EP 2 x EDP 2]"
+HANGING = f"{PLACED}[replicas that hang on replicas]"
+SLICED = f"{PLACED}[replicas of slices]"
 MEGATRON = "test_megatron_rows.py::test_experts_move_and_no_bit_changes"
 DIVIDED, ALL_GATHER = f"{MEGATRON}[divided, an expert cut]", f"{MEGATRON}[distributed optimizer, all-gather]"
 MUTANTS: dict[str, tuple[str, Patch]] = {
-    "second moment left behind": (OPTIMIZERS, leave_behind("exp_avg_sq")),
-    "combined in physical order": (OPTIMIZERS, combine_in_physical_order),
-    "masters left behind": ("test_mixed_precision.py::test_migration_changes_no_bit_with", leave_behind("master")),
-    "nobody compares plans": (f"{EDP}::test_a_group_with_another_plan_is_noticed", nobody_compares_plans),
-    "sums in any order": (f"{EDP}::test_migration_changes_no_bit_where_three_ranks", sum_in_any_order),
+    "second moment left behind": (f"{BITS}[eager]", leave_behind("exp_avg_sq")),
+    "combined in physical order": (f"{BITS}[eager]", combine_in_physical_order),
+    "masters left behind": (f"{BITS}[float32 masters]", leave_behind("master")),
+    "nobody compares plans": (
+        "test_expert_data_parallel.py::test_a_group_with_another_plan_is_noticed",
+        nobody_compares_plans,
+    ),
+    "sums in any order": (f"{BITS}_where_several_ranks_hold_an_expert[6]", sum_in_any_order),
     "gradients reduced again": (LOOPS, reduce_again_after_every_forward),
     "new gradients overlooked": (LOOPS, overlook_new_gradients),
     "checkpoints in slot order": ("test_checkpoint.py::test_it_loads_bit_equal_anywhere", rows_in_slot_order),
     "norm of one stage": ("test_pipelining.py::test_a_schedule_equals_the_whole_model", norm_of_one_stage),
-    "gradients of copies forgotten": (f"{REPLICAS}[copies]", forget_gradients_of_copies),
-    "gradients of copies lost": (f"{REPLICAS}[copies]", lose_gradients_on_the_way),
-    "copies averaged": (f"{REPLICAS}[copies]", average_copies),
-    "a refresh missed": (f"{REPLICAS}[copies]", miss_a_refresh),
-    "copies decay": (f"{REPLICAS}[copies]", let_copies_decay),
-    "copies in the norm": (f"{REPLICAS}[copies]", count_copies_in_the_norm),
-    "nothing handed on": (f"{REPLICAS}[copies that hang on copies]", hand_nothing_on),
-    "nothing added on the way": (f"{REPLICAS}[copies that hang on copies]", add_nothing_on_the_way),
+    "gradients of copies forgotten": (REPLICAS, forget_gradients_of_copies),
+    "gradients of copies lost": (REPLICAS, lose_gradients_on_the_way),
+    "copies averaged": (REPLICAS, average_copies),
+    "a refresh missed": (REPLICAS, miss_a_refresh),
+    "copies decay": (REPLICAS, let_copies_decay),
+    "copies in the norm": (REPLICAS, count_copies_in_the_norm),
+    "nothing handed on": (HANGING, hand_nothing_on),
+    "nothing added on the way": (HANGING, add_nothing_on_the_way),
     "sums of sliced copies forgotten": (SLICED, forget_sums_of_sliced_copies),
     "other EDP ranks forgotten": (SLICED, forget_other_edp_ranks),
     "a background save is torn": ("test_checkpoint_folder.py::test_a_save_in_the_background", save_what_is_trained),
@@ -337,7 +341,7 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
         "test_migration_beside_training.py::test_weights_that_a_user_writes",
         overlook_what_is_written,
     ),
-    "groups are kept": ("test_given_back.py::test_attach_and_close_keep", keep_groups),
+    "groups are kept": ("test_attach.py::test_cycles_of_attach_and_close", keep_groups),
     "a read on the host": ("test_operations_of_a_layer.py::test_a_layer_takes", read_on_the_host),
     "a repeated forward finds its own way": (
         "test_recompute.py::test_a_repeated_forward_exchanges_no_counts",

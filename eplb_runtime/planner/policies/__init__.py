@@ -10,7 +10,6 @@ from .deepseek import deepseek
 from .free import free, hierarchical
 from .incremental import incremental
 from .static import static
-from .swaps import swaps
 
 POLICIES: dict[str, Callable[[PlanRequest], Placement]] = {
     "static": static,
@@ -18,16 +17,14 @@ POLICIES: dict[str, Callable[[PlanRequest], Placement]] = {
     "free": free,
     "hierarchical": hierarchical,
     "incremental": incremental,
-    "swaps": swaps,
 }
 """Every policy by the name that users give."""
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "static": ("home", "free"),
-    "deepseek": ("free",),
+    "deepseek": ("free", "home"),
     "free": ("free",),
     "hierarchical": ("free",),
     "incremental": ("home",),
-    "swaps": ("home",),
 }
 """The layouts each policy plans; the first is its default."""

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ...placement import Placement
-from ...utils.jit import jit
-from ..search.align import settle
+from ...placement import EMPTY, Placement
+from ...utils.jit import jit, ready
+from ..search.align import align, settle
 from ..types import PlanError
 
 if TYPE_CHECKING:
@@ -24,13 +24,27 @@ Array = NDArray[np.int32]
 
 
 def deepseek(request: PlanRequest) -> Placement:
-    """The policy ``deepseek``: what DeepSeek's EPLB plans for the forecast, except for ties, whatever stands now. Only
-    a budget of moves makes it look at the current placement: then layers wait their turn (see ``settle``)."""
-    topology = request.topology
-    planned, _, _ = balance(request.forecast, request.num_slots, request.groups, topology.num_nodes, topology.num_ranks)
-    if request.max_moves is None and request.max_bytes is None:
-        return Placement(planned, request.num_experts, topology.num_ranks)
-    return settle(request, planned)
+    """The policy ``deepseek``: what DeepSeek's EPLB plans for the forecast, except for ties.
+
+    In the free layout it is so whatever stands now; only a budget of moves makes it look at that: then layers wait
+    their turn (see ``settle``). In the home layout, where no replicas may stand, homes are dealt out by the rule, near
+    the current ones: this plans while the other policies are being compiled.
+
+    Raises:
+        PlanError: replica slots of the current placement hold experts.
+    """
+    topology, ranks, start = request.topology, request.topology.num_ranks, request.start
+    in_home = request.layout == "home"
+    slots = request.num_experts if in_home else request.num_slots
+    planned, _, _ = balance(request.forecast, slots, request.groups, topology.num_nodes, ranks)
+    if not in_home:
+        is_limited = request.max_moves is not None or request.max_bytes is not None
+        return settle(request, planned, request.current if is_limited else None)
+    if (start.replicas_LRK != EMPTY).any():
+        raise PlanError("policy 'deepseek' moves homes alone, and replicas stand: choose incremental")
+    homes_LP = start.homes_LRH.reshape(len(planned), -1)
+    near = settle(request, planned, Placement(homes_LP, request.num_experts, ranks))
+    return align(start, near.rank_of(near.logical_to_physical[:, :, 0]), start.replicas_LRK)
 
 
 def balance(
@@ -76,7 +90,7 @@ def balance(
     physical_to_logical = np.empty((layers, num_slots), dtype=np.int32)
     copy_index = np.empty((layers, num_slots), dtype=np.int32)
     copy_count = np.empty((layers, experts), dtype=np.int32)
-    _balance(weight, group_load, num_nodes, num_ranks, physical_to_logical, copy_index, copy_count)
+    ready(_balance)(weight, group_load, num_nodes, num_ranks, physical_to_logical, copy_index, copy_count)
     logical_to_physical = np.full((layers, experts, int(copy_count.max())), -1, dtype=np.int32)
     logical_to_physical[np.arange(layers)[:, None], physical_to_logical, copy_index] = np.arange(num_slots)
     return physical_to_logical, logical_to_physical, copy_count

@@ -36,7 +36,8 @@ ENOUGH = 1.0 + 2e-4
 
 def free(request: PlanRequest) -> Placement:
     """The policy ``free``: ``balance`` of the forecast, near the current placement and within the budget."""
-    return settle(request, balance(request.forecast, request.topology.num_ranks, request.slots_per_rank))
+    planned = balance(request.forecast, request.topology.num_ranks, request.slots_per_rank)
+    return settle(request, planned, request.current)
 
 
 def hierarchical(request: PlanRequest) -> Placement:
@@ -44,7 +45,7 @@ def hierarchical(request: PlanRequest) -> Placement:
     topology, groups = request.topology, request.groups
     nodes = topology.num_nodes
     planned = balance(request.forecast, topology.num_ranks, request.slots_per_rank, groups, nodes)
-    return settle(request, planned, keep_nodes=has_rule(groups, nodes))
+    return settle(request, planned, request.current, keep_nodes=has_rule(groups, nodes))
 
 
 def rule_cost(request: PlanRequest, placement: Placement) -> str:

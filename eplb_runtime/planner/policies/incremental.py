@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ...placement import EMPTY, Placement
 from ..cost import HYSTERESIS
-from ..evaluate import SURE, error_of, error_of_one, most_to_gain_first, surely_gains
+from ..evaluate import SURE, error_of, error_of_one, surely_gains
 from ..search.align import align, placed_anew
 from ..search.budget import share_out
 from ..search.descent import AS_HOME, AS_REPLICA, HOMES, KIND, NOT_HERE, OTHER, REPLICAS, SLOT, SWAP, VALUE, descend
@@ -131,13 +131,7 @@ class _Solution:
 def incremental(request: PlanRequest) -> Placement:
     """Search in the home layout, under ``max_moves``, ``max_bytes`` and the price of a move."""
     questions = _questions(request)
-    solutions: list[_Solution | None] = [None] * request.num_layers
-    order = range(request.num_layers) if request.deadline is None else most_to_gain_first(request)
-    for number, layer in enumerate(order):
-        if number and request.deadline is not None and request.deadline.is_over:
-            request.deadline.left_out.add(layer)
-        else:
-            solutions[layer] = _solve(questions[layer])
+    solutions = [_solve(question) for question in questions]
     taken_L = _worth_it(request, questions, solutions)
     return _placed(request, questions, [one if take else None for one, take in zip(solutions, taken_L, strict=True)])
 
@@ -148,8 +142,8 @@ def _questions(request: PlanRequest) -> list[_Question]:
     speed_R = np.ones(ranks) if request.speed_R is None else request.speed_R
     nodes = request.topology.num_nodes
     source_LNE = request.source_share_LNE
-    lead = _in_even_loads(request.scenarios, speed_R)
-    judging = np.concatenate([lead, _in_even_loads(request.mixes, speed_R)])
+    lead = _in_even_loads(request.to_come.scenarios, speed_R)
+    judging = np.concatenate([lead, _in_even_loads(request.to_come.mixes, speed_R)])
     prices_L2 = _prices(request)
     limited = request.max_moves is not None or request.max_bytes is not None
     now_LP = np.concatenate([start.homes_LRH, start.replicas_LRK], axis=2).astype(np.int64).reshape(len(prices_L2), -1)
@@ -187,14 +181,13 @@ def _prices(request: PlanRequest) -> FloatArray:
     """float64 ``[L, 2]``: imbalance that moving a home, and a replica, must be worth."""
     start, topology, layers = request.start, request.topology, request.num_layers
     price_L = np.full(layers, 0.0 if request.current is None else PARAMETERS.least_price)
-    if start.replica_slots and request.current is not None and not request.declared:
+    if start.replica_slots and request.current is not None and request.declared is None:
         unused_L = (start.replicas_LRK == EMPTY).all(axis=(1, 2))
         price_L = np.where(unused_L, PARAMETERS.first_price, PARAMETERS.price_of_all)
         price_L *= np.minimum(_deviation(request) / PARAMETERS.deviation, 1.0)
-        if request.wanders_L is not None:
-            price_L[request.wanders_L] *= PARAMETERS.wandering
+        price_L[request.to_come.wanders_L] *= PARAMETERS.wandering
         price_L = np.maximum(price_L, PARAMETERS.least_price)
-    bytes_2 = np.array([request.home_bytes, request.replica_bytes], dtype=np.float64)
+    bytes_2 = np.array(request.slot_bytes, dtype=np.float64)
     if request.seconds_per_imbalance is None:
         bytes_2[:] = 0.0
     bandwidth = topology.inter_node_bandwidth if topology.num_nodes > 1 else topology.intra_node_bandwidth
@@ -205,7 +198,7 @@ def _prices(request: PlanRequest) -> FloatArray:
 
 def _deviation(request: PlanRequest) -> FloatArray:
     """float64 ``[L]``: the share of tokens that go to other experts than on average, mean over the scenarios."""
-    share = _in_even_loads(request.scenarios, np.ones(1))
+    share = _in_even_loads(request.to_come.scenarios, np.ones(1))
     return np.asarray(0.5 * np.abs(share - share.mean(axis=0)).sum(axis=2).mean(axis=0))
 
 
@@ -286,19 +279,19 @@ def _cost(question: _Question, slot_P: IntArray) -> float:
     return homes * question.prices[0] + replicas * question.prices[1]
 
 
-def _worth_it(request: PlanRequest, questions: list[_Question], solutions: list[_Solution | None]) -> NDArray[np.bool_]:
+def _worth_it(request: PlanRequest, questions: list[_Question], solutions: list[_Solution]) -> NDArray[np.bool_]:
     """bool ``[L]``: layers that gain more than noise, or more than their price where certainty is not asked for."""
     if request.current is None:
         return np.ones(request.num_layers, dtype=bool)
     gain_L, error_L = np.zeros(request.num_layers), np.zeros(request.num_layers)
     for layer, (question, found) in enumerate(zip(questions, solutions, strict=True)):
-        if found is None or not found.moves:
+        if not found.moves:
             continue
         gain_W = found.before_W - found.after_W
         if (gain := gain_W.mean() - found.cost) <= PARAMETERS.least_gain:
             continue
         gain_L[layer], alone = gain, len(gain_W) == 1
-        if not request.weighs_noise or request.declared or (alone and not request.one_known):
+        if request.gate != "payoff" or request.declared is not None or (alone and not request.one_known):
             continue
         if _lasts(request, question, layer):
             error_L[layer] = 0.0 if alone else gain_W.std(ddof=1) / np.sqrt(len(gain_W)) / SURE
@@ -314,7 +307,7 @@ def _worth_it(request: PlanRequest, questions: list[_Question], solutions: list[
 def _lasts(request: PlanRequest, question: _Question, layer: int) -> bool:
     """Return whether a gain needs little proof: the load wanders, so that scenarios are errors of forecasts; or the
     layer gets its first replicas."""
-    wanders = request.wanders_L is not None and bool(request.wanders_L[layer])
+    wanders = bool(request.to_come.wanders_L[layer])
     replica_RK = question.now_P.reshape(len(question.held_RE), -1)[:, question.homes :]
     return wanders or bool(replica_RK.size and (replica_RK == EMPTY).all())
 
@@ -335,7 +328,7 @@ def _placed(request: PlanRequest, questions: list[_Question], solutions: list[_S
     """The placement of these solutions, within the budgets; None: the layer stays."""
     start, ranks = request.start, request.topology.num_ranks
     home_LE, replica_LRK = start.home_rank.copy(), start.replicas_LRK.copy()
-    size = np.array([request.home_bytes, request.replica_bytes])
+    size = np.array(request.slot_bytes)
     tracks = [np.zeros((1, 6)) if one is None else one.track_NX for one in solutions]
     value, cost = [], []
     for track_NX, question in zip(tracks, questions, strict=True):

@@ -121,7 +121,9 @@ def keep_slots(current_LRK: NDArray[np.int32], wanted_LRK: NDArray[np.int32]) ->
     return np.where(free_LRK, np.where(filled_LRK == last, EMPTY, filled_LRK), kept_LRK).astype(np.int32)
 
 
-def settle(request: PlanRequest, planned: NDArray[np.int32], *, keep_nodes: bool = False) -> Placement:
+def settle(
+    request: PlanRequest, planned: NDArray[np.int32], current: Placement | None, *, keep_nodes: bool = False
+) -> Placement:
     """The placement to propose for a plan of the free layout, near the current one and within the budget of moves.
 
     Ranks are equal, so the plan's ranks are renamed to current ones that hold most of their experts. Layers that gain
@@ -129,9 +131,10 @@ def settle(request: PlanRequest, planned: NDArray[np.int32], *, keep_nodes: bool
 
     Args:
         planned: int32 ``[L, P]``, without empty slots.
+        current: what stands, of the same slots and in the free layout; None: nothing does.
         keep_nodes: ranks that share a node in the plan must go on sharing one (the group rule).
     """
-    experts, topology, current = request.num_experts, request.topology, request.current
+    experts, topology = request.num_experts, request.topology
     if current is None:
         return Placement(planned, experts, topology.num_ranks)
     shape = (len(planned), topology.num_ranks, -1)
@@ -144,10 +147,9 @@ def settle(request: PlanRequest, planned: NDArray[np.int32], *, keep_nodes: bool
     gain_L = predicted_imbalance(request.forecast, current) - predicted_imbalance(
         request.forecast, Placement(slots_LP, experts, topology.num_ranks)
     )
-    limits = [np.inf if request.max_moves is None else request.max_moves]
-    if request.max_bytes is not None and request.replica_bytes:
-        limits.append(request.max_bytes // request.replica_bytes)
-    budget = min(limits)
+    budget = np.inf if request.max_moves is None else request.max_moves
+    if request.max_bytes is not None:
+        budget = min(budget, request.max_bytes // request.slot_bytes[0 if request.layout == "home" else 1])
     for layer in np.argsort(-gain_L / np.maximum(moved_L, 1), kind="stable"):
         if gain_L[layer] <= 0 or moved_L[layer] > budget:
             slots_LP[layer] = current.physical_to_logical[layer]

@@ -19,7 +19,6 @@ from eplb_runtime.placement import Placement
 from eplb_runtime.planner.cost import CostModel
 from eplb_runtime.planner.planning import plan
 from eplb_runtime.planner.policies.deepseek import balance as balance_deepseek
-from eplb_runtime.planner.terms import Terms
 from eplb_runtime.topology import Topology
 
 from .loads import (
@@ -170,7 +169,7 @@ def _series(family: Family, seed: int) -> dict[str, float]:
     topology = Topology(
         family.ranks, min(8, family.ranks), intra_node_bandwidth=LINK_BANDWIDTH, inter_node_bandwidth=LINK_BANDWIDTH
     )
-    terms = Terms(cost=TRAINING, gate="payoff") if family.priced else Terms()
+    terms: dict[str, Any] = {"cost": TRAINING, "gate": "payoff"} if family.priced else {}
     initial = Placement.initial(family.layers, family.experts, family.ranks, family.replicas)
     in_order = np.broadcast_to(np.arange(family.ranks * slots) % family.experts, (family.layers, family.ranks * slots))
     ours, theirs = initial, Placement(in_order, family.experts, family.ranks)

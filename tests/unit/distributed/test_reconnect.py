@@ -31,21 +31,15 @@ class Groups:
         self.job = SimpleNamespace(rank=rank, ranks=tuple(range(RANKS)))
         self.timeout_seconds = 5.0
         self.store = JobStore(store, "job", 5.0)
-        self.lacking = ""
         self.hung_up = 0
         self.held: list[Any] = []
-        self.made: list[int] = []
         self.fails: Callable[[int], None] = lambda attempt: None
-
-    def lacks_descriptors(self) -> str:
-        return self.lacking
 
     def new_control(self, attempt: int, seconds: float) -> Any:
         self.held.append(f"control {attempt}")
         return self.held[-1]
 
     def new_migration(self, attempt: int, seconds: float) -> Any:
-        self.made.append(attempt)
         self.fails(attempt)
         self.held.append(f"migration {attempt}")
         return self.held[-1]
@@ -66,7 +60,6 @@ class Job:
         self.groups = [Groups(rank, store) for rank in range(RANKS)]
         self.closed = [0] * RANKS
         self.probes: list[Callable[[Phase, Any], None]] = [lambda phase, subject: None] * RANKS
-        self.digests = [bytes(15) + bytes([1])] * RANKS
         self.ranks = [self._of(rank) for rank in range(RANKS)]
         self._stepped = threading.Barrier(RANKS)
 
@@ -95,7 +88,7 @@ class Job:
             for boundary in range(boundaries):
                 self._stepped.wait(60.0)
                 if boundary == notice[rank]:
-                    self.ranks[rank].begin(self.digests[rank])
+                    self.ranks[rank].begin()
                 link = None if (rank, boundary) == skips else self.ranks[rank].at_boundary(boundary)
                 if link is not None:
                     taken[boundary] = link
@@ -138,17 +131,13 @@ def test_all_ranks_meet_at_one_boundary_whenever_each_has_noticed(job: Job) -> N
     assert [group[-1] for group in held(job)] == ["migration 2"] * RANKS, "a later failure makes groups of new names"
 
 
-@pytest.mark.parametrize("where", ["the migration group", "the transport", "before they meet", "descriptors"])
+@pytest.mark.parametrize("where", ["the migration group", "the transport"])
 def test_one_rank_that_fails_leaves_all_without_and_the_next_try_holds(
     job: Job, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "eplb_runtime")
-    phase = {"before they meet": Phase.MET, "the transport": Phase.CONNECTED}.get(where)
-    if phase is not None:
-        job.probes[1] = lambda at, attempt: raising("made to fail", 1)(attempt) if at is phase else None
-    elif where == "descriptors":
-        job.groups[1].lacking = "this process can open 3 more files: made to fail"
-        job.probes[1] = lambda at, attempt: setattr(job.groups[1], "lacking", "") if attempt > 1 else None
+    if where == "the transport":
+        job.probes[1] = lambda at, attempt: raising("made to fail", 1)(attempt) if at is Phase.CONNECTED else None
     else:
         job.groups[1].fails = raising("made to fail", 1)
     taken = job.train(20)
@@ -156,8 +145,6 @@ def test_one_rank_that_fails_leaves_all_without_and_the_next_try_holds(
     assert held(job) == [["control 2", "migration 2"]] * RANKS
     lines = [record.getMessage() for record in caplog.records]
     assert lines and all("rank 1" in line and "made to fail" in line for line in lines)
-    if where in ("before they meet", "descriptors"):
-        assert [groups.made for groups in job.groups] == [[2]] * RANKS, "nobody has waited in the making of a group"
 
 
 def test_a_rank_that_has_passed_the_step_is_named_and_the_next_try_holds(
@@ -187,13 +174,6 @@ def test_a_rank_that_never_comes_is_named_and_balancing_stays_off_with_one_warni
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(named) == 2 * MOST_TRIES
     assert warnings == [f"the ranks could not connect in {MOST_TRIES} tries: nothing is rebalanced any more"] * 2
-
-
-def test_ranks_with_different_placements_say_so_and_do_not_go_on(job: Job) -> None:
-    job.digests[2] = bytes(15) + bytes([2])
-    assert job.train(5) == [{}, {}, {}]
-    (said,) = {rank.differing for rank in job.ranks}
-    assert ": another placement than rank " in said and "2" in said and "they parted" in said
 
 
 def test_a_store_that_does_not_answer_ends_no_step(job: Job) -> None:

@@ -97,29 +97,19 @@ def test_hosts_that_count_lives_differently_find_the_same_name(monkeypatch: pyte
         assert len(said) == names
 
 
-def test_a_meeting_over_a_silent_store_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("what", "patient"), [("attach", True), ("rebalance()", False)])
+def test_a_meeting_over_a_silent_store_ends_and_a_slow_store_is_waited_for(
+    what: str, patient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stuck = Stuck(dist.HashStore())
     stuck.timeout = timedelta(seconds=10)  # type: ignore[attr-defined]
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: stuck)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(consensus, "SETUP_SECONDS", 0.05)
-    with pytest.raises(StoreError, match="does not answer"):
-        consensus.barrier([0], "attach", 0.01, patient=True)
-    stuck.release.set()
-    monkeypatch.setattr(consensus, "SETUP_SECONDS", 10.0)
-    consensus.barrier([0], "attach", 0.01, patient=True)  # what timed out may have been counted: it meets all the same
-
-
-def test_a_call_between_steps_waits_for_a_silent_store_no_longer_than_its_own_timeout(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Making connections may take minutes; `rebalance` and `state_dict` may not."""
-    stuck = Stuck(dist.HashStore())
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: stuck)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    with pytest.raises(StoreError, match="does not answer"):
-        Worker("calls").do(lambda: consensus.barrier([0], "rebalance()", 0.05), 10.0)
-    stuck.release.set()
+    with monkeypatch.context() as impatient, pytest.raises(StoreError, match="does not answer"):
+        impatient.setattr(consensus, "SETUP_SECONDS" if patient else "_STORE_SECONDS", 0.05)
+        consensus.barrier([0], what, 0.01, patient=patient)
+    threading.Timer(0.2, stuck.release.set).start()
+    consensus.barrier([0], what, 0.01, patient=patient)  # what timed out may have been counted: it meets all the same
 
 
 def test_a_wait_for_a_word_ends_with_the_word_or_its_time() -> None:

@@ -18,8 +18,8 @@ def error(guess: np.ndarray, truth: np.ndarray) -> float:
     return float(np.abs(guess / guess.sum() - truth / truth.sum()).sum())
 
 
-def forecast(load: np.ndarray, method: str = "auto") -> np.ndarray:
-    return foretell(load, method).expected
+def forecast(load: np.ndarray) -> np.ndarray:
+    return foretell(load).expected
 
 
 def test_on_steady_load_the_forecast_is_the_mean_of_all() -> None:
@@ -36,7 +36,7 @@ def test_after_a_jump_the_forecast_forgets_what_was_before() -> None:
 def test_under_a_steady_drift_the_forecast_is_ahead_of_the_mean() -> None:
     load = np.array([MEAN + t * (MEAN[:, ::-1] - MEAN) / 60 for t in range(40)])
     then = MEAN + 40 * (MEAN[:, ::-1] - MEAN) / 60
-    assert error(forecast(load), then) < 0.2 * error(forecast(load, "window"), then)
+    assert error(forecast(load), then) < 0.2 * error(load.mean(axis=0), then)
 
 
 def test_a_layer_that_changes_forgets_what_was_before_and_the_others_do_not() -> None:
@@ -61,7 +61,7 @@ def test_noise_alone_is_no_change() -> None:
 
 def test_scenarios_lie_around_the_forecast_and_deviate_farther_than_what_was_seen() -> None:
     load = noisy(10 * MEAN, 8, 0)
-    come = foretell(load, "window")
+    come = foretell(load)
     assert come.scenarios.shape == load.shape and come.mixes.shape[1:] == MEAN.shape
     assert np.allclose(come.scenarios.mean(axis=0), come.expected, rtol=1e-3)
     assert (come.scenarios.std(axis=0) > 1.1 * load.std(axis=0)).mean() > 0.8
@@ -71,26 +71,17 @@ def test_scenarios_lie_around_the_forecast_and_deviate_farther_than_what_was_see
 def test_windows_without_tokens_are_left_out_of_that_layer_alone() -> None:
     load = noisy(MEAN, 6, 0)
     load[[1, 4], 0] = 0
-    expected = forecast(load, "window")
+    expected = forecast(load)
     assert error(expected[0], load[[0, 2, 3, 5], 0].mean(axis=0)) < 0.02
     assert np.allclose(expected[1], load[:, 1].mean(axis=0), rtol=0.05)
     load[:, 0] = 0
     assert not foretell(load).scenarios[:, 0].any()
 
 
-@pytest.mark.parametrize("method", ["auto", "window", "last"])
-def test_one_window_is_its_own_forecast_and_only_scenario(method: str) -> None:
-    come = foretell(MEAN[None], method)
+def test_one_window_is_its_own_forecast_and_only_scenario() -> None:
+    come = foretell(MEAN[None])
     assert np.allclose(come.expected, MEAN)
     assert np.array_equal(come.scenarios[0], come.expected) and len(come.scenarios) == 1 and len(come.mixes) == 0
-
-
-@pytest.mark.parametrize(
-    ("method", "says"), [("oracle", "auto, window"), ("trend", "leave forecast out"), ("average", "leave forecast out")]
-)
-def test_an_unknown_method_is_refused(method: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        forecast(MEAN[None], method)
 
 
 def test_a_long_history_is_merged_into_means_that_keep_the_newest() -> None:

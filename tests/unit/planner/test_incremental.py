@@ -48,8 +48,8 @@ def test_the_gate_stays_when_moving_costs_more_than_it_saves() -> None:
     assert made.bytes_intra_node + made.bytes_inter_node == made.moved_homes << 20
 
 
-@pytest.mark.parametrize(("policy", "windows"), [("incremental", 5), ("swaps", 5), ("swaps", 1)])
-def test_noise_of_the_windows_moves_nothing_and_is_the_reason(policy: str, windows: int) -> None:
+@pytest.mark.parametrize("windows", [5, 1])
+def test_noise_of_the_windows_moves_nothing_and_is_the_reason(windows: int) -> None:
     """Each expert has as many tokens as others in the long run, and a fifth more or less in a window."""
     cost, current = CostModel(home_bytes=1, step_seconds=1.0), Placement.initial(3, 64, 8)
     moved = []
@@ -57,7 +57,7 @@ def test_noise_of_the_windows_moves_nothing_and_is_the_reason(policy: str, windo
         rng = np.random.default_rng(seed)
         share = rng.dirichlet(np.full(64, 30.0 if windows > 1 else 1e6), (windows, 3))
         load = rng.multinomial(2000, share)
-        made = plan(load, Topology(8), slots_per_rank=8, current=current, policy=policy, cost=cost, gate="payoff")
+        made = plan(load, Topology(8), slots_per_rank=8, current=current, cost=cost, gate="payoff")
         moved.append(made.decision == "rebalance")
         assert made.imbalance_before is not None and made.imbalance_before.mean() > 1.04
         assert moved[-1] or made.reason.startswith("no gain beyond noise, in "), made.reason
@@ -103,7 +103,6 @@ def test_bad_load_is_refused_in_one_line(load: list, says: str) -> None:
         ({"slots_per_rank": 2.0}, "slots_per_rank=2.0: give a whole number"),
         ({"load": np.full((2, 1, 8), 1.7e308)}, "too much to add up"),
         ({"load": np.ones((1, 8)) * 1j}, "not an array of numbers"),
-        ({"available": [True] * 4}, "plan for the ranks that are left"),
     ],
 )
 def test_a_number_that_would_mean_something_else_is_refused(asked: dict, says: str) -> None:

@@ -50,7 +50,6 @@ def test_ranks_of_one_speed_are_planned_for_as_ever() -> None:
         ({"rank_speed": [1.0] * 7}, "each of 8 ranks"),
         ({"rank_speed": [1.0] * 7 + [0.0]}, "above 0"),
         ({"rank_speed": SPEED, "policy": "free"}, "equally fast"),
-        ({"available": [True] * 8}, "plan for the ranks that are left"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(asked: dict, says: str) -> None:

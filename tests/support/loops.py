@@ -1,38 +1,58 @@
-"""Each contribution to a gradient is reduced once, whatever a loop does between backward passes and steps: looks at the
-norm, clips, reduces, goes on adding, never zeroes. Right is what one process computes, to the rounding of float64."""
+"""A loop as a script of letters, run by the ranks of a layout and by one process that has all their batches: what one
+process computes is right, to the rounding of float64."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import os
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from random import Random
+from typing import Any
 
-import pytest
 import torch
+from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
-from support import training
-from support.shuffle import plan_by, plan_shuffle
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 import eplb_runtime as eplb
-from eplb_runtime.moe.experts.compute import SlotCounts
+from eplb_runtime.replicas import tree
 
-EXPERTS = 6
+from . import training
+from .shuffle import plan_by, plan_shuffle
+
+EXPERTS = 8
 TOLERANCE = 1e-9
 """Of weights and norms near 1; what is reduced twice is off by more than 1e-5."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How experts lie: ``ep`` ranks among which they are spread, ``edp`` that hold the same."""
+    """How experts lie, and what model they are of.
+
+    Args:
+        ep: ranks among which they are spread.
+        edp: ranks that hold the same.
+        slots: replica slots of each rank, which hold from the beginning the first experts that are not at home there.
+        sliced: each EDP rank has a slice of every expert, by `fully_shard`.
+        frozen: parameters whose names contain one of these are not trained.
+        policy: of mixed precision, where experts are sliced.
+        ranks_per_node: of the tree by which replicas travel; then each node and each rank hands on to one other.
+    """
 
     ep: int
-    edp: int
+    edp: int = 1
     divisor: int | None = None
     slots: int = 0
+    family: str = "olmoe"
+    sliced: bool = False
+    frozen: tuple[str, ...] = ()
+    policy: MixedPrecisionPolicy | None = None
+    ranks_per_node: int = 0
 
     @property
     def ranks(self) -> int:
@@ -42,6 +62,15 @@ class Layout:
         first = rank // self.ep * self.ep
         return eplb.hosts.Ranks(ep=tuple(range(first, first + self.ep)), gradient_divisor=self.divisor)
 
+    def placement(self) -> eplb.Placement:
+        plain = eplb.Placement.initial(2, EXPERTS, self.ep, self.slots)
+        slots = plain.physical_to_logical.reshape(2, self.ep, -1).copy()
+        homes = EXPERTS // self.ep
+        for rank in range(self.ep):
+            away = [expert for expert in range(EXPERTS) if expert // homes != rank]
+            slots[:, rank, homes:] = away[: self.slots]
+        return eplb.Placement(slots.reshape(2, -1), EXPERTS, self.ep, plain.home)
+
 
 class Whole:
     """The model in one process, on all ranks' batches; its steps are words of one letter."""
@@ -50,14 +79,20 @@ class Whole:
         self.layout = layout
         self.of = list(range(layout.ranks))
         self.scale = 1 / (layout.divisor or layout.ranks)
-        self.model = make_model("olmoe", experts=EXPERTS, width=16).double()
+        self.model = make_model(layout.family, experts=EXPERTS, width=16).double().train()
         self.model.set_experts_implementation("eager")
         self.model.temperature = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in layout.frozen))
         self.extra = nn.Parameter(torch.full((16,), 0.1, dtype=torch.float64))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.5)
         self.batch = 0
         self.sums: dict[Tensor, Tensor] = {}
         self.losses: list[tuple[Tensor, Tensor]] = []
+        self.norms: list[float] = []
+
+    def begin(self) -> None:
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.SGD(trained, lr=0.01, momentum=0.5)
 
     def run(self, script: str) -> list[float]:
         """A script, from gradients of nothing on."""
@@ -67,17 +102,79 @@ class Whole:
             getattr(self, WORDS[letter])()
         return self.norms
 
-    def backward(self) -> None:
+    def loss(self, rank: int, batch: int) -> tuple[Tensor, Tensor]:
+        ids = batch_of(rank, batch)[:2, :6]
+        out = self.model(input_ids=ids, labels=ids, output_hidden_states=True)
+        second = out.logits.square().mean() + (out.hidden_states[-1] * self.extra).mean()
+        return out.loss * self.model.temperature.sigmoid().sum(), second
+
+    def forward(self) -> None:
+        """Of the next batch."""
+        self.losses = [self.loss(rank, self.batch) for rank in self.of]
+        self.batch += 1
+
+    def backward_of_it(self, **options: Any) -> None:
+        for first, _ in self.losses:
+            (first * self.scale).backward(retain_graph=True, **options)
+
+    def backward(self, **options: Any) -> None:
         """A forward of the next batch, and the backward of its loss."""
-        self.losses = []
+        self.forward()
+        self.backward_of_it(**options)
+
+    def backward_of_two(self) -> None:
+        """Two forwards, and one backward of their sum."""
+        for rank in self.of:
+            losses = [self.loss(rank, self.batch + number)[0] for number in range(2)]
+            (sum(losses) * self.scale).backward()
+        self.batch += 2
+
+    def backwards_in_turn(self) -> None:
+        """Two forwards, and then a backward of each."""
+        for rank in self.of:
+            for loss, _ in [self.loss(rank, self.batch + number) for number in range(2)]:
+                (loss * self.scale).backward()
+        self.batch += 2
+
+    def with_inputs_named(self) -> None:
+        self.backward(inputs=[p for p in self.model.parameters() if p.requires_grad])
+
+    def of_one_expert_tensor(self) -> None:
+        self.backward(inputs=[self.model.model.layers[0].mlp.experts.down_proj])
+
+    def without_experts(self) -> None:
+        """A backward pass that is told to leave experts out."""
+        self.backward(inputs=[p for n, p in self.model.named_parameters() if ".experts." not in n])
+
+    def gradient_of_embeddings(self) -> None:
+        """Which leaves nothing in the parameters."""
         for rank in self.of:
             ids = batch_of(rank, self.batch)[:2, :6]
-            out = self.model(input_ids=ids, labels=ids, output_hidden_states=True)
-            second = out.logits.square().mean() + (out.hidden_states[-1] * self.extra).mean()
-            self.losses.append((out.loss * self.model.temperature.sigmoid().sum(), second))
-        self.batch += 1
+            embedded = self.model.get_input_embeddings()(ids).detach().requires_grad_()
+            loss = self.model(inputs_embeds=embedded, labels=ids).loss
+            assert torch.autograd.grad(loss, [embedded])[0].any()
+
+    def penalty(self) -> Tensor:
+        return 0.1 * sum(p.square().sum() for p in self.model.parameters())  # type: ignore[return-value]
+
+    def penalised(self) -> None:
+        """A penalty on all parameters, in the loss."""
+        self.forward()
         for first, _ in self.losses:
-            (first * self.scale).backward(retain_graph=True)
+            ((first + self.penalty()) * self.scale).backward()
+
+    def penalised_apart(self) -> None:
+        """The same in a backward pass of its own."""
+        self.backward()
+        for _ in self.of:
+            (self.penalty() * self.scale).backward()
+
+    def head(self) -> None:
+        """Something else that is computed with experts, whose gradient the loop adds."""
+        parameter = self.model.model.layers[0].mlp.experts.down_proj
+        for _ in self.of:
+            (gradient,) = torch.autograd.grad(parameter.sin().sum() * self.scale, [parameter])
+            parameter.grad += gradient
 
     def again(self) -> None:
         """The backward of another loss of the same forward."""
@@ -88,8 +185,30 @@ class Whole:
         with self.no_sync():
             self.backward()
 
+    def held_back_by_fsdp(self) -> None:
+        self.backward()
+
+    def held_back_by_both(self) -> None:
+        self.held_back()
+
     def no_sync(self):
         return nullcontext()
+
+    def evaluate(self) -> None:
+        pass
+
+    def evaluate_in_inference_mode(self) -> None:
+        pass
+
+    def recompute(self) -> None:
+        """From now on."""
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def take_state_anew(self) -> None:
+        pass
+
+    def move_by_a_state(self) -> None:
+        pass
 
     def look(self) -> None:
         self.norms.append(self.clip(1e9))
@@ -113,6 +232,9 @@ class Whole:
         """Each of these by itself."""
         for name in ("0.mlp.experts.down_proj", "1.mlp.experts.down_proj", "0.self_attn.q_proj.weight"):
             self.norms.append(self.clip(0.01, (name,)))
+
+    def clipped_by_hand(self) -> None:
+        nn.utils.clip_grad_norm_([p for n, p in self.model.named_parameters() if ".experts." in n], 1e-3)
 
     def clipped_by_value(self) -> None:
         self.reduce()
@@ -198,7 +320,7 @@ class Whole:
     def forward_alone(self) -> None:
         """Of a batch whose loss nobody looks at."""
         for rank in self.of:
-            self.model(input_ids=batch_of(rank, 1000 + self.batch)[:2, :6])
+            self.loss(rank, 1000 + self.batch)
 
     def close(self) -> None:
         pass
@@ -221,6 +343,25 @@ class Whole:
 
 
 WORDS = {
+    "2": "backward_of_two",
+    "T": "backwards_in_turn",
+    "w": "forward",
+    "b": "backward_of_it",
+    "u": "of_one_expert_tensor",
+    "x": "clipped_by_hand",
+    "W": "move_by_a_state",
+    "i": "with_inputs_named",
+    "I": "without_experts",
+    "y": "gradient_of_embeddings",
+    "J": "penalised",
+    "j": "penalised_apart",
+    "g": "head",
+    "q": "held_back_by_fsdp",
+    "Q": "held_back_by_both",
+    "E": "evaluate",
+    "e": "evaluate_in_inference_mode",
+    "c": "recompute",
+    "O": "take_state_anew",
     "B": "backward",
     "A": "again",
     "H": "held_back",
@@ -250,26 +391,75 @@ WORDS = {
 }
 
 
+@cache
+def meshes(ep: int, edp: int) -> tuple[DeviceMesh, DeviceMesh]:
+    names = ("edp", "ep")
+    return init_device_mesh("cpu", (edp, ep), mesh_dim_names=names), init_device_mesh("cpu", (ep * edp,))
+
+
 class Spread(Whole):
     """The same on a rank of the layout."""
 
     def __init__(self, rank: int, layout: Layout, **settings: bool | str) -> None:
         super().__init__(layout)
         self.of, self.scale = [rank], 1.0
-        self.balancer = training.attach(
-            self.model,
-            self.optimizer,
-            ranks=layout.ranks_of(rank),
-            interval=1000,
-            gate="always",
-            replica_slots=layout.slots,
-            **settings,
-        )
+        settings = {"interval": 1000, "gate": "always", "replica_slots": layout.slots, **settings}
+        if layout.slots:
+            settings |= {"initial_placement": layout.placement(), "split_least_tokens": 0}
+        where: dict[str, Any] = {"ranks": layout.ranks_of(rank)}
+        if layout.sliced:
+            where = {"ep_group": meshes(layout.ep, layout.edp)[0]["ep"].get_group()}
+            settings["dense_gradients"] = "host"
+            self.slice(where["ep_group"], settings)
+        if layout.ranks_per_node:
+            os.environ["LOCAL_WORLD_SIZE"] = str(layout.ranks_per_node)
+            tree.NODES_EACH = tree.RANKS_EACH = 1
+        self.begin()
+        self.balancer = training.attach(self.model, self.optimizer, **where, **settings)
         plan_by(self.balancer, plan_shuffle)
-        self.model.train()
+
+    def slice(self, ep_group: Any, settings: dict[str, Any]) -> None:
+        mesh, everyone = meshes(self.layout.ep, self.layout.edp)
+        options = {"mp_policy": self.layout.policy} if self.layout.policy else {}
+        eplb.shard_experts(self.model, config=config_from_settings(settings), ep_group=ep_group)
+        for layer in self.model.model.layers:
+            fully_shard(layer.mlp.experts, mesh=mesh["edp"], shard_placement_fn=lambda _: Shard(1), **options)
+            fully_shard(layer, mesh=everyone, **options)
+        fully_shard(self.model, mesh=everyone, **options)
 
     def no_sync(self):
         return self.balancer.no_sync()
+
+    def held_back_by_fsdp(self) -> None:
+        self.model.set_requires_gradient_sync(False)
+        self.backward()
+        self.model.set_requires_gradient_sync(True)
+
+    def held_back_by_both(self) -> None:
+        with self.no_sync():
+            self.held_back_by_fsdp()
+
+    def evaluate(self) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            self.loss(self.of[0], 2000 + self.batch)
+        self.model.train()
+
+    def evaluate_in_inference_mode(self) -> None:
+        with torch.inference_mode():
+            self.evaluate()
+
+    def take_state_anew(self) -> None:
+        """Weights and state go out and come back."""
+        state = eplb.logical_state_dict(self.model, self.optimizer)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.zero_()
+        eplb.load_logical_state_dict(self.model, self.optimizer, state)
+
+    def move_by_a_state(self) -> None:
+        plain = eplb.Placement.initial(2, EXPERTS, self.layout.ep, self.layout.slots)
+        self.balancer.load_state_dict({"step": 0, "placement": plain.to_json()})
 
     def clip_all(self, parameters: list[nn.Parameter], most: float) -> float:
         every = len(parameters) > 10
@@ -286,6 +476,9 @@ class Spread(Whole):
         assert self.balancer.rebalance() or self.layout.ep == 1
 
     def weights(self) -> dict[str, Tensor]:
+        if self.layout.sliced:
+            state = eplb.logical_state_dict(self.model)
+            return {name.removeprefix("model."): tensor for name, tensor in state.items()} | {"extra": self.extra}
         layers, gather = self.balancer.layer_of_parameter, self.balancer.gather_experts
         found = {n: gather(layers[n], p) if n in layers else p for n, p in self.model.named_parameters()}
         return {n: p.detach().clone() for n, p in {**found, "extra": self.extra}.items()}
@@ -293,16 +486,20 @@ class Spread(Whole):
 
 def spread(rank: int, layout: Layout, scripts: list[str], settings: dict) -> list:
     job = Spread(rank, layout, **settings)
-    found = [(job.run(script), job.weights()) for script in scripts]
+    found = []
+    for script in scripts:
+        assert not layout.slots or job.balancer.placement.copy_count.max() > 1
+        found.append((job.run(script), job.weights()))
     job.balancer.close()
     return found
 
 
-def far_off(layout: Layout, scripts: list[str], **settings: bool | str) -> dict:
+def far_off(layout: Layout, scripts: list[str], **settings: bool | str) -> dict[str, float]:
     """Scripts that run one after the other: after which of them weights or norms differ from one process's by more than
     rounding, and by how much."""
     results = run_ranks(layout.ranks, spread, layout, scripts, settings)
     whole, found = Whole(layout), {}
+    whole.begin()
     for position, script in enumerate(scripts):
         norms, weights = whole.run(script), whole.weights()
         off = 0.0
@@ -312,166 +509,6 @@ def far_off(layout: Layout, scripts: list[str], **settings: bool | str) -> dict:
         if not off <= TOLERANCE:
             found[script] = off
     return found
-
-
-LOOPS = {
-    "a norm looked at after each micro-batch": "BNBNS Z BNBNS Z BS",
-    "clipped after each micro-batch": "BCBCBCS Z BCBCS",
-    "reduced after each micro-batch": "BRBRBS Z BRRBS",
-    "another loss of the same forward after a look": "BNAS Z BCAS Z BNANAS",
-    "held back and looked at": "HNHBNS Z HHNBCS Z HNS",
-    "a parameter that joins, then clipped before the step": "BS Z PBAS Z BACS ZBANS",
-    "a parameter that joins between backward and clipping": "BA P CS Z BANS",
-    "changed by hand between": "BhBCS Z BhhAS",
-    "by a closure": "K K",
-    "a forward between backward and step": "BfCS Z BCfS",
-    "clipped by parts": "BLS Z B1LCS Z BL BLBS",
-    "clipped by value": "BVS Z BVBVS Z BNVBCS",
-    "summed by hand": "++ = S Z ++ = CS Z ++ = RS Z + B o S Z +R = S Z +R+R = CS",
-    "reduced, then summed by hand": "** = S Z *** = S Z * BR o S",
-    "added by hand after a look": "GCGS Z BNGCS Z GNBGS Z BGS",
-    "frozen between backward and step": "BF S F Z BS Z BF CS F Z BS",
-}
-PUT_ASIDE = {
-    "before a look, and back after it": "B p N Z = S",
-    "between looks": "BN Bp N = CS",
-    "after the reduction": "BR p Z = S Z BR p N = NS",
-}
-UNZEROED = {
-    "never zeroed": "BSBSBNS BAS",
-    "zeroed each second step": "BSBS z BSBCS Z BSBS",
-    "stepped twice": "BSS Z BCSS BS",
-    "decayed by hand": "BS d BS d BNS",
-    "stepped once more on zeros": "BS z S BS",
-}
-MOVED = {
-    "never zeroed, and moved": "BSM BSM BNAS M BS",
-    "zeroed each second step, and moved": "BSBS M Z BSM BS M z BS",
-    "stepped twice, moved between": "BSMS Z BSMMS BS",
-    "moved after a look": "BSM NBS",
-}
-ZEROED = {
-    "zeroed before the move": "BSZM BS zM BS",
-    "zeroed after the move": "BSM Z BS M z BS M z S BNS",
-}
-SCRIPTS = [*LOOPS.values(), *UNZEROED.values()]
-EDP, ALONE = Layout(2, 2), Layout(2, 1, divisor=1)
-
-
-@pytest.mark.parametrize(("layout", "scripts"), [(EDP, SCRIPTS[::3]), (ALONE, SCRIPTS)], ids=["EP 2 x EDP 2", "EP 2"])
-def test_a_loop_that_looks_at_gradients_trains_as_one_process(layout: Layout, scripts: list[str]) -> None:
-    assert far_off(layout, scripts) == {}
-
-
-def test_gradients_move_along_with_experts() -> None:
-    assert far_off(EDP, [*MOVED.values(), *ZEROED.values()], move_gradients=True) == {}
-
-
-def test_the_guard_takes_no_sum_by_hand_for_clipping() -> None:
-    """In the first steps, in which it raises."""
-    assert far_off(Layout(2, 1), ["++ = S", "+++ = CS", "+ B o S", *PUT_ASIDE.values()]) == {}
-
-
-def test_a_loop_goes_on_after_a_close_in_the_first_steps() -> None:
-    assert far_off(EDP, ["BCS", "BCS X", "Z BCS Z BNAS"]) == {}
-
-
-def test_gradients_that_are_zeroed_need_not_move() -> None:
-    assert far_off(EDP, list(ZEROED.values())) == {}
-
-
-REFUSED = {
-    "BSM B": "experts have moved since the last step",
-    "BSM S": "experts have moved since the last step",
-    "BSM N": "experts have moved since the last step",
-    "BSM d B": "experts have moved since the last step",
-    "BS d S": "rewritten in place",
-    "B p N Z = S": "was summed over ranks, and then replaced",
-}
-
-
-def refused(rank: int) -> list[str]:
-    job, said = Spread(rank, EDP), []
-    for script in REFUSED:
-        try:
-            job.run(script)
-            said.append("")
-        except RuntimeError as error:
-            said.append(str(error))
-        job.run("BS")
-    job.balancer.close()
-    return said
-
-
-def test_gradients_that_nobody_can_tell_are_refused_in_one_line_on_all_ranks() -> None:
-    first, *others = run_ranks(4, refused)
-    assert all(other == first for other in others)
-    for said, expected in zip(first, REFUSED.values(), strict=True):
-        assert expected in said and "\n" not in said
-
-
-NORMS = (1, 2, 3.0, math.inf)
-
-
-class Gained(nn.Module):
-    """Experts with a parameter of one number each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.router = nn.Linear(8, EXPERTS)
-        self.phase = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128))
-        self.experts = nn.Module()
-        self.experts.up = nn.Parameter(torch.randn(EXPERTS, 8, 8))
-        self.experts.gain = nn.Parameter(torch.randn(EXPERTS))
-        self.double()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        probabilities, ids = self.router(tokens).softmax(-1).topk(2)
-        return self.mix(tokens=tokens, ids=ids, probabilities=probabilities)
-
-    def mix(self, tokens: Tensor, ids: Tensor, probabilities: Tensor) -> Tensor:
-        rows = torch.einsum("td,tkdf->tkf", tokens, self.experts.up[ids]) * self.experts.gain[ids].unsqueeze(-1)
-        return (rows * probabilities.unsqueeze(-1)).sum(dim=1)
-
-
-def compute_gained(rows: Tensor, counts: SlotCounts, weights: Mapping[str, Tensor]) -> Tensor:
-    parts = rows.split(list(counts.known()))
-    return torch.cat([part @ weights["up"][slot] * weights["gain"][slot] for slot, part in enumerate(parts)])
-
-
-def gained(rank: int) -> list[float]:
-    """Norms of all, one of the numbers alone, and those past what was clipped."""
-    model = Gained()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = eplb.BalancerConfig(interval=1000, dense_gradients="allreduce")
-    layer = eplb.MoE("experts", run="mix", compute=compute_gained)
-    balancer = eplb.attach(model, optimizer, layers=[layer], config=config)
-    model.train()
-    gained_loss(model, rank).backward()
-    found = [balancer.clip_grad_norm_(1e9, None, p).item() for p in NORMS]
-    found += [balancer.clip_grad_norm_(0.01, model.experts.gain).item()]
-    with pytest.raises(ValueError, match="is no parameter of the attached model"):
-        balancer.clip_grad_norm_(1.0, [torch.zeros(3)])
-    found += [balancer.clip_grad_norm_(0.5, norm_type=p).item() for p in NORMS]
-    optimizer.step()
-    balancer.close()
-    return found
-
-
-def gained_loss(model: Gained, rank: int) -> Tensor:
-    tokens = torch.randn(12, 8, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-    return model(tokens).square().mean() * model.phase.abs().sum()
-
-
-def test_experts_of_one_number_are_clipped() -> None:
-    model = Gained()
-    (sum(gained_loss(model, rank) for rank in range(2)) / 2).backward()
-    clip = nn.utils.clip_grad_norm_
-    expected = [clip(model.parameters(), 1e9, p) for p in NORMS] + [clip(model.experts.gain, 0.01)]
-    expected += [clip(model.parameters(), 0.5, p) for p in NORMS]
-    for found in run_ranks(2, gained):
-        assert found == pytest.approx([norm.item() for norm in expected], rel=1e-9)
 
 
 def any_script(draw: Random, length: int) -> str:
@@ -488,14 +525,6 @@ def any_script(draw: Random, length: int) -> str:
     return script
 
 
-ANY = {"EP 2 with copies": Layout(2, 1, slots=1), "EDP 2, no divisor": Layout(1, 2, divisor=1)}
-
-
 def any_scripts(seed: int, count: int) -> list[str]:
     draw = Random(seed)
     return [any_script(draw, draw.randint(3, 14)) for _ in range(count)]
-
-
-@pytest.mark.parametrize("layout", ANY)
-def test_any_loop_trains_as_one_process(layout: str) -> None:
-    assert far_off(ANY[layout], any_scripts(ANY[layout].ranks, count=6), move_gradients=True) == {}
