@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, Field, asdict, dataclass, field, fields
 from math import nan
 from numbers import Integral
 from pathlib import Path
+from reprlib import repr as _shown
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -46,10 +47,6 @@ UP_TO = {
     "moe_share": (1.0, "a share of the step in (0, 1], or None"),
 }
 """Largest values of settings that are numbers above 0, and what to give."""
-KINDS = {
-    "run": ((str, Path), "a folder"),
-    "initial_placement": ((Placement, str, Path), "a Placement or its file"),
-}
 GONE = {
     "transport='shm'": "gone; gloo does it: leave transport out",
     "copies_by='deepep'": "gone: leave copies_by out, or choose 'copy_engine'",
@@ -67,17 +64,10 @@ _THIS_MACHINE = re.compile(r"localhost|::1|127(?:\.\d{1,3}){3}")
 _WINDOW_DECISIONS = 4
 """Decisions whose load a decision looks at, unless ``window`` says otherwise."""
 _ON_RANK_0 = ("run", "listen", "listen_token")
-_MOST_SHOWN = 60
 
 
 class ConfigError(ValueError):
     """A setting that cannot work; the message says which and what would."""
-
-
-def _shown(value: object) -> str:
-    """A value in one line that is not too long."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
 
 
 def _as_float(value: Any) -> float:
@@ -110,8 +100,6 @@ def _checked(name: str, value: Any, default: object) -> Any:
         if not isinstance(value, bool | np.bool_):
             raise ConfigError(f"{given}: give True or False")
         return bool(value)
-    if name in KINDS and (not isinstance(value, KINDS[name][0]) or value == ""):
-        raise ConfigError(f"{given}: give {KINDS[name][1]}")
     return _speeds(value) if name == "rank_speed" else value
 
 
@@ -245,15 +233,6 @@ class BalancerConfig(_Settings):
     """Settings of a balancer; the same on every rank (checked at attach).
 
     A setting without effect is refused, but beside ``policy="static"``, which turns rebalancing off to compare with.
-
-    Example:
-        >>> config = BalancerConfig(interval=100, replica_slots=1, migration=MigrationConfig(transport="auto"))
-        >>> config.window_steps, config.horizon, config.gate, config.migration.transport
-        (400, 1000, 'payoff', 'auto')
-        >>> BalancerConfig(interval=0)
-        Traceback (most recent call last):
-            ...
-        eplb_runtime.config.ConfigError: interval=0: give at least 1
     """
 
     interval: int | None = 50

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All tests: style and types first, then pytest: those of one process on all cores at once, then those of many ranks, two
+# All tests: style and types first, then pytest: those of one process on all cores at once, then those of many ranks, three
 # files at a time, and beside them those of several hosts: they wait for ranks, links and deadlines for much of their
 # time. Files that take long begin first (tests/conftest.py).
 # Tests that repeat in another shape what a shorter one shows, and mutants of the package, are left out:
@@ -19,6 +19,9 @@ if [ "${1:-}" = --long ]; then
 fi
 if [ $# = 0 ]; then
     of_newer_python megatron-core 0.19.2 || say "without Megatron-Core 0.19.2 its tests are skipped"
+    of_torchtitan=(torchtitan==0.3.0 spmd_types torch_checkpointing)
+    .venv/bin/python -m pip install --quiet --retries 1 --no-deps "${of_torchtitan[@]}" ||
+        say "without torchtitan 0.3.0 its tests are skipped"
     of_newer_python emerging-optimizers 0.3.0 || say "without emerging-optimizers 0.3.0 tests of Megatron's Muon are skipped"
     command -v ip >/dev/null || debian_package iproute2 "hosts of network namespaces for the multi-node tests" ||
         say "without iproute2 the multi-node tests are skipped"
@@ -40,7 +43,7 @@ of_hosts=$(mktemp)
 .venv/bin/python -m pytest "${of_all[@]}" tests/multinode >"$of_hosts" 2>&1 &
 hosts=$!
 trap 'kill "$hosts" 2>/dev/null || true; rm -f "$of_hosts"' EXIT
-.venv/bin/python -m pytest "${of_all[@]}" tests --ignore tests/unit --ignore tests/multinode --numprocesses 2 --dist loadfile --no-loadscope-reorder || failed=$?
+.venv/bin/python -m pytest "${of_all[@]}" tests --ignore tests/unit --ignore tests/multinode --numprocesses 3 --dist loadfile --no-loadscope-reorder || failed=$?
 wait "$hosts" || failed=$?
 cat "$of_hosts"
 exit "$failed"

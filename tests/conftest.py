@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
@@ -19,7 +20,7 @@ LONGEST_FIRST = (
     "test_checkpoint",
     "test_verify_and_benches",
     "test_examples",
-    "test_megatron",
+    "test_megatron_rows",
     "test_fully_shard",
     "test_changed_after_attach",
     "test_rollout_phases",
@@ -31,12 +32,11 @@ LONGEST_FIRST = (
     "test_any_module",
     "test_resume",
     "test_megatron_newer",
-    "test_megatron_divided",
     "test_migration_beside_training",
     "test_faults",
     "test_before_compiled",
     "test_stops_and_kills_beside_training",
-    "test_mixed_precision",
+    "test_bits",
     "test_demo",
     "test_leaving",
     "test_real_optimizers",
@@ -68,6 +68,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print what was skipped: a line for each reason."""
+    if not torch.cuda.is_available():
+        terminalreporter.write_line("left out: tests/gpu, without a CUDA device")
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
     for reason, number in reasons.most_common():

@@ -46,9 +46,10 @@ PRELOAD = [
 ]
 """What ranks would import otherwise, each for itself: seconds of every test."""
 PRELOAD_OF = {
+    "megatron_jobs": ["megatron_ranks"],
     "test_megatron": ["megatron_ranks"],
+    "test_walks": ["megatron_ranks"],
     "newer_megatron": ["newer_megatron_ranks"],
-    "test_compiled_model": ["torch._inductor.compile_fx"],
 }
 """What ranks import besides, by the name of the module of what they do: the longest that it begins with."""
 COMPILING = ("test_before_compiled",)

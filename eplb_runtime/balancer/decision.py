@@ -25,7 +25,7 @@ from ..distributed.consensus import Agreement, maxima
 from ..distributed.points import Phase, Probe, unobserved
 from ..distributed.private_groups import hang_up
 from ..events import LoadMeasured, RebalancePlanned
-from ..load.aggregate import HostCopy, aggregate_with
+from ..load.aggregate import HostCopy, aggregate
 from ..load.declared import DeclaredLoadError, summed
 from ..load.expert_clock import ASSUMED_SHARE, ExpertShare, SampledStep, median_time
 from ..migration.difference import apply, difference
@@ -360,7 +360,7 @@ class DecisionMaker:
         here = median_time(measurement.sampled_steps)
         nanoseconds = [0, 0] if here is None else [round(1e9 * here.expert_seconds), round(1e9 * here.step_seconds)]
         padding = [0, 0] if measurement.padding is None else measurement.padding.wait().tolist()
-        total, (expert, step, padded, all_tokens) = aggregate_with(measurement.buckets, nanoseconds + padding, control)
+        total, (expert, step, padded, all_tokens) = aggregate(measurement.buckets, control, nanoseconds + padding)
         if self._is_planner and not self._said_padding and padded >= LEAST_PADDING * all_tokens > 0:
             self._said_padding = True
             logger.info("%.0f %% of tokens are padding: computed, not counted", 100 * padded / all_tokens)

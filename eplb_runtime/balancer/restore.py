@@ -42,7 +42,7 @@ class Restorer:
         return saved_load(
             self._rebalancer.decisions.history,
             self._counter,
-            lambda buckets: self._rebalancer.run(partial(aggregate, HostCopy(buckets), control)).numpy(),
+            lambda buckets: self._rebalancer.run(partial(aggregate, HostCopy(buckets), control))[0].numpy(),
         )
 
     def restore(self, state: Mapping[str, Any], barrier: Callable[[], None]) -> None:

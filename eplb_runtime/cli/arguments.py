@@ -85,7 +85,6 @@ def experts() -> Option:
 
 def cluster(*, needed: bool = True) -> list[Option]:
     default = "" if needed else " (default: as recorded)"
-    few = "of the file, only these: 3, 0:5, or --windows=-5: for the last"
     return [
         option("--ranks", "R", positive, f"ranks of the EP group{default}", required=needed),
         option("--ranks-per-node", "G", positive, f"ranks that share a node{default}", required=needed),
@@ -98,7 +97,6 @@ def cluster(*, needed: bool = True) -> list[Option]:
         ),
         option("--groups", "N", positive, "expert groups of group-limited routing (default: 1)", 1),
         option("--max-moves", "M", not_negative, "at most M slots move in a plan, over all layers"),
-        option("--windows", "A:B", windows, few, slice(None)),
         option("--intra-node-bandwidth", "GB/S", positive_float, "of a rank, inside its node (default: 400)", 400.0),
         option("--inter-node-bandwidth", "GB/S", positive_float, "of a rank, to other nodes (default: 50)", 50.0),
         dense_layers(),
@@ -137,21 +135,3 @@ def policy(text: str) -> str:
     if text in POLICIES:
         return text
     raise argparse.ArgumentTypeError(f"policy {text!r} is unknown; choose one of: {', '.join(POLICIES)}")
-
-
-def names(text: str) -> list[str]:
-    """``a,b`` -> ["a", "b"]."""
-    if found := [name.strip() for name in text.split(",") if name.strip()]:
-        return found
-    raise argparse.ArgumentTypeError(f"{text!r}: give names with commas between")
-
-
-def windows(text: str) -> slice:
-    """``3`` -> the fourth window, ``0:5`` -> the first five, ``-5:`` -> the last five."""
-    try:
-        first, colon, last = text.partition(":")
-        if colon:
-            return slice(int(first) if first else None, int(last) if last else None)
-        return slice(int(first), int(first) + 1 or None)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a window, as 3, or a range, as 0:5") from None

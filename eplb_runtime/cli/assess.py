@@ -9,7 +9,7 @@ from typing import Any
 from . import arguments as kinds
 from .arguments import LOAD, InputError, add_command, add_options, option
 from .inputs import read_job
-from .printing import COLUMNS, note_compilation, print_json, spinner
+from .printing import COLUMNS, print_json, spinner
 
 EXAMPLES = """
   eplb-runtime assess runs/first                        # the folder of eplb.record or of BalancerConfig(run=...)
@@ -28,7 +28,6 @@ def add(commands: Any) -> None:
         option("--ranks-per-node", "G", kinds.positive, "ranks that share a node (default: as recorded, or up to 8)"),
         option("--every", "N", kinds.positive, "training steps between plans (default: as recorded, or 10 or more)"),
         option("--replica-slots", "K", kinds.not_negative, second),
-        option("--windows", "A:B", kinds.windows, "of the record, only these, as 0:50", slice(None)),
         kinds.dense_layers(),
         kinds.experts(),
     ]
@@ -55,7 +54,6 @@ def _run(arguments: argparse.Namespace) -> None:
     from ..tools.assess import assess
 
     record = read_job(arguments.record, arguments)
-    note_compilation()
     try:
         with spinner():
             assessment = assess(record, vars(arguments))

@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from .arguments import LOAD, InputError, Option, add_command, choice, flag, option, positive
+from .arguments import LOAD, InputError, Option, add_command, choice, option, positive
 from .printing import print_json, print_table, spinner
 
 SUMMARIES = {
@@ -30,10 +30,7 @@ def add(commands: Any) -> None:
     own: dict[str, list[Option]] = {
         "dispatch": [_repeats(20), device],
         "migrate": [_repeats(10), device, ways],
-        "train": [
-            option("--repeats", "N", positive, "blocks of ten steps of each variant (default: 8)", 8),
-            flag("--brief", "only experts fixed and experts moved: a minute"),
-        ],
+        "train": [option("--repeats", "N", positive, "timed blocks of each variant, of ten steps (default: 8)", 8)],
     }
     for what, options in own.items():
         examples = f"""

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 from . import arguments as kinds
-from .arguments import InputError, add_command, option, positive, positive_float, several
+from .arguments import add_command, option, positive, positive_float, several
 from .printing import print_json, print_table
 
 EXAMPLES = """
@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
     schedules = "1f1b, zb1p, zbv, interleaved, dualpipev (default: all)"
     share = "of a stage's time that goes with its busiest rank's load (default: 0.6)"
     options = [
-        option("--schedule", "NAME,...", kinds.names, schedules),
+        option("--schedule", "NAME,...", several(str), schedules),
         option("--ranks", "P,...", several(positive), "ranks of the pipeline (default: 4)", [4]),
         option("--microbatches", "M", positive, "of a step (default: 32)", 32),
         option("--forward", "T", positive_float, "time of a stage's forward (default: 1)", 1.0),
@@ -35,17 +35,14 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from ..tools.bubbles import SCHEDULES, Times, follow, stages_of, table_of
+    from ..tools.bubbles.playing import Times, follow
+    from ..tools.bubbles.tables import SCHEDULES, table_of
 
     times = Times(arguments.forward, arguments.input, arguments.weight, arguments.overlapped)
-    schedules = [name.lower() for name in arguments.schedule or ()]  # also as they are named elsewhere: DualPipeV
-    schedules = schedules or list(SCHEDULES)
+    schedules = [name.lower() for name in arguments.schedule or SCHEDULES]  # also as named elsewhere: DualPipeV
     rows: list[dict[str, Any]] = []
     for name, ranks in product(schedules, arguments.ranks):
         table, formula = table_of(name, ranks, arguments.microbatches), SCHEDULES[name].formula
-        if arguments.imbalance is not None and len(arguments.imbalance) != stages_of(table):
-            given = f"{len(arguments.imbalance)} stages are given an imbalance"
-            raise InputError(f"{given}, the schedule has {stages_of(table)}")
         stretch_S = [1 + arguments.moe_share * (imbalance - 1) for imbalance in arguments.imbalance or ()] or None
         row = {"schedule": name, "ranks": ranks, "microbatches": arguments.microbatches}
         row |= follow(table, times, stretch_S).summary()

@@ -35,7 +35,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return max(_judge(path, arguments) for path in arguments.recipe)
     import torch
 
-    from ..tools.doctor import backends, try_transports, versions
+    from ..tools.doctor.links import try_transports
+    from ..tools.doctor.machine import backends, versions
     from ..tools.launch import is_first, process_group
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -28,32 +28,24 @@ def topology_of(arguments: argparse.Namespace) -> Topology:
 
 
 def read_job(path: str, arguments: argparse.Namespace) -> JobRecord:
-    """Return the windows that were asked for, without dense layers, with what the record says of the job."""
+    """Return a recorded load without dense layers, with what the record says of the job."""
     import numpy as np
 
-    from ..tools.formats.loads import layers_without_tokens, looks_partial, read_record
+    from ..tools.formats.loads import looks_partial, read_record
 
-    dense, windows = arguments.dense_layers or 0, arguments.windows
+    dense = arguments.dense_layers or 0
     record = read_record(path, dense)
-    chosen = record.load[windows]
-    if not len(chosen):
-        raise InputError(f"{path}: --windows leaves none of its {len(record.load)} windows")
-    leading = layers_without_tokens(chosen)
-    if leading < chosen.shape[1]:
-        if leading:
-            counted = f"--dense-layers {dense + leading}"
-            note(f"{path}: the first {leading} layers carry no tokens; {counted} leaves them out")
-        others = dense + np.setdiff1d(np.flatnonzero(~chosen.any(axis=(0, 2))), np.arange(leading))
-        if len(others):
-            few = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
-            note(f"{path}: no tokens in layer {few}, counted from 0; they count as balanced")
-    if said := looks_partial(chosen):
+    load = record.load
+    if 0 < len(empty := dense + np.flatnonzero(~load.any(axis=(0, 2)))) < load.shape[1]:
+        few = ", ".join(map(str, empty[:8])) + (", ..." if len(empty) > 8 else "")
+        note(f"{path}: no tokens in layer {few}, counted from 0; --dense-layers N leaves out the first N")
+    if said := looks_partial(load):
         note(f"{path}: {said}")
-    if arguments.experts is not None and (more := arguments.experts - chosen.shape[2]) < 0:
-        raise InputError(f"--experts {arguments.experts}: {path} has tokens of {chosen.shape[2]}")
-    elif arguments.experts is not None:
-        chosen = np.pad(chosen, ((0, 0), (0, 0), (0, more)))
-    return replace(record, load=chosen, steps_T=record.steps_T[windows])
+    if arguments.experts is None:
+        return record
+    if (more := arguments.experts - load.shape[2]) < 0:
+        raise InputError(f"--experts {arguments.experts}: {path} has tokens of {load.shape[2]}")
+    return replace(record, load=np.pad(load, ((0, 0), (0, 0), (0, more))))
 
 
 def counted_windows(load: NDArray[np.float64], path: str) -> NDArray[np.float64]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .arguments import LOAD, POLICIES, add_command, cluster, option, policy
 from .inputs import counted_windows, read_job, topology_of
-from .printing import note_compilation, print_json
+from .printing import print_json, spinner
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,9 +45,9 @@ def _run(arguments: argparse.Namespace) -> None:
         current = read_placement(arguments.current, arguments.ranks, arguments.dense_layers or 0)
     load = counted_windows(read_job(arguments.load, arguments).load, arguments.load)
     asked = {name: getattr(arguments, name) for name in ("slots_per_rank", "policy", "groups", "max_moves")}
-    note_compilation()
-    for _ in range(2):  # the first loads compiled code, so that the seconds of the plan are those of planning
-        planned = plan(load, topology, current=current, **asked)
+    with spinner():
+        for _ in range(2):  # the first loads compiled code, so that the seconds of the plan are those of planning
+            planned = plan(load, topology, current=current, **asked)
     if arguments.output is not None:
         planned.placement.save(arguments.output)
     if not arguments.json:

@@ -20,21 +20,12 @@ def note(message: str) -> None:
     print(f"{PROGRAM}: note: {message}", file=sys.stderr)
 
 
-def note_compilation() -> None:
-    """Say on stderr that code is compiled, where nothing has been compiled yet: it takes a minute and more."""
-    from ..utils.jit import cache_folder
-
-    if not any(cache_folder().rglob("*.nbi")):
-        note("the planner is compiled first, once on this machine: a minute, more where others use it")
-
-
 def print_json(fields: Mapping[str, Any]) -> None:
     print(json.dumps(fields))
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table of 80 columns, or as wide as the terminal. One that is too wide is turned: its rows become columns,
-    as many to a table as fit."""
+    """Print a table of 80 columns, or as wide as the terminal. One that is too wide is turned."""
     from rich.console import Console
 
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -45,19 +36,9 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
         console = Console(width=COLUMNS)
     console.print(title, markup=False, highlight=False)
     columns = [list(column) for column in zip(heads, *lines, strict=True)]
-    if len(names) <= 2 or _width(columns) <= console.width:
-        console.print(_table(columns))
-        return
-    while lines:
-        fitting = (count for count in range(len(lines), 1, -1) if _width([heads, *lines[:count]]) <= console.width)
-        count = next(fitting, 1)
-        console.print(_table([heads, *lines[:count]]))
-        lines = lines[count:]
-
-
-def _width(columns: Sequence[Sequence[str]]) -> int:
-    """Return what a table takes at least, with what rich needs to part its columns."""
-    return 7 + sum(3 + _least(*column) for column in columns)
+    table = _table(columns)
+    is_too_wide = len(names) > 2 and console.measure(table).minimum >= console.width
+    console.print(_table([heads, *lines]) if is_too_wide else table)
 
 
 def _least(head: str, *cells: str) -> int:
@@ -93,4 +74,4 @@ def spinner() -> Any:
     """Return a context with a sign of life on stderr, where it is a terminal."""
     from rich.console import Console
 
-    return Console(stderr=True).status("measuring")
+    return Console(stderr=True).status("working; the first time on a machine code is compiled, a minute")

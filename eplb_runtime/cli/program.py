@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _input_errors() -> tuple[type[ValueError], ...]:
     from ..placement import PlacementError
     from ..planner import PlanError
-    from ..tools.bubbles import BubbleError
+    from ..tools.bubbles.playing import BubbleError
     from ..utils.files import FileError
 
     known = [BubbleError, InputError, FileError, PlacementError, PlanError]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .arguments import add_command, option
-from .printing import note, print_json
+from .printing import print_json
 
 EXAMPLES = """
   eplb-runtime report runs/first -o report.html
@@ -28,8 +28,6 @@ def _run(arguments: argparse.Namespace) -> None:
 
     require_writable(Path(arguments.output), (".html", ".htm"))
     report = report_of(Path(arguments.source))
-    if report.left_out:
-        note(f"{report.left_out} events of {arguments.source} contradict its job and are left out")
     write_file(Path(arguments.output), report.html)
     if arguments.json:
         print_json({"report": arguments.output, "summary": report.summary})

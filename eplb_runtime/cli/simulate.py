@@ -6,9 +6,9 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from . import arguments as kinds
-from .arguments import LOAD, POLICIES, InputError, add_command, add_options, choice, cluster, option, positive
+from .arguments import LOAD, POLICIES, InputError, add_command, choice, cluster, option, positive
 from .inputs import counted_windows, read_job, topology_of
-from .printing import note_compilation, print_json, print_table, spinner
+from .printing import print_json, print_table, spinner
 
 if TYPE_CHECKING:
     from ..observe.run_folder import JobRecord
@@ -21,7 +21,6 @@ EXAMPLES = """
 """
 
 GIVEN = ("every", "steps_per_window", "groups", "max_moves", "gate")
-SIZES = ("hidden_size", "expert_hidden_size", "flops")
 
 
 def add(commands: Any) -> None:
@@ -34,17 +33,10 @@ def add(commands: Any) -> None:
         option("--every", "K", positive, "replan every K windows, the first K not judged (default: as recorded)"),
         option("--policies", "A,B,...", kinds.several(kinds.policy), policies, default),
         choice("--gate", ("always", "payoff", "off"), gate, "always"),
-    ]
-    times = [
         option("--steps-per-window", "N", positive, "training steps of a window (default: 1)", 1),
-        option("--hidden-size", "N", positive, "of the model (default: 7168, DeepSeek-V3)", 7168),
-        option("--expert-hidden-size", "N", positive, "of one expert (default: 2048)", 2048),
-        option("--flops", "F", kinds.positive_float, "FLOP/s a rank sustains on expert GEMMs (default: 4e14)", 400e12),
     ]
     summary = "play a series of loads through several policies: plan on the past, judge on what came next"
-    command = add_command(commands, "simulate", _run, summary, EXAMPLES, options)
-    group = command.add_argument_group("step times", "a model that compares policies, not one that predicts")
-    add_options(group, times)
+    add_command(commands, "simulate", _run, summary, EXAMPLES, options)
 
 
 def _take_from(record: JobRecord, arguments: argparse.Namespace) -> None:
@@ -65,21 +57,19 @@ def _take_from(record: JobRecord, arguments: argparse.Namespace) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from ..tools.simulate import Series, StepModel, simulate
+    from ..tools.simulate import Series, simulate
 
     policies = arguments.policies if "static" in arguments.policies else ["static", *arguments.policies]
     record = read_job(arguments.trace, arguments)
     _take_from(record, arguments)
     topology = topology_of(arguments)
     load = counted_windows(record.load, arguments.trace)
-    note_compilation()
     with spinner():
         runs = simulate(
             Series(load, **{name: getattr(arguments, name) for name in GIVEN}),
             topology,
             slots_per_rank=arguments.slots_per_rank,
             policies=policies,
-            step_model=StepModel(**{name: getattr(arguments, name) for name in SIZES}),
         )
     summaries = [run.summary() for run in runs]
     if arguments.json:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..utils.tables import counted
 from .arguments import add_command, flag, option
-from .printing import note, print_json, print_table, spinner
+from .printing import print_json, print_table, spinner
 
 if TYPE_CHECKING:
     from ..observe.traces import Analysis
@@ -39,9 +39,6 @@ def _analyse(arguments: argparse.Namespace) -> None:
 
     with spinner():
         analyses = [analyse(path) for given in arguments.traces for path in traces_in(Path(given))]
-    for rank, traces in Counter(one.rank for one in analyses).items():
-        if rank is not None and traces > 1:
-            note(f"{counted(traces, 'trace')} of rank {rank}: means count that rank as often; give one of each rank")
     if arguments.json:
         print_json(together(analyses))
         return

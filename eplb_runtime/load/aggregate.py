@@ -29,13 +29,9 @@ class HostCopy:
         return self._host
 
 
-def aggregate(buckets: HostCopy, group: dist.ProcessGroup) -> Tensor:
-    """The load of all ranks of ``group`` (EP and EDP), int64 ``[T, L, E]`` on the CPU, the same on every rank."""
-    return aggregate_with(buckets, (), group)[0]
-
-
-def aggregate_with(buckets: HostCopy, numbers: Sequence[int], group: dist.ProcessGroup) -> tuple[Tensor, list[int]]:
-    """`aggregate`, and the sums over ranks of a few more numbers, as many on each rank, in the same all-reduce."""
+def aggregate(buckets: HostCopy, group: dist.ProcessGroup, numbers: Sequence[int] = ()) -> tuple[Tensor, list[int]]:
+    """The load of all ranks of ``group`` (EP and EDP), int64 ``[T, L, E]`` on the CPU, and the sums over ranks of a few
+    more numbers, as many on each rank, in the same all-reduce."""
     here = buckets.wait()
     total = torch.cat([here.reshape(-1), torch.tensor(numbers, dtype=here.dtype)])
     dist.all_reduce(total, group=group)

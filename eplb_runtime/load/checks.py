@@ -1,4 +1,4 @@
-"""What a load must look like, wherever it is given: what is none is refused in one line that says how to mend it."""
+"""What a load must look like, wherever it is given."""
 
 from __future__ import annotations
 
@@ -12,14 +12,8 @@ MOST_TOKENS = 1e150
 
 
 def checked_load(load: Any, name: str, error: type[ValueError]) -> NDArray[np.float64]:
-    """``load`` as float64 ``[T, L, E]``.
-
-    Args:
-        load: an array, a tensor, lists, or a list of tensors.
-        name: of it, for the message.
-        error: raised where it is no array of numbers, has a wrong shape, is empty, or has a value that is NaN, infinite
-            or negative; the message names the first place.
-    """
+    """Return an array, a tensor, lists or a list of tensors as float64 ``[T, L, E]``; ``error`` where it is no array
+    of numbers, is empty, or has a value that is NaN, infinite or negative; its message names the first place."""
     if isinstance(load, np.ma.MaskedArray) and np.ma.is_masked(load):
         raise error(f"{name} has masked entries: fill them in (.filled(0) where nothing was counted)")
     layouts = "give [layers, experts] or [windows, layers, experts]"
@@ -32,7 +26,7 @@ def checked_load(load: Any, name: str, error: type[ValueError]) -> NDArray[np.fl
         raise error(f"{name} is not an array of numbers: {layouts}") from None
     if array.ndim not in (2, 3) or array.size == 0:
         raise error(f"{name} has shape {array.shape}: {layouts}, not empty")
-    array = array if array.ndim == 3 else array[None]
+    array = array.reshape(-1, *array.shape[-2:])
     for bad, what in ((~np.isfinite(array), "not a finite number"), (array < 0, "negative")):
         if bad.any():
             window, layer, expert = np.argwhere(bad)[0]

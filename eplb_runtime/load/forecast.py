@@ -109,8 +109,7 @@ def foretell(load: Load, ranks: int = 8) -> ExpectedLoad:
     """Forecast each layer by itself; windows in which a layer has no tokens are left out for that layer.
 
     Args:
-        load: float64 ``[T, L, E]``, oldest first; ``coarsen`` it before if T is large.
-        ranks: R, over which experts are spread to judge forecasters.
+        load: float64 ``[T, L, E]``, oldest first; ``ranks``: R, over which experts are spread to judge forecasters.
     """
     layers, experts = load.shape[1:]
     foretold: list[_Foretold] = []

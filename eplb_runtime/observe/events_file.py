@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +20,9 @@ from ..utils.files import FileError
 from .records import FORMAT, JOB, Record, RecordError
 
 NAME = "events.jsonl"
-MOST_LINE_BYTES = 64 << 20
-"""A longer line is no event of ours."""
 ARRAYS = ("load", "rank_load", "start", "placement", "transfers")
 """Fields that are int64 arrays with three axes: ``[1, L, E]`` tokens; ``[2, L, R]`` tokens, measured and with the
 initial placement; ``[1, L, P]`` experts, -1: none, twice; ``[1, M, 4]`` layer, expert, source and destination rank."""
-MOST_ELEMENTS = 1 << 26
-"""Of an array that is read back: more than any job has."""
 
 
 class EventWriter:
@@ -94,38 +90,24 @@ def read_events(run: Path) -> list[Record]:
     if not holds_events(run):
         raise FileError(f"{run} is no folder of a run: it has no {NAME} (BalancerConfig(run=...) writes one)")
     found: list[Record] = []
-    for path in _files(run):
-        with open(path, "rb") as file:
-            while (line := _next_line(file)) is not None:
-                try:
-                    fields = json.loads(line)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(fields, dict) and fields.get("event") == JOB:
-                    kind, version = fields.get("format"), fields.get("version")
-                    if (kind, version) != (FORMAT, 1):
-                        raise FileError(f"events of format {kind!r}, version {version!r}: not ours, or newer")
-                with suppress(RecordError):
-                    found.append(from_json(fields))
+    with (run / NAME).open("rb") as file:
+        for line in file:
+            try:
+                fields = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(fields, dict) and fields.get("event") == JOB:
+                kind, version = fields.get("format"), fields.get("version")
+                if (kind, version) != (FORMAT, 1):
+                    raise FileError(f"events of format {kind!r}, version {version!r}: not ours, or newer")
+            with suppress(RecordError):
+                found.append(from_json(fields))
     return found
-
-
-def _next_line(file: BinaryIO) -> bytes | None:
-    """Return the next whole line, empty where it is longer than any of ours; None: there is none yet."""
-    line = part = file.readline(MOST_LINE_BYTES)
-    while len(part) == MOST_LINE_BYTES and not part.endswith(b"\n"):
-        line, part = b"", file.readline(MOST_LINE_BYTES)
-    return line if part.endswith(b"\n") else None
 
 
 def holds_events(run: Path) -> bool:
     """Return whether a job has written its events to this folder."""
-    return bool(_files(run))
-
-
-def _files(run: Path) -> list[Path]:
-    """Return the log, after the parts that earlier versions have set aside."""
-    return [*sorted(run.glob("events-[0-9]*.jsonl")), *run.glob(NAME)]
+    return (run / NAME).exists()
 
 
 def to_json(record: Mapping[str, Any]) -> Record:
@@ -150,8 +132,6 @@ def from_json(line: Any) -> Record:
 def _array(name: str, saved: Any) -> NDArray[np.int64]:
     try:
         count, rows, columns = (int(length) for length in saved["shape"])
-        if min(count, rows, columns) < 0 or count * rows * columns > MOST_ELEMENTS:
-            raise ValueError(f"shape {saved['shape']}")
         return decode(saved, rows, columns, count)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise RecordError(f"{name} cannot be read: {error}") from None

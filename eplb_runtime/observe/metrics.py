@@ -96,7 +96,7 @@ def _of_load(state: RunState) -> list[Metric]:
     if measured:
         rows = {"measured": measured["imbalance"], "start": measured["imbalance_start"]}
         ranks = measured["rank_load"][0].sum(axis=0) / max(1, measured["steps"])
-        violation = [] if measured["max_vio"] is None else measured["max_vio"]
+        violation = measured["max_vio"]
     if state.by_layer is not None:
         rows |= {"predicted": state.by_layer[1], "bound": state.by_layer[2]}
     over = [({"kind": kind, **labels}, x) for kind, row_L in rows.items() for labels, x in _over(row_L, "max")]
@@ -124,7 +124,7 @@ def _balance(state: RunState) -> list[Metric]:
         average, most = float(measured["imbalance"].mean()), float(measured["imbalance"].max())
         cumulative = _cumulative_overload(measured["rank_load"][0], state.job.get("layers_of_stage"))
         balancedness = _over(measured["balancedness"], "min")
-        violation = [] if measured["max_vio"] is None else _over(measured["max_vio"], "max")
+        violation = _over(measured["max_vio"], "max")
     return [
         _gauge("avg_overload_factor", "Mean over layers of the busiest rank's tokens over the mean.", average),
         _gauge("max_overload_factor", "Worst layer's busiest rank's tokens over the mean.", most),

@@ -111,12 +111,11 @@ def finite(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class RunReport:
-    """A report: the page, the summary as JSON and in words, and how many events could not be used."""
+    """A report: the page, and the summary as JSON and in words."""
 
     html: str
     summary: dict[str, Any]
     text: str
-    left_out: int
 
 
 def report_of(source: Path) -> RunReport:
@@ -128,7 +127,7 @@ def report_of(source: Path) -> RunReport:
     """
     if source.is_dir() and holds_series(source) and not holds_events(source):
         raise FileError(f"{source}: recorded without a balancer: eplb-runtime assess {source} says its imbalance")
-    state, left_out = state_of_run(source)
+    state = state_of_run(source)
     summary = summary_of(state)
     html = page({"title": f"{source.resolve().name}: eplb_runtime", "view": view_of(state)})
-    return RunReport(html, summary, summary_text(summary, source), left_out)
+    return RunReport(html, summary, summary_text(summary, source))

@@ -211,7 +211,7 @@ class Recording:
         if self._failed:
             return
         try:
-            total = copy.wait() if self._group is None else aggregate(copy, self._group)
+            total = copy.wait() if self._group is None else aggregate(copy, self._group)[0]
         except RuntimeError as error:
             logger.warning("load is not recorded any more: the ranks could not add up their counts (%s)", error)
             self._failed = True

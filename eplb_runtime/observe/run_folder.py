@@ -52,7 +52,7 @@ def read_run(folder: Path) -> JobRecord:
     if not holds_events(folder):
         return found
     try:
-        state, _ = state_of_run(folder)
+        state = state_of_run(folder)
     except FileError:
         return found
     # A class of links that the job did not have was not measured.
@@ -69,14 +69,14 @@ def read_run(folder: Path) -> JobRecord:
     return replace(found, job=job)
 
 
-def state_of_run(run: Path) -> tuple[RunState, int]:
-    """Return the state of a run by its events on disk, and how many of them could not be used.
+def state_of_run(run: Path) -> RunState:
+    """Return the state of a run by its events on disk.
 
     Raises:
         FileError: there is no log, or it tells of no job.
         OSError: it cannot be read.
     """
-    state, left_out = state_of(read_events(run))
+    state = state_of(read_events(run))
     if not state.job:
         raise FileError(f"{run}: its log does not say what job it is of; is it whole?")
-    return state, left_out
+    return state

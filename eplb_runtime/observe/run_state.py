@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,7 @@ class RunState:
             rows, float64 ``[L]``; None before.
         by_layer: float64 ``[3, L]``, imbalance before, predicted and bound of the newest plan; None before.
         predictions: of the newest decision, `_PREDICTIONS`; None: no plan could be judged yet.
+        judged_before: some of them may be of an earlier life of the job.
         share: of a step in expert work.
         placement, placement_before: int64 ``[L, P]``, now and before the newest rebalance.
         placed_at: step of the newest rebalance, or of the start.
@@ -80,7 +81,7 @@ class RunState:
         self.version = self.step = self.starts = self.epoch = self.placed_at = 0
         self.job: Record = {}
         self.time = 0.0
-        self.standing, self.cause = "balancing", ""
+        self.standing, self.cause, self.judged_before = "balancing", "", False
         self.measured: Record | None = None
         self.by_layer: NDArray[np.float64] | None = None
         self.predictions: dict[str, float] | None = None
@@ -106,11 +107,7 @@ class RunState:
             yield self
 
     def apply(self, record: Record) -> None:
-        """Add a record.
-
-        Raises:
-            RecordError: it contradicts the job; nothing has changed but totals added before the contradiction.
-        """
+        """Add a record. RecordError: it is none of ours, or comes ahead of its job's."""
         with self._lock:
             try:
                 if self._fold(record):
@@ -147,7 +144,7 @@ class RunState:
                 self.standing, self.cause = "suspended", "a rollout"
                 self.rollouts += 1
             case "SuspensionEnded":
-                self.rollout_seconds += _seconds(record["seconds"])
+                self.rollout_seconds += float(record["seconds"])
                 self.standing, self.cause = "balancing", ""
             case "BalancingEnded":
                 self.standing, self.cause = "ended", str(record["cause"])[:LONGEST_TEXT]
@@ -161,45 +158,29 @@ class RunState:
         return True
 
     def _attached(self, record: Record) -> None:
-        shape = tuple(int(record[name]) for name in ("layers", "experts", "ranks", "slots_per_rank", "ranks_per_node"))
-        layers, _, ranks, slots, node = shape
-        placement = _array(record, "placement", layers, ranks * slots)
-        if sum(record.get("layers_of_stage", [layers])) != layers:
-            raise ValueError("stages of another model")
-        if min(shape) < 1 or ranks % node:
-            raise ValueError(f"no such job: {shape}")
-        share = _share(record)
         if self.job and record["job"] == self.job["job"]:
             return  # the same job in its next file
-        self.job, self.share, self.starts = record, share, self.starts + 1
-        self.placement, self.placement_before, self.placed_at = placement, None, int(record["step"])
+        self.job, self.share, self.starts = record, _share(record), self.starts + 1
+        self.placement, self.placement_before, self.placed_at = record["placement"][0], None, int(record["step"])
         self.measured = self.by_layer = self.predictions = None
         self._promised_per_step = 0.0
         self.epoch = int(record["epoch"])
         self.standing, self.cause = "balancing", ""
 
     def _load_measured(self, record: Record) -> None:
-        layers, experts, ranks = (self.job[name] for name in ("layers", "experts", "ranks"))
-        load, rank_load = _array(record, "load", layers, experts), record["rank_load"]
-        imbalance = np.array(record["imbalance"], dtype=np.float64).reshape(-1, layers)
-        at_start = np.array(record["imbalance_start"], dtype=np.float64).reshape(-1, layers)
-        violation_L = None  # as in logs of earlier versions
-        if "max_vio" in record:
-            violation_L = np.array(record["max_vio"], dtype=np.float64).reshape(layers)
-        step, steps, seconds = int(record["step"]), int(record["steps"]), _seconds(record["step_seconds"])
-        values = [imbalance, at_start] if violation_L is None else [imbalance, at_start, violation_L]
-        if rank_load.shape != (2, layers, ranks) or not all(np.isfinite(each).all() for each in values):
-            raise ValueError("a load of another job")
-        if record.get("moe_share") is not None:  # none in logs of earlier versions
+        names = ("imbalance", "imbalance_start", "max_vio")
+        imbalance, at_start, violation = (np.array(record[name], dtype=np.float64) for name in names)
+        step, steps, seconds = int(record["step"]), int(record["steps"]), float(record["step_seconds"])
+        if record["moe_share"] is not None:
             self.share = _share(record)
         now_L, start_L = imbalance.mean(axis=0), at_start.mean(axis=0)
         self.measured = {
-            "max_vio": violation_L,
+            "max_vio": violation,
             "step": step,
             "steps": steps,
             "step_seconds": seconds,
-            "load": load,
-            "rank_load": rank_load,
+            "load": record["load"][0],
+            "rank_load": record["rank_load"],
             "imbalance": now_L,
             "imbalance_start": start_L,
             "balancedness": (1.0 / np.maximum(imbalance, 1.0)).mean(axis=0),
@@ -213,52 +194,41 @@ class RunState:
         self._add_point({**point, "step": step, "steps": steps, "step_seconds": seconds, "windows": 1})
 
     def _planned(self, record: Record) -> None:
-        if record["decision"] not in ("rebalance", "stay"):
-            raise ValueError(f"decision {record['decision']!r}")
         row: dict[str, Any] = {"decision": record["decision"], "reason": str(record["reason"])[:LONGEST_TEXT]}
         row |= {name: None if record.get(name) is None else float(record[name]) for name in _PREDICTED}
         row |= {"step": int(record["step"]), "time": float(record["time"])}
         by_layer = record.get("by_layer")
-        if by_layer is not None:
-            by_layer = np.array(by_layer, dtype=np.float64).reshape(3, self.job["layers"])
-        plan_seconds = _seconds(record["plan_seconds"])
-        predictions = {name: float(record.get(name, 0)) for name in _PREDICTIONS}  # none in logs of earlier versions
-        if not np.isfinite(list(predictions.values())).all():
-            raise ValueError(f"predictions {predictions}")
-        if predictions["judged_plans"] > 0:
-            self.predictions = predictions
-        self.by_layer = by_layer
+        self.by_layer = None if by_layer is None else np.array(by_layer, dtype=np.float64)
+        if record["judged_plans"] > 0:
+            self.predictions = {name: float(record[name]) for name in _PREDICTIONS}
+            self.judged_before |= not self.decided or self.starts > 1
         self.decided[record["decision"], _kind(record["reason"], _REASONS)] += 1
-        self.phase_seconds["plan"] += plan_seconds
+        self.phase_seconds["plan"] += float(record["plan_seconds"])
         self.decisions.append({**row, "outcome": "under way" if record["decision"] == "rebalance" else "stay"})
 
     def _committed(self, record: Record) -> None:
-        layers, ranks, node = (int(self.job[name]) for name in ("layers", "ranks", "ranks_per_node"))
-        placement = _array(record, "placement", layers, ranks * int(self.job["slots_per_rank"]))
-        pause = _seconds(record["pause_seconds"])
-        phases = {name: _seconds(value) for name, value in record["phase_seconds"].items() if name in _PHASES}
+        node, pause = int(self.job["ranks_per_node"]), float(record["pause_seconds"])
         layer, _, source, destination = record["transfers"][0].T
-        if ((source < 0) | (source >= ranks) | (destination < 0) | (destination >= ranks)).any():
-            raise ValueError("transfers of another job")
-        nbytes = np.array([*record["expert_bytes"], *[0] * layers], dtype=np.int64)[layer]
+        nbytes = np.array([*record["expert_bytes"], *[0] * self.job["layers"]], dtype=np.int64)[layer]
         link = np.where(source == destination, 0, np.where(source // node == destination // node, 1, 2))
         for number, name in enumerate(LINKS):
             self.moved_experts[name] += int((link == number).sum())
             self.moved_bytes[name] += int(nbytes[link == number].sum())
-        for name, seconds in phases.items():
-            self.phase_seconds[name] += seconds
+        for name in record["phase_seconds"].keys() & set(_PHASES):
+            self.phase_seconds[name] += float(record["phase_seconds"][name])
         self.pause_seconds += pause
         self.rebalances += 1
-        self.placed_replicas += int(record.get("placed_replicas", 0))  # none in logs of earlier versions
-        self.placement_before, self.placement, self.placed_at = self.placement, placement, int(record["step"])
+        self.placed_replicas += int(record["placed_replicas"])
+        self.placement_before, self.placement = self.placement, record["placement"][0]
+        self.placed_at = int(record["step"])
         self.epoch = int(record["epoch"])
         if not (self.decisions and self.decisions[-1]["outcome"] == "under way"):
             row: dict[str, Any] = {**dict.fromkeys(_PREDICTED), "decision": "restore", "reason": "a saved placement"}
             self.decisions.append({**row, "step": int(record["step"]), "time": record["time"]})
         row = self.decisions[-1]
         row |= {"outcome": "committed", "moved_experts": int(record["moved_experts"]), "pause_seconds": pause}
-        horizon = row.get("horizon_steps") or self.job["horizon_steps"] or 1  # in logs of earlier versions: the job's
-        self._promised_per_step = (row.get("seconds_saved") or 0.0) / max(1, int(horizon))
+        horizon = row.get("horizon_steps") or self.job["horizon_steps"] or 1
+        self._promised_per_step = (row.get("seconds_saved") or 0.0) / int(horizon)
 
     def _trouble(self, kind: str, text: object, record: Record) -> None:
         self.troubles.append({"kind": kind, "text": str(text)[:LONGEST_TEXT], "step": int(record["step"])})
@@ -275,15 +245,13 @@ class RunState:
             self._windows_of_a_point *= 2
 
 
-def state_of(records: Iterable[Record]) -> tuple[RunState, int]:
-    """Return the state after all records, and how many of them were left out because they contradict the job."""
-    state, left_out = RunState(), 0
+def state_of(records: Iterable[Record]) -> RunState:
+    """Return the state after all records that can be used."""
+    state = RunState()
     for record in records:
-        try:
+        with suppress(RecordError):
             state.apply(record)
-        except RecordError:
-            left_out += 1
-    return state, left_out
+    return state
 
 
 def _merge(into: dict[str, float], point: Mapping[str, float]) -> None:
@@ -304,22 +272,4 @@ def _kind(text: object, known: Mapping[str, str]) -> str:
 
 
 def _share(record: Record) -> ExpertShare:
-    value, source = float(record["moe_share"]), str(record.get("moe_share_source", "assumed"))
-    if not 0 <= value <= 1 or source not in ("measured", "given", "assumed"):
-        raise ValueError(f"a share {value}, {source}")
-    return ExpertShare(value, source)
-
-
-def _seconds(value: Any) -> float:
-    """Return finite seconds from 0 on: others would stay in a sum for ever."""
-    seconds = float(value)
-    if not 0.0 <= seconds < np.inf:
-        raise ValueError(f"{value} seconds")
-    return seconds
-
-
-def _array(record: Record, name: str, rows: int, columns: int) -> NDArray[np.int64]:
-    array: NDArray[np.int64] = record[name][0]
-    if array.shape != (rows, columns):
-        raise ValueError(f"{name} of another job")
-    return array
+    return ExpertShare(float(record["moe_share"]), str(record["moe_share_source"]))

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,7 +72,6 @@ class Shown:
         self._config = config
         self._progress = progress
         self._observer = Observer(placement, config.speed_R)
-        self._cached: tuple[int, bytes] = (-1, b"")
         job = job_record(
             config,
             topology,
@@ -146,23 +144,15 @@ class Shown:
 
     def _state(self, query: Mapping[str, str]) -> Answer:
         """Return how far training is, and the whole state if it is another than the one that was seen (``after``)."""
-        version, view = self.state.version, b"null"
-        if query.get("after") != str(version):
-            if self._cached[0] != version:
-                self._cached = (version, _json(view_of(self.state)))
-            view = self._cached[1]
-        progress = _json(finite(asdict(self._progress())))
-        return Answer(b'{"progress":' + progress + b',"view":' + view + b"}", "application/json")
+        view = None if query.get("after") == str(self.state.version) else view_of(self.state)
+        told = {"progress": finite(asdict(self._progress())), "view": view}
+        return Answer(json.dumps(told, allow_nan=False, separators=(",", ":")).encode(), "application/json")
 
     def _metrics(self, query: Mapping[str, str]) -> Answer:
         try:
             return Answer(*exposition(self.metrics, query["Accept"]))
         except ImportError:
             return Answer(f"{NOT_INSTALLED}\n".encode(), status=HTTPStatus.NOT_IMPLEMENTED)
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
 class Observer:

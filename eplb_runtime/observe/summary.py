@@ -9,7 +9,7 @@ from typing import Any
 from ..load.clock import Progress
 from ..utils.tables import counted
 from .metrics import balance_of
-from .run_state import RunState
+from .run_state import LINKS, RunState
 
 SURE_AFTER = 5
 """Judgements of plans, below which nothing is concluded."""
@@ -23,7 +23,8 @@ def summary_of(state: RunState, progress: Progress | None = None) -> dict[str, A
     ``imbalance``: means over layers and measured steps, and of the newest measurement; None: nothing was measured.
     ``balance``: of the newest measurement, by the field's names. Moved experts and bytes: between ranks, in one EP
     group. ``placed_replicas``: replica slots that were given another expert. ``predictions``: None: no plan was judged.
-    ``rollouts``: those in which the balancer was suspended.
+    ``rollouts``: those in which the balancer was suspended. ``steps``: the newest. All else is of the state's ``lives``
+    (starts of the job), but for predictions where ``judged_before``.
     """
     with state.locked():
         windows = sum(point["windows"] for point in state.curve)
@@ -32,20 +33,22 @@ def summary_of(state: RunState, progress: Progress | None = None) -> dict[str, A
             return sum(point[name] * point["windows"] for point in state.curve) / windows if windows else None
 
         last = None if state.measured is None else float(state.measured["imbalance"].mean())
-        away = [link for link in state.moved_experts if link != "inside a rank"]
         return {
             "steps": state.step if progress is None else max(state.step, progress.step),
+            "measured_steps": state.measured_steps,
+            "lives": state.starts,
             "decisions": sum(state.decided.values()),
             "rebalances": state.rebalances,
             "dropped": sum(state.aborts.values()),
             "imbalance": {"start": mean("start_mean"), "measured": mean("mean"), "last": last},
             "balance": balance_of(state),
-            "moved_experts": sum(state.moved_experts[link] for link in away),
-            "moved_bytes": sum(state.moved_bytes[link] for link in away),
+            "moved_experts": sum(state.moved_experts[link] for link in LINKS[1:]),
+            "moved_bytes": sum(state.moved_bytes[link] for link in LINKS[1:]),
             "placed_replicas": state.placed_replicas,
             "pause_seconds": state.pause_seconds,
             "saved_seconds": {"predicted": state.promised_seconds, "measured": state.saved_seconds},
             "predictions": state.predictions,
+            "judged_before": state.judged_before,
             "expert_work": {"share": state.share.value, "source": state.share.source},
             "guard_findings": state.findings,
             "pauses": state.pauses,
@@ -74,23 +77,19 @@ def predictions_text(predictions: Mapping[str, float] | None) -> str | None:
 
 
 def summary_text(summary: dict[str, Any], run: Path | str | None) -> str:
-    """Return the three lines that a job prints at its end: imbalance, the time saved and how sure that is, and where to
-    look."""
-    imbalance, saved, work = (summary[name] for name in ("imbalance", "saved_seconds", "expert_work"))
-    rebalances = f"{counted(summary['rebalances'], 'rebalance')} in {counted(summary['steps'], 'step')}"
-    line = f"the balancer's run: {rebalances}"
+    """Return three lines, of which a job prints its own at its end: imbalance, time saved, and where to look."""
+    imbalance, work, saved = summary["imbalance"], summary["expert_work"], summary["saved_seconds"]["measured"]
+    lives = " in all lives"
+    line = f"the balancer's run: {counted(summary['rebalances'], 'rebalance')} in "
+    line += f"{counted(summary['measured_steps'], 'measured step')}{lives * (summary['lives'] > 1)}"
     if imbalance["measured"] is not None:
         last = "" if imbalance["last"] is None else f", {imbalance['last']:.3f} last"  # None: just started again
         line += f"; imbalance {imbalance['start']:.3f} as it was, {imbalance['measured']:.3f} with moves{last}"
     judged = int((summary["predictions"] or {}).get("judged_decisions", 0))
-    how_sure = f", {counted(judged, 'decision')} judged" + ": too few to be sure" * (judged < SURE_AFTER)
-    lines = [
-        line,
-        f"about {saved['measured']:.3g} s saved: {expert_work_text(work['share'], work['source'])}{how_sure}",
-    ]
     found, pauses = counted(summary["guard_findings"], "finding"), counted(summary["pauses"], "pause")
-    troubles = (
-        f"; {found} of the guard, {pauses}: see the log" if summary["guard_findings"] or summary["pauses"] else ""
-    )
+    troubled = summary["guard_findings"] or summary["pauses"]
+    troubles = f"; {found} of the guard, {pauses}: see the log" if troubled else ""
     look = "BalancerConfig(run=FOLDER) keeps all of it" if run is None else f"eplb-runtime report {run} shows all of it"
-    return "\n  ".join([*lines, look + troubles])
+    sure = f"{expert_work_text(work['share'], work['source'])}, {counted(judged, 'decision')} judged"
+    sure += f"{lives * summary['judged_before']}{': too few to be sure' * (judged < SURE_AFTER)}"
+    return f"{line}\n  about {abs(saved):.3g} s {'lost' if saved < 0 else 'saved'}: {sure}\n  {look}{troubles}"

@@ -7,7 +7,7 @@ nothing, by how much a step would be shorter, and the verdict in words. No file 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -99,6 +99,21 @@ class Scenario:
 
 
 @dataclass(frozen=True)
+class DataParallel:
+    """A recorded job in which each rank held all experts, beside the same job with its experts spread and placed."""
+
+    step_seconds: float  # as recorded: no rank waits for another's tokens, and none travel
+    spread_step_seconds: float  # with the best placement and its moves, and with tokens that travel, as if not hidden
+    freed_bytes: int  # of a rank: weights and optimizer state of the experts that other ranks hold
+
+    def __str__(self) -> str:
+        seconds = f"takes {self.spread_step_seconds:.3g} s, data parallelism as recorded {self.step_seconds:.3g} s"
+        held = f"a rank holds {self.freed_bytes / 1e9:.2g} GB less"
+        slower = ", so spread only what does not fit" if self.spread_step_seconds > self.step_seconds else ""
+        return f"Spread, with tokens that travel, a step {seconds}{slower}; {held}."
+
+
+@dataclass(frozen=True)
 class Assessment:
     """The verdict and what it rests on; None: the record cannot say, or it was not judged."""
 
@@ -113,6 +128,7 @@ class Assessment:
     replicas: Scenario | None = None
     best: Scenario | None = None  # the one that the advice is of
     saved: tuple[float, float, float] | None = None  # share of a step that it takes less, for each of `shares`
+    beside: DataParallel | None = None  # None: another job was recorded, or its seconds are not known
     notes: tuple[str, ...] = ()  # sentences on what is compared, said ahead of the answer
 
     def fields(self) -> dict[str, Any]:
@@ -124,6 +140,7 @@ class Assessment:
             "imbalance": {name: None if way is None else way.imbalance for name, way in ways.items()},
             "step_saved": dict(zip(("share", "low", "high"), saved, strict=True)),
             "move_seconds": None if self.best is None else self.best.move_seconds,
+            "data_parallel": None if self.beside is None else asdict(self.beside),
             "advice": self.advice if self.pays is not None else f"{self.verdict} {self.advice}",
         }
 
@@ -153,7 +170,7 @@ class Assessment:
             f"{notes}{figures.ranks} ranks: the busiest rank has {self.now.imbalance:.2f}x the mean load; {ways} "
             f"(planned on the past, judged on what came next, {self.windows} windows). {work}, a step takes "
             f"{_percent(sign * share)} {word}{span}; moving costs {moving} every {_steps(figures.every)}. "
-            f"{self.verdict} {self.advice}"
+            f"{f'{self.beside} ' if self.beside else ''}{self.verdict} {self.advice}"
         ).replace("%", " %")
 
 
@@ -189,8 +206,7 @@ def assess(record: JobRecord, given: Mapping[str, Any]) -> Assessment:
     series = Series(load, figures.every_windows, figures.steps_per_window, gate="payoff")
 
     def play(policy: str, slots_per_rank: int) -> PolicyRun:
-        runs = simulate(series, figures.topology, slots_per_rank=slots_per_rank, policies=[policy], step_model=model)
-        return runs[0]
+        return simulate(series, figures.topology, slots_per_rank=slots_per_rank, policies=[policy], step_model=model)[0]
 
     def judge(name: str, run: PolicyRun, refresh_seconds: float = 0.0) -> Scenario:
         relative = sum(window.step_seconds for window in run.windows) / static_seconds
@@ -233,8 +249,16 @@ def assess(record: JobRecord, given: Mapping[str, Any]) -> Assessment:
         steps = int(record.load.any(axis=(1, 2)).sum()) * figures.steps_per_window
         verdict, advice = _why_it_does_not_pay(figures, steps, now, best, hottest)
     low, high = sorted(best.saved(share) for share in figures.shares[1:])
-    notes = []
+    notes, beside, seconds = [], None, figures.step_seconds
     if record.job.ep_size == 1:
+        if seconds == record.job.step_seconds and figures.shares[1] == figures.shares[2]:
+            way = best if best.pays else now
+            tokens_L = way.imbalance * load.sum(axis=2).mean(axis=0) / figures.ranks / figures.steps_per_window
+            sending = replace(model, activation_bytes=max(1, figures.expert_bytes // figures.expert_parameters))
+            travel = sending.seconds(tokens_L, figures.topology) - model.seconds(tokens_L, figures.topology)
+            spread = now_seconds * (1 - way.step_saved + way.moving) + travel
+            freed = (figures.expert_bytes + figures.optimizer_bytes) * load.shape[1] * (experts - homes)
+            beside = DataParallel(seconds, spread, freed)
         notes.append(
             "The recorded job has no expert parallelism; compared is the same job with its experts spread over "
             f"{figures.ranks} ranks in logical order, before and after balancing."
@@ -253,6 +277,7 @@ def assess(record: JobRecord, given: Mapping[str, Any]) -> Assessment:
         replicas=by_replicas,
         best=best,
         saved=(best.saved(share), low, high),
+        beside=beside,
         notes=tuple(notes),
     )
 
@@ -321,7 +346,7 @@ def _why_not(record: JobRecord, figures: Figures) -> tuple[str, str] | None:
         return f"{on_one} (EP 1), which holds all experts: there is nothing to balance.", "Give --ranks R of the job."
     if experts == 1:
         return "There is one expert, which no placement divides.", "Record a model of several."
-    if said := looks_partial(record.load):
+    if said := looks_partial(record.load, ranks if experts % ranks == 0 else 1):
         return f"It cannot be said: {said}", "Give the sum of all ranks' counts."
     if experts % ranks:
         dividing = [size for size in range(2, experts + 1) if experts % size == 0]
@@ -404,8 +429,7 @@ def _why_it_does_not_pay(
     again = "Ask again when the router's load has changed."
     even = 1 - 1 / now.imbalance
     if figures.moe_share * even < LEAST_SAVED:
-        is_even = MOE_SHARE * even < LEAST_SAVED
-        reason = "the load is balanced" if is_even else "expert work is a small share of a step"
+        reason = "the load is balanced" if MOE_SHARE * even < LEAST_SAVED else "expert work is a small share of a step"
         saved = _percent(figures.moe_share * even)
         return f"It does not pay: {reason}, and even load would save {saved} of a step.", again
     if best.step_saved < LEAST_SAVED and not figures.replica_slots and hottest > CLOSE * best.imbalance:

@@ -21,7 +21,9 @@ from ..utils.files import FileError, require_readable
 EP, EXPERTS = "expert_model_parallel_size", "num_moe_experts"
 MOST_BYTES = 64 << 20
 FLAGS: Mapping[str, tuple[str, Any]] = {
-    **{name: (name, True) for name in (*megatron.DEFAULTS, "enable_cuda_graph", "external_cuda_graph")},
+    **{name: (name, True) for name in megatron.DEFAULTS},
+    "enable_cuda_graph": ("cuda_graph_impl", "local"),
+    "external_cuda_graph": ("cuda_graph_impl", "transformer_engine"),
     "num_experts": ("num_moe_experts", True),
     "fp8_format": ("fp8", True),
     "fp4_format": ("fp4", True),
@@ -114,19 +116,15 @@ def read_recipe(path: str) -> Recipe:
         FileError, OSError: it cannot be read.
     """
     file, is_json = Path(path), path.endswith(".json")
-    if not file.exists() and file.suffix not in (".sh", ".json", ".txt", ".py"):
-        raise RecipeError(f"{path}: no such file; of a torchtitan job, what is refused is said as it starts")
-    if file.suffix == ".py":
-        raise RecipeError(f"{path}: a script says its settings as it runs: eplb-runtime verify -- torchrun ... {path}")
-    if require_readable(file, MOST_BYTES) == 0 or not (text := file.read_text(errors="replace")).strip():
-        raise RecipeError(f"{path}: empty")
+    require_readable(file, MOST_BYTES)
+    text = file.read_text(errors="replace")
     try:
         content = json.loads(text) if is_json else list(_words(text))
     except ValueError as error:  # of json, and of shlex
         raise RecipeError(f"{path}: not {'JSON' if is_json else 'words of a shell'}: {error}") from None
     recipe = _of_json(file, content) if is_json else _of_script(file.stem, content)
     if all(recipe.options.get(name) in (None, 0, 1) for name in (EXPERTS, EP)):
-        raise RecipeError(f"{path}: no setting of experts in it ({EXPERTS}, {EP})")
+        raise RecipeError(f"{path}: no setting of experts in it ({EXPERTS}, {EP}); other jobs say as they start")
     return recipe
 
 
@@ -143,10 +141,7 @@ def value_of(text: str) -> Any:
 
 def _of_json(path: Path, entry: Any) -> Recipe:
     if not isinstance(entry, Mapping) or entry.get("host") != "megatron":
-        raise RecipeError(
-            f'{path}: no recipe: write an object with "host": "megatron" and its settings; of a torchtitan job, '
-            "what is refused is said as it starts"
-        )
+        raise RecipeError(f'{path}: no recipe: write an object with "host": "megatron" and its settings')
     options = {name: value for name, value in entry.items() if value is not None}
     return Recipe(path.stem, options, dict.fromkeys((EXPERTS, "moe_router_topk"), OF_THE_MODEL))
 

@@ -518,7 +518,7 @@ def alone(rank: int, folder: Path) -> tuple[list[str], list[str]]:
     """What rank 0 hears that saves by itself, and each rank when it takes a plain state dict, twice."""
     model = make_model("olmoe", experts=4, layers=1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    balancer = training.attach(model, optimizer, timeout_seconds=3.0)
+    balancer = training.attach(model, optimizer, timeout_seconds=training.DEADLINE)
     saves = (eplb.checkpoint.save, eplb.checkpoint.async_save) if rank == 0 else ()
     said = [said_by(lambda save=save: save(folder, model, optimizer)) for save in saves]
     with heard() as warned:

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from eplb_runtime.cli import main
 from eplb_runtime.distributed.transports import TRANSPORTS
 from eplb_runtime.tools.doctor import links as doctor_links
-from eplb_runtime.tools.doctor import try_transports
+from eplb_runtime.tools.doctor.links import try_transports
 
 
 def test_it_looks_at_the_machine(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,62 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from functools import cache
 
 import pytest
-import torch
-import torch.distributed as dist
-from flat_settings import config_from_settings
-from moe_models import batch_of, make_model
+from moe_models import make_model
 from ranks import run_ranks
-from support import training
-from support.seen import digests
-from support.shuffle import plan_by, plan_newest, plan_shuffle
+from support.seen import differing
+from support.shuffle import plan_newest
+from test_bits import Job, ep_group_of, train_over_edp
 
 import eplb_runtime as eplb
-from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.difference import apply, difference
 from eplb_runtime.migration.engine import Phase
 
-EXPERTS = 8
-Injection = Callable[[int, eplb.Balancer], None]
-
-
-@cache
-def ep_group_of(rank: int) -> dist.ProcessGroup:
-    """EP 2: ranks 0 and 1 are one EP group, 2 and 3 the next."""
-    return [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)][rank // 2]
-
-
-def nothing(rank: int, balancer: eplb.Balancer) -> None:
-    pass
-
-
-def all_homes_change_places(rank: int, balancer: eplb.Balancer) -> None:
-    plan_by(balancer, plan_shuffle)
-
-
-def train(rank: int, policy: str, inject: Injection, overlap: bool = False) -> dict:
-    model = make_model("olmoe", experts=EXPERTS, top_k=4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    settings = {"interval": 2, "policy": policy, "gate": "always", "dense_gradients": "allreduce", "overlap": overlap}
-    balancer = eplb.attach(model, optimizer, config=config_from_settings(settings), ep_group=ep_group_of(rank))
-    inject(rank, balancer)
-    for step in range(8):
-        training.step(model, optimizer, batch_of(rank, step) % 12 + 12 * ((step // 4) % 7))
-    result = {
-        "state": digests(eplb.logical_state_dict(model, optimizer)),
-        "placement": balancer.placement.digest(),
-        "aborted": [event.cause for event in balancer.events.of_type(RebalanceAborted)],
-        "committed": len(balancer.events.of_type(RebalanceCommitted)),
-    }
-    balancer.close()
-    return result
-
-
-def fixed_and_shuffled(rank: int) -> list[dict]:
-    return [train(rank, "static", inject) for inject in (nothing, all_homes_change_places)]
+EXPERTS = 16
 
 
 def another_plan_for_the_second_group(rank: int, balancer: eplb.Balancer) -> None:
@@ -80,53 +37,15 @@ def another_plan_for_the_second_group(rank: int, balancer: eplb.Balancer) -> Non
         fields["placement"], fields["digest"] = difference(current, other), other.digest()
         message[:] = json.dumps(fields).encode()
 
-    plan_by(balancer, plan_newest)
     if rank >= 2:
         balancer._rebalancer._engine.probe = lambda phase, subject: alter(subject) if phase is Phase.PLANNED else None
 
 
-def differences(one: Sequence[dict], other: Sequence[dict]) -> list[str]:
-    return [
-        name for a, b in zip(one, other, strict=True) for name in a["state"] if a["state"][name] != b["state"][name]
-    ]
-
-
-def on_four_ranks(rank: int) -> dict[str, dict]:
-    return {
-        "static": train(rank, "static", nothing),
-        "between steps": train(rank, "static", all_homes_change_places),
-        "beside steps": train(rank, "static", all_homes_change_places, overlap=True),
-        "another plan": train(rank, "incremental", another_plan_for_the_second_group),
-    }
-
-
-@pytest.fixture(scope="module")
-def trained() -> dict[str, list[dict]]:
-    ranks = run_ranks(4, on_four_ranks)
-    return {name: [of_rank[name] for of_rank in ranks] for name in ranks[0]}
-
-
-@pytest.mark.parametrize("when", ["between steps", "beside steps"])
-def test_migration_changes_no_bit(trained: dict[str, list[dict]], when: str) -> None:
-    results = trained[when]
-    assert results[0]["committed"] >= 2
-    assert len({result["placement"] for result in results}) == 1
-    assert differences(trained["static"], results) == []
-
-
-@pytest.mark.long
-def test_migration_changes_no_bit_where_three_ranks_hold_an_expert() -> None:
-    static, results = zip(*run_ranks(6, fixed_and_shuffled), strict=True)
-    assert results[0]["committed"] >= 3 and results[0]["aborted"] == []
-    assert differences(static, results) == []
-
-
-def test_a_group_with_another_plan_is_noticed_before_anything_moves(trained: dict[str, list[dict]]) -> None:
-    results = trained["another plan"]
-    for result in results:
+def test_a_group_with_another_plan_is_noticed_before_anything_moves() -> None:
+    job = Job(plan_newest, steps=8, interval=2, begin=another_plan_for_the_second_group)
+    for static, result in run_ranks(4, train_over_edp, Job(steps=8), job):
         assert result["aborted"] == ["rank 2, 3 has another plan than rank 0"]
-        assert result["committed"] >= 1
-    assert differences(trained["static"], results) == []
+        assert result["moved"] >= 1 and differing(static["seen"], result["seen"]) == []
 
 
 def start_or_restore_apart(rank: int) -> list[str]:

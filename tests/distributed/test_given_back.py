@@ -90,27 +90,6 @@ class Transports:
         return transport
 
 
-def rounds(rank: int) -> list[tuple[int, int]]:
-    """Each trains, closes, and drops its model. What is held after each."""
-    gc.collect()
-    gc.disable()
-    after = []
-    for _ in range(ROUNDS):
-        model, optimizer, balancer = attach()
-        train(rank, model, optimizer)
-        balancer.close()
-        after.append(held())
-        train(rank, model, optimizer)  # a closed model is trained on
-        balancer.close()
-        del model, optimizer, balancer
-    return after
-
-
-def test_attach_and_close_keep_threads_and_descriptors_flat() -> None:
-    for after in run_ranks(2, rounds):
-        assert no_more(after[1:]), after
-
-
 class Lines(logging.Handler):
     """Warnings, as they are said."""
 

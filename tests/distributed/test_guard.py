@@ -224,7 +224,7 @@ class SkippedOnOneRank(Job):
     """As torch's GradScaler does where an overflow shows on one rank alone."""
 
     def __init__(self, rank: int, **options: object) -> None:
-        super().__init__(rank, timeout_seconds=3.0, **options)
+        super().__init__(rank, timeout_seconds=training.DEADLINE, **options)
         self.optimizer.step = (lambda *_: None) if rank == 1 else self.optimizer.step
 
 
@@ -377,7 +377,7 @@ def test_experts_that_somebody_has_broadcast_end_the_job_whenever(results: list[
 def alone(rank: int) -> list[str]:
     """Said to a rank that adopts an optimizer alone, and to ranks with another top-k each."""
     model = make_model("olmoe", experts=EXPERTS, layers=1)
-    balancer = training.attach(model, policy="static", timeout_seconds=3.0)
+    balancer = training.attach(model, policy="static", timeout_seconds=training.DEADLINE)
     said = []
     if rank == 1:
         with pytest.raises(RuntimeError, match="rank 0 did not come") as raised:
@@ -398,7 +398,7 @@ def test_a_rank_that_adopts_alone_and_ranks_of_another_top_k_get_a_line() -> Non
 
 def test_a_rank_that_skips_a_step_alone_is_named(results: list[dict[str, dict]]) -> None:
     stepped, skipped = (result["skipped on one rank"] for result in results)
-    assert "rank 1 did not come to optimizer.step() within 3 s" in stepped["error"]
+    assert f"rank 1 did not come to optimizer.step() within {training.DEADLINE:g} s" in stepped["error"]
     assert "eplb.GradScaler(balancer)" in stepped["error"]
     assert skipped["error"] == ""  # it goes on until it needs the others
 

@@ -1,62 +1,137 @@
-"""Megatron-Core's newest supported version does what the installed one does in the tests beside this one."""
+"""Megatron-Core's newest supported version: rows of the installed one, and what only it has. Muon, which takes
+Newton-Schulz from emerging-optimizers, and gradients of experts' weights that are computed beside the backward pass of
+their dispatch, by stand-ins of TransformerEngine's grouped layers and of streams."""
 
 from __future__ import annotations
 
-import sys
-from dataclasses import fields
-from functools import partial
-from pathlib import Path
+import importlib.util
+from dataclasses import fields, replace
 from typing import Any
 
-import megatron_jobs as jobs
 import pytest
-import test_megatron as bare
-import test_megatron_cases as megatron_cases
-import test_megatron_settings as settings
-import test_megatron_stages as stages
-import torch
-from examples import FOLDER, load_example
-from megatron_jobs import SmallJob, assert_moved_without_a_change, both
-from newer_megatron import NEWER, WHY_NOT, on_newer
-from ranks import run_ranks
+import test_megatron
+from newer_megatron import MUON, MUON_VERSION, NEWER, WHY_NOT, on_newer
+from ranks import rows_of, run_ranks
+from support import megatron_standins as standins
+from support.megatron_jobs import Job, Row, assert_moved_without_a_change, traces
+from test_megatron_rows import ROWS as OLDER
+from test_megatron_rows import SHARED, STAGES, TOP_3
 
 pytestmark = pytest.mark.skipif(not NEWER.is_dir(), reason=WHY_NOT)
-WAYS = ("distributed optimizer, all-gather", "grouped experts")
-STAGES = "interleaved"
-REPEATED = "a layer of MTP that is passed twice"
-PARALLELISM = "tensor and sequence parallelism"
-OLDER = "moe_use_legacy_grouped_gemm"  # 0.16.1 has it
+SHORT = ("distributed optimizer, all-gather", "optimizer of float16, shared experts", "grouped experts")
+WGRAD = {"overlap_dispatch_backward_with_experts_wgrad": True, "gradient_accumulation_fusion": True}
+OF_DEEPSEEK = {
+    "muon_nesterov": True,
+    "muon_scale_mode": "unit_rms_norm",
+    "muon_fp32_matmul_prec": "highest",
+    "muon_extra_scale_factor": 0.2,
+}
+KEPT = frozenset({"weight", "param", "momentum_buffer"})
+BESIDE = ("cpu", "streams", "delayed_experts")
 
 
-def on_two_ranks(rank: int, folder: str) -> dict[str, Any]:
-    results: dict[str, Any] = {"job": settings.live_job(rank, folder), "defaults": defaults(rank)}
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    for way in WAYS:
-        results[f"{way}, static"] = bare.trained(way, move=False)
-        results[f"{way}, moving"] = bare.trained(way, move=True)
-    results["saved"] = bare.saved_and_loaded(Path(folder))
-    results["saved, static"] = bare.trained("optimizer of float16, shared experts", move=False)
-    return results
+def of_muon(optimizer: str, layer_wise: bool = False, options: Any = (), **stepped: Any) -> dict[str, Any]:
+    own = {"optimizer": optimizer, **({"use_layer_wise_distributed_optimizer": True} if layer_wise else {})}
+    return {**TOP_3, "distributed": False, "stepped": {**own, **stepped}, **dict(options)}
 
 
-def parallel_and_repeated(rank: int) -> dict[str, Any]:
-    """Repeated: one layer that predicts a second token and a third, so that its experts are passed twice."""
-    repeated = partial(SmallJob, mtp_num_layers=2, mtp_use_repeated_layer=True, moe_router_topk=3)
-    return {**megatron_cases.on_a_rank(rank, "parallelisms", [PARALLELISM]), REPEATED: both(repeated)}
+def reduced_early(job: Job) -> None:
+    options = {**WGRAD, "overlap_grad_reduce": True}
+    job.__init__(**options)  # type: ignore[misc]
 
 
-def on_four_ranks(rank: int) -> dict[str, Any]:
-    jobs.prepare(pipeline_model_parallel_size=2)
-    return {STAGES: both(partial(jobs.Job, **stages.CASES[STAGES]))}
+def not_fused(job: Job) -> None:
+    job.config.gradient_accumulation_fusion = False
 
 
-def defaults(rank: int) -> dict[str, tuple[Any, Any]]:
-    """Settings with other defaults in Megatron than here (Megatron's first), and those that it does not have."""
-    if str(FOLDER) not in sys.path:
-        sys.path.insert(0, str(FOLDER))
-    load_example("megatron_gpt")
+def fused_operators(job: Job) -> None:
+    for part in job.models[0].modules():
+        if type(part).__name__ == "TEGroupedMLP":
+            part._with_fused_impl = True
+
+
+def adaptive(job: Job) -> None:
+    options = of_muon("adaptive_muon")
+    job.__init__(**options)  # type: ignore[misc]
+
+
+def float32(job: Job) -> None:
+    options = {**of_muon("dist_muon"), "bf16": False}
+    job.__init__(**options)  # type: ignore[misc]
+
+
+MUONS = {
+    "muon": Row(of_muon("muon", **OF_DEEPSEEK), refused={adaptive: "optimizer=TensorParallelAdaptiveMuon"}),
+    "muon, float32, products in bfloat16": Row(of_muon("muon", options={"bf16": False})),
+    "layer-wise": Row(
+        of_muon("dist_muon", muon_nesterov=True),
+        saves=True,
+        refused={float32: "bf16=False: Megatron's layer-wise optimizer itself steps bf16 alone"},
+    ),
+    "layer-wise, gathers overlapped": Row(
+        of_muon("muon", True, {"overlap_grad_reduce": True, "overlap_param_gather": True})
+    ),
+    "layer-wise, laid out as Megatron-LM does": Row(of_muon("muon", True, {"laid_out": True})),
+}
+OWN = {
+    "a layer of MTP that is passed twice": Row(
+        {"mtp_num_layers": 2, "mtp_use_repeated_layer": True, **TOP_3}, ("cpu",)
+    ),
+    "gradients beside, recompute of activations and norms": Row(
+        {
+            **WGRAD,
+            **TOP_3,
+            "grad_reduce_in_fp32": True,
+            "moe_grouped_gemm": True,
+            "recompute_granularity": "selective",
+            "recompute_modules": ["moe_act", "layernorm"],
+        },
+        BESIDE,
+        refused={
+            reduced_early: "overlap_grad_reduce=True",
+            not_fused: "gradient_accumulation_fusion=False",
+            fused_operators: "use_transformer_engine_op_fuser",
+        },
+    ),
+    "gradients beside, optimizer of float16": Row(
+        {
+            **WGRAD,
+            **TOP_3,
+            **SHARED,
+            "distributed": False,
+            "recompute_granularity": "selective",
+            "recompute_modules": ["moe"],
+        },
+        BESIDE,
+        saves=True,
+    ),
+    "gradients beside, stages": Row({**WGRAD, **STAGES}, BESIDE, ranks=4),
+}
+MUONS = {
+    name: replace(row, standins=("cpu", "gathers_of_any_sizes"), kinds=KEPT, newer=True) for name, row in MUONS.items()
+}
+SAME = (*SHORT, "tensor and sequence parallelism", "interleaved")
+ROWS = {name: replace(row, newer=True) for name, row in {**{name: OLDER[name] for name in SAME}, **OWN}.items()} | MUONS
+
+
+@pytest.mark.parametrize("name", rows_of([name for name in ROWS if name not in MUONS], *SHORT))
+def test_experts_move_and_no_bit_changes(name: str) -> None:
+    assert_moved_without_a_change(ROWS[name], traces(__name__, name))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    not (MUON.is_dir() or importlib.util.find_spec("emerging_optimizers")) or not importlib.util.find_spec("triton"),
+    reason=f"no emerging-optimizers {MUON_VERSION} in {MUON}: launch/test.sh fetches it; or no triton",
+)
+@pytest.mark.parametrize("name", MUONS)
+def test_experts_move_under_muon_and_no_bit_changes(name: str) -> None:
+    assert_moved_without_a_change(ROWS[name], traces(__name__, name))
+
+
+def settings(rank: int, folder: str) -> dict[str, Any]:
+    """And those with other defaults in Megatron than here (Megatron's first), or that it does not have."""
+    standins.cpu()
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -67,53 +142,13 @@ def defaults(rank: int) -> dict[str, tuple[Any, Any]]:
     theirs = {field.name: field.default for kind in kinds for field in fields(kind)}
     theirs |= {name: str(theirs[name]).removeprefix("torch.") for name in DTYPES}
     theirs["expert_tensor_parallel_size"] = 1  # None is the tensor-parallel size
-    return {
-        name: (theirs.get(name, "missing"), default)
-        for name, default in DEFAULTS.items()
-        if name != OLDER and theirs.get(name, "missing") != default
-    }
+    pairs = {name: (theirs.get(name, "missing"), default) for name, default in DEFAULTS.items()}
+    del pairs["moe_use_legacy_grouped_gemm"]  # 0.16.1 has it
+    odd = {name: pair for name, pair in pairs.items() if pair[0] == "missing" or pair[0] != pair[1]}
+    return {"defaults": odd, **test_megatron.settings(rank, folder)}
 
 
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(2, on_newer, on_two_ranks, str(tmp_path_factory.mktemp("newer")))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_moving_experts_changes_no_bit(pairs: list[dict[str, Any]], way: str) -> None:
-    for of_rank in pairs:
-        static, moving = of_rank[f"{way}, static"], of_rank[f"{way}, moving"]
-        assert static[2] == 0 < moving[2] and moving[0] == static[0] and moving[3] == static[3]
-    static, moving = bare.whole(pairs, f"{way}, static"), bare.whole(pairs, f"{way}, moving")
-    assert static.keys() == moving.keys() and any("exp_avg_sq" in str(key) for key in static)
-    assert [key for key in static if not torch.equal(static[key], moving[key])] == []
-
-
-def test_checkpoints_are_in_logical_order(pairs: list[dict[str, Any]]) -> None:
-    for of_rank in pairs:
-        static, saved = of_rank["saved, static"][0], of_rank["saved"]
-        assert saved["alone"][0][0] == static[2][0] and saved["elsewhere"] == static[2:]
-        assert saved["there"] != [sorted(row) for row in saved["there"]]
-
-
-@pytest.mark.long
-def test_experts_move_under_sequence_parallelism_and_in_a_layer_that_is_passed_twice() -> None:
-    results = run_ranks(2, on_newer, parallel_and_repeated)
-    assert_moved_without_a_change(results, PARALLELISM)
-    megatron_cases.assert_parallel_counted(results, PARALLELISM)
-    assert_moved_without_a_change(results, REPEATED)
-
-
-@pytest.mark.long
-def test_experts_of_stages_move_and_no_bit_changes() -> None:
-    assert_moved_without_a_change(run_ranks(4, on_newer, on_four_ranks), STAGES)
-
-
-def test_a_live_job_and_its_command_line_have_the_same_settings(pairs: list[dict[str, Any]]) -> None:
-    for of_rank in pairs:
-        assert of_rank["job"]["live"] == of_rank["job"]["written"] != of_rank["job"]["other"]
-        assert "fp8_recipe=delayed" in of_rank["job"]["said"]
-
-
-def test_defaults_are_megatrons(pairs: list[dict[str, Any]]) -> None:
-    assert pairs[0]["defaults"] == {}
+def test_defaults_are_megatrons_and_a_live_job_has_the_settings_of_its_command_line(tmp_path: Any) -> None:
+    results = run_ranks(2, on_newer, settings, str(tmp_path))
+    assert results[0]["defaults"] == {}
+    test_megatron.assert_same_settings(results)

@@ -1,10 +1,9 @@
-"""Mixed precision and what people keep beside the weights: it moves with the experts bit for bit, or is refused."""
+"""Mixed precision and what people keep beside the weights: saved and loaded as it is, or refused. That it moves with
+the experts bit for bit: `test_bits`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,58 +12,15 @@ import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
-from support.seen import digests
-from support.shuffle import plan_by, plan_shuffle
+from test_bits import MasterAdamW
 from torch import nn
 
 import eplb_runtime as eplb
-from eplb_runtime.balancer.balancer import Balancer
-from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.hosts import AttachError
 from eplb_runtime.moe.experts.registry import RegistryError
 
 EXPERTS = 16
 SUMMED = eplb.BalancerConfig(dense_gradients="allreduce")
-
-
-class MasterAdamW(torch.optim.Optimizer):
-    """bfloat16 weights, float32 masters and moments in the optimizer's state."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["step"] = torch.zeros(())
-                    state["master"] = parameter.detach().float()
-                    state["exp_avg"] = torch.zeros_like(state["master"])
-                    state["exp_avg_sq"] = torch.zeros_like(state["master"])
-                gradient = parameter.grad.float()
-                state["step"] += 1
-                state["exp_avg"].lerp_(gradient, 0.1)
-                state["exp_avg_sq"].mul_(0.99).addcmul_(gradient, gradient, value=0.01)
-                state["master"].mul_(1 - 0.1 * group["lr"])
-                state["master"].addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(1e-6), value=-group["lr"])
-                parameter.copy_(state["master"])
-
-
-@dataclass(frozen=True)
-class Job:
-    dtype: torch.dtype = torch.float32
-    optimizer: str = "AdamW"
-    autocast: bool = False
-    scaler: str = ""
-    overflow_at: int = -1
-    averages: bool = False
-    replica_slots: int = 0
-    keep_back: bool = False
-    steps: int = 8
 
 
 def clipped_where_one_rank_has_no_gradients(rank: int, missing: int) -> tuple[float, float]:
@@ -83,142 +39,6 @@ def clipped_where_one_rank_has_no_gradients(rank: int, missing: int) -> tuple[fl
     dense = [one for one in model.parameters() if all(one is not expert for expert in experts)]
     whole = of_experts + sum(one.grad.double().square().sum() for one in dense if one.grad is not None)
     return float(balancer.clip_grad_norm_(0.5)), float(whole.sqrt())
-
-
-def make_scaler(job: Job, balancer: Balancer) -> torch.amp.GradScaler | None:
-    options = {"init_scale": 1024.0, "growth_interval": 1000}
-    return eplb.GradScaler(balancer, **options) if job.scaler else None
-
-
-def train(rank: int, policy: str, job: Job) -> dict[str, Any]:
-    model = make_model("olmoe", experts=EXPERTS, top_k=4).to(job.dtype)
-    makers = {"master": MasterAdamW, "fused": lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True)}
-    optimizer = makers.get(job.optimizer, torch.optim.AdamW)(model.parameters(), lr=3e-3)
-    balancer = training.attach(
-        model, optimizer, interval=2, window=2, policy=policy, gate="always", replica_slots=job.replica_slots
-    )
-    if policy == "incremental" and not job.replica_slots:
-        plan_by(balancer, plan_shuffle)  # all homes move, whatever the planner thinks of it
-    averages = {name: p.detach().clone() for name, p in model.named_parameters()} if job.averages else {}
-    for name in balancer.layer_of_parameter:
-        if name in averages:
-            balancer.register(name, "ema", averages[name])
-    scaler = make_scaler(job, balancer)
-    model.train()
-    losses = []
-    for step in range(job.steps):
-        ids = batch_of(rank, step) % 12 + 12 * ((step // 8) % 7)
-        with torch.autocast("cpu", torch.bfloat16, enabled=job.autocast):
-            loss = model(input_ids=ids, labels=ids).loss
-        if scaler is None:
-            loss.backward()
-            if step != job.overflow_at:
-                optimizer.step()
-        else:
-            with balancer.no_sync() if job.keep_back else nullcontext():
-                scaler.scale(loss).backward()
-            if step == job.overflow_at and rank == 1:
-                model.model.layers[0].mlp.experts.down_proj.grad[0, 0, 0] = torch.inf
-            scaler.step(optimizer)
-            scaler.update()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        for name, parameter in model.named_parameters():
-            if name in averages:
-                averages[name].lerp_(parameter.detach(), 0.1)
-    result = {
-        "losses": losses,
-        "state": digests(eplb.logical_state_dict(model, optimizer)),
-        "scale": scaler.get_scale() if scaler is not None else None,
-        "migrations": len(balancer.events.of_type(RebalanceCommitted)),
-        "aborted": [event.cause for event in balancer.events.of_type(RebalanceAborted)],
-    }
-    balancer.close()
-    return result
-
-
-def differences(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[str]:
-    found = []
-    for a, b in zip(one, other, strict=True):
-        found += ["losses"] if a["losses"] != b["losses"] else []
-        assert a["state"].keys() == b["state"].keys()
-        found += [name for name in a["state"] if a["state"][name] != b["state"][name]]
-    return found
-
-
-JOBS = {
-    "float32 masters": Job(torch.bfloat16, "master"),
-    "autocast": Job(autocast=True),
-    "GradScaler, fused": Job(optimizer="fused", scaler="ours", overflow_at=5),
-    "EMA": Job(averages=True),
-}
-
-
-def train_all(rank: int) -> dict[str, dict[str, Any]]:
-    """Each job with experts that never move, and that move."""
-    return {
-        name: {policy: train(rank, policy, job) for policy in ("static", "incremental")} for name, job in JOBS.items()
-    }
-
-
-@pytest.fixture(scope="module")
-def trained() -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(2, train_all)
-
-
-def compare(trained: list[dict[str, dict[str, Any]]], name: str, moving: str) -> list[str]:
-    """What differs between training that never moves an expert and training that does."""
-    static, moved = ([of_rank[name][way] for of_rank in trained] for way in ("static", moving))
-    assert static[0]["migrations"] == 0
-    assert moved[0]["migrations"] >= 2
-    assert moved[0]["aborted"] == []
-    return differences(static, moved)
-
-
-@pytest.mark.parametrize("name", JOBS)
-def test_migration_changes_no_bit_with(trained: list[dict[str, dict[str, Any]]], name: str) -> None:
-    assert compare(trained, name, "incremental") == []
-
-
-# -- GradScaler ------------------------------------------------------------------------------------------------------
-
-
-OVERFLOWING = {
-    "replicas": Job(overflow_at=3, replica_slots=1, steps=6),
-    "fused": Job(optimizer="fused", overflow_at=3, steps=6),
-}
-KEEPING_BACK = Job(replica_slots=1, steps=6, keep_back=True)
-
-
-def scale_all(rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        name: {scaler: train(rank, "incremental", replace(job, scaler=scaler)) for scaler in ("", "ours")}
-        for name, job in OVERFLOWING.items()
-    }
-    for scaler in ("", "ours"):
-        found[f"kept back, {scaler}"] = train(rank, "incremental", replace(KEEPING_BACK, scaler=scaler))
-    return found
-
-
-@pytest.fixture(scope="module")
-def scaled() -> list[dict[str, Any]]:
-    return run_ranks(2, scale_all)
-
-
-@pytest.mark.parametrize("name", OVERFLOWING)
-def test_a_scaled_run_is_the_unscaled_run_and_skips_a_step_on_every_rank(
-    scaled: list[dict[str, Any]], name: str
-) -> None:
-    """The scale is a power of two, so that scaling is exact; one rank alone overflows, in an expert."""
-    without, ours = ([of_rank[name][scaler] for of_rank in scaled] for scaler in ("", "ours"))
-    assert differences(without, ours) == []
-    assert [result["scale"] for result in ours] == [512.0, 512.0]
-    assert ours[0]["aborted"] == [] and ours[0]["migrations"] >= 1
-
-
-def test_gradients_that_copies_kept_back_are_unscaled(scaled: list[dict[str, Any]]) -> None:
-    without, ours = ([of_rank[f"kept back, {scaler}"] for of_rank in scaled] for scaler in ("", "ours"))
-    assert differences(without, ours) == []
 
 
 def of_two_one_overflows(rank: int) -> dict[str, Any]:

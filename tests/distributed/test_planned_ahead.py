@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
+from support import training
 from support.seen import said_by
 from support.shuffle import plan_by, wait_until_compiled
 from test_rebalance_alone import LAYERS, RANKS, Loop
@@ -109,7 +110,7 @@ def beside_a_step(rank: int) -> dict[str, Any]:
 def refused(rank: int) -> dict[str, str]:
     found = {}
     for name, settings in {"periodic": {"interval": 50}, "static": {"policy": "static"}, "alone": {}}.items():
-        loop = Loop(rank, timeout_seconds=3, **settings)
+        loop = Loop(rank, timeout_seconds=training.DEADLINE, **settings)
         found[name] = said_by(loop.balancer.plan_ahead) if rank == 0 or name != "alone" else ""
         dist.barrier()
         if name == "alone":
@@ -164,7 +165,7 @@ def test_rebalance_alone_acts_on_it(results: list[dict[str, Any]]) -> None:
 
 
 def test_where_it_has_no_effect_it_says_so(results: list[dict[str, Any]]) -> None:
-    assert "rank 1 did not come to plan_ahead() within 3 s" in results[0]["refused"]["alone"]
+    assert f"rank 1 did not come to plan_ahead() within {training.DEADLINE:g} s" in results[0]["refused"]["alone"]
     for found in results:
         assert found["refused"]["periodic"].startswith("plan_ahead() has no effect: with interval=50")
         assert found["refused"]["static"].startswith("plan_ahead() has no effect: policy='static'")

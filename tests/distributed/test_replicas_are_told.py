@@ -39,5 +39,5 @@ def test_replicas_that_rebalances_placed_are_counted_in_each_view(tmp_path: Path
         assert placed and result["told"] == placed
         assert f"{placed[0]} replica" in result["lines"][0] and "placed" in result["lines"][0]
         assert f"{sum(placed)} replicas placed" in result["table"]
-    summary = summary_of(state_of_run(tmp_path / "run")[0])
+    summary = summary_of(state_of_run(tmp_path / "run"))
     assert summary["placed_replicas"] == sum(placed)

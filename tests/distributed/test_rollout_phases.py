@@ -12,6 +12,7 @@ import pytest
 import torch
 from examples import load_example
 from ranks import run_ranks
+from support import training
 from support.seen import digests, said_by
 from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 from torch import Tensor, nn
@@ -186,7 +187,7 @@ def while_suspended() -> dict[str, Any]:
 
 def alone() -> dict[str, Any]:
     """What a rank hears that suspends, or resumes, alone; then training goes on."""
-    model, optimizer, balancer = attached("overlapped", timeout_seconds=3.0)
+    model, optimizer, balancer = attached("overlapped", timeout_seconds=training.DEADLINE)
     found = {"losses": [step(model, optimizer, 0)]}
     first = os.environ["RANK"] == "0"
     found["suspend"] = said_by(balancer.suspend) if first else ""
@@ -272,7 +273,7 @@ def closed_while_freed() -> dict[str, Any]:
 
 def late() -> dict[str, Any]:
     """Weights are freed and loaded again after a rank has come too late to resume(); then state is left out once."""
-    model, optimizer, balancer = attached("replicas", timeout_seconds=3.0)
+    model, optimizer, balancer = attached("replicas", timeout_seconds=training.DEADLINE)
     step(model, optimizer, 0)
     tokens, phases = torch.arange(16).reshape(1, 16), Phases(model, optimizer, "resize")
     with torch.no_grad():
@@ -394,7 +395,7 @@ def test_a_model_closed_while_its_weights_are_freed_computes_after_resume(result
 
 
 def test_a_resume_that_a_rank_missed_leaves_all_of_it_suspended(results: list[dict[str, Any]]) -> None:
-    assert "rank 1 did not come to resume() within 3 s" in results[0]["late"]["resume"]
+    assert f"rank 1 did not come to resume() within {training.DEADLINE:g} s" in results[0]["late"]["resume"]
     for found in results:
         assert found["late"]["held"] < 64 << 10
         assert found["late"]["with state"] == "" and found["late"]["same"]
@@ -417,9 +418,9 @@ def test_a_rank_that_suspends_or_resumes_alone_hears_of_it(
     results: list[dict[str, Any]], trainings: list[dict[Any, Any]]
 ) -> None:
     for call in ("suspend", "resume"):
-        assert f"rank 1 did not come to {call}() within 3 s" in results[0]["alone"][call]
-    for found, training in zip(results, trainings, strict=True):
-        assert found["alone"]["losses"] == training["between steps"]["losses"]
+        assert f"rank 1 did not come to {call}() within {training.DEADLINE:g} s" in results[0]["alone"][call]
+    for found, right in zip(results, trainings, strict=True):
+        assert found["alone"]["losses"] == right["between steps"]["losses"]
 
 
 def test_a_rank_that_gets_no_memory_keeps_all_from_moving_until_it_does(results: list[dict[str, Any]]) -> None:

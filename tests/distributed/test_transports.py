@@ -19,6 +19,9 @@ from eplb_runtime.distributed.transports import TRANSPORTS
 from eplb_runtime.distributed.transports.automatic import why_not
 from eplb_runtime.distributed.transports.base import Message, TransportError
 
+HERE = [name for name in TRANSPORTS if not why_not(name, torch.device("cpu"))]
+"""Those that carry on a CPU and whose packages are there."""
+
 
 def on_cpu(rank: int) -> torch.device:
     return torch.device("cpu")
@@ -35,15 +38,9 @@ def run_chosen_cases(rank: int, name: str, chosen: set[str]) -> dict:
     return run_cases(rank, name, "gloo", on_cpu, [case for case in CASES if case.__name__ in chosen])
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
+@pytest.fixture(scope="module", params=HERE)
 def transport_name(request: pytest.FixtureRequest) -> str:
-    return skip_without_its_package(request.param)
-
-
-def skip_without_its_package(name: str) -> str:
-    if why := why_not(name, torch.device("cpu")):
-        pytest.skip(why)
-    return name
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +124,8 @@ def give_up_a_rank_that_stands_still(rank: int, name: str) -> dict[str, object]:
     return said
 
 
-@pytest.mark.parametrize("one_sided", [name for name in TRANSPORTS if name not in ("torch", "auto")])
+@pytest.mark.parametrize("one_sided", [name for name in HERE if name not in ("torch", "auto")])
 def test_a_peer_that_stands_still_is_given_up_and_writes_nothing_later(one_sided: str) -> None:
-    skip_without_its_package(one_sided)
     waited, _ = run_ranks(2, give_up_a_rank_that_stands_still, one_sided)
     assert waited["untouched"]
     assert waited["seconds"] < 5.0

@@ -163,7 +163,7 @@ def rebalance_alone(rank: int) -> tuple[str, list[float], bool]:
     """The second rank calls it while the first trains on and its guard compares; both then train to the end."""
     model = make_model("olmoe")
     optimizer = torch.optim.AdamW(model.parameters())
-    options = {"interval": 50, "timeout_seconds": 3.0, "dense_gradients": "allreduce"}
+    options = {"interval": 50, "timeout_seconds": training.DEADLINE, "dense_gradients": "allreduce"}
     balancer = eplb.attach(model, optimizer, config=config_from_settings(options))
     said, losses = "", []
     for step in range(5):
@@ -180,5 +180,5 @@ def rebalance_alone(rank: int) -> tuple[str, list[float], bool]:
 
 def test_a_rebalance_that_one_rank_calls_is_refused_there_and_training_goes_on() -> None:
     (none, *_), (said, losses, _) = run_ranks(2, rebalance_alone)
-    assert none == "" and "rank 0 did not come to rebalance() within 3 s" in said
+    assert none == "" and f"rank 0 did not come to rebalance() within {training.DEADLINE:g} s" in said
     assert len(losses) == 5

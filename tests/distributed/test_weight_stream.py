@@ -300,7 +300,7 @@ def late(model: nn.Module, optimizer: torch.optim.Optimizer, balancer: eplb.Bala
     held: list[Any] = []
 
     def work() -> None:
-        tensors = balancer.named_logical_tensors(bucket_bytes=BUCKET, timeout_seconds=3)
+        tensors = balancer.named_logical_tensors(bucket_bytes=BUCKET, timeout_seconds=training.DEADLINE)
         for number, _ in enumerate(tensors):
             if rank == 1 and number == 4:
                 raise ValueError("in the loop")
@@ -422,7 +422,7 @@ def test_a_rank_that_never_comes_is_waited_for_no_longer_than_was_said(results: 
         if rank == 1:
             assert found["said"] == "in the loop"
         else:
-            assert "a rank did not come within 3 s, or is lost" in found["said"]
+            assert f"a rank did not come within {training.DEADLINE:g} s, or is lost" in found["said"]
         assert found["joined"] and found["equal"] == []
 
 

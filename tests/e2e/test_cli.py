@@ -80,17 +80,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     return said.err
 
 
-def test_a_plan_is_printed_as_a_table_and_written(
-    load_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", str(load_file), *CLUSTER, "-o", str(tmp_path / "placement.json")]) == 0
-    said = capsys.readouterr()
-    assert said.err == ""
-    assert "imbalance" in said.out and "lower bound" in said.out and "placement.json" in said.out
-    placement = Placement.load(tmp_path / "placement.json")
-    assert (placement.num_layers, placement.num_experts, placement.num_ranks, placement.slots_per_rank) == (3, 8, 4, 3)
-
-
 def test_plan_json_has_the_documented_keys(load_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = answer(capsys, "plan", load_file, *CLUSTER)
     assert list(result) == [
@@ -177,8 +166,6 @@ def test_bad_input_is_refused_in_one_line(load_file: Path, tmp_path: Path, capsy
         (["plan", load_file, *odd], "ranks_per_node=3 does not divide num_ranks=4"),
         (["plan", tmp_path / "broken.json", *CLUSTER], "not JSON"),
         (["plan", load_file, *CLUSTER, "--policy", "best"], "policy 'best' is unknown"),
-        (["plan", load_file, *CLUSTER, "--windows", "8"], "leaves none of its 8 windows"),
-        (["plan", load_file, *CLUSTER, "--windows", "a"], "give a window, as 3, or a range, as 0:5"),
         (["plan", load_file, *CLUSTER, "--current", tmp_path / "other.json"], "is for 2 ranks, not 4"),
         (["plan", load_file, *CLUSTER, "-o", tmp_path / "none" / "p.json"], "No such file or directory"),
         (["plan", load_file, *CLUSTER, "-o", tmp_path / "p.txt"], "the name must end in .json or .safetensors"),

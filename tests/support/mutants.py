@@ -208,6 +208,31 @@ def norm_of_each_rank_alone() -> None:
     norm_of_ranges._cut_blocks = lambda ranges: []
 
 
+def norm_by_rank() -> None:
+    """Squares of experts are added up in the order of ranks and their slots."""
+    from eplb_runtime.balancer.gradients import reduction
+
+    own = reduction.powers_of_experts
+
+    def in_slots(gradients: Any, rows_LH: Any, *more: Any) -> Any:
+        places = [[dist.get_rank() * len(row) + slot for slot in range(len(row))] for row in rows_LH]
+        return own(gradients, places, *more)
+
+    reduction.powers_of_experts = in_slots
+
+
+def move_moments_of_the_next_slot() -> None:
+    """Instead of those of the slot that an expert leaves, into the slot after the one that it comes to."""
+    from eplb_runtime.moe.experts.registry import ExpertTensors
+
+    def turned(tensor: Any) -> Any:
+        rows = tensor.tensor
+        return replace(tensor, tensor=rows[1:] + rows[:1]) if tensor.name.endswith("/exp_avg") else tensor
+
+    own = ExpertTensors.of_home
+    ExpertTensors.of_home = lambda self, layer: [turned(tensor) for tensor in own(self, layer)]
+
+
 def keep_weights_in_fp8() -> None:
     from eplb_runtime.hosts.megatron.layer import WeightCaches
 
@@ -280,20 +305,23 @@ def split_otherwise_in_recompute() -> None:
     RecomputeCache.repeated = lambda self, ids: None
 
 
-OPTIMIZERS = "test_training_is_bit_identical.py::test_so_is_training_with_other_optimizers_dtypes_and_experts"
-EDP = "test_expert_data_parallel.py"
+BITS = "test_bits.py::test_no_bit_changes"
 LOOPS = "test_loops.py::test_any_loop_trains_as_one_process[EDP 2, no divisor]"
 PLACED = "test_loops.py::test_wherever_experts_are_they_train_as_in_one_process"
 REPLICAS = f"{PLACED}[replicas, EP 2 x EDP 2]"
 HANGING = f"{PLACED}[replicas that hang on replicas]"
 SLICED = f"{PLACED}[replicas of slices]"
-DIVIDED = "test_megatron_divided.py::test_experts_with_divided_state_move_and_no_bit_changes"
+MEGATRON = "test_megatron_rows.py::test_experts_move_and_no_bit_changes"
+DIVIDED, ALL_GATHER = f"{MEGATRON}[divided, an expert cut]", f"{MEGATRON}[distributed optimizer, all-gather]"
 MUTANTS: dict[str, tuple[str, Patch]] = {
-    "second moment left behind": (OPTIMIZERS, leave_behind("exp_avg_sq")),
-    "combined in physical order": (OPTIMIZERS, combine_in_physical_order),
-    "masters left behind": ("test_mixed_precision.py::test_migration_changes_no_bit_with", leave_behind("master")),
-    "nobody compares plans": (f"{EDP}::test_a_group_with_another_plan_is_noticed", nobody_compares_plans),
-    "sums in any order": (f"{EDP}::test_migration_changes_no_bit_where_three_ranks", sum_in_any_order),
+    "second moment left behind": (f"{BITS}[eager]", leave_behind("exp_avg_sq")),
+    "combined in physical order": (f"{BITS}[eager]", combine_in_physical_order),
+    "masters left behind": (f"{BITS}[float32 masters]", leave_behind("master")),
+    "nobody compares plans": (
+        "test_expert_data_parallel.py::test_a_group_with_another_plan_is_noticed",
+        nobody_compares_plans,
+    ),
+    "sums in any order": (f"{BITS}_where_several_ranks_hold_an_expert[6]", sum_in_any_order),
     "gradients reduced again": (LOOPS, reduce_again_after_every_forward),
     "new gradients overlooked": (LOOPS, overlook_new_gradients),
     "checkpoints in slot order": ("test_checkpoint.py::test_it_loads_bit_equal_anywhere", rows_in_slot_order),
@@ -313,7 +341,7 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
         "test_migration_beside_training.py::test_weights_that_a_user_writes",
         overlook_what_is_written,
     ),
-    "groups are kept": ("test_given_back.py::test_attach_and_close_keep", keep_groups),
+    "groups are kept": ("test_attach.py::test_cycles_of_attach_and_close", keep_groups),
     "a read on the host": ("test_operations_of_a_layer.py::test_a_layer_takes", read_on_the_host),
     "a repeated forward finds its own way": (
         "test_recompute.py::test_a_repeated_forward_exchanges_no_counts",
@@ -323,16 +351,13 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
     "pieces stay on their EDP rank": (DIVIDED, pieces_stay_on_their_edp_rank),
     "norm by the cut": (DIVIDED, norm_of_each_rank_alone),
     "divided state left behind": (DIVIDED, leave_behind("exp_avg")),
-    "columns of a routing map forgotten": (
-        "test_megatron.py::test_moving_experts_changes_no_bit[grouped experts]",
-        forget_columns,
-    ),
-    "weights kept in FP8": ("test_megatron_fp8.py::test_a_forward_by_hand", keep_weights_in_fp8),
-    "scales left behind": ("test_megatron_precision_aware.py::test_state_in_dtypes_of_its_own", leave_scales),
-    "copies in host memory left behind": (
-        "test_megatron_offload.py::test_experts_with_state",
-        leave_copies_in_host_memory,
-    ),
+    "columns of a routing map forgotten": (f"{MEGATRON}[grouped experts]", forget_columns),
+    "weights kept in FP8": (f"{MEGATRON}[fp8, blockwise]", keep_weights_in_fp8),
+    "scales left behind": (f"{MEGATRON}[moments in float16]", leave_scales),
+    "copies in host memory left behind": (f"{MEGATRON}[masters, half in host memory]", leave_copies_in_host_memory),
+    "main parameters left behind": (ALL_GATHER, leave_behind("param")),
+    "moments of a neighbour": (f"{MEGATRON}[optimizer of float16, shared experts]", move_moments_of_the_next_slot),
+    "norm by rank": (ALL_GATHER, norm_by_rank),
 }
 """Name -> the test of `tests/distributed` (the beginning of its name) that fails then, and the fault."""
 

@@ -16,6 +16,9 @@ import eplb_runtime as eplb
 
 from .shuffle import plan_by, plan_shuffle
 
+DEADLINE = 8.0
+"""Seconds for which ranks wait for one that does not come: on a busy machine who comes may be late by some."""
+
 
 def attach(
     model: Any,

@@ -11,7 +11,7 @@ import pytest
 
 import eplb_runtime
 
-WITH_EXAMPLES = "config events hosts placement planner.drop_in planner.planning topology"
+WITH_EXAMPLES = "events hosts placement planner.drop_in planner.planning topology"
 """Rooms that would lose their examples unnoticed."""
 
 

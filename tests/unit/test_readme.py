@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
 import shlex
 from pathlib import Path
 
 import pytest
 
-from eplb_runtime.cli.program import _parser
+from eplb_runtime.cli.program import _parser, main
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -37,6 +39,28 @@ def commands(text: str) -> list[str]:
 
 def test_readme_ends() -> None:
     assert len(README.read_bytes()) <= MOST_BYTES, "what is longer belongs into a room's README"
+
+
+def test_the_verdict_is_what_assess_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["assess", "sample", "--ranks", "8"]) == 0
+    paragraph, _, _ = capsys.readouterr().out.partition("\n\n")
+    assert " ".join(paragraph.split()) in " ".join(README.read_text().replace("\n> ", " ").split())
+
+
+def test_the_table_of_policies_is_what_simulate_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page, rows = (ROOT / "eplb_runtime/tools/README.md").read_text(), []
+    command = next(line for line in commands(page) if "simulate sample" in line)
+    for gate in ("always", "payoff"):
+        assert main([*shlex.split(command)[1:], "--gate", gate, "--json"]) == 0
+        rows += json.loads(capsys.readouterr().out)["policies"]
+    for row in (*rows[:3], rows[-1]):
+        moved, milliseconds = row["moved_slots_share"], 1e3 * row["step_seconds"]
+        assert f"| {row['balancedness']['mean']:.3f} | {moved:.1%} | {milliseconds:.1f} ms" in page
+
+
+def test_the_picture_of_gain_is_that_of_the_table() -> None:
+    draw = runpy.run_path(str(ROOT / "launch/images/gain.py"))["drawn"]
+    assert (ROOT / "launch/images/gain.svg").read_text() == draw(README.read_text()), "run launch/images/gain.py"
 
 
 def test_the_script_is_the_example() -> None:

@@ -116,7 +116,7 @@ def _facts(
         stage.prefix + name: tensor
         for stage in ([] if is_spread else stages)
         for name, tensor in stage.model.state_dict().items()
-        if isinstance(tensor, Tensor)
+        if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor)  # of which each rank has a part
     }
     shapes = " ".join(f"{name}{tuple(tensor.shape)}{tensor.dtype}" for name, tensor in weights.items())
     fingerprint = checksum([as_bytes(tensor.contiguous()) for tensor in weights.values() if not tensor.is_meta])

@@ -8,7 +8,6 @@ from math import prod
 from typing import Any, Literal
 
 Exact = Literal["bit", "rounding"]
-
 STAND_IN = "%s=%s was tested with a stand-in, and not on a GPU yet: prove it by `eplb-runtime verify -- JOB`"
 
 VERSION = "Megatron-Core 0.16.1 to 0.19.2"
@@ -21,13 +20,6 @@ WHOLE_LAYER = "full"
 """Megatron's word for a CUDA graph of all that a layer does."""
 WITHOUT_EXPERTS = frozenset(("attn", "mamba", "mlp", "moe_router", "moe_preprocess"))
 """Parts of a model that Megatron captures as CUDA graphs and that hold no expert; ``mlp`` is that of dense layers."""
-NO_EXPERTS_LAYERS = frozenset(
-    (
-        *("linear_qkv", "linear_proj", "linear_q", "linear_k", "linear_v", "linear_q_proj", "linear_q_down_proj"),
-        *("linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "in_proj", "out_proj"),
-    )
-)
-"""Linear layers of Megatron's attention and Mamba, by the names that adapters are given to."""
 SCALED_NOW = ("tensorwise", "blockwise", "mxfp8")
 """FP8 recipes whose scales come from the numbers of each expert by itself; nothing is kept between steps."""
 FLEX_BACKENDS = ("deepep", "hybridep")
@@ -49,8 +41,7 @@ MUST_BE_DEFAULT: Mapping[str, tuple[Any, str]] = {
     "num_distributed_optimizer_instances": (1, "several instances of the distributed optimizer are not supported"),
     "overlap_param_gather_with_optimizer_step": (False, "an optimizer for each model chunk is not supported"),
 }
-"""Settings that are refused unless they are Megatron's default (the tensor-parallel size is that of a recipe's experts,
-where that fits), and why."""
+"""Settings that are refused unless they are Megatron's default, and why."""
 _OFF = (
     *("moe_permute_fusion", "overlap_dispatch_backward_with_experts_wgrad", "gradient_accumulation_fusion"),
     *("overlap_grad_reduce", "overlap_moe_expert_parallel_comm", "bf16", "fp16", "fp8_param", "fp8_param_gather"),
@@ -128,28 +119,16 @@ def refuse(job: JobSettings, setting: str, why: str, instead: str) -> Refusal:
 def settings_of(options: Mapping[str, Any]) -> JobSettings:
     """Return settings of options in any of the forms that Megatron takes; ``world_size`` too, if known."""
     options = {name: value for name, value in options.items() if value is not None}
-    if options.get("cuda_graph_impl", "none") == "none":  # by the older names
-        for name, implementation in (("external_cuda_graph", "transformer_engine"), ("enable_cuda_graph", "local")):
-            if options.get(name):
-                options["cuda_graph_impl"] = implementation
-                break
     options["cuda_graph_modules"] = _graph_modules(options)
     if "fp8_recipe" in options:
         options["fp8_recipe"] = getattr(options["fp8_recipe"], "value", options["fp8_recipe"])
-    if "lora_target_modules" in options:
-        options["lora_target_modules"] = _names(options["lora_target_modules"])
     if options.get("optimizer") == "muon" and options.get("use_layer_wise_distributed_optimizer"):
         options["optimizer"] = LAYER_WISE
     options |= {name: _dtype(options[name]) for name in DTYPES if name in options}
-    expert, stages, tensor = (
-        options.get(f"{name}_model_parallel_size", 1) for name in ("expert", "pipeline", "tensor")
-    )
-    sizes = (options.get("world_size"), expert, stages, tensor)
-    fits = not all(isinstance(size, int) for size in sizes) or sizes[0] % prod(sizes[1:]) == 0
-    cut = options.setdefault("expert_tensor_parallel_size", tensor if fits else 1)
-    spread = (sizes[0], cut, expert, stages)
-    is_known = all(isinstance(size, int) for size in spread) and not spread[0] % prod(spread[1:])
-    ranks = spread[0] // prod(spread[1:]) if is_known else Unknown("ranks of the job")
+    cut = options.setdefault("expert_tensor_parallel_size", options.get("tensor_model_parallel_size", 1))
+    each = [options.get(f"{name}_model_parallel_size", 1) for name in ("expert", "pipeline")]
+    is_known = all(isinstance(size, int) for size in (options.get("world_size"), cut, *each))
+    ranks = options["world_size"] // prod((cut, *each)) if is_known else Unknown("ranks of the job")
     return JobSettings({"expert_data_parallel_size": ranks, **options}, {**DEFAULTS, **OF_RECIPES})
 
 
@@ -186,18 +165,15 @@ def graphs_preprocessing(config: Any) -> bool:
     return "moe_preprocess" in str(_graph_modules(given)).split(",")
 
 
-def _can_reorder(config: Any) -> bool:
-    return config.moe_token_dispatcher_type == "alltoall" and not graphs_preprocessing(config)
-
-
 def reorders(config: Any) -> bool:
     """Return whether rows are permuted and added in logical order, and travel in that of slots."""
-    return config.moe_router_topk > EXACT_BY_ITSELF and _can_reorder(config)
+    can = config.moe_token_dispatcher_type == "alltoall" and not graphs_preprocessing(config)
+    return can and config.moe_router_topk > EXACT_BY_ITSELF
 
 
 def sums_in_order(config: Any) -> bool:
     """Return whether a token's results are added in an order that no placement changes."""
-    return config.moe_router_topk <= EXACT_BY_ITSELF or _can_reorder(config)
+    return config.moe_router_topk <= EXACT_BY_ITSELF or reorders(config)
 
 
 def refusals(job: JobSettings) -> Iterator[Refusal]:
@@ -205,11 +181,11 @@ def refusals(job: JobSettings) -> Iterator[Refusal]:
     for setting, (default, why) in MUST_BE_DEFAULT.items():
         if getattr(job, setting) != default:
             yield refuse(job, setting, why, f"leave {setting} out" if default is None else f"set {setting}={default}")
-    for check in (_parallelism, _experts, _graphs, _precision, _optimizer, _layer_wise, _aware, _adapters):
-        yield from check(job)
+    yield from _of_model(job)
+    yield from _of_optimizer(job)
 
 
-def _parallelism(job: JobSettings) -> Iterator[Refusal]:
+def _of_model(job: JobSettings) -> Iterator[Refusal]:
     if job.expert_model_parallel_size == 1:
         why = "each rank holds all experts of its stage (and before 2026-07-21 Megatron lets them drift apart, #5916)"
         instead = "spread the experts over ranks, or train without the balancer"
@@ -221,9 +197,6 @@ def _parallelism(job: JobSettings) -> Iterator[Refusal]:
         if (getattr(job, setting) or 0) > cut:
             why = "weights that are cut over ranks and gathered to compute have not been run"
             yield refuse(job, setting, why, f"leave {setting} out")
-
-
-def _experts(job: JobSettings) -> Iterator[Refusal]:
     if job.moe_token_dispatcher_type == "flex" and job.moe_flex_dispatcher_backend not in FLEX_BACKENDS:
         instead = f"set moe_flex_dispatcher_backend to {' or '.join(FLEX_BACKENDS)}"
         yield refuse(job, "moe_flex_dispatcher_backend", "nothing has been run with it", instead)
@@ -236,9 +209,6 @@ def _experts(job: JobSettings) -> Iterator[Refusal]:
         if job.overlap_grad_reduce:
             why, instead_of_it = f"{late} would reduce them before", f"set overlap_grad_reduce=False, {instead}"
             yield refuse(job, "overlap_grad_reduce", why, instead_of_it)
-
-
-def _graphs(job: JobSettings) -> Iterator[Refusal]:
     if job.cuda_graph_impl not in ("none", "transformer_engine"):
         why = "its CUDA graphs may hold experts, which move, or the end of their layer"
         instead = "set cuda_graph_impl='transformer_engine', with cuda_graph_modules of parts without experts"
@@ -246,20 +216,18 @@ def _graphs(job: JobSettings) -> Iterator[Refusal]:
     elif job.cuda_graph_impl != "none" and not WITHOUT_EXPERTS.issuperset(job.cuda_graph_modules.split(",")):
         instead = f"name parts without experts ({', '.join(sorted(WITHOUT_EXPERTS))})"
         yield refuse(job, "cuda_graph_modules", "a CUDA graph of whole MoE layers holds experts, which move", instead)
-
-
-def _precision(job: JobSettings) -> Iterator[Refusal]:
-    if job.fp8 is None:
-        return
-    if job.fp8_param_gather or job.fp8_param:
+    if job.fp8 is not None and (job.fp8_param_gather or job.fp8_param):
         why = "weights that are FP8 themselves cannot be moved yet"
         yield refuse(job, "fp8_param_gather", why, "set fp8_param_gather=False")
-    if job.fp8_recipe not in SCALED_NOW:
+    if job.fp8 is not None and job.fp8_recipe not in SCALED_NOW:
         why = "its scales come from the largest numbers of earlier steps, taken over ranks that hold other experts"
         yield refuse(job, "fp8_recipe", why, f"set fp8_recipe to {', '.join(SCALED_NOW)}")
+    if job.lora and any(part in str(job.lora_target_modules) for part in ("fc", "all", "*")):
+        why = "one adapter is shared by all experts of a rank: an expert would have another one on another rank"
+        yield refuse(job, "lora", why, "give adapters to layers of attention alone, as linear_qkv and linear_proj")
 
 
-def _optimizer(job: JobSettings) -> Iterator[Refusal]:
+def _of_optimizer(job: JobSettings) -> Iterator[Refusal]:
     if job.optimizer not in ("adam", "sgd", *MUON):
         why = "its state of an expert cannot be moved yet"
         yield refuse(job, "optimizer", why, "set optimizer='adam', 'sgd' or 'muon'")
@@ -270,28 +238,14 @@ def _optimizer(job: JobSettings) -> Iterator[Refusal]:
         why = "--save keeps the optimizer's state by its place in buffers, which does not say of which expert it is"
         instead = "give --dist-ckpt-optim-fully-reshardable, and no --ckpt-format torch (or --no-save-optim)"
         yield Refusal("--save", job.saves_by_place, why, instead)
-
-
-def _layer_wise(job: JobSettings) -> Iterator[Refusal]:
-    if job.optimizer != LAYER_WISE:
-        return
     instead = "optimizer='muon', without use_layer_wise_distributed_optimizer (without --use-distributed-optimizer)"
-    if not job.bf16:
+    if job.optimizer == LAYER_WISE and not job.bf16:
         why = "Megatron's layer-wise optimizer itself steps bf16 alone"
         yield refuse(job, "bf16", why, f"set bf16=True, or {instead}")
-    if job.expert_data_parallel_size > 1:
+    if job.optimizer == LAYER_WISE and job.expert_data_parallel_size > 1:
         why = "what steps an expert is one of the ranks that hold it, which depends on where it is"
         yield refuse(job, "optimizer", why, f"set {instead}")
-
-
-def _is_aware_on_device(job: JobSettings) -> bool:
-    return bool(job.use_precision_aware_optimizer and not job.optimizer_cpu_offload)
-
-
-def _aware(job: JobSettings) -> Iterator[Refusal]:
-    if not _is_aware_on_device(job):
-        return
-    for dtype in DTYPES:
+    for dtype in DTYPES if _is_aware_on_device(job) else ():
         if getattr(job, dtype) == "uint8":
             why = "moments in FP8 are objects of TransformerEngine's, which cannot be moved yet"
             yield refuse(job, dtype, why, f"set {dtype} to bf16, fp16 or fp32")
@@ -301,11 +255,8 @@ def _aware(job: JobSettings) -> Iterator[Refusal]:
             yield refuse(job, dtype, why, f"set {dtype} to bf16 or fp32, or optimizer_cpu_offload=True")
 
 
-def _adapters(job: JobSettings) -> Iterator[Refusal]:
-    if job.lora and not NO_EXPERTS_LAYERS.issuperset(job.lora_target_modules.split(",")):
-        why = "one adapter is shared by all experts of a rank: an expert would have another one on another rank"
-        instead = f"give adapters to layers without experts alone ({', '.join(sorted(NO_EXPERTS_LAYERS))})"
-        yield refuse(job, "lora", why, instead)
+def _is_aware_on_device(job: JobSettings) -> bool:
+    return bool(job.use_precision_aware_optimizer and not job.optimizer_cpu_offload)
 
 
 def exact(job: JobSettings) -> Exact:

@@ -32,7 +32,6 @@ from .settings import (
     STANDARD,
     TitanSettings,
     backend_of,
-    check_spmd_backend,
     notes,
     refusals,
     without_replicas,
@@ -92,12 +91,10 @@ def _parallelize(
 ) -> nn.Module:
     """Refuse an `spmd_backend` with which torchtitan would fail itself, long before `_build`."""
     backend = parallel_dims.spmd_backend
-    check_spmd_backend(backend)
-    if torch.__version__ < BACKENDS[backend]:
-        older = next(name for name, needed in BACKENDS.items() if torch.__version__ >= needed)
+    if backend not in BACKENDS or torch.__version__ < BACKENDS[backend]:
+        known = " or ".join(f"'{name}' (torch {needed} or newer)" for name, needed in BACKENDS.items())
         raise AttachError(
-            f"parallelism.spmd_backend='{backend}' does not run with torch {torch.__version__}: install torch "
-            f"{BACKENDS[backend]} or newer, or set parallelism.spmd_backend='{older}'"
+            f"spmd_backend='{backend}' with torch {torch.__version__}: set parallelism.spmd_backend={known}"
         )
     return own(model, parallel_dims=parallel_dims, **options)
 

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..attaching.description import AttachError
-
 BACKENDS = {"spmd_types": "2.14", "partial_dtensor": "2.11"}
 """``spmd_backend`` -> the torch that it needs."""
 EXACT_IN_ONE_SUM = 2
@@ -36,16 +34,12 @@ class TitanSettings:
     tensor_parallel_degree: int = 1
     pipeline_parallel_degree: int = 1
     data_parallel_replicate_degree: int = 1
-    expert_data_parallel_size: int = 1
-    """Ranks that hold the same experts."""
+    expert_data_parallel_size: int = 1  # ranks that hold the same experts
     moe_comm_backend: str = STANDARD
-    non_blocking_capacity_factor: float | None = None
-    """Of HybridEP; below 1 it drops tokens."""
+    non_blocking_capacity_factor: float | None = None  # of HybridEP; below 1 it drops tokens
     disable_cuda_graphs: bool = False
-    deterministic: bool = False
-    """Of debug; DeepEP receives tokens in a fixed order."""
-    compiled: bool = False
-    """Return whether blocks with experts are compiled."""
+    deterministic: bool = False  # of debug: DeepEP receives tokens in a fixed order
+    compiled: bool = False  # blocks with experts
     optimizers: tuple[str, ...] = ("AdamW",)
 
 
@@ -75,15 +69,6 @@ def notes(job: TitanSettings) -> Iterator[str]:
         yield (
             f"FSDP adds up gradients of experts over {added_up} ranks, perhaps in an order that follows a row's place: "
             "results with other placements are equal to rounding; with at most 2 they are to the bit"
-        )
-
-
-def check_spmd_backend(backend: str) -> None:
-    """Raise `AttachError` for one that is not known."""
-    if backend not in BACKENDS:
-        raise AttachError(
-            f"spmd_backend={backend}: tried with {' and '.join(BACKENDS)} alone; set parallelism.spmd_backend="
-            "'spmd_types', torchtitan's default"
         )
 
 

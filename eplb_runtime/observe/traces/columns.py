@@ -1,4 +1,4 @@
-"""What an analysis needs of a trace, in columns: a few dozen bytes an event, so that gigabytes of trace fit in memory.
+"""What an analysis needs of a trace, in columns.
 
 Times are microseconds since the first event of the file. Intervals are float64 ``[N, 2]``, begin and end.
 """
@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 
 from .kinds import STEP, computes, kind_of_gloo, micro_batch_of, phase_of
 from .reading import (
+    TraceError,
     duration_of,
     name_of,
     number,
     place_of,
     rank_of,
-    read_events,
+    read_trace,
     thread_name_of,
 )
 
@@ -116,17 +117,17 @@ def read_columns(path: Path) -> Columns:
         TraceError: it is none, or an event in it makes no sense.
         OSError: it cannot be read.
     """
-    found = Columns(path)
-    head: dict[str, Any] = {}
-    origin: float | None = None
-    for event in read_events(path, head):
+    events, head = read_trace(path)
+    found, origin = Columns(path, rank=rank_of(head)), None
+    for event in events:
+        if not isinstance(event, dict):
+            raise TraceError(f"{path}: an event is a {type(event).__name__}, not an object")
         if name := thread_name_of(event):
             found.place_names.setdefault(place_of(event), name[:80])
         if event.get("ph") == "X":
             begin = number(path, event, "ts")
             origin = begin if origin is None else origin
             _add_span(found, event, begin - origin)
-    found.rank = rank_of(head)
     return found
 
 

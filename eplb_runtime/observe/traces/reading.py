@@ -1,29 +1,23 @@
-"""Read a trace event by event, however long it is: JSON in the Trace Event Format, as torch.profiler writes it, plain
-or gzipped. Nothing is kept but what the caller keeps, and whatever a file holds ends in events or in one `TraceError`.
+"""Read a trace: JSON in the Trace Event Format, as torch.profiler writes it, plain or gzipped. Whatever a file holds
+ends in events or in one `TraceError`.
 """
 
 from __future__ import annotations
 
-import codecs
 import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from ...utils.errors import one_line
 from ...utils.files import MIB, FileError, require_readable
 
 MOST_BYTES = 64 * 1024 * MIB
-"""Of a file, and of what it unpacks to."""
-LONGEST_VALUE = 16 * MIB
-"""Characters of one event, or of one other value of a trace."""
-_CHUNK = 4 * MIB
 _MOST_US = 2.0**62
-_SPACE = re.compile(r"[ \t\r\n]*")
-_DECODER = json.JSONDecoder()
 
 
 class TraceError(FileError):
@@ -46,129 +40,30 @@ def traces_in(path: Path) -> list[Path]:
     return sorted(found, key=lambda entry: [(len(part), part) for part in re.findall(r"\d+|\D+", entry.name)])
 
 
-def read_events(path: Path, head: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the events of a trace, in the order of the file.
+def read_trace(path: Path) -> tuple[list[Any], Mapping[str, Any]]:
+    """Return the events of a trace, in the order of the file, and what else it holds.
 
     Args:
         path: ``{"traceEvents": [...], ...}`` or a plain list of events; gzipped if its first bytes say so.
-        head: takes up what else the object holds, which may come before the events or after them.
 
     Raises:
-        TraceError: it is not such a file, is broken off, or is larger than `MOST_BYTES`.
+        TraceError: it is not such a file, or is broken off.
         OSError: it cannot be read.
     """
     try:
         require_readable(path, MOST_BYTES)
+        content = path.read_bytes()
+        trace = json.loads(gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content)
     except FileError as error:
         raise TraceError(f"{path}: {error}") from None
-    with open(path, "rb") as file:
-        text = _Text(path, file)
-        try:
-            yield from _events(text, {} if head is None else head)
-        except RecursionError:
-            raise TraceError(f"{path}: values inside values, too deep for a trace") from None
-        except (EOFError, zlib.error, gzip.BadGzipFile):
-            raise TraceError(f"{path}: the gzipped file is broken off or damaged: write it anew") from None
-        except UnicodeDecodeError:
-            raise TraceError(f"{path}: not text: give what torch.profiler exports (.json, .json.gz)") from None
-
-
-def _events(text: _Text, head: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    if text.peek() == "[":
-        yield from _list(text)
-        return
-    text.expect("{")
-    found = False
-    while text.peek() != "}":
-        key = text.value()
-        text.expect(":")
-        if key == "traceEvents":
-            found = True
-            yield from _list(text)
-        elif isinstance(key, str):
-            head[key] = text.value()
-        else:
-            raise text.broken()
-        text.next_item("}")
-    if not found:
-        raise TraceError(f'{text.path}: it has no "traceEvents": give a trace as torch.profiler exports it')
-
-
-def _list(text: _Text) -> Iterator[dict[str, Any]]:
-    text.expect("[")
-    while text.peek() != "]":
-        event = text.value()
-        if not isinstance(event, dict):
-            raise TraceError(f"{text.path}: an event is {_short(event)}, not an object")
-        yield event
-        text.next_item("]")
-    text.expect("]")
-
-
-class _Text:
-    """A file's text, a piece at a time."""
-
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self.path = path
-        self._file: Any = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file  # type: ignore[attr-defined]
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._unpacked = self._at = 0
-        self._buffer = ""
-        self._ended = False
-
-    def peek(self) -> str:
-        """Return the next character that is not white space."""
-        while True:
-            space = _SPACE.match(self._buffer, self._at)
-            self._at = space.end() if space is not None else self._at
-            if self._at < len(self._buffer):
-                return self._buffer[self._at]
-            if not self._more():
-                raise TraceError(f"{self.path}: the trace is broken off at its end: write it again")
-
-    def expect(self, character: str) -> None:
-        if self.peek() != character:
-            raise self.broken()
-        self._at += 1
-
-    def next_item(self, end: str) -> None:
-        """Go on to the next item of a list or object, or to its end."""
-        if self.peek() != end:
-            self.expect(",")
-
-    def value(self) -> Any:
-        """Return the JSON value that begins here."""
-        self.peek()
-        while True:
-            try:
-                value, end = _DECODER.raw_decode(self._buffer, self._at)
-            except json.JSONDecodeError:
-                end = -1
-            except ValueError:  # a whole number of more digits than Python reads
-                raise self.broken() from None
-            # A number at the very end may go on in the next piece.
-            if 0 <= end < len(self._buffer) or (end >= 0 and self._ended):
-                self._at = end
-                return value
-            if len(self._buffer) - self._at > LONGEST_VALUE or not self._more():
-                raise self.broken()
-
-    def broken(self) -> TraceError:
-        around = self._buffer[self._at : self._at + 30]
-        return TraceError(f"{self.path}: not a JSON trace, or one that is broken off, at {_short(around)}")
-
-    def _more(self) -> bool:
-        """Read on; False at the end."""
-        if self._ended:
-            return False
-        chunk = self._file.read(_CHUNK)
-        self._unpacked += len(chunk)
-        if self._unpacked > MOST_BYTES:
-            raise TraceError(f"{self.path}: it unpacks to more than {MOST_BYTES // MIB:,} MiB")
-        self._ended = not chunk
-        self._buffer = self._buffer[self._at :] + self._decoder.decode(chunk, final=self._ended)
-        self._at = 0
-        return True
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        raise TraceError(f"{path}: the gzipped file is broken off or damaged: write it anew") from None
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{path}: not a JSON trace, or one that is broken off: {one_line(error)}") from None
+    head = trace if isinstance(trace, dict) else {"traceEvents": trace}
+    if not isinstance(events := head.get("traceEvents"), list):
+        raise TraceError(f'{path}: it has no "traceEvents": give a trace as torch.profiler exports it')
+    return events, head
 
 
 # -- parts of an event -----------------------------------------------------------------------------------------------
@@ -215,7 +110,7 @@ def place_of(event: dict[str, Any]) -> tuple[str, str]:
     return str(event.get("pid", ""))[:80], str(event.get("tid", ""))[:80]
 
 
-def rank_of(head: dict[str, Any]) -> int | None:
+def rank_of(head: Mapping[str, Any]) -> int | None:
     """Return the rank that a trace names; None: it names none."""
     info = head.get("distributedInfo")
     rank = info.get("rank") if isinstance(info, dict) else None

@@ -108,44 +108,38 @@ def choices(work: Workload, skew: float, generator: torch.Generator) -> Tensor:
     return (first[:, None] + apart * torch.arange(work.top_k)) % work.experts
 
 
-def run(
-    device: torch.device, repeats: int = Workload.blocks, *, brief: bool = False, work: Workload | None = None
-) -> dict[str, Any]:
-    """Train the variants on the ranks of the process group, one thread each. Collective.
+def run(device: torch.device, repeats: int = Workload.blocks, work: Workload | None = None) -> dict[str, Any]:
+    """Train the variants on the CPU ranks of the process group, one thread each. Collective.
 
     Args:
-        repeats: blocks of ten steps, timed, of each variant.
-        brief: train experts fixed and homes moved alone.
+        repeats: timed blocks of each variant.
         work: all sizes; None: `Workload`'s.
 
     Returns:
-        JSON-able. ``"train"``: a row for each variant of skewed load (``static``, ``homes``, ``replicas``), for
-        ``even``, the same model with fixed experts and as many tokens for each, and for ``attached``, even load with a
-        balancer that decides every interval: ``step_ms``, ``slowest_over_fastest`` of its blocks (near 1 on a quiet
-        machine), ``imbalance`` (max / mean rank load in the timed steps), ``homes_moved`` and ``over_static`` (steps in
-        the time of a static one). ``"overhead"`` of ``attached`` over ``even``. Times are medians over blocks, ratios
-        medians over blocks that followed each other.
-
-    Raises:
-        ValueError: the device is no CPU.
+        JSON-able. ``"timed"`` says of what the medians are. ``"train"``: a row for each variant of skewed load
+        (``static``, ``homes``, ``replicas``), for ``even``, the same model with fixed experts and as many tokens for
+        each, and for ``attached``, even load with a balancer that decides every interval: ``step_ms``,
+        ``slowest_over_fastest`` of its blocks (near 1 on a quiet machine), ``imbalance`` (max / mean rank load in the
+        timed steps), ``homes_moved`` and ``over_static`` (steps in the time of a static one, the median over blocks
+        that followed each other). ``"overhead"`` of ``attached`` over ``even``.
     """
-    if device.type != "cpu":
-        raise ValueError("bench train measures on CPUs")
     torch.set_num_threads(1)
-    work = work or Workload(blocks=repeats, settle_blocks=3 if brief else Workload.settle_blocks)
-    variants = [_Variant("static", work, work.skew, policy="static"), _Variant("homes", work, work.skew)]
-    if not brief:
-        variants += [
-            _Variant("replicas", work, work.skew, replica_slots=1),
-            _Variant("even", work, 1.0, policy="static", interval=None),
-            _Variant("attached", work, 1.0),
-        ]
+    work = work or Workload(blocks=repeats)
+    variants = [
+        _Variant("static", work, work.skew, policy="static"),
+        _Variant("homes", work, work.skew),
+        _Variant("replicas", work, work.skew, replica_slots=1),
+        _Variant("even", work, 1.0, policy="static", interval=None),
+        _Variant("attached", work, 1.0),
+    ]
     taken = _alternate(variants, work)
     rows = [_row(*one, work, taken[0]) for one in zip(variants, taken, strict=True)]
     for variant in variants:
         variant.balancer.close()
-    result = {"ranks": dist.get_world_size(), "train": rows}
-    return result if brief else {**result, "overhead": ratio(taken[-1], taken[-2]) - 1}
+    timed = f"medians of {work.blocks} blocks of {work.interval} steps"
+    timed += f": {work.blocks * work.interval} calls of each variant, in turns"
+    overhead = ratio(taken[-1], taken[-2]) - 1
+    return {"ranks": dist.get_world_size(), "timed": timed, "train": rows, "overhead": overhead}
 
 
 def _alternate(variants: Sequence[_Variant], work: Workload) -> list[list[float]]:

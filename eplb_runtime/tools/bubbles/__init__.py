@@ -3,17 +3,3 @@
 A schedule is a table: for each rank, what it does, in order. `follow` plays it with the times of a forward pass, of the
 gradient of inputs, of that of weights, and of a forward run together with a backward. Messages take no time here.
 """
-
-from .playing import BubbleError, Part, Played, Times, follow, stages_of
-from .tables import SCHEDULES, table_of
-
-__all__ = [
-    "SCHEDULES",
-    "BubbleError",
-    "Part",
-    "Played",
-    "Times",
-    "follow",
-    "stages_of",
-    "table_of",
-]

@@ -19,8 +19,9 @@ from .reading import Content, FormatError, LoadArray, about, names_in, numbers, 
 SAMPLE = "sample"
 ENDINGS = (".npz", ".safetensors", ".json")
 """Of load files that are written."""
-ENOUGH, FEW = 4, 0.25
-"""Tokens for each expert with which all get some, as a rule; and the share of them that is too few."""
+ENOUGH, FEW, NEARLY_ALL = 4, 0.25, 0.98
+"""Tokens for each expert with which all get some, as a rule; the share of them that is too few; and the share of
+tokens that no rank has alone."""
 MOST_TOKENS = 2.0**53
 """Whole numbers stay below it: larger ones have lost digits, and their sums lose more."""
 
@@ -102,24 +103,20 @@ def write_load(path: str | Path, load: ArrayLike) -> None:
             write_file(path, json.dumps({"load": array.tolist()}))
 
 
-def layers_without_tokens(load: LoadArray) -> int:
-    """Return how many leading layers of a [T, L, E] load carry no token in any window: dense layers, as a rule."""
-    busy = np.flatnonzero(load.any(axis=(0, 2)))
-    return int(busy[0]) if len(busy) else load.shape[1]
-
-
-def looks_partial(load: LoadArray) -> str:
-    """Return a sentence on a [T, L, E] load in which few experts of each layer and window have tokens; else nothing.
-
-    At most a quarter of them, where tokens would be enough for all: as one rank counts its own experts.
-    """
-    many_TL = load.sum(axis=2) >= ENOUGH * load.shape[2]
+def looks_partial(load: LoadArray, ranks: int = 1) -> str:
+    """Return a sentence on a [T, L, E] load in which, as one rank counts its own experts, few of each layer and window
+    have tokens where those would be enough for all, or one of ``ranks`` that hold E / R each has nearly all; else
+    nothing."""
+    many_TL, experts = load.sum(axis=2) >= ENOUGH * load.shape[2], load.shape[2]
     most = int((load > 0).sum(axis=2)[many_TL].max(initial=0))
-    if not 0 < most <= load.shape[2] * FEW:
-        return ""
-    return (
-        f"no more than {most} of {load.shape[2]} experts of a layer have tokens in a window, as in one rank's counts."
-    )
+    if 0 < most <= experts * FEW:
+        return f"no more than {most} of {experts} experts of a layer have tokens in a window, as in one rank's counts."
+    by_rank = load[many_TL].reshape(-1, ranks, experts // ranks).sum(axis=2)
+    least_R = (by_rank / by_rank.sum(axis=1, keepdims=True)).min(axis=0, initial=1.0)
+    if most and ranks > 1 and least_R.max() >= NEARLY_ALL:
+        alone = f"rank {least_R.argmax()} of {ranks} has nearly all tokens of each layer and window"
+        return f"{alone}, as in one rank's counts."
+    return ""
 
 
 def checked_load(values: ArrayLike, dense_layers: int) -> LoadArray:

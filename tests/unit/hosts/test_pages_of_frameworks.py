@@ -49,8 +49,8 @@ def source(names: list[str]) -> str:
             continue
         seen.add(name)
         texts.append(path.read_text())
-        for module in re.findall(r"^ *(?:import|from) (\w+)", texts[-1], re.MULTILINE):
-            left += [f"{module}.py", f"distributed/{module}.py"]
+        for module in re.findall(r"^ *(?:import|from) (?:support\.)?(\w+)", texts[-1], re.MULTILINE):
+            left += [f"{module}.py", f"support/{module}.py", f"distributed/{module}.py"]
     return "\n".join([*texts, *(path.read_text() for path in sorted((ROOT / "launch/examples").glob("*.py")))])
 
 

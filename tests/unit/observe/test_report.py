@@ -52,7 +52,7 @@ class Links(HTMLParser):
 def test_a_report_holds_the_whole_view_and_fetches_nothing(run: Path) -> None:
     page = Links(report_of(run).html)
     told = json.loads(page.data)
-    assert told["view"] == json.loads(json.dumps(view_of(state_of_run(run)[0])))
+    assert told["view"] == json.loads(json.dumps(view_of(state_of_run(run))))
     assert told["view"]["totals"]["rebalances"] == 2
     assert set(page.links) == {"#main", "data:,"}
 
@@ -89,8 +89,8 @@ def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, capsys: pytest.Ca
 def test_a_log_that_was_cut_is_shown_as_far_as_it_goes(run: Path) -> None:
     whole = (run / NAME).read_bytes()
     lines = whole.count(b"\n")
-    for cut in (1, len(whole) // 2, len(whole) - 3000):
+    for cut in (2, len(whole) // 2, len(whole) - 3000):
         (run / NAME).write_bytes(whole[:-cut])
-        assert state_of_run(run)[0].version < lines
+        assert state_of_run(run).version < lines
         assert "imbalance" in report_of(run).html
-    assert state_of([])[0].version == 0
+    assert state_of([]).version == 0

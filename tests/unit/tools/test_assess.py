@@ -128,6 +128,22 @@ def test_a_range_is_shown_where_nobody_says_the_share() -> None:
     assert "a step takes 15 % less (8 to 23 % for 20 to 60 %)" in found.paragraph()
 
 
+def test_a_data_parallel_job_is_compared_where_its_step_is_known() -> None:
+    """Skewed by 16 / 7, and 10 / 7 with homes moved; half of a rank's tokens travel inside a node, or between two."""
+    job = replace(JOB, ep_size=1, expert_seconds=0.2, hidden_size=1 << 20)
+    given = HOMES | {"moe_share": None, "intra_node_bandwidth": 1.0, "inter_node_bandwidth": 1.0}
+    found = judged(skewed(), job, given)
+    travel = 2 * 350 * 10 / 7 * 2 / 4 * 4 * 2 * job.hidden_size / 1e9
+    assert found.beside is not None and found.best is not None and found.pays
+    assert found.beside.spread_step_seconds == pytest.approx(0.3 + 0.2 * 10 / 7 + travel, rel=1e-3)
+    said = f"a step takes {found.beside.spread_step_seconds:.3g} s, data parallelism as recorded 0.5 s, so spread only"
+    assert f"Spread, with tokens that travel, {said}" in found.paragraph()
+    freed = 2 * 6 * (JOB.expert_bytes + JOB.optimizer_bytes)
+    assert found.fields()["data_parallel"]["freed_bytes"] == freed
+    for unknown in (judged(skewed(), JOB, given), judged(skewed(), replace(job, expert_seconds=0.0), given)):
+        assert unknown.fields()["data_parallel"] is None
+
+
 def test_a_share_that_was_recorded_is_taken_and_called_measured() -> None:
     """0.2 s of steps of 0.5 s; of a job that was balanced meanwhile, more with experts in logical order."""
     job = replace(JOB, expert_seconds=0.2)
@@ -159,6 +175,7 @@ def test_a_share_that_was_recorded_is_taken_and_called_measured() -> None:
         ),
         (0 * skewed(), JOB, GIVEN, ("No token", "Record")),
         (np.concatenate([skewed(11), 0 * even(20)]), JOB, GIVEN, ("11 steps were recorded",)),
+        (skewed() * ([1] * 4 + [0.002] * 4), JOB, GIVEN | {"ranks": 2}, ("rank 0 of 2 has nearly all", "all ranks' c")),
         (skewed() * ([1] + [0] * 7), JOB, GIVEN, ("no more than 1 of 8 experts of a layer", "all ranks' counts")),
     ],
 )

@@ -328,10 +328,9 @@ def test_torchtitans_own_dispatchers_attach_with_homes_alone(fields: Mapping[str
     assert any(notes(job)) == (exact == "rounding")
 
 
-def test_expert_tensor_parallelism_is_that_of_tensors_unless_it_cannot_fit(tmp_path: Path) -> None:
+def test_expert_tensor_parallelism_is_that_of_tensors_unless_it_is_given(tmp_path: Path) -> None:
     assert refused(judged_fields(tmp_path, MEGATRON, tp=2, gpus=16)) == ["expert_tensor_parallel_size"]
-    assert judged_fields(tmp_path, MEGATRON, tp=2, gpus=8)["attaches"] is True
-    assert refused(judged_fields(tmp_path, MEGATRON, tp=2, etp=2, gpus=8)) == ["expert_tensor_parallel_size"]
+    assert judged_fields(tmp_path, MEGATRON, tp=2, etp=1, gpus=16)["attaches"] is True
 
 
 @pytest.mark.parametrize(
@@ -461,13 +460,12 @@ def test_exactness_follows_dispatcher_top_k_offload_and_the_ranks_that_add_up(
     ("name", "text", "said"),
     [
         ("missing.sh", None, "No such file"),
-        ("empty.sh", " \n", "empty"),
+        ("empty.sh", " \n", "no setting of experts"),
         ("dense.sh", "python pretrain_gpt.py --tensor-model-parallel-size 2 --num-layers 4", "no setting of experts"),
         ("dense.json", '{"host": "megatron", "expert_model_parallel_size": 1}', "no setting of experts"),
-        ("torchtitan.models.deepseek_v3.config_registry.small", None, "what is refused is said as it starts"),
         ("other.json", '{"a": 1}', "no recipe: write an object with"),
         ("broken.json", "{", "not JSON"),
-        ("finetune.py", "from transformers import Trainer", "eplb-runtime verify -- torchrun ..."),
+        ("finetune.py", "from transformers import Trainer", "other jobs say as they start"),
         ("open.sh", "python train.py --num-experts '8", "No closing quotation"),
     ],
 )

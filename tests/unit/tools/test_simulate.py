@@ -89,11 +89,6 @@ def test_migrations_count_in_the_step_time() -> None:
     assert shared["step_seconds"] == pytest.approx(dear / 10)
 
 
-def test_a_budget_of_no_moves_is_kept() -> None:
-    done = run(skewed(), ["incremental"], max_moves=0)["incremental"]
-    assert done.summary()["moved_slots_share"] == 0
-
-
 def test_step_model_is_compute_of_the_busiest_rank_plus_the_slower_link() -> None:
     model = StepModel(hidden_size=10, expert_hidden_size=5, flops=1e3, activation_bytes=2)
     fast = Topology(4, 4, intra_node_bandwidth=1e3)

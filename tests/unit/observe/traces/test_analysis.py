@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import GEMM, cpu_events, gpu_events, of_rank, span, write
 
-from eplb_runtime.observe.traces import TraceError, analyse
+from eplb_runtime.observe.traces import analyse
 from eplb_runtime.observe.traces.columns import length, overlap, union
 
 
@@ -92,19 +91,6 @@ def test_the_published_trace_gives_its_published_numbers(shared_data: Path) -> N
     assert len(by_phase) == 40 and {layer for _, _, layer in by_phase} == {0, 1, 2, 3}
     assert sum(p.communication_us for p in found.phases) == 113_440
     assert round(sum(p.exposed_us for p in found.phases)) == 4_177
-
-
-def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from eplb_runtime.observe.traces import reading
-
-    path = of_rank(tmp_path / "trace.json.gz", 0, gpu_events())
-    whole = analyse(path).to_dict()
-    for chunk in (1, 7, 100):
-        monkeypatch.setattr(reading, "_CHUNK", chunk)
-        assert analyse(path).to_dict() == whole
-    monkeypatch.setattr(reading, "LONGEST_VALUE", 20)
-    with pytest.raises(TraceError, match="not a JSON trace"):
-        analyse(path)
 
 
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda pair: (pair[0], pair[0] + pair[1])))

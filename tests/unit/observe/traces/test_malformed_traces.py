@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from traces import cpu_events, gpu_events, of_rank, write
+from traces import cpu_events, gpu_events, of_rank
 
 from eplb_runtime.observe.traces import TraceError, analyse
 
@@ -41,12 +41,12 @@ def test_any_bytes(content: bytes) -> None:
     [
         (b"", "broken off"),
         (b'{"traceEvents": [', "broken off"),
-        (b'{"traceEvents": 5}', "not a JSON trace"),
+        (b'{"traceEvents": 5}', 'no "traceEvents"'),
         (b'{"a": 1}', 'no "traceEvents"'),
         (b"hello", "not a JSON trace"),
-        (b"\xff\xfe{}", "not text"),
-        (b"[" * 100_000, "an event is|too deep"),
-        (b'[{"a":' * 50_000, "too deep|not a JSON"),
+        (b"\xff\xfe{}", "not a JSON trace"),
+        (b"[[]]", "an event is a list"),
+        (b"[" * 100_000, "not a JSON trace"),
         (b'[{"ph":"X","ts":1e999,"cat":"kernel"}]', "ts is inf"),
         (b'[{"ph":"X","ts":1,"dur":-4,"cat":"kernel"}]', "times run forwards"),
         (b'[{"ph":"X","cat":"kernel"}]', "ts is 'missing'"),
@@ -63,13 +63,3 @@ def test_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "trace.json")
     with pytest.raises(TraceError, match="not a regular file"):
         analyse(tmp_path / "trace.json")
-
-
-def test_what_unpacks_to_more_than_a_trace_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from eplb_runtime.observe.traces import reading
-
-    monkeypatch.setattr(reading, "MOST_BYTES", 100_000)
-    path = write(tmp_path / "trace.json.gz", cpu_events() * 1000)
-    assert path.stat().st_size < 100_000
-    with pytest.raises(TraceError, match="unpacks to more"):
-        analyse(path)
