@@ -22,6 +22,7 @@ import numba
 import numpy as np
 import xxhash
 
+from ..load.forecast import dealt_imbalance
 from ..migration.schedule import warm_up as compile_schedules
 from ..moe.routing.sources import split_for_rank
 from ..moe.routing.tables import SplitTables
@@ -57,14 +58,12 @@ def compile_here(policy: str) -> None:
 
 
 def compile_planner(policy: str = "incremental") -> None:
-    """Plan and split a toy problem once, which compiles everything that ``policy`` and the splitter run.
-
-    Raises:
-        PlanError: no such policy.
-    """
+    """Plan and split a toy problem once, which compiles everything that ``policy`` (PlanError: unknown) and the
+    splitter run."""
     load = np.arange(1.0, 17.0).reshape(2, 8)
-    in_home = "home" in LAYOUTS.get(policy, ())
+    in_home = "home" in LAYOUTS.get(policy, ())[:1]
     current = Placement.initial(2, 8, 4, 1)
+    dealt_imbalance(load, load, 4)
     plan(load, Topology(4, 2), slots_per_rank=3, policy=policy, current=current if in_home else None)
     split_for_rank(np.ones((4, 8), dtype=np.int64), SplitTables.of(current), 0, 0, ranks_per_node=2)
 

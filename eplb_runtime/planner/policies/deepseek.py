@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ...placement import EMPTY, Placement
-from ...utils.jit import jit, ready
+from ...utils.jit import interpreted, jit
 from ..search.align import align, settle
 from ..types import PlanError
 
@@ -28,9 +28,8 @@ MOST = 1e30
 def deepseek(request: PlanRequest) -> Placement:
     """The policy ``deepseek``: what DeepSeek's EPLB plans for the forecast, except for ties.
 
-    In the free layout it is so whatever stands now; only a budget of moves makes it look at that: then layers wait
-    their turn (see ``settle``). In the home layout, where no replicas may stand, homes are dealt out by the rule, near
-    the current ones: this plans while the other policies are being compiled.
+    In the free layout only a budget of moves makes it look at what stands: then layers wait their turn (`settle`). In
+    the home layout, without replicas, homes are dealt out near the current ones: this plans while others compile.
 
     Raises:
         PlanError: replica slots of the current placement hold experts.
@@ -38,7 +37,7 @@ def deepseek(request: PlanRequest) -> Placement:
     topology, ranks, start = request.topology, request.topology.num_ranks, request.start
     in_home = request.layout == "home"
     slots = request.num_experts if in_home else request.num_slots
-    planned, _, _ = balance(request.forecast, slots, request.groups, topology.num_nodes, ranks)
+    planned, _, _ = balance(request.forecast, slots, request.groups, topology.num_nodes, ranks, compiled=not in_home)
     if not in_home:
         is_limited = request.max_moves is not None or request.max_bytes is not None
         return settle(request, planned, request.current if is_limited else None)
@@ -50,7 +49,7 @@ def deepseek(request: PlanRequest) -> Placement:
 
 
 def balance(
-    load: ArrayLike, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int
+    load: ArrayLike, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int, *, compiled: bool = True
 ) -> tuple[Array, Array, Array]:
     """Plan every layer as DeepSeek's EPLB does.
 
@@ -64,6 +63,7 @@ def balance(
         num_groups: expert groups, each of E / num_groups consecutive experts.
         num_nodes: nodes.
         num_ranks: R.
+        compiled: else Python's interpreter runs it, and nothing is compiled for it.
 
     Returns:
         ``physical_to_logical`` int32 ``[L, P]``; ``logical_to_physical`` int32 ``[L, E, C]``, padded with -1, C the
@@ -92,7 +92,8 @@ def balance(
     physical_to_logical = np.empty((layers, num_slots), dtype=np.int32)
     copy_index = np.empty((layers, num_slots), dtype=np.int32)
     copy_count = np.empty((layers, experts), dtype=np.int32)
-    ready(_balance)(weight, group_load, num_nodes, num_ranks, physical_to_logical, copy_index, copy_count)
+    run = _balance if compiled else interpreted(_balance)
+    run(weight, group_load, num_nodes, num_ranks, physical_to_logical, copy_index, copy_count)
     logical_to_physical = np.full((layers, experts, int(copy_count.max())), -1, dtype=np.int32)
     logical_to_physical[np.arange(layers)[:, None], physical_to_logical, copy_index] = np.arange(num_slots)
     return physical_to_logical, logical_to_physical, copy_count

@@ -56,20 +56,16 @@ from numba.core.dispatcher import Dispatcher
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, plan
 from eplb_runtime.topology import Topology
-from eplb_runtime.utils import jit
 
 def refuse(self, signature):
     raise AssertionError(f"{self.py_func.__name__} was compiled")
 
 Dispatcher.compile = refuse
-jit._compiling.append(-1)  # another thread
-load = np.random.default_rng(3).lognormal(0.0, 1.0, (1, 6, 64)) * np.linspace(1, 2, 8)[:, None, None] * 1000
-load = np.concatenate([load, np.roll(load, 1, axis=2)])
+load = np.random.default_rng(3).lognormal(0.0, 1.0, (6, 64)) * 1000
 cost = CostModel(home_bytes=1000, step_seconds=1.0)
 question = {"slots_per_rank": 9, "current": Placement.initial(6, 64, 8, 1), "gate": "payoff", "cost": cost}
 made = plan(load, Topology(8, 4), policy="deepseek", layout="home", **question)
 assert made.moved_slots and made.decision == "rebalance", made
-jit._compiling.clear()
 plan(load, Topology(8, 4), policy="incremental", **question)
 """
 
@@ -77,4 +73,4 @@ plan(load, Topology(8, 4), policy="incremental", **question)
 def test_nothing_of_it_is_compiled() -> None:
     """The control: the last line, by another policy."""
     ended = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
-    assert "line 21" in ended.stderr and "was compiled" in ended.stderr, ended.stderr
+    assert "line 16" in ended.stderr and "was compiled" in ended.stderr, ended.stderr
