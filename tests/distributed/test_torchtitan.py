@@ -71,7 +71,7 @@ ROWS = {
     "copies, two replicas of the model": Row("gpt_oss", 2, REPLICATED, replica_slots=1, close=1e-10),
     "copies, cp 2": Row("qwen3", 2, CONTEXT, ranks=2, replica_slots=1, close=1e-10),
 }
-SHORT = ("ep 2 x efsdp 2",)
+SHORT = ("tp 2, ep 2 x efsdp 2",)
 
 
 def of_rows(rank: int, names: tuple[str, ...], folder: str) -> dict[str, dict[str, Any]]:
