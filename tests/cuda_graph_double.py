@@ -9,7 +9,9 @@ TransformerEngine has it.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -145,19 +147,16 @@ def make_graphed_callables(
     )
 
 
-def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
+def install() -> None:
     """Let Megatron-Core find this in the place of TransformerEngine's; after Megatron is imported."""
-    import sys
-    import types
-
     import megatron.core.transformer.cuda_graphs as graphs
     import megatron.core.transformer.transformer_layer as layers
 
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         sys.modules.setdefault(name, types.ModuleType(name))
     sys.modules["transformer_engine"].pytorch = sys.modules["transformer_engine.pytorch"]  # type: ignore[attr-defined]
-    put(graphs, "gc", types.SimpleNamespace(collect=lambda: None))  # it frees GPU memory; a second each time
-    put(graphs, "HAVE_TE_GRAPHS", True)
-    put(graphs, "make_graphed_callables", make_graphed_callables)
+    graphs.gc = types.SimpleNamespace(collect=lambda: None)  # it frees GPU memory; a second each time
+    graphs.HAVE_TE_GRAPHS = True
+    graphs.make_graphed_callables = make_graphed_callables
     for module in (graphs, layers):
-        put(module, "is_te_min_version", lambda version: tuple(map(int, version.split("."))) <= (2, 8, 0))
+        module.is_te_min_version = lambda version: tuple(map(int, version.split("."))) <= (2, 8, 0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -138,7 +137,7 @@ class FusedAdam(torch.optim.Optimizer):
             self.set_scaled_state(param, "master_param", main)
 
 
-def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
+def install() -> None:
     """Let Megatron-Core find this in the place of TransformerEngine's; after Megatron is imported."""
     import megatron.core.optimizer as optimizers
     from megatron.core.optimizer import distrib_optimizer, optimizer_config
@@ -147,7 +146,8 @@ def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
         sys.modules.setdefault(name, types.ModuleType(name))
     sys.modules["transformer_engine.pytorch.optimizers"].FusedAdam = FusedAdam  # type: ignore[attr-defined]
     for module in (optimizers, distrib_optimizer):
-        put(module, "Adam", FusedAdam)
-    put(optimizers, "USING_PYTORCH_OPTIMIZER", False)
+        module.Adam = FusedAdam
+    optimizers.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = True  # it asks whether each state has a number of steps, when it saves
     for module in (optimizers, optimizer_config):
-        put(module, "is_te_min_version", lambda *_: True)
+        module.is_te_min_version = lambda *_: True

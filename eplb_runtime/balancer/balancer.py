@@ -25,7 +25,7 @@ from ..distributed.transports.base import Transport
 from ..events import EventLog, GuardFinding
 from ..load.clock import Progress
 from ..load.counter import in_recompute
-from ..load.declared import checked_declaration
+from ..load.declared import checked_declaration, padding_in
 from ..moe.dispatch import choosing
 from ..moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ..moe.experts.gathering import in_logical_order
@@ -120,7 +120,7 @@ class Balancer:
         self._extra_tensors: dict[str, tuple[int, Tensor]] = {}
         self._marks: list[tuple[int, Tensor]] = []
         self._not_by_row: list[weakref.ref[Any]] = []
-        self._closed = False
+        self._closed = self._said_padding = False
         self._process = os.getpid()
         self._in_step = False
         self._schedule_running = ""
@@ -287,35 +287,35 @@ class Balancer:
         """Declare the coming load, where it is known (replayed routing, a curriculum). The next decision plans for it
         instead of a forecast, and only that one; `rebalance()` decides at once.
 
-        Declarations of ranks are added up: each its own tokens, one rank those of all, or all ranks the same. Only the
-        proportions matter. Ranks without a declaration add nothing. Not collective, but all declarations that are to
-        count must be made before the same step. A second call before the decision replaces the first.
+        What ranks declare is added up: each its own tokens, one those of all, or all the same; only proportions matter.
+        Not collective, but all that is to count is declared before the same step. A second call replaces the first.
 
         Args:
             load: in tokens, on any device, over all L MoE layers of the model (stages of other ranks, too) and its E
                 logical experts. One of:
 
                 * ``[L, E]``, finite and not negative: tokens per expert in the coming step.
-                * ``[T, L, E]``: the same for each of T micro-batches. The plan counts the busiest rank of each by
-                  itself, as ranks wait for it in each, and copies are split for each. Micro-batches weigh alike,
-                  whatever their number of tokens; every rank that declares has T of them. More than 64 are planned as
-                  means of neighbours.
+                * ``[T, L, E]``: the same for each of T micro-batches, T on every rank that declares. The plan counts
+                  the busiest rank of each by itself, and copies are split for each. Micro-batches weigh alike, whatever
+                  their number of tokens. More than 64 are planned as means of neighbours.
                 * ``[N, L, K]`` with K < E, a tensor or array of whole numbers: the K experts of each of N tokens, as a
                   replay buffer has them; -1 for padding, and as a choice that was dropped. Every rank its own tokens.
-                * a list or tuple with a tensor or array for each micro-batch, ``[L, E]`` or ``[N, L, K]``, where N may
-                  differ.
+                * a list or tuple with one of these for each micro-batch, or for several; N may differ.
 
         Raises:
             DeclaredLoadError: another shape, values that are no load, or ids that are no experts of a token.
-            RuntimeError: the policy is ``"static"`` or the balancer is closed: nothing would ever be planned. Or
-                `plan_ahead` has begun the next decision already.
+            RuntimeError: ``policy="static"``, the balancer is closed, or `plan_ahead` has begun the next decision.
         """
         if self._closed or self.config.policy == "static":
             why = "the balancer is closed" if self._closed else "policy='static' never moves experts"
             raise RuntimeError(f"declare() has no effect: {why}")
         if self._rebalancer.has_planned_ahead:
             raise RuntimeError("declare() after plan_ahead(), whose decision rebalance() acts on: call it before")
-        self._rebalancer.declared = checked_declaration(load, self.placement.num_layers, self.placement.num_experts)
+        sizes = self.placement.num_layers, self.placement.num_experts
+        self._rebalancer.declared = checked_declaration(load, *sizes)
+        if not self._said_padding and self._runtime.job.is_planner and (said := padding_in(load, *sizes)):
+            self._said_padding = True
+            logger.warning("%s", said)
 
     @contextmanager
     def _uninterrupted(self, what: str) -> Iterator[None]:

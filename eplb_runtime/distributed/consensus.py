@@ -36,6 +36,7 @@ _POLL_SECONDS = 0.0002
 _STORE_SECONDS = 30.0
 """So long a store may take to answer: it may be slow where a meeting's deadline is short."""
 _MOST_SECONDS = 1800.0
+_SOON_SECONDS = 10.0
 _PAUSE_SECONDS = 0.05  # between two questions to a store whose connection fails at once
 _CAUSE_BYTES = 240
 _LARGEST_WORD = 2**63 - 1
@@ -214,14 +215,13 @@ def barrier(
 ) -> str:
     """Wait for these ranks, by way of the launcher's store; no group is needed.
 
-    All ranks come to a collective call before anything is done together. A rank that gave up alone would leave the
-    others in the making of groups, and its next call would meet their first.
+    A rank that gave up alone would leave the others in the making of groups, and its next call would meet their first.
 
     Args:
         what: the call, by name.
         problem: why this rank cannot go on; None: it can. One that was interrupted waits for nobody.
-        patient: after the timeout only warn, and wait as long as the host's process group does: ranks may come at very
-            different times, when they load models.
+        patient: after ten seconds or the timeout only warn, on the first rank that has come, and wait as long as the
+            host's process group does: ranks that load models may come at very different times.
 
     Returns:
         Why another rank cannot go on, in a line that names it; empty if all can.
@@ -246,9 +246,10 @@ def barrier(
         arrive(store, key, everyone, rank, said)
         if problem is not None and not isinstance(problem, Exception):
             raise problem
-        if patient and not store.wait(key, seconds):
-            missing = missing_at(store, key, everyone)
-            logger.warning("%s waits for rank %s, which has not come for %g s", what, missing, seconds)
+        if patient and not store.wait(key, soon := min(seconds, _SOON_SECONDS)):
+            if rank == next(one for one in everyone if store.word_of(f"{key}/{one}")):
+                late = f"{missing_at(store, key, everyone)}, which has not come for {soon:g} s"
+                logger.warning("%s waits for rank %s: it is not as far, or has ended: see its log", what, late)
             seconds = world.timeout.total_seconds()  # type: ignore[attr-defined]
         cause, not_come = outcome_of(store, key, everyone, seconds, f"to {what} ")
         if problem is not None:
@@ -412,10 +413,8 @@ class Agreement:
         ballot.wait(_PAUSE_SECONDS)
 
     def record(self, key: str, verdict: Verdict) -> Verdict:
-        """Write down the verdict on a decision, unless another stands already; what stands.
-
-        A rank that the store does not answer follows its own: so only for what moves nothing before another vote.
-        """
+        """Write down the verdict on a decision, unless another stands already; what stands. A rank that the store does
+        not answer follows its own: so only for what moves nothing before another vote."""
         try:
             return Verdict.of_word(self._store.compare_set(key, verdict.word, passing=True))
         except StoreError as error:

@@ -6,6 +6,7 @@ they count is, and only its proportions matter. A load is given as tokens per ex
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from ..distributed.consensus import extremes
 
-PADDED = -1
-"""The id that takes the place of an expert's where a token is padding."""
+PADDED, MANY = -1, 0.05
+"""The id in place of an expert's where a token is padding; and the share of tokens of which that is said."""
 _CHUNK_IDS = 1 << 22
 """Ids that are counted at a time, which bounds the memory besides the ids themselves."""
 
@@ -27,59 +28,54 @@ class DeclaredLoadError(ValueError):
 
 
 def checked_declaration(load: Any, num_layers: int, num_experts: int) -> NDArray[np.float64]:
-    """``load`` as float64 ``[T, L, E]`` on the host.
-
-    Args:
-        load: a tensor, an array or lists: tokens per expert ``[L, E]``, or ``[T, L, E]`` of T micro-batches; or the
-            experts of each token, whole numbers ``[N, L, K]`` with K < E and -1 for padding. A list or tuple of arrays
-            has one of either for each micro-batch.
+    """``load``, as `Balancer.declare` takes it, as float64 ``[T, L, E]`` on the host.
 
     Raises:
         DeclaredLoadError: another shape, or values that are no load; all zero; or ids of no expert.
     """
-    if isinstance(load, list | tuple) and load and all(_is_array(one) and one.ndim > 1 for one in load):
-        found = np.concatenate([_one_micro_batch(one, num_layers, num_experts) for one in load])
-        if not found.any() and not any(_is_topk_ids(one, num_layers, num_experts) for one in load):
-            raise DeclaredLoadError(_NO_LOAD)
-        return found
-    if _is_topk_ids(load, num_layers, num_experts):
-        return _counted(load, num_layers, num_experts)[None]
-    found = _as_load(load, num_layers, num_experts)
-    if not found.any():
+    parts = _parts_of(load)
+    found = np.concatenate([_as_load(one, num_layers, num_experts) for one in parts])
+    if not found.any() and not any(_is_topk_ids(one, num_layers, num_experts) for one in parts):
         raise DeclaredLoadError(_NO_LOAD)
     return found
+
+
+def padding_in(load: Any, num_layers: int, num_experts: int) -> str:
+    """Return a line on declared tokens that are padding (-1 in each layer) or look like it, if many; else nothing."""
+    tokens = [torch.as_tensor(one) for one in _parts_of(load) if _is_topk_ids(one, num_layers, num_experts)]
+    padded = [ids_NLK == PADDED for ids_NLK in tokens]
+    first = [ids_NLK == torch.arange(ids_NLK.shape[2], device=ids_NLK.device) for ids_NLK in tokens]
+    likely = f"go to the first experts in each layer, as padding does: give {PADDED} for it"
+    for found, said in ((padded, f"are padding ({PADDED}), and not counted"), (first, likely)):
+        alike = sum(int(is_NLK.all(dim=(1, 2)).sum()) for is_NLK in found)
+        if alike and alike >= MANY * (all_tokens := sum(map(len, tokens))):
+            return f"{alike / all_tokens:.0%} of the declared tokens {said}"
+    return ""
+
+
+def _parts_of(load: Any) -> Sequence[Any]:
+    """Return the micro-batches of a list or tuple of arrays, else the load alone."""
+    if not isinstance(load, list | tuple) or not load:
+        return [load]
+    return load if all(isinstance(one, Tensor | np.ndarray) and one.ndim > 1 for one in load) else [load]
 
 
 _NO_LOAD = "a declared load is tokens per expert: give finite numbers of 0 or more, not all 0"
 
 
-def _is_array(one: Any) -> bool:
-    return isinstance(one, Tensor | np.ndarray)
-
-
 def _is_topk_ids(load: Any, num_layers: int, num_experts: int) -> bool:
     """Whether this is the shape and kind of the experts of each token, ``[N, L, K]`` with K < E."""
-    if not _is_array(load) or load.ndim != 3 or load.shape[1] != num_layers or not 0 < load.shape[2] < num_experts:
+    if getattr(load, "ndim", 0) != 3 or load.shape[1] != num_layers or not 0 < load.shape[2] < num_experts:
         return False
     if isinstance(load, Tensor):
         return not (load.is_floating_point() or load.is_complex() or load.dtype is torch.bool)
     return bool(load.dtype.kind in "iu")
 
 
-def _one_micro_batch(one: Any, num_layers: int, num_experts: int) -> NDArray[np.float64]:
-    """float64 ``[1, L, E]`` of one entry of a list; all zero where its tokens are padding."""
-    if _is_topk_ids(one, num_layers, num_experts):
-        return _counted(one, num_layers, num_experts)[None]
-    if one.ndim != 2:
-        raise DeclaredLoadError(
-            f"a micro-batch of the declared list has shape {tuple(one.shape)}: give [{num_layers}, {num_experts}], "
-            f"tokens per expert, or whole numbers [tokens, {num_layers}, k], the experts of each token"
-        )
-    return _as_load(one, num_layers, num_experts)
-
-
 def _as_load(load: Any, num_layers: int, num_experts: int) -> NDArray[np.float64]:
-    """float64 ``[T, L, E]`` of tokens per expert."""
+    """float64 ``[T, L, E]`` of tokens per expert or experts of tokens; all zero where these are padding."""
+    if _is_topk_ids(load, num_layers, num_experts):
+        return _counted(load, num_layers, num_experts)[None]
     try:
         if isinstance(load, list | tuple):
             load = [one.detach().cpu().double() if isinstance(one, Tensor) else one for one in load]

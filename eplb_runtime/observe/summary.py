@@ -78,7 +78,7 @@ def predictions_text(predictions: Mapping[str, float] | None) -> str | None:
 
 def summary_text(summary: dict[str, Any], run: Path | str | None) -> str:
     """Return three lines, of which a job prints its own at its end: imbalance, time saved, and where to look."""
-    imbalance, saved, work = (summary[name] for name in ("imbalance", "saved_seconds", "expert_work"))
+    imbalance, work, saved = summary["imbalance"], summary["expert_work"], summary["saved_seconds"]["measured"]
     lives = " in all lives"
     line = f"the balancer's run: {counted(summary['rebalances'], 'rebalance')} in "
     line += f"{counted(summary['measured_steps'], 'measured step')}{lives * (summary['lives'] > 1)}"
@@ -92,4 +92,4 @@ def summary_text(summary: dict[str, Any], run: Path | str | None) -> str:
     look = "BalancerConfig(run=FOLDER) keeps all of it" if run is None else f"eplb-runtime report {run} shows all of it"
     sure = f"{expert_work_text(work['share'], work['source'])}, {counted(judged, 'decision')} judged"
     sure += f"{lives * summary['judged_before']}{': too few to be sure' * (judged < SURE_AFTER)}"
-    return f"{line}\n  about {saved['measured']:.3g} s saved: {sure}\n  {look}{troubles}"
+    return f"{line}\n  about {abs(saved):.3g} s {'lost' if saved < 0 else 'saved'}: {sure}\n  {look}{troubles}"

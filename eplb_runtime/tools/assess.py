@@ -108,7 +108,9 @@ class DataParallel:
 
     def __str__(self) -> str:
         seconds = f"takes {self.spread_step_seconds:.3g} s, data parallelism as recorded {self.step_seconds:.3g} s"
-        return f"Spread, with tokens that travel, a step {seconds}; a rank holds {self.freed_bytes / 1e9:.2g} GB less."
+        held = f"a rank holds {self.freed_bytes / 1e9:.2g} GB less"
+        slower = ", so spread only what does not fit" if self.spread_step_seconds > self.step_seconds else ""
+        return f"Spread, with tokens that travel, a step {seconds}{slower}; {held}."
 
 
 @dataclass(frozen=True)
@@ -204,8 +206,7 @@ def assess(record: JobRecord, given: Mapping[str, Any]) -> Assessment:
     series = Series(load, figures.every_windows, figures.steps_per_window, gate="payoff")
 
     def play(policy: str, slots_per_rank: int) -> PolicyRun:
-        runs = simulate(series, figures.topology, slots_per_rank=slots_per_rank, policies=[policy], step_model=model)
-        return runs[0]
+        return simulate(series, figures.topology, slots_per_rank=slots_per_rank, policies=[policy], step_model=model)[0]
 
     def judge(name: str, run: PolicyRun, refresh_seconds: float = 0.0) -> Scenario:
         relative = sum(window.step_seconds for window in run.windows) / static_seconds
@@ -428,8 +429,7 @@ def _why_it_does_not_pay(
     again = "Ask again when the router's load has changed."
     even = 1 - 1 / now.imbalance
     if figures.moe_share * even < LEAST_SAVED:
-        is_even = MOE_SHARE * even < LEAST_SAVED
-        reason = "the load is balanced" if is_even else "expert work is a small share of a step"
+        reason = "the load is balanced" if MOE_SHARE * even < LEAST_SAVED else "expert work is a small share of a step"
         saved = _percent(figures.moe_share * even)
         return f"It does not pay: {reason}, and even load would save {saved} of a step.", again
     if best.step_saved < LEAST_SAVED and not figures.replica_slots and hottest > CLOSE * best.imbalance:

@@ -8,6 +8,7 @@ same to the bit.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -120,6 +121,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--static", action="store_true", help="measure, and move nothing")
     arguments = parser.parse_args()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("eplb_runtime").setLevel(logging.INFO)
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -163,7 +163,6 @@ ROWS: dict[str, Row] = {
     "divided, experts whole": Row({**DIVIDED, "clip_grad": 0.0}, CPU, ranks=4, alone=0.0),
     "divided, float32": Row({**CUT, "bf16": False}, CPU, ranks=4),
     "divided, buckets, gathers beside": Row(LATE, CPU, ranks=4),
-    "divided stages": Row({**STAGES, **DIVIDED, **FULL, "num_layers": 2, "moe_router_topk": 4}, CPU, ranks=8),
     "slime's shape": Row(SLIME, ("cpu", "device", "permutation"), ranks=8, steps=3, saves=True, kinds=OFFLOADED),
     # pipeline stages
     "1F1B": Row({**STAGES, "clip_grad": 0.0}, CPU, ranks=4, alone=0.0),

@@ -114,23 +114,21 @@ def train(kind: type[Trainer], folder: Path, config: dict[str, Any] | None = Non
 
 def trained(rank: int, folder: Path) -> dict[str, Any]:
     """The Trainer, ours with everything fixed, moving, with copies, and without DistributedDataParallel."""
-    found: dict[str, Any] = {}
-    plain = train(Trainer, folder / "plain", save_strategy="steps", save_steps=SAVED)
-    found["plain"] = logged(plain), logged(plain, "grad_norm"), plain.evaluate()["eval_loss"]
-    still = train(eplb.BalancedTrainer, folder / "still", {"policy": "static"})
-    found["still"] = logged(still), logged(still, "grad_norm"), still.evaluate()["eval_loss"]
     saving = {"save_strategy": "steps", "save_steps": SAVED}
+    plain = train(Trainer, folder / "plain", **saving)
+    still = train(eplb.BalancedTrainer, folder / "still", {"policy": "static"})
     moving = train(Moving, folder / "moving", {"lag": 1}, **saving)
-    found["moving"] = logged(moving), logged(moving, "grad_norm"), moving.evaluate()["eval_loss"]
+    copies = train(Moving, folder / "copies", {"replica_slots": 1})
+    bare = train(Moving, folder / "bare", {"dense_gradients": "allreduce"})
+    ways = {"plain": plain, "still": still, "moving": moving, "copies": copies, "bare": bare}
+    found: dict[str, Any] = {
+        way: (logged(one), logged(one, "grad_norm"), one.evaluate()["eval_loss"]) for way, one in ways.items()
+    }
     found["balance"] = logged(moving, "moe/max_vio/mean"), logged(moving, "moe/avg_overload_factor")
     found["moved"] = moving.balancer.placement.epoch
     found["moving is still"] = same(state_of(moving), state_of(still))
     moving.save_model(str(folder / "final"))
     found["experts"] = {key: value for key, value in state_of(moving).items() if key.startswith("model.")}
-    copies = train(Moving, folder / "copies", {"replica_slots": 1})
-    found["copies"] = logged(copies), logged(copies, "grad_norm"), copies.evaluate()["eval_loss"]
-    bare = train(Moving, folder / "bare", {"dense_gradients": "allreduce"}, gradient_accumulation_steps=2)
-    found["bare"] = logged(bare), logged(bare, "grad_norm"), bare.evaluate()["eval_loss"]
     found["wrapped"] = [type(trainer.model_wrapped).__name__ for trainer in (still, bare)]
     # Killed while it saves for the second time, and started anew.
     found["resumed"] = resumed(Moving, folder, "moving")
@@ -289,15 +287,13 @@ def accelerated(ours: bool) -> list[float]:
 class ClipsAlone(eplb.BalancedTrainer):
     """Control: each rank by its own norm, as the Trainer does."""
 
-    def _clip_grad_norm(self, model: torch.nn.Module) -> Tensor:
-        return Trainer._clip_grad_norm(self, model)
+    _clip_grad_norm = Trainer._clip_grad_norm
 
 
 class SavesAlone(eplb.BalancedTrainer):
     """Control: rank 0 alone, as the Trainer does."""
 
-    def _save(self, *arguments: Any) -> None:
-        Trainer._save(self, *arguments)
+    _save = Trainer._save
 
 
 class Wrapped(torch.nn.Module):

@@ -357,10 +357,8 @@ def delayed_experts() -> None:
 
 def fused_adam() -> None:
     import fused_adam_double
-    from megatron.core.optimizer import distrib_optimizer
 
     fused_adam_double.install()
-    distrib_optimizer.HAVE_APEX_OR_TE = True  # it asks whether each state has a number of steps, when it saves
 
 
 def device() -> None:

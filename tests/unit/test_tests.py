@@ -48,8 +48,8 @@ def missing(text: str, files: Mapping[str, Path]) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             known_as.update({alias.asname or alias.name: alias.name for alias in node.names if alias.name in files})
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module in files:
-            yield from (f"{node.module}.{one.name}" for one in node.names if one.name not in names_of(node.module))
+        elif isinstance(node, ast.ImportFrom) and (module := str(node.module).removeprefix("support.")) in files:
+            yield from (f"{module}.{one.name}" for one in node.names if one.name not in names_of(module))
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in known_as:
             module = known_as[node.value.id]

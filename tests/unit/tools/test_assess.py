@@ -136,7 +136,7 @@ def test_a_data_parallel_job_is_compared_where_its_step_is_known() -> None:
     travel = 2 * 350 * 10 / 7 * 2 / 4 * 4 * 2 * job.hidden_size / 1e9
     assert found.beside is not None and found.best is not None and found.pays
     assert found.beside.spread_step_seconds == pytest.approx(0.3 + 0.2 * 10 / 7 + travel, rel=1e-3)
-    said = f"a step takes {found.beside.spread_step_seconds:.3g} s, data parallelism as recorded 0.5 s; a rank holds "
+    said = f"a step takes {found.beside.spread_step_seconds:.3g} s, data parallelism as recorded 0.5 s, so spread only"
     assert f"Spread, with tokens that travel, {said}" in found.paragraph()
     freed = 2 * 6 * (JOB.expert_bytes + JOB.optimizer_bytes)
     assert found.fields()["data_parallel"]["freed_bytes"] == freed
