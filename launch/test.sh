@@ -19,7 +19,7 @@ if [ "${1:-}" = --long ]; then
 fi
 if [ $# = 0 ]; then
     of_newer_python megatron-core 0.19.2 || say "without Megatron-Core 0.19.2 its tests are skipped"
-    of_torchtitan=(torchtitan==0.3.0 spmd_types torch_checkpointing)
+    of_torchtitan=(torchtitan==0.3.0 spmd_types==0.2.3 torch_checkpointing==0.1.1)
     .venv/bin/python -m pip install --quiet --retries 1 --no-deps "${of_torchtitan[@]}" ||
         say "without torchtitan 0.3.0 its tests are skipped"
     of_newer_python emerging-optimizers 0.3.0 || say "without emerging-optimizers 0.3.0 tests of Megatron's Muon are skipped"

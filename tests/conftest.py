@@ -42,7 +42,6 @@ LONGEST_FIRST = (
     "test_real_optimizers",
     "test_setting_up",
     "test_kernels_interpreted",
-    "test_kernels",
     "test_static_policies",
 )
 """Files whose tests take longest: they begin first, so that no worker waits at the end for another's long file."""
@@ -70,7 +69,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print what was skipped: a line for each reason."""
     if not torch.cuda.is_available():
         terminalreporter.write_line("left out: tests/gpu, without a CUDA device")
-    skipped = terminalreporter.stats.get("skipped", [])
-    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports)
     for reason, number in reasons.most_common():
         terminalreporter.write_line(f"skipped {number}: {reason}")

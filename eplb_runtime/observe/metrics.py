@@ -212,13 +212,11 @@ class MetricsCollector:
             yield family
 
 
-def exposition(read: Callable[[], Sequence[Metric]], accept: str) -> tuple[bytes, str]:
-    """Return the text that Prometheus reads, and its content type, by the request's header ``Accept``; raises
-    ``ImportError`` where prometheus_client is missing."""
-    from prometheus_client import CollectorRegistry
-    from prometheus_client.exposition import choose_encoder
+def exposition(read: Callable[[], Sequence[Metric]]) -> tuple[bytes, str]:
+    """Return the text that Prometheus reads, and its content type; raises ``ImportError`` where prometheus_client is
+    missing."""
+    from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
     registry = CollectorRegistry()
     registry.register(MetricsCollector(read))
-    encode, content_type = choose_encoder(accept)
-    return encode(registry), content_type
+    return generate_latest(registry), CONTENT_TYPE_LATEST

@@ -20,7 +20,7 @@ from ..events import Event, LoadMeasured, RebalanceCommitted, RebalancePlanned
 from ..load.expert_clock import ExpertShare
 from ..moe.routing.tables import SplitTables
 from ..placement import EMPTY, Placement
-from ..planner.evaluate import even_split_rank_load, filled_rank_load, imbalance, predicted_imbalance
+from ..planner.evaluate import even_split_rank_load, filled_rank_load, predicted_imbalance
 from ..topology import Topology
 
 Record = dict[str, Any]
@@ -99,7 +99,7 @@ def record_of(event: Event, start: Placement, now: float, speed_R: NDArray[np.fl
             start_LR = _rank_load(event.load, total_1LE, ((len(event.load), start),), speed_R)
             record["load"] = total_1LE
             record["rank_load"] = np.rint(np.stack([measured_LR, start_LR])).astype(np.int64)
-            record["imbalance_start"] = _rounded(_imbalance(event.load, start, speed_R))
+            record["imbalance_start"] = _rounded(predicted_imbalance(event.load.astype(float), start, speed_R))
             record["max_vio"] = _rounded(max_violation(event.load))
     elif isinstance(event, RebalancePlanned) and event.by_layer is not None:
         record["by_layer"] = _rounded(event.by_layer)
@@ -161,20 +161,6 @@ def _rank_load(
             total += even_split_rank_load(load_LE, placement)
         first = end
     return total
-
-
-def _imbalance(
-    load_TLE: NDArray[np.int64], placement: Placement, speed_R: NDArray[np.float64] | None
-) -> NDArray[np.float64]:
-    """float64 ``[T, L]``."""
-    load = load_TLE.astype(np.float64)
-    if _has_copies(placement) or placement.home is None or not len(load):
-        return predicted_imbalance(load, placement, speed_R)
-    experts_LE = placement.homes_LRH.reshape(len(placement.homes_LRH), -1)
-    if (experts_LE != np.arange(experts_LE.shape[1])).any():
-        load = np.take_along_axis(load, experts_LE[None], axis=2)
-    by_home = load.reshape(*load.shape[:2], placement.num_ranks, -1)
-    return imbalance(by_home @ np.ones(by_home.shape[3]), speed_R)  # sums of whole numbers, in any order
 
 
 def _is_split_by_batch(placement: Placement) -> bool:

@@ -48,7 +48,7 @@ class Answer:
 
 
 Route = Callable[[Mapping[str, str]], Answer]
-"""Called with the query's parameters by name, and the header ``Accept``."""
+"""Called with the query's parameters by name."""
 
 
 class PageServer(ThreadingHTTPServer):
@@ -156,7 +156,7 @@ class Handler(BaseHTTPRequestHandler):
         if route is None:
             return _text(HTTPStatus.NOT_FOUND, "nothing here")
         try:
-            return route({**query, "Accept": self.headers.get("Accept", "")})
+            return route(query)
         except Exception:
             logger.debug("%s cannot be shown", parts.path, exc_info=True)
             return _text(HTTPStatus.INTERNAL_SERVER_ERROR, "this cannot be shown; the job goes on")

@@ -150,7 +150,7 @@ class Shown:
 
     def _metrics(self, query: Mapping[str, str]) -> Answer:
         try:
-            return Answer(*exposition(self.metrics, query["Accept"]))
+            return Answer(*exposition(self.metrics))
         except ImportError:
             return Answer(f"{NOT_INSTALLED}\n".encode(), status=HTTPStatus.NOT_IMPLEMENTED)
 

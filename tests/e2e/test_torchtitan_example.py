@@ -14,6 +14,7 @@ from ranks import compile_once
 pytest.importorskip("torchtitan", reason="torchtitan's Trainer: pip install '.[torchtitan]'")
 
 
+@pytest.mark.long
 def test_balanced_and_static_end_with_the_same_loss(tmp_path: Path) -> None:
     compile_once()  # a run this short would end before the planner is compiled
     balanced, static = (ended(tmp_path, *options) for options in ([], ["--static"]))
