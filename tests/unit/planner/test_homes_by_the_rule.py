@@ -73,4 +73,4 @@ plan(load, Topology(8, 4), policy="incremental", **question)
 def test_nothing_of_it_is_compiled() -> None:
     """The control: the last line, by another policy."""
     ended = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
-    assert "line 16" in ended.stderr and "was compiled" in ended.stderr, ended.stderr
+    assert "line 17" in ended.stderr and "was compiled" in ended.stderr, ended.stderr
