@@ -21,7 +21,7 @@ from torch import nn
 from . import private_groups
 from .consensus import wait_on_host
 from .ranks import GroupError, Ranks, gather_job, job_ranks
-from .setting_up import SETUP_SECONDS, why_attach_failed
+from .setting_up import SETUP_SECONDS, allow_open_files, why_attach_failed
 from .store import JobStore, name_of_job
 
 logger = logging.getLogger("eplb_runtime")
@@ -94,9 +94,9 @@ class ProcessGroups:
         self.store = JobStore(world, self._name, timeout_seconds)
         self._launcher_store.set_timeout(self._setup)
         try:
+            allow_open_files()
             self.control = self._new([self._members], "gloo", "control", self._setup)
-            self.job = gather_job(ranks, self._members, stage_layers, self.control)
-            job = self.job
+            self.job = job = gather_job(ranks, self._members, stage_layers, self.control)
             if only_control:
                 return
             self.data = self._new(job.data_sets, self.backend, "data")
@@ -261,24 +261,18 @@ class ProcessGroups:
         ranks = next((tuple(together) for together in sets if rank in together), None)
         if ranks is None:
             raise GroupError(f"rank {rank} is in no group for {purpose}")
-        kind = purpose.rstrip("0123456789 ")
-        description = f"eplb_runtime {kind}"
+        description, making = f"eplb_runtime {purpose.rstrip('0123456789 ')}", timeout or self._setup
         if backend == "gloo" or (private and backend == "nccl"):
             name = f"{self._name}/{purpose}/{self._times_made[purpose]} of {ranks[0]}"
-            making = timeout if timeout is not None else self._setup
             group = private_groups.make(self._launcher_store, name, ranks, rank, backend, making, description)
             if timeout is None:
                 _give_time(group, backend, host_timeout(backend))
         else:
             # They share the world's communicator where they can.
             group = self._new_of_torch(sets, backend, description, timeout)
-        return self._used_by_all(group, backend, timeout if timeout is not None else self._setup)
-
-    def _used_by_all(self, group: dist.ProcessGroup, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-        """A new group, once all its ranks have used it."""
         self._made.append(group)
         try:
-            self._first_call(group, backend, timeout)
+            self._first_call(group, backend, making)
         except BaseException:
             self._retire(group)
             raise
@@ -292,8 +286,7 @@ class ProcessGroups:
         if backend == "nccl" and self._whole_world and dist.distributed_c10d._get_default_group().bound_device_id:
             # One split of the world's communicator makes them all; new_group would split it once for each.
             mine = dist.split_group(split_ranks=[list(s) for s in sets], timeout=timeout, group_desc=description)
-            assert mine is not None
-            return mine
+            sets = ()
         for ranks in sets:
             # Every rank of the world must call new_group, unless its members alone agree on a name. They can only
             # if they have made equally many groups before; so that is for jobs that leave part of the world out.

@@ -1,11 +1,8 @@
-"""Why attach failed, as all ranks say it.
-
-Making groups, cutting models and measuring links take as long as a busy machine lets them: they have a deadline of
-their own, whatever a rebalance may take.
-"""
+"""Why attach failed, as all ranks say it; and room for the files that groups of gloo open."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
@@ -14,9 +11,19 @@ from ..utils.errors import one_line
 from .store import JobStore, StoreError
 
 SETUP_SECONDS = 120.0
-"""For each step of setting up, or the balancer's own timeout where that is longer."""
+"""For each step of setting up, or the balancer's own timeout where that is longer: a busy machine may be slow."""
 ACCOUNT_SECONDS = 10.0
 """A rank that has lost the others waits so long for the one that says why."""
+_ECHOES = "gloo/", "gloo: ", "did not come", "not through in time", "does not answer", "timed out"
+
+
+def allow_open_files() -> None:
+    """Raise this process's soft limit of open files to its hard one: gloo ends a process that has none left."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def why_attach_failed(
@@ -45,7 +52,7 @@ def is_echo(error: BaseException) -> bool:
         text = str(chain)
         if isinstance(chain, dist.DistNetworkError | dist.DistStoreError):
             return True
-        if any(sign in text for sign in ("gloo/", "gloo: ", "did not come", "not through in time", "does not answer")):
+        if any(sign in text for sign in _ECHOES):
             return True
         chain = chain.__cause__
     return False

@@ -120,9 +120,9 @@ def dies(rank: int, place: str) -> str:
     owner, name = PLACES[place]
     if rank == RANKS - 1:
         at(owner, name, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    process_groups.SETUP_SECONDS, setting_up.ACCOUNT_SECONDS = 5.0, 3.0
+    process_groups.SETUP_SECONDS, setting_up.ACCOUNT_SECONDS = 8.0, 8.0
     with pytest.raises(AttachError) as refused:
-        attach(rank, 5.0)
+        attach(rank, 8.0)
     return str(refused.value)
 
 
