@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -246,7 +246,7 @@ def _replaced(owner: nn.Module, name: str, run: Callable[..., Any]) -> Callable[
         else:
             delattr(owner, name)
 
-    setattr(owner, name, run)
+    setattr(owner, name, wraps(own)(run))
     return undo
 
 

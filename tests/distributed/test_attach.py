@@ -97,7 +97,7 @@ def test_bad_input_gets_one_clear_line(tmp_path: Path) -> None:
         "an interrupt": "rank 1: KeyboardInterrupt: by the test",
         "different weights": "rank 1 has another set of weights than rank 0: seed all ranks equally",
         "DDP": "attach first, then wrap",
-        "sparse gradients": "model.embed_tokens has sparse gradients, which are not averaged: make it with",
+        "sparse gradients": "model.embed_tokens has sparse gradients: make it with sparse=False",
         "meta": "the model is on the meta device: name the one to make it on",
         "twice": "attached already",
     }

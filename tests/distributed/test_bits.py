@@ -167,8 +167,6 @@ MOVED = {
     "scaled": Job(optimizer="fused", scaled=True, overflow=2, steps=4),
 }
 """Against the same with experts that stay."""
-PLANNED = Job(steps=12, interval=2)
-"""By the planner itself."""
 SCALED = {
     "with replicas": Job(plan_newest, overflow=3, steps=6, settings=REPLICAS),
     "with replicas, held back": Job(plan_newest, overflow=9, steps=6, settings=REPLICAS, hold_back=True),
@@ -179,7 +177,7 @@ EDP = Job(interval=2, steps=7)
 
 def pairs() -> dict[str, tuple[Job, Job]]:
     found = {name: (job, replace(job, planner=plan_shuffle)) for name, job in MOVED.items()}
-    found["by the planner"] = PLANNED, replace(PLANNED, planner=plan_newest)
+    found["by the planner"] = Job(steps=12, interval=2), Job(plan_newest, steps=12, interval=2)
     return found | {f"scaled, {name}": (job, replace(job, scaled=True)) for name, job in SCALED.items()}
 
 

@@ -375,7 +375,7 @@ def test_experts_that_somebody_has_broadcast_end_the_job_whenever(results: list[
 
 
 def alone(rank: int) -> list[str]:
-    """Said to a rank that adopts an optimizer alone, and to ranks with another top-k each."""
+    """Said to a rank that adopts an optimizer alone, and to ranks whose top-k parts in a later forward."""
     model = make_model("olmoe", experts=EXPERTS, layers=1)
     balancer = training.attach(model, policy="static", timeout_seconds=training.DEADLINE)
     said = []
@@ -384,8 +384,9 @@ def alone(rank: int) -> list[str]:
             balancer.adopt(torch.optim.SGD(model.parameters(), lr=0.1))
         said.append(str(raised.value))
     torch.distributed.barrier()
-    model.model.layers[0].mlp.gate.top_k = 1 + rank
-    with pytest.raises(RuntimeError, match="with top-k 1; rank 1 in") as raised:
+    model(input_ids=batch_of(rank, 0))
+    model.model.layers[0].mlp.gate.top_k = 2 + rank
+    with pytest.raises(RuntimeError, match="with top-k 2; rank 1 in") as raised:
         model(input_ids=batch_of(rank, 0))
     balancer.close()
     return [*said, str(raised.value)]
@@ -393,7 +394,7 @@ def alone(rank: int) -> list[str]:
 
 def test_a_rank_that_adopts_alone_and_ranks_of_another_top_k_get_a_line() -> None:
     first, second = run_ranks(2, alone)
-    assert "balancer.adopt()" in second[0] and "with top-k 2" in first[0]
+    assert "balancer.adopt()" in second[0] and "with top-k 3" in first[0]
 
 
 def test_a_rank_that_skips_a_step_alone_is_named(results: list[dict[str, dict]]) -> None:

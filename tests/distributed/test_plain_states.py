@@ -151,7 +151,8 @@ def by_dcp(rank: int, folder: str) -> list[str]:
     """What torch.distributed.checkpoint says of plain states, saved, and read back in place from a whole model's."""
     model, optimizer, balancer = attached()
     train(rank, model, optimizer)
-    states = [{"model": model.state_dict()}, {"optim": optimizer.state_dict()}, get_state_dict(model, optimizer)[0]]
+    by_torch = get_state_dict(model, optimizer)
+    states = [{"model": model.state_dict()}, {"optim": optimizer.state_dict()}, by_torch[0], {"optim": by_torch[1]}]
     said = [loaded(lambda state=state: dcp.save(state, checkpoint_id=folder)) for state in states]
     assert not list(Path(folder).glob("**/*.distcp"))
     before = {key: value.clone() for key, value in model.state_dict().items()}

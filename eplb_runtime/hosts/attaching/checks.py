@@ -140,26 +140,21 @@ def _check_here(
 ) -> None:
     """What one rank can tell by itself."""
     layers = [layer for stage in stages for layer in stage.host.layers]
-    spread = {spread_of(layer.experts) for layer in layers}
-    if len(spread) > 1:
+    if len(spread := {spread_of(layer.experts) for layer in layers}) > 1:
         raise AttachError("some MoE layers were spread by shard_experts and others were not: build the model anew")
     for stage in stages:
         if refused := stage.host.refuses(config):
             raise AttachError(refused)
         if stage.model in recorded:
             raise AttachError("record is open on this model: close it, and attach with BalancerConfig(run=...) instead")
-        sparse = [name for name, module in stage.model.named_modules() if getattr(module, "sparse", False) is True]
-        if sparse:
-            raise AttachError(
-                f"{stage.prefix}{sparse[0]} has sparse gradients, which are not averaged: make it with sparse=False"
-            )
+        if sparse := [name for name, one in stage.model.named_modules() if getattr(one, "sparse", False) is True]:
+            raise AttachError(f"{stage.prefix}{sparse[0]} has sparse gradients: make it with sparse=False")
     for layer in layers:
         _check_tensors(layer, groups)
         if spread_of(layer.experts) is None or config.replica_slots:
             _check_nothing_is_lost(layer)
     _check_not_tied([stage.model for stage in stages], layers)
-    counts = {layer.num_experts for layer in layers}
-    if len(counts) > 1:
+    if len(counts := {layer.num_experts for layer in layers}) > 1:
         raise AttachError(f"the MoE layers have different numbers of experts ({sorted(counts)}); they must be equal")
     if config.replica_slots and device.type != "cpu" and groups.backend == "gloo":
         raise AttachError("replica slots on a GPU need a backend for it: init_process_group('cpu:gloo,cuda:nccl')")

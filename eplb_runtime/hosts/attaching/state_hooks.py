@@ -52,16 +52,14 @@ class Homes:
         """Return why rows with this mark cannot be put where the experts are now, or "". Ranks that were given state of
         one moment come to the same, also those whose own experts have stayed."""
         if mark is None and self.num_ranks == 1:  # whole, as of a model that nobody balances
-            return (
-                "" if self.here == (theirs := list(range(len(self.order)))) else refusal(what, name, theirs, self.here)
-            )
+            theirs = list(range(len(self.order)))
+            return refusal(what, name, theirs, self.here) if self.here != theirs else ""
         if mark is None:
-            return (
+            why = (
                 f"the {what} does not say which experts of {name} its rows are, and experts have moved since attach: "
                 f"keep what state_dict() gives under {MARK!r}, or use {OURS}"
-                if self.moved
-                else ""
             )
+            return why if self.moved else ""
         mark = torch.as_tensor(mark).tolist()
         theirs = [round(number) for number in mark]
         # The mean of two orders is no order, whatever their weights; that of equal ones may be a little off.
@@ -82,7 +80,9 @@ class Homes:
 
 
 class _OfOneRank(Tensor):
-    """A mark that torch.distributed.checkpoint can neither write nor read: it keeps one rank's rows for all ranks."""
+    """What torch.distributed.checkpoint can neither write nor read: it keeps one rank's rows for all ranks."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     def _refuse(self, *_: Any) -> Any:
         raise RuntimeError(
@@ -96,7 +96,7 @@ class _OfOneRank(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self.clone()
+        return self.clone().as_subclass(_OfOneRank)
 
 
 def warn_once_of_parts() -> Callable[[Homes], None]:
@@ -164,36 +164,41 @@ def mark_optimizer(
 ) -> list[RemovableHandle]:
     """Let the state of an optimizer say which logical experts its rows are; returns how to end it."""
 
-    def held() -> list[tuple[str, Tensor] | None]:
-        """What the optimizer holds in order; None: no experts."""
+    def held(state: dict[str, Any]) -> dict[int, tuple[str, Tensor]]:
+        """Experts that the optimizer holds, by their number in a state dict, as far as that has numbers."""
         every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return [(names[id(parameter)], parameter) if id(parameter) in names else None for parameter in every]
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        return {n: (names[id(p)], p) for n, p in zip(numbers, every, strict=False) if id(p) in names}
 
     def saved(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        marks = {name: (homes_of(name).mark(), parameter) for name, parameter in filter(None, held())}
+        experts = held(state)
         # Of DTensors torch.distributed.checkpoint keeps all ranks' rows.
-        state[MARK] = {n: m.as_subclass(Tensor) if isinstance(p, DTensor) else m for n, (m, p) in marks.items()}
+        kinds = {number: Tensor if isinstance(p, DTensor) else _OfOneRank for number, (_, p) in experts.items()}
+        state[MARK] = {name: homes_of(name).mark().as_subclass(kinds[number]) for number, (name, _) in experts.items()}
+        state["state"] = {n: _as(kinds[n], of) if n in kinds else of for n, of in state["state"].items()}
 
-    def loading(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        for number, expert in zip(numbers, held(), strict=False):  # another number of them is refused by torch
-            if expert is None or not state["state"].get(number):
-                continue
-            (name, parameter), values = expert, state["state"][number].values()
+    def loading(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        experts = held(state)
+        for number, (name, parameter) in experts.items():
+            values = (state["state"].get(number) or {}).values()
             now, what = homes_of(name), "optimizer's state dict"
             tensors = [value for value in values if isinstance(value, Tensor) and value.ndim == parameter.ndim]
             rows = {value.shape[0] for value in tensors if value.numel() > 1 or value.shape == parameter.shape}
-            if not rows:
-                continue
-            if rows != {len(now.here)}:
+            if rows and rows != {len(now.here)}:
                 raise RuntimeError(refusal(what, name, list(range(max(rows))), now.here))
-            if why := now.why_not(state.get(MARK, {}).get(name), what, name):
+            if rows and (why := now.why_not(state.get(MARK, {}).get(name), what, name)):
                 raise RuntimeError(why)
+        return state | {"state": {n: _as(Tensor, of) if n in experts else of for n, of in state["state"].items()}}
 
     return [
         optimizer.register_state_dict_post_hook(saved),
         optimizer.register_load_state_dict_pre_hook(loading),
     ]
+
+
+def _as(kind: type[Tensor], state: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state with its plain tensors, but single numbers, as of this class."""
+    return {key: v.as_subclass(kind) if type(v) in (Tensor, _OfOneRank) and v.ndim else v for key, v in state.items()}
 
 
 def refusal(what: str, name: str, theirs: list[int], here: list[int], instead: str = OURS, *, where: str = "") -> str:

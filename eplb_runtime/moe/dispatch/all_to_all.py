@@ -39,15 +39,13 @@ class AllToAll(Dispatcher):
 
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)
-        self._agreed_top_k: set[tuple[dist.ProcessGroup, int]] = set()
+        self._deduplicates: dict[dist.ProcessGroup, bool] = {}
 
     # -- the seam ------------------------------------------------------------------------------------------------------
 
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> AllToAllMetadata:
         slots, rank = self._slots_per_rank, self._rank
-        if counts is None:
-            self._agree_on_top_k(slots_TK)
-        dedup = counts is None and worth_deduplicating(self._num_ranks, slots_TK.shape[1])
+        dedup = counts is None and self._sends_tokens_once(slots_TK)
         leaving = self._leaving(slots_TK, dedup, with_counts=counts is None)
         received_counts = None
         if counts is None:
@@ -175,18 +173,19 @@ class AllToAll(Dispatcher):
             SlotCounts(arriving.ends_S, rows_S),
         )
 
-    def _agree_on_top_k(self, slots_TK: Tensor) -> None:
-        """Compare tags before a channel's first batch of a top-k: with another one elsewhere, counts have other sizes
-        there. Two batches at once each compare on their own channel: which of them is first differs between ranks."""
+    def _sends_tokens_once(self, slots_TK: Tensor) -> bool:
+        """Return whether a token goes once to each rank, as a channel's first batch decides, before which tags are
+        compared: counts have one size then, whatever top-k a later batch has. Two batches at once each compare on their
+        own channel: which of them is first differs between ranks."""
         group = self._channels.current().counts
-        if (group, slots_TK.shape[1]) in self._agreed_top_k:
-            return
-        self._agreed_top_k.add((group, slots_TK.shape[1]))
-        if self._num_ranks > 1 and self._forward_tag is not None:
-            tags = slots_TK.new_empty(self._num_ranks, dtype=torch.int64)
-            with self._channels.launching():
-                all_gather_into(tags, tags.new_full((1,), self._forward_tag.value), group=group)
-            self._forward_tag.check(tags.cpu().numpy())
+        if group not in self._deduplicates:
+            self._deduplicates[group] = worth_deduplicating(self._num_ranks, slots_TK.shape[1])
+            if self._num_ranks > 1 and self._forward_tag is not None:
+                tags = slots_TK.new_empty(self._num_ranks, dtype=torch.int64)
+                with self._channels.launching():
+                    all_gather_into(tags, tags.new_full((1,), self._forward_tag.value), group=group)
+                self._forward_tag.check(tags.cpu().numpy())
+        return self._deduplicates[group]
 
     def _exchange_counts(self, counts_2RW: Tensor) -> tuple[NDArray[np.int64], Tensor]:
         """Return int64 ``[2, R, W]``, sent to each rank and received from it, and the latter on the device. The one
