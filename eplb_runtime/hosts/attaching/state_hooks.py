@@ -82,7 +82,7 @@ class Homes:
 class _OfOneRank(Tensor):
     """What torch.distributed.checkpoint can neither write nor read: it keeps one rank's rows for all ranks."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def _refuse(self, *_: Any) -> Any:
         raise RuntimeError(
