@@ -32,10 +32,10 @@ def large_records(decisions: int, seed: int = 0) -> Iterator[Record]:
         yield {
             **common,
             "event": "LoadMeasured",
-            "steps": INTERVAL,
+            **{"steps": INTERVAL, "moe_share": None},
             "step_seconds": 4.2 + 0.1 * np.sin(number),
             "imbalance": [imbalance[0]],
-            "imbalance_start": [imbalance[1]],
+            **dict.fromkeys(("imbalance_start", "max_vio"), [imbalance[1]]),
             "load": load_LE[None],
             "rank_load": np.stack([now_LR, start_LR]),
         }
@@ -52,7 +52,7 @@ def large_records(decisions: int, seed: int = 0) -> Iterator[Record]:
             "imbalance_before": before,
             "imbalance_after": after,
             "imbalance_bound": 1.01,
-            "plan_seconds": 0.4,
+            **{"plan_seconds": 0.4, "judged_plans": 0},
             "seconds_saved": 41.0 if moves else 0.4,
             "seconds_spent": 1.3,
             "by_layer": [imbalance[0], np.minimum(imbalance[0], 1.2).tolist(), [1.01] * LAYERS],
@@ -68,7 +68,7 @@ def large_records(decisions: int, seed: int = 0) -> Iterator[Record]:
             "event": "RebalanceCommitted",
             "epoch": number,
             "digest": "0" * 32,
-            "moved_experts": count,
+            **{"moved_experts": count, "placed_replicas": 0},
             "received_bytes": 0,
             "pause_seconds": 1.1,
             "phase_seconds": {

@@ -221,7 +221,7 @@ def test_a_report_shows_the_same_without_a_server(page: Any, tmp_path: Path) -> 
     writer.close()
     (tmp_path / "report.html").write_text(report_of(tmp_path).html)
     page.goto((tmp_path / "report.html").as_uri())
-    state, _ = state_of_run(tmp_path)
+    state = state_of_run(tmp_path)
     assert exact(page, "imbalance") == pytest.approx(state.measured["imbalance"].mean(), abs=1e-9)
     assert exact(page, "rebalances") == 2 and len(page.query_selector_all("#timeline tbody tr")) == 3
     ticks = [text.text_content() for text in page.query_selector_all("#imbalance text[text-anchor=middle]")]
