@@ -14,6 +14,6 @@ planner_compiled
 say "training on ${RANKS:=4} ranks: experts fixed, then rebalanced while the job runs, then with replica slots"
 .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$RANKS" launch/train_moe.py "$@"
 if [ "$(env -u OMP_NUM_THREADS nproc)" -ge 2 ]; then
-    say "two ranks, a core each, uneven load: a step with experts fixed, and with experts moved (a minute)"
-    .venv/bin/python -m eplb_runtime.cli bench train --brief --repeats 3
+    say "two ranks, a core each, uneven load: a step with experts fixed, moved, with replicas (two minutes)"
+    .venv/bin/python -m eplb_runtime.cli bench train --repeats 1
 fi

@@ -35,7 +35,7 @@ def large_records(decisions: int, seed: int = 0) -> Iterator[Record]:
             **{"steps": INTERVAL, "moe_share": None},
             "step_seconds": 4.2 + 0.1 * np.sin(number),
             "imbalance": [imbalance[0]],
-            **dict.fromkeys(("imbalance_start", "max_vio"), [imbalance[1]]),
+            **{key: [imbalance[1]] for key in ("imbalance_start", "max_vio")},
             "load": load_LE[None],
             "rank_load": np.stack([now_LR, start_LR]),
         }
