@@ -1,4 +1,4 @@
-"""What a load must look like, wherever it is given."""
+"""Checks of a load, wherever it is given."""
 
 from __future__ import annotations
 

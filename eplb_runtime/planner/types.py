@@ -1,4 +1,4 @@
-"""What the planner is asked and what it answers: frozen values, and the error it raises."""
+"""Questions to the planner and its answers: frozen values, and the error it raises."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class PlanRequest:
 
     @property
     def seconds_per_imbalance(self) -> float | None:
-        """What one unit of one layer's imbalance costs over the horizon; None: moves need not pay for themselves."""
+        """Seconds that a unit of one layer's imbalance costs over the horizon; None: moves need not pay."""
         if self.cost is None or self.gate != "payoff":
             return None
         return self.cost.seconds_per_imbalance(self.num_layers, self.trust)

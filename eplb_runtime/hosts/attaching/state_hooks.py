@@ -80,7 +80,7 @@ class Homes:
 
 
 class _OfOneRank(Tensor):
-    """What torch.distributed.checkpoint can neither write nor read: it keeps one rank's rows for all ranks."""
+    """A tensor that torch.distributed.checkpoint neither writes nor reads: it keeps one rank's rows for all ranks."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""What an analysis needs of a trace, in columns.
+"""Columns of a trace that an analysis needs.
 
 Times are microseconds since the first event of the file. Intervals are float64 ``[N, 2]``, begin and end.
 """
