@@ -215,15 +215,16 @@ def _solve(question: _Question) -> _Solution:
     if question.starts_anew and ranks > 1:
         load_E = question.lead_WE.mean(axis=0)
         begins += starts(load_E, question.now_P, ranks, question.homes, question.source_EN, question.crossing_price)
-    worth = [_worth(lead, begin_P)[0] + _cost(question, begin_P) for begin_P in begins]
+    moved = [_moved(question, begin_P) for begin_P in begins]
+    worth = np.array([_worth(lead, begin_P)[0] for begin_P in begins]) + np.array(moved) @ question.prices
     room = 2 * experts + 2 * ranks * (lead.per_rank - lead.homes) + 2
     for number in np.argsort(worth, kind="stable")[: PARAMETERS.starts].tolist():
         if number and worth[number] > least + PARAMETERS.start_margin:
             break
         _worth(lead, begins[number])
         begin_P, track_NX = lead.slot_P.copy(), np.empty((room, 6))
-        limits = (*question.prices, PARAMETERS.enough, PARAMETERS.stuck_ranks)
-        steps = descend(lead, question.held_RE, *limits, track_NX)
+        so_far = (*_moved(question, begin_P), *question.prices)
+        steps = descend(lead, question.held_RE, *so_far, PARAMETERS.enough, PARAMETERS.stuck_ranks, track_NX)
         way_N = track_NX[: steps + 1, VALUE] + track_NX[: steps + 1, [HOMES, REPLICAS]] @ question.prices
         short = int(np.argmax(way_N <= way_N.min() + PARAMETERS.nearly * PARAMETERS.least_gain))
         found = _Solution(begin_P, track_NX[: short + 1], begin_P, before_W, before_W, 0.0)
@@ -269,14 +270,13 @@ def _worth(layer: Layer, slot_P: IntArray) -> tuple[float, FloatArray]:
     return judge(layer, peak_W)[0], peak_W
 
 
-def _cost(question: _Question, slot_P: IntArray) -> float:
-    """Price of going from the current placement to another."""
+def _moved(question: _Question, slot_P: IntArray) -> tuple[int, int]:
+    """Return the homes and the replicas on ranks that do not hold them so now."""
     rank_P, local_P = np.divmod(np.arange(len(slot_P)), len(slot_P) // len(question.held_RE))
     held_P = question.held_RE[rank_P, slot_P]
     is_home_P = local_P < question.homes
-    homes = np.count_nonzero(is_home_P & (held_P != AS_HOME))
-    replicas = np.count_nonzero(~is_home_P & (slot_P != EMPTY) & (held_P == NOT_HERE))
-    return homes * question.prices[0] + replicas * question.prices[1]
+    homes = int(np.count_nonzero(is_home_P & (held_P != AS_HOME)))
+    return homes, int(np.count_nonzero(~is_home_P & (slot_P != EMPTY) & (held_P == NOT_HERE)))
 
 
 def _worth_it(request: PlanRequest, questions: list[_Question], solutions: list[_Solution]) -> NDArray[np.bool_]:
