@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import socket
 import struct
@@ -31,6 +32,8 @@ from ..planner import CostModel, Plan, plan
 from ..planner.evaluate import has_no_copies
 from ..topology import Topology
 from ..utils.jit import note_compiled
+
+logger = logging.getLogger("eplb_runtime")
 
 SECONDS = 5.0
 """Period in which a child looks whether its parent lives, whose socket a forked process may hold; and the longest wait
@@ -109,9 +112,10 @@ class PlannerProcess:
     def _becomes_ready(self, seconds: float) -> bool:
         try:
             self._is_ready = self._is_ready or (self._connection.poll(seconds) and bool(self._connection.recv_bytes()))
-        except (OSError, EOFError):  # it has died, or could not be started
-            self._end()
+        except (OSError, EOFError):
+            ended = self._end()
             self._begin()
+            logger.warning("%s before it was ready; another one begins, and homes alone move until it is", ended)
         return self._is_ready
 
     def _begin(self) -> None:

@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
@@ -59,8 +60,9 @@ def compiles() -> bool:
 
 def note_compiled() -> None:
     """Note that everything is compiled, and remove what earlier sources left."""
-    _mark().touch()
-    remove_older()
+    with suppress(OSError):  # each process compiles for itself
+        _mark().touch()
+        remove_older()
 
 
 def _mark() -> Path:
