@@ -78,7 +78,7 @@ class LoadMeasured(Event):
 
 @dataclass(frozen=True)
 class RebalancePlanned(Event):
-    """Rank 0's decision reached this rank. ``moves`` is 0 when the plan is to stay.
+    """Rank 0's decision reached this rank. ``moves`` is 0 when the plan is to stay; ``code``: what kind of reason.
 
     ``imbalance_before``, ``imbalance_after``, ``imbalance_bound``: predicted, means over layers; no placement gets
     below the bound. ``seconds_saved``, ``seconds_spent``: predicted, over ``horizon_steps``; None where unknown.
@@ -102,6 +102,7 @@ class RebalancePlanned(Event):
     judged_decisions: int = 0
     predicted_seconds: float = 0.0
     true_seconds: float = 0.0
+    code: str = ""
     by_layer: NDArray[np.float64] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
 
 
@@ -239,7 +240,6 @@ _NAMES: dict[type[Event], str] = {
 """In a table."""
 SHOWN = 30
 """Events of a table, the newest."""
-
 
 MOST_DETAIL = 1 << 18
 """Imbalances, one a row and layer, that the log keeps of the newest events: 8 MiB of Python's numbers."""
