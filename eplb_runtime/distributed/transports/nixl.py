@@ -114,12 +114,18 @@ class _AgentWindow(Window):
         self._leaving[peer].append(note)
         if kind == GOODBYE:
             with contextlib.suppress(Exception):
-                self.ask(peer, note.note)
+                self._listen()
+                if not self._newest[peer][GOODBYE]:  # else its agent is gone, and the library would print an error
+                    self.ask(peer, note.note)
         return lambda: note.has_left
 
     def notes(self) -> Sequence[Sequence[int]]:
         for peer, notes in self._leaving.items():
             self._leaving[peer] = [note for note in notes if not self._leaves(peer, note)]
+        self._listen()
+        return self._newest
+
+    def _listen(self) -> None:
         for name, said in self._agent.get_new_notifs().items():
             if (peer := self._rank_of.get(name, self._rank)) == self._rank:
                 continue  # a stranger
@@ -132,7 +138,6 @@ class _AgentWindow(Window):
             while (peer, newest[ARRIVED] + 1) in self._came:
                 newest[ARRIVED] += 1
                 self._came.remove((peer, newest[ARRIVED]))
-        return self._newest
 
     def _leaves(self, peer: int, note: _Note) -> bool:
         """Return whether a note has left, after it was begun where it can be."""
