@@ -14,8 +14,6 @@ PEER, ADDRESS, PIECE = "the other agent", 1 << 30, 64
 
 
 class HeldStream:
-    """What it has to do is done when ``done`` says so."""
-
     done = False
 
     def mark(self) -> Any:
@@ -93,7 +91,6 @@ def test_a_peer_is_told_of_room_only_when_the_device_has_copied_out(joined: Any)
 
 def test_a_piece_counts_when_those_before_it_are_here(joined: Any) -> None:
     window, agent, _ = joined
-    arrived = []
-    for agent.come in ([(ARRIVED, 2)], [(ARRIVED, 3), (ARRIVED, 1)], [(TAKEN, 2), (TAKEN, 1)]):
-        arrived.append(window.notes()[1][ARRIVED])
-    assert arrived == [0, 3, 3] and window.notes()[1][TAKEN] == 2 and not any(window.notes()[0])
+    for agent.come, arrived in (([(ARRIVED, 2)], 0), ([(ARRIVED, 3), (ARRIVED, 1)], 3), ([(TAKEN, 2), (TAKEN, 1)], 3)):
+        assert window.notes()[1][ARRIVED] == arrived
+    assert window.notes()[1][TAKEN] == 2 and not any(window.notes()[0])
