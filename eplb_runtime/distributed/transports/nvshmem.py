@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from .base import TransportError
 from .nvshmem_heap import Library, why_not, window_of
-from .windows import KINDS, Window, Windows
+from .windows import Window, Windows
 
 
 class Nvshmem(Windows):
@@ -30,4 +30,4 @@ class Nvshmem(Windows):
         self._library = library
 
     def _open(self, deadline: float) -> Window:
-        return window_of(self._group, self._group_device, KINDS, deadline, self._library)
+        return window_of(self._group, self._group_device, self._stream, deadline, self._library)

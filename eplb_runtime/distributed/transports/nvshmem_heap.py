@@ -24,7 +24,8 @@ from torch import Tensor
 
 from ...utils.errors import one_line
 from .base import TransportError, gather_bytes
-from .windows import Window, piece_bytes_for
+from .side_stream import SideStream
+from .windows import StreamWindow, Window, piece_bytes_for
 
 
 @dataclass(frozen=True)
@@ -60,24 +61,25 @@ def why_not(device: torch.device) -> str:
     return ""
 
 
-class HeapWindow(Window):
+class HeapWindow(StreamWindow):
     """This rank's part of the heap, which begins at an address that stands for the same place on all ranks."""
 
-    def __init__(self, memory: Tensor, library: Library, rank: int, num_ranks: int, piece_bytes: int, kinds: int):
-        super().__init__(memory, rank, num_ranks, piece_bytes, kinds)
+    def __init__(self, memory: Tensor, library: Library, rank: int, num_ranks: int, piece_bytes: int, on: SideStream):
+        super().__init__(memory, rank, num_ranks, piece_bytes, on)
         self._library = library
 
-    def write(self, peer: int, half: int, data: Tensor, stream: int) -> None:
+    def write(self, peer: int, half: int, data: Tensor) -> None:
         staged = self.outbox_B[: data.numel()]  # networks read only from the heap
         staged.copy_(data, non_blocking=True)
-        super().write(peer, half, staged, stream)
-        self.settle(stream)
+        super().write(peer, half, staged)
+        self.settle()
 
-    def settle(self, stream: int) -> None:
-        self._library.bindings.quiet_on_stream(stream)
+    def settle(self) -> None:
+        self._library.bindings.quiet_on_stream(self._stream.pointer)
 
-    def _put(self, place: Tensor, source: Tensor, peer: int, stream: int) -> None:
-        self._library.bindings.putmem_on_stream(place.data_ptr(), source.data_ptr(), source.nbytes, peer, stream)
+    def _put(self, place: Tensor, source: Tensor, peer: int) -> None:
+        on = self._stream.pointer
+        self._library.bindings.putmem_on_stream(place.data_ptr(), source.data_ptr(), source.nbytes, peer, on)
 
 
 class _Process:
@@ -98,7 +100,7 @@ _process = _Process()
 
 
 def window_of(
-    group: dist.ProcessGroup, device: torch.device, kinds: int, deadline: float, library: Library | None
+    group: dist.ProcessGroup, device: torch.device, on: SideStream, deadline: float, library: Library | None
 ) -> Window:
     """Return a window between the ranks of a group, of the caller alone until it is released. Collective."""
     members, problem = tuple(dist.get_process_group_ranks(group)), ""
@@ -122,10 +124,10 @@ def window_of(
     free_everywhere = set.intersection(*(set(free) for _, free in said))
     number = min(free_everywhere, default=len(_process.memories))
     if number == len(_process.memories):
-        memory: Tensor = library.core.tensor((Window.nbytes(ranks, piece_bytes, kinds),), dtype=torch.uint8)
+        memory: Tensor = library.core.tensor((StreamWindow.nbytes(ranks, piece_bytes),), dtype=torch.uint8)
         _process.memories.append(memory.zero_())
         _process.users.append(lambda: None)
-    window = HeapWindow(_process.memories[number], library, group.rank(), ranks, piece_bytes, kinds)
+    window = HeapWindow(_process.memories[number], library, group.rank(), ranks, piece_bytes, on)
     _process.users[number] = weakref.ref(window)
     return window
 
