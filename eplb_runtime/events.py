@@ -222,10 +222,10 @@ def _moved(experts: int, replicas: int) -> str:
 
 def _row(event: Event) -> tuple[str, str, str]:
     """Row of a table: the step, the kind of event, and what happened."""
-    return str(event.step), _NAMES.get(type(event), event.name), brief(event)
+    return str(event.step), _IN_TABLES.get(type(event), event.name), brief(event)
 
 
-_NAMES: dict[type[Event], str] = {
+_IN_TABLES: dict[type[Event], str] = {
     LoadMeasured: "measured",
     RebalancePlanned: "planned",
     RebalanceCommitted: "committed",
@@ -237,7 +237,6 @@ _NAMES: dict[type[Event], str] = {
     BalancingEnded: "ended",
     GuardFinding: "guard",
 }
-"""In a table."""
 SHOWN = 30
 """Events of a table, the newest."""
 
