@@ -57,8 +57,7 @@ class DecisionLine:
         if isinstance(event, LoadMeasured):
             self._measured = event
         elif isinstance(event, RebalancePlanned):
-            measured, self._measured = self._measured, None
-            self._planned = event
+            measured, self._measured, self._planned = self._measured, None, event
             reason = "" if event.moves else _NUMBERS.sub("", event.reason)
             if reason and reason == self._reason:
                 self._alike += 1
