@@ -39,6 +39,7 @@ from .exports import EXPORT_SECONDS, TensorStream, WeightExport, placed_logicall
 from .gradients.division import Division
 from .gradients.reduction import Gradients
 from .guard import Guard
+from .loop_state import STEP_ENDS, LoopState
 from .phases import Phases
 from .rebalancer import Rebalancer
 from .restore import Restorer
@@ -52,8 +53,8 @@ def _end_threads(of: weakref.ref[Balancer]) -> None:
     """Close a balancer at the end of its process if nobody has called ``close``: a thread that returned from a wait
     into a finalized interpreter would end the process by a signal."""
     balancer = of()
-    if balancer is not None and not balancer._closed and not balancer._in_a_child:
-        balancer._closed = True
+    if balancer is not None and not balancer.closed and not balancer._in_a_child:
+        balancer._state.closed = True
         balancer._rebalancer.leave()
         balancer._close_listeners()
         balancer._runtime.groups.store.close()
@@ -120,10 +121,9 @@ class Balancer:
         self._extra_tensors: dict[str, tuple[int, Tensor]] = {}
         self._marks: list[tuple[int, Tensor]] = []
         self._not_by_row: list[weakref.ref[Any]] = []
-        self._closed = self._said_padding = False
+        self._said_padding = False
+        self._state = LoopState(self._have_gradients)
         self._process = os.getpid()
-        self._in_step = False
-        self._schedule_running = ""
         self._one_begins = Lock()
         self._hooks: list[Removable] = []
         self._before_steps: list[Callable[[], None]] = []
@@ -163,8 +163,7 @@ class Balancer:
         self._optimizer_hooks = hook_optimizers(self)
         self._export_with = export_with
         self._stream: weakref.ref[TensorStream] | None = None
-        self._phases = Phases(runtime, self._rebalancer, self._memory, self.events)
-        self._is_in_logical_order = False
+        self._phases = Phases(runtime, self._rebalancer, self._memory, self.events, self._state)
 
     @cached_property
     def _export(self) -> WeightExport:
@@ -197,6 +196,11 @@ class Balancer:
         self._end_what_broke_off()
         return self._rebalancer.placement()
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._state.closed
+
     def _end_what_broke_off(self) -> None:
         """End broken-off forwards: ranks break off in different places, and must not differ in their commits."""
         if self._rebalancer.overlapped.in_flight:
@@ -211,11 +215,10 @@ class Balancer:
 
         ``attach`` hooks it to the optimizer; call it yourself only without one.
         """
-        self._refuse_inside_schedule("the end of a training step (optimizer.step())")
-        self._phases.refuse("the end of a training step (optimizer.step())")
+        self._state.require(STEP_ENDS)
         self._end_stream("the end of a training step")
         self._gradients.begin()
-        self._in_step = False
+        self._state.has_begun = False
         with phase("guard"):
             self._guard.after_step()
         with phase("step boundary", epoch=self.placement.epoch):
@@ -240,8 +243,7 @@ class Balancer:
             RuntimeError: inside ``quiesce``, after ``close``, while suspended or while the ranks connect again after a
                 failure, or between a backward pass and the optimizer's step.
         """
-        self._phases.refuse("rebalance()")
-        self._refuse_to_move("rebalance()")
+        self._enter("rebalance()")
         # Without a barrier, this rank's decision would mix with comparisons in the other ranks' steps.
         self._runtime.barrier("rebalance()")
         if not self._training:
@@ -265,9 +267,7 @@ class Balancer:
             RuntimeError: decisions are periodic; one was begun already; ``policy="static"``, after ``close``, inside
                 `logical_order`, or while the ranks connect again after a failure; or a rank did not come.
         """
-        self._refuse_if_closed("plan_ahead()")
-        self._refuse_inside_schedule("plan_ahead()")
-        self._refuse_in_logical_order("plan_ahead()")
+        self._enter("plan_ahead()")
         if self.config.interval is not None or self.config.policy == "static":
             why = "policy='static' never moves experts"
             if self.config.policy != "static":
@@ -275,12 +275,10 @@ class Balancer:
             raise RuntimeError(f"plan_ahead() has no effect: {why}")
         if self._rebalancer.has_planned_ahead:
             raise RuntimeError("plan_ahead() was called before: rebalance() acts on that decision first")
-        self._rebalancer.refuse_if_broken()
-        self._end_stream("plan_ahead()")
         self._runtime.barrier("plan_ahead()")  # as in rebalance()
         if not self._training:
             self._runtime.counter.advance()
-        self._rebalancer.plan_ahead(self._phases.is_suspended)
+        self._rebalancer.plan_ahead(self._state.suspended)
 
     @torch.compiler.disable
     def declare(self, load: ArrayLike | Tensor) -> None:
@@ -306,8 +304,8 @@ class Balancer:
             DeclaredLoadError: another shape, values that are no load, or ids that are no experts of a token.
             RuntimeError: ``policy="static"``, the balancer is closed, or `plan_ahead` has begun the next decision.
         """
-        if self._closed or self.config.policy == "static":
-            why = "the balancer is closed" if self._closed else "policy='static' never moves experts"
+        if self.closed or self.config.policy == "static":
+            why = "the balancer is closed" if self.closed else "policy='static' never moves experts"
             raise RuntimeError(f"declare() has no effect: {why}")
         if self._rebalancer.has_planned_ahead:
             raise RuntimeError("declare() after plan_ahead(), whose decision rebalance() acts on: call it before")
@@ -321,53 +319,29 @@ class Balancer:
     def _uninterrupted(self, what: str) -> Iterator[None]:
         """Enclose a schedule with micro-batches between their forward and their backward: the placement must not
         change."""
-        self._schedule_running = what
+        self._state.in_schedule = what
         try:
             yield
         finally:
-            self._schedule_running = ""
+            self._state.in_schedule = ""
 
-    def _refuse_inside_schedule(self, what: str) -> None:
-        if self._schedule_running:
-            raise RuntimeError(
-                f"{what} inside {self._schedule_running}: micro-batches are between their forward and their backward, "
-                "for which experts must stay where they are; call it after optimizer.step() and before the next step"
-            )
-
-    def _refuse_to_move(self, what: str) -> None:
-        """Refuse a call that moves or frees experts where that is wrong; end a stream of weights that is open."""
-        self._refuse_if_closed(what)
-        self._refuse_inside_a_step(what)
-        self._refuse_in_logical_order(what)
+    def _enter(self, what: str) -> None:
+        """Refuse a call where it is wrong (`loop_state`), else end a stream of weights that is open."""
+        self._state.require(what)
         self._rebalancer.refuse_if_broken()
         self._end_stream(what)
 
-    def _refuse_inside_a_step(self, what: str) -> None:
-        """Refuse a call that moves experts while these have gradients that the optimizer has not used."""
-        self._refuse_inside_schedule(what)
+    def _have_gradients(self) -> bool:
         registry, replicas = self._runtime.registry, self._runtime.maps.replicas
-        gradients = self._host_steps or any(parameter.grad is not None for parameter in registry.parameters())
-        if self._sliced and replicas is not None:  # FSDP may keep the homes' where nobody sees them
-            gradients = gradients or replicas.holds_gradients()
-        if self._in_step and gradients:
-            raise RuntimeError(
-                f"{what} between a backward pass and the optimizer's step, where experts have gradients: call it after "
-                "optimizer.step() and before the next forward, or clear the gradients (zero_grad) first"
-            )
-
-    def _refuse_in_logical_order(self, what: str) -> None:
-        if self._is_in_logical_order:
-            raise RuntimeError(f"{what} inside logical_order(): experts stay in logical order until its end")
+        found = self._host_steps or any(parameter.grad is not None for parameter in registry.parameters())
+        # FSDP may keep the homes' where nobody sees them.
+        return found or (self._sliced and replicas is not None and replicas.holds_gradients())
 
     def _end_stream(self, what: str) -> None:
         """End a stream of weights that is still open on this rank, which goes on to something else."""
         stream, self._stream = self._stream() if self._stream is not None else None, None
         if stream is not None:
             stream.close(f"it went on to {what} with its stream of weights open", True)
-
-    def _refuse_if_closed(self, what: str) -> None:
-        if self._closed:
-            raise RuntimeError(f"{what} after close(): experts stay where they are")
 
     def _after_move(self) -> None:
         """Follow a change of the placement."""
@@ -405,7 +379,7 @@ class Balancer:
             RuntimeError: a rank did not call it.
         """
         self._end_stream("weights_changed()")
-        if self._runtime.maps.replicas is None or self._closed:
+        if self._runtime.maps.replicas is None or self.closed:
             return
         self._runtime.barrier("weights_changed()")
         self._refresh_replicas()
@@ -431,6 +405,7 @@ class Balancer:
             RuntimeError: two run at once already, one has a backward pass; or on a
                 device migrations overlap with training, ``fully_shard`` is there, or its multiprocessors are too few.
         """
+        self._state.require("at_once()")
         return self._open_second_channel().both(first, second, forwards_only=True)
 
     # -- optimizers ----------------------------------------------------------------------------------------------
@@ -455,8 +430,7 @@ class Balancer:
         """
         began = self._training
         if instead_of is not None:
-            self._refuse_if_closed("adopt()")
-            self._refuse_inside_a_step("adopt()")
+            self._state.require("adopt()")
         self._runtime.barrier("balancer.adopt()")
         if instead_of is not None:
             self._rebalancer.forget_pending()  # it was measured, and may be under way, with the state of the old one
@@ -647,10 +621,7 @@ class Balancer:
 
     def _begin_export(self, what: str, timeout_seconds: float | None) -> float:
         """Wait until all ranks are here; returns the seconds that they wait for each other from here on."""
-        self._refuse_if_closed(what)
-        self._refuse_inside_schedule(what)
-        self._rebalancer.refuse_if_broken()
-        self._end_stream(what)
+        self._enter(what)
         seconds = self._export_seconds(timeout_seconds)
         self._runtime.barrier(what, seconds)
         if self._rebalancer.drain():
@@ -682,8 +653,7 @@ class Balancer:
             RuntimeError: a rank did not come, the migration was dropped, or as `rebalance()`. At the end, where the
                 body has raised already, it is logged instead.
         """
-        self._phases.refuse("logical_order()")
-        self._refuse_to_move("logical_order()")
+        self._enter("logical_order()")
 
         def moved() -> None:
             self._end_stream("the end of logical_order()")
@@ -692,11 +662,11 @@ class Balancer:
 
         seconds = self._export_seconds(timeout_seconds)
         with placed_logically(self._rebalancer, lambda: self._runtime.barrier("logical_order()", seconds), moved):
-            self._is_in_logical_order = True
+            self._state.in_logical_order = True
             try:
                 yield
             finally:
-                self._is_in_logical_order = False
+                self._state.in_logical_order = False
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -885,7 +855,7 @@ class Balancer:
             RuntimeError: a rank did not come within the timeout, or has no weights where there are replica slots; the
                 balancer is closed, inside `logical_order`, or between a backward pass and the optimizer's step.
         """
-        self._refuse_to_move("suspend()")
+        self._enter("suspend()")
         return self._phases.suspend(self._after_move)
 
     @torch.compiler.disable
@@ -901,9 +871,9 @@ class Balancer:
             RuntimeError: a rank did not come within the timeout; or, on all ranks, weights of one have no memory yet,
                 or its replicas get none: the balancer stays suspended, and `resume` may be called again.
         """
-        if self._closed and self._phases.resume_after_end():
+        if self.closed and self._phases.resume_after_end():
             return
-        self._refuse_if_closed("resume()")
+        self._state.require("resume()")
         if self._phases.resume():
             self._refresh_replicas()
 
@@ -912,7 +882,7 @@ class Balancer:
         """Step, placement, measured load and how far predictions came true, for a later run. Collective; JSON-able,
         equal on all ranks."""
         state = {"step": self._rebalancer.step, "placement": self.placement.to_json()}
-        if self._closed:
+        if self.closed:
             return state
         # Without a barrier, this rank's sum would mix with comparisons in the other ranks' steps.
         self._runtime.barrier("balancer.state_dict()")
@@ -932,8 +902,7 @@ class Balancer:
             RuntimeError: the ranks were given different states, the migration was dropped, or the ranks are connecting
                 anew; the old placement stays. Or the balancer is closed.
         """
-        self._phases.refuse("load_state_dict()")
-        self._refuse_to_move("load_state_dict()")
+        self._enter("load_state_dict()")
         self._restorer.restore(state, lambda: self._runtime.barrier("load_state_dict()"))
         self._after_move()
         self._refresh_replicas()
@@ -947,11 +916,11 @@ class Balancer:
             if self._runtime.maps.replicas is not None and not self._runtime.channels.busy:
                 self._runtime.model_check.check(thoroughly=False)
         else:
-            self._phases.refuse("a forward in training")
+            self._state.require("a forward in training")
             with self._one_begins:
                 self._division.follow()
                 self._runtime.model_check.check(thoroughly=self._guard.is_new)
-                self._in_step = True
+                self._state.has_begun = True
                 if self._runtime.maps.replicas is not None and not in_recompute() and not self._runtime.channels.busy:
                     self._runtime.maps.replicas.abandon()
                 self._optimizer_hooks.forward_begins()
@@ -971,7 +940,7 @@ class Balancer:
     def _before_optimizer(self) -> None:
         """Reduce gradients for an optimizer that is about to step."""
         self._rebalancer.refuse_if_broken()
-        self._phases.refuse("optimizer.step()")
+        self._state.require("optimizer.step()")
         self._end_stream("optimizer.step()")
         self._rebalancer.overlapped.withdraw()
         self._guard.before_reduction()
@@ -994,10 +963,10 @@ class Balancer:
     def close(self) -> None:
         """Stop balancing; collective. The model keeps its current homes, spread over ranks. Replicas are not used any
         more, since nobody refreshes them. In a process that was forked from a rank it does nothing."""
-        if self._closed or self._in_a_child:
+        if self.closed or self._in_a_child:
             return
         self._end_stream("close()")
-        self._closed = True
+        self._state.closed = True
         with ExitStack() as parts:  # each ends even if one raises; the last one named first
             parts.callback(self._runtime.groups.close_balancing)
             for close in reversed(self._on_all_ranks):
