@@ -45,7 +45,7 @@ COMPILED = ("jit", "triton", "custom_op", "register_fake", "kernel")
 RATCHET = {
     "(root)": 1392,
     "utils": 690,
-    "distributed": 4051,
+    "distributed": 4041,
     "load": 1190,
     "moe": 5791,
     "planner": 3022,
@@ -57,7 +57,7 @@ RATCHET = {
     "hosts": 9126,
     "tools": 3461,
     "cli": 1091,
-    "package": 43336,
+    "package": 43326,
     "files of the package": 278,
     "page": 664,
     "tests": 45872,
