@@ -5,6 +5,8 @@ Each name is imported when first used, so that the command line and the planner 
 
 import sys
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +81,30 @@ class _Simulate(ModuleType):
 
 
 simulate = sys.modules[f"{__name__}.simulate"] = _Simulate(f"{__name__}.simulate")
+
+
+class _WhenImported(MetaPathFinder):
+    """Adds ``ep_implementation="eplb"`` to Transformers' registry when that is imported, which is left to others."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == _REGISTRY else None
+        if spec is not None and spec.loader is not None:
+            own = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (own(module), _register(module))[1]  # type: ignore[method-assign]
+        return spec
+
+
+def _register(registry: ModuleType) -> None:
+    def expert_parallel(*of_layer: Any) -> Any:
+        return import_module(f"{__name__}.hosts.transformers.expert_parallel").BalancedEP(*of_layer)
+
+    registry.EPImplementationInterface.register("eplb", expert_parallel)
+
+
+_REGISTRY = "transformers.distributed.expert_parallel"
+if _REGISTRY in sys.modules:
+    _register(sys.modules[_REGISTRY])
+sys.meta_path.insert(0, _WhenImported())
 
 
 def __getattr__(name: str) -> Any:
