@@ -4,6 +4,8 @@ Each name is imported when first used, so that the command line and the planner 
 """
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -89,12 +91,13 @@ class _WhenImported(MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path, target) if name == _REGISTRY else None
         if spec is not None and spec.loader is not None:
-            own = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (own(module), _register(module))[1]  # type: ignore[method-assign]
+            spec.loader.exec_module = partial(_register, spec.loader.exec_module)  # type: ignore[method-assign]
         return spec
 
 
-def _register(registry: ModuleType) -> None:
+def _register(execute: Callable[[ModuleType], object], registry: ModuleType) -> None:
+    execute(registry)
+
     def expert_parallel(*of_layer: Any) -> Any:
         return import_module(f"{__name__}.hosts.transformers.expert_parallel").BalancedEP(*of_layer)
 
@@ -103,7 +106,7 @@ def _register(registry: ModuleType) -> None:
 
 _REGISTRY = "transformers.distributed.expert_parallel"
 if _REGISTRY in sys.modules:
-    _register(sys.modules[_REGISTRY])
+    _register(bool, sys.modules[_REGISTRY])
 sys.meta_path.insert(0, _WhenImported())
 
 
