@@ -266,7 +266,7 @@ class Optimizers:
         number = next((number for number, known in enumerate(self._known) if known is optimizer), -1)
         before = self._step_count.get(number, 0)
         yield
-        if number >= 0 and self._step_count.get(number, 0) == before and not self._balancer._closed:
+        if number >= 0 and self._step_count.get(number, 0) == before and not self._balancer.closed:
             self._balancer._guard.passed_over(optimizer)
             self._end_of_step(number, stepped=False)
 
