@@ -71,7 +71,7 @@ ALLOWANCE: dict[str, int] = {  # Transformers' own expert parallelism as a host
     "hosts": 256,
     "package": 285,
     "files of the package": 2,
-    "tests": 402,
+    "tests": 409,
     "files of tests": 1,
 }
 """Lines on top of a limit while an old and a new way stand side by side; with a comment that says for which part."""
