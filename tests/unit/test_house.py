@@ -66,7 +66,14 @@ RATCHET = {
 }
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""
-ALLOWANCE: dict[str, int] = {}
+ALLOWANCE: dict[str, int] = {  # Transformers' own expert parallelism as a host
+    "(root)": 29,
+    "hosts": 256,
+    "package": 285,
+    "files of the package": 2,
+    "tests": 409,
+    "files of tests": 1,
+}
 """Lines on top of a limit while an old and a new way stand side by side; with a comment that says for which part."""
 LAZY = {"eplb_runtime/__init__.py"}
 """Files that may name anything: the public names."""
