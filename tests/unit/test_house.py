@@ -45,19 +45,19 @@ COMPILED = ("jit", "triton", "custom_op", "register_fake", "kernel")
 RATCHET = {
     "(root)": 1392,
     "utils": 690,
-    "distributed": 4051,
+    "distributed": 4041,
     "load": 1190,
     "moe": 5791,
     "planner": 3022,
     "replicas": 1484,
     "migration": 2412,
-    "balancer": 4549,
+    "balancer": 4414,
     "observe": 2626,
     "checkpoint": 2586,
     "hosts": 9126,
     "tools": 3461,
     "cli": 1091,
-    "package": 43471,
+    "package": 43326,
     "files of the package": 278,
     "page": 664,
     "tests": 45872,
@@ -66,7 +66,14 @@ RATCHET = {
 }
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""
-ALLOWANCE: dict[str, int] = {}
+ALLOWANCE: dict[str, int] = {  # Transformers' own expert parallelism as a host
+    "(root)": 29,
+    "hosts": 256,
+    "package": 285,
+    "files of the package": 2,
+    "tests": 409,
+    "files of tests": 1,
+}
 """Lines on top of a limit while an old and a new way stand side by side; with a comment that says for which part."""
 LAZY = {"eplb_runtime/__init__.py"}
 """Files that may name anything: the public names."""

@@ -410,7 +410,7 @@ def _hook(made: _Connected, cut: _Cut, balancer: Balancer, hooked: Optimizers) -
     balancer._runtime.model_check.keep_from_ddp(cut.parameters.values())
     for stage in made.stages:
         _mark(stage, balancer)
-        stage.host.save_together(made.barrier)
+        stage.host.save_together(balancer)
     saves_itself = any(stage.host.saves_itself for stage in made.stages)
     on_partial: Callable[[Homes], None] = (lambda homes: None) if saves_itself else warn_once_of_parts()
     for index, name, layer in made.layers:

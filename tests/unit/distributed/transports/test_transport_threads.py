@@ -15,7 +15,7 @@ from nvshmem_double import Double
 
 from eplb_runtime.distributed.transports import nvshmem, windows
 from eplb_runtime.distributed.transports.base import Message, Pending
-from eplb_runtime.distributed.transports.nvshmem_heap import HeapWindow
+from eplb_runtime.distributed.transports.nvshmem import HeapWindow
 
 SECOND_GPU = torch.device("cuda", 1)
 
