@@ -4,7 +4,11 @@ Each name is imported when first used, so that the command line and the planner 
 """
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +83,31 @@ class _Simulate(ModuleType):
 
 
 simulate = sys.modules[f"{__name__}.simulate"] = _Simulate(f"{__name__}.simulate")
+
+
+class _WhenImported(MetaPathFinder):
+    """Adds ``ep_implementation="eplb"`` to Transformers' registry when that is imported, which is left to others."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == _REGISTRY else None
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = partial(_register, spec.loader.exec_module)  # type: ignore[method-assign]
+        return spec
+
+
+def _register(execute: Callable[[ModuleType], object], registry: ModuleType) -> None:
+    execute(registry)
+
+    def expert_parallel(*of_layer: Any) -> Any:
+        return import_module(f"{__name__}.hosts.transformers.expert_parallel").BalancedEP(*of_layer)
+
+    registry.EPImplementationInterface.register("eplb", expert_parallel)
+
+
+_REGISTRY = "transformers.distributed.expert_parallel"
+if _REGISTRY in sys.modules:
+    _register(bool, sys.modules[_REGISTRY])
+sys.meta_path.insert(0, _WhenImported())
 
 
 def __getattr__(name: str) -> Any:

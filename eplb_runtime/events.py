@@ -52,7 +52,7 @@ class LoadMeasured(Event):
     """The load that the last decision was made on, summed over all ranks and reported when it is acted on.
 
     ``steps``: training steps that it covers. ``imbalance``: per row (a step, or a few of them) and layer, max/mean rank
-    load under the placement that stood then, ``[T][L]``; in the log an old event has one row, the mean of them.
+    load under the placement that stood then, ``[T][L]``; in the log one row, the mean of them.
     ``step_seconds``: of a training step, measured and smoothed. ``moe_share``: share of a step in expert work;
     ``moe_share_source`` says whether it was ``"measured"``, ``"given"`` or ``"assumed"``; None and empty: unknown.
 
@@ -70,15 +70,15 @@ class LoadMeasured(Event):
         default=None, compare=False, repr=False, metadata=_SEEN
     )
 
-    def in_one_row(self) -> LoadMeasured:
-        """With the mean of ``imbalance`` over its rows in their place."""
+    def without_arrays(self) -> LoadMeasured:
         rows = len(self.imbalance)
-        return replace(self, imbalance=(tuple(sum(values) / rows for values in zip(*self.imbalance, strict=True)),))
+        mean = (tuple(sum(values) / rows for values in zip(*self.imbalance, strict=True)),) if rows else ()
+        return replace(self, imbalance=mean, load=None, placements=None)
 
 
 @dataclass(frozen=True)
 class RebalancePlanned(Event):
-    """Rank 0's decision reached this rank. ``moves`` is 0 when the plan is to stay.
+    """Rank 0's decision reached this rank. ``moves`` is 0 when the plan is to stay; ``code``: what kind of reason.
 
     ``imbalance_before``, ``imbalance_after``, ``imbalance_bound``: predicted, means over layers; no placement gets
     below the bound. ``seconds_saved``, ``seconds_spent``: predicted, over ``horizon_steps``; None where unknown.
@@ -102,6 +102,7 @@ class RebalancePlanned(Event):
     judged_decisions: int = 0
     predicted_seconds: float = 0.0
     true_seconds: float = 0.0
+    code: str = ""
     by_layer: NDArray[np.float64] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
 
 
@@ -187,7 +188,7 @@ class GuardFinding(Event):
 def brief(event: Event) -> str:
     """What happened, in a line."""
     if isinstance(event, LoadMeasured):
-        by_layer = event.in_one_row().imbalance[0] if event.imbalance else ()
+        by_layer = event.without_arrays().imbalance[0] if event.imbalance else ()
         mean = sum(by_layer) / len(by_layer) if by_layer else 1.0
         worst = max(by_layer, default=1.0)
         return f"imbalance {mean:.3f}, worst layer {worst:.3f}, in {counted(event.steps, 'step')}"
@@ -221,10 +222,10 @@ def _moved(experts: int, replicas: int) -> str:
 
 def _row(event: Event) -> tuple[str, str, str]:
     """Row of a table: the step, the kind of event, and what happened."""
-    return str(event.step), _NAMES.get(type(event), event.name), brief(event)
+    return str(event.step), _IN_TABLES.get(type(event), event.name), brief(event)
 
 
-_NAMES: dict[type[Event], str] = {
+_IN_TABLES: dict[type[Event], str] = {
     LoadMeasured: "measured",
     RebalancePlanned: "planned",
     RebalanceCommitted: "committed",
@@ -236,20 +237,12 @@ _NAMES: dict[type[Event], str] = {
     BalancingEnded: "ended",
     GuardFinding: "guard",
 }
-"""In a table."""
 SHOWN = 30
 """Events of a table, the newest."""
 
 
-MOST_DETAIL = 1 << 18
-"""Imbalances, one a row and layer, that the log keeps of the newest events: 8 MiB of Python's numbers."""
-
-
 class EventLog:
     """Keeps the last ``capacity`` events and calls every listener with each new one.
-
-    A large model's `LoadMeasured` is long: beyond ``most_detail`` imbalances the oldest keep one row, so that a job of
-    any length and size holds a few tens of MiB.
 
     Example:
         >>> log = EventLog()
@@ -260,11 +253,8 @@ class EventLog:
         (1, 0)
     """
 
-    def __init__(self, capacity: int = 10_000, most_detail: int = MOST_DETAIL) -> None:
+    def __init__(self, capacity: int = 10_000) -> None:
         self._events: deque[Event] = deque(maxlen=capacity)
-        self._most_detail = most_detail
-        self._detail = 0
-        self._detailed: deque[tuple[int, int]] = deque()
         self._emitted = 0
         self._newest_rebalance: tuple[int, Event] | None = None
         self._listeners: list[Callable[[Event], None]] = []
@@ -277,26 +267,11 @@ class EventLog:
         self._emitted += 1
         if isinstance(event, RebalanceCommitted):
             self._newest_rebalance = self._emitted, self._events[-1]
-        if isinstance(event, LoadMeasured) and len(event.imbalance) > 1:
-            self._bound_detail(len(event.imbalance) * len(event.imbalance[0]))
         for listener in self._listeners:
             try:
                 listener(event)
             except Exception:
                 logger.exception("an event listener failed on %s; the job goes on", event.name)
-
-    def _bound_detail(self, added: int) -> None:
-        """The newest event has so many imbalances: the oldest events give theirs up until all fit."""
-        self._detailed.append((self._emitted, added))
-        self._detail += added
-        while self._detail > self._most_detail:
-            number, values = self._detailed.popleft()
-            self._detail -= values
-            place = number - 1 - (self._emitted - len(self._events))
-            if place >= 0:  # or it has left the log
-                event = self._events[place]
-                assert isinstance(event, LoadMeasured)
-                self._events[place] = event.in_one_row()
 
     def of_type(self, kind: type[Event]) -> list[Event]:
         return [event for event in self._events if isinstance(event, kind)]

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.profiler import profile, schedule
 
 import eplb_runtime as eplb
-from eplb_runtime.events import LoadMeasured, RebalanceAborted, RebalanceCommitted
+from eplb_runtime.events import Event, LoadMeasured, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.observe.summary import summary_text
 
 SOURCE_BYTES = 4 << 20
@@ -145,6 +145,13 @@ def train(args: argparse.Namespace, name: str, policy: str, replica_slots: int, 
             listen=args.listen,
         ),
     )
+    imbalance: list[list[float]] = []
+
+    def measured(event: Event) -> None:
+        if isinstance(event, LoadMeasured):
+            imbalance.extend(map(list, event.imbalance))
+
+    balancer.events.subscribe(measured)
     batch = batch_source(args, rank, device)
     model.train()
     losses = torch.zeros(args.steps, device=device)
@@ -176,7 +183,7 @@ def train(args: argparse.Namespace, name: str, policy: str, replica_slots: int, 
         losses=(mean_losses / world_size).tolist(),
         own_losses=losses.cpu(),
         state=state,
-        imbalance=[list(row) for event in balancer.events.of_type(LoadMeasured) for row in event.imbalance],
+        imbalance=imbalance,
         migrations=len(committed),
         experts_moved=sum(event.moved_experts for event in committed),
         bytes_moved=int(bytes_moved.item()),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from eplb_runtime.distributed.transports.nvshmem_heap import Library
+from eplb_runtime.distributed.transports.nvshmem import Library
 
 
 class Double:

@@ -15,7 +15,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from eplb_runtime.distributed import private_groups
 from eplb_runtime.distributed.transports import TRANSPORTS
@@ -168,33 +167,6 @@ def several_posts_at_once_in_any_order_of_waiting(rank: int, transport: Transpor
         assert torch.equal(into, random_bytes(number, 1000, transport.device)), number
 
 
-def memory_that_was_registered(rank: int, transport: Transport) -> None:
-    out, arrived = transport.empty(5000).fill_(rank), transport.empty(5000)
-    for _ in range(2):  # again costs nothing and breaks nothing
-        transport.register([out, arrived])
-    to, source = (rank + 1) % RANKS, (rank - 1) % RANKS
-    transport.post([Message(to, out[100:2000])], [Message(source, arrived[3000:4900])]).wait(soon())
-    assert (arrived[3000:4900] == source).all()
-
-
-def registered_memory_that_nobody_has_is_given_back(rank: int, transport: Transport) -> None:
-    kept, into = transport.empty(5000).fill_(rank), transport.empty(5000)
-    to, source = (rank + 1) % RANKS, (rank - 1) % RANKS
-    gone = []
-    for number in range(3):
-        # An optimizer's state, made anew.
-        state = torch.full((1 << 16,), number, dtype=torch.uint8, device=transport.device)
-        transport.register([kept, into, state[: 1 << 15], state[1 << 15 :]])
-        gone.append(StorageWeakRef(state.untyped_storage()))
-        del state
-        transport.post([Message(to, kept[1:])], [Message(source, into[1:].fill_(255))]).wait(soon())
-        assert (into[1:] == source).all()
-    transport.register([kept])
-    assert all(storage.expired() for storage in gone)
-    transport.post([Message(to, kept)], [Message(source, into.fill_(255))]).wait(soon())
-    assert (into == source).all()
-
-
 def a_thread_waits_while_the_first_asks(rank: int, transport: Transport) -> None:
     """Nothing is done before the peer has sent; asking does not wait, and both see the end."""
     if rank == 1:
@@ -335,8 +307,6 @@ CASES: list[Case] = [
     messages_to_itself,
     rows_of_every_dtype,
     several_posts_at_once_in_any_order_of_waiting,
-    memory_that_was_registered,
-    registered_memory_that_nobody_has_is_given_back,
     a_thread_waits_while_the_first_asks,
     a_peer_that_is_late_but_within_the_deadline,
     a_peer_that_is_later_than_the_deadline,

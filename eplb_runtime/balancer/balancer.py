@@ -39,6 +39,7 @@ from .exports import EXPORT_SECONDS, TensorStream, WeightExport, placed_logicall
 from .gradients.division import Division
 from .gradients.reduction import Gradients
 from .guard import Guard
+from .loop_state import STEP_ENDS, LoopState
 from .phases import Phases
 from .rebalancer import Rebalancer
 from .restore import Restorer
@@ -52,8 +53,8 @@ def _end_threads(of: weakref.ref[Balancer]) -> None:
     """Close a balancer at the end of its process if nobody has called ``close``: a thread that returned from a wait
     into a finalized interpreter would end the process by a signal."""
     balancer = of()
-    if balancer is not None and not balancer._closed and not balancer._in_a_child:
-        balancer._closed = True
+    if balancer is not None and not balancer.closed and not balancer._in_a_child:
+        balancer._state.closed = True
         balancer._rebalancer.leave()
         balancer._close_listeners()
         balancer._runtime.groups.store.close()
@@ -120,10 +121,9 @@ class Balancer:
         self._extra_tensors: dict[str, tuple[int, Tensor]] = {}
         self._marks: list[tuple[int, Tensor]] = []
         self._not_by_row: list[weakref.ref[Any]] = []
-        self._closed = self._said_padding = False
+        self._said_padding = False
+        self._state = LoopState(self._have_gradients)
         self._process = os.getpid()
-        self._in_step = False
-        self._schedule_running = ""
         self._one_begins = Lock()
         self._hooks: list[Removable] = []
         self._before_steps: list[Callable[[], None]] = []
@@ -163,8 +163,7 @@ class Balancer:
         self._optimizer_hooks = hook_optimizers(self)
         self._export_with = export_with
         self._stream: weakref.ref[TensorStream] | None = None
-        self._phases = Phases(runtime, self._rebalancer, self._memory, self.events)
-        self._is_in_logical_order = False
+        self._phases = Phases(runtime, self._rebalancer, self._memory, self.events, self._state)
 
     @cached_property
     def _export(self) -> WeightExport:
@@ -197,6 +196,11 @@ class Balancer:
         self._end_what_broke_off()
         return self._rebalancer.placement()
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._state.closed
+
     def _end_what_broke_off(self) -> None:
         """End broken-off forwards: ranks break off in different places, and must not differ in their commits."""
         if self._rebalancer.overlapped.in_flight:
@@ -211,11 +215,10 @@ class Balancer:
 
         ``attach`` hooks it to the optimizer; call it yourself only without one.
         """
-        self._refuse_inside_schedule("the end of a training step (optimizer.step())")
-        self._phases.refuse("the end of a training step (optimizer.step())")
+        self._state.require(STEP_ENDS)
         self._end_stream("the end of a training step")
         self._gradients.begin()
-        self._in_step = False
+        self._state.has_begun = False
         with phase("guard"):
             self._guard.after_step()
         with phase("step boundary", epoch=self.placement.epoch):
@@ -230,18 +233,13 @@ class Balancer:
     @torch.compiler.disable
     def rebalance(self) -> bool:
         """Decide now, on the load since the last decision, and migrate if it pays; besides the periodic decisions.
-
-        Collective over the job, between steps; it waits for the plan, or for what is left of it after `plan_ahead`.
-
-        Returns:
-            Whether experts moved.
+        Collective, between steps; it waits for the plan, or for what is left of it after `plan_ahead`. Returns whether
+        experts moved.
 
         Raises:
-            RuntimeError: inside ``quiesce``, after ``close``, while suspended or while the ranks connect again after a
-                failure, or between a backward pass and the optimizer's step.
+            RuntimeError: where `loop_state.CALLS` refuses it, inside ``quiesce``, or while the ranks connect again.
         """
-        self._phases.refuse("rebalance()")
-        self._refuse_to_move("rebalance()")
+        self._enter("rebalance()")
         # Without a barrier, this rank's decision would mix with comparisons in the other ranks' steps.
         self._runtime.barrier("rebalance()")
         if not self._training:
@@ -254,20 +252,12 @@ class Balancer:
 
     @torch.compiler.disable
     def plan_ahead(self) -> None:
-        """Begin the decision that the next `rebalance()` acts on, from what was declared and counted so far, and return
-        at once: it is made on a thread while the job goes on (a rollout, loading weights, the training step before),
-        and `rebalance()` waits for what is left of it alone. Collective over the job, between steps, with
-        ``interval=None``; also while suspended, when nothing moves.
-
-        Call it after `declare`; what is counted later is for the decision after.
-
-        Raises:
-            RuntimeError: decisions are periodic; one was begun already; ``policy="static"``, after ``close``, inside
-                `logical_order`, or while the ranks connect again after a failure; or a rank did not come.
-        """
-        self._refuse_if_closed("plan_ahead()")
-        self._refuse_inside_schedule("plan_ahead()")
-        self._refuse_in_logical_order("plan_ahead()")
+        """Begin the decision that the next `rebalance()` acts on, on a thread, and return at once. It takes what was
+        declared and counted so far. Collective, between steps, with ``interval=None``; also while suspended, when
+        nothing moves.
+        Raises RuntimeError: decisions are periodic or static, one was begun already, a rank did not come; or as
+        `rebalance`."""
+        self._enter("plan_ahead()")
         if self.config.interval is not None or self.config.policy == "static":
             why = "policy='static' never moves experts"
             if self.config.policy != "static":
@@ -275,45 +265,27 @@ class Balancer:
             raise RuntimeError(f"plan_ahead() has no effect: {why}")
         if self._rebalancer.has_planned_ahead:
             raise RuntimeError("plan_ahead() was called before: rebalance() acts on that decision first")
-        self._rebalancer.refuse_if_broken()
-        self._end_stream("plan_ahead()")
         self._runtime.barrier("plan_ahead()")  # as in rebalance()
         if not self._training:
             self._runtime.counter.advance()
-        self._rebalancer.plan_ahead(self._phases.is_suspended)
+        self._rebalancer.plan_ahead(self._state.suspended)
 
     @torch.compiler.disable
     def declare(self, load: ArrayLike | Tensor) -> None:
-        """Declare the coming load, where it is known (replayed routing, a curriculum). The next decision plans for it
-        instead of a forecast, and only that one; `rebalance()` decides at once.
-
-        What ranks declare is added up: each its own tokens, one those of all, or all the same; only proportions matter.
-        Not collective, but all that is to count is declared before the same step. A second call replaces the first.
-
-        Args:
-            load: in tokens, on any device, over all L MoE layers of the model (stages of other ranks, too) and its E
-                logical experts. One of:
-
-                * ``[L, E]``, finite and not negative: tokens per expert in the coming step.
-                * ``[T, L, E]``: the same for each of T micro-batches, T on every rank that declares. The plan counts
-                  the busiest rank of each by itself, and copies are split for each. Micro-batches weigh alike, whatever
-                  their number of tokens. More than 64 are planned as means of neighbours.
-                * ``[N, L, K]`` with K < E, a tensor or array of whole numbers: the K experts of each of N tokens, as a
-                  replay buffer has them; -1 for padding, and as a choice that was dropped. Every rank its own tokens.
-                * a list or tuple with one of these for each micro-batch, or for several; N may differ.
-
-        Raises:
-            DeclaredLoadError: another shape, values that are no load, or ids that are no experts of a token.
-            RuntimeError: ``policy="static"``, the balancer is closed, or `plan_ahead` has begun the next decision.
-        """
-        if self._closed or self.config.policy == "static":
-            why = "the balancer is closed" if self._closed else "policy='static' never moves experts"
+        """Declare the coming load in tokens of all L MoE layers and E experts: ``[L, E]``, ``[T, L, E]`` of T
+        micro-batches, or whole numbers ``[N, L, K]``, K < E, the experts of N tokens (-1: padding); or a list of
+        these, one or more micro-batches each. The next decision plans for it instead of a forecast, and only that one.
+        Ranks' declarations are added up, and only proportions matter. Not collective: all that counts is declared
+        before the same step. Another call replaces it.
+        Raises DeclaredLoadError (another shape, or no load), RuntimeError (static, closed, or after `plan_ahead`)."""
+        if self.closed or self.config.policy == "static":
+            why = "the balancer is closed" if self.closed else "policy='static' never moves experts"
             raise RuntimeError(f"declare() has no effect: {why}")
         if self._rebalancer.has_planned_ahead:
             raise RuntimeError("declare() after plan_ahead(), whose decision rebalance() acts on: call it before")
         sizes = self.placement.num_layers, self.placement.num_experts
-        self._rebalancer.declared = checked_declaration(load, *sizes)
-        if not self._said_padding and self._runtime.job.is_planner and (said := padding_in(load, *sizes)):
+        self._rebalancer.declared, tokens = checked_declaration(load, *sizes)
+        if not self._said_padding and self._runtime.job.is_planner and (said := padding_in(tokens)):
             self._said_padding = True
             logger.warning("%s", said)
 
@@ -321,53 +293,29 @@ class Balancer:
     def _uninterrupted(self, what: str) -> Iterator[None]:
         """Enclose a schedule with micro-batches between their forward and their backward: the placement must not
         change."""
-        self._schedule_running = what
+        self._state.in_schedule = what
         try:
             yield
         finally:
-            self._schedule_running = ""
+            self._state.in_schedule = ""
 
-    def _refuse_inside_schedule(self, what: str) -> None:
-        if self._schedule_running:
-            raise RuntimeError(
-                f"{what} inside {self._schedule_running}: micro-batches are between their forward and their backward, "
-                "for which experts must stay where they are; call it after optimizer.step() and before the next step"
-            )
-
-    def _refuse_to_move(self, what: str) -> None:
-        """Refuse a call that moves or frees experts where that is wrong; end a stream of weights that is open."""
-        self._refuse_if_closed(what)
-        self._refuse_inside_a_step(what)
-        self._refuse_in_logical_order(what)
+    def _enter(self, what: str) -> None:
+        """Refuse a call where it is wrong (`loop_state`), else end a stream of weights that is open."""
+        self._state.require(what)
         self._rebalancer.refuse_if_broken()
         self._end_stream(what)
 
-    def _refuse_inside_a_step(self, what: str) -> None:
-        """Refuse a call that moves experts while these have gradients that the optimizer has not used."""
-        self._refuse_inside_schedule(what)
+    def _have_gradients(self) -> bool:
         registry, replicas = self._runtime.registry, self._runtime.maps.replicas
-        gradients = self._host_steps or any(parameter.grad is not None for parameter in registry.parameters())
-        if self._sliced and replicas is not None:  # FSDP may keep the homes' where nobody sees them
-            gradients = gradients or replicas.holds_gradients()
-        if self._in_step and gradients:
-            raise RuntimeError(
-                f"{what} between a backward pass and the optimizer's step, where experts have gradients: call it after "
-                "optimizer.step() and before the next forward, or clear the gradients (zero_grad) first"
-            )
-
-    def _refuse_in_logical_order(self, what: str) -> None:
-        if self._is_in_logical_order:
-            raise RuntimeError(f"{what} inside logical_order(): experts stay in logical order until its end")
+        found = self._host_steps or any(parameter.grad is not None for parameter in registry.parameters())
+        # FSDP may keep the homes' where nobody sees them.
+        return found or (self._sliced and replicas is not None and replicas.holds_gradients())
 
     def _end_stream(self, what: str) -> None:
         """End a stream of weights that is still open on this rank, which goes on to something else."""
         stream, self._stream = self._stream() if self._stream is not None else None, None
         if stream is not None:
             stream.close(f"it went on to {what} with its stream of weights open", True)
-
-    def _refuse_if_closed(self, what: str) -> None:
-        if self._closed:
-            raise RuntimeError(f"{what} after close(): experts stay where they are")
 
     def _after_move(self) -> None:
         """Follow a change of the placement."""
@@ -396,67 +344,40 @@ class Balancer:
 
     @torch.compiler.disable
     def weights_changed(self) -> None:
-        """Refresh replicas after expert weights were written in place between steps (clamped, swapped with an average
-        for an evaluation, a plain ``load_state_dict``). `eplb_runtime.checkpoint` calls it itself; without replica
-        slots there is nothing to do. Collective, also for a rank that wrote nothing; without it the next forward is
-        refused.
-
-        Raises:
-            RuntimeError: a rank did not call it.
-        """
+        """Refresh replicas after weights of experts were written in place between steps (clamped, swapped for an
+        evaluation, loaded by torch): else the next forward is refused. `eplb_runtime.checkpoint` calls it itself;
+        without replica slots it does nothing. Collective, also for a rank that wrote nothing. Raises RuntimeError: a
+        rank did not come."""
         self._end_stream("weights_changed()")
-        if self._runtime.maps.replicas is None or self._closed:
+        if self._runtime.maps.replicas is None or self.closed:
             return
         self._runtime.barrier("weights_changed()")
         self._refresh_replicas()
 
     def at_once(self, first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
-        """Run two batches at once, so that one computes while the tokens of the other travel: halves of a batch in
-        evaluation, two calls of ``generate``, two micro-batches of a training step. What each gives is the same, to the
-        bit, as by itself. Collective: every rank calls it, with as many forwards in the first as the others have in
-        theirs, and in the second likewise.
-
-        In training each result has a backward of its own, ``loss.backward()`` one after the other: in a sum of both the
-        order of their exchanges could differ between ranks. A backward pass inside is refused.
-
-        Args:
-            first: runs on this thread.
-            second: runs on a second thread, in this one's modes of gradients, inference and autocast. Both draw random
-                numbers (dropout, sampling) from one generator, in any order.
-
-        Returns:
-            What both return.
-
-        Raises:
-            RuntimeError: two run at once already, one has a backward pass; or on a
-                device migrations overlap with training, ``fully_shard`` is there, or its multiprocessors are too few.
-        """
+        """Run two functions with a batch each at once, the second on a thread: one computes while the other's tokens
+        travel. What each gives has the same bits as by itself; random numbers come from one generator, in any order.
+        Collective, as many forwards in each on every rank. In training call ``backward()`` afterwards, of one result
+        after the other.
+        Raises RuntimeError: a backward pass inside, two at once already, or a device or ``fully_shard`` that cannot
+        have two."""
+        self._state.require("at_once()")
         return self._open_second_channel().both(first, second, forwards_only=True)
 
     # -- optimizers ----------------------------------------------------------------------------------------------
 
     @torch.compiler.disable
     def adopt(self, optimizer: torch.optim.Optimizer, *, instead_of: torch.optim.Optimizer | None = None) -> None:
-        """Take over an optimizer that was made after ``attach``, as ``attach`` does; on every rank, between steps.
-
-        Collective. Each adopted optimizer steps once in a training step. Parameters that it holds besides the model's
-        are taken for a part of the model that is the same on every rank.
-
-        Args:
-            optimizer: element-wise; made from the attached model's parameters.
-            instead_of: one that the balancer has, and that is let go: it may not step the model any more, and what it
-                keeps no longer moves with experts.
-
-        Raises:
-            AttachError: it cannot be used, or the model was attached for inference with replica slots, which have no
-                place for gradients; or ``instead_of`` cannot be let go, or holds experts that nobody would train then.
-            RuntimeError: a rank did not come; or, with ``instead_of``, after ``close`` or between a backward pass and
-                the optimizer's step.
+        """Take over an element-wise optimizer of the attached model's parameters, as ``attach`` does; with
+        ``instead_of``, in the place of one that the balancer has, which may not step it any more. Collective, between
+        steps. Each steps once in a training step; what it holds besides the model is taken for a part of it that is
+        the same on every rank.
+        Raises AttachError: it cannot be used (inference with replica slots has no place for gradients) or replaced;
+        RuntimeError: a rank did not come; with ``instead_of``, after ``close`` or between a backward pass and a step.
         """
         began = self._training
         if instead_of is not None:
-            self._refuse_if_closed("adopt()")
-            self._refuse_inside_a_step("adopt()")
+            self._state.require("adopt()")
         self._runtime.barrier("balancer.adopt()")
         if instead_of is not None:
             self._rebalancer.forget_pending()  # it was measured, and may be under way, with the state of the old one
@@ -493,18 +414,12 @@ class Balancer:
 
     @torch.compiler.disable
     def reduce_gradients(self) -> None:
-        """Average gradients over ranks as the config says; hooked to run before the optimizer's step.
-
-        Gradients of replicas have reached their homes by then: they travel during the backward pass, and are summed in
-        float32 in the order of the slots. Gradients that ``no_sync`` held back follow here, and those of experts that
-        ``fully_shard`` slices.
-
-        Call it yourself to use gradients earlier (clipping by hand; for a GradScaler, see
-        `eplb_runtime.GradScaler`). Each contribution is reduced once, however often this is called: a call with nothing
-        new does nothing, and backward passes may go on adding to what is reduced.
-        Expert gradients need no averaging inside the EP group: the tokens of all ranks reached them in the backward
-        pass, already divided by the number of ranks as data parallelism does it.
-        """
+        """Average gradients over ranks as the config says; hooked to run before the optimizer's step. Those of
+        replicas have reached their homes by then, summed in float32 in the order of slots; what ``no_sync`` held back
+        follows here. Call it to use gradients earlier (clipping by hand; for a GradScaler, see
+        `eplb_runtime.GradScaler`): each contribution is reduced once, however often, and backward passes may go on.
+        Experts' need no average inside the EP group: all ranks' tokens reached them, divided by the number of ranks
+        already."""
         self._gradients.reduce()
 
     @torch.compiler.disable
@@ -526,19 +441,10 @@ class Balancer:
         self, max_norm: float, parameters: Tensor | Iterable[Tensor] | None = None, norm_type: float = 2.0
     ) -> Tensor:
         """Clip by the norm over the whole model, each logical expert counted once, as torch's function of that name.
-        Collective.
-
-        Args:
-            max_norm: gradients are scaled down to it.
-            parameters: of the model, as they are since attach: clip these alone, by their own norm, over all experts of
-                those that have experts (a layer, say). The same on every rank. None: all.
-            norm_type: a number above 0, or ``math.inf``.
-
-        Returns:
-            The norm before clipping, a scalar, equal on every rank.
-
-        Raises:
-            ValueError: one of them is no parameter of the model.
+        Collective. ``parameters``: clip these alone, by their own norm over all experts of those that have experts (a
+        layer, say); the same on every rank. ``norm_type``: above 0, or ``math.inf``. Returns the norm before, a
+        scalar, equal on every rank.
+        Raises ValueError: one of them is no parameter of the model; RuntimeError: the framework's own optimizer clips.
         """
         if self._host_steps:
             raise RuntimeError(
@@ -551,18 +457,10 @@ class Balancer:
     @torch.compiler.disable
     @torch.no_grad()
     def gather_experts(self, layer: int, rows: Tensor, *, device: torch.device | str | None = None) -> Tensor:
-        """Gather all experts of a layer in logical order from every rank's home rows. Collective over all EP groups.
-
-        Experts arrive one after another: besides the result it takes the memory of two at most (three where rows are
-        sliced).
-
-        Args:
-            rows: ``[E/R, ...]``, a registered parameter or its optimizer state; whole or sliced.
-            device: where the result is to be; None: where ``rows`` are.
-
-        Returns:
-            ``[E, ...]``, equal on every rank.
-        """
+        """Gather all experts of a layer in logical order, ``[E, ...]``, equal on every rank, on ``device`` (None: that
+        of ``rows``), from every rank's home rows ``[E/R, ...]`` of a registered parameter or its optimizer state,
+        whole or sliced. Collective over all EP groups. Experts come one after another: it takes the memory of two or
+        three besides the result."""
         homes_LRH = self.placement.homes_over(len(self._runtime.job.row_ranks))
         return in_logical_order(rows, homes_LRH[layer], self._runtime.groups, device)
 
@@ -577,39 +475,12 @@ class Balancer:
         rank: int | None = None,
         timeout_seconds: float | None = None,
     ) -> TensorStream:
-        """Stream the model's weights in logical order, wherever experts are: to load an inference engine, or to save.
-
-        Collective over the job, between steps. Every rank runs through all of it, at its own pace within a bucket;
-        ranks wait for each other at the next one. A rank that leaves its loop, or closes the stream, ends it on all
-        ranks: the others raise, with a line that names it, at their next bucket; if all leave, nobody raises. In
-        ``with balancer.named_logical_tensors() as tensors:`` they learn at once what a consumer has raised. Outside,
-        a variable may hold the stream open after that; it is waited for no longer than ``timeout_seconds``. What moves
-        or steps experts on a rank ends its stream.
-
-        A rank holds, beside its model, one bucket (two for a moment), and what the consumer keeps of those before:
-        tensors of one bucket share its memory, but for its last one. Twice that where one rank receives, and of tensors
-        that stack experts. Where the library's conversion needs all experts of a layer at once, these are held whole.
-
-        Args:
-            bucket_bytes: of tensors that travel together; a larger tensor travels alone.
-            dtype: of floating point, to which such tensors are cast before they travel; None: as they are.
-            rank: of the job, which alone receives tensors; the loops of all others run empty. None: every rank receives
-                all of them.
-            timeout_seconds: that ranks wait for each other, before the first bucket and at each: longer than a consumer
-                needs for one. None: 120 or the config's, whichever is longer.
-
-        Returns:
-            An iterator over ``(name, tensor)``, in the order of the layers, each whole and a copy, on the device of the
-            experts. Names are those of a Hugging Face folder (Transformers), those of Megatron's modules with layers
-            numbered over the whole model and experts over all ranks
-            (``decoder.layers.5.mlp.experts.linear_fc1.weight17``), or the model's own, with experts stacked. Its
-            ``experts`` maps names of expert tensors to ``(MoE layer, logical expert)``, None for all of a layer.
-
-        Raises:
-            ExportError (RuntimeError): a rank has stopped or failed, or was given something else; the weights have no
-                memory now, or the framework does not let them be named.
-            RuntimeError: a rank did not come, the balancer is closed, or the ranks are connecting again.
-        """
+        """Stream the model's weights in logical order, in buckets of ``bucket_bytes``: an iterator over ``(name,
+        tensor)``, whole copies under the framework's names; its ``experts`` maps these to (MoE layer, expert or None).
+        Collective, between steps: every rank runs through it; one that stops, or moves or steps experts, ends it.
+        ``dtype``: of floating point. ``rank``: it alone receives. ``timeout_seconds``: ranks wait for each other so
+        long (None: 120 or the config's, the longer). A rank holds a bucket or two.
+        Raises ExportError (a rank stopped or failed, weights have no memory), RuntimeError (as `rebalance`)."""
         stream = self._export.stream(
             bucket_bytes, dtype, rank, self._begin_export("named_logical_tensors()", timeout_seconds)
         )
@@ -625,32 +496,15 @@ class Balancer:
         timeout_seconds: float | None = None,
     ) -> str:
         """Compare exported weights with the model's, by a checksum for each logical expert. Collective, between steps.
-
-        Args:
-            tensors: what was exported, under the names of `named_logical_tensors`: pairs ``(name, tensor)``, a mapping,
-                or a function that returns either. Each rank gives what it has, on any device; together they give every
-                expert. Other tensors may be left out. A stream of `named_logical_tensors`, or what walks along one, by
-                a function that begins it (``lambda: balancer.named_logical_tensors()``): one that is open is ended.
-            dtype: to which the export casts tensors of floating point; None: it does not.
-            timeout_seconds: that ranks wait for the slowest to go through its tensors; None: as for
-                `named_logical_tensors`.
-
-        Returns:
-            A line that says how many tensors are equal.
-
-        Raises:
-            ExportError (RuntimeError): on all ranks, a line: which experts differ, and whether each has the weights of
-                another one, as a walk by local index (``ep_rank * E/R + i``) names them; which were not given; or a
-                name, shape or dtype that is not the model's.
-        """
+        Returns a line that says how many are equal. ``tensors``: pairs (name, tensor) under the names of
+        `named_logical_tensors`, a mapping, or a function that gives either or begins a stream; together ranks give
+        every expert. ``dtype``: of the export. ``timeout_seconds``: for the slowest rank.
+        Raises ExportError, on all ranks: which experts differ, are others' or missing; or another name or shape."""
         return self._export.verify(tensors, dtype, self._begin_export("verify_export()", timeout_seconds))
 
     def _begin_export(self, what: str, timeout_seconds: float | None) -> float:
         """Wait until all ranks are here; returns the seconds that they wait for each other from here on."""
-        self._refuse_if_closed(what)
-        self._refuse_inside_schedule(what)
-        self._rebalancer.refuse_if_broken()
-        self._end_stream(what)
+        self._enter(what)
         seconds = self._export_seconds(timeout_seconds)
         self._runtime.barrier(what, seconds)
         if self._rebalancer.drain():
@@ -663,27 +517,13 @@ class Balancer:
     @torch.compiler.disable
     @contextmanager
     def logical_order(self, *, timeout_seconds: float | None = None) -> Iterator[None]:
-        """Bring every expert to its initial rank and row, and back at the end, also if the body raises. Inside, what
-        walks the modules of a rank and takes expert ``i`` for ``ep_rank * E/R + i`` is right.
-
-        Collective, in and out, between steps; both are migrations of weights, optimizer state and all. The logger
-        ``eplb_runtime`` says their bytes and seconds at INFO. `named_logical_tensors` moves nothing, and costs less
-        where a walk can be replaced.
-
-        Inside, replica slots are empty: no tokens go there, and what they hold is of no expert. They are no part of the
-        model's parameters. At the end they are filled again, with the same experts. `rebalance()` and
-        `load_state_dict()` are refused inside; a periodic decision waits for the first step after.
-
-        Args:
-            timeout_seconds: that ranks wait for each other, in and out: longer than the body takes on one rank more
-                than on another. None: as for `named_logical_tensors`.
-
-        Raises:
-            RuntimeError: a rank did not come, the migration was dropped, or as `rebalance()`. At the end, where the
-                body has raised already, it is logged instead.
-        """
-        self._phases.refuse("logical_order()")
-        self._refuse_to_move("logical_order()")
+        """Bring every expert to its initial rank and row, and back at the end, also if the body raises: inside, a walk
+        over the modules of a rank that takes expert ``i`` for ``ep_rank * E/R + i`` is right. Collective, in and out,
+        between steps; two migrations. Replica slots are empty inside. ``timeout_seconds``: that ranks wait for each
+        other, in and out (None: as for `named_logical_tensors`, which moves nothing and costs less).
+        Raises RuntimeError: a rank did not come, the migration was dropped, or as `rebalance`; logged where the body
+        raised."""
+        self._enter("logical_order()")
 
         def moved() -> None:
             self._end_stream("the end of logical_order()")
@@ -692,11 +532,11 @@ class Balancer:
 
         seconds = self._export_seconds(timeout_seconds)
         with placed_logically(self._rebalancer, lambda: self._runtime.barrier("logical_order()", seconds), moved):
-            self._is_in_logical_order = True
+            self._state.in_logical_order = True
             try:
                 yield
             finally:
-                self._is_in_logical_order = False
+                self._state.in_logical_order = False
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -707,21 +547,12 @@ class Balancer:
         return [int(expert) for expert in rows_RH[self._runtime.job.row_rank]]
 
     def register(self, parameter: str, name: str, tensor: Tensor) -> None:
-        """Move a tensor with the experts of a parameter: an EMA copy, a mask, or other state of each expert.
-
-        It is moved in place, bit for bit, and saved in checkpoints. It is neither copied to replica slots nor trained.
-        Where it is a buffer of the model, wrap that in DistributedDataParallel after this call. Collective in effect:
-        the same names on every rank, in the same order.
-
-        Args:
-            parameter: an expert parameter's name in the model (a key of ``layer_of_parameter``).
-            name: new for this parameter.
-            tensor: ``[E/R, ...]``, rows in the parameter's current order, on the parameter's device.
-
-        Raises:
-            RegistryError: no such parameter, the name is taken, wrong rows or device, it needs gradients or cannot be
-                written in place.
-        """
+        """Move a tensor with the experts of a parameter (an EMA copy, a mask, other state of each expert), in place,
+        bit for bit, and save it in checkpoints; it is not copied to replicas or trained. Wrap in
+        DistributedDataParallel after this. ``parameter``: a key of ``layer_of_parameter``. ``name``: new for it.
+        ``tensor``: ``[E/R, ...]``, rows in its current order, on its device. The same names on every rank, in the same
+        order.
+        Raises RegistryError: no such parameter, a name taken, other rows or device, gradients, or read-only."""
         if parameter not in self.layer_of_parameter:
             raise RegistryError(f"{parameter!r} is no expert parameter: take a key of balancer.layer_of_parameter")
         if tensor.device != (device := self._runtime.device) or tensor.requires_grad:
@@ -739,21 +570,12 @@ class Balancer:
         self._extra_tensors[f"{parameter}/{name}"] = (layer, tensor)
 
     def register_all(self, name: str, tensors: Any, *, moves: bool = True) -> None:
-        """Let an average of weights (EMA, SWA, Lookahead's slow ones), a snapshot, masks: what has a tensor for each
-        parameter of the model, move with the experts, as by `register`. What belongs to other parameters is passed
-        over. Called between steps, before experts have moved since it was made.
-
-        Args:
-            name: of what it is; new.
-            tensors: a module with parameters of the model's names (`AveragedModel`), a dict by these names, a list or
-                tuple in the order of ``model.parameters()`` (or of those that are trained, or of experts), or one
-                vector (`parameters_to_vector`). Tensors, or arrays on a CPU, that are written in place from now on.
-            moves: False: it does not go by row with this model's experts, whatever its shape: nothing is registered,
-                and ``eplb-runtime verify`` passes over it.
-
-        Raises:
-            RegistryError: it has nothing for an expert parameter, or other shapes; or as `register`.
-        """
+        """`register` what has a tensor for each parameter of the model: an average (EMA, SWA, Lookahead), a snapshot,
+        masks; what belongs to others is passed over. Call it before experts have moved. ``tensors``: a module with the
+        model's names, a dict by them, a list in the order of ``model.parameters()`` (or those trained, or of experts),
+        or one vector; written in place from now on. ``moves=False``: it does not go by row with these experts,
+        whatever its shape, and ``eplb-runtime verify`` passes over it.
+        Raises RegistryError: it has nothing for an expert parameter, or other shapes; or as `register`."""
         if not moves:
             self._not_by_row += map(weakref.ref, arrays_in(tensors))
             return
@@ -866,44 +688,26 @@ class Balancer:
 
     @torch.compiler.disable
     def suspend(self) -> int:
-        """Begin a rollout: free what the balancer keeps beside the model, since the job frees weights, gradients or
-        optimizer state as well, or loads an engine. Collective, between steps; a migration in flight is brought to its
-        end first (with ``overlap``, between steps).
-
-        From here to `resume` nothing is decided or moved: `rebalance()`, `load_state_dict()`, `logical_order()`, a
-        forward in training and ``optimizer.step()`` raise, each with a line. `declare`, `plan_ahead`, evaluation
-        without replica slots, and exports while weights have memory, are right.
-
-        Memory to stage experts is freed, and that of replicas and their gradients. What stays are maps, counters and
-        connections. Expert parameters that have replicas behind them are in memory of their own until `resume`, so it
-        comes before weights are freed; without replica slots it may come after.
-
-        Returns:
-            Bytes that are freed on this rank; 0 if it is suspended already.
-
-        Raises:
-            RuntimeError: a rank did not come within the timeout, or has no weights where there are replica slots; the
-                balancer is closed, inside `logical_order`, or between a backward pass and the optimizer's step.
-        """
-        self._refuse_to_move("suspend()")
+        """Begin a rollout: free what the balancer keeps beside the model (staging memory, replicas), and decide and
+        move nothing until `resume`. Collective, between steps; a migration in flight ends first. Returns the bytes
+        freed on this rank. Refused meanwhile: see `loop_state.CALLS`. Parameters with replicas behind them are in
+        memory of their own until `resume`, so call this before weights are freed; without replica slots it may come
+        after.
+        Raises RuntimeError: a rank did not come, or has no weights where there are replica slots; or as `rebalance`."""
+        self._enter("suspend()")
         return self._phases.suspend(self._after_move)
 
     @torch.compiler.disable
     def resume(self) -> None:
-        """End a rollout, before the next training step or `rebalance`: take the freed memory again. Collective, after
-        weights, gradients and optimizer state are loaded, wherever they are now. Without `suspend` it does nothing.
-        After a `close` while weights were freed it gives the layers of experts their memory back, each rank for itself.
-
-        A rank without memory to stage experts ends no training: a warning on all ranks names it, and no rank
-        rebalances until a later one finds the memory.
-
-        Raises:
-            RuntimeError: a rank did not come within the timeout; or, on all ranks, weights of one have no memory yet,
-                or its replicas get none: the balancer stays suspended, and `resume` may be called again.
-        """
-        if self._closed and self._phases.resume_after_end():
+        """End a rollout: take the freed memory again, after weights, gradients and optimizer state are loaded.
+        Collective. Without `suspend` it does nothing; after a `close` while weights were freed it gives layers of
+        experts their memory back. A rank without memory to stage experts ends no training: a warning names it, and
+        nobody rebalances until there is some.
+        Raises RuntimeError, on all ranks: one did not come, or its weights or replicas have no memory; call it again
+        then."""
+        if self.closed and self._phases.resume_after_end():
             return
-        self._refuse_if_closed("resume()")
+        self._state.require("resume()")
         if self._phases.resume():
             self._refresh_replicas()
 
@@ -912,7 +716,7 @@ class Balancer:
         """Step, placement, measured load and how far predictions came true, for a later run. Collective; JSON-able,
         equal on all ranks."""
         state = {"step": self._rebalancer.step, "placement": self.placement.to_json()}
-        if self._closed:
+        if self.closed:
             return state
         # Without a barrier, this rank's sum would mix with comparisons in the other ranks' steps.
         self._runtime.barrier("balancer.state_dict()")
@@ -921,19 +725,12 @@ class Balancer:
 
     @torch.compiler.disable
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved placement and on from its load, moving experts as needed. Collective; between steps.
-
-        A placement for another EP size or other replica slots cannot be taken over: homes and replicas are placed anew,
-        freely, for the load that was saved with it. Where that cannot be (``policy="static"``, or there is no load)
-        the load of past decisions is taken all the same.
-
-        Raises:
-            PlacementError: the placement is for another model; or for other sizes, and none could be made anew.
-            RuntimeError: the ranks were given different states, the migration was dropped, or the ranks are connecting
-                anew; the old placement stays. Or the balancer is closed.
-        """
-        self._phases.refuse("load_state_dict()")
-        self._refuse_to_move("load_state_dict()")
+        """Go to a saved placement and on from its load, moving experts as needed. Collective, between steps. For
+        another EP size or other replica slots, homes and replicas are placed anew for the saved load; where that
+        cannot be, the load is taken.
+        Raises PlacementError: it is for another model, or for other sizes and none could be made anew; RuntimeError:
+        ranks have different states, the migration was dropped (the placement stays); or as `rebalance`."""
+        self._enter("load_state_dict()")
         self._restorer.restore(state, lambda: self._runtime.barrier("load_state_dict()"))
         self._after_move()
         self._refresh_replicas()
@@ -947,11 +744,11 @@ class Balancer:
             if self._runtime.maps.replicas is not None and not self._runtime.channels.busy:
                 self._runtime.model_check.check(thoroughly=False)
         else:
-            self._phases.refuse("a forward in training")
+            self._state.require("a forward in training")
             with self._one_begins:
                 self._division.follow()
                 self._runtime.model_check.check(thoroughly=self._guard.is_new)
-                self._in_step = True
+                self._state.has_begun = True
                 if self._runtime.maps.replicas is not None and not in_recompute() and not self._runtime.channels.busy:
                     self._runtime.maps.replicas.abandon()
                 self._optimizer_hooks.forward_begins()
@@ -971,7 +768,7 @@ class Balancer:
     def _before_optimizer(self) -> None:
         """Reduce gradients for an optimizer that is about to step."""
         self._rebalancer.refuse_if_broken()
-        self._phases.refuse("optimizer.step()")
+        self._state.require("optimizer.step()")
         self._end_stream("optimizer.step()")
         self._rebalancer.overlapped.withdraw()
         self._guard.before_reduction()
@@ -994,10 +791,10 @@ class Balancer:
     def close(self) -> None:
         """Stop balancing; collective. The model keeps its current homes, spread over ranks. Replicas are not used any
         more, since nobody refreshes them. In a process that was forked from a rank it does nothing."""
-        if self._closed or self._in_a_child:
+        if self.closed or self._in_a_child:
             return
         self._end_stream("close()")
-        self._closed = True
+        self._state.closed = True
         with ExitStack() as parts:  # each ends even if one raises; the last one named first
             parts.callback(self._runtime.groups.close_balancing)
             for close in reversed(self._on_all_ranks):

@@ -14,6 +14,7 @@ from ..distributed.consensus import barrier
 from ..events import EventLog, RebalanceAborted, Suspended, SuspensionEnded
 from ..moe.experts.memory import WeightMemory
 from ..utils.errors import one_line
+from .loop_state import LoopState
 from .rebalancer import Rebalancer
 from .runtime import Runtime
 
@@ -29,36 +30,30 @@ class _NotHere(RuntimeError):
 class Phases:
     """Suspends and resumes one balancer. Both are collective over the job, between steps."""
 
-    def __init__(self, runtime: Runtime, rebalancer: Rebalancer, memory: WeightMemory, events: EventLog) -> None:
+    def __init__(
+        self, runtime: Runtime, rebalancer: Rebalancer, memory: WeightMemory, events: EventLog, loop: LoopState
+    ) -> None:
         self._runtime = runtime
         self._rebalancer = rebalancer
         self._memory = memory
         self._events = events
+        self._loop = loop
         self._since = 0.0
         self._state: frozenset[tuple[int, str]] | None = None
-        self.is_suspended = False
         self._is_without_replicas = False
-
-    def refuse(self, what: str) -> None:
-        """Raise RuntimeError while the balancer is suspended."""
-        if self.is_suspended:
-            raise RuntimeError(
-                f"{what} while the balancer is suspended: load weights, gradients and optimizer state, then call "
-                "balancer.resume() on every rank"
-            )
 
     def suspend(self, moved: Callable[[], None]) -> int:
         """`Balancer.suspend`; ``moved`` follows a change of the placement by what was in flight."""
         replicas = self._runtime.maps.replicas
-        freed = self._memory.why_freed() if replicas is not None and not self.is_suspended else ""
+        freed = self._memory.why_freed() if replicas is not None and not self._loop.suspended else ""
         if said := self._agreed("suspend()", f"{freed}, and free it after suspend() alone" if freed else ""):
             raise RuntimeError(f"suspend(): {said}")
-        if self.is_suspended:
+        if self._loop.suspended:
             return 0
         if self._rebalancer.finish():
             moved()
         self._state = self._names_of_state()
-        self.is_suspended, self._since = True, time.perf_counter()
+        self._loop.suspended, self._since = True, time.perf_counter()
         nbytes = self._rebalancer.free_memory()
         if replicas is not None:
             try:
@@ -71,20 +66,20 @@ class Phases:
     def resume(self) -> bool:
         """`Balancer.resume`. Returns whether replicas are to be refreshed, which all ranks do."""
         problem, replicas = "", self._runtime.maps.replicas
-        if self.is_suspended:
+        if self._loop.suspended:
             problem = self._memory.why_freed() or self._why_state_lacks() or self._take_replicas()
         said = self._agreed_to_resume("resume()", problem)
         if said:
             self._free_replicas()
             raise RuntimeError(f"resume(): {said}")
-        if not self.is_suspended:
+        if not self._loop.suspended:
             return False
         try:
             self._rebalancer.take_memory()
         except Exception as error:
             problem = f"no memory to stage experts: {one_line(error)}"
         said = self._agreed_to_resume(STAGING, problem)
-        self.is_suspended, seconds = False, time.perf_counter() - self._since
+        self._loop.suspended, seconds = False, time.perf_counter() - self._since
         self._rebalancer.exclude(seconds)
         self._events.emit(SuspensionEnded(self._rebalancer.step, seconds))
         if said:
@@ -96,7 +91,7 @@ class Phases:
 
     def end(self) -> None:
         """Take the memory of replicas again if the balancer ends while it is suspended: homes lie before it."""
-        if self.is_suspended and self._runtime.maps.replicas is not None:
+        if self._loop.suspended and self._runtime.maps.replicas is not None:
             problem = self._memory.why_freed() or self._take_replicas()
             self._is_without_replicas = bool(problem)
             if problem:
@@ -105,7 +100,7 @@ class Phases:
                     "weights and call balancer.resume() before the next forward",
                     problem,
                 )
-        self.is_suspended = False
+        self._loop.suspended = False
 
     def resume_after_end(self) -> bool:
         """Take the memory that `end` could not take; returns whether there was any to take."""
@@ -137,7 +132,7 @@ class Phases:
 
     def _free_replicas(self) -> None:
         replicas = self._runtime.maps.replicas
-        if self.is_suspended and replicas is not None and not self._memory.why_freed():
+        if self._loop.suspended and replicas is not None and not self._memory.why_freed():
             replicas.free()
 
     def _names_of_state(self) -> frozenset[tuple[int, str]] | None:

@@ -155,7 +155,8 @@ def _homes_alone(load: NDArray[Any], topology: Topology, **terms: Any) -> Plan:
     stays = terms.get("rank_speed") is not None or not (current is None or has_no_copies(current))
     terms |= {"policy": "static" if stays else "deepseek", "sources": None}
     made = plan(load, topology, **terms | {"cost": cost and replace(cost, crossing_seconds=0.0)})
-    return replace(made, reason=f"{made.reason} (homes only: the planner is still being compiled)")
+    reason = f"{made.reason} (homes only: the planner is still being compiled)"
+    return replace(made, reason=reason, code="compiling" if stays else made.code)
 
 
 def encode(values: Mapping[str, Any]) -> bytes:

@@ -647,7 +647,8 @@ class Rebalancer:
         self._agreement = self.overlapped.agreement = self._new_agreement()
         self._engine.reconnect(link.transport, self._agreement)
         self._groups.give_back(*before)
-        logger.info("step %d: the ranks are connected again, after %d tries", self.step, self._reconnection.tries)
+        if self._groups.job.is_planner:
+            logger.info("step %d: the ranks are connected again, after %d tries", self.step, self._reconnection.tries)
         self._events.emit(BalancingResumed(self.step, self._reconnection.tries))
         same = self.compare(bytes.fromhex(self.placement().digest()), "reconnecting", "placement")
         if not same.commit and not same.connections_broken:

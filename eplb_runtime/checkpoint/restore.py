@@ -255,7 +255,7 @@ def restore_placement(view: LogicalView, saved: Mapping[str, Any] | None, warm_s
     """Migrate to the saved placement if it fits. Collective."""
     if view.balancer is None or saved is None or not warm_start:
         return
-    if view.balancer._closed:
+    if view.balancer.closed:
         logger.info("the saved placement is not used: the balancer is closed, experts stay where they are")
         return
     try:

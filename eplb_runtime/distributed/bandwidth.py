@@ -1,7 +1,4 @@
-"""How fast the links really are, measured once at attach with the transport that will be used.
-
-Groups and a transport are all it needs: a model is not touched.
-"""
+"""How fast the links really are, measured once at attach with the transport that will be used."""
 
 from __future__ import annotations
 
@@ -55,11 +52,7 @@ def measure(
         if isinstance(error, TransportError):
             raise
         raise TransportError(f"the links could not be measured: {one_line(error)}") from error
-    return replace(
-        topology,
-        intra_node_bandwidth=measured.get("intra_node_bandwidth", topology.intra_node_bandwidth),
-        inter_node_bandwidth=measured.get("inter_node_bandwidth", topology.inter_node_bandwidth),
-    )
+    return replace(topology, **measured)  # type: ignore[arg-type]
 
 
 def _bandwidth(

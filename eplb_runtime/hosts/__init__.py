@@ -215,6 +215,7 @@ def _ranks_of_hosts(given: Ranks | None, ep_group: dist.ProcessGroup | None, hos
             ranks,
             ep=ranks.ep or one.ep,
             gradient_divisor=ranks.gradient_divisor or one.gradient_divisor,
+            divided_rows=ranks.divided_rows or one.divided_rows,
             divided_state=ranks.divided_state or one.divided_state,
         )
     return ranks

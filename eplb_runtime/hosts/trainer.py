@@ -30,7 +30,7 @@ from . import attach
 from .attaching.description import AttachError
 
 try:
-    from transformers import PreTrainedModel, Trainer
+    from transformers import PreTrainedModel, Trainer, TrainingArguments
     from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -83,7 +83,14 @@ class BalancedTrainerMixin(_TrainerBase):
         self._ep_group = ep_group
         self._taken: tuple[Path, list[dict[str, Any]]] | None = None
         self._resumes_from: Path | None = None
+        # The Trainer saves no optimizer of a model that the library has spread, and refuses to be asked: this one does.
+        asked = [one for one in (*arguments, *options.values()) if isinstance(one, TrainingArguments)]
+        saves_less = [args.save_only_model for args in asked]
+        for args in asked:
+            args.save_only_model = True
         super().__init__(*arguments, **options)
+        for args, less in zip(asked, saves_less, strict=True):
+            args.save_only_model = less
         _refuse(self)
 
     # -- training ------------------------------------------------------------------------------------------------------
@@ -110,7 +117,7 @@ class BalancedTrainerMixin(_TrainerBase):
                 "attach in a training loop of your own"
             )
         folder = self._resumes_from
-        if folder is not None and (folder / OPTIMIZER_NAME).is_file():
+        if folder is not None and not self._is_spread and (folder / OPTIMIZER_NAME).is_file():
             # Of a run without us: whole on every rank, until attaching takes over what belongs here.
             whole = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
             self.optimizer.load_state_dict(whole)
@@ -128,7 +135,7 @@ class BalancedTrainerMixin(_TrainerBase):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, *arguments: Any, **options: Any) -> nn.Module:
         """Wrap it as Accelerate does, but leave it where it is: moving gives parameters new memory, even on a CPU."""
-        if self.balancer is None or not training:
+        if self.balancer is None or not training or self._is_spread:
             return super()._wrap_model(model, training, *arguments, **options)
         if model is self.model:
             model._is_accelerate_prepared = False  # type: ignore[assignment]  # an evaluation ahead of training says so
@@ -194,10 +201,12 @@ class BalancedTrainerMixin(_TrainerBase):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """Save all experts, or adapters of them, in logical order, from all ranks."""
-        if (self._exports or self._expert_adapters) and not self.args.should_save:
+        if self._is_spread:
+            super()._save(output_dir, state_dict)
+        elif (self._exports or self._expert_adapters) and not self.args.should_save:
             self.model.save_pretrained(output_dir if output_dir is not None else self.args.output_dir)
-            return
-        super()._save(output_dir, None if self._exports else state_dict)
+        else:
+            super()._save(output_dir, None if self._exports else state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """The Trainer's state is what makes a checkpoint whole: the old one goes first, the new one is written last."""
@@ -214,7 +223,12 @@ class BalancedTrainerMixin(_TrainerBase):
                 if self.args.should_save:
                     write_file(Path(output_dir) / f"{STATE}.json", json.dumps(state))
             return
-        save(Path(output_dir) / STATE, self.model, self._bare_optimizer)
+        if self._is_spread:
+            from transformers.distributed.checkpoint import save_optimizer_distributed
+
+            save_optimizer_distributed(self.model, self._bare_optimizer, str(Path(output_dir) / STATE))
+        else:
+            save(Path(output_dir) / STATE, self.model, self._bare_optimizer)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
@@ -227,14 +241,30 @@ class BalancedTrainerMixin(_TrainerBase):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Only adapters here: experts are read when they are spread, by the rank that gets them."""
-        if not _is_whole(self.model):
+        if self._is_spread and _is_whole(self.model):
+            self._read_anew(resume_from_checkpoint)
+        elif not _is_whole(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _read_anew(self, folder: str) -> None:
+        """Read weights into a model that the library has spread, by the library: it makes another one for a moment."""
+        config = self.model.config
+        ways = {"dtype": self.model.dtype, "experts_implementation": config._experts_implementation}
+        other = type(self.model).from_pretrained(folder, distributed_config=config.distributed_config, **ways)
+        self.model.load_state_dict(other.state_dict())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Weights, too: when this is called, experts are spread and the optimizer is the one that will step."""
         if checkpoint is None:
             return
-        folder, view = Path(checkpoint), LogicalView(self.model)
+        folder = Path(checkpoint)
+        if self._is_spread:
+            from transformers.distributed.checkpoint import load_optimizer_distributed
+
+            load_optimizer_distributed(self.model, self._bare_optimizer, str(folder / STATE))
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+            return
+        view = LogicalView(self.model)
         joint = JointAccess.of(view)
         if joint.folder_has(folder / STATE / MARKER):
             load(folder / STATE, self.model, self._bare_optimizer)
@@ -269,7 +299,10 @@ class BalancedTrainerMixin(_TrainerBase):
             return
         best = self.state.best_model_checkpoint
         logger.info("loading the best model from %s (%s)", best, self.state.best_metric)
-        load_pretrained(self.model, best)
+        if self._is_spread:
+            self._read_anew(best)
+        else:
+            load_pretrained(self.model, best)
 
     def _last_whole_checkpoint(self) -> Path:
         """Return that of the output folder; ValueError: there is none, or ranks see different ones."""
@@ -294,6 +327,11 @@ class BalancedTrainerMixin(_TrainerBase):
         """Without Accelerate's wrapper."""
         bare: Any = getattr(self.optimizer, "optimizer", self.optimizer)
         return bare
+
+    @property
+    def _is_spread(self) -> bool:
+        """Whether the library has spread the model itself, and saves it."""
+        return bool(getattr(self, "is_distributed_loading_by_transformers", False))
 
     @property
     def _exports(self) -> bool:
@@ -336,7 +374,7 @@ def _refuse(trainer: Any) -> None:
     for name, is_on in {
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "FSDP": trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled,
-        "DistributedConfig": getattr(trainer, "is_distributed_loading_by_transformers", False),
+        "DistributedConfig(tp_size)": trainer._is_spread and trainer.model.config.distributed_config.tp_size > 1,
         "ParallelismConfig": parallel is not None and parallel.total_size > 1,
     }.items():
         if is_on:

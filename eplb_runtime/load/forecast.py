@@ -92,7 +92,7 @@ def foretell(load: Load, ranks: int = 8) -> ExpectedLoad:
     mean_LE = share_TLE.sum(axis=0) / np.maximum(counted_TL1.sum(axis=0), 1)
     share_TLE = np.where(counted_TL1, share_TLE, mean_LE)
     deviation_NLE, wanders_L = _deviations(share_TLE), np.zeros(len(mean_LE), dtype=bool)
-    if len(load) >= PARAMETERS.least_windows:
+    if len(load) >= PARAMETERS.least_windows and load.shape[2] > 1:
         after = np.arange(max(len(load) - PARAMETERS.judged, 2), len(load) + 1)
         made_FCLE, came_CLE = _forecasts(share_TLE, after), share_TLE[after[:-1]]
         moves_L, wanders_L = _which_move_on(share_TLE, made_FCLE[:, :-1], came_CLE)

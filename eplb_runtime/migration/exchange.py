@@ -21,7 +21,7 @@ from ..placement import HomeRows
 from ..utils.checksums import CHECKSUM_BYTES, as_bytes, checksum
 from .records import Records
 from .schedule import Ints, Round, Transfer, TransferSchedule
-from .staging import DIRECT_BYTES, Arena, chains_of, packed_bytes, runs_of
+from .staging import Arena, chains_of, packed_bytes, runs_of
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,6 @@ class RoundExecutor:
         self._freed_bytes = [arena.memory.nbytes for arena in self._arenas]
         for arena in self._arenas:
             arena.forget()
-        self._transport.free_spare()
         return sum(self._freed_bytes)
 
     def take_memory(self) -> None:
@@ -157,11 +156,10 @@ class RoundExecutor:
         spare row."""
         arriving, leaving = (np.zeros(schedule.num_rounds, dtype=np.int64) for _ in range(2))
         spare = 0
-        regions: list[Tensor] = []
         for layer, record_format in records.formats.items():
             of_layer = schedule.transfers[schedule.transfers[:, 1] == layer]
             if record_format.is_divided:
-                regions += self._reserve_pieces(of_layer, record_format, arriving, leaving)
+                self._reserve_pieces(of_layer, record_format, arriving, leaving)
                 continue
             runs = runs_of(record_format, self.device)
             source, destination = self._home_rows.rank_of(of_layer[:, 3:]).T
@@ -170,28 +168,20 @@ class RoundExecutor:
             np.add.at(arriving, of_layer[is_arriving, 0], record_format.nbytes)
             np.add.at(leaving, of_layer[is_leaving, 0], packed_bytes(runs))
             spare = max(spare, *(part.nbytes for part in record_format.fields))
-            direct = [tensor for _, _, part in runs if part is not None for tensor in part.source.memory]
-            regions += [as_bytes(tensor) for tensor in direct if tensor.is_contiguous()]
         if at_once is not None:
             arriving, leaving = (np.minimum(nbytes.sum(keepdims=True), at_once) for nbytes in (arriving, leaving))
         self._arrivals.reserve(int(arriving.max(initial=0)))
         self._departures.reserve(int(leaving.max(initial=0)))
         self._spare.reserve(spare)
-        self._transport.register([self._arrivals.memory, self._departures.memory, *regions])
 
-    def _reserve_pieces(
-        self, transfers: Ints, record_format: RecordFormat, arriving: Ints, leaving: Ints
-    ) -> list[Tensor]:
-        """Add the bytes that pieces of a layer take in each round; returns live memory that is sent from its place."""
+    def _reserve_pieces(self, transfers: Ints, record_format: RecordFormat, arriving: Ints, leaving: Ints) -> None:
+        """Add the bytes that pieces of a layer take in each round."""
         for number, *row in transfers[self._concerns(transfers[:, 3:])].tolist():
             for shipment in self._shipments(Transfer(*row), record_format):
                 if shipment.destination == self._row_rank:
                     arriving[number] += shipment.arrives[0].nbytes
                 else:
                     leaving[number] += packed_bytes(runs_of(shipment.leaves[0], self.device))
-        sources = [part.source for part in record_format.fields if not part.source.varies_in_device]
-        memory = [tensor for source in sources for tensor in source.memory if tensor.device == self.device]
-        return [as_bytes(tensor) for tensor in memory if tensor.nbytes >= DIRECT_BYTES and tensor.is_contiguous()]
 
     def restart(self) -> None:
         """Free the staged memory for the next round."""

@@ -242,11 +242,11 @@ class HostDispatchedLayer:
             return chosen_TE.index_select(1, order), weights_TE.index_select(1, order)
 
     @torch.compiler.disable
-    def slots(self, hidden: Tensor, topk_ids: Tensor) -> Tensor:
-        """Return ids of slots for ids of logical experts; every token counts."""
+    def slots(self, hidden: Tensor, topk_ids: Tensor, real_T: Tensor | None = None) -> Tensor:
+        """Return ids of slots for ids of logical experts. ``real_T``: False for padding; None: every token counts."""
         with _unseen_by_selective_checkpointing():
             self._table.require_known(self.index, topk_ids)
-            epoch = self._begin(hidden, lambda: self._counter.count(self.index, topk_ids))
+            epoch = self._begin(hidden, lambda: self._counter.count(self.index, topk_ids, real_T))
             with phase("route", "F", self.index, epoch):
                 return self._table.slots(self.index, topk_ids)
 

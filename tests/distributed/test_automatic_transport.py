@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from transport_contract import exchange_with_all, soon
 
-from eplb_runtime.distributed.transports import nixl, nixl_agent
+from eplb_runtime.distributed.transports import nixl_agent, windows
 from eplb_runtime.distributed.transports.automatic import TransportChoice, choose, choose_together, probe
 from eplb_runtime.distributed.transports.base import TransportError
 
@@ -55,7 +55,7 @@ def in_three_places(rank: int) -> list[tuple[str, TransportChoice]]:
         os.environ["GROUP_RANK"] = str(node)
         nixl_agent.rdma_devices = lambda devices=devices: devices
         if broken:
-            nixl.try_out = refuse if rank == 2 else lambda *_: None
+            windows.try_out = refuse if rank == 2 else lambda *_: None
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
         transport, choice = choose_together(group, "gloo", CPU, 60.0)
         transport.warm_up(soon())

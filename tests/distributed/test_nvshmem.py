@@ -24,7 +24,7 @@ from transport_contract import (
     tell,
 )
 
-from eplb_runtime.distributed.transports import TRANSPORTS, nvshmem_heap, windows
+from eplb_runtime.distributed.transports import TRANSPORTS, nvshmem, windows
 from eplb_runtime.distributed.transports.base import Message, TransportError
 from eplb_runtime.distributed.transports.nvshmem import Nvshmem
 
@@ -47,7 +47,7 @@ def two_at_once(rank: int) -> list[int]:
     first, second = (TRANSPORTS["nvshmem"](dist.group.WORLD, "gloo", torch.device("cpu"), 30.0) for _ in range(2))
     first.warm_up(soon())
     second.warm_up(soon())
-    windows = [len(nvshmem_heap._process.memories)]
+    windows = [len(nvshmem._process.memories)]
     to, source = (rank + 1) % RANKS, (rank - 1) % RANKS
     arrived = [torch.empty(200_000, dtype=torch.uint8) for _ in range(2)]
     pending = [
@@ -64,7 +64,7 @@ def two_at_once(rank: int) -> list[int]:
     exchange_with_all(rank, third, others(rank), [70_000])
     for transport in (second, third):
         transport.close()
-    return [*windows, len(nvshmem_heap._process.memories)]
+    return [*windows, len(nvshmem._process.memories)]
 
 
 def closed_before_it_was_looked_at(rank: int) -> list[str]:
@@ -121,14 +121,14 @@ def test_a_note_follows_its_piece_only_when_that_is_there(ranks: list) -> None:
 
 
 def test_a_model_on_a_cpu_is_refused() -> None:
-    assert "GPU" in nvshmem_heap.why_not(torch.device("cpu"))
+    assert "GPU" in nvshmem.why_not(torch.device("cpu"))
 
 
 def test_a_missing_package_is_one_line_that_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def not_there(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr(nvshmem_heap, "import_module", not_there)
+    monkeypatch.setattr(nvshmem, "import_module", not_there)
     with pytest.raises(TransportError, match=r"nvshmem4py .*: pip install 'eplb-runtime\[nvshmem-cu12\]'") as said:
-        nvshmem_heap.load()
+        nvshmem.load()
     assert "\n" not in str(said.value)

@@ -169,7 +169,7 @@ def closed_by_a_handler(rank: int) -> bool:
     job.until_sent()
     job.background._resolve = interrupted
     threading.Timer(60.0, os._exit, [1]).start()  # in vain for ever, otherwise
-    while not job.balancer._closed:
+    while not job.balancer.closed:
         job.step()
     still = Job(rank, overlap=False)
     while still.steps < job.steps:

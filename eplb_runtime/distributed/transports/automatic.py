@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ...utils.errors import one_line
 from ..node import node_of_this_rank
-from . import cuda_ipc, deepep_package, nixl_agent, nvshmem_heap
+from . import cuda_ipc, deepep_package, nixl_agent, nvshmem
 from .base import Transport, TransportError, first_problem, gather_bytes
 from .cuda_ipc import CudaIpc
 from .nixl import Nixl
@@ -42,7 +42,7 @@ class TransportChoice:
 _WHY_NOT: Mapping[str, Callable[[torch.device], str]] = {
     "cuda_ipc": cuda_ipc.why_not,
     "nixl": lambda device: nixl_agent.why_not(),
-    "nvshmem": nvshmem_heap.why_not,
+    "nvshmem": nvshmem.why_not,
     "deepep": deepep_package.why_not,
 }
 

@@ -128,12 +128,6 @@ class Transport(ABC):
         """Give what is posted from here on so long, whatever the deadline, in the place of what it was made with."""
         self._timeout = seconds
 
-    def register(self, regions: Sequence[Tensor]) -> None:  # noqa: B027 (most transports have nothing to do)
-        """Get memory ready that messages will be parts of; collective in effect. Regions known already cost nothing."""
-
-    def free_spare(self) -> None:  # noqa: B027 (most transports keep none)
-        """Free memory that is kept for messages to come; nothing may be pending."""
-
     @abstractmethod
     def warm_up(self, deadline: float) -> None:
         """Open the connections to all peers, unless they are; so that the first rebalance does not pay for them.

@@ -15,7 +15,8 @@ from ..consensus import ConsensusError
 from ..node_memory import NodeMemory
 from ..node_memory import why_not as why_no_memory
 from .base import TransportError
-from .windows import KINDS, Window, Windows, piece_bytes_for
+from .side_stream import SideStream
+from .windows import StreamWindow, Window, Windows, piece_bytes_for
 
 
 def why_not(device: torch.device) -> str:
@@ -48,19 +49,19 @@ class CudaIpc(Windows):
         piece_bytes = piece_bytes_for(ranks)
         try:
             memory.meet(deadline)
-            own = memory.zeros((Window.nbytes(ranks, piece_bytes, KINDS),), torch.uint8, self.device)
+            own = memory.zeros((StreamWindow.nbytes(ranks, piece_bytes),), torch.uint8, self.device)
             memory.open()
         except (RuntimeError, ConsensusError) as error:
             raise TransportError(f"memory of this node's GPUs cannot be opened: {error}") from error
-        return _NodeWindow(memory, own, piece_bytes)
+        return _NodeWindow(memory, own, piece_bytes, self._stream)
 
 
-class _NodeWindow(Window):
+class _NodeWindow(StreamWindow):
     """A window in memory of the node."""
 
-    def __init__(self, memory: NodeMemory, own: Tensor, piece_bytes: int) -> None:
-        super().__init__(own, memory.rank, memory.size, piece_bytes, KINDS)
+    def __init__(self, memory: NodeMemory, own: Tensor, piece_bytes: int, stream: SideStream) -> None:
+        super().__init__(own, memory.rank, memory.size, piece_bytes, stream)
         self._node = memory
 
-    def _put(self, place: Tensor, source: Tensor, peer: int, stream: int) -> None:
+    def _put(self, place: Tensor, source: Tensor, peer: int) -> None:
         self._node.of_peer(peer, place).copy_(source, non_blocking=True)

@@ -1,14 +1,146 @@
-"""NVSHMEM (extras ``nvshmem-cu12``, ``nvshmem-cu13``): writes on a stream into the memory of other GPUs, over NVLink or
-RDMA, without the host or NCCL in between (`windows.py`, `nvshmem_heap.py`)."""
+"""NVSHMEM (extras ``nvshmem-cu12``, ``nvshmem-cu13``): writes on a stream into windows (`windows.py`) in the memory of
+other GPUs, over NVLink or RDMA, without the host or NCCL in between.
+
+NVSHMEM is started once a process, and allocating or freeing waits for all ranks without a deadline; its binding starts
+with Python's interpreter unlocked, and allocates with it locked (`malloc` in nvshmem4py's nvshmem.pyx has no
+``nogil``). So windows are equally large everywhere and stay: one for each transport in use at once, lent again to the
+next; and all of this runs where training stands on every rank (`distributed.reconnect`): no thread of a
+rank that waits here is needed by one that has yet to come. Only writes on a stream and `quiet` are used: signals, teams
+and collectives end the process where several ranks share a GPU.
+"""
 
 from __future__ import annotations
 
+import json
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module, util
+from typing import Any
+
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from .base import TransportError
-from .nvshmem_heap import Library, why_not, window_of
-from .windows import KINDS, Window, Windows
+from ...utils.errors import one_line
+from .base import TransportError, gather_bytes
+from .side_stream import SideStream
+from .windows import StreamWindow, Window, Windows, piece_bytes_for
+
+
+@dataclass(frozen=True)
+class Library:
+    """What is used of nvshmem4py: ``get_unique_id``, ``init`` and ``tensor`` of ``nvshmem.core``, and
+    ``putmem_on_stream`` and ``quiet_on_stream`` of its bindings."""
+
+    core: Any
+    bindings: Any
+    device_of: Callable[[int], Any]
+
+
+def load() -> Library:
+    """Return the package, or raise TransportError."""
+    try:
+        return Library(
+            import_module("nvshmem.core"), import_module("nvshmem.bindings.nvshmem"), import_module("cuda.core").Device
+        )
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = one_line(error)
+        raise TransportError(f"transport 'nvshmem' needs nvshmem4py ({reason}): {INSTALL}") from error
+
+
+INSTALL = "pip install 'eplb-runtime[nvshmem-cu12]', or nvshmem-cu13 for CUDA 13"
+
+
+def why_not(device: torch.device) -> str:
+    """What this process lacks to use NVSHMEM; empty: nothing that can be seen without starting it."""
+    if device.type != "cuda":
+        return f"it carries between GPUs, not on {device.type}"
+    if util.find_spec("nvshmem") is None:
+        return f"nvshmem4py is not installed: {INSTALL}"
+    return ""
+
+
+class HeapWindow(StreamWindow):
+    """This rank's part of the heap, which begins at an address that stands for the same place on all ranks."""
+
+    def __init__(self, memory: Tensor, library: Library, rank: int, num_ranks: int, piece_bytes: int, on: SideStream):
+        super().__init__(memory, rank, num_ranks, piece_bytes, on)
+        self._library = library
+
+    def write(self, peer: int, half: int, data: Tensor) -> None:
+        staged = self.outbox_B[: data.numel()]  # networks read only from the heap
+        staged.copy_(data, non_blocking=True)
+        super().write(peer, half, staged)
+        self.settle()
+
+    def settle(self) -> None:
+        self._library.bindings.quiet_on_stream(self._stream.pointer)
+
+    def _put(self, place: Tensor, source: Tensor, peer: int) -> None:
+        on = self._stream.pointer
+        self._library.bindings.putmem_on_stream(place.data_ptr(), source.data_ptr(), source.nbytes, peer, on)
+
+
+class _Process:
+    """NVSHMEM of this process, which has one world and never a second."""
+
+    def __init__(self) -> None:
+        self.members: tuple[int, ...] = ()
+        self.memories: list[Tensor] = []
+        self.users: list[Callable[[], Window | None]] = []
+
+    def free(self) -> list[int]:
+        """Numbers of windows that nobody uses here."""
+        users = [user() for user in self.users]
+        return [number for number, user in enumerate(users) if user is None or user.released]
+
+
+_process = _Process()
+
+
+def window_of(
+    group: dist.ProcessGroup, device: torch.device, on: SideStream, deadline: float, library: Library | None
+) -> Window:
+    """Return a window between the ranks of a group, of the caller alone until it is released. Collective."""
+    members, problem = tuple(dist.get_process_group_ranks(group)), ""
+    try:
+        library = library or load()
+        if _process.members not in ((), members):
+            problem = f"NVSHMEM is started between ranks {list(_process.members)} in this process, not {list(members)}"
+    except TransportError as error:
+        problem = str(error)
+    word = json.dumps([problem, _process.free()]).encode()
+    said = [json.loads(word) for word in gather_bytes(word, group, device, deadline)]
+    for rank, (text, _) in enumerate(said):
+        if text:
+            raise TransportError(f"EP rank {rank}: {text}")
+    assert library is not None
+    ranks = group.size()
+    piece_bytes = piece_bytes_for(ranks)
+    if not _process.members:
+        _start(group, device, library, deadline)
+        _process.members = members
+    free_everywhere = set.intersection(*(set(free) for _, free in said))
+    number = min(free_everywhere, default=len(_process.memories))
+    if number == len(_process.memories):
+        memory: Tensor = library.core.tensor((StreamWindow.nbytes(ranks, piece_bytes),), dtype=torch.uint8)
+        _process.memories.append(memory.zero_())
+        _process.users.append(lambda: None)
+    window = HeapWindow(_process.memories[number], library, group.rank(), ranks, piece_bytes, on)
+    _process.users[number] = weakref.ref(window)
+    return window
+
+
+def _start(group: dist.ProcessGroup, device: torch.device, library: Library, deadline: float) -> None:
+    first = group.rank() == 0
+    identity = library.core.get_unique_id(empty=not first)
+    raw = identity._data.view(np.uint8)
+    raw[:] = np.frombuffer(gather_bytes(raw.tobytes() if first else b"", group, device, deadline)[0], dtype=np.uint8)
+    on = library.device_of(device.index or 0)
+    on.set_current()
+    library.core.init(device=on, uid=identity, rank=group.rank(), nranks=group.size(), initializer_method="uid")
 
 
 class Nvshmem(Windows):
@@ -30,4 +162,4 @@ class Nvshmem(Windows):
         self._library = library
 
     def _open(self, deadline: float) -> Window:
-        return window_of(self._group, self._group_device, KINDS, deadline, self._library)
+        return window_of(self._group, self._group_device, self._stream, deadline, self._library)

@@ -22,9 +22,9 @@ class SideStream:
         self.pointer = 0 if self._stream is None else self._stream.cuda_stream
 
     @contextlib.contextmanager
-    def __call__(self) -> Iterator[int]:
+    def __call__(self) -> Iterator[None]:
         with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
-            yield self.pointer
+            yield
 
     def after_current(self) -> None:
         """What comes from here on runs after what the current stream has to do now."""

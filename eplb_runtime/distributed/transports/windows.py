@@ -1,26 +1,29 @@
-"""Writes on a stream into windows: memory that other ranks write into.
+"""Writes into windows: memory that other ranks write into.
 
 A message goes in pieces through the window of who receives: a piece is written when the peer has room for it, then a
 note that it is there; the peer copies it to where it belongs, then notes that there is room again. A thread looks at
 notes while anything is pending. Nothing is written but windows: who gives up has nothing to fear from a peer that comes
-late. What a window lies in is the subclass's own.
+late. What a window lies in, and how writes and notes travel, is each transport's own.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...utils.errors import one_line
-from .base import Message, Pending, TransportError, gather_bytes
-from .progress import PendingMessages, ProgressTransport, to_others, try_out
+from ...utils.worker import ignore_captures_of_others
+from .base import Message, Pending, Transport, TransportError, gather_bytes
+from .progress import PendingMessages, to_others, try_out
 from .side_stream import LEFT_SECONDS, SideStream, wait_until
 
 LOOK_SECONDS = 0.0002
@@ -28,6 +31,8 @@ INBOX_BYTES, LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 512 << 20, 64 << 10, 16 << 20
 """All that other ranks write into, and what goes at once."""
 HALVES = 2
 """While one piece is copied out, the next comes in."""
+ASK_SECONDS = 0.2
+"""So often a rank that waits for another looks whether it is still there."""
 _NOTE = 2
 """A number and its complement: who reads one while it is written sees that they do not fit."""
 KINDS = 3
@@ -35,52 +40,98 @@ ARRIVED, TAKEN, GOODBYE = range(KINDS)
 """Notes: pieces that were written to you, pieces of yours that were copied out, and that nothing comes any more."""
 
 
-class Window:
+class Window(ABC):
     """What other ranks write into, the same on every rank.
 
     Args:
         memory: uint8 ``[nbytes]``, of this rank.
         rank, num_ranks: of the group.
         piece_bytes: B.
-        kinds: of notes.
 
     Attributes:
         released: whether its user reads and writes it no longer.
         inbox_RHB: uint8 ``[R, 2, B]``, pieces from each rank.
-        outbox_B: uint8, what goes out.
-        notes_RKN: int64 ``[R, kinds, 2]``, numbers from each rank.
     """
 
-    def __init__(self, memory: Tensor, rank: int, num_ranks: int, piece_bytes: int, kinds: int) -> None:
+    def __init__(self, memory: Tensor, rank: int, num_ranks: int, piece_bytes: int) -> None:
         self.released = False
+        self.piece_bytes = piece_bytes
         self._rank = rank
-        inbox, note = num_ranks * HALVES * piece_bytes, num_ranks * kinds * _NOTE * 8
+        inbox = num_ranks * HALVES * piece_bytes
         self.inbox_RHB = memory[:inbox].view(num_ranks, HALVES, piece_bytes)
-        self.outbox_B = memory[inbox : inbox + piece_bytes]
-        notes = memory[inbox + piece_bytes :][: 2 * note].view(torch.int64)
-        self.notes_RKN = notes[: note // 8].view(num_ranks, kinds, _NOTE)
-        self._out_RKN = notes[note // 8 :].view(num_ranks, kinds, _NOTE)
+        self._rest = memory[inbox:]
+
+    def begin(self, deadline: float) -> None:  # noqa: B027 (notes may not be memory)
+        """Forget notes of who used it before; nobody writes yet."""
+
+    @abstractmethod
+    def write(self, peer: int, half: int, data: Tensor) -> None:
+        """Put a piece into a rank's inbox; it is there when what is told after it is."""
+
+    @abstractmethod
+    def tell(self, peer: int, kind: int, number: int) -> Callable[[], bool]:
+        """Tell a rank a number, after all that was written before and all that the stream has to do. Returns what asks
+        whether it has left."""
+
+    @abstractmethod
+    def notes(self) -> Sequence[Sequence[int]] | None:
+        """Return the newest number of each kind from each rank, ``[R][kinds]``; None: they are on their way. Nothing
+        waits."""
+
+    def ask(self, peer: int) -> None:  # noqa: B027 (most libraries cannot tell)
+        """Raise RuntimeError if a rank that something is awaited from is known to be gone."""
+
+    def settle(self) -> None:  # noqa: B027 (writes may be in order)
+        """What was written is there when what is told after it is."""
+
+
+class StreamWindow(Window):
+    """A window that others write into on streams: notes are memory, too."""
+
+    def __init__(self, memory: Tensor, rank: int, num_ranks: int, piece_bytes: int, stream: SideStream) -> None:
+        super().__init__(memory, rank, num_ranks, piece_bytes)
+        self._stream, self._reading = stream, SideStream(memory.device)
+        self.outbox_B = self._rest[:piece_bytes]
+        notes = self._rest[piece_bytes:].view(torch.int64).view(2, num_ranks, KINDS, _NOTE)
+        self.notes_RKN, self._out_RKN = notes
+        self._read_RKN = torch.zeros_like(self.notes_RKN, device="cpu", pin_memory=memory.is_cuda)
+        self._are_here: Callable[[], bool] | None = None
 
     @staticmethod
-    def nbytes(num_ranks: int, piece_bytes: int, kinds: int) -> int:
-        return num_ranks * HALVES * piece_bytes + piece_bytes + 2 * num_ranks * kinds * _NOTE * 8
+    def nbytes(num_ranks: int, piece_bytes: int) -> int:
+        return num_ranks * HALVES * piece_bytes + piece_bytes + 2 * num_ranks * KINDS * _NOTE * 8
 
-    def write(self, peer: int, half: int, data: Tensor, stream: int) -> None:
-        """Put a piece into a rank's inbox; it is there when what follows on the stream runs."""
-        self._put(self.inbox_RHB[self._rank, half, : data.numel()], data, peer, stream)
+    def begin(self, deadline: float) -> None:
+        with self._stream():
+            self.notes_RKN.copy_(torch.tensor([0, ~0]))
+        wait_until(self._stream.mark(), deadline, "clearing notes")
 
-    def settle(self, stream: int) -> None:
-        """What was put is there when what follows on the stream runs."""
+    def write(self, peer: int, half: int, data: Tensor) -> None:
+        self._put(self.inbox_RHB[self._rank, half, : data.numel()], data, peer)
 
-    def tell(self, peer: int, kind: int, number: int, stream: int) -> None:
-        """Put a number into a rank's notes, after all that was put before on this stream."""
+    def tell(self, peer: int, kind: int, number: int) -> Callable[[], bool]:
         note = self._out_RKN[peer, kind]
         note.copy_(torch.tensor([number, ~number]), non_blocking=True)
-        self._put(self.notes_RKN[self._rank, kind], note, peer, stream)
+        self._put(self.notes_RKN[self._rank, kind], note, peer)
+        return self._stream.mark()
 
-    def _put(self, place: Tensor, source: Tensor, peer: int, stream: int) -> None:
-        """Copy to where that rank has ``place``, which is this rank's."""
-        raise NotImplementedError
+    def notes(self) -> Sequence[Sequence[int]] | None:
+        """Take what is here, and ask for the next at the next call. Where all streams share one queue
+        (`CUDA_DEVICE_MAX_CONNECTIONS=1`), even this copy comes after kernels that training has queued, and training may
+        wait for the lock."""
+        if self._are_here is None:
+            with self._reading():
+                self._read_RKN.copy_(self.notes_RKN, non_blocking=True)
+            self._are_here = self._reading.mark()
+        if not self._are_here():
+            return None
+        self._are_here = None
+        notes = self._read_RKN.tolist()
+        return [[number if number == ~complement else 0 for number, complement in of_rank] for of_rank in notes]
+
+    @abstractmethod
+    def _put(self, place: Tensor, source: Tensor, peer: int) -> None:
+        """Copy on the stream to where that rank has ``place``, which is this rank's."""
 
 
 def piece_bytes_for(num_ranks: int) -> int:
@@ -89,9 +140,13 @@ def piece_bytes_for(num_ranks: int) -> int:
 
 
 @dataclass
-class _StagedPiece:
+class _Piece:
+    """``ends``: the last one of a message of ``pending``, which has that number among those received; None: sent."""
+
     data: Tensor
-    last_of: PendingMessages | None
+    pending: PendingMessages
+    ends: bool
+    number: int | None
 
 
 @dataclass
@@ -100,8 +155,8 @@ class _Peer:
     from it, of which ``taken`` are copied out here. ``leaving``: it gives up, and what it wrote before is still to be
     seen."""
 
-    sends: deque[_StagedPiece] = field(default_factory=deque)
-    receives: deque[_StagedPiece] = field(default_factory=deque)
+    sends: deque[_Piece] = field(default_factory=deque)
+    receives: deque[_Piece] = field(default_factory=deque)
     sent: int = 0
     room: int = 0
     arrived: int = 0
@@ -110,20 +165,27 @@ class _Peer:
     problem: str = ""
 
 
-class Windows(ProgressTransport[PendingMessages]):
-    """Writes into the windows of other ranks; the group is only used to meet."""
+class Windows(Transport):
+    """Writes into the windows of other ranks; the group is only used to meet. A thread runs while anything is pending;
+    `_state` guards all of it. ``by`` is what carries, in words."""
+
+    by: ClassVar[str]
 
     def __init__(self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float) -> None:
         self.device = device
         self._group = group
         self._group_device = torch.device("cpu") if backend == "gloo" else device
-        super().__init__(group.rank(), timeout_seconds)
+        self._rank = group.rank()
+        self._timeout = timeout_seconds
+        self._state = threading.RLock()
+        self._pending: list[PendingMessages] = []
+        self._thread: threading.Thread | None = None
+        self._problem = ""
         self._peers = {peer: _Peer() for peer in range(group.size()) if peer != self._rank}
-        self._stream, self._reading = SideStream(device), SideStream(device)
+        self._stream = SideStream(device)
         self._window: Window | None = None
-        self._notes_RKN = torch.zeros(0)
-        self._are_here: Callable[[], bool] | None = None
-        self._under_way: deque[tuple[Callable[[], bool], PendingMessages]] = deque()
+        self._under_way: list[tuple[Callable[[], bool], _Piece]] = []
+        self._next_ask = 0.0
         self._closed = False
 
     @abstractmethod
@@ -138,10 +200,7 @@ class Windows(ProgressTransport[PendingMessages]):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         gather_bytes(b"", self._group, self._group_device, deadline)
-        with self._stream():
-            window.notes_RKN.copy_(torch.tensor([0, ~0]))
-        wait_until(self._stream.mark(), deadline, "clearing notes")
-        self._notes_RKN = torch.empty_like(window.notes_RKN, device="cpu", pin_memory=self.device.type == "cuda")
+        window.begin(deadline)
         gather_bytes(b"", self._group, self._group_device, deadline)
         self._window = window
         try_out(self, self._peers, deadline)
@@ -149,17 +208,17 @@ class Windows(ProgressTransport[PendingMessages]):
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         out, into = to_others(self._rank, sends, receives)
         with self._state:
-            for peer in {message.peer for message in (*out, *into)}:
-                self._refuse_if_lost(peer)
+            self._refuse_lost({message.peer for message in (*out, *into)})
             pending = PendingMessages(len(out) + len(into), time.monotonic() + self._timeout, self.give_up)
             if not pending.left:
                 return pending
+            numbers = pending.expect(self._rank, receives)
             self._stream.after_current()
             self._pending.append(pending)
             for message in out:
-                self._peers[message.peer].sends.extend(self._pieces(message, pending))
-            for message in into:
-                self._peers[message.peer].receives.extend(self._pieces(message, pending))
+                self._peers[message.peer].sends.extend(self._pieces(message, pending, None))
+            for message, number in zip(into, numbers, strict=True):
+                self._peers[message.peer].receives.extend(self._pieces(message, pending, number))
             self._run()
         return pending
 
@@ -178,15 +237,24 @@ class Windows(ProgressTransport[PendingMessages]):
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
+    def _run(self) -> None:
+        """Start the thread, unless it runs. The lock is held."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, daemon=True, name="eplb_runtime transport")
+            self._thread.start()
+
     def _work(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a new thread is on the first GPU, and would begin to use it
+        ignore_captures_of_others()
         while True:
             with self._state:
                 try:
                     went_on = not self._problem and self._go_on()
-                except RuntimeError as error:  # of the device
+                except Exception as error:  # of the device, or of the library
                     self._give_up(one_line(error))
                     went_on = False
-                self._drop_finished()
+                self._pending = [pending for pending in self._pending if not pending.finished.is_set()]
                 if not self._pending:
                     self._thread = None
                     return
@@ -196,11 +264,12 @@ class Windows(ProgressTransport[PendingMessages]):
     def _go_on(self) -> bool:
         """Begin what can begin, end what is through; whether there was anything."""
         assert self._window is not None
-        if self._is_late():
+        now = time.monotonic()
+        if any(now > pending.end for pending in self._pending):
             self._give_up("messages were not through in time")
             return True
+        self._hear(self._window, now)
         went_on = False
-        self._read_notes(self._window)
         for peer, traffic in self._peers.items():
             while traffic.sends and traffic.sent - traffic.room < HALVES and not traffic.problem:
                 self._send(self._window, peer, traffic)
@@ -211,63 +280,73 @@ class Windows(ProgressTransport[PendingMessages]):
             if traffic.problem and (traffic.sends or traffic.receives):
                 self._give_up(traffic.problem)
                 return True
-        while self._under_way and self._under_way[0][0]():
-            self._under_way.popleft()[1].one_done()
-            went_on = True
-        return went_on
+        return self._end_pieces() or went_on
 
-    def _read_notes(self, window: Window) -> None:
-        """Take what notes are here, and ask for the next. Nothing waits: where all streams share one queue
-        (`CUDA_DEVICE_MAX_CONNECTIONS=1`), even this copy comes after kernels that training has queued, and training may
-        wait for the lock."""
-        if self._are_here is None:
-            with self._reading():
-                self._notes_RKN.copy_(window.notes_RKN, non_blocking=True)
-            self._are_here = self._reading.mark()
-        if not self._are_here():
+    def _end_pieces(self) -> bool:
+        """Note what is through; whether there was anything."""
+        before, self._under_way = self._under_way, []
+        for is_through, piece in before:
+            if not is_through():
+                self._under_way.append((is_through, piece))
+            elif piece.ends:
+                if piece.number is not None:
+                    piece.pending.here[piece.number] = 1
+                piece.pending.one_done()
+        return len(self._under_way) < len(before)
+
+    def _hear(self, window: Window, now: float) -> None:
+        """Take what notes are here."""
+        if now > self._next_ask:
+            self._next_ask = now + ASK_SECONDS
+            for peer, traffic in self._peers.items():
+                if traffic.sends or traffic.receives:
+                    window.ask(peer)
+        if (notes := window.notes()) is None:
             return
-        self._are_here = None
-        notes = self._notes_RKN.tolist()
         for peer, traffic in self._peers.items():
             if traffic.leaving and not traffic.problem:
                 traffic.problem = f"EP rank {peer} has given up"
-            numbers = [number if number == ~complement else 0 for number, complement in notes[peer]]
-            traffic.arrived = max(traffic.arrived, numbers[ARRIVED])
-            traffic.room = max(traffic.room, numbers[TAKEN])
-            traffic.leaving = bool(numbers[GOODBYE])
+            traffic.arrived = max(traffic.arrived, notes[peer][ARRIVED])
+            traffic.room = max(traffic.room, notes[peer][TAKEN])
+            traffic.leaving = bool(notes[peer][GOODBYE])
 
     def _send(self, window: Window, peer: int, traffic: _Peer) -> None:
         piece = traffic.sends.popleft()
-        with self._stream() as stream:
-            window.write(peer, traffic.sent % HALVES, piece.data, stream)
+        with self._stream():
+            window.write(peer, traffic.sent % HALVES, piece.data)
             traffic.sent += 1
-            window.tell(peer, ARRIVED, traffic.sent, stream)
-        self._mark(piece)
+            self._under_way.append((window.tell(peer, ARRIVED, traffic.sent), piece))
 
     def _take(self, window: Window, peer: int, traffic: _Peer) -> None:
         piece = traffic.receives.popleft()
-        with self._stream() as stream:
+        with self._stream():
             inbox = window.inbox_RHB[peer, traffic.taken % HALVES]
             piece.data.copy_(inbox[: piece.data.numel()], non_blocking=True)
             traffic.taken += 1
-            window.tell(peer, TAKEN, traffic.taken, stream)
-        self._mark(piece)
+            self._under_way.append((window.tell(peer, TAKEN, traffic.taken), piece))
 
-    def _mark(self, piece: _StagedPiece) -> None:
-        if piece.last_of is not None:
-            self._under_way.append((self._stream.mark(), piece.last_of))
-
-    def _pieces(self, message: Message, pending: PendingMessages) -> list[_StagedPiece]:
+    def _pieces(self, message: Message, pending: PendingMessages, number: int | None) -> list[_Piece]:
         assert self._window is not None
-        parts = torch.split(message.data.detach(), self._window.outbox_B.numel())
-        return [_StagedPiece(part, pending if part is parts[-1] else None) for part in parts]
+        parts = torch.split(message.data.detach(), self._window.piece_bytes)
+        return [_Piece(part, pending, part is parts[-1], number) for part in parts]
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def _refuse_if_lost(self, peer: int) -> None:
+    def _refuse_lost(self, peers: Iterable[int]) -> None:
         unused = self._closed or self._window is None
-        self._require_in_use(self._problem or ("it is not warmed up, or closed" if unused else ""))
-        self._require(peer, self._peers[peer].problem if peer in self._peers else None)
+        if problem := self._problem or ("it is not warmed up, or closed" if unused else ""):
+            raise TransportError(f"{self.by} is not used any more: {problem}")
+        for peer in peers:
+            if peer not in self._peers:
+                raise TransportError(f"EP rank {peer} is not connected by {self.by}")
+            if problem := self._peers[peer].problem:
+                raise TransportError(problem)
+
+    def give_up(self, pending: PendingMessages, reason: str) -> None:
+        """End everything that is not done yet; afterwards nothing of it is read or written."""
+        with self._state:
+            if not pending.finished.is_set():
+                self._give_up(reason)
 
     def _give_up(self, problem: str) -> None:
         """End all that is pending on this rank, and tell the others."""
@@ -276,10 +355,10 @@ class Windows(ProgressTransport[PendingMessages]):
         self._problem = problem
         assert self._window is not None
         try:
-            with self._stream() as stream:
-                self._window.settle(stream)
+            with self._stream():
+                self._window.settle()
                 for peer in self._peers:
-                    self._window.tell(peer, GOODBYE, 1, stream)
+                    self._window.tell(peer, GOODBYE, 1)
             wait_until(self._stream.mark(), time.monotonic() + LEFT_SECONDS, "what was under way")
             self._window.released = True
         except (RuntimeError, TransportError) as error:
@@ -287,7 +366,6 @@ class Windows(ProgressTransport[PendingMessages]):
         for traffic in self._peers.values():
             traffic.sends.clear()
             traffic.receives.clear()
-        while self._under_way and self._under_way[0][0]():
-            self._under_way.popleft()[1].one_done()
+        self._end_pieces()
         for pending in self._pending:
             pending.fail(self._problem)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ...balancer.balancer import Removable
+from ...balancer.balancer import Balancer, Removable
 from ...config import BalancerConfig
 from ...distributed.ranks import Ranks
 from ...load.expert_clock import ExpertClock
@@ -158,7 +158,7 @@ class HostModel:
         watch_batches: hooks into the model what ``real_tokens`` needs.
         remake_buffers: fills the non-persistent buffers of one module, as the framework does when it makes a model.
         save_together: puts collective ways of saving in the place of the framework's own, which would write one rank's
-            experts; given ``barrier(what)``, which returns when all ranks have come to the same.
+            experts.
         folders: reads and writes the framework's own checkpoint folders; None: it has none.
         saves_itself: the framework saves and loads the attached model in logical order by its own means, called so;
             empty: `checkpoint` does it.
@@ -182,7 +182,7 @@ class HostModel:
     real_tokens: Callable[[int], Tensor | None] = lambda tokens: None
     watch_batches: Callable[[], Removable] = lambda: RemovableHandle(OrderedDict())
     remake_buffers: Callable[[nn.Module], None] = lambda module: None
-    save_together: Callable[[Callable[[str], None]], None] = lambda barrier: None
+    save_together: Callable[[Balancer], None] = lambda balancer: None
     folders: PretrainedFolders | None = None
     saves_itself: str = ""
     ranks: Ranks | None = None

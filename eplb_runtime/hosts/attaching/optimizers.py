@@ -22,6 +22,7 @@ from ...balancer.balancer import Balancer
 from ...moe.experts.elementwise import check_elementwise
 from ...moe.experts.optimizer_state import OptimizerStateError
 from .description import AnyOptimizer, AttachError, HostOptimizer
+from .logical_order import LogicalOrder, order_optimizer
 from .state_hooks import Homes, mark_optimizer
 
 
@@ -149,7 +150,11 @@ class Optimizers:
         optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
         self._balancer._end_with(after)
         before = optimizer.register_step_pre_hook(self._before_step)
-        self._hooks[number] = [*mark_optimizer(optimizer, self._experts, self._homes_of), before, after]
+        if self._balancer._runtime.job.divided_rows:  # the framework saves it
+            marks = order_optimizer(optimizer, self._experts, LogicalOrder(self._balancer))
+        else:
+            marks = mark_optimizer(optimizer, self._experts, self._homes_of)
+        self._hooks[number] = [*marks, before, after]
 
     def add_container(self, container: torch.optim.Optimizer, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Hook what steps several optimizers in one step of its own; these are let alone."""
@@ -261,7 +266,7 @@ class Optimizers:
         number = next((number for number, known in enumerate(self._known) if known is optimizer), -1)
         before = self._step_count.get(number, 0)
         yield
-        if number >= 0 and self._step_count.get(number, 0) == before and not self._balancer._closed:
+        if number >= 0 and self._step_count.get(number, 0) == before and not self._balancer.closed:
             self._balancer._guard.passed_over(optimizer)
             self._end_of_step(number, stepped=False)
 

@@ -253,7 +253,7 @@ class TrialRun:
         """Return where everything is that the models and balancers of this process have."""
         gc.unfreeze()
         objects = gc.get_objects()
-        balancers = [one for one in objects if type(one) is Balancer and not one._closed]
+        balancers = [one for one in objects if type(one) is Balancer and not one.closed]
         if len(balancers) > 1 and _BALANCERS not in self._meta["doubts"]:
             self._meta["doubts"].append(_BALANCERS)
         owned = [one for balancer in balancers for one in balancer._known_tensors()]

@@ -23,6 +23,7 @@ from .. import _all_can_attach
 from ..attaching.attach import attach_stages
 from ..attaching.checks import device_of
 from ..attaching.description import AttachError, HostModel, Spread, Stage, mark_spread
+from ..attaching.logical_order import LogicalOrder, keep_order, synchronize_state
 from .experts import balanced_experts, describe, routed_experts
 from .pipeline import accompany, build_pipeline, numbers_of
 from .settings import (
@@ -36,7 +37,7 @@ from .settings import (
     refusals,
     without_replicas,
 )
-from .state import BalancedOptimizers, LogicalOrder, balanced_optimizers, keep_order, synchronize_state
+from .state import BalancedOptimizers, balanced_optimizers
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -141,7 +142,7 @@ def _build(
         logger.warning(STAND_IN, "moe_comm_backend", settings.moe_comm_backend)
     optimizers.order = order = LogicalOrder(balancer)
     for layer in (layer for stage in stages for layer in stage.host.layers):
-        keep_order(layer, order)
+        keep_order(layer, order, same_tensors=True)
     for part in model_parts:
         synchronize_state(part, order)
     if parallel_dims.pp_enabled:

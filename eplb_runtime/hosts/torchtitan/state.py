@@ -1,9 +1,4 @@
-"""State dicts in logical order: what torchtitan's checkpointer saves and loads, whatever the placement.
-
-Each row of an expert tensor stands where torchtitan without us would have it, in a DTensor of the same mesh and
-placements: so its formats, exports and resharding work on it as they are. The rows travel, in one exchange for each
-tensor; state dicts are therefore collective.
-"""
+"""torchtitan's optimizers, whose state its checkpointer has in logical order (`attaching.logical_order`)."""
 
 from __future__ import annotations
 
@@ -11,107 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import override
 from torchtitan.config.override import derive
 
-from ...balancer.balancer import Balancer
-from ...moe.experts.gathering import rearranged
-from ...moe.experts.slices import local
-from ..attaching.checks import wait_for_ranks
-from ..attaching.description import MoELayer
-
-
-class StateError(RuntimeError):
-    """State that cannot be brought into, or out of, logical order."""
-
-
-class LogicalOrder:
-    """The rows of an attached model's expert tensors, between logical order and the placement that stands."""
-
-    def __init__(self, balancer: Balancer) -> None:
-        self._balancer = balancer
-        self.barrier: Callable[[str], None] = balancer._runtime.barrier
-        self.weights_changed = balancer.weights_changed
-        everyone, seconds = list(balancer._runtime.job.ranks), balancer.config.timeout_seconds
-        self.wait_for_all: Callable[[str], None] = lambda what: wait_for_ranks(everyone, what, seconds, patient=True)
-        registry = balancer._runtime.registry
-        self._layer_of = {id(p): layer for layer in registry.layers for p in registry.parameters(layer)}
-
-    def layer_of(self, parameter: Tensor) -> int | None:
-        """MoE layer index of an expert parameter, else None."""
-        return self._layer_of.get(id(parameter))
-
-    @torch.no_grad()
-    def saved(self, layer: int, tensor: Tensor, name: str) -> DTensor:
-        """In logical order, in new memory. Collective."""
-        stand_E = self._balancer.placement.homes_LRH[layer].reshape(-1)
-        return self._rearranged(tensor, stand_E, np.arange(len(stand_E)), name)
-
-    @torch.no_grad()
-    def loaded(self, layer: int, tensor: Tensor, name: str) -> DTensor:
-        """Of what was saved in logical order: as experts stand here. Collective."""
-        stand_E = self._balancer.placement.homes_LRH[layer].reshape(-1)
-        return self._rearranged(tensor, np.arange(len(stand_E)), stand_E, name)
-
-    def _rearranged(self, tensor: Tensor, here_E: Any, wanted_E: Any, name: str) -> DTensor:
-        rows = len(here_E) // len(self._balancer._runtime.job.row_ranks)
-        if not isinstance(tensor, DTensor) or local(tensor).shape[0] != rows:
-            raise StateError(
-                f"{name} is no DTensor whose rows are divided over ranks as the model's are: load and save with "
-                "torchtitan's checkpointer (config.checkpoint)"
-            )
-        moved = rearranged(local(tensor), here_E, wanted_E, self._balancer._runtime.groups)
-        return DTensor.from_local(
-            moved,
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
-
-
-def keep_order(layer: MoELayer, order: LogicalOrder) -> None:
-    """Let ``state_dict`` and ``load_state_dict`` of a model have one layer's experts in logical order.
-
-    torchtitan's checkpointer keeps the tensors that it was given first, and writes into them what the same key holds
-    later: so they are the same tensors each time, and never those of the model.
-    """
-    kept: dict[str, DTensor] = {}
-    experts, name, names = layer.experts, layer.name, layer.parameters
-    index = order.layer_of(layer.parameter(names[0]))
-    assert index is not None
-
-    def saved(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-        for own in names:
-            tensor = order.saved(index, state[prefix + own], f"{name}.{own}")
-            if own in kept:
-                local(kept[own]).copy_(local(tensor))
-            state[prefix + own] = kept.setdefault(own, tensor)
-
-    def loading(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *others: Any) -> None:
-        if metadata.get("assign_to_params_buffers"):
-            raise StateError(f"{name}: load_state_dict(assign=True) would replace the experts that are balanced")
-        for own in names:
-            if prefix + own in state:
-                state[prefix + own] = order.loaded(index, state[prefix + own], f"{name}.{own}")
-
-    experts._register_state_dict_hook(saved)
-    experts._register_load_state_dict_pre_hook(loading, with_module=True)
-
-
-def synchronize_state(part: nn.Module, order: LogicalOrder) -> None:
-    """Let the state of a model, or a stage of it, be taken and loaded by all ranks or none: one that does it alone says
-    who is missing, and waits as long as the host would (ranks may read data before). Copies of experts follow what is
-    loaded."""
-    part.register_state_dict_pre_hook(lambda *_: order.wait_for_all("the state of the model"))
-    part.register_load_state_dict_pre_hook(lambda *_: order.wait_for_all("the loading of the model's state"))
-    part.register_load_state_dict_post_hook(lambda *_: order.weights_changed())
+from ..attaching.logical_order import LogicalOrder
 
 
 class BalancedOptimizers(OptimizersContainer):

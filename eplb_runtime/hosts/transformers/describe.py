@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 
 def describe(model: nn.Module) -> HostModel:
     """Return the MoE layers of ``model`` in model order, and the padding of its batches."""
+    if any(getattr(module, "_is_expert_parallel", False) for module in model.modules()):
+        from .expert_parallel import describe_spread
+
+        return describe_spread(model, _Padding())
     adapted = dict(adapted_experts(model, follows_experts_interface))
     inside = {id(one.experts) for one in adapted.values()}
     layers = tuple(
@@ -53,7 +57,7 @@ def describe(model: nn.Module) -> HostModel:
         padding.real_tokens,
         lambda: padding.watch(model, padding.see),
         getattr(model, "_init_weights", lambda module: None),
-        lambda barrier: _save_together(model, with_adapters, barrier),
+        lambda balancer: _save_together(model, with_adapters, balancer._runtime.barrier),
         _Folders(),
         adapters=frozenset(f"{layer.name}.{name}" for layer, one in with_adapters for name in one.parameters),
         weights=_weights,
@@ -105,8 +109,6 @@ def _describe_layer(name: str, outer: nn.Module, adapted: AdaptedExperts | None)
     experts = outer if adapted is None else adapted.experts
     path = "" if adapted is None else adapted.path
     num_experts = int(experts.num_experts)  # type: ignore[arg-type]
-    if experts._is_expert_parallel:
-        raise AttachError(f"{name} is expert-parallel already: load the model without an expert-parallel plan")
     if nn.utils.parametrize.is_parametrized(experts):
         raise AttachError(
             f"the weights of {name} are parametrized: what makes them would not move along; remove the "

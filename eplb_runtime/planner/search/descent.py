@@ -34,8 +34,6 @@ NOT_HERE, AS_REPLICA, AS_HOME = 0, 1, 2
 def descend(
     layer: Layer,
     held_RE: IntArray,
-    homes: int,
-    replicas: int,
     home_price: float,
     replica_price: float,
     enough: float,
@@ -46,8 +44,7 @@ def descend(
 
     Args:
         layer: tokens are split; where the search ends it is in the state after the last step.
-        held_RE: how each rank held each expert before.
-        homes, replicas: moved where the layer is now.
+        held_RE: how each rank holds each expert where the layer is now.
         home_price, replica_price: imbalance that moving one must be worth.
         stuck_ranks: ranks without a step that helps, one after the other, after which the search ends.
         track_NX: out, float64 ``[N + 1, 6]``, row n after n steps.
@@ -61,6 +58,7 @@ def descend(
     step_M3, gain_M = np.empty((1 + TRIED_REPLICAS, 3), dtype=np.int64), np.empty(1 + TRIED_REPLICAS)
     token_WP, load_WR = np.empty_like(layer.token_WP), np.empty_like(layer.load_WR)
     best_token_WP, best_load_WR = np.empty_like(layer.token_WP), np.empty_like(layer.load_WR)
+    homes, replicas = moved(layer, held_RE)
     value, goal = judge(layer, peak_W)
     goal += home_price * homes + replica_price * replicas
     _note(track_NX[0], value, homes, replicas, 0, 0, 0)
@@ -122,6 +120,30 @@ def take(layer: Layer, kind: int, slot: int, other: int) -> None:
         swap_homes(layer, slot, other)
     else:
         set_replica(layer, slot, other)
+
+
+def held_by(now_RS: IntArray, homes: int, experts: int) -> IntArray:
+    """int64 ``[R, E]``: how each rank holds each expert, by its slots, homes first."""
+    held_RE = np.full((len(now_RS), experts), NOT_HERE, dtype=np.int64)
+    for row_S, held_E in zip(now_RS, held_RE, strict=True):
+        held_E[row_S[row_S != EMPTY]] = AS_REPLICA
+        held_E[row_S[:homes]] = AS_HOME
+    return held_RE
+
+
+@jit
+def moved(layer: Layer, held_RE: IntArray) -> tuple[int, int]:
+    """Homes and replicas on ranks that did not hold them so."""
+    homes, replicas = 0, 0
+    for slot in range(layer.slot_P.size):
+        rank, expert = slot // layer.per_rank, layer.slot_P[slot]
+        if expert == EMPTY:
+            continue
+        if slot % layer.per_rank < layer.homes:
+            homes += held_RE[rank, expert] != AS_HOME
+        else:
+            replicas += held_RE[rank, expert] == NOT_HERE
+    return homes, replicas
 
 
 @jit

@@ -35,7 +35,7 @@ class Workload:
     tokens: int = 1024  # of each rank's batch, a multiple of `experts`
     skew: float = 0.6  # load of an expert by that of the one before it; 1: balanced
     interval: int = 10  # steps between decisions, and of a block
-    settle_blocks: int = 4  # before timing, in which experts find their places
+    settle_blocks: int = 2  # before timing, in which experts find their places
     blocks: int = 8  # timed
 
 

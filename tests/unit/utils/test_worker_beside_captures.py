@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from eplb_runtime.distributed.transports.progress import PendingMessages, ProgressTransport
+from eplb_runtime.distributed.transports.cuda_ipc import CudaIpc
 from eplb_runtime.utils import worker
 from eplb_runtime.utils.worker import Worker
 
@@ -36,33 +36,11 @@ def test_a_worker_has_no_part_in_captures_of_others(modes: dict[int, int]) -> No
     assert threading.get_ident() not in modes, "the thread that trains keeps its own"
 
 
-class Carries(ProgressTransport[PendingMessages]):
-    """Nothing; it looks at the mode of its thread."""
-
-    by = "a test's"
-
-    def __init__(self, modes: dict[int, int]) -> None:
-        super().__init__(0, 1.0)
-        self.device = torch.device("cpu")
-        self.modes, self.seen, self.ended = modes, None, threading.Event()
-
-    def _work(self) -> None:
-        self.seen = self.modes.get(threading.get_ident())
-        self.ended.set()
-
-    def _give_up(self, problem: str) -> None: ...
-
-    def warm_up(self, deadline: float) -> None: ...
-
-    def post(self, sends: Any, receives: Any) -> Any: ...
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes)
-
-    def close(self) -> None: ...
-
-
 def test_a_thread_that_carries_experts_has_none_either(modes: dict[int, int]) -> None:
-    transport = Carries(modes)
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    transport = CudaIpc(group, "gloo", torch.device("cpu"), 1.0, package=None)
+    seen = []
+    transport._go_on = lambda: bool(seen.append(modes.get(threading.get_ident())))  # type: ignore[method-assign]
     transport._run()
-    assert transport.ended.wait(10.0) and transport.seen == 1
+    assert transport._thread is None or transport._thread.join(10.0) is None
+    assert seen == [1]

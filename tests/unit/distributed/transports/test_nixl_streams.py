@@ -1,149 +1,96 @@
-"""NIXL knows of no streams: what the device has not written is not sent, and what it has not copied has not arrived."""
+"""NIXL knows of no streams: what the device has not written is not sent, and what it reads is not written over."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from eplb_runtime.distributed.transports import nixl
-from eplb_runtime.distributed.transports.base import Message
+from eplb_runtime.distributed.transports.nixl import _NOTE, _AgentWindow
+from eplb_runtime.distributed.transports.windows import ARRIVED, TAKEN
 
-CPU = torch.device("cpu")
-PEER = "the other agent"
+PEER, ADDRESS, PIECE = "the other agent", 1 << 30, 64
 
 
 class HeldStream:
-    """Copies are made when they are let go."""
+    done = False
 
-    def __init__(self) -> None:
-        self.done = self.inside = False
-        self.waited_for_current = 0
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[int]:
-        self.inside = True
-        yield 0
-        self.inside = False
-
-    def after_current(self) -> None:
-        self.waited_for_current += 1
-
-    def mark(self) -> Callable[[], bool]:
+    def mark(self) -> Any:
         return lambda: self.done
 
 
 class Agent:
-    """Notes come from `notes`; writes are only written down."""
+    """Writes and notes are only written down."""
 
     def __init__(self) -> None:
-        self.notes: list[bytes] = []
         self.writes: list[Any] = []
-        self.sent: list[bytes] = []
+        self.sent: list[tuple[int, int]] = []
+        self.come: list[tuple[int, int]] = []
+        self.state = "PROC"
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
-        notes, self.notes = self.notes, []
-        return {PEER: notes}
+        came, self.come = self.come, []
+        return {PEER: [_NOTE.pack(*note) for note in came], "a stranger": [_NOTE.pack(ARRIVED, 9)]}
+
+    def get_xfer_descs(self, places: Any, kind: str) -> Any:
+        return places
 
     def initialize_xfer(self, *what: Any) -> Any:
         return what
 
     def transfer(self, write: Any) -> str:
         self.writes.append(write)
-        return "PROC"
+        return self.state
 
     def check_xfer_state(self, write: Any) -> str:
-        return "PROC"
+        return self.state
 
-    def get_xfer_descs(self, places: Any, kind: str) -> Any:
-        return places
-
-    def register_memory(self, region: torch.Tensor) -> Any:
-        return region
-
-    def get_partial_agent_metadata(self, *what: Any) -> bytes:
-        return b""
+    def release_xfer_handle(self, write: Any) -> None:
+        assert write in self.writes
 
     def send_notif(self, name: str, note: bytes) -> None:
-        self.sent.append(note)
+        self.sent.append(_NOTE.unpack(note))
 
 
 @pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> tuple[nixl.Nixl, Agent, HeldStream]:
-    """A transport of rank 0 with one peer, whose thread is the test."""
+def joined() -> tuple[_AgentWindow, Agent, HeldStream]:
+    """The window of rank 0 of 2."""
     agent, stream = Agent(), HeldStream()
-    monkeypatch.setattr(nixl, "new_agent", lambda name: agent)
-    transport = nixl.Nixl(SimpleNamespace(rank=lambda: 0, size=lambda: 2), "gloo", CPU, 60.0)  # type: ignore[arg-type]
-    transport._traffic[1], transport._rank_of[PEER] = nixl._NixlTraffic(PEER), 1
-    transport._thread = threading.current_thread()
-    transport._stream = stream  # type: ignore[assignment]
-    return transport, agent, stream
-
-
-def test_what_came_has_not_arrived_before_the_device_has_copied_it(joined: Any) -> None:
-    transport, agent, stream = joined
-    pending = transport.post([], [Message(1, torch.empty(8, dtype=torch.uint8))])
-    agent.notes.append(nixl._HEAD.pack(nixl._WRITTEN, 1, 0))
-    transport._step()
-    assert not pending.finished.is_set() and not any(pending.here)
-    stream.done = True
-    transport._step()
-    assert pending.finished.is_set() and all(pending.here)
-
-
-def test_memory_is_not_offered_before_the_device_has_left_it(joined: Any) -> None:
-    transport, agent, stream = joined
-    transport.post([], [Message(1, torch.empty(8, dtype=torch.uint8))])
-    transport._step()
-    assert nixl._OFFER not in {nixl._HEAD.unpack_from(note)[0] for note in agent.sent}
-    stream.done = True
-    transport._step()
-    assert [nixl._HEAD.unpack_from(note)[0] for note in agent.sent].count(nixl._OFFER) == 1
-
-
-def test_giving_up_waits_for_copies_under_way(joined: Any) -> None:
-    transport, _, stream = joined
-    pending = transport.post([Message(1, torch.ones(8, dtype=torch.uint8))], [])
-    held = []
-
-    def mark() -> Callable[[], bool]:
-        held.append(bool(transport._regions))
-        return lambda: True
-
-    stream.mark = mark
-    with transport._state:
-        transport._give_up("closed")
-    assert held == [True] and pending.problem == "closed"
+    memory = torch.zeros(2 * 2 * 2 * PIECE, dtype=torch.uint8)
+    window = _AgentWindow(memory, 0, 2, PIECE, stream, agent, None)  # type: ignore[arg-type]
+    window.add(1, PEER, ADDRESS, 0)
+    return window, agent, stream
 
 
 def test_nothing_is_sent_before_the_device_has_packed_it(joined: Any) -> None:
-    transport, agent, stream = joined
-    transport.post([Message(1, torch.ones(8, dtype=torch.uint8))], [])
-    assert stream.waited_for_current == 1
-    agent.notes.append(nixl._HEAD.pack(nixl._OFFER, 0, 0) + nixl._PLACE.pack(1 << 20, 8, 0))
-    transport._step()
-    assert not agent.writes
+    window, agent, stream = joined
+    window.write(1, 1, torch.ones(8, dtype=torch.uint8))
+    has_left = window.tell(1, ARRIVED, 1)
+    window.notes()
+    assert not agent.writes and not agent.sent
     stream.done = True
-    transport._step()
-    assert len(agent.writes) == 1
+    window.notes()
+    ((_, (own,), (theirs,), name, note),) = agent.writes
+    assert own == (window._outbox_RHB[1, 1].data_ptr(), 8, 0) and theirs == (ADDRESS + PIECE, 8, 0)
+    assert (name, _NOTE.unpack(note)) == (PEER, (ARRIVED, 1)) and not has_left()
+    agent.state = "DONE"
+    window.notes()
+    assert has_left() and not agent.sent
 
 
-def test_copies_are_made_on_the_stream_that_is_waited_for(joined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    transport, agent, stream = joined
-    copy, beside = torch.Tensor.copy_, []
+def test_a_peer_is_told_of_room_only_when_the_device_has_copied_out(joined: Any) -> None:
+    window, agent, stream = joined
+    told = window.tell(1, TAKEN, 3)
+    window.notes()
+    assert not told() and not agent.sent
+    stream.done = True
+    window.notes()
+    assert told() and agent.sent == [(TAKEN, 3)]
 
-    def noted(into: torch.Tensor, *source: Any, **options: Any) -> torch.Tensor:
-        beside.append(stream.inside)
-        return copy(into, *source, **options)
 
-    monkeypatch.setattr(torch.Tensor, "copy_", noted)
-    tensors = [torch.ones(8, dtype=torch.uint8) for _ in range(2)]
-    transport.post([Message(1, tensors[0])], [Message(1, tensors[1])])
-    agent.notes.append(nixl._HEAD.pack(nixl._WRITTEN, 1, 0))
-    transport._step()
-    assert beside == [True, True], "one to pack, one to where it belongs"
+def test_a_piece_counts_when_those_before_it_are_here(joined: Any) -> None:
+    window, agent, _ = joined
+    for agent.come, arrived in (([(ARRIVED, 2)], 0), ([(ARRIVED, 3), (ARRIVED, 1)], 3), ([(TAKEN, 2), (TAKEN, 1)], 3)):
+        assert window.notes()[1][ARRIVED] == arrived
+    assert window.notes()[1][TAKEN] == 2 and not any(window.notes()[0])

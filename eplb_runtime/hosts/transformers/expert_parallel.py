@@ -1,0 +1,168 @@
+"""Transformers' own expert parallelism, chosen by ``DistributedConfig(ep_implementation="eplb")``.
+
+The library spreads experts over its mesh ``ep``, divides those of an EP rank over ``efsdp`` with FSDP2, and carries
+tokens by all-to-all. All of that stays: this implementation gives the library's exchange slots in the place of logical
+experts, one row for each choice of a token, and adds up a token's choices in their order.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.distributed.expert_parallel import AllToAllEP
+
+from ...balancer.balancer import Balancer
+from ...config import BalancerConfig, DispatchConfig
+from ...distributed.ranks import Ranks
+from ...moe.experts.slices import local
+from ...moe.layer import HostDispatchedLayer
+from ..attaching.description import AttachError, HostModel, MoELayer, Spread, mark_spread
+from ..attaching.expert_spans import call_begins, call_ends
+from ..attaching.logical_order import LogicalOrder, keep_order, synchronize_state
+from ..module import StableSort
+
+RealTokens = Callable[[int], Tensor | None]
+EXACT_IN_ONE_SUM = 2
+"""Ranks whose gradients FSDP adds up: the sum of two does not depend on their order."""
+_OF = "_eplb_runtime_expert_parallel"
+
+
+class BalancedEP(AllToAllEP):  # type: ignore[misc]
+    """One experts module's exchange. Until ``attach`` it is the library's; then tokens go where the placement says."""
+
+    def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self.experts = experts
+        self.layer: HostDispatchedLayer | None = None
+        self.real_tokens: RealTokens = lambda tokens: None
+        experts.__dict__[_OF] = self
+
+    def __call__(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
+        """As the library's; ids are logical."""
+        if self.layer is None:
+            out_TD: Tensor = super().__call__(hidden_TD, topk_ids_TK, topk_weights_TK)
+            return out_TD
+        clock, call = self.layer.expert_clock, None
+        if clock.on and self.experts.training:
+            hidden_TD, call = call_begins(clock, hidden_TD)
+        tokens, top_k = topk_ids_TK.shape
+        slots_TK = self.layer.slots(hidden_TD, topk_ids_TK, self._counted(topk_ids_TK))
+        rows_MD = hidden_TD.unsqueeze(1).expand(tokens, top_k, -1).reshape(tokens * top_k, -1)
+        one_M1 = hidden_TD.new_ones(tokens * top_k, 1)
+        with StableSort():
+            rows_MD = super().__call__(rows_MD, slots_TK.reshape(-1, 1), one_M1)
+        rows_MD = call_ends(call, hidden_TD, rows_MD)
+        return (rows_MD.view(tokens, top_k, -1) * topk_weights_TK.unsqueeze(-1)).sum(dim=1)
+
+    def _counted(self, topk_ids_TK: Tensor) -> Tensor | None:
+        """bool ``[T]``: the real tokens that this rank counts; ranks of a TP group have the same tokens."""
+        real_T = self.real_tokens(len(topk_ids_TK))
+        if self.tp_mesh.size() == 1:
+            return real_T
+        places_T = torch.arange(len(topk_ids_TK), device=topk_ids_TK.device) % self.tp_mesh.size()
+        mine_T = places_T == self.tp_mesh.get_local_rank()
+        return mine_T if real_T is None else mine_T & real_T.to(mine_T.device)
+
+    def install(self, layer: HostDispatchedLayer) -> None:
+        self.layer = layer
+
+
+def describe_spread(model: nn.Module, padding: Any) -> HostModel:
+    """Return the MoE layers of a model whose experts the library has spread, and the ranks of its meshes."""
+    named = dict(model.named_modules())
+    spread = {name: module for name, module in named.items() if getattr(module, "_is_expert_parallel", False)}
+    for name, module in named.items():
+        inner = getattr(module, "base_layer", None)
+        if isinstance(inner, nn.Module) and any(one in spread.values() for one in inner.modules()):
+            raise AttachError(
+                f"{name} ({type(module).__name__}) adapts experts that the library has spread: its adapters would not "
+                "move along; target other modules, or load the model without ep_size"
+            )
+    described = [_describe_layer(name, module, padding.real_tokens) for name, module in spread.items()]
+    layers, ranks = [layer for layer, _ in described], {of_layer for _, of_layer in described}
+    if len(ranks) > 1:
+        raise AttachError("the library has spread the layers of the model in different ways: leave ep_plan out")
+    (of_model,) = ranks
+    added_up = max(of_model.divided_rows, dist.get_world_size() // (len(of_model.ep or ()) * of_model.divided_rows))
+    note = (
+        f"FSDP adds up gradients of experts over {added_up} ranks, perhaps in an order that follows a row's place: "
+        "results with other placements are equal to rounding; with at most 2 they are to the bit"
+    )
+    return HostModel(
+        tuple(layers),
+        padding.real_tokens,
+        lambda: padding.watch(model, padding.see),
+        save_together=lambda balancer: _follow(model, layers, balancer),
+        saves_itself="Transformers (save_pretrained, its Trainer, torch.distributed.checkpoint)",
+        ranks=of_model,
+        dispatches=True,
+        refuses=_refusal,
+        notes=(note,) if added_up > EXACT_IN_ONE_SUM else (),
+    )
+
+
+def _describe_layer(name: str, experts: nn.Module, real_tokens: RealTokens) -> tuple[MoELayer, Ranks]:
+    found = experts.__dict__.get(_OF)
+    if not isinstance(found, BalancedEP):
+        raise AttachError(
+            f"{name} is expert-parallel by another implementation of Transformers: load the model with "
+            'DistributedConfig(..., ep_implementation="eplb"), eplb_runtime imported before'
+        )
+    parameters = dict(experts.named_parameters())
+    ranks = tuple(dist.get_process_group_ranks(found.ep_mesh.get_group()))
+    of_rank: int = found.num_local_experts  # type: ignore[assignment]
+    for key, parameter in parameters.items():
+        if not isinstance(parameter, DTensor) or parameter.shape[0] != of_rank * len(ranks):
+            raise AttachError(f"{name}.{key} is not spread by the library's plan: it would not move with its expert")
+        if local(parameter).device.type != found.ep_mesh.device_type:
+            raise AttachError(f"{name}.{key} is offloaded to the CPU: leave fsdp_cpu_offload out")
+    odd = [key for key, one in parameters.items() if not one.is_floating_point() or one.element_size() < 2]
+    if odd := [*odd, *(key for key, _ in experts.named_buffers())]:
+        raise AttachError(
+            f"{name}.{odd[0]}: quantised experts are not supported; load the model in bfloat16, float16 or float32"
+        )
+    found.real_tokens = real_tokens
+    mark_spread(experts, Spread(of_rank, "", ranks))
+    layer = MoELayer(name, experts, of_rank * len(ranks), tuple(parameters), None, found.install)
+    shards = of_rank // local(next(iter(parameters.values()))).shape[0]
+    # The library divides an expert's gradient by the number of batches itself.
+    return layer, Ranks(ep=ranks, gradient_divisor=1, divided_rows=shards)
+
+
+def _refusal(config: BalancerConfig) -> str:
+    if config.replica_slots:
+        return (
+            f"replica_slots={config.replica_slots}: the exchange of Transformers' expert parallelism knows one place "
+            "for an expert; set replica_slots=0, or load the model without ep_size"
+        )
+    if replace(config.dispatch, kernels=False) != DispatchConfig():
+        return "dispatch with Transformers' expert parallelism: its own exchange sends tokens; leave dispatch out"
+    return ""
+
+
+def _follow(model: nn.Module, layers: Sequence[MoELayer], balancer: Balancer) -> None:
+    """Let what the library saves, loads and clips have experts in logical order."""
+    order = LogicalOrder(balancer)
+    for layer in layers:
+        keep_order(layer, order)
+    synchronize_state(model, order)
+    if (trainer := sys.modules.get("transformers.trainer")) is not None and not hasattr(trainer.Trainer, _OF):
+        own = trainer.Trainer._mixed_mesh_grad_norm
+
+        @wraps(own)
+        def by_logical_expert(self: Any, model: nn.Module, max_norm: float) -> Tensor:
+            """The norm of a balanced model: the library's is over what each rank holds, in the order of the rows."""
+            of_model = model.__dict__.get("_eplb_runtime_balancer")
+            norm: Tensor = own(self, model, max_norm) if of_model is None else of_model.clip_grad_norm_(max_norm)
+            return norm
+
+        trainer.Trainer._mixed_mesh_grad_norm = by_logical_expert
+        setattr(trainer.Trainer, _OF, True)
