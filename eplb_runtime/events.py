@@ -236,9 +236,7 @@ _NAMES: dict[type[Event], str] = {
     BalancingEnded: "ended",
     GuardFinding: "guard",
 }
-"""In a table."""
-SHOWN = 30
-"""Events of a table, the newest."""
+SHOWN = 30  # events of a table, the newest
 
 
 class EventLog:
