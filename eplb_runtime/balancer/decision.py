@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -101,26 +101,10 @@ class Decision:
     def planned(self, step: int) -> RebalancePlanned:
         """The event of the plan, as rank 0 sent it."""
         summary = self.summary or {}
-        by_layer = summary.get("by_layer")
-        return RebalancePlanned(
-            step,
-            epoch=summary["epoch"],
-            moves=summary["moves"],
-            decision=summary["decision"],
-            reason=summary["reason"],
-            imbalance_before=summary["imbalance_before"],
-            imbalance_after=summary["imbalance_after"],
-            plan_seconds=summary["plan_seconds"],
-            imbalance_bound=summary.get("imbalance_bound", 1.0),
-            seconds_saved=summary.get("seconds_saved"),
-            seconds_spent=summary.get("seconds_spent"),
-            horizon_steps=summary.get("horizon_steps"),
-            by_layer=None if by_layer is None else np.array(by_layer, dtype=np.float64),
-            judged_plans=summary.get("judged_plans", 0),
-            judged_decisions=summary.get("judged_decisions", 0),
-            predicted_seconds=summary.get("predicted_seconds", 0.0),
-            true_seconds=summary.get("true_seconds", 0.0),
-        )
+        sent = {own.name: summary[own.name] for own in fields(RebalancePlanned) if own.name in summary}
+        if (by_layer := summary.get("by_layer")) is not None:
+            sent["by_layer"] = np.array(by_layer, dtype=np.float64)
+        return RebalancePlanned(step, **sent)
 
 
 @dataclass(frozen=True)
@@ -293,7 +277,7 @@ class DecisionMaker:
         if compiling and not all(has_no_copies(placement) for _, placement in measurement.placements):
             self._declared = declared
             return Decision(
-                summary=staying(measurement.placement, "the planner is still being compiled"),
+                summary=staying(measurement.placement, "the planner is still being compiled", "compiling"),
                 finding=finding,
                 uncounted=_uncounted(total, measurement.in_evaluation),
                 load=total,
@@ -618,6 +602,7 @@ def _as_message(made: Plan, current: Placement, predictions: Mapping[str, Any] |
         {
             "decision": made.decision,
             "reason": made.reason,
+            "code": made.code,
             "moves": made.moved_slots,
             "imbalance_before": 0.0 if before is None else float(before.mean()),
             "imbalance_after": float(made.imbalance_after.mean()),
@@ -638,9 +623,9 @@ def _failed(why: str) -> bytes:
     return json.dumps({"failure": why}).encode()
 
 
-def staying(placement: Placement, reason: str) -> dict[str, Any]:
+def staying(placement: Placement, reason: str, code: str = "") -> dict[str, Any]:
     """The summary of a decision without a plan."""
-    text = {"decision": "stay", "reason": reason, "moves": 0, "epoch": placement.epoch + 1}
+    text = {"decision": "stay", "reason": reason, "code": code, "moves": 0, "epoch": placement.epoch + 1}
     return {**text, "imbalance_before": 0.0, "imbalance_after": 0.0, "plan_seconds": 0.0}
 
 

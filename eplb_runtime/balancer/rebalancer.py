@@ -171,7 +171,7 @@ class Rebalancer:
         )
 
     def _begin_compiling(self) -> Future[None]:
-        missing = self.decisions.lacks_compiled_code
+        missing = self.decisions.lacks_compiled_code and self._runtime.job.is_planner
         compiled = self._compiler.submit(self.decisions.compile)
         if not wait([compiled], COMPILED_SOON_SECONDS).done and missing:
             logger.info(
@@ -664,7 +664,8 @@ class Rebalancer:
         self._agreement = self.overlapped.agreement = self._new_agreement()
         self._engine.reconnect(link.transport, self._agreement)
         self._groups.give_back(*before)
-        logger.info("step %d: the ranks are connected again, after %d tries", self.step, self._reconnection.tries)
+        if self._groups.job.is_planner:
+            logger.info("step %d: the ranks are connected again, after %d tries", self.step, self._reconnection.tries)
         self._events.emit(BalancingResumed(self.step, self._reconnection.tries))
         same = self.compare(bytes.fromhex(self.placement().digest()), "reconnecting", "placement")
         if not same.commit and not same.connections_broken:

@@ -120,7 +120,7 @@ def foretell(load: Load, ranks: int = 8) -> ExpectedLoad:
             foretold.append(_Foretold(np.zeros(experts), np.zeros((1, experts))))
             continue
         foretold.append(_of_the_mean(share_TE))
-        if len(share_TE) >= PARAMETERS.least_windows:
+        if len(share_TE) >= PARAMETERS.least_windows and experts > 1:
             blends[layer] = _blend(share_TE)
     moves_L, wanders_L = _which_move_on(blends, layers)
     for layer in np.flatnonzero(moves_L).tolist():

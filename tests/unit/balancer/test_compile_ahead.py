@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -52,10 +53,11 @@ def decisions(policy: str, is_planner: bool = True, **budget: Any) -> Any:
     return maker
 
 
-@pytest.mark.parametrize("policy, announced", [("static", False), ("incremental", True)])
+@pytest.mark.parametrize("policy, first, announced", [("static", 1, 0), ("incremental", 1, 1), ("incremental", 0, 0)])
 def test_compiling_is_announced_where_something_will_be_compiled(
     policy: str,
-    announced: bool,
+    first: int,
+    announced: int,
     compiled: list[str],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -64,7 +66,7 @@ def test_compiling_is_announced_where_something_will_be_compiled(
     monkeypatch.setattr(rebalancer, "COMPILED_SOON_SECONDS", 0.0)
     slow = threading.Event()  # reading from a slow disk, too
     job: Any = object.__new__(Rebalancer)
-    job._compiler = Worker("compile")
+    job._compiler, job._runtime = Worker("compile"), Mock(**{"job.is_planner": first})
     job.decisions = decisions(policy)
     job.decisions.compile = slow.wait
     with caplog.at_level(logging.INFO, "eplb_runtime"):
