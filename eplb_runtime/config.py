@@ -54,8 +54,7 @@ GONE = {
     "shared_between_layers": "gone: leave it out, each layer keeps its own replicas",
 }
 LOOPBACK = "127.0.0.1"
-_MOST = 1 << 60
-"""Largest whole number that is taken: beyond it there is no counting in 64 bits."""
+_MOST = 1 << 60  # largest whole number that is taken: beyond it there is no counting in 64 bits
 _MOST_LOW_LATENCY_TOKENS = 508
 """DeepEP wants two entries of NVSHMEM's queues for each and one more, of 1024."""
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{8,256}")
