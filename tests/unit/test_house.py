@@ -47,7 +47,7 @@ RATCHET = {
     "utils": 673,
     "distributed": 4041,
     "load": 1152,
-    "moe": 5780,
+    "moe": 5779,
     "planner": 3010,
     "replicas": 1454,
     "migration": 2346,
