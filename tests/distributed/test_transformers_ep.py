@@ -391,7 +391,14 @@ def spread(model: nn.Module) -> list[nn.Module]:
 
 
 def test_what_it_cannot_follow_is_refused_in_a_line(root: Path) -> None:
-    wanted = ("another implementation", "replica_slots=1", "dispatch", "overlap=True", "adapts experts", "quantised")
+    wanted = (
+        "ep_implementation=all_to_all",
+        "replica_slots=1",
+        "dispatch",
+        "overlap=True",
+        "adapts experts",
+        "quantised",
+    )
     for lines in run_ranks(2, refused, folder_of("qwen3_moe", root)):
         for line, words in zip(lines, wanted, strict=True):
             assert words in line and "\n" not in line

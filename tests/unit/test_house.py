@@ -56,7 +56,7 @@ RATCHET = {
     "checkpoint": 2586,
     "hosts": 9126,
     "tools": 3461,
-    "cli": 1091,
+    "cli": 1090,
     "package": 43326,
     "files of the package": 278,
     "page": 664,
@@ -68,10 +68,11 @@ RATCHET = {
 Markdown. They only come down, with each part that makes something smaller."""
 ALLOWANCE: dict[str, int] = {  # Transformers' own expert parallelism as a host
     "(root)": 29,
-    "hosts": 256,
-    "package": 285,
-    "files of the package": 2,
-    "tests": 409,
+    "hosts": 325,
+    "tools": 18,
+    "package": 371,
+    "files of the package": 3,
+    "tests": 468,
     "files of tests": 1,
 }
 """Lines on top of a limit while an old and a new way stand side by side; with a comment that says for which part."""
