@@ -47,7 +47,7 @@ RATCHET = {
     "utils": 690,
     "distributed": 4041,
     "load": 1190,
-    "moe": 5790,
+    "moe": 5788,
     "planner": 3020,
     "replicas": 1454,
     "migration": 2412,
