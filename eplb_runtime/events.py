@@ -78,7 +78,7 @@ class LoadMeasured(Event):
 
 @dataclass(frozen=True)
 class RebalancePlanned(Event):
-    """Rank 0's decision reached this rank. ``moves`` is 0 when the plan is to stay.
+    """Rank 0's decision reached this rank. ``moves`` is 0 when the plan is to stay; ``code``: what kind of reason.
 
     ``imbalance_before``, ``imbalance_after``, ``imbalance_bound``: predicted, means over layers; no placement gets
     below the bound. ``seconds_saved``, ``seconds_spent``: predicted, over ``horizon_steps``; None where unknown.
@@ -102,6 +102,7 @@ class RebalancePlanned(Event):
     judged_decisions: int = 0
     predicted_seconds: float = 0.0
     true_seconds: float = 0.0
+    code: str = ""
     by_layer: NDArray[np.float64] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
 
 
@@ -221,10 +222,10 @@ def _moved(experts: int, replicas: int) -> str:
 
 def _row(event: Event) -> tuple[str, str, str]:
     """Row of a table: the step, the kind of event, and what happened."""
-    return str(event.step), _NAMES.get(type(event), event.name), brief(event)
+    return str(event.step), _IN_TABLES.get(type(event), event.name), brief(event)
 
 
-_NAMES: dict[type[Event], str] = {
+_IN_TABLES: dict[type[Event], str] = {
     LoadMeasured: "measured",
     RebalancePlanned: "planned",
     RebalanceCommitted: "committed",
@@ -236,9 +237,7 @@ _NAMES: dict[type[Event], str] = {
     BalancingEnded: "ended",
     GuardFinding: "guard",
 }
-"""In a table."""
-SHOWN = 30
-"""Events of a table, the newest."""
+SHOWN = 30  # events of a table, the newest
 
 
 class EventLog:

@@ -61,6 +61,7 @@ def decisions(rounds: int = 3, seed: int = 0) -> Iterator[list[Event]]:
                 epoch=placement.epoch + 1,
                 moves=made.moved_slots if moves else 0,
                 decision="rebalance" if moves else "stay",
+                code="pays" if moves else "does not pay",
                 reason="saves 2 s for 0.1 s" if moves else "would save 0.1 s, less than 1.2 x the 1 s it costs",
                 imbalance_before=float(before.mean()),
                 imbalance_after=float((made.imbalance_after if moves else before).mean()),

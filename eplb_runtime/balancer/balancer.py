@@ -284,8 +284,8 @@ class Balancer:
         if self._rebalancer.has_planned_ahead:
             raise RuntimeError("declare() after plan_ahead(), whose decision rebalance() acts on: call it before")
         sizes = self.placement.num_layers, self.placement.num_experts
-        self._rebalancer.declared = checked_declaration(load, *sizes)
-        if not self._said_padding and self._runtime.job.is_planner and (said := padding_in(load, *sizes)):
+        self._rebalancer.declared, tokens = checked_declaration(load, *sizes)
+        if not self._said_padding and self._runtime.job.is_planner and (said := padding_in(tokens)):
             self._said_padding = True
             logger.warning("%s", said)
 

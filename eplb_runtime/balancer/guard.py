@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -77,14 +77,14 @@ class Digest(NamedTuple):
         problem, stays: of this rank alone, as in `SampleComparison`.
         facts: a hash of each of `FACTS`; of the first ones alone where weights have no memory.
         marks: of an expert tensor in the last steps; 0: not to compare.
-        marked: name of that tensor.
+        marked: name of that tensor, for each.
     """
 
     problem: str = ""
     stays: str = ""
     facts: Sequence[int] = ()
     marks: Sequence[int] = ()
-    marked: str = ""
+    marked: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Guard:
 
     Args:
         dense: parameters outside the experts, by name.
-        registered: names of tensors of the user's that move with experts. What joins one of these later is seen.
+        registered: tensors of the user's that move with experts, by name. What joins one of these later is seen.
         run: does work on the control group, one task at a time and in the same order on every rank.
         step: returns the number of the last step that is over.
         on_finding: called with each finding once.
@@ -138,7 +138,7 @@ class Guard:
         dense: Mapping[str, Tensor],
         optimizers: Sequence[Any],
         memory: WeightMemory,
-        registered: Iterable[str],
+        registered: Mapping[str, tuple[int, Tensor]],
         *,
         run: Callable[[Callable[[], str]], str],
         step: Callable[[], int],
@@ -174,7 +174,7 @@ class Guard:
         rows = gather_rows(zeros if self._piece is None else _marks(self._piece[2]), self._groups.data).tolist()
         ranks = dist.get_process_group_ranks(self._groups.data)
         # Experts may start alike (copied from a dense model): then equal ones say nothing.
-        if self._alike("weights", {rank: Digest(marks=row) for rank, row in zip(ranks, rows, strict=True)}):
+        if self._alike("", {r: Digest(marks=row, marked=[""] * _STEPS) for r, row in zip(ranks, rows, strict=True)}):
             self._piece = None
 
     def end(self) -> None:
@@ -247,7 +247,9 @@ class Guard:
 
     def _sample(self, what: str, problem: str = "", stays: str = "") -> Sample:
         """Sum the bits of tensors that other ranks share; nothing is waited for."""
-        job, facts = self._groups.job, self._hashes()
+        job = self._groups.job
+        trained = [parameter.requires_grad for parameter in (*self._dense.values(), *self._experts.values())]
+        facts = [*map(_hash, (*options_of(self._optimizers), trained, list(self._registered)))]
         problem = problem or why_misplaced(self._experts, self._optimizers)
         if what == "weights" and (name := self._memory.name_of_freed()):
             stays = f"load weights ahead of decisions: {name} has no memory now, and experts stay where they are"
@@ -261,14 +263,20 @@ class Guard:
             gradients = [None if one is None else one.grad for one in shared]
             shared = [one if one is not None and one.layout is torch.strided else None for one in gradients]
             pieces = None if weight is None or weight.grad is None else _between(weight.grad)
-        numbers = [bit_sums(shared, self._runtime.device), *([] if pieces is None else [_marks(pieces)])]
-        digest = Digest(problem, stays, facts, marked=name)
+        marks = {name: pieces} if pieces is not None else {}
+        marks |= self._averages() if marks and what == "weights" else {}
+        numbers = [bit_sums(shared, self._runtime.device), *map(_marks, marks.values())]
+        digest = Digest(problem, stays, facts, marked=[name for name, of in marks.items() for _ in of])
         return Sample(what, digest, (tuple(dense), tuple(twins)), HostCopy(torch.cat(numbers)))
 
-    def _hashes(self) -> list[int]:
-        """Hashes of the first `FACTS`."""
-        trained = [parameter.requires_grad for parameter in (*self._dense.values(), *self._experts.values())]
-        return [*map(_hash, (*options_of(self._optimizers), trained, list(self._registered)))]
+    def _averages(self) -> dict[str, Tensor]:
+        """A piece of each registered average that is a buffer of the model: DistributedDataParallel broadcasts them."""
+        buffers = {id(buffer) for model in self._runtime.model_check.models.values() for buffer in model.buffers()}
+        held = _whole(
+            {name: t for name, (_, t) in self._registered.items() if id(t) in buffers and t.is_floating_point()}
+        )
+        shapes = {name: parameter.shape for name, parameter in self._experts.items()}
+        return {name: _between(t) for name, t in held.items() if shapes.get(name.partition("/")[0]) == t.shape}
 
     def _states(self, experts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Optimizer state of experts, by name."""
@@ -329,13 +337,15 @@ class Guard:
         """Find ranks with different experts and identical weights: something has broadcast or averaged them."""
         for together in self._groups.job.ep_sets:
             here = [rank for rank in together if rank in seen]
-            alike = (len(set(marks)) == 1 and marks[0] for marks in zip(*(seen[r].marks for r in here), strict=False))
-            if len(here) > 1 and any(alike):
-                self._broadcast = (
-                    "wrap the very module that was attached, or set dense_gradients='allreduce': something broadcasts "
-                    f"or averages {what} of {seen[here[0]].marked}, other experts on ranks {here[0]} to {here[-1]}"
-                )
-                return self._broadcast
+            names = seen[here[0]].marked if len(here) > 1 else ()
+            for name, marks in zip(names, zip(*(seen[rank].marks for rank in here), strict=False), strict=False):
+                if len(set(marks)) == 1 and marks[0]:
+                    mend = "wrap the very module that was attached, or set dense_gradients='allreduce'"
+                    self._broadcast = (
+                        f"{'register ahead of DistributedDataParallel' if '/' in name else mend}: something broadcasts "
+                        f"or averages {what} of {name}, other experts on ranks {here[0]} to {here[-1]}"
+                    )
+                    return self._broadcast
         return ""
 
     def report(self, finding: str, *notices: str) -> None:

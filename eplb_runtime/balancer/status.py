@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from textwrap import shorten
 
 from ..config import BalancerConfig
 from ..events import Event, EventLog, LoadMeasured, RebalanceAborted, RebalanceCommitted, RebalancePlanned, brief
@@ -56,16 +57,15 @@ class DecisionLine:
         if isinstance(event, LoadMeasured):
             self._measured = event
         elif isinstance(event, RebalancePlanned):
-            measured, self._measured = self._measured, None
-            self._planned = event
+            measured, self._measured, self._planned = self._measured, None, event
             reason = "" if event.moves else _NUMBERS.sub("", event.reason)
             if reason and reason == self._reason:
                 self._alike += 1
                 return
-            before = f"{brief(measured)}; " if measured is not None else ""
-            alike = f"{counted(self._alike, 'decision')} more like that; " if self._alike else ""
+            before = brief(measured) if measured is not None else ""
+            alike = f"{counted(self._alike, 'decision')} more like that" if self._alike else ""
             self._reason, self._alike = reason, 0
-            _log(event.step, f"{alike}{before}{brief(event)}")
+            _log(event.step, *filter(None, (alike, before, brief(event))))
         elif isinstance(event, RebalanceCommitted):
             _log(event.step, f"{brief(event)}{self._predicted()}")
 
@@ -80,6 +80,10 @@ _NUMBERS = re.compile(r"[\d.]+")
 _WIDTH = 120
 
 
-def _log(step: int, text: str) -> None:
-    line = f"step {step}: {text}"
-    logger.info("%s", line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}...")
+def _log(step: int, *parts: str) -> None:
+    """Log the parts as a line; where it is too long those before the last go, then fields of it, whole ones."""
+    while len(line := f"step {step}: {'; '.join(parts)}") > _WIDTH and len(parts) > 1:
+        parts = (*parts[:-2], parts[-1])
+    while len(line) > _WIDTH and (fields := re.split(r"[;,] (?!.*[;,] )", line))[1:]:
+        line = fields[0]
+    logger.info("%s", shorten(line, _WIDTH, placeholder=" ..."))

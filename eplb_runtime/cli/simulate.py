@@ -49,26 +49,26 @@ def _take_from(record: JobRecord, arguments: argparse.Namespace) -> None:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
             raise InputError(f"{arguments.trace} does not say what job it is of: give {options}")
         figures = figures_of(record, given)
-        homes = record.load.shape[2] // figures.ranks
-        slots, every = homes + figures.replica_slots, figures.every_windows
-        known = (figures.ranks, figures.topology.ranks_per_node, slots, every)
+        slots = record.load.shape[2] // figures.ranks + figures.replica_slots
+        known = (figures.ranks, figures.topology.ranks_per_node, slots, figures.every_windows)
         for name, value in zip((*given, "slots_per_rank", "every"), known, strict=True):
             setattr(arguments, name, value if name in missing else getattr(arguments, name))
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from ..tools.simulate import Series, simulate
+    from ..tools.simulate import Series, StepModel, simulate
 
     policies = arguments.policies if "static" in arguments.policies else ["static", *arguments.policies]
     record = read_job(arguments.trace, arguments)
     _take_from(record, arguments)
-    topology = topology_of(arguments)
+    model = StepModel(weight_bytes=record.job.expert_bytes, state_bytes=record.job.optimizer_bytes or None)
     load = counted_windows(record.load, arguments.trace)
     with spinner():
         runs = simulate(
             Series(load, **{name: getattr(arguments, name) for name in GIVEN}),
-            topology,
+            topology_of(arguments),
             slots_per_rank=arguments.slots_per_rank,
+            step_model=model,
             policies=policies,
         )
     summaries = [run.summary() for run in runs]

@@ -28,22 +28,23 @@ class DeclaredLoadError(ValueError):
     """A declared load that no decision can use; one line that says why."""
 
 
-def checked_declaration(load: Any, num_layers: int, num_experts: int) -> NDArray[np.float64]:
-    """``load``, as `Balancer.declare` takes it, as float64 ``[T, L, E]`` on the host.
+def checked_declaration(load: Any, num_layers: int, num_experts: int) -> tuple[NDArray[np.float64], list[Tensor]]:
+    """``load``, as `Balancer.declare` takes it, as float64 ``[T, L, E]`` on the host; and its parts that are experts of
+    tokens, for `padding_in`.
 
     Raises:
         DeclaredLoadError: another shape, or values that are no load; all zero; or ids of no expert.
     """
     parts = _parts_of(load)
     found = np.concatenate([_as_load(one, num_layers, num_experts) for one in parts])
-    if not found.any() and not any(_is_topk_ids(one, num_layers, num_experts) for one in parts):
+    tokens = [torch.as_tensor(one) for one in parts if _is_topk_ids(one, num_layers, num_experts)]
+    if not found.any() and not tokens:
         raise DeclaredLoadError("the declared load has no token: give tokens per expert, not all 0")
-    return found
+    return found, tokens
 
 
-def padding_in(load: Any, num_layers: int, num_experts: int) -> str:
-    """Return a line on declared tokens that are padding (-1 in each layer) or look like it, if many; else nothing."""
-    tokens = [torch.as_tensor(one) for one in _parts_of(load) if _is_topk_ids(one, num_layers, num_experts)]
+def padding_in(tokens: Sequence[Tensor]) -> str:
+    """Return a line on tokens ``[N, L, K]`` that are padding (-1 in each layer) or look like it, if many."""
     padded = [ids_NLK == PADDED for ids_NLK in tokens]
     first = [ids_NLK == torch.arange(ids_NLK.shape[2], device=ids_NLK.device) for ids_NLK in tokens]
     likely = f"go to the first experts in each layer, as padding does: give {PADDED} for it"
@@ -85,8 +86,7 @@ def _as_load(load: Any, num_layers: int, num_experts: int) -> NDArray[np.float64
 
 
 def _counted(topk_ids: Any, num_layers: int, num_experts: int) -> NDArray[np.float64]:
-    """Return float64 ``[L, E]``: how many of the tokens ``[N, L, K]`` go to each expert; padding (-1) counts
-    nowhere."""
+    """Return float64 ``[L, E]``: how many of the tokens ``[N, L, K]`` go to each expert; padding (-1) to none."""
     ids_NLK = torch.as_tensor(topk_ids).detach()
     top_k = ids_NLK.shape[2]
     # A column for padding comes first, so that an id + 1 is its column.

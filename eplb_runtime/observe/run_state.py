@@ -25,14 +25,6 @@ LONGEST_TEXT = 400
 """Of a reason or a cause."""
 LINKS = ("inside a rank", "inside a node", "between nodes")
 
-_REASONS = {
-    "nothing to move": "nothing to move",
-    "no gain": "no gain",
-    "would save": "does not pay",
-    "saves": "pays",
-    "forecast imbalance": "imbalance falls",
-    "the planner is still being compiled": "compiling",
-}
 _CAUSES = {
     "checksum": "checksum",
     "memory": "memory",
@@ -196,13 +188,13 @@ class RunState:
     def _planned(self, record: Record) -> None:
         row: dict[str, Any] = {"decision": record["decision"], "reason": str(record["reason"])[:LONGEST_TEXT]}
         row |= {name: None if record.get(name) is None else float(record[name]) for name in _PREDICTED}
-        row |= {"step": int(record["step"]), "time": float(record["time"])}
+        row |= {"step": int(record["step"]), "time": float(record["time"]), "code": record.get("code") or "other"}
         by_layer = record.get("by_layer")
         self.by_layer = None if by_layer is None else np.array(by_layer, dtype=np.float64)
         if record["judged_plans"] > 0:
             self.predictions = {name: float(record[name]) for name in _PREDICTIONS}
             self.judged_before |= not self.decided or self.starts > 1
-        self.decided[record["decision"], _kind(record["reason"], _REASONS)] += 1
+        self.decided[record["decision"], row["code"]] += 1
         self.phase_seconds["plan"] += float(record["plan_seconds"])
         self.decisions.append({**row, "outcome": "under way" if record["decision"] == "rebalance" else "stay"})
 

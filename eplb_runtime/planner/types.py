@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..load.forecast import ExpectedLoad, foretell
 from ..placement import Placement
 from ..topology import Topology
-from .cost import MOVE_DESTINATION_SLOT, MOVE_IS_HOME, MOVE_LAYER, MOVE_SOURCE_RANK, CostModel
+from .cost import MOVE_DESTINATION_SLOT, MOVE_IS_HOME, MOVE_SOURCE_RANK, CostModel
 
 Gate = Literal["payoff", "always", "off"]
 
@@ -23,7 +23,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Everything a policy may look at. Policies are pure functions of it, but for what they add to ``doubted``.
+    """Everything a policy may look at. Policies are pure functions of it, but for what they add to ``held``.
 
     Args:
         load: float64 ``[T, L, E]``, tokens per logical expert in T successive windows, oldest first.
@@ -34,7 +34,7 @@ class PlanRequest:
         source_share_LNE: float64 ``[L, N, E]``, the share of each expert's tokens that comes from each node; None: all
             nodes send alike.
         one_known: one window alone is known of a load that goes on.
-        doubted: layers that stay because their gain may be noise; the policy adds them.
+        held: layers that stay though a better placement is known, each with the reason's code (`weighing.HELD`).
 
     The others are the arguments of `planning.plan`.
     """
@@ -55,7 +55,7 @@ class PlanRequest:
     source_share_LNE: NDArray[np.float64] | None
     trust: float
     one_known: bool
-    doubted: set[int] = field(default_factory=set)
+    held: dict[int, str] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
@@ -131,7 +131,7 @@ class Plan:
         seconds_saved: predicted over the horizon; nan when unknown.
         seconds_spent: predicted for moving; nan when unknown.
         decision: ``"rebalance"`` or ``"stay"``.
-        reason: one sentence.
+        reason: one sentence; ``code``: what kind of reason it is, in a word or two.
         plan_seconds: wall time of planning.
         crossing_before, crossing_after: float64 ``[L]``, the share of tokens that are computed on another node than
             they come from, under the forecast, with ``current`` and with ``placement``; None: nobody asked
@@ -154,6 +154,7 @@ class Plan:
     plan_seconds: float
     crossing_before: NDArray[np.float64] | None = None
     crossing_after: NDArray[np.float64] | None = None
+    code: str = ""
 
     @property
     def moved_slots(self) -> int:
@@ -169,8 +170,8 @@ class Plan:
     def __str__(self) -> str:
         placement = self.placement
         moved = (
-            f"moves {self.moved_slots} slots ({self.moved_homes} homes): {_bytes(self.bytes_intra_node)} inside nodes, "
-            f"{_bytes(self.bytes_inter_node)} between nodes"
+            f"moves {self.moved_slots} slots ({self.moved_homes} homes): {self.bytes_intra_node / 2**20:.1f} MiB in "
+            f"nodes, {self.bytes_inter_node / 2**20:.1f} MiB between nodes"
         )
         if self.current is None:
             moved = "initial placement: no expert is anywhere yet, so none has to move"
@@ -192,32 +193,4 @@ class Plan:
         if self.crossing_after is not None:
             before = "" if self.crossing_before is None else f"{self.crossing_before.mean():.1%} -> "
             lines.append(f"  tokens that cross nodes: {before}{self.crossing_after.mean():.1%}")
-        lines += self._layers_that_move()
         return "\n".join(lines)
-
-    def _layers_that_move(self, shown: int = 8) -> list[str]:
-        before = self.imbalance_before
-        if before is None or not len(self.moves):
-            return []
-        moved = np.bincount(self.moves[:, MOVE_LAYER], minlength=self.placement.num_layers)
-        gain = before - self.imbalance_after
-        order = np.lexsort((np.arange(len(gain)), -gain))
-        order = order[moved[order] > 0]
-        lines = [f"  {'layer':>7}{'before':>9}{'after':>8}{'bound':>8}{'slots':>7}"]
-        lines += [
-            f"  {layer:>7}{before[layer]:>9.3f}{self.imbalance_after[layer]:>8.3f}{self.lower_bound[layer]:>8.3f}"
-            f"{moved[layer]:>7}"
-            for layer in order[:shown]
-        ]
-        if len(order) > shown:
-            lines.append(f"  ... {len(order) - shown} layers more")
-        return lines
-
-
-def _bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

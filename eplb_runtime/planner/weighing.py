@@ -19,6 +19,14 @@ from .types import Plan, PlanRequest
 
 FloatArray = NDArray[np.float64]
 
+HELD = {
+    "limits": "the limits of moves leave room for none",
+    "noise": "no gain beyond noise",
+    "trust": "too little came true of earlier plans for a move to pay",
+    "price": "no gain that pays for its transfer",
+}
+"""Codes of why layers stay though a better placement is known, the first that holds any layer before the others."""
+
 
 def weigh(request: PlanRequest, placement: Placement, began: float) -> Plan:
     """Decide between the policy's placement, the part of it that is worth most seconds, and the current one."""
@@ -44,7 +52,7 @@ def weigh(request: PlanRequest, placement: Placement, began: float) -> Plan:
             stall = cost.stall_seconds if len(moves) else 0.0
             spent = cost.transfer_seconds(moves, topology, request.slots_per_rank) + stall
     moving = len(np.unique(moves[:, MOVE_LAYER]))
-    decision, reason = _decide(request, (before, after), falls, moving, (saved, spent))
+    decision, code, reason = _decide(request, (before, after), falls, moving, (saved, spent))
     if crossing_before is not None and crossing_after is not None:
         reason += f"; tokens that cross nodes {crossing_before.mean():.1%} -> {crossing_after.mean():.1%}"
     if decision == "stay" and current is not None:
@@ -68,6 +76,7 @@ def weigh(request: PlanRequest, placement: Placement, began: float) -> Plan:
         seconds_spent=spent,
         decision=decision,
         reason=reason,
+        code=code,
         plan_seconds=time.perf_counter() - began,
         crossing_before=crossing_before,
         crossing_after=crossing_after,
@@ -127,18 +136,22 @@ def _decide(
     falls: bool,
     moving: int,
     seconds: tuple[float, float],
-) -> tuple[str, str]:
+) -> tuple[str, str, str]:
     (before, after), (saved, spent) = imbalance, seconds
     if before is None:
-        return "rebalance", f"no placement stands yet; forecast imbalance {after.mean():.3f}"
+        return "rebalance", "first placement", f"no placement stands yet; forecast imbalance {after.mean():.3f}"
     if moving == 0:
-        doubted = len(request.doubted)
-        why = f"no gain beyond noise, in {doubted} of {len(after)} layers" if doubted else "nothing to move"
-        return "stay", f"{why}: forecast imbalance {before.mean():.3f}, worst layer {before.max():.3f}"
+        held = list(request.held.values())
+        code = next((code for code in HELD if code in held), "nothing to move")
+        why = f"{HELD[code]}, in {held.count(code)} of {len(after)} layers" if held else code
+        return "stay", code, f"{why}: forecast imbalance {before.mean():.3f}, worst layer {before.max():.3f}"
     change = f"forecast imbalance {before.mean():.3f} -> {after.mean():.3f}, worst layer {before.max():.3f} -> "
     change += f"{after.max():.3f}, by moves in {moving} of {len(after)} layers"
     if request.gate == "always" and not falls:
-        return "stay", f"no gain: {change}"
+        return "stay", "no gain", f"no gain: {change}"
     if request.gate == "payoff" and not saved > HYSTERESIS * spent:
-        return "stay", f"would save {saved:.3g} s, less than {HYSTERESIS:g} x the {spent:.3g} s it costs; {change}"
-    return "rebalance", f"saves {saved:.3g} s for {spent:.3g} s; {change}" if request.gate == "payoff" else change
+        less = f"would save {saved:.3g} s, less than {HYSTERESIS:g} x the {spent:.3g} s it costs; {change}"
+        return "stay", "does not pay", less
+    if request.gate == "payoff":
+        return "rebalance", "pays", f"saves {saved:.3g} s for {spent:.3g} s; {change}"
+    return "rebalance", "imbalance falls", change

@@ -8,7 +8,6 @@ a time, so all layers take turns with one set of gradient rows; only what `no_sy
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -273,32 +272,3 @@ def are_accumulated(edges: Sequence[tuple[Any, int]]) -> bool:
 def accumulation_dtype(parameter: Tensor) -> torch.dtype:
     """What gradients of copies are summed in: float32, or the weights' own dtype where that is wider."""
     return torch.promote_types(parameter.dtype, torch.float32)
-
-
-@dataclass(frozen=True)
-class ReplicaMemory:
-    """Bytes of one rank's replica slots, and what ``no_sync`` adds to them."""
-
-    kept: int
-    held_back: int
-
-
-def gathered_memory(homes: Sequence[Sequence[Tensor]], replica_slots: int) -> int:
-    """Return the bytes of whole replicas, where slices of them are kept; layers of equal shapes share."""
-    shapes = {(position, p.shape[1:], p.dtype) for layer in homes for position, p in enumerate(layer)}
-    return replica_slots * sum(shape.numel() * dtype.itemsize for _, shape, dtype in shapes)
-
-
-def replica_memory(homes: Sequence[Sequence[Tensor]], replica_slots: int, gradients: bool) -> ReplicaMemory:
-    """Return what replica slots take on a rank, by the shapes and dtypes of home rows per layer and tensor."""
-    weights = [sum(p.shape[1:].numel() * p.element_size() for p in layer) for layer in homes]
-    sums = [
-        sum(p.shape[1:].numel() * accumulation_dtype(p).itemsize for p in layer if gradients and p.requires_grad)
-        for layer in homes
-    ]
-    shapes = [tuple((p.shape[1:], p.dtype, p.requires_grad) for p in layer) for layer in homes]
-    one_set = sum(dict(zip(shapes, sums, strict=True)).values())
-    return ReplicaMemory(
-        kept=replica_slots * (sum(weights) + one_set),
-        held_back=replica_slots * sum(sums),
-    )

@@ -106,6 +106,16 @@ class DataParallel:
     spread_step_seconds: float  # with the best placement and its moves, and with tokens that travel, as if not hidden
     freed_bytes: int  # of a rank: weights and optimizer state of the experts that other ranks hold
 
+    @classmethod
+    def of(cls, figures: Figures, load: FloatArray, model: StepModel, way: Scenario, seconds: float) -> DataParallel:
+        """Return the comparison with one way to place experts; ``seconds``: of a step that places them in order."""
+        tokens_L = way.imbalance * load.sum(axis=2).mean(axis=0) / figures.ranks / figures.steps_per_window
+        sending = replace(model, activation_bytes=max(1, figures.expert_bytes // figures.expert_parameters))
+        travel = sending.seconds(tokens_L, figures.topology) - model.seconds(tokens_L, figures.topology)
+        elsewhere = load.shape[1] * (load.shape[2] - load.shape[2] // figures.ranks)
+        freed = (figures.expert_bytes + figures.optimizer_bytes) * elsewhere
+        return cls(figures.step_seconds, seconds * (1 - way.step_saved + way.moving) + travel, freed)
+
     def __str__(self) -> str:
         seconds = f"takes {self.spread_step_seconds:.3g} s, data parallelism as recorded {self.step_seconds:.3g} s"
         held = f"a rank holds {self.freed_bytes / 1e9:.2g} GB less"
@@ -249,16 +259,10 @@ def assess(record: JobRecord, given: Mapping[str, Any]) -> Assessment:
         steps = int(record.load.any(axis=(1, 2)).sum()) * figures.steps_per_window
         verdict, advice = _why_it_does_not_pay(figures, steps, now, best, hottest)
     low, high = sorted(best.saved(share) for share in figures.shares[1:])
-    notes, beside, seconds = [], None, figures.step_seconds
+    notes, beside = [], None
     if record.job.ep_size == 1:
-        if seconds == record.job.step_seconds and figures.shares[1] == figures.shares[2]:
-            way = best if best.pays else now
-            tokens_L = way.imbalance * load.sum(axis=2).mean(axis=0) / figures.ranks / figures.steps_per_window
-            sending = replace(model, activation_bytes=max(1, figures.expert_bytes // figures.expert_parameters))
-            travel = sending.seconds(tokens_L, figures.topology) - model.seconds(tokens_L, figures.topology)
-            spread = now_seconds * (1 - way.step_saved + way.moving) + travel
-            freed = (figures.expert_bytes + figures.optimizer_bytes) * load.shape[1] * (experts - homes)
-            beside = DataParallel(seconds, spread, freed)
+        if figures.step_seconds == record.job.step_seconds and figures.shares[1] == figures.shares[2]:
+            beside = DataParallel.of(figures, load, model, best if best.pays else now, now_seconds)
         notes.append(
             "The recorded job has no expert parallelism; compared is the same job with its experts spread over "
             f"{figures.ranks} ranks in logical order, before and after balancing."
@@ -346,7 +350,7 @@ def _why_not(record: JobRecord, figures: Figures) -> tuple[str, str] | None:
         return f"{on_one} (EP 1), which holds all experts: there is nothing to balance.", "Give --ranks R of the job."
     if experts == 1:
         return "There is one expert, which no placement divides.", "Record a model of several."
-    if said := looks_partial(record.load, ranks if experts % ranks == 0 else 1):
+    if said := looks_partial(record.load):
         return f"It cannot be said: {said}", "Give the sum of all ranks' counts."
     if experts % ranks:
         dividing = [size for size in range(2, experts + 1) if experts % size == 0]

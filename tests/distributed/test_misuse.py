@@ -202,13 +202,16 @@ def test_save_pretrained_writes_the_whole_model_from_all_ranks_and_waits_for_no_
     assert not (tmp_path / "alone").exists()
 
 
-def lines_about_odd_rows(rank: int) -> list[str]:
+def lines_of_attach(rank: int) -> list[str]:
     with heard(logging.INFO) as lines:
         for width in (32, 36):
-            eplb.attach(make_model("olmoe", experts=EXPERTS, width=width)).close()
-    return [line for line in lines if "last bits" in line]
+            config = eplb.BalancerConfig(replica_slots=1)
+            eplb.attach(make_model("olmoe", experts=EXPERTS, width=width), config=config).close()
+    return lines
 
 
-def test_odd_rows_get_one_line_in_all() -> None:
-    first, second = run_ranks(2, lines_about_odd_rows)
-    assert second == [] and len(first) == 1 and first[0].startswith("4 expert tensors, such as model.layers.0")
+def test_what_each_rank_would_say_is_said_once_and_odd_rows_in_one_line() -> None:
+    first, second = run_ranks(2, lines_of_attach)
+    (odd,) = [line for line in first if "last bits" in line]
+    assert second == [] and odd.startswith("4 expert tensors, such as model.layers.0")
+    assert sum(line.startswith("replica slots: 1 per rank") for line in first) == 2

@@ -125,6 +125,16 @@ def step_in_backward(job: Job) -> None:
     job.backward(0)
 
 
+def registered_after_ddp(job: Job) -> None:
+    job.attach()
+    average = {name: job.model.get_parameter(name).detach().clone() for name in job.balancer.layer_of_parameter}
+    job.model.register_buffer("average", average[next(iter(average))])
+    wrapped = nn.parallel.DistributedDataParallel(job.model)
+    job.balancer.register_all("average", average)
+    wrapped(batch_of(job.rank, 0))
+    job.step(0)
+
+
 REFUSED: dict[str, tuple[Callable[[Job], None], str]] = {
     "hook": (hooked_before, "layers.1.mlp.experts.down_proj has gradient hooks, and attach puts"),
     "hook after accumulation": (hooked_after_accumulation_before, "has gradient hooks, and attach puts"),
@@ -132,6 +142,7 @@ REFUSED: dict[str, tuple[Callable[[Job], None], str]] = {
     "tied": (tied, "down_proj is the same tensor as model.layers.1.mlp.experts.down_proj: tied"),
     "hook with copies": (hooked_with_copies, "layers.1.mlp.experts.down_proj has gradient hooks, and with replica"),
     "hook after accumulation with copies": (hooked_after_accumulation_with_copies, "and with replica slots"),
+    "an average that DDP broadcasts": (registered_after_ddp, "register ahead of DistributedDataParallel"),
     "optimizer of two models": (optimizer_of_two_models, "this SGD steps another attached model already"),
     "gradient penalty": (gradient_penalty, "create_graph=True through MoE layers"),
     "step in a backward pass": (step_in_backward, "optimizer.step() inside a backward pass"),

@@ -8,12 +8,18 @@ import runpy
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
+from benchmarks.harness import table
+from benchmarks.planner import suite
 
+from eplb_runtime.balancer.status import DecisionLine
 from eplb_runtime.cli.program import _parser, main
+from eplb_runtime.events import RebalanceCommitted, RebalancePlanned
+from eplb_runtime.tools.bench.planner import PlanShape, measure
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
+README, PLANNER = ROOT / "README.md", ROOT / "eplb_runtime/planner/README.md"
 DOCS = [
     README,
     *sorted(path for room in ("eplb_runtime", "launch", ".github") for path in (ROOT / room).rglob("*.md")),
@@ -56,6 +62,34 @@ def test_the_table_of_policies_is_what_simulate_says(capsys: pytest.CaptureFixtu
     for row in (*rows[:3], rows[-1]):
         moved, milliseconds = row["moved_slots_share"], 1e3 * row["step_seconds"]
         assert f"| {row['balancedness']['mean']:.3f} | {moved:.1%} | {milliseconds:.1f} ms" in page
+
+
+def test_lines_of_the_log_are_as_they_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    why = "saves 2.23 s for 0.0115 s; forecast imbalance 1.525 -> 1.051, worst layer 1.986 -> 1.070, by moves in 2 of 2"
+    planned = RebalancePlanned(6, 1, 12, "rebalance", why, 1.525, 1.051, 0.1, seconds_saved=2.23, seconds_spent=0.0115)
+    line = DecisionLine()
+    with caplog.at_level("INFO", "eplb_runtime"):
+        for event in (planned, RebalanceCommitted(6, 1, "", 12, int(6.8 * 2**20), 0.0665)):
+            line(event)
+    assert "\n".join(caplog.messages) in README.read_text()
+
+
+def test_the_table_of_plans_is_what_the_planner_makes(shared_data: Path) -> None:
+    page = PLANNER.read_text()
+    for layers, experts, ranks, slots in re.findall(r"^\| (\d+) x (\d+), EP(\d+), (\d+) slots", page, re.MULTILINE):
+        name = "deepseek_v3_expert_load" if experts == "256" else "gpt_oss_20b_expert_load_shuffled"
+        load = np.load(shared_data / f"{name}.npz")["load"].astype(float)
+        made = measure(name, load, PlanShape(int(ranks), 8, int(slots) // int(ranks)), {}, 1)
+        row = next(line for line in page.splitlines() if f"{layers} x {experts}, EP{ranks}, {slots} slots" in line)
+        assert " | ".join(f"{one['balancedness']:.3f}" for one in made) in row
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_the_table_of_next_windows_is_what_the_suite_says(whole: bool) -> None:
+    pytest.importorskip("scipy")
+    rows = suite.run([family for family in suite.FAMILIES if whole or not family.replicas or family.ranks < 32])
+    assert all(line in PLANNER.read_text() for line in table(rows).splitlines()[2:])
+    assert not whole or suite.behind(rows) in " ".join(PLANNER.read_text().split())
 
 
 def test_the_picture_of_gain_is_that_of_the_table() -> None:

@@ -44,7 +44,7 @@ from ...moe.dispatch.base import DispatchContext, Dispatcher
 from ...moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ...moe.dispatch.count_exchange import CountExchange
 from ...moe.experts.registry import ExpertTensors
-from ...moe.experts.slices import is_sliced
+from ...moe.experts.slices import is_sliced, local
 from ...moe.kernel_selection import Kernels, kernels_for
 from ...moe.layer import ExpertParallelLayer, HostDispatchedLayer, LayerContext
 from ...moe.routing.lookup import SlotTable
@@ -64,10 +64,10 @@ from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
 from .forwards import Forwards
 from .meta import make_buffers, make_parameters
 from .optimizers import Optimizers, homes_of
-from .replicas import local_experts, log_memory, transport_of_copies
+from .replicas import local_experts, transport_of_copies
 from .self_test import LayerTest, problems_of, try_layers
 from .sharding import cut_rows, install, note_of_odd_rows, rows_of_rank
-from .state_hooks import Homes, mark_state, warn_once_of_parts
+from .state_hooks import Homes, mark_parameter, mark_state, warn_once_of_parts
 from .trial import TrialRun, begin_record, layout_of
 from .undo import Before
 
@@ -342,8 +342,10 @@ def _maps(made: _Connected, cut: _Cut, kernels: Kernels) -> Maps:
     split = config.dispatch
     settings = SplitSettings(nodes, split.split, split.split_locality, split.split_least_tokens, config.speed_R)
     splitter = BatchSplitter(made.placement, made.device, job.ep_rank, settings, count=kernels.count, deal=kernels.deal)
-    homes = [bank.parameters for bank in cut.banks.values()]
-    log_memory(config, homes, bool(made.optimizers), job.row_division)
+    if job.is_planner:
+        row_bytes = sum(local(p)[0].nbytes // job.row_division for bank in cut.banks.values() for p in bank.parameters)
+        size = config.replica_slots * row_bytes / 2**20
+        logger.info("replica slots: %d per rank and layer, %.3g MiB of weights on a rank", config.replica_slots, size)
     return Maps(table, splitter, replicas)
 
 
@@ -415,6 +417,8 @@ def _hook(made: _Connected, cut: _Cut, balancer: Balancer, hooked: Optimizers) -
         homes = partial(homes_of, balancer, index)
         made_with = homes().here if layer.slots else None
         mark_state(layer.experts, name, homes, made_with=made_with, on_partial=on_partial)
+        for own_name in layer.parameters if made.job.ep_size > 1 and made_with is None else ():
+            mark_parameter(layer.parameter(own_name))
     for stage in made.stages:
         balancer._end_with(stage.host.watch_batches())
         layers = {layer for name, layer in cut.layer_of_parameter.items() if name.startswith(stage.prefix)}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -18,8 +16,8 @@ from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Job
 from ...moe.experts.aligned import Aligned
 from ...moe.experts.compute import LocalExperts
-from ...moe.experts.slices import is_sliced, local
-from ...replicas.bank import ReplicaBank, gathered_memory, replica_memory, slice_of_row
+from ...moe.experts.slices import is_sliced
+from ...replicas.bank import ReplicaBank
 from ...replicas.copy_engine import CopyEngine
 from ...replicas.persistent import PersistentReplicas
 from ...replicas.point_to_point import PointToPoint
@@ -30,8 +28,6 @@ from ...topology import Topology
 from ...utils.errors import one_line
 from .checks import raise_on_all
 from .description import MoELayer
-
-logger = logging.getLogger("eplb_runtime")
 
 
 def transport_of_copies(
@@ -100,19 +96,3 @@ def local_experts(
 
 def _live_parameters(layer: MoELayer) -> list[Tensor]:
     return [layer.parameter(name) for name in layer.parameters]
-
-
-def log_memory(config: BalancerConfig, homes: Sequence[Sequence[Tensor]], training: bool, parts: int) -> None:
-    """Say what replica slots take; ``parts`` as of `ReplicaBank`."""
-    here = [[slice_of_row(local(p).detach(), parts).requires_grad_(p.requires_grad) for p in layer] for layer in homes]
-    memory = replica_memory(here, config.replica_slots, training)
-    sliced = [layer for layer in homes if is_sliced(layer[0])]
-    whole = gathered_memory(sliced, config.replica_slots) if sliced else 0
-    logger.info(
-        "replica slots: %d per rank and layer%s; memory per rank: %.3g MiB, and %.3g MiB of gradients with no_sync%s",
-        config.replica_slots,
-        ", sliced as the experts are" if sliced else "",
-        memory.kept / 2**20,
-        memory.held_back / 2**20,
-        f"; at most {whole / 2**20:.3g} MiB of one layer's whole copies" if sliced else "",
-    )

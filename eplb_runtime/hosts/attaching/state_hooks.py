@@ -79,17 +79,27 @@ class Homes:
         return ""
 
 
+def _refuse(*_: Any) -> Any:
+    raise RuntimeError(
+        "this state dict holds one rank's experts under names that all ranks have; torch.distributed.checkpoint "
+        "would keep those of one rank: save and load eplb_runtime.checkpoint.LogicalState(model, optimizer) by it"
+    )
+
+
+_REFUSING = {"__create_write_items__": _refuse, "__create_chunk_list__": _refuse}
+
+
+def mark_parameter(parameter: nn.Parameter) -> None:
+    """Let torch.distributed.checkpoint neither write nor read a live parameter that holds one rank's rows."""
+    if not isinstance(parameter, DTensor):
+        own = vars(parameter)
+        own.update(_REFUSING, __getstate__=lambda: {key: own[key] for key in own.keys() - {"__getstate__", *_REFUSING}})
+
+
 class _OfOneRank(Tensor):
     """A tensor that torch.distributed.checkpoint neither writes nor reads: it keeps one rank's rows for all ranks."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def _refuse(self, *_: Any) -> Any:
-        raise RuntimeError(
-            "this state dict holds one rank's experts under names that all ranks have; torch.distributed.checkpoint "
-            "would keep those of one rank: save and load eplb_runtime.checkpoint.LogicalState(model, optimizer) by it"
-        )
-
     __create_write_items__ = __create_chunk_list__ = _refuse
 
     def __reduce_ex__(self, protocol: Any) -> Any:

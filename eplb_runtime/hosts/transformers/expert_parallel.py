@@ -138,7 +138,7 @@ def _refusal(config: BalancerConfig) -> str:
             f"replica_slots={config.replica_slots}: the exchange of Transformers' expert parallelism knows one place "
             "for an expert; set replica_slots=0, or load the model without ep_size"
         )
-    if replace(config.dispatch, kernels=False) != DispatchConfig():
+    if replace(config.dispatch, kernels=True) != DispatchConfig():
         return "dispatch with Transformers' expert parallelism: its own exchange sends tokens; leave dispatch out"
     return ""
 

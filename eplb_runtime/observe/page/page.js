@@ -116,12 +116,12 @@ function showTotals({ totals, troubles }) {
   find("#troubles ul").replaceChildren(...(rows.length ? rows : [element("li", {}, "None.")]));
 }
 
-/** Decisions, newest first; of those in a row that found nothing to move one row, with the step of the first. */
+/** Decisions, newest first; of those in a row that stay for one kind of reason one row, with the step of the first. */
 function folded(decisions) {
   const rows = [];
   for (const row of decisions.toReversed()) {
-    const last = rows.at(-1), idle = row.outcome === "stay" && row.reason.startsWith("nothing to move");
-    if (idle && last?.idle) Object.assign(last, { first: row.step, times: last.times + 1 });
+    const last = rows.at(-1), idle = row.outcome === "stay" && row.code;
+    if (idle && last?.idle === idle) Object.assign(last, { first: row.step, times: last.times + 1 });
     else rows.push({ ...row, idle, first: row.step, times: 1 });
   }
   return rows;

@@ -20,7 +20,7 @@ from ...placement import EMPTY, Placement
 from ..cost import HYSTERESIS
 from ..evaluate import SURE, error_of, error_of_one, surely_gains
 from ..search.align import align
-from ..search.descent import AS_HOME, AS_REPLICA, HOMES, KIND, NOT_HERE, OTHER, REPLICAS, SLOT, SWAP, VALUE, descend
+from ..search.descent import HOMES, KIND, OTHER, REPLICAS, SLOT, SWAP, VALUE, descend, held_by, moved
 from ..search.layer import FloatArray, IntArray, Layer, fill_to_level, judge, split_evenly
 from ..search.starts import starts
 from ..types import PlanRequest
@@ -138,7 +138,7 @@ def incremental(request: PlanRequest) -> Placement:
 
 def _questions(request: PlanRequest) -> list[_Question]:
     start, ranks = request.start, request.topology.num_ranks
-    homes, replicas, experts = start.homes_per_rank, start.replica_slots, request.num_experts
+    homes, experts = start.homes_per_rank, request.num_experts
     speed_R = np.ones(ranks) if request.speed_R is None else request.speed_R
     nodes = request.topology.num_nodes
     source_LNE = request.source_share_LNE
@@ -149,16 +149,12 @@ def _questions(request: PlanRequest) -> list[_Question]:
     now_LP = np.concatenate([start.homes_LRH, start.replicas_LRK], axis=2).astype(np.int64).reshape(len(prices_L2), -1)
     result = []
     for layer, now_P in enumerate(now_LP):
-        held_RE = np.full((ranks, experts), NOT_HERE, dtype=np.int64)
-        rank_P, is_home_P = np.divmod(np.arange(len(now_P)), homes + replicas)
-        filled = now_P != EMPTY
-        held_RE[rank_P[filled], now_P[filled]] = np.where(is_home_P[filled] < homes, AS_HOME, AS_REPLICA)
         source_EN = np.full((experts, nodes), 1.0 / nodes) if source_LNE is None else source_LNE[layer].T
         result.append(
             _Question(
                 now_P,
                 homes,
-                held_RE,
+                held_by(now_P.reshape(ranks, -1), homes, experts),
                 np.ascontiguousarray(lead[:, layer]),
                 np.ascontiguousarray(judging[:, layer]),
                 1.0 - speed_R,
@@ -215,7 +211,7 @@ def _solve(question: _Question) -> _Solution:
     if question.starts_anew and ranks > 1:
         load_E = question.lead_WE.mean(axis=0)
         begins += starts(load_E, question.now_P, ranks, question.homes, question.source_EN, question.crossing_price)
-    worth = [_worth(lead, begin_P)[0] + _cost(question, begin_P) for begin_P in begins]
+    worth = [_worth(lead, begin_P)[0] + np.dot(moved(lead, question.held_RE), question.prices) for begin_P in begins]
     room = 2 * experts + 2 * ranks * (lead.per_rank - lead.homes) + 2
     for number in np.argsort(worth, kind="stable")[: PARAMETERS.starts].tolist():
         if number and worth[number] > least + PARAMETERS.start_margin:
@@ -269,16 +265,6 @@ def _worth(layer: Layer, slot_P: IntArray) -> tuple[float, FloatArray]:
     return judge(layer, peak_W)[0], peak_W
 
 
-def _cost(question: _Question, slot_P: IntArray) -> float:
-    """Price of going from the current placement to another."""
-    rank_P, local_P = np.divmod(np.arange(len(slot_P)), len(slot_P) // len(question.held_RE))
-    held_P = question.held_RE[rank_P, slot_P]
-    is_home_P = local_P < question.homes
-    homes = np.count_nonzero(is_home_P & (held_P != AS_HOME))
-    replicas = np.count_nonzero(~is_home_P & (slot_P != EMPTY) & (held_P == NOT_HERE))
-    return homes * question.prices[0] + replicas * question.prices[1]
-
-
 def _worth_it(request: PlanRequest, questions: list[_Question], solutions: list[_Solution]) -> NDArray[np.bool_]:
     """bool ``[L]``: layers that gain more than noise, or more than their price where certainty is not asked for."""
     if request.current is None:
@@ -300,8 +286,21 @@ def _worth_it(request: PlanRequest, questions: list[_Question], solutions: list[
         else:
             gain_L[layer], error_L[layer] = _unled_gain(question)
     sure_L = surely_gains(gain_L, error_L)
-    request.doubted.update(np.flatnonzero((gain_L != 0.0) & ~sure_L).tolist())
+    request.held.update(dict.fromkeys(np.flatnonzero((gain_L != 0.0) & ~sure_L).tolist(), "noise"))
+    if not gain_L.any() and request.seconds_per_imbalance is not None:
+        _note_price(request, questions, solutions)
     return sure_L
+
+
+def _note_price(request: PlanRequest, questions: list[_Question], solutions: list[_Solution]) -> None:
+    """Note whether the worst layer would gain if plans were trusted in full, or if moves cost no seconds."""
+    layer = int(np.argmax([found.before_W.mean() for found in solutions]))
+    for code, terms in (("trust", replace(request, trust=1.0)), ("price", replace(request, gate="always"))):
+        home, replica = _prices(terms)[layer].tolist()
+        found = _solve(replace(questions[layer], prices=(home, replica)))
+        if (found.before_W - found.after_W).mean() - found.cost > PARAMETERS.least_gain:
+            request.held[layer] = code
+            return
 
 
 def _lasts(request: PlanRequest, question: _Question, layer: int) -> bool:
@@ -339,6 +338,8 @@ def _placed(request: PlanRequest, questions: list[_Question], solutions: list[_S
     for layer, found in enumerate(solutions):
         if found is None:
             continue
+        if steps_L[layer] == 0 and found.moves:
+            request.held[layer] = "limits"
         slot_RS = found.after(int(steps_L[layer])).reshape(ranks, -1)
         homes = start.homes_per_rank
         home_LE[layer, slot_RS[:, :homes].ravel()] = np.repeat(np.arange(ranks), homes)

@@ -70,6 +70,8 @@ def settle(
     if request.max_bytes is not None:
         budget = min(budget, request.max_bytes // request.slot_bytes[0 if request.layout == "home" else 1])
     for layer in np.argsort(-gain_L / np.maximum(moved_L, 1), kind="stable"):
+        if gain_L[layer] > 0 and moved_L[layer] > budget:
+            request.held[int(layer)] = "limits"
         if gain_L[layer] <= 0 or moved_L[layer] > budget:
             slots_LP[layer] = current.physical_to_logical[layer]
         else:

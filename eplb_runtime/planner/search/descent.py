@@ -58,7 +58,7 @@ def descend(
     step_M3, gain_M = np.empty((1 + TRIED_REPLICAS, 3), dtype=np.int64), np.empty(1 + TRIED_REPLICAS)
     token_WP, load_WR = np.empty_like(layer.token_WP), np.empty_like(layer.load_WR)
     best_token_WP, best_load_WR = np.empty_like(layer.token_WP), np.empty_like(layer.load_WR)
-    homes, replicas = _moved(layer, held_RE)
+    homes, replicas = moved(layer, held_RE)
     value, goal = judge(layer, peak_W)
     goal += home_price * homes + replica_price * replicas
     _note(track_NX[0], value, homes, replicas, 0, 0, 0)
@@ -122,8 +122,17 @@ def take(layer: Layer, kind: int, slot: int, other: int) -> None:
         set_replica(layer, slot, other)
 
 
+def held_by(now_RS: IntArray, homes: int, experts: int) -> IntArray:
+    """int64 ``[R, E]``: how each rank holds each expert, by its slots, homes first."""
+    held_RE = np.full((len(now_RS), experts), NOT_HERE, dtype=np.int64)
+    for row_S, held_E in zip(now_RS, held_RE, strict=True):
+        held_E[row_S[row_S != EMPTY]] = AS_REPLICA
+        held_E[row_S[:homes]] = AS_HOME
+    return held_RE
+
+
 @jit
-def _moved(layer: Layer, held_RE: IntArray) -> tuple[int, int]:
+def moved(layer: Layer, held_RE: IntArray) -> tuple[int, int]:
     """Homes and replicas on ranks that did not hold them so."""
     homes, replicas = 0, 0
     for slot in range(layer.slot_P.size):

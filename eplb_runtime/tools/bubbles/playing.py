@@ -128,9 +128,10 @@ def follow(table: Table, times: Times, stretch_S: Sequence[float] | None = None)
             begin = max([free_R[rank], *(done[need] for need in needs)])
             free_R[rank] = begin + times.of(step, stretch_S)
             began[rank].append(begin)
-            for made in (key for part in step for key in _makes(part)):
-                done[made] = free_R[rank]
-                ready.extend(waiting.pop(made, ()))
+            for part in step:
+                for kind in (INPUT, WEIGHT) if part.kind == BACKWARD else (part.kind,):
+                    done[made := (kind, part.stage, part.microbatch)] = free_R[rank]
+                    ready.extend(waiting.pop(made, ()))
     stuck = [rank for rank, steps in enumerate(table) if len(began[rank]) < len(steps)]
     if stuck:
         part = table[stuck[0]][len(began[stuck[0]])][0]
@@ -141,7 +142,7 @@ def follow(table: Table, times: Times, stretch_S: Sequence[float] | None = None)
     return Played(
         span=max(free_R),
         busy_R=np.array([sum(times.of(step, stretch_S) for step in steps) for steps in table]),
-        parameters_R=np.array([len(_stages_held(steps)) for steps in table]),
+        parameters_R=np.array([len({part.stage for step in steps for part in step}) for steps in table]),
         activations_R=np.array([_most_in_flight(steps) for steps in table]),
         began=began,
     )
@@ -155,15 +156,6 @@ def _needs(part: Part, stages: int) -> list[tuple[str, int, int]]:
         return [(INPUT, stage, microbatch)]
     behind = [(INPUT, stage + 1, microbatch)] if stage + 1 < stages else []
     return [(FORWARD, stage, microbatch), *behind]
-
-
-def _makes(part: Part) -> list[tuple[str, int, int]]:
-    kinds = (INPUT, WEIGHT) if part.kind == BACKWARD else (part.kind,)
-    return [(kind, part.stage, part.microbatch) for kind in kinds]
-
-
-def _stages_held(steps: list[Step]) -> set[int]:
-    return {part.stage for step in steps for part in step}
 
 
 def _most_in_flight(steps: list[Step]) -> int:

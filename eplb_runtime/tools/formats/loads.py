@@ -19,9 +19,10 @@ from .reading import Content, FormatError, LoadArray, about, names_in, numbers, 
 SAMPLE = "sample"
 ENDINGS = (".npz", ".safetensors", ".json")
 """Of load files that are written."""
-ENOUGH, FEW, NEARLY_ALL = 4, 0.25, 0.98
-"""Tokens for each expert with which all get some, as a rule; the share of them that is too few; and the share of
-tokens that no rank has alone."""
+ENOUGH, FEW = 4, 0.25
+"""Tokens for each expert with which all get some, as a rule, and the share of them that is too few."""
+PARTS = {2: ("half", 0.02), 3: ("third", 0.0), 4: ("quarter", 0.0)}
+"""Parts of all experts, and the share of a layer's tokens that is next to none of one."""
 MOST_TOKENS = 2.0**53
 """Whole numbers stay below it: larger ones have lost digits, and their sums lose more."""
 
@@ -103,19 +104,21 @@ def write_load(path: str | Path, load: ArrayLike) -> None:
             write_file(path, json.dumps({"load": array.tolist()}))
 
 
-def looks_partial(load: LoadArray, ranks: int = 1) -> str:
-    """Return a sentence on a [T, L, E] load in which, as one rank counts its own experts, few of each layer and window
-    have tokens where those would be enough for all, or one of ``ranks`` that hold E / R each has nearly all; else
-    nothing."""
-    many_TL, experts = load.sum(axis=2) >= ENOUGH * load.shape[2], load.shape[2]
-    most = int((load > 0).sum(axis=2)[many_TL].max(initial=0))
+def looks_partial(load: LoadArray) -> str:
+    """Return a sentence on a [T, L, E] load that looks like the counts of some ranks alone, where tokens would be
+    enough for all experts: few of each layer and window have any, or a part of all, side by side or dealt out in turn,
+    has none in any; else nothing."""
+    rows_NE, experts = load[load.sum(axis=2) >= ENOUGH * load.shape[2]], load.shape[2]
+    most = int((rows_NE > 0).sum(axis=1).max(initial=0))
     if 0 < most <= experts * FEW:
         return f"no more than {most} of {experts} experts of a layer have tokens in a window, as in one rank's counts."
-    by_rank = load[many_TL].reshape(-1, ranks, experts // ranks).sum(axis=2)
-    least_R = (by_rank / by_rank.sum(axis=1, keepdims=True)).min(axis=0, initial=1.0)
-    if most and ranks > 1 and least_R.max() >= NEARLY_ALL:
-        alone = f"rank {least_R.argmax()} of {ranks} has nearly all tokens of each layer and window"
-        return f"{alone}, as in one rank's counts."
+    rows_NE = rows_NE / rows_NE.sum(axis=1, keepdims=True)
+    for parts, (name, limit) in PARTS.items():
+        if experts % parts == 0 and experts >= 2 * parts and most:
+            beside_NP = rows_NE.reshape(-1, parts, experts // parts).sum(axis=2)
+            in_turn_NP = rows_NE.reshape(-1, experts // parts, parts).sum(axis=1)
+            if min(beside_NP.max(axis=0).min(), in_turn_NP.max(axis=0).min()) <= limit:
+                return f"a {name} of {experts} experts has next to no tokens, as where counts of ranks are missing."
     return ""
 
 

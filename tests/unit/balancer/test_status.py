@@ -59,12 +59,13 @@ def test_each_decision_and_each_rebalance_is_one_line_in_the_log(caplog: pytest.
         for seconds in (3, 4, 5):
             events.emit(replace(STAYS, reason=f"nothing to gain in {seconds} s"))
         events.emit(replace(STAYS, reason="the ranks wait for a checkpoint " * 5))
+        costs = "would save 0.1 s, less than 1.2 x the 1 s it costs; forecast imbalance 1.900 -> 1.200, worst layer 2.5"
+        events.emit(replace(STAYS, reason=f"{costs} -> 1.3, by moves in 3 of 4 layers"))
     assert [record.getMessage() for record in caplog.records] == [
-        "step 60: imbalance 1.750, worst layer 2.250, in 50 steps; rebalance: saves 5 s for 0.1 s, forecast imbalance "
-        "1.900 ->...",
+        "step 60: rebalance: saves 5 s for 0.1 s, forecast imbalance 1.900 -> 1.200",
         "step 60: epoch 3: 4 experts moved, 3.0 MiB came here, 25.0 ms pause, to save 5 s for 0.1 s",
         "step 60: epoch 3: 4 experts moved, 3.0 MiB came here, 25.0 ms pause",
         "step 120: stay: nothing to gain in 3 s",
-        "step 120: 2 decisions more like that; stay: the ranks wait for a checkpoint the ranks wait for a checkpoint "
-        "the ranks...",
+        f"step 120: stay: {'the ranks wait for a checkpoint ' * 3}the ...",
+        "step 120: stay: would save 0.1 s, less than 1.2 x the 1 s it costs; forecast imbalance 1.900 -> 1.200",
     ]

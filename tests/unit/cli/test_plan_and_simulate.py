@@ -59,16 +59,21 @@ def test_one_window_cannot_be_simulated(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_folder_says_what_is_not_given_and_a_file_does_not(
     load: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = RecordedJob(ranks=4, ranks_per_node=2, ep_size=4, interval=2)
+    job = RecordedJob(4, 2, ep_size=4, interval=2, expert_bytes=10**9, optimizer_bytes=2 * 10**9, takes_no_replicas=1)
     writer = SeriesWriter(tmp_path / "run", 3, 8, job)
     writer.append(np.load(load)["load"], 1)
     writer.close()
     shown = []
-    for given in ([], [*CLUSTER, "--every", "2"]):
+    for given in ([], ["--ranks", "4", "--ranks-per-node", "2", "--slots-per-rank", "2", "--every", "2"]):
         assert main(["simulate", str(tmp_path / "run"), *given, "--policies", "static", "--json"]) == 0
         (row,) = json.loads(capsys.readouterr().out)["policies"]
         shown.append({name: value for name, value in row.items() if name != "plan_seconds"})
     assert shown[0] == shown[1]
+    for way in (["--json"], []):
+        assert main(["simulate", str(tmp_path / "run"), "--policies", "incremental", *way]) == 0
+        shown.append(capsys.readouterr().out)
+    moved = 3 * 3 * 8 * json.loads(shown[2])["policies"][1]["moved_slots_share"]
+    assert moved > 0 and f" {3 * moved:.4g} " in shown[3], "three GB with each home, in three plans of three layers"
     assert main(["simulate", load, *CLUSTER[:2]]) == 2
     said = capsys.readouterr().err
     assert "does not say what job it is of: give --ranks-per-node, --slots-per-rank, --every" in said

@@ -38,6 +38,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "speeds that are trained": ({"rank_speed": torch.ones(4, requires_grad=True)}, "rank_speed is not an array"),
     "numbers beyond float64": ({"load": [[10**400] * 8] * 2}, "load is not an array of numbers"),
     "masked counts": ({"load": np.ma.masked_less(LOAD, 3.0)}, "masked entries: fill them in"),
+    "no layers": ({"load": LOAD[0]}, "shape"),
+    "experts that ranks do not divide": ({"load": LOAD[:, :6]}, "evenly"),
+    "letters": ({"load": [["a"] * 8]}, "numbers"),
+    "complex counts": ({"load": LOAD * 1j}, "not an array of numbers"),
+    "nan moves": ({"max_moves": float("nan")}, "max_moves=nan: give a whole number"),
+    "half a move": ({"max_moves": 2.5}, "max_moves=2.5: give a whole number"),
+    "moves from nothing": ({"max_moves": 3}, "limit moves from a placement that stands"),
+    "a list of experts": ({"current": [[0, 1, 2, 3]]}, "current is a list: give a Placement"),
+    "slots as a float": ({"slots_per_rank": 2.0}, "slots_per_rank=2.0: give a whole number"),
     "loads whose squares overflow": ({"load": LOAD * 1e155}, "too much to add up"),
 }
 

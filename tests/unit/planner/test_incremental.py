@@ -6,45 +6,12 @@ import numpy as np
 import pytest
 
 from eplb_runtime.placement import Placement
-from eplb_runtime.planner import CostModel, PlanError, plan
-from eplb_runtime.planner.types import MOVE_DESTINATION_SLOT, MOVE_IS_HOME, MOVE_SOURCE_RANK
+from eplb_runtime.planner import CostModel, plan
 from eplb_runtime.topology import Topology
 
 
 def skewed(layers: int, experts: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).lognormal(sigma=0.5, size=(layers, experts)) * 1000
-
-
-def test_a_plan_lowers_the_imbalance_and_moves_homes_by_whole_swaps() -> None:
-    load, topology = skewed(6, 64), Topology(8, 4)
-    current = Placement.initial(6, 64, 8)
-    made = plan(load, topology, slots_per_rank=8, current=current)
-    assert made.decision == "rebalance"
-    assert made.imbalance_before is not None
-    assert (made.imbalance_after <= made.imbalance_before).all()
-    assert made.imbalance_after.mean() < 1.03
-    destination = made.moves[:, MOVE_DESTINATION_SLOT] // 8
-    assert made.moves[:, MOVE_IS_HOME].all()
-    assert np.array_equal(np.sort(made.moves[:, MOVE_SOURCE_RANK]), np.sort(destination))
-
-
-@pytest.mark.parametrize("budget", [0, 1, 2, 7, 20])
-def test_the_budget_of_moves_is_kept(budget: int) -> None:
-    current = Placement.initial(6, 64, 8)
-    made = plan(skewed(6, 64), Topology(8, 4), slots_per_rank=8, current=current, max_moves=budget)
-    assert made.moved_slots <= budget
-    assert (made.moved_slots > 0) == (budget >= 2)
-
-
-def test_the_gate_stays_when_moving_costs_more_than_it_saves() -> None:
-    current, load = Placement.initial(6, 64, 8), skewed(6, 64)
-    dear = CostModel(home_bytes=1 << 40, replica_bytes=1 << 38, step_seconds=1.0, horizon_steps=10)
-    cheap = CostModel(home_bytes=1 << 20, replica_bytes=1 << 18, step_seconds=1.0, horizon_steps=1000)
-    assert plan(load, Topology(8, 4), slots_per_rank=8, current=current, cost=dear, gate="payoff").decision == "stay"
-    made = plan(load, Topology(8, 4), slots_per_rank=8, current=current, cost=cheap, gate="payoff")
-    assert made.decision == "rebalance"
-    assert made.seconds_saved > made.seconds_spent > 0
-    assert made.bytes_intra_node + made.bytes_inter_node == made.moved_homes << 20
 
 
 @pytest.mark.parametrize("windows", [5, 1])
@@ -63,43 +30,27 @@ def test_noise_of_the_windows_moves_nothing_and_is_the_reason(windows: int) -> N
     assert sum(moved) <= 2
 
 
+@pytest.mark.parametrize(
+    ("code", "terms", "home_bytes"),
+    [
+        ("limits", {"max_moves": 1}, 1),
+        ("limits", {"max_moves": 1, "policy": "deepseek"}, 1),
+        ("price", {}, 1 << 45),
+        ("trust", {"trust": 1e-9}, 1 << 20),
+        ("nothing to move", {"load": np.ones((6, 64))}, 1 << 45),
+    ],
+)
+def test_why_nothing_moves_is_the_true_reason(code: str, terms: dict, home_bytes: int) -> None:
+    cost, load = CostModel(home_bytes=home_bytes, step_seconds=1.0), terms.get("load", skewed(6, 64))
+    asked = {"layout": "home", "current": Placement.initial(6, 64, 8), "cost": cost, "gate": "payoff", **terms}
+    made = plan(**{"load": load, "topology": Topology(8, 4), "slots_per_rank": 8, **asked})
+    assert (made.decision, made.code) == ("stay", code)
+    assert made.reason.startswith("nothing to move") == (code == "nothing to move")
+
+
 def test_experts_that_stay_on_a_rank_stay_in_their_slot() -> None:
     current = Placement.initial(4, 64, 8)
     made = plan(skewed(4, 64, 3), Topology(8, 4), slots_per_rank=8, current=current)
     assert made.placement.home is not None and current.home is not None
     stays = made.placement.home_rank == current.home_rank
     assert np.array_equal(made.placement.home[stays], current.home[stays])
-
-
-@pytest.mark.parametrize(
-    ("load", "says"),
-    [
-        ([[1.0, float("nan")]], "not a finite number"),
-        ([[1.0, -2.0]], "negative"),
-        ([1.0, 2.0], "shape"),
-        ([[1.0, 2.0, 3.0]], "evenly"),
-        ([["a", "b"]], "numbers"),
-    ],
-)
-def test_bad_load_is_refused_in_one_line(load: list, says: str) -> None:
-    with pytest.raises(PlanError, match=says) as caught:
-        plan(load, Topology(2), slots_per_rank=2)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("asked", "says"),
-    [
-        ({"max_moves": float("nan")}, "max_moves=nan: give a whole number"),
-        ({"max_moves": 2.5}, "max_moves=2.5: give a whole number"),
-        ({"max_moves": 3, "current": None}, "limit moves from a placement that stands"),
-        ({"current": [[0, 1, 2, 3, 4, 5, 6, 7]]}, "current is a list: give a Placement"),
-        ({"slots_per_rank": 2.0}, "slots_per_rank=2.0: give a whole number"),
-        ({"load": np.full((2, 1, 8), 1.7e308)}, "too much to add up"),
-        ({"load": np.ones((1, 8)) * 1j}, "not an array of numbers"),
-    ],
-)
-def test_a_number_that_would_mean_something_else_is_refused(asked: dict, says: str) -> None:
-    question = {"load": np.ones((1, 8)), "slots_per_rank": 2, "current": Placement.initial(1, 8, 4), **asked}
-    with pytest.raises(PlanError, match=says):
-        plan(question.pop("load"), Topology(4), **question)

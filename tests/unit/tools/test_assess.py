@@ -175,7 +175,14 @@ def test_a_share_that_was_recorded_is_taken_and_called_measured() -> None:
         ),
         (0 * skewed(), JOB, GIVEN, ("No token", "Record")),
         (np.concatenate([skewed(11), 0 * even(20)]), JOB, GIVEN, ("11 steps were recorded",)),
-        (skewed() * ([1] * 4 + [0.002] * 4), JOB, GIVEN | {"ranks": 2}, ("rank 0 of 2 has nearly all", "all ranks' c")),
+        (
+            skewed() * ([1] * 4 + [0.002] * 4),
+            JOB,
+            GIVEN | {"ranks": 2},
+            ("a half of 8 experts has", "all ranks' c"),
+        ),
+        (skewed() * ([1] * 4 + [0] * 4), JOB, GIVEN, ("a half of 8 experts has", "all ranks' counts")),
+        (skewed() * ([1, 0] * 4), JOB, GIVEN, ("a half of 8 experts has", "all ranks' counts")),
         (skewed() * ([1] + [0] * 7), JOB, GIVEN, ("no more than 1 of 8 experts of a layer", "all ranks' counts")),
     ],
 )
