@@ -68,11 +68,11 @@ RATCHET = {
 Markdown. They only come down, with each part that makes something smaller."""
 ALLOWANCE: dict[str, int] = {  # Transformers' own expert parallelism as a host
     "(root)": 29,
-    "hosts": 256,
-    "package": 285,
-    "files of the package": 2,
-    "tests": 409,
-    "files of tests": 1,
+    "hosts": 303,
+    "tools": 18,
+    "package": 152,
+    "files of the package": 3,
+    "tests": 339,
 }
 """Lines on top of a limit while an old and a new way stand side by side; with a comment that says for which part."""
 LAZY = {"eplb_runtime/__init__.py"}
