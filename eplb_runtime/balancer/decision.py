@@ -48,6 +48,7 @@ LEAST_PADDING = 0.01
 """Share of tokens that is said."""
 SAID_BELOW = 0.8
 """A decision's reason says how much of predicted gains is believed, where it is less than this."""
+_TRIES = 4  # plans that are asked for until one fits the longest pause; the last one does for certain
 
 
 @dataclass(frozen=True)
@@ -391,24 +392,32 @@ class DecisionMaker:
         return _or_failure(make)
 
     def _make_plan(self, load: NDArray[Any], measurement: Measurement) -> Plan:
-        """Ask the planner."""
-        trust = self._track_record.trust
-        made = self.planner(
-            load,
-            self._topology,
-            slots_per_rank=measurement.placement.slots_per_rank,
-            policy=self._config.policy,
-            layout="home",
-            current=measurement.placement,
-            max_moves=self._config.migration.max_moves,
-            max_bytes=self._max_bytes(),
-            cost=self._cost(measurement),
-            gate=self._config.gate,
-            declared=measurement.declared,
-            rank_speed=self._config.rank_speed,
-            sources=self._sources,
-            trust=trust,
-        )
+        """Ask the planner; with a longest pause, again under fewer bytes until the busiest link is through in time."""
+        trust, cost, most = self._track_record.trust, self._cost(measurement), None
+        slots, longest = measurement.placement.slots_per_rank, self._config.migration.max_pause_seconds
+        for left in reversed(range(_TRIES)):
+            made = self.planner(
+                load,
+                self._topology,
+                slots_per_rank=slots,
+                policy=self._config.policy,
+                layout="home",
+                current=measurement.placement,
+                max_moves=self._config.migration.max_moves,
+                max_bytes=most,
+                cost=cost,
+                gate=self._config.gate,
+                declared=measurement.declared,
+                rank_speed=self._config.rank_speed,
+                sources=self._sources,
+                trust=trust,
+            )
+            seconds = cost.transfer_seconds(made.moves, self._topology, slots)
+            if longest is None or seconds <= longest:
+                break
+            moved = float(cost.bytes_moved(made.moves, self._topology, slots)[0].sum())
+            # The last one fits as if one link carried all.
+            most = int(moved * longest / seconds if left > 1 else longest * self._topology.slowest_bandwidth)
         if trust < SAID_BELOW and self._config.gate == "payoff":
             made = replace(made, reason=f"{made.reason} (counting {trust:.0%} of predicted gains: as much came true)")
         if not measurement.step_seconds:  # no step is timed yet, as at the first decision of a resumed job
@@ -447,15 +456,6 @@ class DecisionMaker:
         holders = self._job.ep_size * len(self._job.edp_ranks) * steps_per_bucket
         own = sum(self._job.layers_of_stage[stage] for stage in self._job.stages)
         return crossing_seconds(per_bucket_L / holders, token_bytes, self._topology) * own / len(per_bucket_L)
-
-    def _max_bytes(self) -> int | None:
-        """Bytes over all ranks that certainly fit the longest pause: as if one link carried all of them."""
-        if self._config.migration.max_pause_seconds is None:
-            return None
-        slowest = self._topology.intra_node_bandwidth
-        if self._topology.num_nodes > 1:
-            slowest = min(slowest, self._topology.inter_node_bandwidth)
-        return int(self._config.migration.max_pause_seconds * slowest)
 
     def _broadcast(self, message: bytes, control: dist.ProcessGroup) -> bytearray:
         size = torch.tensor([len(message)])

@@ -12,7 +12,7 @@ import pytest
 
 from eplb_runtime.balancer.decision import DecisionMaker, Measurement
 from eplb_runtime.balancer.planner_process import PlannerLost
-from eplb_runtime.config import BalancerConfig
+from eplb_runtime.config import BalancerConfig, MigrationConfig
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
 from eplb_runtime.planner.track_record import TrackRecord
@@ -39,6 +39,18 @@ def test_no_seconds_are_predicted_before_a_step_is_timed(step_seconds: float, is
     made = maker._make_plan(LOAD, measured)
     assert made.decision == "rebalance" and made.seconds_spent > 0
     assert np.isfinite(made.seconds_saved) == is_known
+
+
+def test_a_longest_pause_bounds_the_busiest_link_and_not_the_sum_over_ranks() -> None:
+    load = np.tile([90, 80, 70, 60, 50, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], (1, 6, 1))
+    maker = maker_of(BalancerConfig(gate="always", migration=MigrationConfig(max_pause_seconds=3.0)))
+    maker._topology = Topology(4, 4, intra_node_bandwidth=1e6)
+    measured = Measurement(Any, Placement.initial(6, 16, 4), (), 1e3, 0.0, home_bytes=10**6)
+    made = maker._make_plan(load, measured)
+    cost = maker._cost(measured)
+    assert 0 < cost.transfer_seconds(made.moves, maker._topology, 4) <= 3.0 < len(made.moves)
+    maker._config = BalancerConfig(gate="always")
+    assert cost.transfer_seconds(maker._make_plan(load, measured).moves, maker._topology, 4) > 3.0, "control"
 
 
 def judged(load: np.ndarray, planner: Any = plan) -> tuple[Any, dict[str, Any]]:
