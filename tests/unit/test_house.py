@@ -50,7 +50,7 @@ RATCHET = {
     "moe": 5777,
     "planner": 3010,
     "replicas": 1454,
-    "migration": 2346,
+    "migration": 2345,
     "balancer": 4407,
     "observe": 2618,
     "checkpoint": 2586,
