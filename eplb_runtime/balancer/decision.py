@@ -426,13 +426,9 @@ class DecisionMaker:
 
     def _predictions(self, cost: CostModel) -> dict[str, Any]:
         """Predicted and true gains of earlier plans, in seconds of a plan's horizon at today's step time."""
-        judgement = self._track_record.judgement
         seconds = cost.horizon_steps * cost.moe_share * cost.step_seconds
         return {
-            "judged_plans": judgement.plans,
-            "judged_decisions": judgement.decisions,
-            "predicted_seconds": judgement.promised * seconds,
-            "true_seconds": judgement.kept * seconds,
+            **self._track_record.judgement(seconds),
             "horizon_steps": cost.horizon_steps,
             "track_record": self._track_record.saved(),
         }
