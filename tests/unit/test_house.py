@@ -51,7 +51,7 @@ RATCHET = {
     "planner": 2989,
     "replicas": 1454,
     "migration": 2345,
-    "balancer": 4403,
+    "balancer": 4399,
     "observe": 2618,
     "checkpoint": 2586,
     "hosts": 9126,
