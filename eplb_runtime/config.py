@@ -54,8 +54,7 @@ GONE = {
     "shared_between_layers": "gone: leave it out, each layer keeps its own replicas",
 }
 LOOPBACK = "127.0.0.1"
-_MOST = 1 << 60
-"""Largest whole number that is taken: beyond it there is no counting in 64 bits."""
+_MOST = 1 << 60  # largest whole number that is taken: beyond it there is no counting in 64 bits
 _MOST_LOW_LATENCY_TOKENS = 508
 """DeepEP wants two entries of NVSHMEM's queues for each and one more, of 1024."""
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{8,256}")
@@ -157,8 +156,8 @@ class DispatchConfig(_Settings):
     a multiple of 4, up to 508. For ``"deepep"`` with ``combine_order="by_rank"``, on one node. 0: never."""
     sms: int = 20
     """Multiprocessors of a GPU that DeepEP's kernels take; even."""
-    kernels: bool = False
-    """On GPUs, Triton kernels count, route and sum a layer's choices; plain torch where the first batch differs."""
+    kernels: bool = True
+    """On GPUs with Triton its kernels count, route and sum a layer's choices; torch where the first batch differs."""
     split: Literal["water_filling", "even"] = "water_filling"
     """How a batch is shared out over an expert's copies: so that the busiest rank has least, or evenly."""
     split_locality: bool = True
@@ -170,6 +169,8 @@ class DispatchConfig(_Settings):
         tokens, order = self.low_latency_tokens, self.combine_order
         if order == "by_rank" and self.name == "all_to_all":
             yield "combine_order='by_rank' with dispatch='all_to_all', which has logical order: choose another dispatch"
+        if order == "by_rank" and not self.kernels:
+            yield "combine_order='by_rank' with kernels=False: torch would sum in a pass for each choice; leave one out"
         if self.dtype == "float8" and self.name != "deepep":
             yield f"dtype='float8' with dispatch={self.name!r}: only 'deepep' carries it"
         if not isinstance(tokens, int) or not 0 <= tokens <= _MOST_LOW_LATENCY_TOKENS or tokens % 4:

@@ -237,8 +237,7 @@ _IN_TABLES: dict[type[Event], str] = {
     BalancingEnded: "ended",
     GuardFinding: "guard",
 }
-SHOWN = 30
-"""Events of a table, the newest."""
+SHOWN = 30  # events of a table, the newest
 
 
 class EventLog:

@@ -62,7 +62,7 @@ install_project() { # extra
         printf '%s' "$stamp" >.venv/installed
         say "compiling the planner's kernels (kept for later runs)"
     fi
-    .venv/bin/python -m eplb_runtime.balancer.compile_ahead incremental &
+    .venv/bin/python -m eplb_runtime.cli warmup >/dev/null &
     compiling=$!
 }
 

@@ -5,7 +5,6 @@ Nothing of it runs in threads, which would not survive a fork.
 
 from __future__ import annotations
 
-from eplb_runtime.balancer.compile_ahead import compile_here
+from eplb_runtime.balancer.planner_process import compile_planner
 
-for policy in ("incremental", "static"):
-    compile_here(policy)
+compile_planner()

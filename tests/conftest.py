@@ -34,7 +34,7 @@ LONGEST_FIRST = (
     "test_megatron_newer",
     "test_migration_beside_training",
     "test_faults",
-    "test_before_compiled",
+    "test_planner_process",
     "test_stops_and_kills_beside_training",
     "test_bits",
     "test_demo",

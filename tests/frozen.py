@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
-from eplb_runtime.balancer.compile_ahead import is_compiled
+from eplb_runtime.utils.jit import cache_folder
 
 _count = gc.get_freeze_count
 _counted: list[int] = []
@@ -32,7 +32,7 @@ def _then_count_anew(change: Callable[[], None]) -> Callable[[], None]:
 
 gc.freeze, gc.unfreeze = _then_count_anew(gc.freeze), _then_count_anew(gc.unfreeze)
 gc.get_freeze_count = _count_once
-is_compiled("")  # reads all sources of the package, and keeps of when they are
+cache_folder()  # reads all sources of the package, and keeps of when they are
 gc.collect()
 gc.freeze()
 gc.get_freeze_count()

@@ -27,8 +27,10 @@ import torch.distributed as dist
 from moe_models import FAMILIES
 from torch.distributed import distributed_c10d
 
-from eplb_runtime.balancer import compile_ahead, rebalancer
+from eplb_runtime.balancer import decision
+from eplb_runtime.balancer.planner_process import PlannerProcess
 from eplb_runtime.distributed import bandwidth
+from eplb_runtime.planner import plan
 
 PRELOAD = [
     "torch",
@@ -52,8 +54,6 @@ PRELOAD_OF = {
     "newer_megatron": ["newer_megatron_ranks"],
 }
 """What ranks import besides, by the name of the module of what they do: the longest that it begins with."""
-COMPILING = ("test_before_compiled",)
-"""Modules whose ranks begin without compiled code."""
 FINISH_SECONDS = float(os.environ.get("EPLB_TEST_FINISH_SECONDS", "240"))
 FINISH_AFTER_FAILURE_SECONDS = 60.0
 """Where one rank has failed, the others may wait for it without end: they still have so long to say what they saw."""
@@ -61,8 +61,6 @@ STACKS_BEFORE_SECONDS = 5.0
 """Ranks that are about to be ended print where each of their threads stands so long before."""
 BANDWIDTH_BYTES = 1 << 20
 """An attach learns the speed of links from one short message: longer ones took a quarter of its CPU time."""
-COMPILED_SECONDS = 20.0
-"""Ranks wait so long for compiled code, that no test races with a compiler; less than the balancer's own timeout."""
 
 
 def run_ranks(
@@ -163,8 +161,7 @@ def _failed(folder: Path, rank: int) -> bool:
 def server_for(module: str, environment: Mapping[str, str]) -> forkserver.ForkServer:
     """What ranks are forked from whose function is of this module."""
     begins = max((name for name in PRELOAD_OF if module.startswith(name)), key=len, default=None)
-    last = ("frozen",) if module in COMPILING else ("compiled", "frozen")
-    return _server((*PRELOAD_OF.get(begins or "", ()), *PRELOAD, *last), tuple(environment.items()))
+    return _server((*PRELOAD_OF.get(begins or "", ()), *PRELOAD, "compiled", "frozen"), tuple(environment.items()))
 
 
 @cache
@@ -190,8 +187,17 @@ def _module_of(function: Callable[..., Any]) -> str:
 @cache
 def compile_once() -> None:
     """What ranks read from the disk then."""
-    for policy in ("incremental", "static", ""):
-        compile_ahead.compile_apart(policy)
+    process = PlannerProcess(FINISH_SECONDS)
+    process.is_ready(FINISH_SECONDS)
+    process.close()
+
+
+class PlansHere:
+    """In place of a `PlannerProcess`, whose start takes a second of each test: plans in the rank."""
+
+    plan, is_ready, close = staticmethod(plan), staticmethod(lambda seconds: True), staticmethod(lambda: None)
+
+    def __init__(self, seconds: float) -> None: ...
 
 
 def share_gloo_device() -> None:
@@ -223,7 +229,7 @@ def _rank_main(
 ) -> None:
     faulthandler.dump_traceback_later(max(1.0, seconds - STACKS_BEFORE_SECONDS), file=2)
     torch.set_num_threads(1)
-    rebalancer.COMPILED_SOON_SECONDS = COMPILED_SECONDS
+    decision.PlannerProcess = PlansHere  # type: ignore[misc]
     bandwidth.FIRST_BYTES, bandwidth.LEAST_SECONDS = BANDWIDTH_BYTES, 0.0
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))

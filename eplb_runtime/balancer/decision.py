@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -32,13 +30,11 @@ from ..migration.difference import apply, difference
 from ..placement import Placement
 from ..planner import CostModel, Plan, plan
 from ..planner.cost import crossing_seconds
-from ..planner.evaluate import has_no_copies, predicted_imbalance
+from ..planner.evaluate import predicted_imbalance
 from ..planner.track_record import JUDGED, TrackRecord
-from ..utils.jit import compiling_ahead
 from ..utils.spans import phase
-from ..utils.worker import Worker
-from .compile_ahead import compile_apart, compile_here, compiles, is_compiled
 from .guard import Guard, Sample, SampleComparison
+from .planner_process import PlannerLost, PlannerProcess
 from .runtime import Runtime
 
 logger = logging.getLogger("eplb_runtime")
@@ -52,6 +48,7 @@ LEAST_PADDING = 0.01
 """Share of tokens that is said."""
 SAID_BELOW = 0.8
 """A decision's reason says how much of predicted gains is believed, where it is less than this."""
+_TRIES = 4  # plans that are asked for until one fits the longest pause; the last one does for certain
 
 
 @dataclass(frozen=True)
@@ -172,10 +169,7 @@ class DecisionMaker:
         rows = self._config.window_rows(self._steps_per_bucket)
         self.history: deque[NDArray[np.int64]] = deque(maxlen=rows)
         self.share = ExpertShare.before_measuring(self._config.migration.moe_share)
-        self._compiles = self._config.policy != "static" or self._config.replica_slots > 0
-        self._compiled = self._said_padding = False
-        self._closed = threading.Event()
-        self._declared: NDArray[np.float64] | None = None
+        self._said_padding = False
         self._sources: NDArray[np.float64] | None = None
         self._track_record = TrackRecord(_decisions_of_horizon(self._config), self._config.speed_R)
         self.saved_track_record: list[list[float]] = []
@@ -183,10 +177,10 @@ class DecisionMaker:
         self._store = runtime.groups.store
         self._is_planner = self._job.is_planner
         self._planner_rank = self._job.ranks[0]
-        # A planner that never returns must not take the thread along that talks to the other ranks.
-        self._planning = Worker("eplb_runtime plan")
-        self._overdue: Future[bytes] | None = None
-        self.planner: Callable[..., Plan] = plan
+        self.process: PlannerProcess | None = None
+        if self._is_planner and self._config.policy != "static":
+            self.process = PlannerProcess(self._config.timeout_seconds * PLANNING)
+        self.planner: Callable[..., Plan] = plan if self.process is None else self.process.plan
         self.on_load: Callable[[NDArray[np.int64], int, int, float], None] = lambda load_TLE, steps, nbytes, seconds: (
             None
         )
@@ -200,34 +194,10 @@ class DecisionMaker:
         self._track_record.resume(rows)
         self.saved_track_record = self._track_record.saved()
 
-    @property
-    def lacks_compiled_code(self) -> bool:
-        """Return whether `compile` will compile, and not only read compiled code from the disk."""
-        return self._compiles and compiles() and not is_compiled(self._policy_here)
-
-    @property
-    def _policy_here(self) -> str:
-        """Policy that this rank plans with, as `compile_here` takes it; empty: it does not plan."""
-        return self._config.policy if self._is_planner else ""
-
-    def compile(self) -> None:
-        """Compile the code of decisions and migrations on this rank; until then NumPy plans, and only homes move."""
-        try:
-            policy = self._policy_here
-            with compiling_ahead():
-                if self._compiles:
-                    compile_apart(policy, self._closed)
-                    if not self._closed.is_set():
-                        compile_here(policy)
-        except Exception:
-            logger.warning("the planner could not be compiled ahead of its first use", exc_info=True)
-        finally:
-            self._compiled = True
-
     def close(self) -> None:
-        """Make no more plans and compile nothing more; a planner that never returns is abandoned."""
-        self._closed.set()
-        self._planning.close(0.0)
+        """Make no more plans, and end one that is being made."""
+        if self.process is not None:
+            self.process.close()
 
     def decide(self, measurement: Measurement, key: str, control: dist.ProcessGroup, agreement: Agreement) -> Decision:
         """Make a decision. Collective over the control group; never raises.
@@ -260,7 +230,6 @@ class DecisionMaker:
             declared = summed(measurement.declared, shape, control)
         except DeclaredLoadError as error:
             return Decision(failure=str(error), finding=finding)
-        declared = declared if declared is not None else self._declared
         if not total.any() and declared is None:
             return self._nothing_counted(finding, measurement)
         if total.any():
@@ -269,24 +238,11 @@ class DecisionMaker:
             self.on_load(total, self._steps_per_bucket or measurement.steps, measurement.home_bytes, seconds)
             if sources is not None:
                 self._sources = sources + (0.0 if self._sources is None else SOURCE_MEMORY * self._sources)
-        here = (measurement.home_bytes, measurement.token_bytes, 0 if self._compiled else 1)
-        home_bytes, token_bytes, compiling = _highest(control, *here)
+        home_bytes, token_bytes = maxima(
+            torch.tensor([measurement.home_bytes, measurement.token_bytes]), control
+        ).tolist()
         # All ranks are in this decision, so none is in an earlier one or its migration.
         self._store.forget(measurement.keys_of_earlier)
-        # The split over replicas is compiled, too; before the first plan there are none, unless a job resumes.
-        if compiling and not all(has_no_copies(placement) for _, placement in measurement.placements):
-            self._declared = declared
-            return Decision(
-                summary=staying(measurement.placement, "the planner is still being compiled", "compiling"),
-                finding=finding,
-                uncounted=_uncounted(total, measurement.in_evaluation),
-                load=total,
-                placements=measurement.placements,
-                step_seconds=measurement.step_seconds,
-                share=share,
-                steps=self._steps_of(total, measurement),
-            )
-        self._declared = None
         measurement = replace(measurement, home_bytes=home_bytes, token_bytes=token_bytes, declared=declared)
         imbalance, problem = None, ""
         try:
@@ -299,7 +255,7 @@ class DecisionMaker:
         except Exception as error:
             problem = self._failed_here(error)
         with phase("decision: plan", epoch=epoch):
-            made_here = self._plan(measurement, total, compiling > 0) if self._is_planner else b""
+            made_here = self._plan(measurement, total) if self._is_planner else b""
             message = self._broadcast(made_here, control)
         target, digest = None, bytes(16)
         summary: dict[str, Any] = {}
@@ -363,10 +319,6 @@ class DecisionMaker:
         dist.all_reduce(counted_NLE, group=control)
         return counted_NLE.numpy().astype(np.float64)
 
-    def compiling(self, control: dist.ProcessGroup) -> bool:
-        """Return whether any rank is still compiling. Collective."""
-        return bool(_highest(control, 0 if self._compiled else 1)[0])
-
     def place_anew(
         self, load: NDArray[np.int64], current: Placement, control: dist.ProcessGroup, agreement: Agreement
     ) -> Decision:
@@ -380,6 +332,8 @@ class DecisionMaker:
         """
 
         def ask() -> bytes:
+            if self.process is not None:
+                self.process.is_ready(self._config.timeout_seconds * (1.0 - PLANNING) / 2.0)
             made = self.planner(
                 load,
                 self._topology,
@@ -390,7 +344,7 @@ class DecisionMaker:
             )
             return _as_message(made, current)
 
-        message = self._broadcast(self._in_time(ask)[0] if self._is_planner else b"", control)
+        message = self._broadcast(_or_failure(ask) if self._is_planner else b"", control)
         target, summary, digest = self._read(message, current)
         verdict = agreement.check_equal(digest, "plan")
         if not verdict.commit:
@@ -417,88 +371,64 @@ class DecisionMaker:
             )
         return Decision(failure=text, finding=finding)
 
-    def _plan(self, measurement: Measurement, total: NDArray[np.int64], compiling: bool) -> bytes:
+    def _plan(self, measurement: Measurement, total: NDArray[np.int64]) -> bytes:
         """On rank 0: the plan as bytes, or the reason for which there is none.
 
         Args:
             total: int64 ``[T, L, E]``, tokens since the last decision.
-            compiling: on this rank or another; then NumPy plans, and only homes move.
         """
         load = np.stack(self.history) if self.history else measurement.declared
         assert load is not None
 
-        made: list[Plan] = []
-
         def make() -> bytes:
-            # While code is compiled no plan has replicas yet, so judging runs nothing that is compiled.
             self._track_record.observe(total.sum(axis=0, dtype=np.float64))
-            made.append(self._make_plan(load, measurement, compiling))
-            return _as_message(made[0], measurement.placement, self._predictions(self._cost(measurement)))
+            made = self._make_plan(load, measurement)
+            message = _as_message(made, measurement.placement, self._predictions(self._cost(measurement)))
+            # What is declared is the next load alone: no later one says whether the plan was good.
+            if made.decision == "rebalance" and measurement.declared is None:
+                self._track_record.note(made)
+            return message
 
-        message, in_time = self._in_time(make)
-        # What is declared is the next load alone: no later one says whether the plan was good.
-        if in_time and made and made[0].decision == "rebalance" and measurement.declared is None:
-            self._track_record.note(made[0])
-        return message
+        return _or_failure(make)
 
-    def _in_time(self, work: Callable[[], bytes]) -> tuple[bytes, bool]:
-        """Bytes of the plan, or of the reason for which there is none, in time for the ranks that wait for them; and
-        whether ``work`` has come to its end."""
-        if self._overdue is not None and not self._overdue.done():
-            return _failed("the planner is still busy with an earlier plan"), False
-        seconds = self._config.timeout_seconds * PLANNING
-
-        def planned() -> bytes:
-            try:
-                return work()
-            except Exception as error:
-                logger.warning("planning failed", exc_info=True)
-                return _failed(f"planning failed: {type(error).__name__}: {error}")
-
-        self._overdue = self._planning.submit(planned)
-        try:
-            return self._overdue.result(seconds), True
-        except TimeoutError:
-            logger.warning("the planner has not returned after %g s; going on without a plan", seconds)
-            return _failed(f"the planner took longer than {seconds:g} s"), False
-
-    def _make_plan(self, load: NDArray[Any], measurement: Measurement, compiling: bool) -> Plan:
-        """Ask the planner."""
-        cost, policy, trust = self._cost(measurement), self._config.policy, self._track_record.trust
-        how: dict[str, Any] = {"policy": policy, "sources": self._sources}
-        if compiling:
-            cost = replace(cost, crossing_seconds=0.0)
-            how = {"policy": "static" if policy == "static" or self._config.rank_speed else "deepseek"}
-        how |= {
-            "current": measurement.placement,
-            "max_moves": self._config.migration.max_moves,
-            "max_bytes": self._max_bytes(),
-            "cost": cost,
-            "gate": self._config.gate,
-            "declared": measurement.declared,
-            "rank_speed": self._config.rank_speed,
-            "trust": trust,
-        }
-        notes = ["homes only: the planner is still being compiled"] if compiling else []
-        slots_per_rank = measurement.placement.slots_per_rank
-        made = self.planner(load, self._topology, slots_per_rank=slots_per_rank, layout="home", **how)
+    def _make_plan(self, load: NDArray[Any], measurement: Measurement) -> Plan:
+        """Ask the planner; with a longest pause, again under fewer bytes until the busiest link is through in time."""
+        trust, cost, most = self._track_record.trust, self._cost(measurement), None
+        slots, longest = measurement.placement.slots_per_rank, self._config.migration.max_pause_seconds
+        for left in reversed(range(_TRIES)):
+            made = self.planner(
+                load,
+                self._topology,
+                slots_per_rank=slots,
+                policy=self._config.policy,
+                layout="home",
+                current=measurement.placement,
+                max_moves=self._config.migration.max_moves,
+                max_bytes=most,
+                cost=cost,
+                gate=self._config.gate,
+                declared=measurement.declared,
+                rank_speed=self._config.rank_speed,
+                sources=self._sources,
+                trust=trust,
+            )
+            seconds = cost.transfer_seconds(made.moves, self._topology, slots)
+            if longest is None or seconds <= longest:
+                break
+            moved = float(cost.bytes_moved(made.moves, self._topology, slots)[0].sum())
+            # The last one fits as if one link carried all.
+            most = int(moved * longest / seconds if left > 1 else longest * self._topology.slowest_bandwidth)
         if trust < SAID_BELOW and self._config.gate == "payoff":
-            notes.append(f"counting {trust:.0%} of predicted gains: as much came true lately")
-        if notes:
-            made = replace(made, reason=f"{made.reason} ({'; '.join(notes)})")
+            made = replace(made, reason=f"{made.reason} (counting {trust:.0%} of predicted gains: as much came true)")
         if not measurement.step_seconds:  # no step is timed yet, as at the first decision of a resumed job
             made = replace(made, seconds_saved=np.nan)
         return made
 
     def _predictions(self, cost: CostModel) -> dict[str, Any]:
         """Predicted and true gains of earlier plans, in seconds of a plan's horizon at today's step time."""
-        judgement = self._track_record.judgement
         seconds = cost.horizon_steps * cost.moe_share * cost.step_seconds
         return {
-            "judged_plans": judgement.plans,
-            "judged_decisions": judgement.decisions,
-            "predicted_seconds": judgement.promised * seconds,
-            "true_seconds": judgement.kept * seconds,
+            **self._track_record.judgement(seconds),
             "horizon_steps": cost.horizon_steps,
             "track_record": self._track_record.saved(),
         }
@@ -526,15 +456,6 @@ class DecisionMaker:
         holders = self._job.ep_size * len(self._job.edp_ranks) * steps_per_bucket
         own = sum(self._job.layers_of_stage[stage] for stage in self._job.stages)
         return crossing_seconds(per_bucket_L / holders, token_bytes, self._topology) * own / len(per_bucket_L)
-
-    def _max_bytes(self) -> int | None:
-        """Bytes over all ranks that certainly fit the longest pause: as if one link carried all of them."""
-        if self._config.migration.max_pause_seconds is None:
-            return None
-        slowest = self._topology.intra_node_bandwidth
-        if self._topology.num_nodes > 1:
-            slowest = min(slowest, self._topology.inter_node_bandwidth)
-        return int(self._config.migration.max_pause_seconds * slowest)
 
     def _broadcast(self, message: bytes, control: dist.ProcessGroup) -> bytearray:
         size = torch.tensor([len(message)])
@@ -587,10 +508,16 @@ def _uncounted(total: NDArray[np.int64], in_evaluation: Mapping[int, str]) -> st
     )
 
 
-def _highest(control: dist.ProcessGroup, *here: int) -> list[int]:
-    """Maxima over all ranks, whose stages differ."""
-    highest: list[int] = maxima(torch.tensor(here), control).tolist()
-    return highest
+def _or_failure(work: Callable[[], bytes]) -> bytes:
+    """Return the plan as bytes, or the reason for which there is none, for which other ranks wait."""
+    try:
+        return work()
+    except PlannerLost as lost:
+        why = str(lost)
+    except Exception as error:
+        logger.warning("planning failed", exc_info=True)
+        why = f"planning failed: {type(error).__name__}: {error}"
+    return json.dumps({"failure": why}).encode()
 
 
 def _as_message(made: Plan, current: Placement, predictions: Mapping[str, Any] | None = None) -> bytes:
@@ -619,13 +546,9 @@ def _as_message(made: Plan, current: Placement, predictions: Mapping[str, Any] |
     ).encode()
 
 
-def _failed(why: str) -> bytes:
-    return json.dumps({"failure": why}).encode()
-
-
-def staying(placement: Placement, reason: str, code: str = "") -> dict[str, Any]:
+def staying(placement: Placement, reason: str) -> dict[str, Any]:
     """The summary of a decision without a plan."""
-    text = {"decision": "stay", "reason": reason, "code": code, "moves": 0, "epoch": placement.epoch + 1}
+    text = {"decision": "stay", "reason": reason, "code": "", "moves": 0, "epoch": placement.epoch + 1}
     return {**text, "imbalance_before": 0.0, "imbalance_after": 0.0, "plan_seconds": 0.0}
 
 

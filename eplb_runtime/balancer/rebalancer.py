@@ -53,14 +53,13 @@ from ..utils.worker import Worker
 from .decision import Decision, DecisionMaker, Measurement
 from .gradients.division import why_rows_stay
 from .guard import Guard
+from .planner_process import compile_split
 from .runtime import Runtime
 
 T = TypeVar("T")
 
 logger = logging.getLogger("eplb_runtime")
 
-COMPILED_SOON_SECONDS = 2.0
-"""Attach waits this long for compiled code: reading it from disk takes less, compiling it takes a minute."""
 AHEAD = sys.maxsize
 """Step of a decision that was begun ahead: no boundary acts on it, `Rebalancer.now` alone."""
 A_LITTLE_SECONDS = 1.0
@@ -128,6 +127,8 @@ class Rebalancer:
         self._agreement = self._new_agreement()
         self._engine = self._new_engine(transport)
         self._clock = StepClock(self._engine.rehearse(runtime.placement))
+        if config.replica_slots:
+            compile_split()
         self.decisions = DecisionMaker(runtime, guard, self._at_point)
         use_my_device = partial(use_device, runtime.device)
         self._worker = Worker("eplb_runtime", use_my_device)
@@ -135,8 +136,6 @@ class Rebalancer:
         self.overlapped = self._new_overlapped()
         self._migration: BetweenSteps | Overlapped = self.overlapped if config.overlap else self._between_steps
         self._reconnection = Reconnection(groups, self._make_transport, self._at_point)
-        self._compiler = Worker("eplb_runtime compile")
-        self._compiled = self._begin_compiling()
 
     def _new_engine(self, transport: Transport) -> MigrationEngine:
         job = self._groups.job
@@ -170,16 +169,6 @@ class Rebalancer:
             max_pause_seconds=self._config.migration.max_pause_seconds,
         )
 
-    def _begin_compiling(self) -> Future[None]:
-        missing = self.decisions.lacks_compiled_code and self._runtime.job.is_planner
-        compiled = self._compiler.submit(self.decisions.compile)
-        if not wait([compiled], COMPILED_SOON_SECONDS).done and missing:
-            logger.info(
-                "compiling the planner in the background, half a minute of one core, once on a machine "
-                "(eplb-runtime warmup does it ahead); until then only homes move"
-            )
-        return compiled
-
     def placement(self) -> Placement:
         """Return the current placement; its ``epoch`` counts commits. While a migration is in flight this waits for the
         other ranks' commits of the running step: call it on every rank at the same place."""
@@ -194,10 +183,6 @@ class Rebalancer:
         """Return whether homes of a layer have moved since attach, even if they are back."""
         is_initial = np.array_equal(self.placement().homes_LRH[layer], self._initial.homes_LRH[layer])
         return bool(self._moved_L[layer]) or not is_initial
-
-    def wait_until_compiled(self, seconds: float) -> bool:
-        """Wait until planner code is compiled on this rank; returns whether it is."""
-        return bool(wait([self._compiled], seconds).done)
 
     def at_boundary(self) -> bool:
         """Close a training step, on every rank: decide or migrate if it is time. Returns whether experts moved."""
@@ -425,9 +410,8 @@ class Rebalancer:
             parts.callback(self._use_no_replicas)
             parts.callback(self._agreement.close)
             parts.callback(self._engine.close)
-            parts.callback(self._compiler.close, A_LITTLE_SECONDS)
-            parts.callback(self.decisions.close)
             parts.callback(self._worker.close, A_LITTLE_SECONDS)
+            self.decisions.close()
             self.forget_pending()
 
     def _use_no_replicas(self) -> None:
@@ -441,7 +425,6 @@ class Rebalancer:
         self._groups.hang_up()  # ends waits in collectives
         self._worker.close(A_LITTLE_SECONDS)
         self.decisions.close()
-        self._compiler.close(A_LITTLE_SECONDS)
 
     def _at_point(self, phase: Phase, subject: Any) -> None:
         """Call the engine's probe, at points outside the engine too."""

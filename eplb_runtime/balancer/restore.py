@@ -20,8 +20,6 @@ from .runtime import Runtime
 
 logger = logging.getLogger("eplb_runtime")
 
-COMPILED_AT_LAST_SECONDS = 300.0
-"""A job that resumes on other ranks waits this long for compiled code: its experts are best placed before it trains."""
 UNUSABLE = bytes(16)
 """Digest of a rank that was given nothing usable."""
 
@@ -104,13 +102,7 @@ class Restorer:
 
     def _anew(self, load: NDArray[np.int64]) -> Placement:
         """Plan a placement of these sizes for a load of other ranks. Collective."""
-        control, rebalancer = self._groups.control, self._rebalancer
-        a_while = self._config.timeout_seconds / 4
-        for _ in range(max(1, round(COMPILED_AT_LAST_SECONDS / a_while))):
-            rebalancer.wait_until_compiled(a_while)  # in short waits: who is ready must not wait for the others in vain
-            if not rebalancer.run(lambda: rebalancer.decisions.compiling(control)):
-                break
-        target, summary = rebalancer.placed_anew(load)
+        target, summary = self._rebalancer.placed_anew(load)
         logger.info(
             "the placement was saved for other ranks or slots; experts are placed anew for its load: imbalance %.3f",
             summary["imbalance_after"],

@@ -22,7 +22,7 @@ exit status: 0; 1 if a recipe's job would not attach, 2 bad input
 
 
 def add(commands: Any) -> None:
-    recipe = "say whether a job would attach: a script or text with Megatron's flags or verl's overrides, or JSON"
+    recipe = "would it attach: Megatron's flags, verl's overrides, a DistributedConfig in JSON, Accelerate's YAML"
     tried = "what transports are tried on (default: cuda where there is one)"
     options = [option("--recipe", "FILE", str, recipe, nargs="+"), choice("--device", ("cpu", "cuda"), tried)]
     add_command(
@@ -61,7 +61,6 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _judge(path: str, arguments: argparse.Namespace) -> int:
     """Return 1 where a recipe is refused, 2 where it cannot be judged."""
-    from ..hosts.megatron.settings import VERSION
     from ..tools.recipes import answer, read_recipe
 
     try:
@@ -80,7 +79,7 @@ def _judge(path: str, arguments: argparse.Namespace) -> int:
         False: "no, it does not attach",
         None: f"not known: {', '.join(found.undecided)} decides, and the recipe does not show it",
     }
-    print(f"{recipe.name}: {verdict[found.attaches]} ({VERSION})")
+    print(f"{recipe.name}: {verdict[found.attaches]} ({recipe.of})")
     if found.attaches is not False:
         equal = {
             "bit": "to the bit",
@@ -92,7 +91,7 @@ def _judge(path: str, arguments: argparse.Namespace) -> int:
         print_table("refused", said["refused"])
     tables = {
         "the recipe does not show": found.unknown,
-        f"assumed: defaults of {VERSION}, or of what trains with it": found.assumed,
+        f"assumed: defaults of {recipe.of}, or of what trains with it": found.assumed,
     }
     for title, values in tables.items() if arguments.verbose else ():
         print_table(title, [{"setting": name, "value": value} for name, value in values.items()])

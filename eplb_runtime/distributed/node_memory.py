@@ -9,18 +9,19 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _symmetric_memory
 
 from ..config import launcher_environment
 from .consensus import gather_bytes
 from .node import identity_of, node_of_this_rank
 
 _CPU = torch.device("cpu")
+_OF_TORCH = "torch.distributed._symmetric_memory"
 BACKEND = "CUDA"
 """torch's back end whose memory is written by plain copies and whose signals wait on a stream."""
 LEAST_CHANNELS = 4
@@ -30,13 +31,13 @@ SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """torch compares the GPUs of ranks by their numbers unless the environment has this."""
 
 
-def why_not(device: torch.device, package: Any = _symmetric_memory) -> str:
+def why_not(device: torch.device) -> str:
     """What this process lacks to have such memory, in a line; empty: nothing that can be seen before meeting."""
     if device.type != "cuda":
         return f"it copies between GPUs, not on {device.type}"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
-    backend = package.get_backend(device)
+    backend = import_module(_OF_TORCH).get_backend(device)
     if backend != BACKEND:
         return f"torch's symmetric memory must be of the back end {BACKEND!r} here, and is of {backend!r}"
     return ""
@@ -71,7 +72,7 @@ class NodeMemory:
         device: of all memory.
         timeout_seconds: a signal that is waited for longer ends the process: torch's kernels print which one, and stop
             the GPU's work with an error. 0: never.
-        package: `torch.distributed._symmetric_memory`.
+        package: in the place of torch's.
         group_device: that the group's backend works on.
 
     Attributes:
@@ -84,7 +85,7 @@ class NodeMemory:
         group: dist.ProcessGroup,
         device: torch.device,
         timeout_seconds: float,
-        package: Any = _symmetric_memory,
+        package: Any = None,
         group_device: torch.device = _CPU,
     ) -> None:
         self.rank, self.size = group.rank(), group.size()
@@ -92,7 +93,7 @@ class NodeMemory:
         self._group = group
         self._device, self._group_device = device, group_device
         self._timeout_ms = int(timeout_seconds * 1000)
-        self._package = package
+        self._package = package or import_module(_OF_TORCH)
         self._blocks: list[_SymmetricBlock] = []
         try:
             torch._C._distributed_c10d._resolve_process_group(group.group_name)

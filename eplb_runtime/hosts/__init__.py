@@ -28,7 +28,7 @@ from .module import MoE, stack_experts
 
 __all__ = ["AttachError", "MoE", "attach", "shard_experts", "stack_experts"]
 
-HOSTS = {"transformers": "transformers", "megatron.describe": "megatron.core"}
+HOSTS = {"transformers.describe": "transformers", "megatron.describe": "megatron.core"}
 """Module in here -> the framework's. A module is imported only where that is: what nobody has imported has made no
 model."""
 

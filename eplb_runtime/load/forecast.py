@@ -12,8 +12,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..utils.jit import jit, ready
-
 MOST_WINDOWS = 64
 """Longer histories are merged into at most so many windows."""
 Load = NDArray[np.float64]
@@ -71,28 +69,6 @@ class ExpectedLoad(NamedTuple):
         return np.concatenate([self.scenarios, self.mixes])
 
 
-class _Foretold(NamedTuple):
-    """Of one layer, in shares: the forecast, and by how much windows may deviate from it, ``[N, E]``."""
-
-    share_E: Load
-    deviation_NE: Load
-
-
-class _Blend(NamedTuple):
-    """Forecasters of one layer.
-
-    Args:
-        made_FCE: what each of them foretold after so many windows, and now.
-        came_CE: what came.
-        gain_N, error_N: by how much others err less than the mean, and the standard error of that.
-    """
-
-    made_FCE: Load
-    came_CE: Load
-    gain_N: Load
-    error_N: Load
-
-
 def coarsen(load: Load) -> Load:
     """Merge runs of neighbouring windows of ``[T, L, E]`` into their means, so that at most ``MOST_WINDOWS`` are left.
 
@@ -106,26 +82,26 @@ def coarsen(load: Load) -> Load:
 
 
 def foretell(load: Load, ranks: int = 8) -> ExpectedLoad:
-    """Forecast each layer by itself; windows in which a layer has no tokens are left out for that layer.
+    """Forecast each layer by itself. A window in which a layer has no tokens counts as that layer's mean.
 
     Args:
         load: float64 ``[T, L, E]``, oldest first; ``ranks``: R, over which experts are spread to judge forecasters.
     """
-    layers, experts = load.shape[1:]
-    foretold: list[_Foretold] = []
-    blends: dict[int, _Blend] = {}
-    for layer in range(layers):
-        share_TE = shares(load[load[:, layer].any(axis=1), layer])
-        if not len(share_TE):
-            foretold.append(_Foretold(np.zeros(experts), np.zeros((1, experts))))
-            continue
-        foretold.append(_of_the_mean(share_TE))
-        if len(share_TE) >= PARAMETERS.least_windows and experts > 1:
-            blends[layer] = _blend(share_TE)
-    moves_L, wanders_L = _which_move_on(blends, layers)
-    for layer in np.flatnonzero(moves_L).tolist():
-        foretold[layer] = _blended(blends[layer], ranks)
-    return _scenarios(foretold, load, wanders_L)
+    share_TLE = shares(load)
+    counted_TL1 = load.any(axis=2, keepdims=True)
+    mean_LE = share_TLE.sum(axis=0) / np.maximum(counted_TL1.sum(axis=0), 1)
+    share_TLE = np.where(counted_TL1, share_TLE, mean_LE)
+    deviation_NLE, wanders_L = _deviations(share_TLE), np.zeros(len(mean_LE), dtype=bool)
+    if len(load) >= PARAMETERS.least_windows and load.shape[2] > 1:
+        after = np.arange(max(len(load) - PARAMETERS.judged, 2), len(load) + 1)
+        made_FCLE, came_CLE = _forecasts(share_TLE, after), share_TLE[after[:-1]]
+        moves_L, wanders_L = _which_move_on(share_TLE, made_FCLE[:, :-1], came_CLE)
+        if moves_L.any():
+            blend_CLE = _blended(made_FCLE[:, :, moves_L], came_CLE[:, moves_L], ranks)
+            newest = np.arange(-len(deviation_NLE), 0) % len(came_CLE)
+            mean_LE[moves_L] = blend_CLE[-1]
+            deviation_NLE[:, moves_L] = (came_CLE[:, moves_L] - blend_CLE[:-1])[newest]
+    return _scenarios(mean_LE, deviation_NLE, load.mean(axis=0).sum(axis=1, keepdims=True), wanders_L)
 
 
 def shares(load: Load) -> Load:
@@ -134,100 +110,86 @@ def shares(load: Load) -> Load:
     return np.divide(load, total, out=np.zeros_like(load), where=total > 0)
 
 
-def _of_the_mean(share_TE: Load) -> _Foretold:
-    """The mean, with the deviations of the newest windows from theirs.
+def _deviations(share_TLE: Load) -> Load:
+    """float64 ``[N, L, E]``, by how much the newest windows deviate from their mean.
 
     The mean of n windows errs itself: errors to come are ``sqrt((n + 1) / (n - 1))`` times the deviations seen.
     """
-    newest, windows = share_TE[-PARAMETERS.scenarios :], len(share_TE)
+    newest, windows = share_TLE[-PARAMETERS.scenarios :], len(share_TLE)
     scale = np.sqrt((windows + 1) / windows * len(newest) / max(len(newest) - 1, 1))
-    return _Foretold(share_TE.mean(axis=0), (newest - newest.mean(axis=0)) * PARAMETERS.spread * scale)
+    return np.asarray((newest - newest.mean(axis=0)) * PARAMETERS.spread * scale)
 
 
-def _blend(share_TE: Load) -> _Blend:
-    """Seven forecasters, judged on the newest windows by the square of their errors in units of an expert's share."""
-    windows = len(share_TE)
-    after = np.arange(max(windows - PARAMETERS.judged, 2), windows + 1)
-    made_FCE = _forecasts(share_TE, after)
-    came_CE = share_TE[after[:-1]]
-    unit_E = np.maximum(share_TE.mean(axis=0), 1e-9)
-    error_FE = ((made_FCE[:, :-1] - came_CE) ** 2).mean(axis=1) / unit_E
-    lag_NE = np.stack([((share_TE[lag:] - share_TE[:-lag]) ** 2).mean(axis=0) for lag in range(1, windows)]) / unit_E
-    nearer_E = lag_NE[1:].mean(axis=0) - lag_NE[0]  # neighbours are more alike than others: the load wanders
-    gain_NE = np.concatenate([error_FE[0] - error_FE[1:], nearer_E[None]])
-    noise_N = gain_NE.std(axis=1, ddof=1) / np.sqrt(gain_NE.shape[1])
-    return _Blend(made_FCE, came_CE, gain_NE.mean(axis=1), np.maximum(noise_N, 1e-12))
+def _blended(made_FCLE: Load, came_CLE: Load, ranks: int) -> Load:
+    """float64 ``[C, L, E]``: forecasters weighed by what placements made for their past forecasts would have led to."""
+    experts = came_CLE.shape[2]
+    made_NE = made_FCLE[:, :-1].reshape(-1, experts)
+    came_NE = np.tile(came_CLE.reshape(-1, experts), (len(made_FCLE), 1))
+    whole = ((0, 0), (0, -experts % ranks))
+    dealt_NE = deal_homes(np.pad(made_NE, whole), ranks)
+    came_NR = np.take_along_axis(np.pad(came_NE, whole), dealt_NE, axis=1).reshape(len(made_NE), ranks, -1).sum(axis=2)
+    loss_N = came_NR.max(axis=1) / came_NR.mean(axis=1)
+    loss_N += PARAMETERS.between_equals * 0.5 * np.abs(made_NE - came_NE).sum(axis=1)
+    loss_FL = loss_N.reshape(len(made_FCLE), *came_CLE.shape[:2]).mean(axis=1)
+    worse_FL = (loss_FL - loss_FL.min(axis=0)) / np.maximum(loss_FL.min(axis=0) - 1.0, 1e-3)
+    weight_FL = np.exp(-worse_FL / PARAMETERS.sharpness)
+    return np.asarray(np.einsum("fl,fcle->cle", weight_FL / weight_FL.sum(axis=0), made_FCLE))
 
 
-def _blended(blend: _Blend, ranks: int) -> _Foretold:
-    """The blend of forecasters, weighed by what placements made for their past forecasts would have led to."""
-    came_CE = np.ascontiguousarray(blend.came_CE)
-    loss_F = np.empty(len(blend.made_FCE))
-    for number, made_CE in enumerate(blend.made_FCE):
-        misplaced = 0.5 * np.abs(made_CE[:-1] - came_CE).sum(axis=1).mean()
-        loss_F[number] = ready(dealt_imbalance)(made_CE, came_CE, ranks) + PARAMETERS.between_equals * misplaced
-    worse_F = (loss_F - loss_F.min()) / max(loss_F.min() - 1.0, 1e-3)
-    weight_F = np.exp(-worse_F / PARAMETERS.sharpness)
-    blend_CE = np.tensordot(weight_F / weight_F.sum(), blend.made_FCE, 1)
-    return _Foretold(blend_CE[-1], came_CE - blend_CE[:-1])
+def deal_homes(load_LE: NDArray[np.floating], ranks: int) -> NDArray[np.int32]:
+    """int32 ``[L, E]``, the experts of each layer rank by rank, E/R each: heaviest first, each to the lightest rank."""
+    layers, experts = load_LE.shape
+    homes, first_L = experts // ranks, np.arange(layers) * ranks
+    load_LR, held_LR = np.zeros((layers, ranks), dtype=load_LE.dtype), np.zeros(layers * ranks, dtype=np.int64)
+    dealt_LRH = np.empty(layers * experts, dtype=np.int32)
+    order_EL = np.argsort(-load_LE, axis=1, kind="stable").T
+    for expert_L, each_L in zip(order_EL, np.take_along_axis(load_LE.T, order_EL, axis=0), strict=True):
+        rank_L = first_L + load_LR.argmin(axis=1)
+        held_L = held_LR[rank_L]
+        dealt_LRH[rank_L * homes + held_L] = expert_L
+        held_LR[rank_L] = held_L + 1
+        load_LR.reshape(-1)[rank_L] += np.where(held_L + 1 == homes, np.inf, each_L)
+    return dealt_LRH.reshape(layers, experts)
 
 
-@jit(error_model="numpy")
-def dealt_imbalance(made_CE: Load, came_CE: Load, ranks: int) -> float:
-    """Mean imbalance of what came, on ranks that balance what was foretold: heaviest first, each to the lightest."""
-    total, most = 0.0, -(-came_CE.shape[1] // ranks)
-    for window in range(len(came_CE)):
-        made_R, came_R, room_R = np.zeros(ranks), np.zeros(ranks), np.full(ranks, most)
-        for expert in np.argsort(-made_CE[window], kind="mergesort"):
-            rank = np.argmin(made_R)
-            came_R[rank] += came_CE[window, expert]
-            room_R[rank] -= 1
-            made_R[rank] = made_R[rank] + made_CE[window, expert] if room_R[rank] else np.inf
-        total += came_R.max() / came_R.mean()
-    return total / len(came_CE)
+def _forecasts(share_TLE: Load, after: NDArray[np.int64]) -> Load:
+    """float64 ``[7, C, L, E]``, what is foretold after 2 or more windows: their mean, that of the newest four and two,
+    the last, it with the mean, the trend, and what came after the window most like the last."""
+    mean, four = (
+        np.stack([share_TLE[max(end - most, 0) : end].mean(axis=0) for end in after]) for most in (after[-1], 4)
+    )
+    last, before = share_TLE[after - 1], share_TLE[after - 2]
+    alike_CL = 1 + np.stack([((share_TLE[: n - 1] - share_TLE[n - 1]) ** 2).sum(axis=2).argmin(axis=0) for n in after])
+    followed = np.take_along_axis(share_TLE, alike_CL[:, :, None], axis=0)
+    trend = shares(np.maximum(2.0 * last - before, 0.0))
+    return np.stack([mean, four, (last + before) / 2, last, (last + mean) / 2, trend, followed])
 
 
-def _forecasts(share_TE: Load, after: NDArray[np.int64]) -> Load:
-    """float64 ``[7, C, E]``, what is foretold after 2 or more windows: their mean, that of the newest four and two, the
-    last, it with the mean, the trend, and what came after the window most like the last."""
-    sum_TE = np.cumsum(share_TE, axis=0)
-    mean_CE, last_CE, before_CE = sum_TE[after - 1] / after[:, None], share_TE[after - 1], share_TE[after - 2]
-    newest_N = np.stack([np.maximum(after - 4, 0), after], axis=1).ravel()[:-1]
-    four_CE = np.add.reduceat(share_TE, newest_N, axis=0)[::2] / np.minimum(after, 4)[:, None]
-    trend_CE = shares(np.maximum(2.0 * last_CE - before_CE, 0.0))
-    alike_C = [1 + int(((share_TE[: end - 1] - share_TE[end - 1]) ** 2).sum(axis=1).argmin()) for end in after]
-    near_CE = (last_CE + before_CE) / 2
-    return np.stack([mean_CE, four_CE, near_CE, last_CE, (last_CE + mean_CE) / 2, trend_CE, share_TE[alike_C]])
-
-
-def _which_move_on(blends: dict[int, _Blend], layers: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+def _which_move_on(share_TLE: Load, made_FCLE: Load, came_CLE: Load) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """bool ``[L]`` each: layers that are forecast by their blend, and those whose load surely moves on by itself.
 
-    A layer of few experts is rarely sure by itself; layers together are.
+    Forecasters are judged by the square of their errors in units of an expert's share, and windows by whether
+    neighbours are more alike than others. A layer of few experts is rarely sure by itself; layers together are.
     """
-    moves_L, wanders_L = np.zeros(layers, dtype=bool), np.zeros(layers, dtype=bool)
-    if blends:
-        gain_BN = np.stack([one.gain_N for one in blends.values()])
-        error_BN = np.stack([one.error_N for one in blends.values()])
-        together_N = gain_BN.sum(axis=0) > PARAMETERS.sure * np.sqrt((error_BN**2).sum(axis=0))
-        alone_B = (gain_BN > PARAMETERS.sure * error_BN).any(axis=1)
-        with_others_B = (gain_BN > PARAMETERS.once_sure * error_BN)[:, together_N].any(axis=1)
-        moves_L[list(blends)] = alone_B | with_others_B
-        wanders_L[list(blends)] = alone_B
-    return moves_L, wanders_L
+    unit_LE = np.maximum(share_TLE.mean(axis=0), 1e-9)
+    error_FLE = ((made_FCLE - came_CLE) ** 2).mean(axis=1) / unit_LE
+    lags = range(1, len(share_TLE))
+    apart_NLE = np.stack([((share_TLE[lag:] - share_TLE[:-lag]) ** 2).mean(axis=0) for lag in lags]) / unit_LE
+    nearer_LE = apart_NLE[1:].mean(axis=0) - apart_NLE[0]
+    gain_NLE = np.concatenate([error_FLE[0] - error_FLE[1:], nearer_LE[None]])
+    gain_NL = gain_NLE.mean(axis=2)
+    error_NL = np.maximum(gain_NLE.std(axis=2, ddof=1) / np.sqrt(gain_NLE.shape[2]), 1e-12)
+    together_N = gain_NL.sum(axis=1) > PARAMETERS.sure * np.sqrt((error_NL**2).sum(axis=1))
+    alone_L = (gain_NL > PARAMETERS.sure * error_NL).any(axis=0)
+    return alone_L | (gain_NL > PARAMETERS.once_sure * error_NL)[together_N].any(axis=0), alone_L
 
 
-def _scenarios(foretold: list[_Foretold], load: Load, wanders_L: NDArray[np.bool_]) -> ExpectedLoad:
-    """Scenarios and mixes of all layers, in tokens of the mean window; a layer with fewer has them more than once."""
-    total_L1 = load.mean(axis=0).sum(axis=1, keepdims=True)
-    share_LE = np.stack([one.share_E for one in foretold])
-    expected = share_LE * total_L1
-    count = min(len(load), PARAMETERS.scenarios)
+def _scenarios(share_LE: Load, deviation_NLE: Load, total_L1: Load, wanders_L: NDArray[np.bool_]) -> ExpectedLoad:
+    """Scenarios and mixes of all layers, in tokens of the mean window."""
+    expected, count = share_LE * total_L1, len(deviation_NLE)
     if count < 2:
         return ExpectedLoad(expected, expected[None], expected[None][:0], wanders_L)
-    newest = [one.deviation_NE[np.arange(-count, 0) % len(one.deviation_NE)] for one in foretold]
-    deviation = np.stack(newest, axis=1)
     choice = np.random.default_rng(count).integers(0, count, (PARAMETERS.mixes, *share_LE.shape))
-    mixed = np.take_along_axis(deviation, choice, axis=0)
-    may_come, mixes = (np.maximum(share_LE + one, 0.0) * total_L1 for one in (deviation, mixed))
+    mixed = np.take_along_axis(deviation_NLE, choice, axis=0)
+    may_come, mixes = (np.maximum(share_LE + one, 0.0) * total_L1 for one in (deviation_NLE, mixed))
     return ExpectedLoad(expected, may_come, mixes, wanders_L)

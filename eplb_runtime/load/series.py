@@ -1,6 +1,6 @@
 """A load series as it is recorded: a folder of text files that only grow, so that a crash costs the last line at most.
 
-``load/000001.jsonl`` in the folder of a run; another file for each start of the job, and when one has grown large. The
+``load/000001.jsonl`` in the folder of a run; another file for each start of the job. The
 first line of a file is ``{"format": "eplb-runtime-load", "version": 1, "layers": L, "experts": E}``. Each other holds
 windows, oldest first: ``{"steps": training steps of a window, "shape": [T, L, E], "data": ...}``, the data being int64,
 little-endian, compressed by zlib (whose checksum notices what is broken), in base64. Any line may also have ``"job"``,
@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import os
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -31,8 +30,6 @@ LONGEST = 1 << 20
 """Windows of one line; far more than anybody keeps."""
 MOST_BYTES = 8 << 30
 """Of a series in memory."""
-_FILE_BYTES = 64 << 20
-"""A file that has grown beyond is followed by another."""
 _WIDEST = 1 << 24
 """L x E of any model."""
 _MOST = 1 << 53
@@ -99,7 +96,6 @@ class SeriesWriter:
     """
 
     def __init__(self, run: Path, num_layers: int, num_experts: int, job: RecordedJob | None = None) -> None:
-        self._header = {"format": FORMAT, "version": 1, "layers": num_layers, "experts": num_experts, **_job_entry(job)}
         self._folder = run / "load"
         self._folder.mkdir(parents=True, exist_ok=True)
         files = _files(self._folder)
@@ -111,39 +107,29 @@ class SeriesWriter:
                     f"{num_experts}: name another folder for this run"
                 )
         self._number = int(files[-1].stem) if files else 0
-        self._descriptor = -1
-        self._next()
+        while True:  # a file of our own: a crash may have left another with half a line
+            self._number += 1
+            try:
+                self._file = _path(self._folder, self._number).open("xb", buffering=0)
+                break
+            except FileExistsError:
+                continue
+        self._write({"format": FORMAT, "version": 1, "layers": num_layers, "experts": num_experts, **_job_entry(job)})
 
     def append(self, load_TLE: NDArray[np.int64], steps: int, job: RecordedJob | None = None) -> None:
         """Add windows ``[T, L, E]``, oldest first, of ``steps`` each; they are with the operating system when this
         returns. FileError: another writer has begun a file after ours."""
         if _path(self._folder, self._number + 1).exists():
             raise FileError(f"another job writes its load to {self._folder.parent} now")
-        if os.fstat(self._descriptor).st_size > _FILE_BYTES:
-            self._next()
         self._write({"steps": steps, **_job_entry(job), **encode(load_TLE)})
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def _next(self) -> None:
-        """A file of our own: never one that a crash may have left with half a line."""
-        self.close()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        while self._descriptor < 0:
-            self._number += 1
-            try:
-                self._descriptor = os.open(_path(self._folder, self._number), flags, 0o666)
-            except FileExistsError:
-                continue
-        self._write(self._header)
+        self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
         data = memoryview(json.dumps(line).encode() + b"\n")
         while data:
-            data = data[os.write(self._descriptor, data) :]
+            data = data[self._file.write(data) :]
 
 
 def holds_series(folder: Path) -> bool:

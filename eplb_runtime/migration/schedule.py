@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..placement import EMPTY, HomeRows, Placement
-from ..utils.jit import ready
 from .cycles import cut_into_permutations, cut_into_short_cycles, first_fit, follow_slots
 
 _METHODS = (
@@ -174,7 +173,7 @@ def make_schedule(
     changes = (current.physical_to_logical != target.physical_to_logical).any(axis=1)
     best = float("inf")
     for cut, longest_first, enough in _METHODS:
-        cycle_M = ready(cut)(first_L, source_M, destination_M, holders_of_layer)
+        cycle_M = cut(first_L, source_M, destination_M, holders_of_layer)
         rank_M = source_M + group_L[layer_M] * holders_of_layer
         pack = partial(
             _pack, size_L=size_L, num_ranks=num_ranks, budget_bytes=budget_bytes, longest_first=longest_first
@@ -189,22 +188,10 @@ def make_schedule(
             break
     order = _in_order(round_M)
     order = order[_in_order(layer_M[order])]
-    rows = ready(follow_slots)(
-        first_L, expert_M[order], round_M[order], place_LE, target_LE, home_rows.rows, last_round
-    )
+    rows = follow_slots(first_L, expert_M[order], round_M[order], place_LE, target_LE, home_rows.rows, last_round)
     rows[:, 3:] = home_rows.slot_at(rows[:, 3:])
     np.maximum.at(last_round, layer_M, round_M)
     return TransferSchedule(current, target, rows[_in_order(rows[:, 0])], last_round, load)
-
-
-def warm_up() -> None:
-    """Compile the code of a schedule, so that no rebalance waits for it."""
-    current = Placement.initial(1, 4, 2)
-    home = np.array([[2, 0, 3, 1]])
-    target = Placement(home.argsort(axis=1), 4, 2, home)
-    make_schedule(current, target, [1], 1)
-    first, ranks = np.array([0, 2]), np.array([0, 1])
-    cut_into_short_cycles(first, ranks, ranks[::-1].copy(), 2)
 
 
 def _pack(
@@ -224,7 +211,7 @@ def _pack(
     bytes_N = size_L[layer_M[by_cycle[first_N[:-1]]]]
     order_N = np.lexsort((-length_N if longest_first else np.arange(len(length_N)), -bytes_N))
     budget = max(budget_bytes, int(size_L.max(initial=1)))
-    round_N, load = ready(first_fit)(order_N, first_N, rank_M[by_cycle], bytes_N, num_ranks, budget)
+    round_N, load = first_fit(order_N, first_N, rank_M[by_cycle], bytes_N, num_ranks, budget)
     return round_N[cycle_M], load
 
 

@@ -36,12 +36,11 @@ class Kernels:
 def kernels_for(device: torch.device) -> Kernels:
     """Return the kernels for a device; plain torch where there is no GPU or no Triton."""
     if device.type != "cuda":
-        logger.warning("kernels=True has no effect on %s: they are for GPUs, and plain torch is used", device.type)
         return Kernels()
     from ..utils.triton import triton
 
     if triton is None:
-        logger.warning("kernels=True: there is no Triton here, so plain torch is used: pip install triton")
+        logger.warning("there is no Triton here, so plain torch counts and sums: pip install triton")
         return Kernels()
     return compared_kernels()
 

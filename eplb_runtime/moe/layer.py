@@ -10,13 +10,8 @@ from threading import Lock
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-    _len_torch_dispatch_stack,
-)
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from ..distributed.step_tag import ForwardTag
 from ..load.counter import LoadCounter, in_recompute
@@ -34,12 +29,14 @@ from .routing.splitter import BatchSplitter, Counted, RowCounts
 def _unseen_by_selective_checkpointing() -> contextlib.AbstractContextManager[Any]:
     """Selective activation checkpointing matches saved operators by call index. A repeated forward here makes fewer
     calls than the first one, so its modes are disabled inside, and all of the layer is repeated."""
-    if not _len_torch_dispatch_stack():
+    dispatch, checkpoint = torch.utils._python_dispatch, torch.utils.checkpoint
+    if not dispatch._len_torch_dispatch_stack():
         return contextlib.nullcontext()
-    modes = _get_current_dispatch_mode_stack()
-    selective = any(isinstance(mode, (_CachedTorchDispatchMode, _CachingTorchDispatchMode)) for mode in modes)
-    without: contextlib.AbstractContextManager[Any] = _disable_current_modes()
-    return without if selective else contextlib.nullcontext()
+    kinds = checkpoint._CachedTorchDispatchMode, checkpoint._CachingTorchDispatchMode
+    if not any(isinstance(mode, kinds) for mode in dispatch._get_current_dispatch_mode_stack()):
+        return contextlib.nullcontext()
+    without: contextlib.AbstractContextManager[Any] = dispatch._disable_current_modes()
+    return without
 
 
 @dataclass(frozen=True)

@@ -41,28 +41,6 @@ class _Promise:
     judged: int = 0
     weight: float = 1.0
 
-    @property
-    def is_judged(self) -> bool:
-        """Whether all its numbers are those of a plan that was judged."""
-        numbers = self.promised >= LEAST_PROMISE and abs(self.kept) <= LARGEST and 0 < self.weight <= 1
-        return numbers and 1 <= self.judged <= LARGEST
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """Predictions of remembered plans, and what came true of them.
-
-    Args:
-        plans: number of plans that were judged.
-        decisions: number of loads that they were judged by, a load once for each plan.
-        promised, kept: imbalance, mean over layers: predicted to fall and fallen, summed over plans.
-    """
-
-    plans: int
-    decisions: int
-    promised: float
-    kept: float
-
 
 class TrackRecord:
     """Plans of a job, and what became of them."""
@@ -108,16 +86,16 @@ class TrackRecord:
             if promise.judged == self._horizon:
                 promise.before = promise.after = None
 
-    @property
-    def judgement(self) -> Judgement:
-        """Predicted and true gains of the plans that are remembered."""
+    def judgement(self, seconds: float) -> dict[str, float]:
+        """Return how many of the plans that are remembered were judged, by how many loads, a load once for each plan;
+        and what they promised and kept, where imbalance (mean over layers) costs so many seconds."""
         judged = self._judged()
-        return Judgement(
-            plans=len(judged),
-            decisions=sum(promise.judged for promise in judged),
-            promised=sum(promise.promised for promise in judged),
-            kept=sum(promise.kept / promise.judged for promise in judged),
-        )
+        return {
+            "judged_plans": len(judged),
+            "judged_decisions": sum(promise.judged for promise in judged),
+            "predicted_seconds": seconds * sum(promise.promised for promise in judged),
+            "true_seconds": seconds * sum(promise.kept / promise.judged for promise in judged),
+        }
 
     def saved(self) -> list[list[float]]:
         """Judged plans as JSON-able rows: promised gain, sum of true gains, number of them, weight."""
@@ -129,14 +107,15 @@ class TrackRecord:
         Raises:
             ValueError: it is something else; nothing is changed then.
         """
-        broken = ValueError("the saved record of predictions is broken")
         try:
-            promises = [_Promise(None, None, float(row[0]), float(row[1]), int(row[2]), float(row[3])) for row in rows]
-        except (TypeError, ValueError, OverflowError, LookupError):
-            raise broken from None
-        if len(promises) > MOST_SAVED or not all(promise.is_judged for promise in promises):
-            raise broken
-        self._promises = promises
+            table = np.array(rows, dtype=np.float64).reshape(-1, 4)
+        except (TypeError, ValueError, OverflowError):
+            table = np.full((1, 4), np.nan)
+        promised, kept, judged, weight = table.T
+        usable = (promised >= LEAST_PROMISE) & (abs(kept) <= LARGEST) & (judged >= 1) & (judged <= LARGEST)
+        if len(table) > MOST_SAVED or not (usable & (weight > 0) & (weight <= 1)).all():
+            raise ValueError("the saved record of predictions is broken")
+        self._promises = [_Promise(None, None, row[0], row[1], int(row[2]), row[3]) for row in table.tolist()]
 
     def _judged(self) -> list[_Promise]:
         return [promise for promise in self._promises if promise.judged]

@@ -9,12 +9,14 @@ Shape suffixes besides those of ``routing``: N nodes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
 from ..moe.routing.tables import SplitTables
 from ..moe.routing.water_filling import split_totals
-from ..placement import EMPTY, Placement
+from ..placement import Placement
 from ..topology import Topology
 from .evaluate import UNITS, in_units
 
@@ -56,28 +58,19 @@ def crossing_share(
     return np.asarray(np.divide(far, total, out=np.zeros_like(total), where=total > 0))
 
 
-def _computed(load: FloatArray, placement: Placement) -> list[FloatArray]:
+def _computed(load: FloatArray, placement: Placement) -> Iterator[FloatArray]:
     """For each layer float64 ``[E, R]``: the expert's tokens that a rank computes, by the split of the layout."""
-    layers, experts, ranks = len(load), placement.num_experts, placement.num_ranks
-    result: list[FloatArray] = []
+    slot_LEC, ranks = placement.logical_to_physical, placement.num_ranks
     if placement.home is None:
-        share = load / placement.copy_count
-        for layer in range(layers):
-            slots_P = placement.physical_to_logical[layer]
-            slot = np.flatnonzero(slots_P != EMPTY)
-            flat = slots_P[slot].astype(np.int64) * ranks + placement.rank_of(slot)
-            tokens = np.bincount(flat, share[layer, slots_P[slot]], minlength=experts * ranks)
-            result.append(np.asarray(tokens.reshape(experts, ranks), dtype=np.float64))
-        return result
-    tables = SplitTables.of(placement)
-    quota_LEC, total_L = split_totals(in_units(load), tables), load.sum(axis=1)
-    for layer in range(layers):
-        expert, copy = np.nonzero(tables.copy_slot_LEC[layer] >= 0)
-        computed_ER = np.zeros((experts, ranks))
-        tokens = quota_LEC[layer, expert, copy] * (total_L[layer] / UNITS)
-        computed_ER[expert, tables.rank_LEC[layer, expert, copy]] = tokens
-        result.append(computed_ER)
-    return result
+        tokens_LEC = np.broadcast_to((load / placement.copy_count)[:, :, None], slot_LEC.shape)
+    else:
+        quota_LEC = split_totals(in_units(load), SplitTables.of(placement))
+        tokens_LEC = quota_LEC * (load.sum(axis=1) / UNITS)[:, None, None]
+    for slot_EC, tokens_EC in zip(slot_LEC, tokens_LEC, strict=True):
+        expert, copy = np.nonzero(slot_EC >= 0)
+        place = expert * ranks + placement.rank_of(slot_EC[expert, copy])
+        tokens = np.bincount(place, tokens_EC[expert, copy], minlength=len(slot_EC) * ranks)
+        yield tokens.astype(np.float64).reshape(-1, ranks)
 
 
 def choose(first_L: NDArray[np.bool_], one: Placement, other: Placement) -> Placement:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from ..hosts.megatron import settings as megatron
 from ..hosts.megatron.settings import Exact, Refusal, Unknown
+from ..hosts.transformers import settings as transformers
 from ..utils.files import FileError, require_readable
 
 EP, EXPERTS = "expert_model_parallel_size", "num_moe_experts"
@@ -59,11 +60,12 @@ class RecipeError(FileError):
 
 
 class Recipe(NamedTuple):
-    """Configuration of one Megatron job; ``defaults`` are those that are not Megatron's. Values may be `Unknown`."""
+    """Configuration of one job; ``defaults`` are those that are not Megatron's. Values may be `Unknown`."""
 
     name: str
     options: Mapping[str, Any]
     defaults: Mapping[str, Any]
+    of: str = megatron.VERSION
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,9 @@ def answer(recipe: Recipe) -> RecipeAnswer:
         RecipeError: a size is no whole number of at least 1, or EP does not divide the experts or the ranks.
     """
     given = recipe.options
+    if recipe.of == transformers.VERSION:
+        found = list(transformers.refusals(given))
+        return RecipeAnswer(not found, None if found else transformers.exact(given), found, [], {}, {})
     sizes = [name for name, default in megatron.DEFAULTS.items() if type(default) is int]
     for name in (*sizes, "world_size"):
         size = given.get(name, 1)
@@ -109,23 +114,36 @@ def answer(recipe: Recipe) -> RecipeAnswer:
 
 
 def read_recipe(path: str) -> Recipe:
-    """Return the recipe of a JSON file, a shell script or a text.
+    """Return the recipe of a JSON file, Accelerate's YAML, a shell script or a text.
 
     Raises:
         RecipeError: there is no recipe of a model with experts in it.
         FileError, OSError: it cannot be read.
     """
-    file, is_json = Path(path), path.endswith(".json")
+    file, is_json = Path(path), path.endswith((".json", ".yaml", ".yml"))
     require_readable(file, MOST_BYTES)
     text = file.read_text(errors="replace")
     try:
-        content = json.loads(text) if is_json else list(_words(text))
+        content = _parsed(path, text) if is_json else list(_words(text))
     except ValueError as error:  # of json, and of shlex
         raise RecipeError(f"{path}: not {'JSON' if is_json else 'words of a shell'}: {error}") from None
+    if options := transformers.options_of(content):
+        return Recipe(file.stem, options, {}, transformers.VERSION)
     recipe = _of_json(file, content) if is_json else _of_script(file.stem, content)
     if all(recipe.options.get(name) in (None, 0, 1) for name in (EXPERTS, EP)):
         raise RecipeError(f"{path}: no setting of experts in it ({EXPERTS}, {EP}); other jobs say as they start")
     return recipe
+
+
+def _parsed(path: str, text: str) -> Any:
+    if path.endswith(".json"):
+        return json.loads(text)
+    try:
+        import yaml
+
+        return yaml.safe_load(text)
+    except Exception as error:
+        raise RecipeError(f"{path}: not YAML, or there is no pyyaml: {' '.join(str(error).split())}") from None
 
 
 def value_of(text: str) -> Any:

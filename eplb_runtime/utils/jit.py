@@ -11,13 +11,11 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import FunctionType
-from typing import Any, Literal, TypeVar, cast, overload
+from typing import Any, Literal, TypeVar, overload
 
 import numba
 import xxhash
@@ -50,41 +48,25 @@ def _cached(function: Any, error_model: Literal["python", "numpy"]) -> Any:
         settings.CACHE_DIR = before
 
 
-_compiling: list[int] = []
-"""Threads that compile for this process, or wait for another process that does."""
+def is_compiled() -> bool:
+    """Return whether a planner process has compiled everything for these very sources."""
+    return compiles() and _mark().exists()
 
 
-@contextmanager
-def compiling_ahead() -> Iterator[None]:
-    """Until this ends nothing is compiled but by this thread: `ready` gives other threads the interpreter's way."""
-    _compiling.append(threading.get_ident())
-    try:
-        yield
-    finally:
-        _compiling.remove(threading.get_ident())
+def compiles() -> bool:
+    """Return whether numba compiles here at all."""
+    return not numba.config.DISABLE_JIT  # type: ignore[attr-defined]
 
 
-def ready(function: Function) -> Function:
-    """Return a compiled function, or, while another thread compiles it, the same as Python's interpreter runs it, a
-    hundred times slower: for calls that are rare and small."""
-    if is_ready(function):
-        return function
-    return interpreted(function)
+def note_compiled() -> None:
+    """Note that everything is compiled, and remove what earlier sources left."""
+    with suppress(OSError):  # each process compiles for itself
+        _mark().touch()
+        remove_older()
 
 
-def is_ready(function: Callable[..., Any]) -> bool:
-    """Return whether calling a compiled function does not compile what another thread is compiling already."""
-    return not _compiling or threading.get_ident() in _compiling or bool(getattr(function, "signatures", True))
-
-
-@cache
-def interpreted(function: Function) -> Function:
-    """Return a function of `jit` as Python's interpreter runs it; it must not count on integers that wrap around."""
-    plain: Any = getattr(function, "py_func", function)
-    called = {name: value for name, value in plain.__globals__.items() if hasattr(value, "py_func")}
-    names = {name: interpreted(value) for name, value in called.items() if name in plain.__code__.co_names}
-    result = FunctionType(plain.__code__, {**plain.__globals__, **names}, plain.__name__, plain.__defaults__)
-    return cast(Function, result)
+def _mark() -> Path:
+    return cache_folder() / "compiled"
 
 
 @cache
@@ -126,7 +108,8 @@ def _parents(package: Path) -> Iterator[Path]:
 
 def _name(package: Path) -> str:
     processor = f"{get_host_cpu_name()} {get_host_cpu_features().flatten()}"  # as numba's own key has it
-    digest = xxhash.xxh3_64(f"{numba.__version__} {sys.version} {processor}".encode())
+    # numba's files are of use at one place alone: a copy of this package is compiled again.
+    digest = xxhash.xxh3_64(f"{numba.__version__} {sys.version} {processor} {package}".encode())
     for path in sorted(package.rglob("*.py")):
         source = path.read_bytes()
         if _MARK in source:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.autograd import _profiler_enabled, profiler  # type: ignore[attr-defined]
+from torch.autograd import profiler
 
 PREFIX = "eplb_runtime "
 _NOTHING: AbstractContextManager[Any] = nullcontext()
@@ -21,7 +21,7 @@ def phase(
 ) -> AbstractContextManager[Any]:
     """Return a span of this name while a profiler runs; ``direction`` is ``"F"``, ``"B"`` or empty."""
     # The first is of profilers of all threads, the second of those that C++ has started for this one.
-    if not profiler._is_profiler_enabled and not _profiler_enabled():
+    if not profiler._is_profiler_enabled and not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return _NOTHING
     return torch.profiler.record_function(phase_name(name, direction, layer, epoch))
 

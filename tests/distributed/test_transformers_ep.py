@@ -47,6 +47,8 @@ class Row:
     optimizer: str = "AdamW"
     micro_batches: int = 1
     recompute: bool = False
+    mixed: bool = False
+    replicas: int = 1
     steps: int = 3
 
 
@@ -86,6 +88,9 @@ ROWS = {
     "Muon": Row(optimizer="Muon"),
     "one batch on both ranks": Row(tp=2),
     "ep 2 x fsdp 2": Row(ranks=4),
+    "two replicas of the model": Row(ranks=4, replicas=2),
+    "tp 2 x fsdp 2, ep 4": Row("olmoe", ranks=4, ep=4, tp=2),
+    "ep 2 x fsdp 2, computed in bfloat16": Row(ranks=4, mixed=True),
     "ep 2 x fsdp 2, all together": Row(
         "gpt_oss", ranks=4, implementation="eager", dtype=torch.bfloat16, micro_batches=2, recompute=True
     ),
@@ -108,7 +113,8 @@ def load(folder: str, row: Row, name: str = "eplb") -> nn.Module:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    sizes = {"fsdp_size": row.ranks // row.tp, "tp_size": row.tp, "ep_size": row.ep}
+    sizes = {"fsdp_size": row.ranks // row.tp // row.replicas, "tp_size": row.tp, "ep_size": row.ep}
+    sizes |= {"dp_replicate_size": row.replicas, "fsdp_mixed_precision": row.mixed}
     model = AutoModelForCausalLM.from_pretrained(
         folder,
         distributed_config=DistributedConfig(**sizes, ep_implementation=name),
@@ -203,6 +209,7 @@ EXACT = {
     "ep 2": Row(optimizer="SGD", micro_batches=2),
     "one batch on both ranks": Row(tp=2, optimizer="SGD", implementation="eager", dtype=torch.float64),
     "ep 2 x fsdp 2": Row("gpt_oss", ranks=4, optimizer="SGD", implementation="eager", dtype=torch.float64),
+    "tp 2 x fsdp 2, ep 4": Row("olmoe", ranks=4, ep=4, tp=2, optimizer="SGD", implementation="eager"),
 }
 """In float64 FSDP divides gradients twice on a mesh of one rank, as ``efsdp`` is with all ranks in one EP group."""
 
@@ -384,7 +391,14 @@ def spread(model: nn.Module) -> list[nn.Module]:
 
 
 def test_what_it_cannot_follow_is_refused_in_a_line(root: Path) -> None:
-    wanted = ("another implementation", "replica_slots=1", "dispatch", "overlap=True", "adapts experts", "quantised")
+    wanted = (
+        "ep_implementation=all_to_all",
+        "replica_slots=1",
+        "dispatch",
+        "overlap=True",
+        "adapts experts",
+        "quantised",
+    )
     for lines in run_ranks(2, refused, folder_of("qwen3_moe", root)):
         for line, words in zip(lines, wanted, strict=True):
             assert words in line and "\n" not in line

@@ -79,8 +79,8 @@ def test_the_first_decisions_have_numbers_and_a_plan_though_nothing_is_compiled(
     )
     assert done.returncode == 0, done.stderr
     assert "rank 0: loss" in done.stdout and "rank 1: loss" in done.stdout
-    decisions = [line for line in done.stderr.splitlines() if re.match(r"step \d+: imbalance .* in 5 steps; ", line)]
-    assert re.match(r"step 6: imbalance 1\.\d+, worst layer", decisions[0])
+    decisions = [line for line in done.stderr.splitlines() if re.match(r"step \d+: (rebalance|stay): ", line)]
+    assert re.match(r"step 6: .*imbalance 1\.\d+", decisions[0])
     assert any("rebalance: saves" in line for line in decisions[:2])
     assert "experts moved" in done.stderr and ": expert work" in done.stderr
 

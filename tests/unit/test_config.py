@@ -38,6 +38,7 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"interval": None, "lag": 0}, "rebalance() decides and commits at once", {"interval": 20}),
     ({"interval": None, "lag": 5}, "lag=5 with interval=None", {"interval": 20}),
     ({"interval": None, "overlap": True}, "rebalance() migrates before it returns", {"interval": 20}),
+    ({"dispatch": "hierarchical", "combine_order": "by_rank", "kernels": False}, "a pass for each", {"kernels": True}),
 ]
 """Settings, what the refusal says, and what lets them have an effect."""
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -131,7 +132,7 @@ OTHERS: dict[str, Any] = {
     "transport": "nixl",
     "lag": 0,
     "dispatch": "hierarchical",
-    "kernels": True,
+    "kernels": False,
     "staging_bytes": 1000,
     "move_gradients": True,
 }

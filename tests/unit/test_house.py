@@ -44,19 +44,19 @@ COMPILED = ("jit", "triton", "custom_op", "register_fake", "kernel")
 """In a decorator: numba, Triton and torch's operators, whose parameters are what a kernel reads."""
 RATCHET = {
     "(root)": 1392,
-    "utils": 690,
+    "utils": 673,
     "distributed": 4041,
-    "load": 1190,
-    "moe": 5791,
-    "planner": 3020,
+    "load": 1138,
+    "moe": 5777,
+    "planner": 2989,
     "replicas": 1454,
-    "migration": 2412,
-    "balancer": 4414,
+    "migration": 2345,
+    "balancer": 4399,
     "observe": 2618,
     "checkpoint": 2586,
     "hosts": 9126,
-    "tools": 3460,
-    "cli": 1091,
+    "tools": 3457,
+    "cli": 1089,
     "package": 43326,
     "files of the package": 278,
     "page": 664,
@@ -68,11 +68,11 @@ RATCHET = {
 Markdown. They only come down, with each part that makes something smaller."""
 ALLOWANCE: dict[str, int] = {  # Transformers' own expert parallelism as a host
     "(root)": 29,
-    "hosts": 256,
-    "package": 285,
-    "files of the package": 2,
-    "tests": 409,
-    "files of tests": 1,
+    "hosts": 303,
+    "tools": 18,
+    "package": 112,
+    "files of the package": 3,
+    "tests": 337,
 }
 """Lines on top of a limit while an old and a new way stand side by side; with a comment that says for which part."""
 LAZY = {"eplb_runtime/__init__.py"}

@@ -76,14 +76,14 @@ def _norms_of_rows(gradient: Tensor | Sequence[Tensor | None], like: Tensor, nor
 
 
 def powers_of_dense(gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """Power of the norm of each gradient that is equal on every rank, and one of all that are sharded as DTensors."""
+    """Power of the norm of each gradient that is equal on every rank, and one of all DTensors of each mesh."""
     gradients = [g.abs() if g.is_complex() else g for g in gradients]
-    sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
     norms = [
         torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in gradients if not isinstance(g, DTensor)
     ]
-    if sharded:
-        norm = torch.nn.utils.get_total_norm(sharded, norm_type)
+    for mesh in dict.fromkeys(gradient.device_mesh for gradient in gradients if isinstance(gradient, DTensor)):
+        of_mesh = [gradient for gradient in gradients if isinstance(gradient, DTensor) and gradient.device_mesh == mesh]
+        norm = torch.nn.utils.get_total_norm(of_mesh, norm_type)
         norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).double())
     return [_power(norm, norm_type) for norm in norms]
 

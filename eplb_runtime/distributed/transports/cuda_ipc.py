@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _symmetric_memory
 
 from ..consensus import ConsensusError
 from ..node_memory import NodeMemory
@@ -26,7 +25,7 @@ def why_not(device: torch.device) -> str:
 
 
 class CudaIpc(Windows):
-    """Writes into the windows of other ranks of the node; ``package``: `torch.distributed._symmetric_memory`."""
+    """Writes into the windows of other ranks of the node; ``package``: in the place of torch's."""
 
     by = "CUDA IPC"
 
@@ -36,9 +35,9 @@ class CudaIpc(Windows):
         backend: str,
         device: torch.device,
         timeout_seconds: float,
-        package: Any = _symmetric_memory,
+        package: Any = None,
     ) -> None:
-        if package is _symmetric_memory and why_not(device):
+        if package is None and why_not(device):
             raise TransportError(f"transport 'cuda_ipc': {why_not(device)}")
         super().__init__(group, backend, device, timeout_seconds)
         self._package = package

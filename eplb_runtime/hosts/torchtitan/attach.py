@@ -169,7 +169,7 @@ def _refuse(settings: TitanSettings, optimizers: Any, config: BalancerConfig) ->
     refused = list(refusals(settings))
     if config.replica_slots:
         refused += [f"replica_slots={config.replica_slots} with {why}" for why in without_replicas(settings)]
-    if settings.moe_comm_backend != STANDARD and replace(config.dispatch, kernels=False) != DispatchConfig():
+    if settings.moe_comm_backend != STANDARD and replace(config.dispatch, kernels=True) != DispatchConfig():
         refused.append(
             f"dispatch with moe_comm_backend='{settings.moe_comm_backend}': torchtitan's dispatcher sends tokens; "
             "leave dispatch out"

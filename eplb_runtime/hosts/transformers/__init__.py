@@ -1,5 +1,1 @@
-"""Hugging Face Transformers 5: its MoE layers, its checkpoint folders, and small models of its classes."""
-
-from .describe import describe, watched
-
-__all__ = ["describe", "watched"]
+"""Hugging Face Transformers 5: its MoE layers, checkpoint folders, expert parallelism. `settings` needs none of it."""

@@ -28,10 +28,9 @@ from ..attaching.description import AttachError, HostModel, MoELayer, Spread, ma
 from ..attaching.expert_spans import call_begins, call_ends
 from ..attaching.logical_order import LogicalOrder, keep_order, synchronize_state
 from ..module import StableSort
+from .settings import EXACT_IN_ONE_SUM, added_up, refusals
 
 RealTokens = Callable[[int], Tensor | None]
-EXACT_IN_ONE_SUM = 2
-"""Ranks whose gradients FSDP adds up: the sum of two does not depend on their order."""
 _OF = "_eplb_runtime_expert_parallel"
 
 
@@ -78,6 +77,10 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
 def describe_spread(model: nn.Module, padding: Any) -> HostModel:
     """Return the MoE layers of a model whose experts the library has spread, and the ranks of its meshes."""
     named = dict(model.named_modules())
+    configs = (getattr(getattr(module, "config", None), "distributed_config", None) for module in named.values())
+    given = vars(next(config for config in configs if config is not None))
+    if refused := [str(one) for one in refusals(given)]:
+        raise AttachError("; besides, ".join(refused))
     spread = {name: module for name, module in named.items() if getattr(module, "_is_expert_parallel", False)}
     for name, module in named.items():
         inner = getattr(module, "base_layer", None)
@@ -90,10 +93,9 @@ def describe_spread(model: nn.Module, padding: Any) -> HostModel:
     layers, ranks = [layer for layer, _ in described], {of_layer for _, of_layer in described}
     if len(ranks) > 1:
         raise AttachError("the library has spread the layers of the model in different ways: leave ep_plan out")
-    (of_model,) = ranks
-    added_up = max(of_model.divided_rows, dist.get_world_size() // (len(of_model.ep or ()) * of_model.divided_rows))
+    summed = added_up(given)
     note = (
-        f"FSDP adds up gradients of experts over {added_up} ranks, perhaps in an order that follows a row's place: "
+        f"FSDP adds up gradients of experts over {summed} ranks, perhaps in an order that follows a row's place: "
         "results with other placements are equal to rounding; with at most 2 they are to the bit"
     )
     return HostModel(
@@ -102,28 +104,21 @@ def describe_spread(model: nn.Module, padding: Any) -> HostModel:
         lambda: padding.watch(model, padding.see),
         save_together=lambda balancer: _follow(model, layers, balancer),
         saves_itself="Transformers (save_pretrained, its Trainer, torch.distributed.checkpoint)",
-        ranks=of_model,
+        ranks=ranks.pop(),
         dispatches=True,
         refuses=_refusal,
-        notes=(note,) if added_up > EXACT_IN_ONE_SUM else (),
+        notes=(note,) if summed > EXACT_IN_ONE_SUM else (),
     )
 
 
 def _describe_layer(name: str, experts: nn.Module, real_tokens: RealTokens) -> tuple[MoELayer, Ranks]:
-    found = experts.__dict__.get(_OF)
-    if not isinstance(found, BalancedEP):
-        raise AttachError(
-            f"{name} is expert-parallel by another implementation of Transformers: load the model with "
-            'DistributedConfig(..., ep_implementation="eplb"), eplb_runtime imported before'
-        )
+    found: Any = experts.__dict__[_OF]
     parameters = dict(experts.named_parameters())
     ranks = tuple(dist.get_process_group_ranks(found.ep_mesh.get_group()))
-    of_rank: int = found.num_local_experts  # type: ignore[assignment]
+    of_rank: int = found.num_local_experts
     for key, parameter in parameters.items():
         if not isinstance(parameter, DTensor) or parameter.shape[0] != of_rank * len(ranks):
             raise AttachError(f"{name}.{key} is not spread by the library's plan: it would not move with its expert")
-        if local(parameter).device.type != found.ep_mesh.device_type:
-            raise AttachError(f"{name}.{key} is offloaded to the CPU: leave fsdp_cpu_offload out")
     odd = [key for key, one in parameters.items() if not one.is_floating_point() or one.element_size() < 2]
     if odd := [*odd, *(key for key, _ in experts.named_buffers())]:
         raise AttachError(
@@ -143,7 +138,7 @@ def _refusal(config: BalancerConfig) -> str:
             f"replica_slots={config.replica_slots}: the exchange of Transformers' expert parallelism knows one place "
             "for an expert; set replica_slots=0, or load the model without ep_size"
         )
-    if replace(config.dispatch, kernels=False) != DispatchConfig():
+    if replace(config.dispatch, kernels=True) != DispatchConfig():
         return "dispatch with Transformers' expert parallelism: its own exchange sends tokens; leave dispatch out"
     return ""
 

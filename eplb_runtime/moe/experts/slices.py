@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -75,6 +74,8 @@ def why_not_slices(tensor: DTensor, edp_ranks: Sequence[int]) -> str:
 
 def why_not_rows(tensor: DTensor, place: int, holders: int) -> str:
     """Empty if the rank at this place among so many has its share of whole rows, in order; else what is wrong."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     rows, odd = divmod(tensor.shape[0], holders)
     if not odd and (tuple(shape), tuple(offset)) == (

@@ -95,28 +95,17 @@ def _first_on_each_rank(slot_LEC: NDArray[np.int32], slots_per_rank: int) -> NDA
 
 
 def sweep_order(rank_EC: NDArray[np.int32], count_E: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the replicated experts by greedy coloring, where those of one color share no rank."""
+    """Return the replicated experts by greedy coloring, where those of one color share no rank: each gets the least
+    color that none of its ranks has."""
     several = np.flatnonzero(count_E > 1)
     replicated: NDArray[np.int32] = several[np.lexsort((several, -count_E[several]))].astype(np.int32)
-    color = _colors(replicated, np.ascontiguousarray(rank_EC), count_E, int(rank_EC.max(initial=0)) + 1)
-    return replicated[np.argsort(color, kind="stable")]
-
-
-@jit
-def _colors(
-    order_N: NDArray[np.int32], rank_EC: NDArray[np.int32], count_E: NDArray[np.int32], num_ranks: int
-) -> NDArray[np.int32]:
-    """The least color for each expert in turn that none of its ranks has."""
-    color_N = np.zeros(order_N.size, dtype=np.int32)
-    taken = np.zeros((order_N.size, num_ranks), dtype=np.bool_)
-    for index in range(order_N.size):
-        expert, color, clash = order_N[index], -1, True
-        while clash:
-            color += 1
-            clash = False
-            for copy in range(count_E[expert]):
-                clash = clash or taken[color, rank_EC[expert, copy]]
-        for copy in range(count_E[expert]):
-            taken[color, rank_EC[expert, copy]] = True
-        color_N[index] = color
-    return color_N
+    color_N, colors_R = [], [0] * (int(rank_EC.max(initial=0)) + 1)  # colors: a bit for each
+    for ranks, count in zip(rank_EC[replicated].tolist(), count_E[replicated].tolist(), strict=True):
+        taken = 0
+        for rank in ranks[:count]:
+            taken |= colors_R[rank]
+        color = ~taken & (taken + 1)
+        for rank in ranks[:count]:
+            colors_R[rank] |= color
+        color_N.append(color.bit_length())
+    return replicated[np.argsort(np.array(color_N, dtype=np.int64), kind="stable")]

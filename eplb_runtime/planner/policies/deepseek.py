@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ...load.forecast import deal_homes
 from ...placement import EMPTY, Placement
-from ...utils.jit import interpreted, jit
+from ...utils.jit import jit
 from ..search.align import align, settle
 from ..types import PlanError
 
@@ -29,27 +30,25 @@ def deepseek(request: PlanRequest) -> Placement:
     """The policy ``deepseek``: what DeepSeek's EPLB plans for the forecast, except for ties.
 
     In the free layout only a budget of moves makes it look at what stands: then layers wait their turn (`settle`). In
-    the home layout, without replicas, homes are dealt out near the current ones: this plans while others compile.
+    the home layout, without replicas, homes are dealt out near the current ones, by nothing that is compiled.
 
     Raises:
         PlanError: replica slots of the current placement hold experts.
     """
     topology, ranks, start = request.topology, request.topology.num_ranks, request.start
-    in_home = request.layout == "home"
-    slots = request.num_experts if in_home else request.num_slots
-    planned, _, _ = balance(request.forecast, slots, request.groups, topology.num_nodes, ranks, compiled=not in_home)
-    if not in_home:
+    if request.layout == "free":
+        planned, _, _ = balance(request.forecast, request.num_slots, request.groups, topology.num_nodes, ranks)
         is_limited = request.max_moves is not None or request.max_bytes is not None
         return settle(request, planned, request.current if is_limited else None)
     if (start.replicas_LRK != EMPTY).any():
         raise PlanError("policy 'deepseek' moves homes alone, and replicas stand: choose incremental")
-    homes_LP = start.homes_LRH.reshape(len(planned), -1)
-    near = settle(request, planned, Placement(homes_LP, request.num_experts, ranks))
+    planned = deal_homes(request.forecast, ranks)
+    near = settle(request, planned, Placement(start.homes_LRH.reshape(planned.shape), request.num_experts, ranks))
     return align(start, near.rank_of(near.logical_to_physical[:, :, 0]), start.replicas_LRK)
 
 
 def balance(
-    load: ArrayLike, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int, *, compiled: bool = True
+    load: ArrayLike, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int
 ) -> tuple[Array, Array, Array]:
     """Plan every layer as DeepSeek's EPLB does.
 
@@ -63,7 +62,6 @@ def balance(
         num_groups: expert groups, each of E / num_groups consecutive experts.
         num_nodes: nodes.
         num_ranks: R.
-        compiled: else Python's interpreter runs it, and nothing is compiled for it.
 
     Returns:
         ``physical_to_logical`` int32 ``[L, P]``; ``logical_to_physical`` int32 ``[L, E, C]``, padded with -1, C the
@@ -92,8 +90,7 @@ def balance(
     physical_to_logical = np.empty((layers, num_slots), dtype=np.int32)
     copy_index = np.empty((layers, num_slots), dtype=np.int32)
     copy_count = np.empty((layers, experts), dtype=np.int32)
-    run = _balance if compiled else interpreted(_balance)
-    run(weight, group_load, num_nodes, num_ranks, physical_to_logical, copy_index, copy_count)
+    _balance(weight, group_load, num_nodes, num_ranks, physical_to_logical, copy_index, copy_count)
     logical_to_physical = np.full((layers, experts, int(copy_count.max())), -1, dtype=np.int32)
     logical_to_physical[np.arange(layers)[:, None], physical_to_logical, copy_index] = np.arange(num_slots)
     return physical_to_logical, logical_to_physical, copy_count

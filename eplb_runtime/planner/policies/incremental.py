@@ -76,7 +76,7 @@ class _Question:
 
     Args:
         now_P: int64, the current placement.
-        held_RE: int64, how each rank holds each expert now.
+        held_RE: int8, how each rank holds each expert now.
         lead_WE, judge_WE: scenarios that lead the search, and all by which its end is judged, in units of the even rank
             load.
         prices: imbalance that moving a home, and a replica, must be worth.
@@ -85,7 +85,7 @@ class _Question:
 
     now_P: IntArray
     homes: int
-    held_RE: IntArray
+    held_RE: NDArray[np.int8]
     lead_WE: FloatArray
     judge_WE: FloatArray
     virtual_R: FloatArray

@@ -33,7 +33,7 @@ NOT_HERE, AS_REPLICA, AS_HOME = 0, 1, 2
 @jit(error_model="numpy")
 def descend(
     layer: Layer,
-    held_RE: IntArray,
+    held_RE: NDArray[np.int8],
     home_price: float,
     replica_price: float,
     enough: float,
@@ -122,17 +122,17 @@ def take(layer: Layer, kind: int, slot: int, other: int) -> None:
         set_replica(layer, slot, other)
 
 
-def held_by(now_RS: IntArray, homes: int, experts: int) -> IntArray:
-    """int64 ``[R, E]``: how each rank holds each expert, by its slots, homes first."""
-    held_RE = np.full((len(now_RS), experts), NOT_HERE, dtype=np.int64)
-    for row_S, held_E in zip(now_RS, held_RE, strict=True):
-        held_E[row_S[row_S != EMPTY]] = AS_REPLICA
-        held_E[row_S[:homes]] = AS_HOME
+def held_by(now_RS: IntArray, homes: int, experts: int) -> NDArray[np.int8]:
+    """int8 ``[R, E]``: how each rank holds each expert, by its slots, homes first."""
+    held_RE = np.full((len(now_RS), experts), NOT_HERE, dtype=np.int8)
+    for slots_RS, how in ((now_RS[:, homes:], AS_REPLICA), (now_RS[:, :homes], AS_HOME)):
+        rank, slot = np.nonzero(slots_RS != EMPTY)
+        held_RE[rank, slots_RS[rank, slot]] = how
     return held_RE
 
 
 @jit
-def moved(layer: Layer, held_RE: IntArray) -> tuple[int, int]:
+def moved(layer: Layer, held_RE: NDArray[np.int8]) -> tuple[int, int]:
     """Homes and replicas on ranks that did not hold them so."""
     homes, replicas = 0, 0
     for slot in range(layer.slot_P.size):
@@ -147,7 +147,7 @@ def moved(layer: Layer, held_RE: IntArray) -> tuple[int, int]:
 
 
 @jit
-def _moves_of(layer: Layer, held_RE: IntArray, kind: int, slot: int, other: int) -> tuple[int, int]:
+def _moves_of(layer: Layer, held_RE: NDArray[np.int8], kind: int, slot: int, other: int) -> tuple[int, int]:
     """Homes and replicas that a step moves, less those that it moves back."""
     rank, old = slot // layer.per_rank, layer.slot_P[slot]
     if kind == REPLICA:

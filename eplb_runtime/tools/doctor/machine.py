@@ -11,14 +11,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ...balancer.compile_ahead import compiles, is_compiled
 from ...distributed import node_memory
 from ...distributed.transports import deepep_package
-from ...utils.jit import cache_folder
+from ...utils.jit import cache_folder, compiles, is_compiled
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy", "numba", "prometheus_client")
-POLICY = "incremental"
-"""The default of jobs."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ def compiled() -> Backend:
         return Backend(name, False, "numba compiles nothing here (NUMBA_DISABLE_JIT): plans take minutes")
     if not os.access(folder, os.W_OK | os.X_OK):
         return Backend(name, False, f"{shown} cannot be written: each job compiles for itself")
-    if is_compiled(POLICY):
+    if is_compiled():
         return Backend(name, True, f"compiled, in {shown}")
     return Backend(
         name, True, f"not compiled: eplb-runtime warmup does it, or the first job while it trains, in {shown}"

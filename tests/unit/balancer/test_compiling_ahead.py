@@ -9,15 +9,14 @@ AFTER_WARMUP = """
 import numpy as np, numba
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, plan
-from eplb_runtime.balancer.compile_ahead import compile_planner
+from eplb_runtime.balancer.planner_process import compile_planner
 from eplb_runtime.topology import Topology
-import eplb_runtime.load.forecast as forecast
 import eplb_runtime.planner.search.descent as descent
 import eplb_runtime.planner.search.starts as starts
 import eplb_runtime.moe.routing.water_filling as water_filling
 compile_planner()
-assert forecast.dealt_imbalance.signatures
-kernels = [forecast.dealt_imbalance, descent.descend, starts.deal, starts.add_rings, water_filling._split_layers]
+assert descent.descend.signatures
+kernels = [descent.descend, starts.deal, starts.add_rings, water_filling._split_layers]
 before = [len(kernel.signatures) for kernel in kernels]
 cost = CostModel(home_bytes=10, replica_bytes=1, step_seconds=1.0)
 for replicas in (0, 2):

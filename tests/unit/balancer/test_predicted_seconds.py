@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +11,12 @@ import numpy as np
 import pytest
 
 from eplb_runtime.balancer.decision import DecisionMaker, Measurement
-from eplb_runtime.config import BalancerConfig
+from eplb_runtime.balancer.planner_process import PlannerLost
+from eplb_runtime.config import BalancerConfig, MigrationConfig
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
 from eplb_runtime.planner.track_record import TrackRecord
 from eplb_runtime.topology import Topology
-from eplb_runtime.utils.worker import Worker
 
 LOAD = np.array([[[90, 80, 70, 60, 4, 3, 2, 1]]], dtype=np.int64)
 
@@ -30,7 +29,6 @@ def maker_of(config: BalancerConfig) -> Any:
     maker._track_record = TrackRecord(1, None)
     maker.history, maker.share = deque(), SimpleNamespace(value=0.4)
     maker._job = SimpleNamespace(ep_size=2, edp_ranks=(0,), stages=(0,), layers_of_stage=(1,))
-    maker._planning, maker._overdue = Worker("planner of a test"), None
     return maker
 
 
@@ -38,46 +36,44 @@ def maker_of(config: BalancerConfig) -> Any:
 def test_no_seconds_are_predicted_before_a_step_is_timed(step_seconds: float, is_known: bool) -> None:
     maker = maker_of(BalancerConfig(gate="always"))
     measured = Measurement(Any, Placement.initial(1, 8, 2), (), step_seconds, 0.01, home_bytes=1 << 20)
-    made = maker._make_plan(LOAD, measured, False)
+    made = maker._make_plan(LOAD, measured)
     assert made.decision == "rebalance" and made.seconds_spent > 0
     assert np.isfinite(made.seconds_saved) == is_known
 
 
-def test_plans_made_while_code_is_compiled_are_judged_like_others() -> None:
-    def judged(load: np.ndarray, compiling: bool) -> dict[str, Any]:
-        """The summary of the decision after a plan, made while code is compiled or not."""
-        maker = maker_of(BalancerConfig(gate="always"))
-        for counted in (LOAD, load):
-            maker.history.extend(counted)
-            measured = Measurement(Any, Placement.initial(1, 8, 2), (), 2.0, 0.01, home_bytes=1 << 20)
-            made = json.loads(maker._plan(measured, counted, compiling))
-            assert made["decision"] == "rebalance" and ("homes only" in made["reason"]) == compiling
-        maker._planning.close(0.0)
-        return made
-
-    for compiling in (False, True):
-        same, other = judged(LOAD, compiling), judged(np.full_like(LOAD, 40), compiling)
-        assert (same["judged_plans"], same["judged_decisions"]) == (1, 1)
-        assert same["true_seconds"] == pytest.approx(same["predicted_seconds"]) and same["predicted_seconds"] > 0
-        assert other["true_seconds"] == 0 < other["predicted_seconds"], "control: even load came"
+def test_a_longest_pause_bounds_the_busiest_link_and_not_the_sum_over_ranks() -> None:
+    load = np.tile([90, 80, 70, 60, 50, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], (1, 6, 1))
+    maker = maker_of(BalancerConfig(gate="always", migration=MigrationConfig(max_pause_seconds=3.0)))
+    maker._topology = Topology(4, 4, intra_node_bandwidth=1e6)
+    measured = Measurement(Any, Placement.initial(6, 16, 4), (), 1e3, 0.0, home_bytes=10**6)
+    made = maker._make_plan(load, measured)
+    cost = maker._cost(measured)
+    assert 0 < cost.transfer_seconds(made.moves, maker._topology, 4) <= 3.0 < len(made.moves)
+    maker._config = BalancerConfig(gate="always")
+    assert cost.transfer_seconds(maker._make_plan(load, measured).moves, maker._topology, 4) > 3.0, "control"
 
 
-def test_a_plan_that_comes_late_is_not_carried_out() -> None:
-    maker = maker_of(BalancerConfig(gate="always", timeout_seconds=2.0))
-    go_on = Event()
+def judged(load: np.ndarray, planner: Any = plan) -> tuple[Any, dict[str, Any]]:
+    """The maker, and the summary of the decision after a plan."""
+    maker = maker_of(BalancerConfig(gate="always"))
+    for counted, maker.planner in ((LOAD, planner), (load, plan)):
+        maker.history.extend(counted)
+        measured = Measurement(Any, Placement.initial(1, 8, 2), (), 2.0, 0.01, home_bytes=1 << 20)
+        made = json.loads(maker._plan(measured, counted))
+    return maker, made
 
-    def slow(*args: Any, **terms: Any) -> Any:
-        go_on.wait()
-        return plan(*args, **terms)
 
-    maker.planner = slow
-    measured = Measurement(Any, Placement.initial(1, 8, 2), (), 2.0, 0.01, home_bytes=1 << 20)
-    maker.history.extend(LOAD)
-    assert "took longer than 1 s" in json.loads(maker._plan(measured, LOAD, False))["failure"]
-    assert "still busy" in json.loads(maker._plan(measured, LOAD, False))["failure"]
-    go_on.set()
-    maker._overdue.result(60.0)
-    assert maker._track_record._promises == [], "nobody has carried it out"
-    assert json.loads(maker._plan(measured, LOAD, False))["decision"] == "rebalance"
+def test_plans_are_judged_by_what_came() -> None:
+    same, other = judged(LOAD)[1], judged(np.full_like(LOAD, 40))[1]
+    assert (same["judged_plans"], same["judged_decisions"]) == (1, 1)
+    assert same["true_seconds"] == pytest.approx(same["predicted_seconds"]) and same["predicted_seconds"] > 0
+    assert other["true_seconds"] == 0 < other["predicted_seconds"], "control: even load came"
+
+
+def test_a_plan_that_never_came_is_not_judged() -> None:
+    def late(*_: Any, **__: Any) -> Any:
+        raise PlannerLost("too late")
+
+    maker, made = judged(LOAD, late)
+    assert made["decision"] == "rebalance" and made["judged_plans"] == 0
     assert len(maker._track_record._promises) == 1
-    maker._planning.close(0.0)

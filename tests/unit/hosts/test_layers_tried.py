@@ -17,7 +17,7 @@ import eplb_runtime as eplb
 from eplb_runtime.hosts import module as own
 from eplb_runtime.hosts.attaching.description import MoELayer
 from eplb_runtime.hosts.attaching.self_test import problems_of, try_layers
-from eplb_runtime.hosts.transformers import describe
+from eplb_runtime.hosts.transformers.describe import describe
 from eplb_runtime.moe.experts.compute import SlotCounts
 
 EXPERTS, WIDTH = 6, 32

@@ -98,13 +98,6 @@ def test_a_run_of_another_model_is_not_mixed_in(tmp_path: Path) -> None:
         SeriesWriter(tmp_path, LAYERS, EXPERTS + 1)
 
 
-def test_a_large_file_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(series, "_FILE_BYTES", 100)
-    written(tmp_path, *[windows(number, 1) for number in range(5)])
-    assert len(list((tmp_path / "load").iterdir())) == 5
-    assert np.array_equal(read_series(tmp_path)[0], np.concatenate([windows(number, 1) for number in range(5)]))
-
-
 def test_of_two_recorders_in_one_folder_the_older_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     older = Recorder(tmp_path, LAYERS, EXPERTS)
     newer = Recorder(tmp_path, LAYERS, EXPERTS)

@@ -7,11 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from eplb_runtime.migration import schedule as module
 from eplb_runtime.migration.cycles import cut_into_permutations, cut_into_short_cycles
-from eplb_runtime.migration.schedule import TransferSchedule, make_schedule, warm_up
+from eplb_runtime.migration.schedule import TransferSchedule, make_schedule
 from eplb_runtime.placement import EMPTY, Placement
-from eplb_runtime.utils.jit import interpreted
 
 
 def random_placement(seed: int, layers: int, experts: int, ranks: int, replica_slots: int) -> Placement:
@@ -31,8 +29,6 @@ def random_placement(seed: int, layers: int, experts: int, ranks: int, replica_s
             map_[layer, rank, homes : homes + filled] = rng.choice(others, filled, replace=False)
     return Placement(map_.reshape(layers, -1), experts, ranks, home)
 
-
-warm_up()  # compiled before hypothesis looks at the clock
 
 shapes = st.tuples(
     st.integers(1, 3),  # layers
@@ -201,16 +197,3 @@ def test_cycles_visit_a_rank_at_most_once(cut: object, seed: int, ranks: int, ho
             visited.add(rank)
             rank = following[rank]
         assert len(visited) == own.sum(), "two cycles under one number"
-
-
-@given(shapes, seeds, seeds, st.integers(1, 80), sizes, st.booleans())
-def test_ranks_that_have_not_compiled_it_yet_find_the_same_schedule(
-    shape: tuple, a: int, b: int, budget: int, expert_bytes: list[int], by_layer: bool
-) -> None:
-    question = (placed(a, shape), placed(b, shape), expert_bytes[: shape[0]], budget)
-    compiled = make_schedule(*question, by_layer=by_layer)
-    seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "ready", lambda function: seen.append(function) or interpreted(function))
-        plain = make_schedule(*question, by_layer=by_layer)
-    assert seen and plain.digest() == compiled.digest()

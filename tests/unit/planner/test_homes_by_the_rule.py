@@ -1,4 +1,4 @@
-"""Homes dealt out by DeepSeek's rule near the current ones: what plans while the other policies are compiled."""
+"""Homes dealt out by DeepSeek's rule near the current ones: what plans while the planner is compiled."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eplb_runtime.load.forecast import deal_homes
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, PlanError, plan
+from eplb_runtime.planner.policies.deepseek import balance
 from eplb_runtime.topology import Topology
 
 LAYERS, EXPERTS, RANKS = 6, 64, 8
@@ -28,6 +30,13 @@ def test_a_plan_is_valid_and_never_worse(seed: int, shape: tuple[int, int], laye
     made = plan(load, Topology(ranks), **QUESTION | {"slots_per_rank": experts // ranks + 1, "current": current})
     assert (np.bincount(made.placement.home_rank[0], minlength=ranks) == experts // ranks).all()
     assert made.imbalance_before is not None and (made.imbalance_after <= made.imbalance_before + 1e-12).all()
+
+
+@given(st.integers(0, 1000), st.sampled_from([(8, 2), (64, 8), (5, 1)]))
+def test_homes_are_those_of_the_compiled_rule(seed: int, shape: tuple[int, int]) -> None:
+    experts, ranks = shape
+    load = np.random.default_rng(seed).integers(0, 30, (2, experts)).astype(np.float32)
+    assert (deal_homes(load, ranks) == balance(load, experts, 1, 1, ranks)[0]).all()
 
 
 def test_limits_hold_and_are_used_where_they_gain_most() -> None:
@@ -53,6 +62,7 @@ def test_where_replicas_stand_it_says_what_to_choose() -> None:
 ALONE = """
 import numpy as np
 from numba.core.dispatcher import Dispatcher
+from eplb_runtime.balancer.planner_process import _homes_alone
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, plan
 from eplb_runtime.topology import Topology
@@ -61,10 +71,10 @@ def refuse(self, signature):
     raise AssertionError(f"{self.py_func.__name__} was compiled")
 
 Dispatcher.compile = refuse
-load = np.random.default_rng(3).lognormal(0.0, 1.0, (6, 64)) * 1000
+load = np.random.default_rng(3).lognormal(0.0, 1.0, (32, 6, 64)).cumsum(axis=0) * 1000
 cost = CostModel(home_bytes=1000, step_seconds=1.0)
 question = {"slots_per_rank": 9, "current": Placement.initial(6, 64, 8, 1), "gate": "payoff", "cost": cost}
-made = plan(load, Topology(8, 4), policy="deepseek", layout="home", **question)
+made = _homes_alone(load, Topology(8, 4), policy="incremental", layout="home", **question)
 assert made.moved_slots and made.decision == "rebalance", made
 plan(load, Topology(8, 4), policy="incremental", **question)
 """
@@ -73,4 +83,4 @@ plan(load, Topology(8, 4), policy="incremental", **question)
 def test_nothing_of_it_is_compiled() -> None:
     """The control: the last line, by another policy."""
     ended = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
-    assert "line 17" in ended.stderr and "was compiled" in ended.stderr, ended.stderr
+    assert "line 18" in ended.stderr and "was compiled" in ended.stderr, ended.stderr

@@ -109,11 +109,11 @@ def test_a_record_that_was_saved_is_trusted_as_before(turned: tuple[np.ndarray, 
     again = TrackRecord()
     again.resume(json.loads(json.dumps(record.saved())))
     assert again.trust == record.trust < 0.8
-    assert again.judgement == record.judgement
-    assert (record.judgement.plans, record.judgement.decisions) == (3, 6)
-    assert record.judgement.promised == 1.5 and record.judgement.kept == pytest.approx(0.5 / 3)
+    judged = record.judgement(2.0)
+    assert again.judgement(2.0) == judged and (judged["judged_plans"], judged["judged_decisions"]) == (3, 6)
+    assert judged["predicted_seconds"] == 3.0 and judged["true_seconds"] == pytest.approx(1.0 / 3)
     again.observe(load)
-    assert again.judgement == record.judgement, "placements are not saved, so nothing judges them further"
+    assert again.judgement(2.0) == judged, "placements are not saved, so nothing judges them further"
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from eplb_runtime.tools.launch import process_group
 
 def test_the_cache_of_compiled_code_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(machine, "is_compiled", lambda policy: False)
+    monkeypatch.setattr(machine, "is_compiled", lambda: False)
     assert "not compiled" in machine.compiled().why and machine.compiled().usable
-    monkeypatch.setattr(machine, "is_compiled", lambda policy: True)
+    monkeypatch.setattr(machine, "is_compiled", lambda: True)
     assert machine.compiled().why == f"compiled, in {tmp_path}"
     monkeypatch.setattr(machine, "compiles", lambda: False)
     assert not machine.compiled().usable

@@ -510,3 +510,45 @@ def test_the_defaults_are_megatrons_own() -> None:
     theirs |= {"cuda_graph_modules": "full", "expert_tensor_parallel_size": 1}
     assert {name: ours for name, ours in DEFAULTS.items() if theirs.get(name, ours) != ours} == {}
     assert not any(DEFAULTS[name] for name in DEFAULTS.keys() - theirs.keys()), "what a version lacks is off there"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "setting", "exact"),
+    [
+        ("a.json", '{"fsdp_size": 8, "ep_size": 4, "ep_implementation": "eplb"}', "", "bit"),
+        (
+            "a.json",
+            '{"distributed_config": {"fsdp_size": 8, "ep_size": 2, "ep_implementation": "eplb"}}',
+            "",
+            "rounding",
+        ),
+        ("a.json", '{"fsdp_size": 8, "ep_size": 8}', "ep_implementation", None),
+        ("a.json", '{"fsdp_size": 8, "ep_size": 1, "ep_implementation": "eplb"}', "ep_size", None),
+        (
+            "a.json",
+            '{"fsdp_size": 8, "ep_size": 8, "ep_implementation": "eplb", "fsdp_cpu_offload": true}',
+            "fsdp_cpu_offload",
+            None,
+        ),
+        ("a.json", '{"tp_size": 8, "ep_size": 8, "ep_implementation": "eplb", "pp_size": 2}', "pp_size", None),
+        ("a.yaml", "distributed_type: MULTI_GPU\nnum_processes: 8", "", "bit"),
+        ("a.yml", "distributed_type: FSDP", "distributed_type", None),
+        (
+            "a.yml",
+            "distributed_type: NO\nparallelism_config: {parallelism_config_tp_size: 2}",
+            "parallelism_config",
+            None,
+        ),
+    ],
+)
+def test_configs_of_transformers_and_accelerate(
+    tmp_path: Path, name: str, text: str, setting: str, exact: str | None
+) -> None:
+    found = judged(tmp_path, text, name)
+    assert refused(found) == ([setting] if setting else []) and found["exact"] == exact
+    assert found["attaches"] is not bool(setting)
+
+
+def test_yaml_that_is_none_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="not YAML"):
+        judged(tmp_path, "a: [", "a.yaml")

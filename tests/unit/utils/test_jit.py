@@ -6,7 +6,6 @@ import ast
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numba
@@ -14,15 +13,7 @@ import numpy as np
 import pytest
 
 from eplb_runtime.utils import jit as module
-from eplb_runtime.utils.jit import (
-    cache_folder,
-    compiling_ahead,
-    folder_for,
-    is_ready,
-    jit,
-    ready,
-    remove_older,
-)
+from eplb_runtime.utils.jit import cache_folder, folder_for, jit, remove_older
 
 CALLEE = "from .utils.jit import jit\n\n\n@jit\ndef twice(x):\n    return {} * x\n"
 CALLER = "from .utils.jit import jit\nfrom .callee import twice\n\n\n@jit\ndef thrice(x):\n    return twice(x) + x\n"
@@ -101,51 +92,3 @@ def test_others_functions_are_cached_where_they_were(monkeypatch: pytest.MonkeyP
     assert quotient(np.float64(0.0)) == np.inf
     assert cache_folder() in Path(quotient._cache.cache_path).parents  # type: ignore[attr-defined]
     assert before == numba.config.CACHE_DIR
-
-
-@jit
-def _square(x: int) -> int:
-    return x * x
-
-
-@jit
-def _sum_of_squares(values: np.ndarray, scale: int = 3) -> int:
-    total = 0
-    for value in values:
-        total += _square(value) * scale
-    return total
-
-
-def test_while_another_thread_compiles_the_interpreter_runs_a_function_and_all_that_it_calls() -> None:
-    begun, release = threading.Event(), threading.Event()
-
-    def compile_slowly() -> None:
-        with compiling_ahead():
-            seen["in the compiling thread"] = is_ready(_sum_of_squares)
-            begun.set()
-            release.wait()
-
-    seen: dict[str, bool] = {}
-    thread = threading.Thread(target=compile_slowly)
-    thread.start()
-    begun.wait()
-    try:
-        assert not is_ready(_sum_of_squares) and seen["in the compiling thread"]
-        plain = ready(_sum_of_squares)
-        assert plain(np.arange(5)) == 90 and plain(np.arange(5), scale=1) == 30
-        assert not _sum_of_squares.signatures and not _square.signatures, "something was compiled"
-    finally:
-        release.set()
-        thread.join()
-    assert is_ready(_sum_of_squares) and ready(_sum_of_squares) is _sum_of_squares
-    assert _sum_of_squares(np.arange(5)) == 90 and _sum_of_squares.signatures
-
-
-def test_what_was_compiled_once_stays_so_whoever_compiles_more() -> None:
-    _square(2)
-    with compiling_ahead():
-        thread = threading.Thread(target=lambda: seen.append(is_ready(_square)))
-        seen: list[bool] = []
-        thread.start()
-        thread.join()
-    assert seen == [True]

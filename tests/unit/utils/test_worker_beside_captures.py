@@ -38,7 +38,7 @@ def test_a_worker_has_no_part_in_captures_of_others(modes: dict[int, int]) -> No
 
 def test_a_thread_that_carries_experts_has_none_either(modes: dict[int, int]) -> None:
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-    transport = CudaIpc(group, "gloo", torch.device("cpu"), 1.0, package=None)
+    transport = CudaIpc(group, "gloo", torch.device("cpu"), 1.0, object())
     seen = []
     transport._go_on = lambda: bool(seen.append(modes.get(threading.get_ident())))  # type: ignore[method-assign]
     transport._run()

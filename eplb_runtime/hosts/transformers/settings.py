@@ -1,0 +1,62 @@
+"""Settings of Transformers' and Accelerate's parallelism that the balancer cannot follow, and why. No Transformers is
+imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..megatron.settings import Exact, Refusal
+
+VERSION = "Transformers 5.23 or newer"
+EXACT_IN_ONE_SUM = 2
+"""Ranks whose gradients FSDP adds up: the sum of two does not depend on their order."""
+LOAD = 'load the model with DistributedConfig(fsdp_size=..., ep_size=..., ep_implementation="eplb")'
+_SIZES = ("ep_size", "fsdp_size", "tp_size", "pp_size", "dp_replicate_size")
+_WRAPPERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "TP")
+
+
+def options_of(content: Any) -> dict[str, Any]:
+    """Return the settings of a DistributedConfig in JSON, alone or in a model's config, or of Accelerate's YAML; empty:
+    it is none."""
+    if not isinstance(content, Mapping):
+        return {}
+    found = content.get("distributed_config", content)
+    names = (*_SIZES, "ep_implementation", "distributed_type", "parallelism_config")
+    return dict(found) if isinstance(found, Mapping) and any(name in found for name in names) else {}
+
+
+def refusals(given: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Yield what cannot be balanced, why, and what to write."""
+    if "distributed_type" in given:
+        for name in ("distributed_type", "parallelism_config"):
+            value = given.get(name)
+            if value in _WRAPPERS if name == "distributed_type" else value:
+                yield Refusal(
+                    name, value, "Accelerate would spread the model, and not by expert", f"leave it out; {LOAD}"
+                )
+        return
+    if _size(given, "ep_size") == 1:
+        why = "every rank has all experts, which attach would spread itself"
+        yield Refusal("ep_size", 1, why, f"{LOAD}, or without a DistributedConfig")
+    if (name := given.get("ep_implementation") or "auto") != "eplb":
+        yield Refusal("ep_implementation", name, "its exchange takes experts to stand in order", f"{LOAD}")
+    if given.get("fsdp_cpu_offload"):
+        yield Refusal("fsdp_cpu_offload", True, "nothing has been run with it", "leave it out")
+    if (stages := _size(given, "pp_size")) > 1:
+        yield Refusal("pp_size", stages, "Transformers has no expert parallelism in pipelines", "leave it out")
+
+
+def added_up(given: Mapping[str, Any]) -> int:
+    """Return the most ranks over which FSDP adds up a gradient of experts at once."""
+    ranks = _size(given, "fsdp_size") * _size(given, "tp_size")
+    return max(ranks // _size(given, "ep_size"), _size(given, "dp_replicate_size"))
+
+
+def exact(given: Mapping[str, Any]) -> Exact:
+    """Return how equal results are with other placements."""
+    return "bit" if added_up(given) <= EXACT_IN_ONE_SUM else "rounding"
+
+
+def _size(given: Mapping[str, Any], name: str) -> int:
+    return int(given.get(name) or 1)
