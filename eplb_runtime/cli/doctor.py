@@ -84,7 +84,7 @@ def _judge(path: str, arguments: argparse.Namespace) -> int:
         equal = {
             "bit": "to the bit",
             "rounding": "to rounding",
-            None: "to rounding or better, as what is not shown decides",
+            None: "to rounding or, if nothing else is set, to the bit",
         }
         print(f"with homes moved, training is equal {equal[found.exact]}")
     if found.refused:
