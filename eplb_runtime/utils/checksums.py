@@ -1,11 +1,10 @@
 """Checksums of tensors' bytes: 16 bytes that tell whether what arrived, or what another rank has, is the same.
 
-On a GPU the blocks are hashed there and only their hashes come to the host. No torch.distributed here.
+On a GPU they are made there. No torch.distributed here.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 CHECKSUM_BYTES = 16
-HASH_BLOCK_BYTES = 1024
-"""Hashed to one number. Functions of @jit have it compiled in."""
-HASH_CHUNK_BYTES = 16 << 20
-"""Hashed at once, which takes as much device memory again."""
+HASH_BLOCK_BYTES = 1024  # hashed to one number
+HASH_CHUNK_BYTES = 16 << 20  # hashed at once, which takes as much device memory again
+_EVEN = 4354685564936845354  # times a place, and one more: odd, and far from that of the place before
 
 
 def as_bytes(row: Tensor) -> Tensor:
@@ -55,43 +53,45 @@ def host_array(data: Tensor) -> NDArray[np.uint8]:
 
 
 def checksum(rows: Sequence[Tensor]) -> bytes:
-    """Return 16 bytes over flat uint8 tensors; on a GPU the blocks are hashed there. CPU and GPU have different
-    checksums."""
+    """Return 16 bytes over flat uint8 tensors. CPU and GPU have different checksums."""
+    return bytes(checksum_of(rows).cpu().numpy())
+
+
+def checksum_of(rows: Sequence[Tensor]) -> Tensor:
+    """Return `checksum` as uint8 ``[16]``, where the rows are; on a GPU the host waits for nothing."""
+    if rows and rows[0].device.type != "cpu":
+        return hashed_blocks(rows)
     hasher = xxhash.xxh3_128()
     for row in rows:
-        rest = row
-        if row.device.type != "cpu":
-            whole = row.shape[0] // HASH_BLOCK_BYTES * HASH_BLOCK_BYTES
-            for first in range(0, whole, HASH_CHUNK_BYTES):
-                hashes = block_hashes(row[first : min(first + HASH_CHUNK_BYTES, whole)])
-                hasher.update(hashes.view(torch.uint8).cpu().numpy().data)
-            rest = row[whole:].cpu()
-        hasher.update(host_array(rest).data)
-    return hasher.digest()
+        hasher.update(host_array(row).data)
+    return torch.frombuffer(bytearray(hasher.digest()), dtype=torch.uint8)
+
+
+def hashed_blocks(rows: Sequence[Tensor]) -> Tensor:
+    """uint8 ``[16]``: two sums over all blocks of their hashes, each times an odd number of its place."""
+    sums, place = torch.zeros(2, dtype=torch.int64, device=rows[0].device), 0
+    for row in rows:
+        sums += row.shape[0] * (2 * place + 1)
+        for first in range(0, row.shape[0], HASH_CHUNK_BYTES):
+            chunk = row[first : first + HASH_CHUNK_BYTES]
+            if left_over := -chunk.shape[0] % HASH_BLOCK_BYTES:
+                chunk = torch.nn.functional.pad(chunk, (0, left_over))
+            hashes_B = block_hashes(chunk)
+            odd_B = torch.arange(place, place + len(hashes_B), device=row.device) * _EVEN + 1
+            sums += torch.stack([(hashes_B * odd_B).sum(), (_folded(hashes_B) * odd_B * odd_B).sum()])
+            place += len(hashes_B)
+    return sums.view(torch.uint8)
 
 
 def block_hashes(data: Tensor) -> Tensor:
-    """int64 ``[B]``, one for each block of 1 KiB: the sum of its 128 words, each times an odd number of its own.
-
-    An odd factor loses nothing modulo 2^64, so a block with one word changed never keeps its hash; the factors differ,
-    so that words which change places, or all change alike, do not cancel out (as they would in an exclusive or).
-
-    Args:
-        data: uint8 ``[B * 1024]``.
-    """
-    return (block_words(data) * hash_factors(data.device)).sum(dim=1)
-
-
-def block_words(data: Tensor) -> Tensor:
-    """int64 ``[B, 128]``: uint8 ``[B * 1024]`` as the words of blocks; a copy if they begin at no multiple of 8."""
+    """int64 ``[B]`` of uint8 ``[B * 1024]``: of each block of 1 KiB the sum of its 128 words, folded, each times an odd
+    number of its own. An odd factor loses nothing modulo 2^64, so a block with one word changed never keeps its hash;
+    the factors differ, so that words which change places, or all change alike, do not cancel out."""
     aligned = data if data.storage_offset() % 8 == 0 else data.clone()
-    return aligned.view(torch.int64).view(-1, HASH_BLOCK_BYTES // 8)
+    words_BW = aligned.view(torch.int64).view(-1, HASH_BLOCK_BYTES // 8)
+    return (_folded(words_BW) * (torch.arange(words_BW.shape[1], device=data.device) * _EVEN + 1)).sum(dim=1)
 
 
-@functools.cache
-def hash_factors(device: torch.device) -> Tensor:
-    """int64 ``[128]``, odd: one for each word of a block."""
-    generator = torch.Generator().manual_seed(0x45504C42)
-    bounds = torch.iinfo(torch.int64)
-    factors = torch.randint(bounds.min, bounds.max, (HASH_BLOCK_BYTES // 8,), generator=generator, dtype=torch.int64)
-    return (factors | 1).to(device)
+def _folded(words: Tensor) -> Tensor:
+    """Their upper halves in their lower ones, too: the highest bits of two words would cancel out in a sum."""
+    return words ^ ((words >> 32) & 0xFFFFFFFF)

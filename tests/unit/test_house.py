@@ -45,15 +45,15 @@ COMPILED = ("jit", "triton", "custom_op", "register_fake", "kernel")
 RATCHET = {
     "(root)": 1392,
     "utils": 673,
-    "distributed": 4041,
+    "distributed": 4040,
     "load": 1138,
     "moe": 5777,
-    "planner": 2989,
+    "planner": 2987,
     "replicas": 1454,
-    "migration": 2346,
-    "balancer": 4403,
+    "migration": 2345,
+    "balancer": 4399,
     "observe": 2618,
-    "checkpoint": 2586,
+    "checkpoint": 2585,
     "hosts": 9126,
     "tools": 3457,
     "cli": 1089,
@@ -70,9 +70,9 @@ ALLOWANCE: dict[str, int] = {  # Transformers' own expert parallelism as a host
     "(root)": 29,
     "hosts": 303,
     "tools": 18,
-    "package": 152,
+    "package": 112,
     "files of the package": 3,
-    "tests": 339,
+    "tests": 337,
 }
 """Lines on top of a limit while an old and a new way stand side by side; with a comment that says for which part."""
 LAZY = {"eplb_runtime/__init__.py"}

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_runtime.utils.checksums import as_bytes, block_hashes, checksum, host_array
+from eplb_runtime.utils.checksums import as_bytes, block_hashes, checksum, hashed_blocks, host_array
 
 BLOCKS = 4
 
@@ -25,13 +25,31 @@ def test_one_flipped_bit_changes_the_hash_of_its_block_and_of_no_other(byte: int
     assert changed == [byte // 1024]
 
 
-@given(st.integers(0, 127), st.integers(0, 127))
-def test_words_that_change_places_change_the_hash(one: int, other: int) -> None:
+@given(st.integers(0, 127), st.integers(0, 127), st.integers(0, 63))
+def test_words_that_change_places_or_the_same_bit_change_the_hash(one: int, other: int, bit: int) -> None:
     words = data().view(torch.int64).clone()
     before = block_hashes(as_bytes(words))
+    flipped = words.clone()
+    flipped[[one, other]] ^= torch.tensor(1) << bit
+    assert not torch.equal(block_hashes(as_bytes(flipped)), before)
     words[[one, other]] = words[[other, one]]
     same = torch.equal(block_hashes(as_bytes(words)), before)
     assert same == (one == other)
+
+
+@given(st.integers(1, BLOCKS * 1024), st.data())
+def test_a_flipped_bit_blocks_that_change_places_and_another_end_change_a_devices_checksum(
+    nbytes: int, chosen: st.DataObject
+) -> None:
+    row = data()[:nbytes].clone()
+    before = hashed_blocks([row])
+    assert torch.equal(hashed_blocks([torch.cat([data(1)[:3], row])[3:]]), before), "wherever it lies"
+    row[chosen.draw(st.integers(0, nbytes - 1))] ^= 1 << chosen.draw(st.integers(0, 7))
+    assert not torch.equal(hashed_blocks([row]), before)
+    whole, cut = data(), chosen.draw(st.integers(1, 4095))
+    parts = hashed_blocks([whole[:cut], whole[cut:]])
+    assert not torch.equal(hashed_blocks([whole]), parts) and not torch.equal(hashed_blocks([whole.roll(1024)]), parts)
+    assert not torch.equal(hashed_blocks([torch.zeros(cut, dtype=torch.uint8)]), hashed_blocks([whole[:0]]))
 
 
 def test_memory_that_was_hashed_stays_resizable() -> None:
