@@ -50,7 +50,7 @@ RATCHET = {
     "moe": 5777,
     "planner": 2987,
     "replicas": 1454,
-    "migration": 2345,
+    "migration": 2340,
     "balancer": 4399,
     "observe": 2618,
     "checkpoint": 2585,
