@@ -1,8 +1,8 @@
 """What the balancer tells the world: small frozen records, and the log that hands them to listeners.
 
-Rooms emit events; metrics, traces and reports read them. No room waits for a listener, and a listener that raises
-cannot hurt the job. Arrays come along with an event, but only as far as the listeners: the log would keep them for too
-long.
+Rooms emit events; metrics, traces and reports read them on threads of their own. A listener is called where the event
+is emitted, on the training thread: it has to return at once; one that raises cannot hurt the job. Arrays come along
+with an event, but only as far as the listeners: the log would keep them for too long.
 """
 
 from __future__ import annotations

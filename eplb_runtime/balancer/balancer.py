@@ -153,7 +153,7 @@ class Balancer:
         self._rebalancer = Rebalancer(runtime, transport, self._guard, self.events)
         self._rebalance_now = self._rebalancer.now
         self._restorer = Restorer(runtime, self._rebalancer)
-        for layer in runtime.layers:
+        for layer in runtime.layers if config.overlap else ():
             layer.before = self._rebalancer.overlapped.before_layer
         if runtime.job.is_planner:
             self.events.subscribe(DecisionLine())
@@ -190,65 +190,111 @@ class Balancer:
         )
 
     @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._state.closed
+
+    @property
     def placement(self) -> Placement:
         """The current placement; its ``epoch`` counts commits. During an overlapped migration it waits for other ranks'
         commits of the running step: ask on every rank at the same place."""
         self._end_what_broke_off()
         return self._rebalancer.placement()
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._state.closed
+    # -- ahead of training ---------------------------------------------------------------------------------------------
 
-    def _end_what_broke_off(self) -> None:
-        """End broken-off forwards: ranks break off in different places, and must not differ in their commits."""
-        if self._rebalancer.overlapped.in_flight:
-            for forwards in self._forwards:
-                forwards.end_what_broke_off()
+    def register(self, parameter: str, name: str, tensor: Tensor) -> None:
+        """Move a tensor with the experts of a parameter (an EMA copy, a mask, other state of each expert), in place,
+        bit for bit, and save it in checkpoints; it is not copied to replicas or trained. Wrap in
+        DistributedDataParallel after this. ``parameter``: a key of ``layer_of_parameter``. ``name``: new for it.
+        ``tensor``: ``[E/R, ...]``, rows in its current order, on its device. The same names on every rank, in the same
+        order.
+        Raises RegistryError: no such parameter, a name taken, other rows or device, gradients, or read-only."""
+        if parameter not in self.layer_of_parameter:
+            raise RegistryError(f"{parameter!r} is no expert parameter: take a key of balancer.layer_of_parameter")
+        if tensor.device != (device := self._runtime.device) or tensor.requires_grad:
+            raise RegistryError(
+                f"{name} of {parameter}: give a tensor on {device} without gradients (detach it); this one is on "
+                f"{tensor.device}, requires_grad={tensor.requires_grad}"
+            )
+        if problem := why_not_written(tensor):
+            raise RegistryError(f"{name} of {parameter}: {problem}")
+        layer = self.layer_of_parameter[parameter]
+        if self._sliced and not is_sliced(tensor):
+            raise RegistryError(f"{name} of {parameter}: give a DTensor placed as the parameter (torch.zeros_like(it))")
+        self._runtime.registry.add(layer, f"{parameter}/{name}", tensor, "buffer")
+        self._runtime.model_check.keep_from_ddp([tensor])
+        self._extra_tensors[f"{parameter}/{name}"] = (layer, tensor)
 
-    # -- the step ------------------------------------------------------------------------------------------------
+    def register_all(self, name: str, tensors: Any, *, moves: bool = True) -> None:
+        """`register` what has a tensor for each parameter of the model: an average (EMA, SWA, Lookahead), a snapshot,
+        masks; what belongs to others is passed over. Call it before experts have moved. ``tensors``: a module with the
+        model's names, a dict by them, a list in the order of ``model.parameters()`` (or those trained, or of experts),
+        or one vector; written in place from now on. ``moves=False``: it does not go by row with these experts,
+        whatever its shape, and ``eplb-runtime verify`` passes over it.
+        Raises RegistryError: it has nothing for an expert parameter, or other shapes; or as `register`."""
+        if not moves:
+            self._not_by_row += map(weakref.ref, arrays_in(tensors))
+            return
+        parameters = {
+            prefix + own: parameter
+            for prefix, model in self._runtime.model_check.models.items()
+            for own, parameter in model.named_parameters()
+        }
+        for parameter, tensor in matched(tensors, parameters, list(self.layer_of_parameter)).items():
+            self.register(parameter, name, tensor)
+        self._not_by_row += map(weakref.ref, arrays_in(tensors))  # the rest belongs to other parameters
+        if isinstance(tensors, Mapping):
+            # A copied state dict carries a mark of its placement.
+            layers = {parameter.rpartition(".")[0]: layer for parameter, layer in self.layer_of_parameter.items()}
+            marks = [(layers.get(str(key).removesuffix(f".{MARK}")), mark) for key, mark in tensors.items()]
+            self._marks += [(layer, mark) for layer, mark in marks if layer is not None]
 
     @torch.compiler.disable
-    def step(self) -> None:
-        """Close a training step: after ``optimizer.step()``, before the next forward, on every rank.
-
-        ``attach`` hooks it to the optimizer; call it yourself only without one.
+    def adopt(self, optimizer: torch.optim.Optimizer, *, instead_of: torch.optim.Optimizer | None = None) -> None:
+        """Take over an element-wise optimizer of the attached model's parameters, as ``attach`` does; with
+        ``instead_of``, in the place of one that the balancer has, which may not step it any more. Collective, between
+        steps. Each steps once in a training step; what it holds besides the model is taken for a part of it that is
+        the same on every rank.
+        Raises AttachError: it cannot be used (inference with replica slots has no place for gradients) or replaced;
+        RuntimeError: a rank did not come; with ``instead_of``, after ``close`` or between a backward pass and a step.
         """
-        self._state.require(STEP_ENDS)
-        self._end_stream("the end of a training step")
-        self._gradients.begin()
-        self._state.has_begun = False
-        with phase("guard"):
-            self._guard.after_step()
-        with phase("step boundary", epoch=self.placement.epoch):
-            moved = self._rebalancer.at_boundary()
-        if moved:
-            self._after_move()
-        if self._training or moved:
-            self._refresh_replicas()
-        for follow in self._after_steps:
-            follow()
+        began = self._training
+        if instead_of is not None:
+            self._state.require("adopt()")
+        self._runtime.barrier("balancer.adopt()")
+        if instead_of is not None:
+            self._rebalancer.forget_pending()  # it was measured, and may be under way, with the state of the old one
+        self._optimizer_hooks.adopt(optimizer, instead_of)
+        if not began or instead_of is not None:
+            self._guard.begin()
+
+    def logical_expert_ids(self, layer: int) -> list[int]:
+        """The current logical expert of each row of this rank's expert parameters, for settings of single experts (a
+        learning rate, a freeze). Experts move, so ask again after each step. Not collective."""
+        rows_RH = self.placement.homes_over(len(self._runtime.job.row_ranks))[layer]
+        return [int(expert) for expert in rows_RH[self._runtime.job.row_rank]]
+
+    # -- a training step -----------------------------------------------------------------------------------------------
 
     @torch.compiler.disable
-    def rebalance(self) -> bool:
-        """Decide now, on the load since the last decision, and migrate if it pays; besides the periodic decisions.
-        Collective, between steps; it waits for the plan, or for what is left of it after `plan_ahead`. Returns whether
-        experts moved.
-
-        Raises:
-            RuntimeError: where `loop_state.CALLS` refuses it, inside ``quiesce``, or while the ranks connect again.
-        """
-        self._enter("rebalance()")
-        # Without a barrier, this rank's decision would mix with comparisons in the other ranks' steps.
-        self._runtime.barrier("rebalance()")
-        if not self._training:
-            self._runtime.counter.advance()  # without an optimizer nobody else closes what was counted
-        moved = self._rebalance_now()
-        if moved:
-            self._after_move()
-            self._refresh_replicas()
-        return moved
+    def declare(self, load: ArrayLike | Tensor) -> None:
+        """Declare the coming load in tokens of all L MoE layers and E experts: ``[L, E]``, ``[T, L, E]`` of T
+        micro-batches, or whole numbers ``[N, L, K]``, K < E, the experts of N tokens (-1: padding); or a list of
+        these, one or more micro-batches each. The next decision plans for it instead of a forecast, and only that one.
+        Ranks' declarations are added up, and only proportions matter. Not collective: all that counts is declared
+        before the same step. Another call replaces it.
+        Raises DeclaredLoadError (another shape, or no load), RuntimeError (static, closed, or after `plan_ahead`)."""
+        if self.closed or self.config.policy == "static":
+            why = "the balancer is closed" if self.closed else "policy='static' never moves experts"
+            raise RuntimeError(f"declare() has no effect: {why}")
+        if self._rebalancer.has_planned_ahead:
+            raise RuntimeError("declare() after plan_ahead(), whose decision rebalance() acts on: call it before")
+        sizes = self.placement.num_layers, self.placement.num_experts
+        self._rebalancer.declared, tokens = checked_declaration(load, *sizes)
+        if not self._said_padding and self._runtime.job.is_planner and (said := padding_in(tokens)):
+            self._said_padding = True
+            logger.warning("%s", said)
 
     @torch.compiler.disable
     def plan_ahead(self) -> None:
@@ -271,23 +317,275 @@ class Balancer:
         self._rebalancer.plan_ahead(self._state.suspended)
 
     @torch.compiler.disable
-    def declare(self, load: ArrayLike | Tensor) -> None:
-        """Declare the coming load in tokens of all L MoE layers and E experts: ``[L, E]``, ``[T, L, E]`` of T
-        micro-batches, or whole numbers ``[N, L, K]``, K < E, the experts of N tokens (-1: padding); or a list of
-        these, one or more micro-batches each. The next decision plans for it instead of a forecast, and only that one.
-        Ranks' declarations are added up, and only proportions matter. Not collective: all that counts is declared
-        before the same step. Another call replaces it.
-        Raises DeclaredLoadError (another shape, or no load), RuntimeError (static, closed, or after `plan_ahead`)."""
-        if self.closed or self.config.policy == "static":
-            why = "the balancer is closed" if self.closed else "policy='static' never moves experts"
-            raise RuntimeError(f"declare() has no effect: {why}")
-        if self._rebalancer.has_planned_ahead:
-            raise RuntimeError("declare() after plan_ahead(), whose decision rebalance() acts on: call it before")
-        sizes = self.placement.num_layers, self.placement.num_experts
-        self._rebalancer.declared, tokens = checked_declaration(load, *sizes)
-        if not self._said_padding and self._runtime.job.is_planner and (said := padding_in(tokens)):
-            self._said_padding = True
-            logger.warning("%s", said)
+    def rebalance(self) -> bool:
+        """Decide now, on the load since the last decision, and migrate if it pays; besides the periodic decisions.
+        Collective, between steps; it waits for the plan, or for what is left of it after `plan_ahead`. Returns whether
+        experts moved.
+
+        Raises:
+            RuntimeError: where `loop_state.CALLS` refuses it, inside ``quiesce``, or while the ranks connect again.
+        """
+        self._enter("rebalance()")
+        # Without a barrier, this rank's decision would mix with comparisons in the other ranks' steps.
+        self._runtime.barrier("rebalance()")
+        if not self._training:
+            self._runtime.counter.advance()  # without an optimizer nobody else closes what was counted
+        moved = self._rebalance_now()
+        if moved:
+            self._after_move()
+            self._refresh_replicas()
+        return moved
+
+    @torch.compiler.disable
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Hold gradients of replicas back in backward passes inside; for all micro-batches but the last.
+
+        They are added up in float32 and travel once, with the first backward outside. Those of experts that
+        ``fully_shard`` slices wait for `reduce_gradients`, inside or outside.
+        """
+        if self._runtime.maps.replicas is None:
+            yield
+            return
+        with self._runtime.maps.replicas.defer():
+            yield
+
+    @torch.compiler.disable
+    def reduce_gradients(self) -> None:
+        """Average gradients over ranks as the config says; hooked to run before the optimizer's step. Those of
+        replicas have reached their homes by then, summed in float32 in the order of slots; what ``no_sync`` held back
+        follows here. Call it to use gradients earlier (clipping by hand; for a GradScaler, see
+        `eplb_runtime.GradScaler`): each contribution is reduced once, however often, and backward passes may go on.
+        Experts' need no average inside the EP group: all ranks' tokens reached them, divided by the number of ranks
+        already."""
+        self._gradients.reduce()
+
+    @torch.compiler.disable
+    def clip_grad_norm_(
+        self, max_norm: float, parameters: Tensor | Iterable[Tensor] | None = None, norm_type: float = 2.0
+    ) -> Tensor:
+        """Clip by the norm over the whole model, each logical expert counted once, as torch's function of that name.
+        Collective. ``parameters``: clip these alone, by their own norm over all experts of those that have experts (a
+        layer, say); the same on every rank. ``norm_type``: above 0, or ``math.inf``. Returns the norm before, a
+        scalar, equal on every rank.
+        Raises ValueError: one of them is no parameter of the model; RuntimeError: the framework's own optimizer clips.
+        """
+        if self._host_steps:
+            raise RuntimeError(
+                "clip_grad_norm_ of gradients that the framework's own optimizer keeps: let that clip (it counts each "
+                "expert once, wherever it stands)"
+            )
+        with phase("clip"):
+            return self._gradients.clip(max_norm, parameters, norm_type)
+
+    @torch.compiler.disable
+    def step(self) -> None:
+        """Close a training step: after ``optimizer.step()``, before the next forward, on every rank.
+
+        ``attach`` hooks it to the optimizer; call it yourself only without one.
+        """
+        self._state.require(STEP_ENDS)
+        self._end_stream("the end of a training step")
+        self._gradients.begin()
+        self._state.has_begun = False
+        with phase("guard"):
+            self._guard.after_step()
+        with phase("step boundary", epoch=self.placement.epoch):
+            moved = self._rebalancer.at_boundary()
+        if moved:
+            self._after_move()
+        if self._training or moved:
+            self._refresh_replicas()
+        for follow in self._after_steps:
+            follow()
+
+    def at_once(self, first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
+        """Run two functions with a batch each at once, the second on a thread: one computes while the other's tokens
+        travel. What each gives has the same bits as by itself; random numbers come from one generator, in any order.
+        Collective, as many forwards in each on every rank. In training call ``backward()`` afterwards, of one result
+        after the other.
+        Raises RuntimeError: a backward pass inside, two at once already, or a device or ``fully_shard`` that cannot
+        have two."""
+        self._state.require("at_once()")
+        return self._open_second_channel().both(first, second, forwards_only=True)
+
+    # -- phases --------------------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    @contextmanager
+    def quiesce(self) -> Iterator[None]:
+        """Hold migrations back inside (weight reload, asynchronous save); enter and leave at the same step on all
+        ranks.
+
+        A decision that becomes due meanwhile waits for the first step after.
+        """
+        self._rebalancer.overlapped.withdraw()
+        self._rebalancer.quiesced += 1
+        try:
+            yield
+        finally:
+            self._rebalancer.quiesced -= 1
+
+    @torch.compiler.disable
+    def suspend(self) -> int:
+        """Begin a rollout: free what the balancer keeps beside the model (staging memory, replicas), and decide and
+        move nothing until `resume`. Collective, between steps; a migration in flight ends first. Returns the bytes
+        freed on this rank. Refused meanwhile: see `loop_state.CALLS`. Parameters with replicas behind them are in
+        memory of their own until `resume`, so call this before weights are freed; without replica slots it may come
+        after.
+        Raises RuntimeError: a rank did not come, or has no weights where there are replica slots; or as `rebalance`."""
+        self._enter("suspend()")
+        return self._phases.suspend(self._after_move)
+
+    @torch.compiler.disable
+    def resume(self) -> None:
+        """End a rollout: take the freed memory again, after weights, gradients and optimizer state are loaded.
+        Collective. Without `suspend` it does nothing; after a `close` while weights were freed it gives layers of
+        experts their memory back. A rank without memory to stage experts ends no training: a warning names it, and
+        nobody rebalances until there is some.
+        Raises RuntimeError, on all ranks: one did not come, or its weights or replicas have no memory; call it again
+        then."""
+        if self.closed and self._phases.resume_after_end():
+            return
+        self._state.require("resume()")
+        if self._phases.resume():
+            self._refresh_replicas()
+
+    @torch.compiler.disable
+    def weights_changed(self) -> None:
+        """Refresh replicas after weights of experts were written in place between steps (clamped, swapped for an
+        evaluation, loaded by torch): else the next forward is refused. `eplb_runtime.checkpoint` calls it itself;
+        without replica slots it does nothing. Collective, also for a rank that wrote nothing. Raises RuntimeError: a
+        rank did not come."""
+        self._end_stream("weights_changed()")
+        if self._runtime.maps.replicas is None or self.closed:
+            return
+        self._runtime.barrier("weights_changed()")
+        self._refresh_replicas()
+
+    # -- weights and state that leave or come --------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def gather_experts(self, layer: int, rows: Tensor, *, device: torch.device | str | None = None) -> Tensor:
+        """Gather all experts of a layer in logical order, ``[E, ...]``, equal on every rank, on ``device`` (None: that
+        of ``rows``), from every rank's home rows ``[E/R, ...]`` of a registered parameter or its optimizer state,
+        whole or sliced. Collective over all EP groups. Experts come one after another: it takes the memory of two or
+        three besides the result."""
+        homes_LRH = self.placement.homes_over(len(self._runtime.job.row_ranks))
+        return in_logical_order(rows, homes_LRH[layer], self._runtime.groups, device)
+
+    @torch.compiler.disable
+    def named_logical_tensors(
+        self,
+        *,
+        bucket_bytes: int = 1 << 29,
+        dtype: torch.dtype | None = None,
+        rank: int | None = None,
+        timeout_seconds: float | None = None,
+    ) -> TensorStream:
+        """Stream the model's weights in logical order, in buckets of ``bucket_bytes``: an iterator over ``(name,
+        tensor)``, whole copies under the framework's names; its ``experts`` maps these to (MoE layer, expert or None).
+        Collective, between steps: every rank runs through it; one that stops, or moves or steps experts, ends it.
+        ``dtype``: of floating point. ``rank``: it alone receives. ``timeout_seconds``: ranks wait for each other so
+        long (None: 120 or the config's, the longer). A rank holds a bucket or two.
+        Raises ExportError (a rank stopped or failed, weights have no memory), RuntimeError (as `rebalance`)."""
+        stream = self._export.stream(
+            bucket_bytes, dtype, rank, self._begin_export("named_logical_tensors()", timeout_seconds)
+        )
+        self._stream = weakref.ref(stream)
+        return stream
+
+    @torch.compiler.disable
+    def verify_export(
+        self,
+        tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor] | Callable[[], object],
+        *,
+        dtype: torch.dtype | None = None,
+        timeout_seconds: float | None = None,
+    ) -> str:
+        """Compare exported weights with the model's, by a checksum for each logical expert. Collective, between steps.
+        Returns a line that says how many are equal. ``tensors``: pairs (name, tensor) under the names of
+        `named_logical_tensors`, a mapping, or a function that gives either or begins a stream; together ranks give
+        every expert. ``dtype``: of the export. ``timeout_seconds``: for the slowest rank.
+        Raises ExportError, on all ranks: which experts differ, are others' or missing; or another name or shape."""
+        return self._export.verify(tensors, dtype, self._begin_export("verify_export()", timeout_seconds))
+
+    @torch.compiler.disable
+    @contextmanager
+    def logical_order(self, *, timeout_seconds: float | None = None) -> Iterator[None]:
+        """Bring every expert to its initial rank and row, and back at the end, also if the body raises: inside, a walk
+        over the modules of a rank that takes expert ``i`` for ``ep_rank * E/R + i`` is right. Collective, in and out,
+        between steps; two migrations. Replica slots are empty inside. ``timeout_seconds``: that ranks wait for each
+        other, in and out (None: as for `named_logical_tensors`, which moves nothing and costs less).
+        Raises RuntimeError: a rank did not come, the migration was dropped, or as `rebalance`; logged where the body
+        raised."""
+        self._enter("logical_order()")
+
+        def moved() -> None:
+            self._end_stream("the end of logical_order()")
+            self._after_move()
+            self._refresh_replicas()
+
+        seconds = self._export_seconds(timeout_seconds)
+        with placed_logically(self._rebalancer, lambda: self._runtime.barrier("logical_order()", seconds), moved):
+            self._state.in_logical_order = True
+            try:
+                yield
+            finally:
+                self._state.in_logical_order = False
+
+    @torch.compiler.disable
+    def state_dict(self) -> dict[str, Any]:
+        """Step, placement, measured load and how far predictions came true, for a later run. Collective; JSON-able,
+        equal on all ranks."""
+        state = {"step": self._rebalancer.step, "placement": self.placement.to_json()}
+        if self.closed:
+            return state
+        # Without a barrier, this rank's sum would mix with comparisons in the other ranks' steps.
+        self._runtime.barrier("balancer.state_dict()")
+        state["load"] = self._restorer.measured()  # waits for the decision in flight
+        return {**state, "track_record": self._rebalancer.decisions.saved_track_record}
+
+    @torch.compiler.disable
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved placement and on from its load, moving experts as needed. Collective, between steps. For
+        another EP size or other replica slots, homes and replicas are placed anew for the saved load; where that
+        cannot be, the load is taken.
+        Raises PlacementError: it is for another model, or for other sizes and none could be made anew; RuntimeError:
+        ranks have different states, the migration was dropped (the placement stays); or as `rebalance`."""
+        self._enter("load_state_dict()")
+        self._restorer.restore(state, lambda: self._runtime.barrier("load_state_dict()"))
+        self._after_move()
+        self._refresh_replicas()
+
+    @torch.compiler.disable
+    def close(self) -> None:
+        """Stop balancing; collective. The model keeps its current homes, spread over ranks. Replicas are not used any
+        more, since nobody refreshes them. In a process that was forked from a rank it does nothing."""
+        if self.closed or self._in_a_child:
+            return
+        self._end_stream("close()")
+        self._state.closed = True
+        with ExitStack() as parts:  # each ends even if one raises; the last one named first
+            parts.callback(self._runtime.groups.close_balancing)
+            for close in reversed(self._on_all_ranks):
+                parts.callback(lambda close: close(time.monotonic() + self.config.timeout_seconds), close)
+            parts.callback(self._guard.end)
+            parts.callback(self._close_listeners)
+            parts.callback(self._rebalancer.close)
+            parts.callback(self._phases.end)
+            for handle in reversed(self._hooks):
+                parts.callback(handle.remove)
+            self._hooks.clear()
+
+    # -- for hosts and other rooms, and what the calls above share -----------------------------------------------------
+
+    def _end_what_broke_off(self) -> None:
+        """End broken-off forwards: ranks break off in different places, and must not differ in their commits."""
+        if self._rebalancer.overlapped.in_flight:
+            for forwards in self._forwards:
+                forwards.end_what_broke_off()
 
     @contextmanager
     def _uninterrupted(self, what: str) -> Iterator[None]:
@@ -342,49 +640,6 @@ class Balancer:
         if self._runtime.maps.replicas is not None:
             self._runtime.maps.replicas.refresh()
 
-    @torch.compiler.disable
-    def weights_changed(self) -> None:
-        """Refresh replicas after weights of experts were written in place between steps (clamped, swapped for an
-        evaluation, loaded by torch): else the next forward is refused. `eplb_runtime.checkpoint` calls it itself;
-        without replica slots it does nothing. Collective, also for a rank that wrote nothing. Raises RuntimeError: a
-        rank did not come."""
-        self._end_stream("weights_changed()")
-        if self._runtime.maps.replicas is None or self.closed:
-            return
-        self._runtime.barrier("weights_changed()")
-        self._refresh_replicas()
-
-    def at_once(self, first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
-        """Run two functions with a batch each at once, the second on a thread: one computes while the other's tokens
-        travel. What each gives has the same bits as by itself; random numbers come from one generator, in any order.
-        Collective, as many forwards in each on every rank. In training call ``backward()`` afterwards, of one result
-        after the other.
-        Raises RuntimeError: a backward pass inside, two at once already, or a device or ``fully_shard`` that cannot
-        have two."""
-        self._state.require("at_once()")
-        return self._open_second_channel().both(first, second, forwards_only=True)
-
-    # -- optimizers ----------------------------------------------------------------------------------------------
-
-    @torch.compiler.disable
-    def adopt(self, optimizer: torch.optim.Optimizer, *, instead_of: torch.optim.Optimizer | None = None) -> None:
-        """Take over an element-wise optimizer of the attached model's parameters, as ``attach`` does; with
-        ``instead_of``, in the place of one that the balancer has, which may not step it any more. Collective, between
-        steps. Each steps once in a training step; what it holds besides the model is taken for a part of it that is
-        the same on every rank.
-        Raises AttachError: it cannot be used (inference with replica slots has no place for gradients) or replaced;
-        RuntimeError: a rank did not come; with ``instead_of``, after ``close`` or between a backward pass and a step.
-        """
-        began = self._training
-        if instead_of is not None:
-            self._state.require("adopt()")
-        self._runtime.barrier("balancer.adopt()")
-        if instead_of is not None:
-            self._rebalancer.forget_pending()  # it was measured, and may be under way, with the state of the old one
-        self._optimizer_hooks.adopt(optimizer, instead_of)
-        if not began or instead_of is not None:
-            self._guard.begin()
-
     def _trained_by(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
         """Note an optimizer that is about to be hooked; ``outside``: its parameters outside the model, by name."""
         self._optimizers.append(optimizer)
@@ -410,98 +665,6 @@ class Balancer:
             self._memory.add(name, parameter)
         self._runtime.model_check.know(list(parameters.values()))
 
-    # -- gradients -----------------------------------------------------------------------------------------------
-
-    @torch.compiler.disable
-    def reduce_gradients(self) -> None:
-        """Average gradients over ranks as the config says; hooked to run before the optimizer's step. Those of
-        replicas have reached their homes by then, summed in float32 in the order of slots; what ``no_sync`` held back
-        follows here. Call it to use gradients earlier (clipping by hand; for a GradScaler, see
-        `eplb_runtime.GradScaler`): each contribution is reduced once, however often, and backward passes may go on.
-        Experts' need no average inside the EP group: all ranks' tokens reached them, divided by the number of ranks
-        already."""
-        self._gradients.reduce()
-
-    @torch.compiler.disable
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Hold gradients of replicas back in backward passes inside; for all micro-batches but the last.
-
-        They are added up in float32 and travel once, with the first backward outside. Those of experts that
-        ``fully_shard`` slices wait for `reduce_gradients`, inside or outside.
-        """
-        if self._runtime.maps.replicas is None:
-            yield
-            return
-        with self._runtime.maps.replicas.defer():
-            yield
-
-    @torch.compiler.disable
-    def clip_grad_norm_(
-        self, max_norm: float, parameters: Tensor | Iterable[Tensor] | None = None, norm_type: float = 2.0
-    ) -> Tensor:
-        """Clip by the norm over the whole model, each logical expert counted once, as torch's function of that name.
-        Collective. ``parameters``: clip these alone, by their own norm over all experts of those that have experts (a
-        layer, say); the same on every rank. ``norm_type``: above 0, or ``math.inf``. Returns the norm before, a
-        scalar, equal on every rank.
-        Raises ValueError: one of them is no parameter of the model; RuntimeError: the framework's own optimizer clips.
-        """
-        if self._host_steps:
-            raise RuntimeError(
-                "clip_grad_norm_ of gradients that the framework's own optimizer keeps: let that clip (it counts each "
-                "expert once, wherever it stands)"
-            )
-        with phase("clip"):
-            return self._gradients.clip(max_norm, parameters, norm_type)
-
-    @torch.compiler.disable
-    @torch.no_grad()
-    def gather_experts(self, layer: int, rows: Tensor, *, device: torch.device | str | None = None) -> Tensor:
-        """Gather all experts of a layer in logical order, ``[E, ...]``, equal on every rank, on ``device`` (None: that
-        of ``rows``), from every rank's home rows ``[E/R, ...]`` of a registered parameter or its optimizer state,
-        whole or sliced. Collective over all EP groups. Experts come one after another: it takes the memory of two or
-        three besides the result."""
-        homes_LRH = self.placement.homes_over(len(self._runtime.job.row_ranks))
-        return in_logical_order(rows, homes_LRH[layer], self._runtime.groups, device)
-
-    # -- weights that leave --------------------------------------------------------------------------------------
-
-    @torch.compiler.disable
-    def named_logical_tensors(
-        self,
-        *,
-        bucket_bytes: int = 1 << 29,
-        dtype: torch.dtype | None = None,
-        rank: int | None = None,
-        timeout_seconds: float | None = None,
-    ) -> TensorStream:
-        """Stream the model's weights in logical order, in buckets of ``bucket_bytes``: an iterator over ``(name,
-        tensor)``, whole copies under the framework's names; its ``experts`` maps these to (MoE layer, expert or None).
-        Collective, between steps: every rank runs through it; one that stops, or moves or steps experts, ends it.
-        ``dtype``: of floating point. ``rank``: it alone receives. ``timeout_seconds``: ranks wait for each other so
-        long (None: 120 or the config's, the longer). A rank holds a bucket or two.
-        Raises ExportError (a rank stopped or failed, weights have no memory), RuntimeError (as `rebalance`)."""
-        stream = self._export.stream(
-            bucket_bytes, dtype, rank, self._begin_export("named_logical_tensors()", timeout_seconds)
-        )
-        self._stream = weakref.ref(stream)
-        return stream
-
-    @torch.compiler.disable
-    def verify_export(
-        self,
-        tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor] | Callable[[], object],
-        *,
-        dtype: torch.dtype | None = None,
-        timeout_seconds: float | None = None,
-    ) -> str:
-        """Compare exported weights with the model's, by a checksum for each logical expert. Collective, between steps.
-        Returns a line that says how many are equal. ``tensors``: pairs (name, tensor) under the names of
-        `named_logical_tensors`, a mapping, or a function that gives either or begins a stream; together ranks give
-        every expert. ``dtype``: of the export. ``timeout_seconds``: for the slowest rank.
-        Raises ExportError, on all ranks: which experts differ, are others' or missing; or another name or shape."""
-        return self._export.verify(tensors, dtype, self._begin_export("verify_export()", timeout_seconds))
-
     def _begin_export(self, what: str, timeout_seconds: float | None) -> float:
         """Wait until all ranks are here; returns the seconds that they wait for each other from here on."""
         self._enter(what)
@@ -513,85 +676,6 @@ class Balancer:
 
     def _export_seconds(self, given: float | None) -> float:
         return max(EXPORT_SECONDS, self.config.timeout_seconds) if given is None else given
-
-    @torch.compiler.disable
-    @contextmanager
-    def logical_order(self, *, timeout_seconds: float | None = None) -> Iterator[None]:
-        """Bring every expert to its initial rank and row, and back at the end, also if the body raises: inside, a walk
-        over the modules of a rank that takes expert ``i`` for ``ep_rank * E/R + i`` is right. Collective, in and out,
-        between steps; two migrations. Replica slots are empty inside. ``timeout_seconds``: that ranks wait for each
-        other, in and out (None: as for `named_logical_tensors`, which moves nothing and costs less).
-        Raises RuntimeError: a rank did not come, the migration was dropped, or as `rebalance`; logged where the body
-        raised."""
-        self._enter("logical_order()")
-
-        def moved() -> None:
-            self._end_stream("the end of logical_order()")
-            self._after_move()
-            self._refresh_replicas()
-
-        seconds = self._export_seconds(timeout_seconds)
-        with placed_logically(self._rebalancer, lambda: self._runtime.barrier("logical_order()", seconds), moved):
-            self._state.in_logical_order = True
-            try:
-                yield
-            finally:
-                self._state.in_logical_order = False
-
-    # -- state ---------------------------------------------------------------------------------------------------
-
-    def logical_expert_ids(self, layer: int) -> list[int]:
-        """The current logical expert of each row of this rank's expert parameters, for settings of single experts (a
-        learning rate, a freeze). Experts move, so ask again after each step. Not collective."""
-        rows_RH = self.placement.homes_over(len(self._runtime.job.row_ranks))[layer]
-        return [int(expert) for expert in rows_RH[self._runtime.job.row_rank]]
-
-    def register(self, parameter: str, name: str, tensor: Tensor) -> None:
-        """Move a tensor with the experts of a parameter (an EMA copy, a mask, other state of each expert), in place,
-        bit for bit, and save it in checkpoints; it is not copied to replicas or trained. Wrap in
-        DistributedDataParallel after this. ``parameter``: a key of ``layer_of_parameter``. ``name``: new for it.
-        ``tensor``: ``[E/R, ...]``, rows in its current order, on its device. The same names on every rank, in the same
-        order.
-        Raises RegistryError: no such parameter, a name taken, other rows or device, gradients, or read-only."""
-        if parameter not in self.layer_of_parameter:
-            raise RegistryError(f"{parameter!r} is no expert parameter: take a key of balancer.layer_of_parameter")
-        if tensor.device != (device := self._runtime.device) or tensor.requires_grad:
-            raise RegistryError(
-                f"{name} of {parameter}: give a tensor on {device} without gradients (detach it); this one is on "
-                f"{tensor.device}, requires_grad={tensor.requires_grad}"
-            )
-        if problem := why_not_written(tensor):
-            raise RegistryError(f"{name} of {parameter}: {problem}")
-        layer = self.layer_of_parameter[parameter]
-        if self._sliced and not is_sliced(tensor):
-            raise RegistryError(f"{name} of {parameter}: give a DTensor placed as the parameter (torch.zeros_like(it))")
-        self._runtime.registry.add(layer, f"{parameter}/{name}", tensor, "buffer")
-        self._runtime.model_check.keep_from_ddp([tensor])
-        self._extra_tensors[f"{parameter}/{name}"] = (layer, tensor)
-
-    def register_all(self, name: str, tensors: Any, *, moves: bool = True) -> None:
-        """`register` what has a tensor for each parameter of the model: an average (EMA, SWA, Lookahead), a snapshot,
-        masks; what belongs to others is passed over. Call it before experts have moved. ``tensors``: a module with the
-        model's names, a dict by them, a list in the order of ``model.parameters()`` (or those trained, or of experts),
-        or one vector; written in place from now on. ``moves=False``: it does not go by row with these experts,
-        whatever its shape, and ``eplb-runtime verify`` passes over it.
-        Raises RegistryError: it has nothing for an expert parameter, or other shapes; or as `register`."""
-        if not moves:
-            self._not_by_row += map(weakref.ref, arrays_in(tensors))
-            return
-        parameters = {
-            prefix + own: parameter
-            for prefix, model in self._runtime.model_check.models.items()
-            for own, parameter in model.named_parameters()
-        }
-        for parameter, tensor in matched(tensors, parameters, list(self.layer_of_parameter)).items():
-            self.register(parameter, name, tensor)
-        self._not_by_row += map(weakref.ref, arrays_in(tensors))  # the rest belongs to other parameters
-        if isinstance(tensors, Mapping):
-            # A copied state dict carries a mark of its placement.
-            layers = {parameter.rpartition(".")[0]: layer for parameter, layer in self.layer_of_parameter.items()}
-            marks = [(layers.get(str(key).removesuffix(f".{MARK}")), mark) for key, mark in tensors.items()]
-            self._marks += [(layer, mark) for layer, mark in marks if layer is not None]
 
     @property
     def _host_steps(self) -> bool:
@@ -627,8 +711,6 @@ class Balancer:
                     channels.ahead = replicas.wait_all  # both streams wait for what the caller's has waited for
             channels.open(MicroBatchChannel(*runtime.groups.second_channel))
         return channels
-
-    # -- for other rooms ------------------------------------------------------------------------------------------
 
     def _rebalance_by(self, move: Callable[[], bool]) -> None:
         """Let `rebalance` move experts by this function, which returns whether it has."""
@@ -668,72 +750,6 @@ class Balancer:
                 close()
             except Exception:
                 logger.exception("an event listener failed as it was closed; the job goes on")
-
-    # -- life cycle ----------------------------------------------------------------------------------------------
-
-    @torch.compiler.disable
-    @contextmanager
-    def quiesce(self) -> Iterator[None]:
-        """Hold migrations back inside (weight reload, asynchronous save); enter and leave at the same step on all
-        ranks.
-
-        A decision that becomes due meanwhile waits for the first step after.
-        """
-        self._rebalancer.overlapped.withdraw()
-        self._rebalancer.quiesced += 1
-        try:
-            yield
-        finally:
-            self._rebalancer.quiesced -= 1
-
-    @torch.compiler.disable
-    def suspend(self) -> int:
-        """Begin a rollout: free what the balancer keeps beside the model (staging memory, replicas), and decide and
-        move nothing until `resume`. Collective, between steps; a migration in flight ends first. Returns the bytes
-        freed on this rank. Refused meanwhile: see `loop_state.CALLS`. Parameters with replicas behind them are in
-        memory of their own until `resume`, so call this before weights are freed; without replica slots it may come
-        after.
-        Raises RuntimeError: a rank did not come, or has no weights where there are replica slots; or as `rebalance`."""
-        self._enter("suspend()")
-        return self._phases.suspend(self._after_move)
-
-    @torch.compiler.disable
-    def resume(self) -> None:
-        """End a rollout: take the freed memory again, after weights, gradients and optimizer state are loaded.
-        Collective. Without `suspend` it does nothing; after a `close` while weights were freed it gives layers of
-        experts their memory back. A rank without memory to stage experts ends no training: a warning names it, and
-        nobody rebalances until there is some.
-        Raises RuntimeError, on all ranks: one did not come, or its weights or replicas have no memory; call it again
-        then."""
-        if self.closed and self._phases.resume_after_end():
-            return
-        self._state.require("resume()")
-        if self._phases.resume():
-            self._refresh_replicas()
-
-    @torch.compiler.disable
-    def state_dict(self) -> dict[str, Any]:
-        """Step, placement, measured load and how far predictions came true, for a later run. Collective; JSON-able,
-        equal on all ranks."""
-        state = {"step": self._rebalancer.step, "placement": self.placement.to_json()}
-        if self.closed:
-            return state
-        # Without a barrier, this rank's sum would mix with comparisons in the other ranks' steps.
-        self._runtime.barrier("balancer.state_dict()")
-        state["load"] = self._restorer.measured()  # waits for the decision in flight
-        return {**state, "track_record": self._rebalancer.decisions.saved_track_record}
-
-    @torch.compiler.disable
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved placement and on from its load, moving experts as needed. Collective, between steps. For
-        another EP size or other replica slots, homes and replicas are placed anew for the saved load; where that
-        cannot be, the load is taken.
-        Raises PlacementError: it is for another model, or for other sizes and none could be made anew; RuntimeError:
-        ranks have different states, the migration was dropped (the placement stays); or as `rebalance`."""
-        self._enter("load_state_dict()")
-        self._restorer.restore(state, lambda: self._runtime.barrier("load_state_dict()"))
-        self._after_move()
-        self._refresh_replicas()
 
     def _before_forward(self) -> None:
         """Begin new gradients with a forward in training, even if the last ones never reached the optimizer."""
@@ -786,23 +802,3 @@ class Balancer:
     def _end_with(self, handle: Removable) -> None:
         """Remove this hook at ``close``. Hooks of gradients stay: the experts stay spread, and may be trained on."""
         self._hooks.append(handle)
-
-    @torch.compiler.disable
-    def close(self) -> None:
-        """Stop balancing; collective. The model keeps its current homes, spread over ranks. Replicas are not used any
-        more, since nobody refreshes them. In a process that was forked from a rank it does nothing."""
-        if self.closed or self._in_a_child:
-            return
-        self._end_stream("close()")
-        self._state.closed = True
-        with ExitStack() as parts:  # each ends even if one raises; the last one named first
-            parts.callback(self._runtime.groups.close_balancing)
-            for close in reversed(self._on_all_ranks):
-                parts.callback(lambda close: close(time.monotonic() + self.config.timeout_seconds), close)
-            parts.callback(self._guard.end)
-            parts.callback(self._close_listeners)
-            parts.callback(self._rebalancer.close)
-            parts.callback(self._phases.end)
-            for handle in reversed(self._hooks):
-                parts.callback(handle.remove)
-            self._hooks.clear()

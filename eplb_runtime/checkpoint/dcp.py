@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from ..moe.experts.slices import columns, local
 from .expert_rows import ExpertRows
 from .joint_access import JointAccess
-from .restore import Saved, numbers_of, options_of, restore_placement, set_options
+from .restore import Saved, numbers_of, options_of, restore_placement, set_options, warn_of_left_out
 from .state import CheckpointError, Entry, Given, LogicalView
 from .weights import TensorSpec
 
@@ -65,6 +65,7 @@ class LogicalState:
                 plain = {k: v for k, v in values.items() if not isinstance(v, Tensor)}
                 view.set_optimizer_state(name, view.optimizer_state(name) | plain)
             set_options(view, options_of(view, state["optimizer"]["param_groups"]))
+        warn_of_left_out(view, header.get("extra", ()))
         restore_placement(view, header.get("balancer"), warm_start=True)
         view.weights_changed()
 
@@ -83,6 +84,7 @@ def _state_of(view: LogicalView) -> dict[str, Any]:
             states.setdefault(name, {}).update(numbers)
         state["optimizer"] = {"state": states, "param_groups": optimizer["param_groups"]}
     header: dict[str, Any] = {"format": FORMAT, "version": VERSION, "optimizer_tensors": _count(view)}
+    header["extra"] = list(state.get("extra", ()))
     if view.balancer is not None:
         header["balancer"] = view.balancer.state_dict()
     state["eplb_runtime"] = json.dumps(header)

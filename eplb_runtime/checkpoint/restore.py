@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -62,8 +63,7 @@ class Fitted:
         unknown = sorted(key for key in saved.tensors if key not in known and key.startswith("model."))
         if unknown and not in_stages:
             raise CheckpointError(f"{unknown[0]} in {saved.name} has no place in the model ({len(unknown)} such)")
-        if left := sorted(key for key in saved.tensors.keys() - known if key.startswith("extra.") and not in_stages):
-            logger.warning("%s in %s is left out: balancer.register it ahead of the load", left, saved.name)
+        warn_of_left_out(view, [key.removeprefix("extra.") for key in saved.tensors if key.startswith("extra.")])
         self._states: dict[str, dict[str, Any]] = {}
         self._options: list[dict[str, Any]] = []
         if not view.optimizers:
@@ -249,6 +249,15 @@ def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         return bool(some == value)
 
     return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+
+
+def warn_of_left_out(view: LogicalView, saved: Sequence[str]) -> None:
+    """Name tensors that were registered when a checkpoint was saved, and are not now."""
+    in_stages = view.balancer is not None and len(view.balancer._runtime.job.layers_of_stage) > 1
+    left = sorted(set(saved) - {entry.name for entry in view.entries("extra")})
+    if left and not in_stages and not (dist.is_initialized() and dist.get_rank()):
+        named = f"{left[0]} and {len(left) - 1} more" if left[1:] else left[0]
+        logger.warning("balancer.register %s ahead of the load: the checkpoint has it, and it is left out", named)
 
 
 def restore_placement(view: LogicalView, saved: Mapping[str, Any] | None, warm_start: bool) -> None:

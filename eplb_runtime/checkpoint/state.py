@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +16,6 @@ from ..distributed.consensus import gather_rows
 from ..moe.experts.matching import MARK
 from ..moe.experts.optimizer_state import is_per_expert
 from ..moe.experts.slices import columns, has_memory, keep_slices, local
-
-logger = logging.getLogger("eplb_runtime")
-
 
 Given = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -251,8 +247,7 @@ def logical_state_dict(model: nn.Module, optimizer: Given = None) -> dict[str, T
     """Every parameter, buffer and optimizer tensor, flat, on the CPU, equal on every rank. Collective when attached.
 
     Expert tensors are whole, ``[E, ...]`` in logical order, so runs with different placements (or with no balancer at
-    all) can be compared entry by entry. Each rank holds all of it; the logger ``eplb_runtime`` says at INFO how much
-    that is before it starts. For models that do not fit, see ``save``.
+    all) can be compared entry by entry. Each rank holds all of it: for models that do not fit, see ``save``.
 
     Args:
         model: attached or not.
@@ -263,14 +258,7 @@ def logical_state_dict(model: nn.Module, optimizer: Given = None) -> dict[str, T
     """
     view = LogicalView(model, optimizer)
     view.refuse_freed("logical_state_dict", patient=True)
-    entries = list(view.entries())
-    nbytes = sum(view.whole_size(entry).numel() * entry.tensor.element_size() for entry in entries)
-    logger.info(
-        "logical_state_dict: the whole state is %.4g GiB on the CPU of every rank (%d tensors)",
-        nbytes / 2**30,
-        len(entries),
-    )
-    return {entry.key: _whole_on_cpu(view, entry) for entry in entries}
+    return {entry.key: _whole_on_cpu(view, entry) for entry in list(view.entries())}
 
 
 def _whole_on_cpu(view: LogicalView, entry: Entry) -> Tensor:

@@ -81,7 +81,7 @@ def _judge(path: str, arguments: argparse.Namespace) -> int:
     }
     print(f"{recipe.name}: {verdict[found.attaches]} ({recipe.of})")
     if found.attaches is not False:
-        equal = {"bit": "to the bit", "rounding": "to rounding", None: "as far as is not known"}
+        equal = {"bit": "to the bit", "rounding": "to rounding", None: "to rounding, if not to the bit"}
         print(f"with homes moved, training is equal {equal[found.exact]}")
     if found.refused:
         print_table("refused", said["refused"])

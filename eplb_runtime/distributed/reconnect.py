@@ -67,14 +67,14 @@ class Reconnection:
         self._groups = groups
         self._make_transport = make_transport
         self._probe = probe
-        self._attempt, self._here = 1, 0
+        self._attempt, self._here, self._said = 1, 0, ""
         self.under_way = False
         self.tries = 0
 
     def begin(self) -> None:
         """Begin after the connections broke."""
         if not self.under_way:
-            self.under_way, self.tries = True, 0
+            self.under_way, self.tries, self._said = True, 0, ""
             self._groups.hang_up()
 
     def at_boundary(self, boundary: int) -> Link | None:
@@ -83,16 +83,15 @@ class Reconnection:
             return None
         try:
             step = self._step_of_meeting(boundary)
-            if step is None or boundary < step:
-                return None
             if boundary == step:
                 return self._connect()
-            for word in ("go", "hold"):
+            for word in ("go", "hold") if step is not None and boundary > step else ():
                 self._groups.store.compare_set(self._key(word), f"rank {self._groups.job.rank} had passed the step")
-            return None
         except StoreError as error:
-            logger.info("the ranks could not connect yet: %s", error)
-            return None
+            if str(error) != self._said:  # a store that is gone is so at every boundary
+                logger.info("the ranks could not connect yet: %s", error)
+            self._said = str(error)
+        return None
 
     def _key(self, word: str) -> str:
         return f"connections/{self._attempt}/{word}"

@@ -20,6 +20,7 @@ from .types import Plan, PlanRequest
 FloatArray = NDArray[np.float64]
 
 HELD = {
+    "static": "policy='static' moves nothing",
     "limits": "the limits of moves leave room for none",
     "noise": "no gain beyond noise",
     "trust": "too little came true of earlier plans for a move to pay",

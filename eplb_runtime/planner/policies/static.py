@@ -7,11 +7,8 @@ from ..types import PlanError, PlanRequest
 
 
 def static(request: PlanRequest) -> Placement:
-    """The current placement, or experts in logical order where there is none (``home`` layout).
-
-    Raises:
-        PlanError: the free layout without a current placement.
-    """
+    """The current placement, or experts in logical order where there is none: PlanError, in the free layout."""
     if request.current is None and request.layout == "free":
         raise PlanError("policy 'static' has no free placement to keep: give current=, or layout='home'")
+    request.held.update(dict.fromkeys(range(request.num_layers), "static"))
     return request.start

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
 
 from eplb_runtime.distributed.points import Phase
 from eplb_runtime.distributed.reconnect import MOST_TRIES, Link, Reconnection
-from eplb_runtime.distributed.store import JobStore
+from eplb_runtime.distributed.store import JobStore, StoreError
 
 RANKS = 3
 
@@ -117,6 +118,16 @@ def raising(text: str, at: int) -> Callable[..., None]:
 def held(job: Job) -> list[list[str]]:
     """Names of the groups that each rank has and has not given back."""
     return [groups.held for groups in job.groups]
+
+
+def test_a_store_that_is_gone_is_said_once(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(job.groups[0].store, "word_of", Mock(side_effect=StoreError("it does not answer")))
+    job.ranks[0].begin()
+    with caplog.at_level("INFO", "eplb_runtime"):
+        assert [job.ranks[0].at_boundary(boundary) for boundary in range(3)] == [None] * 3
+    assert caplog.messages == ["the ranks could not connect yet: it does not answer"]
 
 
 def test_all_ranks_meet_at_one_boundary_whenever_each_has_noticed(job: Job) -> None:

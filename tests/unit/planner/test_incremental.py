@@ -37,6 +37,7 @@ def test_noise_of_the_windows_moves_nothing_and_is_the_reason(windows: int) -> N
         ("limits", {"max_moves": 1, "policy": "deepseek"}, 1),
         ("price", {}, 1 << 45),
         ("trust", {"trust": 1e-9}, 1 << 20),
+        ("static", {"policy": "static"}, 1),
         ("nothing to move", {"load": np.ones((6, 64))}, 1 << 45),
     ],
 )
