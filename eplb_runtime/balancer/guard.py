@@ -271,7 +271,7 @@ class Guard:
 
     def _averages(self) -> dict[str, Tensor]:
         """A piece of each registered average that is a buffer of the model: DistributedDataParallel broadcasts them."""
-        buffers = {id(buffer) for model in self._runtime.model_check.models.values() for buffer in model.buffers()}
+        buffers = {id(one) for model in self._runtime.model_check.models.values() for _, one in model.named_buffers()}
         held = _whole(
             {name: t for name, (_, t) in self._registered.items() if id(t) in buffers and t.is_floating_point()}
         )
