@@ -153,7 +153,7 @@ class Balancer:
         self._rebalancer = Rebalancer(runtime, transport, self._guard, self.events)
         self._rebalance_now = self._rebalancer.now
         self._restorer = Restorer(runtime, self._rebalancer)
-        for layer in runtime.layers:
+        for layer in runtime.layers if config.overlap else ():
             layer.before = self._rebalancer.overlapped.before_layer
         if runtime.job.is_planner:
             self.events.subscribe(DecisionLine())

@@ -3,6 +3,7 @@ has the very bits of training whose experts stay, and what the library saves the
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ from eplb_runtime.hosts.trainer import BalancedTrainer
 from eplb_runtime.moe.experts.slices import local
 
 EXPERTS = 8
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -245,6 +247,11 @@ def beside_one_process(rank: int, row: Row, folder: str) -> tuple[float, set[int
     clip = partial(balancer.clip_grad_norm_, 0.5)
     off = max(abs(step(model, optimizer, row, n, clip)[-1] - norms[n]) for n in range(row.steps))
     state = state_of(model, optimizer)
+    ids = batch_of(dist.get_rank() // row.tp, 0)
+    mask = torch.ones_like(ids)
+    mask[0, 5:] = 0
+    model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
+    optimizer.step()
     off = max(off, *(float((state[name] - weight).abs().max()) for name, weight in weights.items()))
     balancer.close()
     return off, counted
@@ -255,7 +262,9 @@ def test_it_trains_to_what_one_process_trains_to(name: str, root: Path) -> None:
     row = EXACT[name]
     for off, counted in run_ranks(row.ranks, beside_one_process, row, folder_of(row.family, root)):
         assert off < (1e-9 if row.dtype == torch.float64 else 1e-5)
-        assert counted == {row.ranks // row.tp * row.micro_batches * 2 * 12 * 3}, "of the texts of a step"
+        texts, choices = row.ranks // row.tp, 3
+        padded = texts * (5 + 12) * choices
+        assert counted == {texts * row.micro_batches * 2 * 12 * choices, padded}
 
 
 # -- what is saved -----------------------------------------------------------------------------------------------------
@@ -353,6 +362,14 @@ def test_the_trainer_trains_evaluates_and_resumes_to_the_same_bits(root: Path, t
         for name, seen in found.items():
             assert seen.pop("epoch") >= 2, name
             assert differing(still, seen) == [], name
+
+
+@pytest.mark.long
+def test_verify_says_right_of_the_example() -> None:
+    job = ["torchrun", "--nproc-per-node", "4", "launch/examples/transformers_ep.py", "--steps", "5"]
+    run = [sys.executable, "-m", "eplb_runtime.cli", "verify", "--steps", "3", "--json", "--", *job]
+    said = subprocess.run(run, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert json.loads(said.stdout)["verdict"] == "right", said.stderr[-2000:]
 
 
 # -- what is refused, and when it is there -----------------------------------------------------------------------------
