@@ -40,7 +40,7 @@ LEAST = {
     "sms": 2,
 }
 """Least values of settings that are whole numbers."""
-_SECONDS = 366 * 86400.0, "a positive number of seconds, in a year"
+_SECONDS = 366 * 86400.0, "a number of seconds above 0, up to a year"
 UP_TO = {
     "timeout_seconds": _SECONDS,
     "max_pause_seconds": _SECONDS,

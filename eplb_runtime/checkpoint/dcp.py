@@ -152,7 +152,8 @@ class FolderOfDCP(Saved):
         try:
             metadata = self._reader.read_metadata()
         except Exception as error:
-            raise CheckpointError(f"{folder} cannot be read as a checkpoint: {type(error).__name__}: {error}") from None
+            why = f"{type(error).__name__}: {error}" if Path(folder).exists() or reader else "there is no such folder"
+            raise CheckpointError(f"{folder} cannot be read as a checkpoint: {why}") from None
         found = metadata.state_dict_metadata
         if key and not any(fqn.startswith(f"{key}.model.") for fqn in found):
             raise CheckpointError(f"{folder} has no {key}.model.: it was saved under another key")

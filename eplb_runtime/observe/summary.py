@@ -90,6 +90,6 @@ def summary_text(summary: dict[str, Any], run: Path | str | None) -> str:
     troubled = summary["guard_findings"] or summary["pauses"]
     troubles = f"; {found} of the guard, {pauses}: see the log" if troubled else ""
     look = "BalancerConfig(run=FOLDER) keeps all of it" if run is None else f"eplb-runtime report {run} shows all of it"
-    sure = f"{expert_work_text(work['share'], work['source'])}, {counted(judged, 'decision')} judged"
+    sure = f"{expert_work_text(work['share'], work['source'])}, predictions judged {counted(judged, 'time')}"
     sure += f"{lives * summary['judged_before']}{': too few to be sure' * (judged < SURE_AFTER)}"
     return f"{line}\n  about {abs(saved):.3g} s {'lost' if saved < 0 else 'saved'}: {sure}\n  {look}{troubles}"

@@ -120,7 +120,7 @@ class DataParallel:
         seconds = f"takes {self.spread_step_seconds:.3g} s, data parallelism as recorded {self.step_seconds:.3g} s"
         held = f"a rank holds {self.freed_bytes / 1e9:.2g} GB less"
         slower = ", so spread only what does not fit" if self.spread_step_seconds > self.step_seconds else ""
-        return f"Spread, with tokens that travel, a step {seconds}{slower}; {held}."
+        return f"Spread, with tokens that travel, a step {seconds}{slower}; {held}.{' If spread:' if slower else ''}"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@ in a CUDA graph that the training thread captures."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import queue
 import sys
@@ -76,8 +75,10 @@ class Worker:
             self._tasks.put(None)
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            self._end()  # a balancer that was never closed leaves no thread behind
+        try:  # noqa: SIM105 (a balancer that was never closed leaves no thread; contextlib may be gone at the end)
+            self._end()
+        except Exception:
+            pass
 
 
 def _work_off(tasks: queue.SimpleQueue[_Task | None], begin: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ from eplb_runtime.topology import Topology
         ("lag", 50, "lag=50 must be less than interval=50"),
         ("replica_slots", -1, "replica_slots=-1"),
         ("max_moves", -1, "max_moves=-1"),
-        ("timeout_seconds", 0, "timeout_seconds=0: give a positive number of seconds"),
+        ("timeout_seconds", 0, "timeout_seconds=0: give a number of seconds above 0"),
         ("max_pause_seconds", -2, "max_pause_seconds=-2"),
         ("moe_share", 1.5, "moe_share=1.5"),
         ("policy", "best", "policy='best' is unknown; choose one of: incremental, static"),

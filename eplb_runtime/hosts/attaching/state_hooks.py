@@ -40,7 +40,6 @@ class Homes:
         return self.of(self.rank)
 
     def of(self, rank: int) -> list[int]:
-        """The same of another rank."""
         rows = len(self.order) // self.num_ranks
         return list(self.order[rank * rows : (rank + 1) * rows])
 
@@ -161,7 +160,9 @@ def mark_state(
             theirs = theirs if marked is None else marked.tolist()
             if theirs != now.here and any(prefix + key in state for key, _ in module.named_parameters()):
                 raise RuntimeError(refusal("state dict", name, theirs, now.here, BY_THE_FRAMEWORK))
-        elif rows_of(module, state, prefix) == {len(now.here)} and (why := now.why_not(marked, "state dict", name)):
+        elif (rows := rows_of(module, state, prefix)) == {len(now.order)} and now.num_ranks > 1:
+            raise RuntimeError(f"the state dict holds all experts of {name}: load it before attach, or use {OURS}")
+        elif rows == {len(now.here)} and (why := now.why_not(marked, "state dict", name)):
             raise RuntimeError(why)
 
     experts._register_state_dict_hook(saved)
@@ -212,7 +213,6 @@ def _as(kind: type[Tensor], state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refusal(what: str, name: str, theirs: list[int], here: list[int], instead: str = OURS, *, where: str = "") -> str:
-    """What is said of state that is of other experts than those that stand here, or ``where``."""
     return (
         f"the {what} holds experts {_shown(theirs)} of {name}{where}, and {'there' if where else 'here'} stand "
         f"{_shown(here)}: a plain state dict fits only the rank and placement that it was taken at; use {instead}"

@@ -175,7 +175,7 @@ def _run(command: Sequence[str], trial: Trial, title: str) -> Run:
         finally:
             end(job, others)
     text = log.read_text(errors="replace")
-    own = re.split(r"\n.*torch\.distributed\.elastic", text)[0].strip() or text  # without torchrun's table
+    own = re.split(r"\n.*torch[./]distributed[./](?:elastic|run\.py)", text)[0].strip() or text  # without torchrun's
     last = " | ".join(line.strip() for line in own.splitlines()[-LAST_LINES:])
     run = Run.of(folder)
     failed = job.returncode and run.length < trial.steps  # else what starts ranks has missed what they would do then
