@@ -97,8 +97,8 @@ class RoundExecutor:
         self._transport = transport
         self._home_rows = home_rows
         self._row_rank = row_rank
-        self._arrivals = Arena(self._staging, nbytes)
-        self._departures = Arena(self._staging, 0)
+        self._arrivals = Arena(lambda size: self._transport.empty(size), nbytes)
+        self._departures = Arena(lambda size: self._transport.empty(size), 0)
         self._spare = Arena(lambda size: torch.empty(size, dtype=torch.uint8, device=device), 0)
         self._freed_bytes = [0, 0, 0]
 
@@ -146,10 +146,8 @@ class RoundExecutor:
 
     def close(self) -> None:
         """Release the transport and its group. Nothing is sent any more."""
-        try:
-            self._transport.close()
-        finally:
-            del self._transport
+        transport = self.__dict__.pop("_transport")
+        transport.close()
 
     def reserve(self, schedule: TransferSchedule, records: Records, at_once: int | None = None) -> None:
         """Reserve memory for the largest round, or for ``at_once`` bytes: arriving records, packed ones that leave, one
@@ -336,10 +334,10 @@ class RoundExecutor:
 
     def _checksums(self, departing: Mapping[int, Sequence[Sequence[Message]]]) -> list[Message]:
         """For each peer, the checksums of the experts sent to it."""
-        return [self._checksums_for(peer, experts) for peer, experts in departing.items()]
-
-    def _checksums_for(self, peer: int, experts: Sequence[Sequence[Message]]) -> Message:
-        return Message(peer, torch.cat([checksum_of([message.data for message in expert]) for expert in experts]))
+        return [
+            Message(peer, torch.cat([checksum_of([message.data for message in expert]) for expert in experts]))
+            for peer, experts in departing.items()
+        ]
 
     def _add(self, exchange: Exchange, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         pending = self._transport.post(sends, receives)
@@ -356,6 +354,3 @@ class RoundExecutor:
                 spare.copy_(part.live_row(end))
             for source, to in chain:
                 part.write(to, spare if ring and source == end else part.live_row(source))
-
-    def _staging(self, nbytes: int) -> Tensor:
-        return self._transport.empty(nbytes)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -239,6 +240,50 @@ def ids_of_no_expert(rank: int) -> list[str]:
                 said.append(str(refused.value))
         balancer.close()
     return said
+
+
+class Drawing(nn.Module):
+    """Its result is linear in the experts' weights, and in a parameter that ``compute`` closes over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.scale = nn.Module(), nn.Parameter(torch.rand(8) + 1)
+        self.experts.weight = nn.Parameter(torch.randn(4, 8, 8))
+
+    def run(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        raise AssertionError("replaced")
+
+    def compute(self, rows: Tensor, counts: SlotCounts, weights: Mapping[str, Tensor]) -> Tensor:
+        of_slots = zip(rows.split(list(counts.known())), weights["weight"], strict=True)
+        return functional.dropout(torch.cat([rows @ weight for rows, weight in of_slots]) * self.scale, 0.5)
+
+
+def drawn(rank: int) -> list[list[float]]:
+    found = []
+    for slots in (1, 2):
+        torch.manual_seed(0)
+        model = Drawing().double()
+        start = shuffled(eplb.Placement.initial(1, 4, 2, slots), np.ones((1, 4))).with_epoch(0)
+        layers = [eplb.MoE("experts", run="run", compute=model.compute)]
+        settings = config(replica_slots=slots, initial_placement=start, guard="warn", split_least_tokens=0)
+        balancer = eplb.attach(model, torch.optim.SGD(model.parameters()), layers=layers, config=settings)
+        torch.manual_seed(rank)
+        hidden, weights = torch.rand(32, 8).double(), torch.rand(32, 2).double()
+        loss = model.run(hidden, torch.rand(32, 4).topk(2).indices, weights).sum()
+        loss.backward()
+        balancer.reduce_gradients()
+        weight, scale = model.experts.weight, model.scale
+        sums = torch.stack([loss.detach(), 2 * (weight * weight.grad).sum(), (scale * scale.grad).sum()])
+        dist.all_reduce(sums)
+        found.append(sums.tolist())
+        balancer.close()
+    return found
+
+
+def test_rows_are_drawn_once_and_what_a_compute_closes_over_is_trained() -> None:
+    """By Euler's theorem a sum that is linear in weights is their product with their gradients."""
+    for loss, of_experts, of_scale in run_ranks(2, drawn)[0]:
+        assert of_experts == pytest.approx(loss) == of_scale
 
 
 def padded(rank: int) -> tuple[list[list[float]], list[int], Tensor]:
