@@ -166,8 +166,6 @@ CASES: list[Case] = [
     contract.messages_to_itself,
     contract.rows_of_every_dtype,
     contract.several_posts_at_once_in_any_order_of_waiting,
-    contract.memory_that_was_registered,
-    contract.registered_memory_that_nobody_has_is_given_back,
     contract.what_is_done_stays_done_after_an_abort,
     a_rank_without_messages_takes_part,
     nobody_calls_deepep_where_a_rank_does_not_come,

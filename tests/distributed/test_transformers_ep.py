@@ -366,7 +366,8 @@ def test_the_trainer_trains_evaluates_and_resumes_to_the_same_bits(root: Path, t
 
 @pytest.mark.long
 def test_verify_says_right_of_the_example() -> None:
-    job = ["torchrun", "--nproc-per-node", "4", "launch/examples/transformers_ep.py", "--steps", "5"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    job = [*torchrun, "launch/examples/transformers_ep.py", "--steps", "5"]
     run = [sys.executable, "-m", "eplb_runtime.cli", "verify", "--steps", "3", "--json", "--", *job]
     said = subprocess.run(run, capture_output=True, text=True, cwd=ROOT, check=False)
     assert json.loads(said.stdout)["verdict"] == "right", said.stderr[-2000:]

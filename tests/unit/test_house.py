@@ -70,9 +70,9 @@ ALLOWANCE: dict[str, int] = {  # Transformers' own expert parallelism as a host
     "(root)": 29,
     "hosts": 303,
     "tools": 18,
-    "package": 104,
+    "package": 99,
     "files of the package": 3,
-    "tests": 354,
+    "tests": 355,
 }
 """Lines on top of a limit while an old and a new way stand side by side; with a comment that says for which part."""
 LAZY = {"eplb_runtime/__init__.py"}
