@@ -152,7 +152,6 @@ def _said(states: Mapping[_Part, int]) -> str:
 
 
 def _listed(experts: Mapping[int, set[int]]) -> str:
-    """``layer 0: 1, 2, 5; layer 1: 0 and 12 more`` and so on."""
     parts = []
     for layer, found in sorted(experts.items())[:4]:
         more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""

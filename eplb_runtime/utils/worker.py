@@ -75,10 +75,7 @@ class Worker:
             self._tasks.put(None)
 
     def __del__(self) -> None:
-        try:  # noqa: SIM105 (a balancer that was never closed leaves no thread; contextlib may be gone at the end)
-            self._end()
-        except Exception:
-            pass
+        self._end()  # a balancer that was never closed leaves no thread behind
 
 
 def _work_off(tasks: queue.SimpleQueue[_Task | None], begin: Callable[[], None]) -> None:
