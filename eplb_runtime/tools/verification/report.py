@@ -60,10 +60,8 @@ class Report:
         if self.passed:
             lines = [f"right: {self.steps} steps, {self.ranks} ranks: {'; '.join(self._shown())}."]
         lines += dict.fromkeys(f"  not registered: {o['holder']}, shape {o['shape']}" for o in self.unregistered)
-        lines += {
-            one.partition(":")[0]: f"  said in the job: {one}" for one in self.said if one not in self.reason
-        }.values()
-        return "\n".join([*lines, *(f"  bits: {line}" for line in self.notes)])
+        said = {one.partition(":")[0]: f"  said in the job: {one}" for one in self.said if one not in self.reason}
+        return "\n".join([*lines, *said.values(), *(f"  bits: {line}" for line in self.notes)])
 
     def _shown(self) -> list[str]:
         """What a right job has shown."""
