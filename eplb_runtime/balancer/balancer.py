@@ -60,13 +60,6 @@ def _end_threads(of: weakref.ref[Balancer]) -> None:
         balancer._runtime.groups.store.close()
 
 
-class Removable(Protocol):
-    """A handle of a hook, as torch's."""
-
-    def remove(self) -> None:
-        """Remove the hook."""
-
-
 class OptimizerHooks(Protocol):
     """The hooked optimizers of one attached model."""
 
@@ -125,7 +118,7 @@ class Balancer:
         self._state = LoopState(self._have_gradients)
         self._process = os.getpid()
         self._one_begins = Lock()
-        self._hooks: list[Removable] = []
+        self._hooks: list[Any] = []
         self._before_steps: list[Callable[[], None]] = []
         self._after_steps: list[Callable[[], None]] = []
         self._listeners: list[Callable[[], None]] = []
@@ -795,10 +788,9 @@ class Balancer:
 
     @property
     def _in_a_child(self) -> bool:
-        """Whether this process was forked from the rank: the connections are the parent's, and it has no thread of
-        ours."""
+        """Whether this process was forked from the rank: it has the parent's connections and no thread of ours."""
         return os.getpid() != self._process
 
-    def _end_with(self, handle: Removable) -> None:
-        """Remove this hook at ``close``. Hooks of gradients stay: the experts stay spread, and may be trained on."""
+    def _end_with(self, handle: Any) -> None:
+        """Remove a hook at ``close``. Those of gradients stay: the experts stay spread, and may be trained on."""
         self._hooks.append(handle)

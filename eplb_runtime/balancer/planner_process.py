@@ -38,6 +38,8 @@ logger = logging.getLogger("eplb_runtime")
 SECONDS = 5.0
 """Period in which a child looks whether its parent lives, whose socket a forked process may hold; and the longest wait
 for a child that was killed."""
+_compiling: list[subprocess.Popen[bytes]] = []
+"""A child that was closed before it was ready: it goes on for the next job, unless that begins in this process."""
 _VALUES: dict[str, Any] = {"Placement": Placement.from_json, "Topology": Topology, "CostModel": CostModel}
 
 
@@ -96,13 +98,16 @@ class PlannerProcess:
             return self._becomes_ready(seconds)
 
     def close(self) -> None:
-        """End the child, and with it a plan that is asked for."""
+        """End the child, and with it a plan that is asked for; one that compiles ends when it has."""
         if self._owner != os.getpid():
             return  # a process that was forked has a copy of this object
         self._closed = True
-        if (process := self.process) is not None:
-            process.kill()
+        if self.process is not None and self._is_ready:
+            self.process.kill()
         with self._asking:
+            if self.process is not None and not self._is_ready:
+                _compiling.append(self.process)
+                self.process = None
             self._end()
 
     def __del__(self) -> None:
@@ -123,6 +128,9 @@ class PlannerProcess:
         self._is_ready = False
         if self._closed:
             raise PlannerLost("the planner process is closed")
+        while _compiling:
+            (child := _compiling.pop()).kill()
+            child.wait(SECONDS)
         here, other = socket.socketpair()
         here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(self._seconds) + 1, 0))
         self._connection = Connection(here.detach())

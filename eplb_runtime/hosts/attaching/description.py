@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ...balancer.balancer import Balancer, Removable
+from ...balancer.balancer import Balancer
 from ...config import BalancerConfig
 from ...distributed.ranks import Ranks
 from ...load.expert_clock import ExpertClock
@@ -138,7 +138,7 @@ class HostOptimizer(Protocol):
         square_of_experts: Callable[[Callable[[Tensor], Tensor | None]], Tensor],
         has_moved: Callable[[], bool],
         experts_here: Callable[[Tensor], list[int]],
-    ) -> Removable:
+    ) -> Any:
         """Call ``before`` and ``after`` around each step from now on. ``square_of_experts``: the squared norm over all
         experts, to clip by, of what is the gradient of a parameter; ``has_moved``: whether experts are elsewhere than
         where the host has put them; ``experts_here``: the logical experts in this rank's slots of a parameter's
@@ -180,7 +180,7 @@ class HostModel:
 
     layers: tuple[MoELayer, ...]
     real_tokens: Callable[[int], Tensor | None] = lambda tokens: None
-    watch_batches: Callable[[], Removable] = lambda: RemovableHandle(OrderedDict())
+    watch_batches: Callable[[], Any] = lambda: RemovableHandle(OrderedDict())
     remake_buffers: Callable[[nn.Module], None] = lambda module: None
     save_together: Callable[[Balancer], None] = lambda balancer: None
     folders: PretrainedFolders | None = None
@@ -215,7 +215,7 @@ class WatchedModel:
 
     layers: tuple[WatchedLayer, ...]
     real_tokens: Callable[[int], Tensor | None] = lambda tokens: None
-    watch_batches: Callable[[], Removable] = lambda: RemovableHandle(OrderedDict())
+    watch_batches: Callable[[], Any] = lambda: RemovableHandle(OrderedDict())
     takes_replicas: bool = True
 
 

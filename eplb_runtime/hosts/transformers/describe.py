@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...balancer.balancer import Removable
 from ...moe.layer import ExpertParallelLayer
 from ..attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
 from ..attaching.expert_spans import mark_calls
@@ -233,7 +232,7 @@ class _Padding:
         """The mask of the batch that this thread runs now."""
         self._mask.now = mask
 
-    def watch(self, model: nn.Module, see: Callable[[Tensor | None], None]) -> Removable:
+    def watch(self, model: nn.Module, see: Callable[[Tensor | None], None]) -> Any:
         """Look at what each forward of the model is given, from now on; what runs outside of one has no mask."""
 
         def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
