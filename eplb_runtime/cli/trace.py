@@ -14,14 +14,12 @@ from .printing import print_json, print_table, spinner
 if TYPE_CHECKING:
     from ..observe.traces import Analysis
 
-KERNELS = 10
-"""Shown, the longest first; ``--json`` has all."""
+KERNELS = 10  # that are shown, the longest first; ``--json`` has all
 
 
 def add(commands: Any) -> None:
     trace = commands.add_parser("trace", help="what profiler traces say: busy, hidden, exposed")
     actions = trace.add_subparsers(title="what to do", metavar="WHAT", required=True)
-    text = "say what ran, what was hidden under computing, and what each phase of a layer took"
     examples = """
   eplb-runtime trace analyse rank0.json.gz
   eplb-runtime trace analyse traces/                        # all ranks of a job
@@ -31,7 +29,7 @@ def add(commands: Any) -> None:
         option("traces", "FILE", str, "a trace (.json, .json.gz), or a folder of them", nargs="+"),
         flag("--layers", "phases by layer and micro-batch, not summed"),
     ]
-    add_command(actions, "analyse", _analyse, text, examples, options)
+    add_command(actions, "analyse", _analyse, "say what ran, what was hidden, and what phases took", examples, options)
 
 
 def _analyse(arguments: argparse.Namespace) -> None:
@@ -44,6 +42,9 @@ def _analyse(arguments: argparse.Namespace) -> None:
         return
     for one in analyses:
         _print_one(one, arguments.layers)
+    files = Counter(one.rank for one in analyses if one.rank is not None)
+    if twice := [str(rank) for rank, number in files.items() if number > 1]:
+        print(f"several files are of rank {', '.join(twice)}: leave out those of other runs")
 
 
 def _print_one(one: Analysis, by_layer: bool) -> None:
@@ -80,10 +81,9 @@ def _phases(one: Analysis, by_layer: bool) -> list[dict[str, Any]]:
         key = (phase.name, phase.layer, phase.micro_batch) if by_layer else (phase.name,)
         times = {"host": phase.host_us, "compute": phase.compute_us, "send": phase.communication_us}
         rows.setdefault(key, Counter()).update({"spans": phase.spans, **times, "exposed": phase.exposed_us})
-    heads = ("phase", "layer", "micro-batch")
     return [
         {
-            **dict(zip(heads, key, strict=False)),
+            **dict(zip(("phase", "layer", "micro-batch"), key, strict=False)),
             "spans": row.pop("spans"),
             **{f"{name} us": _us(us) for name, us in row.items()},
         }
@@ -96,6 +96,5 @@ def _us(microseconds: float) -> str:
 
 
 def _shortened(name: str) -> str:
-    """Return a kernel's name without what C++ puts around it."""
     plain = name.removeprefix("void ").split("(", 1)[0] if not name.startswith("(") else name
     return plain if len(plain) <= 32 else f"{plain[:29]}..."

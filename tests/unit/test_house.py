@@ -56,7 +56,7 @@ RATCHET = {
     "checkpoint": 2585,
     "hosts": 9126,
     "tools": 3457,
-    "cli": 1089,
+    "cli": 1088,
     "package": 43326,
     "files of the package": 278,
     "page": 664,

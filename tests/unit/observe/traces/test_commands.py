@@ -47,6 +47,7 @@ def test_analyse_prints_tables_and_one_json_object(said: Any, tmp_path: Path) ->
     path = of_rank(tmp_path / "a.json", 0, gpu_events())
     shown = said("trace", "analyse", path, "--layers")
     assert "28.6% of communication is hidden" in shown and "dispatch(F)" in shown and "1 step of 350 us" in shown
+    assert "several files" not in shown and "several files are of rank 0" in said("trace", "analyse", path, path)
     found = json.loads(said("trace", "analyse", path, "--json"))
     assert found["span_us"] == 400
     assert found["communication"] == {"us": 210, "hidden_us": 60, "exposed_us": 150, "hidden_share": 0.285714}
