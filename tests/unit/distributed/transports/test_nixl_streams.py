@@ -55,7 +55,6 @@ class Agent:
 
 @pytest.fixture
 def joined() -> tuple[_AgentWindow, Agent, HeldStream]:
-    """The window of rank 0 of 2."""
     agent, stream = Agent(), HeldStream()
     memory = torch.zeros(2 * 2 * 2 * PIECE, dtype=torch.uint8)
     window = _AgentWindow(memory, 0, 2, PIECE, stream, agent, None)  # type: ignore[arg-type]
