@@ -49,7 +49,7 @@ class Recorder:
 
     def __init__(self, run: Path, num_layers: int, num_experts: int, job: RecordedJob | None = None) -> None:
         self._writer = SeriesWriter(run, num_layers, num_experts, job)
-        self._run = run
+        self.run = run
         self._worker = Worker("eplb_runtime recorder")
         self._ended = ""
 
@@ -59,7 +59,7 @@ class Recorder:
         if self._ended or self._worker.closed:
             return
         if self._worker.waiting >= MOST_WAITING:
-            logger.warning("%s: the disk is too slow; %d windows of load are not recorded", self._run, len(load_TLE))
+            logger.warning("%s: the disk is too slow; %d windows of load are not recorded", self.run, len(load_TLE))
         else:
             self._worker.submit(partial(self._append, load_TLE.copy(), steps, job))
 
@@ -76,7 +76,7 @@ class Recorder:
             self._writer.append(load_TLE, steps, job)
         except (OSError, FileError) as error:
             self._ended = str(error)
-            logger.warning("%s: load is not recorded any more: %s", self._run, error)
+            logger.warning("%s: load is not recorded any more: %s", self.run, error)
 
 
 class Recording:
@@ -170,6 +170,7 @@ class Recording:
             undo()
         if self._recorder is not None:
             self._recorder.close()
+            logger.info("load is recorded: eplb-runtime assess %s says whether balancing would pay", self._recorder.run)
 
     def __enter__(self) -> Recording:
         return self
@@ -194,9 +195,7 @@ class Recording:
         copy = HostCopy(self._counter.take())
         job = None
         if self._recorder is not None:
-            if (
-                self._state_bytes is None
-            ):  # the first time only: experts that are modules of their own have many tensors
+            if self._state_bytes is None:  # once: experts that are modules of their own have many tensors
                 self._state_bytes = self._optimizer_bytes()
             job = RecordedJob(
                 hidden_size=self._hidden_size,
