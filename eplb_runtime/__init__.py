@@ -101,7 +101,8 @@ def _register(execute: Callable[[ModuleType], object], registry: ModuleType) -> 
     def expert_parallel(*of_layer: Any) -> Any:
         return import_module(f"{__name__}.hosts.transformers.expert_parallel").BalancedEP(*of_layer)
 
-    registry.EPImplementationInterface.register("eplb", expert_parallel)
+    if (interface := getattr(registry, "EPImplementationInterface", None)) is not None:  # else of another version
+        interface.register("eplb", expert_parallel)
 
 
 _REGISTRY = "transformers.distributed.expert_parallel"

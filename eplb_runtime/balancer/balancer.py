@@ -520,7 +520,7 @@ class Balancer:
             self._after_move()
             self._refresh_replicas()
 
-        seconds = self._export_seconds(timeout_seconds)
+        seconds = max(EXPORT_SECONDS, self.config.timeout_seconds) if timeout_seconds is None else timeout_seconds
         with placed_logically(self._rebalancer, lambda: self._runtime.barrier("logical_order()", seconds), moved):
             self._state.in_logical_order = True
             try:
@@ -661,14 +661,11 @@ class Balancer:
     def _begin_export(self, what: str, timeout_seconds: float | None) -> float:
         """Wait until all ranks are here; returns the seconds that they wait for each other from here on."""
         self._enter(what)
-        seconds = self._export_seconds(timeout_seconds)
+        seconds = max(EXPORT_SECONDS, self.config.timeout_seconds) if timeout_seconds is None else timeout_seconds
         self._runtime.barrier(what, seconds)
         if self._rebalancer.drain():
             self._after_move()
         return seconds
-
-    def _export_seconds(self, given: float | None) -> float:
-        return max(EXPORT_SECONDS, self.config.timeout_seconds) if given is None else given
 
     @property
     def _host_steps(self) -> bool:

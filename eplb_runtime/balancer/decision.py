@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -372,11 +373,7 @@ class DecisionMaker:
         return Decision(failure=text, finding=finding)
 
     def _plan(self, measurement: Measurement, total: NDArray[np.int64]) -> bytes:
-        """On rank 0: the plan as bytes, or the reason for which there is none.
-
-        Args:
-            total: int64 ``[T, L, E]``, tokens since the last decision.
-        """
+        """On rank 0: the plan as bytes, or why there is none. ``total``: int64 ``[T, L, E]``, new ones."""
         load = np.stack(self.history) if self.history else measurement.declared
         assert load is not None
 
@@ -395,6 +392,7 @@ class DecisionMaker:
         """Ask the planner; with a longest pause, again under fewer bytes until the busiest link is through in time."""
         trust, cost, most = self._track_record.trust, self._cost(measurement), None
         slots, longest = measurement.placement.slots_per_rank, self._config.migration.max_pause_seconds
+        began = time.monotonic()
         for left in reversed(range(_TRIES)):
             made = self.planner(
                 load,
@@ -416,6 +414,8 @@ class DecisionMaker:
             if longest is None or seconds <= longest:
                 break
             moved = float(cost.bytes_moved(made.moves, self._topology, slots)[0].sum())
+            if time.monotonic() - began > self._config.timeout_seconds * PLANNING / 2:
+                raise PlannerLost("no plan that fits max_pause_seconds was found in time")
             # The last one fits as if one link carried all.
             most = int(moved * longest / seconds if left > 1 else longest * self._topology.slowest_bandwidth)
         if trust < SAID_BELOW and self._config.gate == "payoff":

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from ..moe.routing.sources import split_for_rank
 from ..moe.routing.tables import SplitTables
+from ..moe.routing.water_filling import split_totals
 from ..placement import Placement
 from ..planner import CostModel, Plan, plan
 from ..planner.evaluate import has_no_copies
@@ -38,8 +39,7 @@ logger = logging.getLogger("eplb_runtime")
 SECONDS = 5.0
 """Period in which a child looks whether its parent lives, whose socket a forked process may hold; and the longest wait
 for a child that was killed."""
-_compiling: list[subprocess.Popen[bytes]] = []
-"""A child that was closed before it was ready: it goes on for the next job, unless that begins in this process."""
+_compiling: list[subprocess.Popen[bytes]] = []  # closed before it was ready: it goes on for other processes' jobs
 _VALUES: dict[str, Any] = {"Placement": Placement.from_json, "Topology": Topology, "CostModel": CostModel}
 
 
@@ -59,6 +59,7 @@ class PlannerProcess:
 
     process: subprocess.Popen[bytes] | None = None
     _connection: Connection
+    _socket: socket.socket
     _is_ready = False
 
     def __init__(self, seconds: float) -> None:
@@ -102,8 +103,8 @@ class PlannerProcess:
         if self._owner != os.getpid():
             return  # a process that was forked has a copy of this object
         self._closed = True
-        if self.process is not None and self._is_ready:
-            self.process.kill()
+        if (process := self.process) is not None and self._is_ready:
+            process.kill()
         with self._asking:
             if self.process is not None and not self._is_ready:
                 _compiling.append(self.process)
@@ -130,10 +131,12 @@ class PlannerProcess:
             raise PlannerLost("the planner process is closed")
         while _compiling:
             (child := _compiling.pop()).kill()
-            child.wait(SECONDS)
-        here, other = socket.socketpair()
-        here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(self._seconds) + 1, 0))
-        self._connection = Connection(here.detach())
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(SECONDS)
+        self._socket, other = socket.socketpair()
+        for way in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, way, struct.pack("ll", int(self._seconds) + 1, 0))
+        self._connection = Connection(os.dup(self._socket.fileno()))
         paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {"NUMBA_OPT": "1", **os.environ}  # a quarter less time to compile
         environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
@@ -149,6 +152,8 @@ class PlannerProcess:
 
     def _end(self) -> str:
         """End the child. Returns how it ended; the status of one that died before is its own."""
+        with self._socket, suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # processes that were forked from this one hold copies of it
         self._connection.close()
         process, self.process = self.process, None
         if process is None:
@@ -163,7 +168,7 @@ def _homes_alone(load: NDArray[Any], topology: Topology, **terms: Any) -> Plan:
     stays = terms.get("rank_speed") is not None or not (current is None or has_no_copies(current))
     terms |= {"policy": "static" if stays else "deepseek", "sources": None}
     made = plan(load, topology, **terms | {"cost": cost and replace(cost, crossing_seconds=0.0)})
-    reason = f"{made.reason} (homes only: the planner is still being compiled)"
+    reason = f"{'nothing moves' if stays else made.reason} (homes only: the planner is still being compiled)"
     return replace(made, reason=reason, code="compiling" if stays else made.code)
 
 
@@ -206,6 +211,7 @@ def compile_planner() -> None:
 def compile_split() -> None:
     """Split a toy batch, which compiles what batches with replicas run: five seconds of a core, once on a machine."""
     tables = SplitTables.of(Placement(np.array([[0, 1, 1, 0]]), 2, 2, np.array([[0, 2]])))
+    tables.sum_by_rank(split_totals(np.ones((1, 2), dtype=np.int64), tables), slice(None))
     split_for_rank(np.ones((2, 2), dtype=np.int64), tables, 0, 0, ranks_per_node=1)
 
 

@@ -411,8 +411,8 @@ class Rebalancer:
             parts.callback(self._agreement.close)
             parts.callback(self._engine.close)
             parts.callback(self._worker.close, A_LITTLE_SECONDS)
-            self.decisions.close()
-            self.forget_pending()
+            parts.callback(self.forget_pending)
+            parts.callback(self.decisions.close)
 
     def _use_no_replicas(self) -> None:
         if self._maps.replicas is not None:

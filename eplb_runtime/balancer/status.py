@@ -26,11 +26,12 @@ def balancer_table(
     replicas = f"{counted(placed, 'replica')} placed, " if placed else ""
     pause = sum(event.pause_seconds for event in committed)
     copies = int((placement.copy_count - 1).sum())
+    cadence = f"a decision every {config.interval} steps" if config.interval else "decisions by rebalance() alone"
     rows = [
         ("experts", f"{placement.num_layers} layers of {placement.num_experts}"),
         ("ranks", f"{placement.num_ranks} share a layer, {topology.ranks_per_node} a node"),
         ("slots per rank", f"{placement.slots_per_rank}, {placement.replica_slots} of them for copies"),
-        ("policy", f"{config.policy}, {_cadence(config.interval)}, gate {config.gate}"),
+        ("policy", f"{config.policy}, {cadence}, gate {config.gate}"),
         ("steps", str(step)),
         ("placement", f"epoch {placement.epoch}, {copies} copies stand"),
         ("measured last", brief(measured[-1]) if measured else "nothing yet"),
@@ -38,10 +39,6 @@ def balancer_table(
         ("dropped", str(len(events.of_type(RebalanceAborted)))),
     ]
     return text_table(("balancer", ""), rows)
-
-
-def _cadence(interval: int | None) -> str:
-    return "decisions by rebalance() alone" if interval is None else f"a decision every {interval} steps"
 
 
 class DecisionLine:

@@ -32,7 +32,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"compiled": done, "compiled_before": before, "seconds": seconds, "folder": folder})
     elif not done:
-        print("nothing was compiled (NUMBA_DISABLE_JIT, or a folder that cannot be written): plans take minutes")
+        print("nothing was compiled (NUMBA_DISABLE_JIT, a folder that cannot be written, or the compiler was killed)")
     else:
         print("the planner was compiled before" if before else f"compiled in {seconds:.0f} s", f"in {folder}", sep=", ")
     return 0 if done else 1

@@ -84,13 +84,20 @@ class BalancedTrainerMixin(_TrainerBase):
         self._taken: tuple[Path, list[dict[str, Any]]] | None = None
         self._resumes_from: Path | None = None
         # The Trainer saves no optimizer of a model that the library has spread, and refuses to be asked: this one does.
-        asked = [one for one in (*arguments, *options.values()) if isinstance(one, TrainingArguments)]
+        given = (*arguments, *options.values())
+        models = [one for one in given if isinstance(one, nn.Module)]  # none: the trainer makes it from a name
+        may_be = not models or any(getattr(one, "is_distributed_loading_by_transformers", False) for one in models)
+        asked = [one for one in given if isinstance(one, TrainingArguments) and may_be]
         saves_less = [args.save_only_model for args in asked]
-        for args in asked:
-            args.save_only_model = True
-        super().__init__(*arguments, **options)
-        for args, less in zip(asked, saves_less, strict=True):
-            args.save_only_model = less
+        try:
+            for args in asked:
+                args.save_only_model = True
+            super().__init__(*arguments, **options)
+            if asked:  # TRL's trainers have a copy of what they were given
+                self.args.save_only_model = saves_less[0]
+        finally:
+            for args, less in zip(asked, saves_less, strict=True):
+                args.save_only_model = less
         _refuse(self)
 
     # -- training ------------------------------------------------------------------------------------------------------
@@ -261,6 +268,8 @@ class BalancedTrainerMixin(_TrainerBase):
         if self._is_spread:
             from transformers.distributed.checkpoint import load_optimizer_distributed
 
+            if not (folder / STATE).is_dir():
+                raise ValueError(f"{folder} has no {STATE} with the optimizer's state: resume from another checkpoint")
             load_optimizer_distributed(self.model, self._bare_optimizer, str(folder / STATE))
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
             return

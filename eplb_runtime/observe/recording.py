@@ -170,7 +170,7 @@ class Recording:
             undo()
         if self._recorder is not None:
             self._recorder.close()
-            logger.info("load is recorded: eplb-runtime assess %s says whether balancing would pay", self._recorder.run)
+            logger.info("what is recorded: eplb-runtime assess %s says whether balancing would pay", self._recorder.run)
 
     def __enter__(self) -> Recording:
         return self

@@ -138,7 +138,7 @@ def _start(group: dist.ProcessGroup, device: torch.device, library: Library, dea
     identity = library.core.get_unique_id(empty=not first)
     raw = identity._data.view(np.uint8)
     raw[:] = np.frombuffer(gather_bytes(raw.tobytes() if first else b"", group, device, deadline)[0], dtype=np.uint8)
-    on = library.device_of(device.index or 0)
+    on = library.device_of(torch.cuda.current_device() if torch.cuda.is_available() else 0)
     on.set_current()
     library.core.init(device=on, uid=identity, rank=group.rank(), nranks=group.size(), initializer_method="uid")
 

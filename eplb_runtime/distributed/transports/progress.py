@@ -50,6 +50,8 @@ class PendingMessages(Pending):
     def wait(self, deadline: float) -> None:
         if not self.finished.wait(max(0.0, deadline - time.monotonic())):
             self._give_up(self, "messages were not through in time")
+        if not self.finished.is_set():
+            raise TransportError("messages were given up, and are not told of any more")
         self._raise_if_failed()
 
     def abort(self) -> None:

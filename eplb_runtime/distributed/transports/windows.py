@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -41,17 +42,8 @@ ARRIVED, TAKEN, GOODBYE = range(KINDS)
 
 
 class Window(ABC):
-    """What other ranks write into, the same on every rank.
-
-    Args:
-        memory: uint8 ``[nbytes]``, of this rank.
-        rank, num_ranks: of the group.
-        piece_bytes: B.
-
-    Attributes:
-        released: whether its user reads and writes it no longer.
-        inbox_RHB: uint8 ``[R, 2, B]``, pieces from each rank.
-    """
+    """What other ranks write into, the same on every rank: uint8 ``memory`` of this one, ``piece_bytes`` B at once.
+    ``inbox_RHB``: uint8 ``[R, 2, B]``, pieces from each rank; ``released``: whether its user has done with it."""
 
     def __init__(self, memory: Tensor, rank: int, num_ranks: int, piece_bytes: int) -> None:
         self.released = False
@@ -226,14 +218,18 @@ class Windows(Transport):
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def close(self) -> None:
-        """The window is its library's to free: that may wait for all ranks."""
-        with self._state:
-            self._closed = True
-            if self._window is not None:
-                self._give_up("the transport is closed")
-            thread, self._window = self._thread, None
+        """The window is its library's to free: that may wait for all ranks. A call of the library that does not come
+        back is left to the thread."""
+        self._closed, thread = True, self._thread
+        if self._state.acquire(timeout=LEFT_SECONDS):
+            try:
+                if self._window is not None:
+                    self._give_up("the transport is closed")
+                self._window = None
+            finally:
+                self._state.release()
         if thread is not None:
-            thread.join()
+            thread.join(LEFT_SECONDS)
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
@@ -366,6 +362,7 @@ class Windows(Transport):
         for traffic in self._peers.values():
             traffic.sends.clear()
             traffic.receives.clear()
-        self._end_pieces()
+        with suppress(Exception):  # of a device that is lost
+            self._end_pieces()
         for pending in self._pending:
             pending.fail(self._problem)

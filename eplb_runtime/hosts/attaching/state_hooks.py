@@ -160,9 +160,11 @@ def mark_state(
             theirs = theirs if marked is None else marked.tolist()
             if theirs != now.here and any(prefix + key in state for key, _ in module.named_parameters()):
                 raise RuntimeError(refusal("state dict", name, theirs, now.here, BY_THE_FRAMEWORK))
-        elif (rows := rows_of(module, state, prefix)) == {len(now.order)} and now.num_ranks > 1:
+            return
+        rows, own = rows_of(module, state, prefix), [state.get(prefix + key) for key, _ in module.named_parameters()]
+        if rows == {len(now.order)} and now.num_ranks > 1 and not any(isinstance(one, DTensor) for one in own):
             raise RuntimeError(f"the state dict holds all experts of {name}: load it before attach, or use {OURS}")
-        elif rows == {len(now.here)} and (why := now.why_not(marked, "state dict", name)):
+        if rows == {len(now.here)} and (why := now.why_not(marked, "state dict", name)):
             raise RuntimeError(why)
 
     experts._register_state_dict_hook(saved)

@@ -206,7 +206,7 @@ def why_not_followed(name: str, module: Any) -> str:
 def _refuses(layers: Sequence[MoELayer], wrapped: bool, config: BalancerConfig) -> str:
     if config.replica_slots:
         return "replica_slots with Megatron: its dispatchers know one place for an expert; use replica_slots=0"
-    if replace(config.dispatch, kernels=True) != DispatchConfig():  # kernels hash experts for checksums here, too
+    if replace(config.dispatch, kernels=True) != DispatchConfig():
         return "dispatch with Megatron: its own dispatchers carry tokens; leave dispatch out"
     if config.overlap:
         return "overlap=True with Megatron is not supported yet: leave it False"

@@ -7,8 +7,8 @@ experts, one row for each choice of a token, and adds up a token's choices in th
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -149,8 +149,12 @@ def _follow(model: nn.Module, layers: Sequence[MoELayer], balancer: Balancer) ->
     for layer in layers:
         keep_order(layer, order)
     synchronize_state(model, order)
-    if (trainer := sys.modules.get("transformers.trainer")) is not None and not hasattr(trainer.Trainer, _OF):
-        own = trainer.Trainer._mixed_mesh_grad_norm
+    with suppress(ImportError):
+        from transformers import trainer  # also for one that is imported after attach
+
+        own = getattr(trainer.Trainer, "_mixed_mesh_grad_norm", None)
+        if own is None or hasattr(trainer.Trainer, _OF):
+            return
 
         @wraps(own)
         def by_logical_expert(self: Any, model: nn.Module, max_norm: float) -> Tensor:
@@ -159,5 +163,5 @@ def _follow(model: nn.Module, layers: Sequence[MoELayer], balancer: Balancer) ->
             norm: Tensor = own(self, model, max_norm) if of_model is None else of_model.clip_grad_norm_(max_norm)
             return norm
 
-        trainer.Trainer._mixed_mesh_grad_norm = by_logical_expert
+        trainer.Trainer._mixed_mesh_grad_norm = by_logical_expert  # type: ignore[method-assign]
         setattr(trainer.Trainer, _OF, True)
