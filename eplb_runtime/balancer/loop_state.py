@@ -39,10 +39,9 @@ CALLS: Mapping[str, tuple[Wrong, ...]] = {
     "resume()": (Wrong.CLOSED,),
     "adopt()": (Wrong.CLOSED, Wrong.IN_SCHEDULE, Wrong.IN_STEP),
     "at_once()": (Wrong.CLOSED,),
-    "named_logical_tensors()": (Wrong.CLOSED, Wrong.IN_SCHEDULE),
-    "verify_export()": (Wrong.CLOSED, Wrong.IN_SCHEDULE),
 }
-"""By the call, what it is refused in; the first is said."""
+"""By the call, what it is refused in; the first is said. Others are exports and walks over the weights."""
+_EXPORTS = (Wrong.CLOSED, Wrong.IN_SCHEDULE)
 
 
 class LoopState:
@@ -67,7 +66,7 @@ class LoopState:
         return self.has_begun and self._have_gradients()
 
     def require(self, what: str) -> None:
-        """Raise RuntimeError where a call of `CALLS` is wrong now."""
-        for wrong in CALLS[what]:
+        """Raise RuntimeError where a call is wrong now."""
+        for wrong in CALLS.get(what, _EXPORTS):
             if getattr(self, wrong.name.lower()):
                 raise RuntimeError(wrong.value.format(what=what, schedule=self.in_schedule))
