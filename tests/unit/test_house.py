@@ -51,7 +51,7 @@ RATCHET = {
     "planner": 2987,
     "replicas": 1454,
     "migration": 2340,
-    "balancer": 4399,
+    "balancer": 4398,
     "observe": 2617,
     "checkpoint": 2585,
     "hosts": 9126,
