@@ -163,7 +163,7 @@ class PlannerProcess:
 
 
 def _homes_alone(load: NDArray[Any], topology: Topology, **terms: Any) -> Plan:
-    """Plan without anything compiled: homes by DeepSeek's rule where ranks are alike and no replica stands."""
+    """Plan homes by DeepSeek's rule, which needs nothing compiled; where replicas stand or ranks differ all stays."""
     current, cost = terms.get("current"), terms.get("cost")
     stays = terms.get("rank_speed") is not None or not (current is None or has_no_copies(current))
     terms |= {"policy": "static" if stays else "deepseek", "sources": None}

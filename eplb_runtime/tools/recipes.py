@@ -81,11 +81,7 @@ class RecipeAnswer:
 
 
 def answer(recipe: Recipe) -> RecipeAnswer:
-    """Judge a recipe by the checks that `attach` makes.
-
-    Raises:
-        RecipeError: a size is no whole number of at least 1, or EP does not divide the experts or the ranks.
-    """
+    """Judge a recipe by the checks that `attach` makes; RecipeError: a size is no whole number of at least 1."""
     given = recipe.options
     if recipe.of == transformers.VERSION:
         found = list(transformers.refusals(given))
@@ -96,12 +92,13 @@ def answer(recipe: Recipe) -> RecipeAnswer:
         if not isinstance(size, Unknown) and not (isinstance(size, int) and size >= 1):
             raise RecipeError(f"{recipe.name}: {name} is {size!r}, and must be a whole number of at least 1")
     settings = megatron.settings_of({**recipe.defaults, **given})
-    values = {"world_size": given.get("world_size"), **settings.values}
+    values, refused = {"world_size": given.get("world_size"), **settings.values}, list[Refusal]()
     for whole, parts in ((EXPERTS, (EP,)), ("world_size", ("pipeline_model_parallel_size", EP))):
         known = all(isinstance(values[name], int) for name in (whole, *parts))
         if known and values[whole] % (divisor := prod(values[name] for name in parts)):
-            raise RecipeError(f"{recipe.name}: {whole} {values[whole]} is no multiple of {' x '.join(parts)} {divisor}")
-    refused = [one for one in megatron.refusals(settings) if not isinstance(one.value, Unknown)]
+            why = f"the job cannot start, it is no multiple of {' x '.join(parts)} {divisor}"
+            refused.append(Refusal(whole, values[whole], why, f"set {whole} to a multiple of {divisor}"))
+    refused += [one for one in megatron.refusals(settings) if not isinstance(one.value, Unknown)]
     undecided = list(settings.undecided)
     settings.undecided.clear()
     exact = megatron.exact(settings)
@@ -131,7 +128,7 @@ def read_recipe(path: str) -> Recipe:
         return Recipe(file.stem, options, {}, transformers.VERSION)
     recipe = _of_json(file, content) if is_json else _of_script(file.stem, content)
     if all(recipe.options.get(name) in (None, 0, 1) for name in (EXPERTS, EP)):
-        raise RecipeError(f"{path}: no setting of experts in it ({EXPERTS}, {EP}); other jobs say as they start")
+        raise RecipeError(f"{path}: no setting of experts in it ({EXPERTS}, {EP}) nor DistributedConfig: attach says")
     return recipe
 
 

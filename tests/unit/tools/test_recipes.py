@@ -139,8 +139,8 @@ def test_a_size_that_is_none_is_one_line(tmp_path: Path, size: str) -> None:
         judged(tmp_path, SCRIPT.replace("size 8", f"size {size}"))
     with pytest.raises(RecipeError, match="world_size is 0, and must be"):
         judged_fields(tmp_path, MEGATRON, gpus=0)
-    with pytest.raises(RecipeError, match="world_size 16 is no multiple of pipeline"):
-        judged_fields(tmp_path, MEGATRON, pp=4, gpus=16)
+    (of_sizes,) = judged_fields(tmp_path, MEGATRON, pp=4, gpus=16)["refused"]
+    assert of_sizes["setting"] == "world_size" and "the job cannot start, it is no multiple of pip" in of_sizes["why"]
 
 
 def test_flags_that_stand_in_lines_of_a_text_are_read(tmp_path: Path) -> None:
@@ -465,7 +465,7 @@ def test_exactness_follows_dispatcher_top_k_offload_and_the_ranks_that_add_up(
         ("dense.json", '{"host": "megatron", "expert_model_parallel_size": 1}', "no setting of experts"),
         ("other.json", '{"a": 1}', "no recipe: write an object with"),
         ("broken.json", "{", "not JSON"),
-        ("finetune.py", "from transformers import Trainer", "other jobs say as they start"),
+        ("finetune.py", "from transformers import Trainer", "nor DistributedConfig: attach says"),
         ("open.sh", "python train.py --num-experts '8", "No closing quotation"),
     ],
 )
