@@ -62,7 +62,7 @@ RATCHET = {
     "page": 664,
     "tests": 45872,
     "files of tests": 309,
-    "Markdown, KB": 180,
+    "Markdown, KB": 167,
 }
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""
