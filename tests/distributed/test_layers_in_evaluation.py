@@ -96,11 +96,6 @@ def test_a_layer_is_named_once_at_the_first_interval_without_its_load(results: l
     assert results[1]["one layer, late"] == [], "one rank says it for all that hold the layer"
 
 
-def test_of_many_layers_the_first_are_named(results: list[dict[str, list[str]]]) -> None:
-    (line,) = about_layers(results[0]["most layers"])
-    assert line.startswith("step 4: ") and line.endswith("layers.1.mlp.experts and 9 more")
-
-
 @pytest.mark.parametrize("name", ["whole model", "without the experts", "evaluations between steps", "no guard"])
 def test_other_uses_of_evaluation_mode_say_nothing_of_layers(results: list[dict[str, list[str]]], name: str) -> None:
     for result in results:

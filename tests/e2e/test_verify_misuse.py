@@ -14,8 +14,14 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHORT = ("ema_in_generator", "compute_by_index", "compute")
-LONG = ("penalty_that_couples", "clip_what_attach_has_replaced", "summed_by_the_loop", "averaged_by_the_loop")
+SHORT = ("ema_in_generator", "compute_by_index")
+LONG = (
+    "compute",
+    "penalty_that_couples",
+    "clip_what_attach_has_replaced",
+    "summed_by_the_loop",
+    "averaged_by_the_loop",
+)
 RIGHT = {"averaged_by_the_loop", "compute"}
 
 pytest.importorskip("transformers", reason="Transformers is not installed")
