@@ -162,11 +162,3 @@ def test_rebalance_alone_acts_on_it(results: list[dict[str, Any]]) -> None:
         assert "plan_ahead() after close()" in beside["closed"]
         assert beside["declared still"], "after load_state_dict(), which dropped the decision for it"
         assert len(beside["state"]) > LAYERS
-
-
-def test_where_it_has_no_effect_it_says_so(results: list[dict[str, Any]]) -> None:
-    assert f"rank 1 did not come to plan_ahead() within {training.DEADLINE:g} s" in results[0]["refused"]["alone"]
-    for found in results:
-        assert found["refused"]["periodic"].startswith("plan_ahead() has no effect: with interval=50")
-        assert found["refused"]["static"].startswith("plan_ahead() has no effect: policy='static'")
-        assert found["refused"]["then"] == "True"

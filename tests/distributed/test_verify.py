@@ -117,12 +117,11 @@ def on_ranks(world_size: int, *args: object) -> Report:
     return reports[0]
 
 
-@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (4, torch.float32)], ids=str)
-def test_a_right_job_is_found_right(world_size: int, dtype: torch.dtype) -> None:
-    report = on_ranks(world_size, break_nothing, 3, 0, dtype)
+def test_a_right_job_is_found_right() -> None:
+    report = on_ranks(2, break_nothing, 3, 0, torch.bfloat16)
     assert report.passed and report.moved and report.repeats, str(report)
     assert report.single is not None and report.single.equal and report.single.steps > 0
-    assert str(report).startswith(f"right: 3 steps, {world_size} ranks")
+    assert str(report).startswith("right: 3 steps, 2 ranks")
 
 
 def test_replicas_are_right_to_rounding() -> None:

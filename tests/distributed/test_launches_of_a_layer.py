@@ -1,0 +1,137 @@
+"""With kernels a layer takes no more launches than one that does nothing but carry tokens and compute."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from importlib import util
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_operations_of_a_layer import ONCE, Operations
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+import eplb_runtime as eplb
+from eplb_runtime.tools.bench.train import MoEStack, Workload
+
+pytestmark = pytest.mark.skipif(util.find_spec("triton") is None, reason="no triton: pip install triton")
+TOTAL = 51
+"""As counted with torch 2.13, forward and backward, the experts' own among them (18). A plain layer: 52."""
+WORK = Workload(hidden=32, width=64, tokens=48, top_k=4)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        ctx.splits = received, sent
+        there = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(there, rows, received, sent)
+        return there
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Exchange.apply(grad.contiguous(), *ctx.splits), None, None
+
+
+def plain_layer(hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Expert e on rank ``e // S``; nothing is counted, and nothing moves."""
+    ranks, here = dist.get_world_size(), gate_up.shape[0]
+    order_N = torch.argsort(ids_TK.reshape(-1), stable=True)
+    token_N = order_N // ids_TK.shape[1]
+    counts_E = torch.zeros(ranks * here, dtype=torch.int64).scatter_add_(
+        0, ids_TK.reshape(-1), torch.ones_like(order_N)
+    )
+    received_E = torch.empty_like(counts_E)
+    dist.all_to_all_single(received_E, counts_E)
+    sent, received = torch.stack([counts_E, received_E]).cpu().view(2, ranks, here).sum(dim=2).tolist()
+    there = _Exchange.apply(hidden_TD[token_N], sent, received)
+    slot_E = torch.arange(here).repeat(ranks)
+    by_slot_M = torch.argsort(torch.repeat_interleave(slot_E, received_E, output_size=sum(received)), stable=True)
+    ends_S = received_E.view(ranks, here).sum(dim=0).cumsum(0).int()
+    gate, up = torch._grouped_mm(there[by_slot_M], gate_up.transpose(1, 2), ends_S).chunk(2, dim=1)
+    out_MD = torch._grouped_mm(torch.nn.functional.silu(gate) * up, down.transpose(1, 2), ends_S)
+    back = _Exchange.apply(torch.empty_like(out_MD).index_copy(0, by_slot_M, out_MD), received, sent)
+    weighted = back * weights_TK.reshape(-1)[order_N].unsqueeze(1)
+    return torch.zeros_like(hidden_TD).index_add(0, token_N, weighted)
+
+
+def _batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randperm(WORK.experts, generator=generator)[: WORK.top_k] for _ in range(WORK.tokens)]
+    hidden_TD = torch.randn(WORK.tokens, WORK.hidden, generator=generator, requires_grad=True)
+    return hidden_TD, torch.stack(ids), torch.full((WORK.tokens, WORK.top_k), 0.5, requires_grad=True)
+
+
+def _operations(layer: Callable[..., Tensor], batch: tuple[Tensor, ...]) -> tuple[Counter[str], Tensor]:
+    """Of a forward and a backward pass; and what the layer gives."""
+    with Operations() as forward:
+        out_TD = layer(*batch)
+    gradient_TD = torch.ones_like(out_TD)
+    with Operations() as backward:
+        out_TD.backward(gradient_TD)
+    return forward.by_name + backward.by_name, out_TD.detach()
+
+
+def _interpreted(launched: Counter[str]) -> eplb.moe.kernel_selection.Kernels:  # type: ignore[name-defined]
+    """All kernels, in Triton's interpreter, whose own operations do not count."""
+    from triton.runtime import interpreter
+
+    from eplb_runtime.moe.dispatch import kernels as moves
+    from eplb_runtime.moe.kernel_selection import Kernels
+    from eplb_runtime.moe.routing import kernels as routing
+
+    launch = interpreter.GridExecutor.__call__
+
+    def counted(executor: Any, *args: Any, **kwargs: Any) -> None:
+        launched[executor.fn.__name__] += 1
+        with _disable_current_modes():
+            launch(executor, *args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = counted
+    dealing = routing.count_by_blocks, routing.deal_by_kernels
+    return Kernels(*dealing, moves.MOVES, routing.count_and_map)
+
+
+def _with_kernels(rank: int) -> tuple[Counter[str], Counter[str], Counter[str], bool]:
+    from eplb_runtime.hosts.attaching import attach as attaching
+    from eplb_runtime.moe.kernel_selection import Kernels
+
+    launched: Counter[str] = Counter()
+    kernels = _interpreted(launched)
+    found = {}
+    for chosen in (Kernels(), kernels):
+        torch.manual_seed(0)
+        model = MoEStack(WORK)
+        gate_up, down = (part[rank * 4 : rank * 4 + 4].clone() for part in model.layers[0].parameters())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        attaching.kernels_for = lambda *sizes, chosen=chosen: chosen
+        config = eplb.BalancerConfig(interval=1000, dispatch=eplb.DispatchConfig(kernels=True))
+        balancer = eplb.attach(model, optimizer, config=config)
+        model.train()
+        for _ in range(3):  # memory is there, and hooks have run, by the last
+            launched.clear()
+            hidden_TD, ids_TK, weights_TK = _batch(rank)
+            operations, out_TD = _operations(model.layers[0], (hidden_TD, ids_TK, weights_TK))
+            optimizer.step()
+            optimizer.zero_grad()
+        found[chosen is kernels] = (out_TD, hidden_TD.grad, weights_TK.grad)
+        balancer.close()
+    parts = [part.requires_grad_() for part in (gate_up, down)]
+    hidden_TD, ids_TK, weights_TK = _batch(rank)
+    plain, out_TD = _operations(lambda *batch: plain_layer(*batch, *parts), (hidden_TD, ids_TK, weights_TK))
+    for ours, others, plains in zip(found[True], found[False], (out_TD, hidden_TD.grad, weights_TK.grad), strict=True):
+        torch.testing.assert_close(ours, others)
+        torch.testing.assert_close(ours, plains)
+    return operations - ONCE, launched, plain
+
+
+@pytest.mark.long
+def test_a_layer_with_kernels_takes_as_few_launches_as_a_plain_one() -> None:
+    for operations, launched, plain in run_ranks(2, _with_kernels, TRITON_INTERPRET="1"):
+        assert 40 <= plain.total() <= 52, plain
+        assert launched["_sum"] == 2 and launched["_count_and_map"] == 1, launched
+        assert operations.total() + launched.total() <= min(TOTAL, plain.total() + 6), operations + launched
