@@ -16,7 +16,9 @@ from support.training import undone
 from torch.utils.checkpoint import checkpoint
 
 import eplb_runtime as eplb
+from eplb_runtime.load.counter import in_recompute
 from eplb_runtime.moe.dispatch.recompute import RecomputeCache
+from eplb_runtime.moe.layer import ExpertParallelLayer
 
 LAYERS = 2
 
@@ -112,7 +114,6 @@ JOBS = {
     "each layer": Job("each layer"),
     "whole model": Job("whole model"),
     "nested": Job("nested"),
-    "worked out anew": Job("each layer", damage=work_everything_out_anew),
     "reentrant": Job("each layer, reentrant"),
     "two at once": Job(at_once=2),
     "two at once, each layer": Job("each layer", at_once=2),
@@ -170,3 +171,17 @@ def test_copies_are_split_as_they_were(trained: Trained) -> None:
     assert trained["copies, each layer"][0]["copies"] > 0
     assert_same(trained["copies"], trained["copies, each layer"])
     assert_same(trained["copies"], trained["copies, worked out anew"])
+
+
+def route_otherwise_in_recompute() -> None:
+    call = ExpertParallelLayer.__call__
+
+    def fickle(self, hidden, ids, weights):
+        return call(self, hidden, ids.flip(1) if in_recompute() else ids, weights)
+
+    ExpertParallelLayer.__call__ = fickle
+
+
+def test_a_router_that_does_not_repeat_itself_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="RecomputeError: activation recompute chose other experts"):
+        run_ranks(2, train, Job("each layer", damage=route_otherwise_in_recompute))
