@@ -58,9 +58,9 @@ RATCHET = {
     "package": 42947,
     "files of the package": 278,
     "page": 664,
-    "tests": 45872,
-    "files of tests": 309,
-    "Markdown, KB": 163,
+    "tests": 41893,
+    "files of tests": 303,
+    "Markdown, KB": 161,
 }
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""
