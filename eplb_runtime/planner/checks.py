@@ -80,15 +80,14 @@ def checked_layout(policy: str, layout: str | None) -> str:
 
 def check_kinds(topology: object, cost: object, current: object) -> None:
     """Refuse what is no value of its class."""
-    if not isinstance(topology, Topology):
-        raise PlanError(f"topology is a {type(topology).__name__}: give a Topology(num_ranks, ranks_per_node)")
-    if cost is not None and not isinstance(cost, CostModel):
-        raise PlanError(f"cost is a {type(cost).__name__}: give a CostModel(home_bytes=..., ...)")
-    if current is not None and not isinstance(current, Placement):
-        raise PlanError(
-            f"current is a {type(current).__name__}: give a Placement, Placement.initial(...) for experts in logical "
-            "order, or None where nothing stands yet"
-        )
+    initial = "Placement, Placement.initial(...) for experts in logical order, or None where nothing stands yet"
+    for name, value, kinds, instead in (
+        ("topology", topology, Topology, "Topology(num_ranks, ranks_per_node)"),
+        ("cost", cost, CostModel | None, "CostModel(home_bytes=..., ...)"),
+        ("current", current, Placement | None, initial),
+    ):
+        if not isinstance(value, kinds):
+            raise PlanError(f"{name} is a {type(value).__name__}: give a {instead}")
 
 
 def check_whole_number(name: str, value: object) -> None:
