@@ -25,7 +25,7 @@ from ..distributed.transports.base import Transport
 from ..events import EventLog, GuardFinding
 from ..load.clock import Progress
 from ..load.counter import in_recompute
-from ..load.declared import checked_declaration, padding_in
+from ..load.declared import checked_declaration
 from ..moe.dispatch import choosing
 from ..moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ..moe.experts.gathering import in_logical_order
@@ -114,7 +114,6 @@ class Balancer:
         self._extra_tensors: dict[str, tuple[int, Tensor]] = {}
         self._marks: list[tuple[int, Tensor]] = []
         self._not_by_row: list[weakref.ref[Any]] = []
-        self._said_padding = False
         self._state = LoopState(self._have_gradients)
         self._process = os.getpid()
         self._one_begins = Lock()
@@ -284,10 +283,7 @@ class Balancer:
         if self._rebalancer.has_planned_ahead:
             raise RuntimeError("declare() after plan_ahead(), whose decision rebalance() acts on: call it before")
         sizes = self.placement.num_layers, self.placement.num_experts
-        self._rebalancer.declared, tokens = checked_declaration(load, *sizes)
-        if not self._said_padding and self._runtime.job.is_planner and (said := padding_in(tokens)):
-            self._said_padding = True
-            logger.warning("%s", said)
+        self._rebalancer.declared = checked_declaration(load, *sizes)
 
     @torch.compiler.disable
     def plan_ahead(self) -> None:

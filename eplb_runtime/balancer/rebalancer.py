@@ -439,7 +439,6 @@ class Rebalancer:
         calls_before, self._calls = self._calls, sum(layer.calls for layer in self._runtime.layers)
         measurement = Measurement(
             buckets=HostCopy(self._counter.take()),
-            padding=HostCopy(self._counter.padding),
             steps=steps,
             placement=self.placement(),
             earlier=tuple(self._earlier),

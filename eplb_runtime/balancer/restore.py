@@ -13,7 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from ..load.aggregate import HostCopy, aggregate
-from ..load.saved import resume_load, saved_load, saved_windows
+from ..load.counter import resume_load, saved_load, saved_windows
 from ..placement import Placement, PlacementError
 from .rebalancer import Rebalancer
 from .runtime import Runtime
