@@ -43,6 +43,7 @@ class ModelCheck:
         self._divided = {name for name, module, _ in experts if has_divide_factor(module)}  # a host may want it
         self._held = [] if self._sharded else [_held(module, key) for _, module, keys in experts for key in keys]
         self._known = {id(parameter) for parameter in parameters}
+        self.seen_in_ddp = False
 
     def keep_from_ddp(self, tensors: Iterable[Tensor]) -> None:
         """Let DistributedDataParallel, put around a model later, leave these of its parameters and buffers alone: each
@@ -92,6 +93,7 @@ class ModelCheck:
             if module._parameters.get(key) is not parameter:
                 self._raise_replaced(module, key)
         wrapped = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) if thoroughly else None
+        self.seen_in_ddp |= wrapped is not None
         old = set(map(id, self.replaced().values())) if wrapped is not None else set()
         if wrapped is not None and not old.isdisjoint(map(id, wrapped._module_parameters)):
             raise StructureError(

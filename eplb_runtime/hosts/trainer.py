@@ -7,7 +7,6 @@ its own; nothing here looks into a model.
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 from pathlib import Path
@@ -135,7 +134,6 @@ class BalancedTrainerMixin(_TrainerBase):
             raise AttachError(
                 "PEFT saves adapters alone, and experts are trained, too: freeze them, or train without adapters"
             )
-        atexit.register(self.balancer.close)  # a script that ends after train() leaves no thread behind
         if self.accelerator.scaler is not None:
             handler = self.accelerator.scaler_handler
             self.accelerator.scaler = GradScaler(self.balancer, **(handler.to_kwargs() if handler is not None else {}))
@@ -188,7 +186,6 @@ class BalancedTrainerMixin(_TrainerBase):
     def _close(self) -> None:
         if self.balancer is not None:
             self.balancer.close()
-            atexit.unregister(self.balancer.close)
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 

@@ -25,11 +25,13 @@ from support.shuffle import plan_by, plan_shuffle
 from test_trainer import Moving, trainer_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from transformers import Trainer
 
 import eplb_runtime as eplb
 from eplb_runtime.events import LoadMeasured
 from eplb_runtime.hosts.trainer import BalancedTrainer
+from eplb_runtime.hosts.transformers.expert_parallel import InRankOrder
 from eplb_runtime.moe.experts.slices import local
 
 EXPERTS = 8
@@ -97,8 +99,11 @@ ROWS = {
         "gpt_oss", ranks=4, implementation="eager", dtype=torch.bfloat16, micro_batches=2, recompute=True
     ),
     "ep 2 x fsdp 2, Muon": Row("olmoe", ranks=4, optimizer="Muon"),
+    "ep 2 x fsdp 4": Row(ranks=8),
 }
-LONG = {name for name, row in ROWS.items() if row.dtype == torch.bfloat16 and name.count(",") == 2} - {
+LONG = {
+    name for name, row in ROWS.items() if (row.dtype == torch.bfloat16 and name.count(",") == 2) or row.ranks == 8
+} - {
     "qwen3_moe, grouped_mm, torch.bfloat16",
     "gpt_oss, eager, torch.bfloat16",
 }
@@ -178,7 +183,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-@pytest.mark.parametrize(("ranks", "is_long"), [(2, False), (4, False), pytest.param(2, True, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("ranks", "is_long"), [(2, False), (4, False), *(pytest.param(n, True, marks=pytest.mark.long) for n in (2, 8))]
+)
 def test_no_bit_depends_on_where_experts_are(ranks: int, is_long: bool, root: Path) -> None:
     rows = {name: row for name, row in ROWS.items() if (row.ranks, name in LONG) == (ranks, is_long)}
     folders = {row.family: folder_of(row.family, root) for row in rows.values()}
@@ -203,6 +210,25 @@ def by_the_librarys_own_sums(rank: int, folder: str) -> list[dict[str, Any]]:
 def test_with_the_librarys_own_sorts_and_sums_bits_do_depend_on_it(root: Path) -> None:
     for static, moving in run_ranks(2, by_the_librarys_own_sums, folder_of("qwen3_moe", root)):
         assert len(differing(static["seen"], moving["seen"])) > 10
+
+
+def sums(rank: int) -> list[bool]:
+    """Whether a rank's sum has the same bits in another chunk: by ours, and by torch's ring."""
+    chunks = torch.randn(4, 999, generator=torch.Generator().manual_seed(rank))
+    same = []
+    for reduce in (InRankOrder(), DefaultReduceScatter()):
+        outs = [torch.empty(999) for _ in range(2)]
+        for out, source in zip(outs, (chunks, chunks.roll(1, 0)), strict=True):
+            reduce(out, source.reshape(-1).clone(), dist.group.WORLD, dist.ReduceOp.SUM)
+        all_of_first = torch.empty(4, 999)
+        dist.all_gather_into_tensor(all_of_first, outs[0])
+        same.append(torch.equal(all_of_first[rank - 1], outs[1]))
+    return same
+
+
+def test_gradients_of_more_than_two_ranks_add_up_in_one_order_wherever_a_row_is() -> None:
+    ours, rings = zip(*run_ranks(4, sums), strict=True)
+    assert all(ours) and not all(rings)
 
 
 # -- against one process -----------------------------------------------------------------------------------------------

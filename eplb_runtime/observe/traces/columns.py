@@ -14,16 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .kinds import STEP, computes, kind_of_gloo, micro_batch_of, phase_of
-from .reading import (
-    TraceError,
-    duration_of,
-    name_of,
-    number,
-    place_of,
-    rank_of,
-    read_trace,
-    thread_name_of,
-)
+from .reading import TraceError, duration_of, name_of, number, place_of, rank_of, read_trace, thread_name_of
 
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "xpu_runtime")

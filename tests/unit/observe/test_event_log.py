@@ -135,7 +135,7 @@ def test_who_shows_a_job_never_holds_it_up(monkeypatch: pytest.MonkeyPatch, capl
     observer.add("the one that fails", fails, close=lambda: fails({}))
     observer.add("the one that hangs", hangs)
     observer.add("the one that works", got.append)
-    log.subscribe(observer.hear)
+    log.called_at_once.append(observer.hear)
     log.emit(troubles(1)[0])
     assert begun.wait(30)
     for step in range(10):
@@ -150,7 +150,7 @@ def test_who_shows_a_job_never_holds_it_up(monkeypatch: pytest.MonkeyPatch, capl
 
 def test_the_log_of_a_job_keeps_no_arrays() -> None:
     log, heard = EventLog(), []
-    log.subscribe(heard.append)
+    log.called_at_once.append(heard.append)
     for events in decisions(rounds=1):
         for event in events:
             log.emit(event)
