@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from .. import __version__
 from ..config import BalancerConfig
-from ..events import Event, EventLog
+from ..events import CLOSING_SECONDS, MOST_WAITING, Event, EventLog
 from ..load.clock import Progress
 from ..placement import Placement
 from ..topology import Topology
@@ -36,9 +36,6 @@ logger = logging.getLogger("eplb_runtime")
 
 SUMMARY = "summary.json"
 """In the folder of a run, written when the job ends."""
-MOST_WAITING = 256
-"""Events that wait for the thread."""
-CLOSING_SECONDS = 10.0
 
 Sink = Callable[[Record], None]
 

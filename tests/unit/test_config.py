@@ -14,12 +14,7 @@ from flat_settings import OF_DISPATCH, OF_MIGRATION, config_from_settings
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_runtime.config import (
-    BalancerConfig,
-    ConfigError,
-    DispatchConfig,
-    MigrationConfig,
-)
+from eplb_runtime.config import BalancerConfig, ConfigError, DispatchConfig, MigrationConfig
 
 NAMES = sorted({*OF_DISPATCH, *OF_MIGRATION, *(own.name for own in fields(BalancerConfig) if own.name != "migration")})
 WITHOUT_EFFECT: list[tuple[dict[str, Any], str, dict[str, Any]]] = [

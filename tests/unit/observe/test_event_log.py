@@ -16,13 +16,7 @@ from observed import decisions, job, records, start, troubles
 
 from eplb_runtime.events import EventLog, LoadMeasured, RebalanceCommitted
 from eplb_runtime.observe import start as observer_module
-from eplb_runtime.observe.events_file import (
-    NAME,
-    EventWriter,
-    holds_events,
-    read_events,
-    to_json,
-)
+from eplb_runtime.observe.events_file import NAME, EventWriter, holds_events, read_events, to_json
 from eplb_runtime.observe.records import Record
 from eplb_runtime.observe.start import Observer
 from eplb_runtime.utils.files import FileError
