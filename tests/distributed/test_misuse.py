@@ -206,6 +206,7 @@ def test_save_pretrained_writes_the_whole_model_from_all_ranks_and_waits_for_no_
 def in_bfloat16(rank: int, moving: bool) -> tuple[list[float], int, object]:
     """A float32 model that is trained where new tensors are bfloat16."""
     model, optimizer, balancer = attached(moving=moving, interval=1, lag=0)
+    assert moving or balancer._rebalancer.decisions.process is None, "what never moves compiles nothing"
     torch.set_default_dtype(torch.bfloat16)
     try:
         losses, dtypes = train(rank, model, optimizer, 4), {p.dtype for p in model.parameters()}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks import rollouts
 from benchmarks.harness import table
 from benchmarks.planner import suite
 
@@ -90,6 +91,18 @@ def test_the_table_of_next_windows_is_what_the_suite_says(whole: bool) -> None:
     rows = suite.run([family for family in suite.FAMILIES if whole or not family.replicas or family.ranks < 32])
     assert all(line in PLANNER.read_text() for line in table(rows).splitlines()[2:])
     assert not whole or suite.behind(rows) in " ".join(PLANNER.read_text().split())
+
+
+@pytest.mark.long
+def test_the_table_of_rollouts_is_what_is_played(shared_data: Path) -> None:
+    files = [shared_data / f"gpt_oss_20b_expert_load_{kind}.npz" for kind in ("by_domain", "shuffled")]
+    made = rollouts.run(files)["rollouts"]
+    for of_domain, shuffled in zip(made[: len(made) // 2], made[len(made) // 2 :], strict=True):
+        both = (of_domain, shuffled)
+        cells = [f"{one['step']:.2f}, {one['micro_batch']:.2f}, {one['share']:.3f}" for one in both]
+        moved = ", ".join(f"{one['moved_gib']:.0f}" for one in both)
+        line = f"| {of_domain['policy']} | {' | '.join(cells)} | {moved} |"
+        assert line in (ROOT / "eplb_runtime/hosts/REINFORCEMENT_LEARNING.md").read_text(), line
 
 
 def test_the_picture_of_gain_is_that_of_the_table() -> None:
