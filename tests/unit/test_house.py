@@ -53,16 +53,16 @@ RATCHET = {
     "migration": 2340,
     "balancer": 4316,
     "observe": 2381,
-    "checkpoint": 2492,
+    "checkpoint": 2424,
     "hosts": 9126,
     "tools": 3457,
     "cli": 1088,
-    "package": 43025,
+    "package": 42938,
     "files of the package": 278,
     "page": 664,
     "tests": 45872,
     "files of tests": 309,
-    "Markdown, KB": 163,
+    "Markdown, KB": 162,
 }
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""

@@ -15,12 +15,7 @@ import pytest
 import torch
 from flat_settings import config_from_settings
 
-from eplb_runtime.config import (
-    BalancerConfig,
-    ConfigError,
-    DispatchConfig,
-    MigrationConfig,
-)
+from eplb_runtime.config import BalancerConfig, ConfigError, DispatchConfig, MigrationConfig
 from eplb_runtime.distributed.transports import deepep_package
 from eplb_runtime.moe.dispatch import choosing, float8, row_bytes
 from eplb_runtime.moe.dispatch.base import DispatchContext
