@@ -380,8 +380,7 @@ def _refuse(trainer: Any) -> None:
     for name, is_on in {
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "FSDP": trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled,
-        "DistributedConfig(tp_size)": trainer._is_spread and trainer.model.config.distributed_config.tp_size > 1,
-        "ParallelismConfig": parallel is not None and parallel.total_size > 1,
+        "ParallelismConfig": not trainer._is_spread and parallel is not None and parallel.total_size > 1,
     }.items():
         if is_on:
             raise AttachError(

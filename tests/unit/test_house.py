@@ -57,7 +57,7 @@ RATCHET = {
     "hosts": 9126,
     "tools": 3457,
     "cli": 1088,
-    "package": 42938,
+    "package": 42937,
     "files of the package": 278,
     "page": 664,
     "tests": 45872,
