@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import shlex
 from pathlib import Path
 
@@ -103,11 +102,6 @@ def test_the_table_of_rollouts_is_what_is_played(shared_data: Path) -> None:
         moved = ", ".join(f"{one['moved_gib']:.0f}" for one in both)
         line = f"| {of_domain['policy']} | {' | '.join(cells)} | {moved} |"
         assert line in (ROOT / "eplb_runtime/hosts/REINFORCEMENT_LEARNING.md").read_text(), line
-
-
-def test_the_picture_of_gain_is_that_of_the_table() -> None:
-    draw = runpy.run_path(str(ROOT / "launch/images/gain.py"))["drawn"]
-    assert (ROOT / "launch/images/gain.svg").read_text() == draw(README.read_text()), "run launch/images/gain.py"
 
 
 def test_the_script_is_the_example() -> None:
