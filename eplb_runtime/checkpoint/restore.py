@@ -6,7 +6,8 @@ import json
 import logging
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..placement import PlacementError
 from .state import CheckpointError, Entry, Given, LogicalView
-from .weights import TensorSpec
+from .weights import Stored, TensorSpec
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -46,14 +47,37 @@ class Saved:
         raise NotImplementedError
 
 
+class PretrainedFolders(Protocol):
+    """A framework's own checkpoint folders (``save_pretrained``, ``from_pretrained``), for an attached model."""
+
+    def write(self, view: LogicalView, folder: Path, **options: Any) -> None:
+        """Write the whole model in logical order. Collective."""
+
+    def opened(self, view: LogicalView, folder: Path) -> Saved:
+        """Open a folder whose weights are to be read."""
+
+    def names(self, view: LogicalView) -> Mapping[str, Stored]:
+        """How the folders store tensors, by the model's names, where they store parts of them."""
+
+    def describe(self, view: LogicalView, folder: Path) -> None:
+        """Write the configuration that the framework reads a folder with."""
+
+
+def folders_of(view: LogicalView) -> PretrainedFolders | None:
+    """The folders of the attached host's framework; None: it has none, or the model is not attached."""
+    stage = view.model.__dict__.get("_eplb_runtime_stage")
+    return stage.host.folders if stage is not None else None
+
+
 class Fitted:
     """A checkpoint that fits a model, and what `write` will write there. An entry that is missing, has no place in the
-    model or another shape, or options that do not fit, are refused here."""
+    model or another shape, or options that do not fit, are refused here. ``parts``: of what is no optimizer state."""
 
-    def __init__(self, view: LogicalView, saved: Saved) -> None:
+    def __init__(self, view: LogicalView, saved: Saved, *parts: str) -> None:
         self._view, self._saved = view, saved
+        self._parts = parts or ("model", "extra")
         in_stages = view.balancer is not None and len(view.balancer._runtime.job.layers_of_stage) > 1
-        known = {entry.key: entry for entry in view.entries("model", "extra")}
+        known = {entry.key: entry for entry in view.entries(*self._parts)}
         for key, entry in known.items():
             if key not in saved.tensors:
                 raise CheckpointError(f"{saved.name} has no {key}: it was saved from another model")
@@ -88,7 +112,7 @@ class Fitted:
         """Fill weights, optimizer state and options. Collective where reading is."""
         view = self._view
         states = [entry for name, state in self._states.items() for entry in view.state_entries(name, state)]
-        self._saved.fill(view, [*view.entries("model", "extra"), *states])
+        self._saved.fill(view, [*view.entries(*self._parts), *states])
         for name, values in self._states.items():
             view.set_optimizer_state(name, values)
         set_options(view, self._options)
