@@ -76,7 +76,6 @@ class Fitted:
     def __init__(self, view: LogicalView, saved: Saved, *parts: str) -> None:
         self._view, self._saved = view, saved
         self._parts = parts or ("model", "extra")
-        in_stages = view.balancer is not None and len(view.balancer._runtime.job.layers_of_stage) > 1
         known = {entry.key: entry for entry in view.entries(*self._parts)}
         for key, entry in known.items():
             if key not in saved.tensors:
@@ -85,7 +84,7 @@ class Fitted:
             if shape != size:
                 raise CheckpointError(f"{key} has shape {shape} in {saved.name}, {size} in the model")
         unknown = sorted(key for key in saved.tensors if key not in known and key.startswith("model."))
-        if unknown and not in_stages:
+        if unknown and not view.in_stages:
             raise CheckpointError(f"{unknown[0]} in {saved.name} has no place in the model ({len(unknown)} such)")
         warn_of_left_out(view, [key.removeprefix("extra.") for key in saved.tensors if key.startswith("extra.")])
         self._states: dict[str, dict[str, Any]] = {}
@@ -98,13 +97,13 @@ class Fitted:
         for name, values in ((n, v) for optimizer in saved.optimizers for n, v in optimizer["numbers"].items()):
             if name in self._states:
                 self._states[name].update(values)
-            elif not in_stages:
+            elif not view.in_stages:
                 raise CheckpointError(f"{saved.name} has optimizer state of {name}, which is no parameter of the model")
         for key in sorted(key for key in saved.tensors if key.startswith("optimizer.")):
             name, state = _split(view, key.removeprefix("optimizer."))
             if name:
                 self._states[name][state] = _state_tensor(view, name, state, saved.tensors[key])
-            elif not in_stages:
+            elif not view.in_stages:
                 raise CheckpointError(f"{key} in {saved.name} belongs to no parameter of the model")
         self._options = options_of(view, [group for one in saved.optimizers for group in one["param_groups"]])
 
@@ -276,9 +275,8 @@ def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def warn_of_left_out(view: LogicalView, saved: Sequence[str]) -> None:
     """Name tensors that were registered when a checkpoint was saved, and are not now."""
-    in_stages = view.balancer is not None and len(view.balancer._runtime.job.layers_of_stage) > 1
     left = sorted(set(saved) - {entry.name for entry in view.entries("extra")})
-    if left and not in_stages and not (dist.is_initialized() and dist.get_rank()):
+    if left and not view.in_stages and not (dist.is_initialized() and dist.get_rank()):
         named = f"{left[0]} and {len(left) - 1} more" if left[1:] else left[0]
         logger.warning("balancer.register %s ahead of the load: the checkpoint has it, and it is left out", named)
 

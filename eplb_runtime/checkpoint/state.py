@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..balancer.balancer import Balancer
-from ..distributed.consensus import gather_bytes, gather_rows
+from ..distributed.consensus import first_problem, gather_bytes
 from ..moe.experts.matching import MARK
 from ..moe.experts.optimizer_state import is_per_expert
 from ..moe.experts.slices import columns, has_memory, keep_slices, local
@@ -152,6 +152,11 @@ class LogicalView:
         one = self._optimizer_for(name)
         return dict(one.state.get(self.parameters[name], {})) if one is not None else {}
 
+    @property
+    def in_stages(self) -> bool:
+        """Return whether other pipeline stages have the rest of the model."""
+        return self.balancer is not None and len(self.balancer._runtime.job.layers_of_stage) > 1
+
     def set_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
         """Replace what the optimizer keeps for a parameter."""
         one = self._optimizer_for(name)
@@ -180,19 +185,15 @@ class LogicalView:
             patient: wait as long as the host's process groups do: before a load ranks may come at very different times.
             merged_too: False: adapters alone are meant, which are what they are while they are merged.
         """
-        freed = self._freed() or (why_merged(self.model) if merged_too else "")
-        freed = f"{what}: {freed}" if freed else ""
+        problem = self._freed() or (why_merged(self.model) if merged_too else "")
         if self.balancer is not None:
             if not patient:
                 self.balancer._runtime.barrier(what)
-            group, device = self.balancer._runtime.groups.everyone, self.balancer._runtime.device
-            here = torch.tensor([bool(freed)], dtype=torch.uint8, device=device)
-            ranks = [dist.get_process_group_ranks(group)[n] for n in gather_rows(here, group).flatten().nonzero()]
-            freed = freed or (
-                f"{what}: state of rank {ranks[0]} is freed or merged; its own error says which" if ranks else ""
-            )
-        if freed:
-            raise CheckpointError(freed)
+            runtime = self.balancer._runtime
+            found = first_problem(problem, runtime.groups.everyone, runtime.device)
+            problem = str(found) if found is not None else ""
+        if problem:
+            raise CheckpointError(f"{what}: {problem}")
 
     def _freed(self) -> str:
         """Name a tensor that has no memory now; empty: all have."""
@@ -311,23 +312,16 @@ class JointAccess:
             result = action()
         except Exception as error:
             problem = error
-        failed = self.gather(torch.tensor([problem is not None], dtype=torch.uint8)).flatten().tolist()
+        texts = self.gather_bytes(b"failed" if problem is not None else b"")
         if problem is not None:
             raise problem
-        if any(failed):
-            rank = self.ranks[failed.index(1)]
-            raise CheckpointError(f"{what}: rank {rank} failed; its own error says why")
+        if failed := [rank for rank, text in zip(self.ranks, texts, strict=True) if text]:
+            raise CheckpointError(f"{what}: rank {failed[0]} failed; its own error says why")
         return result
 
     def on_first(self, what: str, action: Callable[[], object]) -> None:
         """Do it on the first rank alone, and wait for it. Raises as `together`."""
         self.together(what, action if self.number == 0 else lambda: None)
-
-    def gather(self, mine: Tensor) -> Tensor:
-        """Every rank's, ``[N, ...]``, on the CPU."""
-        if self._group is None:
-            return mine.unsqueeze(0)
-        return gather_rows(mine.to(self._device), self._group).cpu()
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
         """Every rank's."""
@@ -339,8 +333,8 @@ class JointAccess:
 
     def folder_has(self, path: Path) -> bool:
         """Return whether a file is there, for all ranks alike; refused where only some see it."""
-        seen = self.gather(torch.tensor([path.is_file()], dtype=torch.uint8)).flatten().tolist()
-        if len(set(seen)) > 1:
-            rank = self.ranks[seen.index(0)]
+        seen = self.gather_bytes(b"seen" if path.is_file() else b"")
+        if any(seen) and not all(seen):
+            rank = self.ranks[seen.index(b"")]
             raise CheckpointError(f"rank {rank} does not see {path}: give a folder that all ranks see")
-        return bool(seen[0])
+        return any(seen)
