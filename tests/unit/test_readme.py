@@ -93,15 +93,12 @@ def test_the_table_of_next_windows_is_what_the_suite_says(whole: bool) -> None:
 
 
 @pytest.mark.long
-def test_the_table_of_rollouts_is_what_is_played(shared_data: Path) -> None:
-    files = [shared_data / f"gpt_oss_20b_expert_load_{kind}.npz" for kind in ("by_domain", "shuffled")]
-    made = rollouts.run(files)["rollouts"]
-    for of_domain, shuffled in zip(made[: len(made) // 2], made[len(made) // 2 :], strict=True):
-        both = (of_domain, shuffled)
-        cells = [f"{one['step']:.2f}, {one['micro_batch']:.2f}, {one['share']:.3f}" for one in both]
-        moved = ", ".join(f"{one['moved_gib']:.0f}" for one in both)
-        line = f"| {of_domain['policy']} | {' | '.join(cells)} | {moved} |"
-        assert line in (ROOT / "eplb_runtime/hosts/REINFORCEMENT_LEARNING.md").read_text(), line
+def test_what_declared_loads_are_worth_is_what_is_played(shared_data: Path) -> None:
+    made = rollouts.run([shared_data / "gpt_oss_20b_expert_load_by_domain.npz"])["rollouts"]
+    page = " ".join((ROOT / "eplb_runtime/hosts/REINFORCEMENT_LEARNING.md").read_text().split())
+    shown = [f"{one['policy']} {one['share']:.3f}" for one in made if one["policy"] != "oracle, copies"]
+    moved = [one["moved_gib"] for one in made if one["policy"].startswith("declared")]
+    assert f"{'; '.join(shown)}. Oracle" in page and f"{min(moved):.0f} to {max(moved):.0f} GiB a step" in page
 
 
 def test_the_script_is_the_example() -> None:
