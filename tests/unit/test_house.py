@@ -49,18 +49,18 @@ RATCHET = {
     "planner": 2976,
     "replicas": 1454,
     "migration": 2317,
-    "balancer": 4327,
-    "observe": 2367,
+    "balancer": 4314,
+    "observe": 2366,
     "checkpoint": 2370,
     "hosts": 9126,
     "tools": 3457,
     "cli": 1088,
-    "package": 42589,
+    "package": 42579,
     "files of the package": 276,
     "page": 664,
     "tests": 41874,
     "files of tests": 303,
-    "Markdown, KB": 155,
+    "Markdown, KB": 154,
 }
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""
