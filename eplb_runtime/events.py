@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +22,13 @@ from .utils.tables import counted, text_table
 logger = logging.getLogger("eplb_runtime")
 
 
-_SEEN = {"for_listeners": True}
-"""Marks a field that listeners see; in the log it is None."""
-
-
 @dataclass(frozen=True)
 class Event:
-    """Base of all events. ``step`` counts optimizer steps since attach."""
+    """Base of all events. ``step`` counts optimizer steps since attach. Fields that are not compared are for listeners;
+    in the log they are None."""
 
+    label: ClassVar[str]
+    """Kind of event, in tables."""
     step: int
 
     @property
@@ -38,12 +37,16 @@ class Event:
 
     def to_dict(self) -> dict[str, Any]:
         """Name and fields, without arrays."""
-        kept = {own.name: getattr(self, own.name) for own in fields(self) if "for_listeners" not in own.metadata}
+        kept = {own.name: getattr(self, own.name) for own in fields(self) if own.compare}
         return {"event": self.name, **kept}
 
+    def brief(self) -> str:
+        """Return what happened, in a line: the last field, where a class does not say it otherwise."""
+        return str(getattr(self, fields(self)[-1].name))
+
     def without_arrays(self) -> Event:
-        """As the log keeps it."""
-        arrays: dict[str, Any] = {own.name: None for own in fields(self) if "for_listeners" in own.metadata}
+        """Return it as the log keeps it."""
+        arrays: dict[str, Any] = {own.name: None for own in fields(self) if not own.compare}
         return replace(self, **arrays) if arrays else self
 
 
@@ -60,15 +63,19 @@ class LoadMeasured(Event):
     stood under, each with the row that it ends before.
     """
 
+    label = "measured"
     steps: int
     imbalance: tuple[tuple[float, ...], ...]
     step_seconds: float = 0.0
     moe_share: float | None = None
     moe_share_source: str = ""
-    load: NDArray[np.int64] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
-    placements: tuple[tuple[int, Placement], ...] | None = field(
-        default=None, compare=False, repr=False, metadata=_SEEN
-    )
+    load: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
+    placements: tuple[tuple[int, Placement], ...] | None = field(default=None, compare=False, repr=False)
+
+    def brief(self) -> str:
+        by_layer = self.without_arrays().imbalance[0] if self.imbalance else (1.0,)
+        mean, worst = sum(by_layer) / len(by_layer), max(by_layer)
+        return f"imbalance {mean:.3f}, worst layer {worst:.3f}, in {counted(self.steps, 'step')}"
 
     def without_arrays(self) -> LoadMeasured:
         rows = len(self.imbalance)
@@ -87,6 +94,7 @@ class RebalancePlanned(Event):
     float64 ``[3, L]``, before, after and bound of each layer.
     """
 
+    label = "planned"
     epoch: int
     moves: int
     decision: str
@@ -103,7 +111,12 @@ class RebalancePlanned(Event):
     predicted_seconds: float = 0.0
     true_seconds: float = 0.0
     code: str = ""
-    by_layer: NDArray[np.float64] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
+    by_layer: NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
+
+    def brief(self) -> str:
+        to = f"{self.imbalance_before:.3f} -> {self.imbalance_after:.3f}"
+        forecast = f", forecast imbalance {to}" if self.moves and to not in self.reason else ""
+        return f"{self.decision}: {self.reason}{forecast}"
 
 
 @dataclass(frozen=True)
@@ -116,16 +129,25 @@ class RebalanceCommitted(Event):
     was sent; ``expert_bytes``, of an expert with its state in each layer.
     """
 
+    label = "committed"
     epoch: int
     digest: str
     moved_experts: int
     received_bytes: int
     pause_seconds: float
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
-    placement: Placement | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
-    transfers: NDArray[np.int64] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
-    expert_bytes: tuple[int, ...] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
+    placement: Placement | None = field(default=None, compare=False, repr=False)
+    transfers: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
+    expert_bytes: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
     placed_replicas: int = 0
+
+    def brief(self) -> str:
+        moved = [f"{counted(self.moved_experts, 'expert')} moved"] if self.moved_experts else []
+        moved += [f"{counted(self.placed_replicas, 'replica')} placed"] if self.placed_replicas else []
+        return (
+            f"epoch {self.epoch}: {', '.join(moved) or 'replicas changed, no expert moved'}, "
+            f"{self.received_bytes / 2**20:.1f} MiB came here, {self.pause_seconds * 1e3:.1f} ms pause"
+        )
 
 
 @dataclass(frozen=True)
@@ -136,17 +158,22 @@ class RebalanceAborted(Event):
     ``left_layers``: those that are not where the plan wanted them; a layer of several rounds may be among both.
     """
 
+    label = "dropped"
     epoch: int
     phase: str
     cause: str
     committed_layers: tuple[int, ...] = ()
     left_layers: tuple[int, ...] = ()
 
+    def brief(self) -> str:
+        return f"{self.phase}: {self.cause}"
+
 
 @dataclass(frozen=True)
 class BalancingPaused(Event):
     """The ranks have lost each other: the placement stays until they have connected again. They try five times."""
 
+    label = "paused"
     cause: str
 
 
@@ -154,27 +181,40 @@ class BalancingPaused(Event):
 class BalancingResumed(Event):
     """All ranks balance again from this step on. ``tries``: how often they tried to connect since the pause."""
 
+    label = "resumed"
     tries: int
+
+    def brief(self) -> str:
+        return f"connected after {self.tries} tries"
 
 
 @dataclass(frozen=True)
 class Suspended(Event):
     """A rollout begins: nothing is decided or moved until the balancer is resumed. ``freed_bytes``: on this rank."""
 
+    label = "suspended"
     freed_bytes: int
+
+    def brief(self) -> str:
+        return f"a rollout begins, {self.freed_bytes / 2**20:.1f} MiB are freed here"
 
 
 @dataclass(frozen=True)
 class SuspensionEnded(Event):
     """A rollout is over, and the job trains. ``seconds``: how long the balancer was suspended."""
 
+    label = "training"
     seconds: float
+
+    def brief(self) -> str:
+        return f"a rollout ends after {self.seconds:.3g} s"
 
 
 @dataclass(frozen=True)
 class BalancingEnded(Event):
     """There will be no more rebalancing: the balancer was closed, or this rank is broken for good."""
 
+    label = "ended"
     cause: str
 
 
@@ -182,62 +222,12 @@ class BalancingEnded(Event):
 class GuardFinding(Event):
     """A check in the running job found a mistake that would spoil training; the same on every rank that looked."""
 
+    label = "guard"
     finding: str
 
 
-def brief(event: Event) -> str:
-    """What happened, in a line."""
-    if isinstance(event, LoadMeasured):
-        by_layer = event.without_arrays().imbalance[0] if event.imbalance else ()
-        mean = sum(by_layer) / len(by_layer) if by_layer else 1.0
-        worst = max(by_layer, default=1.0)
-        return f"imbalance {mean:.3f}, worst layer {worst:.3f}, in {counted(event.steps, 'step')}"
-    if isinstance(event, RebalancePlanned):
-        to = f"{event.imbalance_before:.3f} -> {event.imbalance_after:.3f}"
-        forecast = f", forecast imbalance {to}" if event.moves and to not in event.reason else ""
-        return f"{event.decision}: {event.reason}{forecast}"
-    if isinstance(event, RebalanceCommitted):
-        return (
-            f"epoch {event.epoch}: {_moved(event.moved_experts, event.placed_replicas)}, "
-            f"{event.received_bytes / 2**20:.1f} MiB came here, {event.pause_seconds * 1e3:.1f} ms pause"
-        )
-    if isinstance(event, RebalanceAborted):
-        return f"{event.phase}: {event.cause}"
-    if isinstance(event, BalancingResumed):
-        return f"connected after {event.tries} tries"
-    if isinstance(event, Suspended):
-        return f"a rollout begins, {event.freed_bytes / 2**20:.1f} MiB are freed here"
-    if isinstance(event, SuspensionEnded):
-        return f"a rollout ends after {event.seconds:.3g} s"
-    if isinstance(event, BalancingPaused | BalancingEnded):
-        return event.cause
-    return event.finding if isinstance(event, GuardFinding) else ""
-
-
-def _moved(experts: int, replicas: int) -> str:
-    moved = f"{counted(experts, 'expert')} moved" if experts else ""
-    placed = f"{counted(replicas, 'replica')} placed" if replicas else ""
-    return ", ".join(filter(None, (moved, placed))) or "replicas changed, no expert moved"
-
-
-def _row(event: Event) -> tuple[str, str, str]:
-    """Row of a table: the step, the kind of event, and what happened."""
-    return str(event.step), _IN_TABLES.get(type(event), event.name), brief(event)
-
-
-_IN_TABLES: dict[type[Event], str] = {
-    LoadMeasured: "measured",
-    RebalancePlanned: "planned",
-    RebalanceCommitted: "committed",
-    RebalanceAborted: "dropped",
-    BalancingPaused: "paused",
-    BalancingResumed: "resumed",
-    Suspended: "suspended",
-    SuspensionEnded: "training",
-    BalancingEnded: "ended",
-    GuardFinding: "guard",
-}
-SHOWN = 30  # events of a table, the newest
+SHOWN = 30
+"""Events of a table, the newest."""
 
 
 class EventLog:
@@ -254,8 +244,6 @@ class EventLog:
 
     def __init__(self, capacity: int = 10_000) -> None:
         self._events: deque[Event] = deque(maxlen=capacity)
-        self._emitted = 0
-        self._newest_rebalance: tuple[int, Event] | None = None
         self._listeners: list[Callable[[Event], None]] = []
 
     def subscribe(self, listener: Callable[[Event], None]) -> None:
@@ -263,9 +251,6 @@ class EventLog:
 
     def emit(self, event: Event) -> None:
         self._events.append(event.without_arrays())
-        self._emitted += 1
-        if isinstance(event, RebalanceCommitted):
-            self._newest_rebalance = self._emitted, self._events[-1]
         for listener in self._listeners:
             try:
                 listener(event)
@@ -276,17 +261,9 @@ class EventLog:
         return [event for event in self._events if isinstance(event, kind)]
 
     def __str__(self) -> str:
-        """The newest events as a table of 80 columns; an older rebalance leads them, if it is the newest one."""
-        newest = list(self._events)[-SHOWN:]
-        earlier = len(self._events) - len(newest)
-        rows = [_row(event) for event in newest]
-        if self._newest_rebalance is not None:
-            number, rebalance = self._newest_rebalance
-            between = self._emitted - len(newest) - number
-            if between >= 0:
-                rows = [_row(rebalance), *([("...", "", f"{between} more")] if between else []), *rows]
-                earlier = max(0, earlier - between - 1)
-        text = text_table(("step", "event", "what"), rows)
+        """Return the newest events as a table of 80 columns."""
+        rows = [(str(event.step), event.label, event.brief()) for event in list(self._events)[-SHOWN:]]
+        text, earlier = text_table(("step", "event", "what"), rows), len(self._events) - len(rows)
         return f"{text}\n({earlier} earlier)" if earlier else text
 
     def __iter__(self) -> Iterator[Event]:

@@ -78,7 +78,7 @@ def test_a_cluster_beyond_all_clusters(refusal: Callable[..., str], load_file: P
         (["plan", "--policy", "best"], "policy 'best' is unknown; choose one of: static"),
         (["simulate", "--every", "2", "--policies", "static,best"], "policy 'best' is unknown; choose one of: static"),
         (["plan", "-o", "none/p.json"], "none: No such file or directory"),
-        (["plan", "-o", "p.txt"], "p.txt: the name must end in .json or .safetensors"),
+        (["plan", "-o", "p.txt"], "p.txt: the name must end in .json"),
     ],
 )
 def test_names_and_places_are_looked_at_first(

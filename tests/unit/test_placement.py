@@ -230,7 +230,6 @@ def test_training_refuses_a_free_placement() -> None:
 
 def test_slots_are_answered_rank_by_rank() -> None:
     placement = Placement([[0, 1, 2, 2, 3, EMPTY]], 4, 2, [[0, 1, 3, 4]])
-    assert placement.slots_LRS.tolist() == [[[0, 1, 2], [2, 3, EMPTY]]]
     assert placement.homes_LRH.tolist() == [[[0, 1], [2, 3]]]
     assert placement.replicas_LRK.tolist() == [[[2], [EMPTY]]]
     assert [placement.rank_of(slot) for slot in (0, 2, 3, EMPTY)] == [0, 0, 1, -1]
