@@ -154,7 +154,7 @@ def load(
         if key:
             raise CheckpointError(f"{folder} has no keys, as DCP's checkpoints may have: leave out key={key!r}")
         marker = access.together(unchanged, lambda: disk.verified(path, access.number, access.size))
-        opens = lambda: disk.opened(path, marker)  # noqa: E731
+        opens = lambda: disk.Folder(path, marker)  # noqa: E731
     saved = access.together(unchanged, lambda: _usable(folder, opens))
     fitted = access.together(unchanged, lambda: _usable(folder, lambda: Fitted(view, saved)))
     restore_placement(view, saved.balancer, warm_start)
@@ -206,7 +206,7 @@ def _write(folder: Path, view: LogicalView, access: JointAccess, tensors: Iterab
         of_ranks = [json.loads(text) for text in access.gather_bytes(json.dumps(files).encode())]
         stages = [json.loads(text) for text in access.gather_bytes(numbers.encode()) if text]
     except BaseException:
-        disk.remove_files(folder, lambda name, save: save == token and f"-{access.number:05d}-" in name)
+        disk.remove_own(folder, access.number, token)
         raise
     folders = folders_of(view)
     access.on_first(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from huggingface_hub.serialization._base import parse_size_to_int
 
-from ...checkpoint.disk import remove_files, write_tensors
+from ...checkpoint.disk import remove_own, write_tensors
 from ...checkpoint.joint_access import JointAccess
 from ...checkpoint.state import CheckpointError, LogicalView
 from ...checkpoint.stream import TensorList, brought
@@ -61,7 +61,7 @@ def write(view: LogicalView, folder: Path, **options: Any) -> None:
         file_of = {key: names[name] for files in of_ranks for name, keys in files.items() for key in keys}
         joint.on_first(failed, lambda: _write_index(view, tensors, file_of, folder, variant))
     except BaseException:
-        remove_files(folder, lambda name, save: save == token and f"-{joint.number:05d}-" in name)
+        remove_own(folder, joint.number, token)
         raise
 
 
