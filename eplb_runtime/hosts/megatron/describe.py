@@ -28,10 +28,11 @@ from ..attaching.description import (
     WatchedModel,
     mark_spread,
 )
+from ..refusals import EXACT_IN_ONE_SUM, STAND_IN
 from .graphs import check_not_captured
 from .layer import QUANTIZE_AGAIN, install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of
-from .settings import EXACT_IN_ONE_SUM, STAND_IN, STAND_INS, JobSettings, refusals, settings_of
+from .settings import STAND_INS, JobSettings, refusals, settings_of
 from .weights import weights
 
 logger = logging.getLogger("eplb_runtime")

@@ -24,12 +24,12 @@ from ..attaching.attach import attach_stages
 from ..attaching.checks import device_of
 from ..attaching.description import AttachError, HostModel, Spread, Stage, mark_spread
 from ..attaching.logical_order import LogicalOrder, keep_order, synchronize_state
+from ..refusals import STAND_IN
 from .experts import balanced_experts, describe, routed_experts
 from .pipeline import accompany, build_pipeline, numbers_of
 from .settings import (
     BACKENDS,
     NEEDED_TORCH,
-    STAND_IN,
     STANDARD,
     TitanSettings,
     backend_of,

@@ -6,13 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..refusals import EXACT_BY_ITSELF, EXACT_IN_ONE_SUM
+
 BACKENDS = {"spmd_types": "2.14", "partial_dtensor": "2.11"}
 """``spmd_backend`` -> the torch that it needs."""
-EXACT_IN_ONE_SUM = 2
-"""Ranks whose gradients FSDP adds up: the sum of two does not depend on their order."""
-EXACT_BY_ITSELF = 2
-"""Experts a token whose results DeepEP and HybridEP add up by place, likewise."""
-STAND_IN = "%s=%s was tested with a stand-in, and not on a GPU yet: prove it by `eplb-runtime verify -- JOB`"
 STANDARD = "standard"
 OWN_BACKENDS = {
     "deepep": "DeepEPTokenDispatcher",

@@ -28,7 +28,8 @@ from ..attaching.description import AttachError, HostModel, MoELayer, Spread, ma
 from ..attaching.expert_spans import call_begins, call_ends
 from ..attaching.logical_order import LogicalOrder, keep_order, synchronize_state
 from ..module import StableSort
-from .settings import EXACT_IN_ONE_SUM, added_up, refusals
+from ..refusals import EXACT_IN_ONE_SUM
+from .settings import added_up, refusals
 
 RealTokens = Callable[[int], Tensor | None]
 _OF = "_eplb_runtime_expert_parallel"
