@@ -35,7 +35,6 @@ from .settings import (
     backend_of,
     notes,
     refusals,
-    without_replicas,
 )
 from .state import BalancedOptimizers, balanced_optimizers
 
@@ -166,9 +165,9 @@ def _host(part: nn.Module, ep_ranks: tuple[int, ...], settings: TitanSettings) -
 
 def _refuse(settings: TitanSettings, optimizers: Any, config: BalancerConfig) -> None:
     """Raises AttachError for all that would go another way than the balancer knows; ranks have the same settings."""
-    refused = list(refusals(settings))
+    refused = [str(one) for one in refusals(settings)]
     if config.replica_slots:
-        refused += [f"replica_slots={config.replica_slots} with {why}" for why in without_replicas(settings)]
+        refused += [f"replica_slots={config.replica_slots} with {one}" for one in refusals(settings, True)]
     if settings.moe_comm_backend != STANDARD and replace(config.dispatch, kernels=True) != DispatchConfig():
         refused.append(
             f"dispatch with moe_comm_backend='{settings.moe_comm_backend}': torchtitan's dispatcher sends tokens; "

@@ -28,7 +28,7 @@ from ..attaching.description import AttachError, HostModel, MoELayer, Spread, ma
 from ..attaching.expert_spans import call_begins, call_ends
 from ..attaching.logical_order import LogicalOrder, keep_order, synchronize_state
 from ..module import StableSort
-from ..refusals import EXACT_IN_ONE_SUM
+from ..refusals import sums_of_gradients
 from .settings import added_up, refusals
 
 RealTokens = Callable[[int], Tensor | None]
@@ -94,11 +94,6 @@ def describe_spread(model: nn.Module, padding: Any) -> HostModel:
     layers, ranks = [layer for layer, _ in described], {of_layer for _, of_layer in described}
     if len(ranks) > 1:
         raise AttachError("the library has spread the layers of the model in different ways: leave ep_plan out")
-    summed = added_up(given)
-    note = (
-        f"FSDP adds up gradients of experts over {summed} ranks, perhaps in an order that follows a row's place: "
-        "results with other placements are equal to rounding; with at most 2 they are to the bit"
-    )
     return HostModel(
         tuple(layers),
         padding.real_tokens,
@@ -108,7 +103,7 @@ def describe_spread(model: nn.Module, padding: Any) -> HostModel:
         ranks=ranks.pop(),
         dispatches=True,
         refuses=_refusal,
-        notes=(note,) if summed > EXACT_IN_ONE_SUM else (),
+        notes=sums_of_gradients(added_up(given)),
     )
 
 
