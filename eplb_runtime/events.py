@@ -1,23 +1,25 @@
 """What the balancer tells the world: small frozen records, and the log that hands them to listeners.
 
-Rooms emit events; metrics, traces and reports read them on threads of their own. A listener is called where the event
-is emitted, on the training thread: it has to return at once; one that raises cannot hurt the job. Arrays come along
-with an event, but only as far as the listeners: the log would keep them for too long.
+Rooms emit events and wait for nobody: each listener is called on a thread of its own, with a bounded queue. Arrays come
+along with an event, but only as far as the listeners: the log would keep them for too long.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .placement import Placement
 from .utils.tables import counted, text_table
+from .utils.worker import Worker
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -27,9 +29,12 @@ class Event:
     """Base of all events. ``step`` counts optimizer steps since attach. Fields that are not compared are for listeners;
     in the log they are None."""
 
-    label: ClassVar[str]
-    """Kind of event, in tables."""
     step: int
+
+    @property
+    def label(self) -> str:
+        """Kind of event, in tables."""
+        return re.findall("[A-Z][a-z]+", self.name)[-1].lower()
 
     @property
     def name(self) -> str:
@@ -63,7 +68,6 @@ class LoadMeasured(Event):
     stood under, each with the row that it ends before.
     """
 
-    label = "measured"
     steps: int
     imbalance: tuple[tuple[float, ...], ...]
     step_seconds: float = 0.0
@@ -94,7 +98,6 @@ class RebalancePlanned(Event):
     float64 ``[3, L]``, before, after and bound of each layer.
     """
 
-    label = "planned"
     epoch: int
     moves: int
     decision: str
@@ -129,7 +132,6 @@ class RebalanceCommitted(Event):
     was sent; ``expert_bytes``, of an expert with its state in each layer.
     """
 
-    label = "committed"
     epoch: int
     digest: str
     moved_experts: int
@@ -158,7 +160,6 @@ class RebalanceAborted(Event):
     ``left_layers``: those that are not where the plan wanted them; a layer of several rounds may be among both.
     """
 
-    label = "dropped"
     epoch: int
     phase: str
     cause: str
@@ -173,7 +174,6 @@ class RebalanceAborted(Event):
 class BalancingPaused(Event):
     """The ranks have lost each other: the placement stays until they have connected again. They try five times."""
 
-    label = "paused"
     cause: str
 
 
@@ -181,7 +181,6 @@ class BalancingPaused(Event):
 class BalancingResumed(Event):
     """All ranks balance again from this step on. ``tries``: how often they tried to connect since the pause."""
 
-    label = "resumed"
     tries: int
 
     def brief(self) -> str:
@@ -192,7 +191,6 @@ class BalancingResumed(Event):
 class Suspended(Event):
     """A rollout begins: nothing is decided or moved until the balancer is resumed. ``freed_bytes``: on this rank."""
 
-    label = "suspended"
     freed_bytes: int
 
     def brief(self) -> str:
@@ -203,7 +201,6 @@ class Suspended(Event):
 class SuspensionEnded(Event):
     """A rollout is over, and the job trains. ``seconds``: how long the balancer was suspended."""
 
-    label = "training"
     seconds: float
 
     def brief(self) -> str:
@@ -214,7 +211,6 @@ class SuspensionEnded(Event):
 class BalancingEnded(Event):
     """There will be no more rebalancing: the balancer was closed, or this rank is broken for good."""
 
-    label = "ended"
     cause: str
 
 
@@ -222,12 +218,19 @@ class BalancingEnded(Event):
 class GuardFinding(Event):
     """A check in the running job found a mistake that would spoil training; the same on every rank that looked."""
 
-    label = "guard"
     finding: str
 
 
-SHOWN = 30
-"""Events of a table, the newest."""
+SHOWN = 30  # events of a table, the newest
+MOST_WAITING = 256  # events for a listener; it misses more
+CLOSING_SECONDS = 10.0
+
+
+def _tell(listener: Callable[[Event], None], event: Event) -> None:
+    try:
+        listener(event)
+    except Exception:
+        logger.exception("an event listener failed on %s; the job goes on", event.name)
 
 
 class EventLog:
@@ -237,6 +240,7 @@ class EventLog:
         >>> log = EventLog()
         >>> log.subscribe(lambda event: print(event.name, event.step))
         >>> log.emit(BalancingPaused(7, "rank 2 has not answered for 30 s"))
+        >>> log.close()
         BalancingPaused 7
         >>> len(log.of_type(BalancingPaused)), len(log.of_type(RebalanceCommitted))
         (1, 0)
@@ -244,18 +248,34 @@ class EventLog:
 
     def __init__(self, capacity: int = 10_000) -> None:
         self._events: deque[Event] = deque(maxlen=capacity)
-        self._listeners: list[Callable[[Event], None]] = []
+        self._emitted = 0
+        self._threads: list[Worker] = []
+        self.called_at_once: list[Callable[[Event], None]] = []  # ours, which wait for nothing
 
     def subscribe(self, listener: Callable[[Event], None]) -> None:
-        self._listeners.append(listener)
+        """Call a function with each new event, on a thread of its own: one that is too slow misses events."""
+        thread = Worker("eplb_runtime listener")
+        warn = cache(lambda: logger.warning("the event listener %r is too slow and misses events", listener))
+        self._threads.append(thread)
+
+        def hear(event: Event) -> None:
+            if thread.waiting >= MOST_WAITING:
+                warn()
+            elif not thread.closed:
+                thread.submit(partial(_tell, listener, event))
+
+        self.called_at_once.append(hear)
 
     def emit(self, event: Event) -> None:
         self._events.append(event.without_arrays())
-        for listener in self._listeners:
-            try:
-                listener(event)
-            except Exception:
-                logger.exception("an event listener failed on %s; the job goes on", event.name)
+        self._emitted += 1
+        for listener in self.called_at_once:
+            _tell(listener, event)
+
+    def close(self) -> None:
+        """Let listeners hear what they have not yet, each for ten seconds at most."""
+        for thread in self._threads:
+            thread.close(CLOSING_SECONDS)
 
     def of_type(self, kind: type[Event]) -> list[Event]:
         return [event for event in self._events if isinstance(event, kind)]
@@ -263,7 +283,7 @@ class EventLog:
     def __str__(self) -> str:
         """Return the newest events as a table of 80 columns."""
         rows = [(str(event.step), event.label, event.brief()) for event in list(self._events)[-SHOWN:]]
-        text, earlier = text_table(("step", "event", "what"), rows), len(self._events) - len(rows)
+        text, earlier = text_table(("step", "event", "what"), rows), self._emitted - len(rows)
         return f"{text}\n({earlier} earlier)" if earlier else text
 
     def __iter__(self) -> Iterator[Event]:

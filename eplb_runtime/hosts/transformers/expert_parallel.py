@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.distributed.expert_parallel import AllToAllEP
 
@@ -29,7 +30,7 @@ from ..attaching.expert_spans import call_begins, call_ends
 from ..attaching.logical_order import LogicalOrder, keep_order, synchronize_state
 from ..module import StableSort
 from ..refusals import sums_of_gradients
-from .settings import added_up, refusals
+from .settings import refusals, replicas_of
 
 RealTokens = Callable[[int], Tensor | None]
 _OF = "_eplb_runtime_expert_parallel"
@@ -73,6 +74,29 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
 
     def install(self, layer: HostDispatchedLayer) -> None:
         self.layer = layer
+        if isinstance(self.experts, FSDPModule):
+            self.experts.set_custom_reduce_scatter(InRankOrder())  # type: ignore[arg-type]
+
+
+class InRankOrder:
+    """FSDP's sum of gradients of experts over the ranks that divide them, added up in the order of ranks whatever a
+    row's place: a ring begins at another rank for each. As many bytes travel; the rows of all ranks are here at once.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        if op != dist.ReduceOp.SUM:  # with a divisor the library asks for sums
+            raise RuntimeError(f"gradients of experts are reduced by {op}, not by a sum: leave FSDP's divisors alone")
+        rows = torch.empty_like(input_tensor)
+        dist.all_to_all_single(rows, input_tensor, group=group)
+        first, *others = rows.view(group.size(), -1)
+        output_tensor.copy_(first)
+        for row in others:
+            output_tensor.add_(row)
 
 
 def describe_spread(model: nn.Module, padding: Any) -> HostModel:
@@ -103,7 +127,7 @@ def describe_spread(model: nn.Module, padding: Any) -> HostModel:
         ranks=ranks.pop(),
         dispatches=True,
         refuses=_refusal,
-        notes=sums_of_gradients(added_up(given)),
+        notes=sums_of_gradients(replicas_of(given)),
     )
 
 

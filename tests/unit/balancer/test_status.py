@@ -36,7 +36,7 @@ def log() -> EventLog:
 
 def test_each_decision_and_each_rebalance_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     events = EventLog()
-    events.subscribe(DecisionLine())
+    events.called_at_once.append(DecisionLine())
     with caplog.at_level(logging.INFO, "eplb_runtime"):
         for event in log():
             events.emit(event)
