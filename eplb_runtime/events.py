@@ -34,7 +34,7 @@ class Event:
     @property
     def label(self) -> str:
         """Kind of event, in tables."""
-        return re.findall("[A-Z][a-z]+", self.name)[-1].lower()
+        return str(re.findall("[A-Z][a-z]+", self.name)[-1]).lower()
 
     @property
     def name(self) -> str:
