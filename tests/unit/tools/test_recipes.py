@@ -355,7 +355,7 @@ def test_the_defaults_are_megatrons_own() -> None:
         ("a.json", '{"fsdp_size": 8, "ep_size": 4, "ep_implementation": "eplb"}', "", "bit"),
         (
             "a.json",
-            '{"distributed_config": {"fsdp_size": 8, "ep_size": 2, "ep_implementation": "eplb"}}',
+            '{"distributed_config": {"dp_replicate_size": 4, "ep_size": 2, "ep_implementation": "eplb"}}',
             "",
             "rounding",
         ),
