@@ -61,11 +61,11 @@ def group_of_all(rank: int, backend: str, name: str) -> dist.ProcessGroup:
     if backend != "nccl":
         return dist.new_group(backend=backend, timeout=timeout)
     ranks, store = list(range(RANKS)), dist.distributed_c10d._get_default_store()
-    return private_groups.make(store, name, ranks, rank, backend, 4 * timeout, "a test's")
+    return private_groups.make(store, name, ranks, rank, backend, timeout, "a test's")
 
 
 def give_back(group: dist.ProcessGroup) -> None:
-    if not private_groups.is_private(group):
+    if group.name() != "nccl":
         dist.destroy_process_group(group)
         return
     group.abort()

@@ -11,7 +11,8 @@ from ranks import run_ranks
 from transport_contract import CASES, RANKS, Case, large_messages, many_small_messages, run_cases, soon
 
 from eplb_runtime.distributed.node import node_of_this_rank
-from eplb_runtime.distributed.transports import TRANSPORTS, cuda_ipc, windows
+from eplb_runtime.distributed.transports import TRANSPORTS, windows
+from eplb_runtime.distributed.transports.automatic import why_not
 from eplb_runtime.distributed.transports.base import TransportError
 from eplb_runtime.distributed.transports.cuda_ipc import CudaIpc
 
@@ -48,4 +49,4 @@ def test_ranks_of_several_nodes_are_refused(ranks: list[dict[str, str]]) -> None
 
 
 def test_a_model_on_a_cpu_is_refused() -> None:
-    assert "GPU" in cuda_ipc.why_not(CPU)
+    assert "GPU" in why_not("cuda_ipc", CPU)

@@ -34,7 +34,7 @@ CHEAP = [case for case in CASES if case not in (large_messages, many_small_messa
 def over_the_double(rank: int, folder: Path) -> tuple[dict, list[str]]:
     windows.MOST_PIECE_BYTES = 64 << 10  # a message of a megabyte goes in many pieces
     double = Double(folder)
-    TRANSPORTS["nvshmem"] = partial(Nvshmem, library=double.library())
+    TRANSPORTS["nvshmem"] = partial(Nvshmem, package=double.library())
     said = run_cases(rank, "nvshmem", "gloo", lambda rank: torch.device("cpu"), CHEAP)
     begun = len(double.calls)
     said["two at once"] = two_at_once(rank)
@@ -47,7 +47,7 @@ def two_at_once(rank: int) -> list[int]:
     first, second = (TRANSPORTS["nvshmem"](dist.group.WORLD, "gloo", torch.device("cpu"), 30.0) for _ in range(2))
     first.warm_up(soon())
     second.warm_up(soon())
-    windows = [len(nvshmem._process.memories)]
+    windows = [len(nvshmem._windows)]
     to, source = (rank + 1) % RANKS, (rank - 1) % RANKS
     arrived = [torch.empty(200_000, dtype=torch.uint8) for _ in range(2)]
     pending = [
@@ -64,7 +64,7 @@ def two_at_once(rank: int) -> list[int]:
     exchange_with_all(rank, third, others(rank), [70_000])
     for transport in (second, third):
         transport.close()
-    return [*windows, len(nvshmem._process.memories)]
+    return [*windows, len(nvshmem._windows)]
 
 
 def closed_before_it_was_looked_at(rank: int) -> list[str]:

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from ...config import ConfigError
 from ...utils.errors import one_line
+from ..consensus import gather_bytes
 from ..node import node_of_this_rank
 from . import deepep_package
-from .base import Message, Pending, Transport, TransportError, gather_bytes
-from .progress import to_others
-from .side_stream import SideStream, wait_until
+from .base import Message, Pending, Transport, TransportError
+from .progress import SideStream, to_others, try_out, wait_until
 
 ROW_BYTES = 14336
 """A multiple of 32 that one call takes, and the width that DeepEP's own tables are for."""
@@ -109,18 +109,14 @@ class DeepEP(Transport):
         if self._num_ranks == 1:
             return
         try:
-            package.Buffer.set_num_sms(deepep_package.NUM_SMS)
+            sms = deepep_package.NUM_SMS
+            package.Buffer.set_num_sms(sms)
             self._there, back = deepep_package.settings(package, self._num_ranks)
             deepep_package.refuse_filled_memory()
-            shared = deepep_package.shared_between(package, self._group)
-            self._buffer = shared.buffer(self._group, deepep_package.NUM_SMS, self._there, back)
+            self._buffer = deepep_package.shared_buffer(package, self._group, sms, self._there, back)
         except (RuntimeError, AssertionError, ConfigError) as error:
             raise TransportError(f"transport 'deepep': {one_line(error)}") from error
-        peers = [peer for peer in range(self._num_ranks) if peer != self._rank]
-        out, arrived = self.empty(1).zero_(), self.empty(self._num_ranks)
-        self.post(
-            [Message(peer, out) for peer in peers], [Message(peer, arrived[peer : peer + 1]) for peer in peers]
-        ).wait(deadline)
+        try_out(self, (peer for peer in range(self._num_ranks) if peer != self._rank), deadline)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         if self._problem:

@@ -91,7 +91,6 @@ class DeepEPBuffer:
     ) -> None:
         self._package = deepep_package.imported()
         self._channels = channels or MicroBatchChannels(MicroBatchChannel(group, group))
-        self._shared = deepep_package.shared_between(self._package, group)
         self._num_sms = num_sms
         self._num_ranks = group.size()
         self._num_experts = group.size() * slots_per_rank
@@ -101,7 +100,7 @@ class DeepEPBuffer:
         self._package.Buffer.set_num_sms(num_sms)
         # They hold the number of multiprocessors: made after it was set.
         self._dispatch_config, self._combine_config = deepep_package.settings(self._package, group.size())
-        self._others: dict[MicroBatchChannel, Any] = {}
+        self._buffers: dict[MicroBatchChannel, Any] = {}
 
     @property
     def tells_the_host(self) -> bool:
@@ -166,12 +165,15 @@ class DeepEPBuffer:
         """
         deepep_package.refuse_filled_memory()
         channel = self._channels.current()
-        configs = self._dispatch_config, self._combine_config
-        if channel is self._channels.first:
-            return self._shared.buffer(channel.tokens, self._num_sms, *configs)
-        if channel not in self._others:
-            self._others[channel] = deepep_package.new_buffer(self._package, channel.tokens, *configs)
-        return self._others[channel]
+        if channel not in self._buffers:
+            given = self._package, channel.tokens
+            configs = self._dispatch_config, self._combine_config
+            self._buffers[channel] = (
+                deepep_package.shared_buffer(*given, self._num_sms, *configs)
+                if channel is self._channels.first
+                else deepep_package.new_buffer(*given, *configs)
+            )
+        return self._buffers[channel]
 
 
 def split_columns(rows_NC: Any, most_bytes: int) -> list[Any]:

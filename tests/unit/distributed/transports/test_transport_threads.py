@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,8 @@ import pytest
 import torch
 from nvshmem_double import Double
 
-from eplb_runtime.distributed.transports import nvshmem, windows
-from eplb_runtime.distributed.transports.base import Message, Pending
+from eplb_runtime.distributed.transports import nvshmem, progress, windows
+from eplb_runtime.distributed.transports.base import Message, Pending, TransportError
 from eplb_runtime.distributed.transports.nvshmem import HeapWindow
 
 SECOND_GPU = torch.device("cuda", 1)
@@ -31,6 +32,14 @@ def test_a_thread_works_on_the_models_gpu_from_its_first_call_on(monkeypatch: py
     transport._run()
     assert transport._thread is None or transport._thread.join(30) is None
     assert calls == [("device", SECOND_GPU), ("works", "eplb_runtime transport")]
+
+
+def test_a_device_that_has_no_end_is_waited_for_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = threading.Event()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: end.wait(60))
+    with pytest.raises(TransportError, match="not done in time"):
+        progress.synchronize(SECOND_GPU, time.monotonic())
+    end.set()
 
 
 class QueuedStream:

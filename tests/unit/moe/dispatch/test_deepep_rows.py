@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import deepep_double
 import pytest
 import torch
+import torch.distributed as dist
 from flat_settings import config_from_settings
 
 from eplb_runtime.config import (
@@ -21,11 +22,12 @@ from eplb_runtime.config import (
     DispatchConfig,
     MigrationConfig,
 )
-from eplb_runtime.distributed.transports import deepep_package
+from eplb_runtime.distributed.transports import deepep_package, nvshmem
 from eplb_runtime.moe.dispatch import choosing, float8, row_bytes
 from eplb_runtime.moe.dispatch.base import DispatchContext
 from eplb_runtime.moe.dispatch.deepep import DeepEPByRank
 from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer
+from eplb_runtime.moe.dispatch.deepep_low_latency import LowLatency
 
 SOURCE = "EPLB_RUNTIME_DEEPEP_SOURCE"
 """A folder with DeepEP's Python sources, if the package is not installed."""
@@ -154,7 +156,6 @@ def test_more_slots_than_the_kernels_count_are_refused_at_attach(
 ) -> None:
     """Threads of `intranode::notify_dispatch`, NUM_MAX_LOCAL_EXPERTS (`deepep_asserts.md`)."""
     monkeypatch.setattr(deepep_package, "imported", lambda: deepep_double)
-    monkeypatch.setattr(deepep_package, "shared_between", lambda *_: None)
     group = SimpleNamespace(size=lambda: ranks)
     DeepEPBuffer(group, most, 20)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"up to {most} slots a rank here, not {most + 1}"):
@@ -179,7 +180,6 @@ def test_low_latency_is_refused_where_no_kernel_was_built(
     monkeypatch: pytest.MonkeyPatch, width: int, top_k: int, dtype: torch.dtype, fits: bool
 ) -> None:
     monkeypatch.setattr(deepep_package, "imported", lambda: deepep_double)
-    monkeypatch.setattr(deepep_package, "shared_between", lambda *_: None)
     group = SimpleNamespace(size=lambda: 8, rank=lambda: 0)
     dispatcher = DeepEPByRank(DispatchContext.of(group, 4), LOW_LATENCY_CONFIG)  # type: ignore[arg-type]
     hidden, weights = torch.empty(2, width, dtype=dtype), torch.empty(2, top_k)
@@ -208,6 +208,24 @@ def test_two_users_of_nvshmem_in_a_process_are_refused(
         BalancerConfig(dispatch=dispatch, migration=MigrationConfig(transport=transport)), ranks
     )
     assert said in found and bool(said) == bool(found)
+
+
+def test_nvshmem_is_started_once_whoever_makes_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvshmem, "_world", [])
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(range(group.size())))
+    monkeypatch.setattr(deepep_package, "imported", lambda: deepep_double)
+    monkeypatch.setattr(deepep_package, "refuse_filled_memory", lambda: None)
+    node, nodes = (SimpleNamespace(size=lambda size=size: size, rank=lambda: 0) for size in (8, 16))
+    config = deepep_double.Config(20)
+    for _ in range(2):  # a new connection of the transport shares its world
+        assert nvshmem.claim("transport='nvshmem'", nodes, again=True) == ""  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"transport='nvshmem' has started .* a process starts it once"):
+        deepep_package.new_buffer(deepep_double, nodes, config, config)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"transport='nvshmem' has started .*leave low_latency_tokens out"):
+        LowLatency(node, 4, 8)._buffer(2048)  # type: ignore[arg-type]
+    nvshmem._world[:] = []
+    assert nvshmem.claim("DeepEP between nodes", nodes) == ""  # type: ignore[arg-type]
+    assert "DeepEP between nodes has started" in nvshmem.claim("transport='nvshmem'", nodes, again=True)  # type: ignore[arg-type]
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
