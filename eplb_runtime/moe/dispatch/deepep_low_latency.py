@@ -138,7 +138,7 @@ class LowLatency:
     def _buffer(self, width: int) -> Any:
         deepep_package.refuse_filled_memory()
         if self._made is None:
-            if why := claim("low_latency_tokens", self._group):
+            if why := claim("low_latency_tokens", self._group, again=True):
                 raise ConfigError(f"low_latency_tokens: {why}; leave low_latency_tokens out")
             nbytes = self._package.Buffer.get_low_latency_rdma_size_hint(
                 self.most_tokens, width, self._group.size(), self._num_experts
