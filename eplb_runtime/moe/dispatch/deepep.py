@@ -197,17 +197,14 @@ class DeepEPDispatcher(Dispatcher):
     def _recv_counts(self, sent: SendTokens, top_k: int, known: RowCounts | None) -> RecvCounts:
         """Return what arrives here; compares forwards."""
         slots = self._slots_per_rank
-        if (
-            known is not None and sent.to_nodes is None and self._rows_per_token(top_k) == top_k
-        ):  # then a row is a choice
+        if known is not None and sent.to_nodes is None and self._rows_per_token(top_k) == top_k:  # a row is a choice
             choices_S = known.received_RS.sum(axis=0).tolist()
             return RecvCounts(sum(choices_S), choices_S)
         to_nodes = sent.to_ranks[:0] if sent.to_nodes is None else sent.to_nodes
         counts_RW = self._exchange_counts(torch.cat([to_nodes, sent.to_ranks, sent.to_experts]).to(torch.int64))
         rows_RN, rows_W = counts_RW[:, : len(to_nodes)], counts_RW[:, len(to_nodes) :].sum(axis=0)
         first = counts_RW.shape[0] + self._rank * slots
-        # What crosses to a node comes by the rank of the same place there.
-        node, place = divmod(self._rank, deepep_package.RANKS_OF_A_NODE)
+        node, place = divmod(self._rank, deepep_package.RANKS_OF_A_NODE)  # rows cross between ranks of the same place
         passing = int(rows_RN[place :: deepep_package.RANKS_OF_A_NODE, node : node + 1].sum())
         return RecvCounts(int(rows_W[self._rank]), rows_W[first : first + slots].tolist(), passing)
 
