@@ -36,7 +36,6 @@ from ..moe.experts.slices import is_sliced
 from ..placement import Placement
 from ..utils.spans import phase
 from .exports import EXPORT_SECONDS, TensorStream, WeightExport, placed_logically
-from .gradients.division import Division
 from .gradients.reduction import Gradients
 from .guard import Guard
 from .loop_state import STEP_ENDS, LoopState
@@ -136,12 +135,6 @@ class Balancer:
         )
         self._gradients = Gradients(
             runtime, self._dense, self._logical_of_rows, follow=lambda: self._optimizer_hooks.follow()
-        )
-        self._division = Division(
-            runtime.parameters,
-            runtime.divisors.at_parameters,
-            config.replica_slots > 0,
-            self._gradients.arrives,
         )
         self._rebalancer = Rebalancer(runtime, transport, self._guard, self.events)
         self._rebalance_now = self._rebalancer.now
@@ -639,7 +632,7 @@ class Balancer:
         self._runtime.registry.stepped_by(optimizer)
         self._train_outside(outside)
         if not self._training:
-            self._training = self._division.training = True
+            self._training = self._gradients.training = True
             for layer in self._runtime.layers:
                 layer.counts_in_evaluation = False
 
@@ -752,7 +745,7 @@ class Balancer:
         else:
             self._state.require("a forward in training")
             with self._one_begins:
-                self._division.follow()
+                self._gradients.follow()
                 self._runtime.model_check.check(thoroughly=self._guard.is_new)
                 self._state.has_begun = True
                 if self._runtime.maps.replicas is not None and not in_recompute() and not self._runtime.channels.busy:

@@ -25,7 +25,7 @@ from ..distributed.consensus import deviating, gather_bytes
 from ..distributed.store import StoreError
 from ..load.aggregate import HostCopy
 from ..moe.experts.memory import WeightMemory
-from .gradients.averaging import bit_sums
+from .gradients.reduction import bit_sums
 from .model_check import Snapshot, options_of, snapshots, why_misplaced, why_not_stepped
 from .runtime import Runtime
 

@@ -51,7 +51,7 @@ from ..placement import Placement, PlacementError
 from ..utils.errors import one_line
 from ..utils.worker import Worker
 from .decision import Decision, DecisionMaker, Measurement
-from .gradients.division import why_rows_stay
+from .gradients.reduction import why_rows_stay
 from .guard import Guard
 from .planner_process import compile_split
 from .runtime import Runtime

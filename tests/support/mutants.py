@@ -53,24 +53,23 @@ def nobody_compares_plans() -> None:
 
 
 def sum_in_any_order() -> None:
-    from eplb_runtime.balancer.gradients import averaging
+    from eplb_runtime.balancer.gradients import reduction
 
     def all_reduce(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         dist.all_reduce(flat, group=group)
         return flat
 
-    averaging.sum_in_rank_order = all_reduce
+    reduction.sum_in_rank_order = all_reduce
 
 
 def reduce_again_after_every_forward() -> None:
-    from eplb_runtime.balancer.gradients.averaging import Averaging
+    from eplb_runtime.balancer.gradients.reduction import Averaging
 
     Averaging._leave_to_the_first = lambda self, parameter: None
 
 
 def overlook_new_gradients() -> None:
-    from eplb_runtime.balancer.gradients.averaging import Averaging
-    from eplb_runtime.balancer.gradients.reduction import Gradients
+    from eplb_runtime.balancer.gradients.reduction import Averaging, Gradients
 
     Averaging.has_new = Averaging.has_replaced = False
     Gradients.arrives = lambda self, parameter: None
@@ -203,9 +202,9 @@ def pieces_stay_on_their_edp_rank() -> None:
 
 def norm_of_each_rank_alone() -> None:
     """Squares are summed over what a rank has of an expert, wherever that is cut."""
-    from eplb_runtime.balancer.gradients import norm_of_ranges
+    from eplb_runtime.balancer.gradients import norm
 
-    norm_of_ranges._cut_blocks = lambda ranges: []
+    norm._cut_blocks = lambda ranges: []
 
 
 def norm_by_rank() -> None:

@@ -24,10 +24,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...balancer.balancer import Balancer
-from ...balancer.gradients.division import Divisors
 from ...balancer.model_check import ModelCheck
 from ...balancer.rebalancer import new_transport
-from ...balancer.runtime import Barrier, Runtime
+from ...balancer.runtime import Barrier, Divisors, Runtime
 from ...checkpoint.exporter import Exporter
 from ...checkpoint.weights import weights_of
 from ...config import BalancerConfig, launcher_environment, take_trial

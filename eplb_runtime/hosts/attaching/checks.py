@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ...balancer.gradients.division import foreign_hooks
+from ...balancer.gradients.reduction import foreign_hooks
 from ...config import BalancerConfig
 from ...distributed.consensus import barrier, deviating, first_problem, gather_rows, has_another
 from ...distributed.process_groups import ProcessGroups

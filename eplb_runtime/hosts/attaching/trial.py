@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...balancer.balancer import Balancer
-from ...balancer.gradients.averaging import bit_words
+from ...balancer.gradients.reduction import bit_words
 from ...config import BalancerConfig, DispatchConfig, Trial
 from ...distributed.consensus import gather_bytes, gather_rows
 from ...distributed.ranks import Ranks
