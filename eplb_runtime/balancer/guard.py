@@ -142,7 +142,8 @@ class Guard:
         self._dense, self._optimizers, self._memory, self._registered = dense, optimizers, memory, registered
         self._run, self._step, self._on_finding = run, step, on_finding
         self._steps, self._comparisons, self.complete_steps = 0, 0, FIRST_STEPS
-        self._forwards = (0, 0)
+        self._forwards: list[tuple[int, int]] = [(0, 0)] * len(runtime.layers)
+        self._not_counted: set[str] = set()
         self._snapshots: list[Snapshot] = []
         self._passed_over: set[int] = set()
         self._late_problem = ""
@@ -195,15 +196,27 @@ class Guard:
         if self._mode == "off" or not self._optimizers:
             return None
         problem, self._late_problem = self._late_problem, ""
+        if names := [name for name in self._runtime.model_check.experts if name in self._not_counted]:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self.report(
+                "",
+                "call train() on the whole model (frozen parameters stay frozen): MoE layers in evaluation mode, while "
+                f"others train, have no load to place experts by: {names[0]}{more}",
+            )
         return self._sample("weights", problem, stays)
 
     def _uncounted(self) -> str:
         """Check that a step's tokens count. A rank may have no token in a step, or padding alone, and evaluate between
         steps; forwards for gradients in evaluation mode alone are a mistake."""
-        layers, before = self._runtime.layers, self._forwards
-        self._forwards = sum(layer.calls for layer in layers), sum(layer.uncounted for layer in layers)
-        calls, uncounted = (now - then for now, then in zip(self._forwards, before, strict=True))
-        if not uncounted or uncounted != calls or self._is_uncounted:
+        before, self._forwards = self._forwards, [(one.calls, one.uncounted) for one in self._runtime.layers]
+        ran = [(now[0] - then[0], now[1] - then[1]) for now, then in zip(self._forwards, before, strict=True)]
+        job, names = self._groups.job, self._runtime.model_check.experts
+        idle = [name for name, (calls, uncounted) in zip(names, ran, strict=True) if calls and calls == uncounted]
+        if not idle or len(idle) < sum(bool(calls) for calls, _ in ran):
+            if job.rank == job.ep_sets_of(job.stages)[0][0]:  # one of those that hold these layers says it
+                self._not_counted.update(idle)
+            return ""
+        if self._is_uncounted:
             return ""
         self._is_uncounted = True  # said once
         return (

@@ -145,11 +145,11 @@ def one_fault_after_another(rank: int) -> dict[str, Any]:
     job.until_next(RebalanceCommitted)
     said["paused so far"] = len(balancer.events.of_type(BalancingPaused))
 
-    compare = decisions._guard.compare
+    compare = balancer._guard.compare
     if rank == 1:
-        decisions._guard.compare = raising(MemoryError, "in the middle of the collectives")
+        balancer._guard.compare = raising(MemoryError, "in the middle of the collectives")
     said["paused"] = bool(job.until_next(BalancingPaused).cause)
-    decisions._guard.compare = compare
+    balancer._guard.compare = compare
     said["while paused"] = said_by(balancer.rebalance)
     said["resumed"] = job.until_next(BalancingResumed).step
     said["committed at"] = job.until_next(RebalanceCommitted).step
@@ -157,7 +157,7 @@ def one_fault_after_another(rank: int) -> dict[str, Any]:
     # This rank alone does not come to a decision in time: the others have waited for it, and so has training here.
     gone = threading.Event()
     if rank == 0:
-        balancer._rebalancer._worker.submit(gone.wait)
+        balancer._rebalancer.control.worker.submit(gone.wait)
     said["late"] = job.until_next(RebalanceAborted).phase
     gone.set()
     job.until_next(BalancingResumed)

@@ -315,7 +315,7 @@ def late(model: nn.Module, optimizer: torch.optim.Optimizer, balancer: eplb.Bala
     train(model, optimizer, 1)
     for step in range(2, 200):
         train(model, optimizer, step)
-        apart = torch.tensor([float(balancer._rebalancer._reconnection.under_way)])
+        apart = torch.tensor([float(balancer._rebalancer.control.reconnection.under_way)])
         dist.all_reduce(apart)
         if not apart.item():
             break
