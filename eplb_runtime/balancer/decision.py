@@ -116,9 +116,6 @@ class PlanMaker:
         history: load of all ranks in the last decisions, int64 ``[L, E]`` each, equal on every rank: any of them can
             save it, though only the planner plans from it.
         saved_track_record: what came true of earlier plans, as rank 0 sent it with its last plan.
-        on_load: called with the load of all ranks since the last decision, ``[T, L, E]``, the training steps of a row,
-            the bytes of this rank's largest expert with its state, and seconds of a step in expert work, 0: not
-            measured.
         share: of a step in expert work, equal on every rank.
     """
 
@@ -141,9 +138,13 @@ class PlanMaker:
         if self._is_planner and self._config.policy != "static":
             self.process = PlannerProcess(self._config.timeout_seconds * PLANNING)
         self.planner: Callable[..., Plan] = plan if self.process is None else self.process.plan
-        self.on_load: Callable[[NDArray[np.int64], int, int, float], None] = lambda load_TLE, steps, nbytes, seconds: (
-            None
-        )
+        self._record: Callable[[NDArray[np.int64], int, int, float], None] | None = None
+
+    def record_with(self, write: Callable[[NDArray[np.int64], int, int, float], None]) -> None:
+        """Call a function with the load of all ranks since the last decision, ``[T, L, E]``, the training steps of a
+        row, the bytes of this rank's largest expert with its state, and seconds of a step in expert work, 0: not
+        measured."""
+        self._record = write
 
     def resume_track_record(self, rows: Any) -> None:
         """Judge further predictions beside saved ones.
@@ -176,8 +177,9 @@ class PlanMaker:
         total: NDArray[np.int64] = summed_up.numpy()
         if total.any():
             self.history.extend(total)
-            seconds = self.share.value * measurement.step_seconds if self.share.source == "measured" else 0.0
-            self.on_load(total, self._steps_per_bucket or measurement.steps, measurement.home_bytes, seconds)
+            if self._record is not None:
+                seconds = self.share.value * measurement.step_seconds if self.share.source == "measured" else 0.0
+                self._record(total, self._steps_per_bucket or measurement.steps, measurement.home_bytes, seconds)
             if sources is not None:
                 self._sources = sources + (0.0 if self._sources is None else SOURCE_MEMORY * self._sources)
         return total

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -49,9 +49,11 @@ from ..migration.progress import MigrationProgress
 from ..moe.experts.optimizer_state import OptimizerStateError
 from ..placement import Placement
 from ..utils.errors import one_line
+from ..utils.spans import phase
 from .decision import Decision, Measurement, PlanMaker, decide
 from .gradients.reduction import why_rows_stay
 from .guard import Guard
+from .loop_state import LoopHooks, LoopState
 from .planner_process import compile_split
 from .runtime import Runtime
 
@@ -75,7 +77,7 @@ class _Pending:
     keys_of_earlier: int
 
 
-class Rebalancer:
+class Rebalancer(LoopHooks):
     """The placement of one job, on one rank, and its changes.
 
     Args:
@@ -83,7 +85,6 @@ class Rebalancer:
         guard: checks the runtime's assumptions with each decision.
 
     Attributes:
-        step: optimizer steps since attach (or as restored).
         quiesced: nothing migrates while it is positive.
         declared: declared load for the next decision; None: it is forecast.
         control: the channel to the other ranks.
@@ -96,12 +97,13 @@ class Rebalancer:
         transport: Transport,
         guard: Guard,
         events: EventLog,
+        loop: LoopState,
     ) -> None:
         config, groups = runtime.config, runtime.groups
         self._runtime = runtime
         self._placement = self._target = self._initial = runtime.placement
         self._moved_L = np.zeros(runtime.placement.num_layers, dtype=bool)
-        self.step = 0
+        self._loop = loop
         self.quiesced = 0
         self.declared: NDArray[np.float64] | None = None
         self._events = events
@@ -175,8 +177,42 @@ class Rebalancer:
         is_initial = np.array_equal(self.placement().homes_LRH[layer], self._initial.homes_LRH[layer])
         return bool(self._moved_L[layer]) or not is_initial
 
-    def at_boundary(self) -> bool:
-        """Close a training step, on every rank: decide or migrate if it is time. Returns whether experts moved."""
+    @property
+    def step(self) -> int:
+        """Optimizer steps since attach, or as restored."""
+        return self._loop.step
+
+    def on_forward_begin(self, trains: bool) -> None:
+        """Begin a step's clock with its first forward in training where rollouts lie between steps."""
+        self.refuse_if_broken()
+        self.overlapped.forward_begins()
+        if trains and self._config.interval is None and self._clock.begin():
+            self._expert_clock.begin_anew()
+
+    def on_forward_end(self, layers: Collection[int]) -> None:
+        self.overlapped.forward_ends(layers)
+
+    def before_reduce(self) -> None:
+        """Write nothing more in this step: an optimizer does."""
+        self.refuse_if_broken()
+        self.overlapped.withdraw()
+
+    def on_step_end(self) -> None:
+        """Decide or migrate if it is time, and bring replicas what was stepped or moved."""
+        with phase("step boundary", epoch=self._placement.epoch):
+            moved = self._at_boundary()
+        if moved:
+            self._loop.on_moved()
+        if self._loop.has_optimizer or moved:
+            self.refresh_replicas()
+
+    def refresh_replicas(self) -> None:
+        """Bring replicas the weights of their homes. Collective."""
+        if self._maps.replicas is not None:
+            self._maps.replicas.refresh()
+
+    def _at_boundary(self) -> bool:
+        """Close a training step, on every rank. Returns whether experts moved."""
         self.refuse_if_broken()
         self._expert_clock.end_step()
         before = self._placement
@@ -218,7 +254,7 @@ class Rebalancer:
 
     def _count_step(self) -> bool:
         """Count the step that is over. Returns whether a decision is due."""
-        self.step += 1
+        self._loop.step += 1
         self._attempts = 0
         self._at_point(Phase.STEPPED, self.step)
         self._clock.tick()
@@ -269,11 +305,6 @@ class Rebalancer:
         """Return whether a decision was begun that `now` has not acted on yet."""
         return self._pending is not None and self._pending.due_step == AHEAD
 
-    def forward_begins(self) -> None:
-        """Begin a step's clock with its first forward in training where rollouts lie between steps."""
-        if self._config.interval is None and self._clock.begin():
-            self._expert_clock.begin_anew()
-
     @property
     def staging(self) -> list[Tensor]:
         """Memory of experts in flight."""
@@ -317,7 +348,7 @@ class Rebalancer:
 
     def go_to(self, step: int, target: Placement | Callable[[], Placement]) -> MigrationProgress:
         """Set the step, and migrate to a placement, or to one that is made then. Collective, between steps."""
-        self.step = step
+        self._loop.step = step
         self._next_sampled = 0
         self._restores += 1
         self._attempts = 0

@@ -14,6 +14,7 @@ from ..distributed.process_groups import ProcessGroups
 from ..distributed.ranks import Job
 from ..load.counter import LoadCounter
 from ..load.expert_clock import ExpertClock
+from ..moe.dispatch.base import Dispatcher
 from ..moe.dispatch.channels import MicroBatchChannels
 from ..moe.experts.registry import ExpertTensors
 from ..moe.kernel_selection import Kernels
@@ -80,6 +81,7 @@ class Runtime:
         kernels: the Triton and Numba kernels in use.
         divisors: of gradients of whole experts.
         barrier: of all ranks ahead of a collective call.
+        dispatcher: carries tokens; closed on all ranks together.
     """
 
     config: BalancerConfig
@@ -101,6 +103,7 @@ class Runtime:
     kernels: Kernels
     divisors: Divisors
     barrier: Barrier
+    dispatcher: Dispatcher
 
     @property
     def job(self) -> Job:

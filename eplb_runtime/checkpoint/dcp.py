@@ -131,7 +131,7 @@ def async_save(folder: str | Path, view: LogicalView, storage_writer: dcp.Storag
         if view.balancer is None:
             return dcp.async_save(state, no_dist=not dist.is_initialized(), **options)  # type: ignore[return-value]
         with view.balancer.quiesce():
-            group = view.balancer._runtime.groups.background
+            group = view.balancer.runtime.groups.background
             return dcp.async_save(state, process_group=group, **options)  # type: ignore[return-value]
 
 

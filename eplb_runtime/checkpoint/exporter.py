@@ -39,7 +39,7 @@ class Exporter:
 
     def stream(self, bucket_bytes: int, dtype: torch.dtype | None, rank: int | None, seconds: float) -> LogicalTensors:
         """`Balancer.named_logical_tensors`."""
-        ranks, problem = self._balancer._runtime.job.ranks, ""
+        ranks, problem = self._balancer.runtime.job.ranks, ""
         if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
             problem = f"bucket_bytes is {bucket_bytes!r}: give a whole number of bytes from 1 on"
         if rank is not None and rank not in ranks:
@@ -55,7 +55,7 @@ class Exporter:
         theirs, problem = _given(tensors, given)
         if problem and isinstance(given, LogicalTensors):
             given.close(problem)  # the caller holds it, and the others wait at its next bucket
-        rebalancer, control = self._balancer._rebalancer, self._balancer._runtime.groups.control
+        rebalancer, control = self._balancer.rebalancer, self._balancer.runtime.groups.control
         # A rank that takes longer to walk its weights is waited for here.
         outcome = rebalancer.run(lambda: rebalancer.agreement.go_on("", False, seconds), seconds)
         if found := outcome or rebalancer.run(lambda: first_problem(problem, control)):
@@ -77,12 +77,13 @@ class Exporter:
             problem, dtype = f"dtype is {dtype!r}: give one of floating point, or None", None
         tensors = TensorList(self._balancer, {}, dtype)
         try:
-            problem = problem or self._balancer._why_freed()  # first: a list of empty weights may fail in other words
+            # First: a list of empty weights may fail in other words.
+            problem = problem or self._balancer.tensors.memory.why_freed()
             weights = {stage: listed() for stage, listed in self._weights_of_stages.items()}
             tensors = TensorList(self._balancer, weights, dtype)
         except Exception as error:
             problem = problem or one_line(error, with_type=True)
-        if found := self._balancer._rebalancer.run(lambda: tensors.agree(options, problem)):
+        if found := self._balancer.rebalancer.run(lambda: tensors.agree(options, problem)):
             raise ExportError(f"weights cannot be exported: {found}")
         return tensors
 
@@ -107,7 +108,7 @@ def _checksums(item: StreamItem, tensor: Tensor) -> Iterator[tuple[_Part, bytes]
 def _given(tensors: TensorList, given: object) -> tuple[dict[_Part, bytes], str]:
     """The checksums of what was given here; and what is wrong with it."""
     theirs: dict[_Part, bytes] = {}
-    items, device = {item.name: item for item in tensors.items}, tensors.balancer._runtime.device
+    items, device = {item.name: item for item in tensors.items}, tensors.balancer.runtime.device
     try:
         found: Any = given() if callable(given) else given
         for name, tensor in found.items() if isinstance(found, Mapping) else found:

@@ -34,7 +34,7 @@ class JointAccess:
     def of(cls, view: LogicalView, process_group: dist.ProcessGroup | None = None) -> JointAccess:
         """All ranks of the model's job; of one that is not attached: the group given, or the world."""
         if process_group is None and view.balancer is not None:
-            return cls(view.balancer._runtime.groups.everyone, view.balancer._runtime.device)
+            return cls(view.balancer.runtime.groups.everyone, view.balancer.runtime.device)
         if not dist.is_initialized():
             return cls(None, torch.device("cpu"))
         group = process_group if process_group is not None else dist.group.WORLD

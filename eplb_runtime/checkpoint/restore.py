@@ -52,7 +52,7 @@ class Fitted:
 
     def __init__(self, view: LogicalView, saved: Saved) -> None:
         self._view, self._saved = view, saved
-        in_stages = view.balancer is not None and len(view.balancer._runtime.job.layers_of_stage) > 1
+        in_stages = view.balancer is not None and len(view.balancer.runtime.job.layers_of_stage) > 1
         known = {entry.key: entry for entry in view.entries("model", "extra")}
         for key, entry in known.items():
             if key not in saved.tensors:
@@ -253,7 +253,7 @@ def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def warn_of_left_out(view: LogicalView, saved: Sequence[str]) -> None:
     """Name tensors that were registered when a checkpoint was saved, and are not now."""
-    in_stages = view.balancer is not None and len(view.balancer._runtime.job.layers_of_stage) > 1
+    in_stages = view.balancer is not None and len(view.balancer.runtime.job.layers_of_stage) > 1
     left = sorted(set(saved) - {entry.name for entry in view.entries("extra")})
     if left and not in_stages and not (dist.is_initialized() and dist.get_rank()):
         named = f"{left[0]} and {len(left) - 1} more" if left[1:] else left[0]

@@ -62,7 +62,7 @@ class LogicalView:
 
     def __init__(self, model: nn.Module, optimizer: Given = None) -> None:
         self.model, self.balancer = _unwrapped(model)
-        if self.balancer is not None and self.balancer._runtime.host_dispatches:
+        if self.balancer is not None and self.balancer.runtime.host_dispatches:
             raise CheckpointError(
                 "the framework keeps each expert in tensors of its own and saves them by logical expert: use its own "
                 "checkpoints, and keep balancer.state_dict() with them"
@@ -103,7 +103,7 @@ class LogicalView:
             for name in self.parameters:
                 yield from self.state_entries(name, self.optimizer_state(name))
         if (not parts or "extra" in parts) and self.balancer is not None:
-            for name, (layer, tensor) in self.balancer._extra_tensors.items():
+            for name, (layer, tensor) in self.balancer.tensors.registered.items():
                 if name.startswith(self._prefix):
                     yield Entry("extra", name.removeprefix(self._prefix), "", tensor, layer)
 
@@ -163,7 +163,8 @@ class LogicalView:
         """The logical expert of each of this rank's rows."""
         if self.balancer is None:
             raise ValueError("nothing is spread in a model that is not attached")
-        return self.balancer._home_experts(layer)
+        homes_LRH, rank = self.balancer.placement.homes_LRH, self.balancer.runtime.job.ep_rank
+        return [int(expert) for expert in homes_LRH[layer, rank]]
 
     @property
     def num_experts(self) -> int:
@@ -181,8 +182,8 @@ class LogicalView:
         freed = f"{what}: {freed}" if freed else ""
         if self.balancer is not None:
             if not patient:
-                self.balancer._runtime.barrier(what)
-            group, device = self.balancer._runtime.groups.everyone, self.balancer._runtime.device
+                self.balancer.runtime.barrier(what)
+            group, device = self.balancer.runtime.groups.everyone, self.balancer.runtime.device
             here = torch.tensor([bool(freed)], dtype=torch.uint8, device=device)
             ranks = [dist.get_process_group_ranks(group)[n] for n in gather_rows(here, group).flatten().nonzero()]
             freed = freed or (
@@ -194,10 +195,10 @@ class LogicalView:
     def _freed(self) -> str:
         """Name a tensor that has no memory now; empty: all have."""
         if self.balancer is not None:
-            registry = self.balancer._runtime.registry
+            registry = self.balancer.runtime.registry
             if changed := next(filter(None, map(registry.why_freed, registry.layers)), ""):
                 return changed
-            if changed := self.balancer._why_freed():
+            if changed := self.balancer.tensors.memory.why_freed():
                 return changed
         freed = (entry.key for entry in self.entries() if not has_memory(entry.tensor))
         return next((f"{key}: its memory is freed: load it first" for key in freed), "")

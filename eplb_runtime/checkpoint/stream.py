@@ -99,7 +99,7 @@ class TensorList:
         self, balancer: Balancer, weights: Mapping[int, Sequence[Weight]], dtype: torch.dtype | None = None
     ) -> None:
         self.balancer = balancer
-        self.job = balancer._runtime.job
+        self.job = balancer.runtime.job
         self._weights = weights
         self._dtype = dtype
         self._last: tuple[Any, Mapping[str, Tensor]] = (None, {})
@@ -112,7 +112,7 @@ class TensorList:
 
     def problem(self) -> str:
         """Return why tensors of this rank cannot be read now; empty: they can."""
-        if freed := self.balancer._why_freed():
+        if freed := self.balancer.tensors.memory.why_freed():
             return freed
         names = (next(iter(one.made)) for weights in self._weights.values() for one in weights if one.freed)
         return next((f"the memory of {name} is freed, as jobs do between phases: load it first" for name in names), "")
@@ -138,7 +138,7 @@ class TensorList:
     def agree(self, options: str, problem: str) -> str:
         """Learn the tensors of all stages. Collective on the control group. Returns, on all ranks, the first problem of
         a rank, that options differ, or that ranks of a stage have other tensors; empty: there is nothing of that."""
-        control = self.balancer._runtime.groups.control
+        control = self.balancer.runtime.groups.control
         text = json.dumps([_fields_of(item) for item in self.items])
         if found := first_problem(problem or self.problem(), control):
             return str(found)
@@ -209,8 +209,8 @@ class TensorList:
     @cached_property
     def _sliced(self) -> bool:
         """Return whether each EDP rank has a slice of each expert."""
-        expert_data = self.balancer._runtime.groups.expert_data
-        return self.balancer._sliced and not self.job.divided_rows and expert_data is not None
+        expert_data = self.balancer.runtime.groups.expert_data
+        return self.balancer.tensors.sliced and not self.job.divided_rows and expert_data is not None
 
     def is_mine(self, chunk: Chunk) -> bool:
         return chunk.owner in (None, self.job.rank)
@@ -239,7 +239,7 @@ class TensorList:
         row = int(self._places[weight.layer, expert]) % (self.num_experts // len(self.job.row_ranks))
         if isinstance(source, tuple):
             return source[row].detach()
-        return whole_row(source, row, self.balancer._runtime.groups)
+        return whole_row(source, row, self.balancer.runtime.groups)
 
     def forget(self) -> None:
         """Let go of what was made last."""
@@ -247,7 +247,7 @@ class TensorList:
 
     def moved(self) -> str:
         """Return that experts have moved since this list was made; empty: they have not."""
-        same = self.balancer._rebalancer.epoch_on_this_rank == self._placement.epoch
+        same = self.balancer.rebalancer.epoch_on_this_rank == self._placement.epoch
         return "" if same else "experts have moved since the export began: begin it again"
 
 
@@ -309,7 +309,7 @@ class Bucket:
 
     def _memory_of(self, chunks: Sequence[Chunk]) -> Tensor:
         specs, at = [self._tensors.spec_of(chunk) for chunk in chunks], 0
-        nbytes, device = sum(aligned(spec.nbytes) for spec in specs), self._tensors.balancer._runtime.device
+        nbytes, device = sum(aligned(spec.nbytes) for spec in specs), self._tensors.balancer.runtime.device
         memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         for chunk, spec in zip(chunks, specs, strict=True):
             self._parts[chunk] = memory[at : at + spec.nbytes].view(spec.dtype).view(spec.shape)
@@ -326,7 +326,7 @@ class Bucket:
         self._tensors.forget()
 
     def _travel(self) -> None:
-        group, ranks = self._tensors.balancer._runtime.groups.everyone, self._tensors.job.ranks
+        group, ranks = self._tensors.balancer.runtime.groups.everyone, self._tensors.job.ranks
         of, to = (dict.fromkeys((None, *ranks), 0) for _ in range(2))
         for chunk in self._arriving:
             of[chunk.owner] += aligned(self._tensors.spec_of(chunk).nbytes)
@@ -456,7 +456,7 @@ class LogicalTensors(Iterator[NamedTensor]):
             )
         if left:
             seconds = self._seconds
-            self._tensors.balancer._rebalancer.say(lambda agreement: agreement.go_on(reason, True, seconds))
+            self._tensors.balancer.rebalancer.say(lambda agreement: agreement.go_on(reason, True, seconds))
 
     def _end(self) -> None:
         self._open = False
@@ -480,7 +480,7 @@ class LogicalTensors(Iterator[NamedTensor]):
 
     def _agree(self, problem: str) -> None:
         where, seconds = f"bucket {self._next + 1} of {len(self._cuts)}", self._seconds
-        rebalancer = self._tensors.balancer._rebalancer
+        rebalancer = self._tensors.balancer.rebalancer
         try:
             outcome = rebalancer.run(lambda: rebalancer.agreement.go_on(problem, False, seconds), seconds)
         except RuntimeError as error:

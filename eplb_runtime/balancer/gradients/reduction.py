@@ -23,9 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...distributed.consensus import extremes, gather_rows, maxima
+from ...load.counter import in_recompute
 from ...moe.experts.slices import is_sliced, local
 from ...utils.spans import phase
+from ..loop_state import LoopHooks, LoopState
 from ..runtime import Runtime
+from ..tensors import ModelTensors
 from .norm import Gradient, RangesOfSlots, over_stages, powers_of_dense, powers_of_experts
 
 BUCKET_BYTES = 32 << 20
@@ -35,38 +38,23 @@ NONE, TAKEN, ALIKE, REPLACED, NEW = range(5)
 of the loop's in its place, or one with contributions that the other ranks do not have."""
 
 
-class Gradients:
+class Gradients(LoopHooks):
     """Gradients of one model: each contribution is reduced once, and all are clipped by one norm.
+    Without an optimizer a backward pass through experts is refused."""
 
-    Args:
-        logical_of_rows: gives int64 ``[L, E/R]`` on the model's device, the logical expert of each row here.
-        follow: called before each reduction, to learn of parameters that have joined.
-
-    Attributes:
-        training: whether there is an optimizer; without one a backward pass through experts is refused.
-    """
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        dense_parameters: Mapping[str, Tensor],
-        logical_of_rows: Callable[[], Tensor],
-        *,
-        follow: Callable[[], None],
-    ) -> None:
+    def __init__(self, runtime: Runtime, tensors: ModelTensors, loop: LoopState) -> None:
         groups = runtime.groups
-        self.training = False
+        self._runtime, self._loop = runtime, loop
         self._registry = runtime.registry
         self._replicas = runtime.maps.replicas
         self._parameters = runtime.parameters
-        self._dense_parameters = dense_parameters
-        self._logical_of_rows, self._num_experts = logical_of_rows, runtime.placement.num_experts
+        self._dense_parameters = tensors.dense
+        self._num_experts = runtime.placement.num_experts
         self._groups, self._device = groups, runtime.device
-        self._follow = follow
-        self._sliced = any(is_sliced(parameter) for parameter in self._registry.parameters())
+        self._sliced = tensors.sliced
         self._averaged: list[Averaging] = []
         if runtime.averages_dense:
-            self._averaged.append(Averaging(dense_parameters, groups.data, groups.job.gradient_divisor))
+            self._averaged.append(Averaging(tensors.dense, groups.data, groups.job.gradient_divisor))
         self._of_experts: Averaging | None = None
         if groups.expert_data is not None and not self._sliced:
             self._of_experts = Averaging(
@@ -90,7 +78,7 @@ class Gradients:
 
     @torch.compiler.disable
     def _divide(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        if not self.training:
+        if not self._loop.has_optimizer:
             raise RuntimeError(
                 "a backward pass through experts that were attached without an optimizer: their gradients would not be "
                 "scaled nor reduced; give the optimizer to attach, or one that is made later to "
@@ -100,17 +88,22 @@ class Gradients:
         return gradient if self._divisor == 1 else torch.div(gradient, self._divisor)
 
     def begin(self) -> None:
-        """Begin new gradients after an optimizer's step."""
+        """Begin new gradients."""
         self._first = True
-        self.moved()
+        self.on_moved()
 
-    def moved(self) -> None:
+    def on_step_end(self) -> None:
+        self.begin()
+
+    def on_moved(self) -> None:
         """Note that experts have moved between steps, with their gradients."""
         for averaging in self._averaged:
             averaging.step_is_over()
 
-    def follow(self) -> None:
-        """Divide gradients of what is trained by now; RuntimeError: replicas have no place for theirs."""
+    def on_forward_begin(self, trains: bool) -> None:
+        """Expect new gradients in training; RuntimeError: replicas have no place for some."""
+        if not trains:
+            return
         for name, parameter in self._parameters.items() if self._replicas is not None else ():
             if foreign_hooks(parameter):
                 raise RuntimeError(
@@ -123,10 +116,9 @@ class Gradients:
                     "gradients: freeze it again, unfreeze it before attach, or use replica_slots=0"
                 )
         self._divide_trained()
-
-    def forward_begins(self) -> None:
-        """Expect new gradients, of slices where no hook sees them."""
-        self._new = self._new or self._sliced
+        if self._replicas is not None and not in_recompute() and not self._runtime.channels.busy:
+            self._replicas.abandon()
+        self._new = self._new or self._sliced  # of slices no hook sees them
         if self._sliced and self._registry.has_left_behind:
             self._registry.forget_zeroed()
 
@@ -138,9 +130,11 @@ class Gradients:
         if self._of_experts is not None:
             self._of_experts.arrives(parameter)
 
+    def before_step(self) -> None:
+        self.reduce()
+
     def reduce(self) -> None:
         """Reduce all gradients for the optimizer; without new ones nothing happens. Collective."""
-        self._follow()
         if self._registry.has_left_behind:
             self._registry.refuse_left_behind()
         if self._replicas is not None:  # replicas may have gradients that no home shows yet
@@ -220,7 +214,11 @@ class Gradients:
                 # Also where there is none: other ranks may have one, and all meet for each.
                 gradients.append((layer, [] if gradient is None else local(gradient)))
         slices = self._groups.expert_data if self._sliced and not self._groups.job.divided_rows else None
-        rows_LH = self._logical_of_rows()
+        self._loop.end_broken_off()
+        job = self._groups.job
+        # The logical expert of each row here; of divided rows [L, E/(R D)].
+        rows_LH = self._runtime.maps.table.logical_of_rows(job.ep_rank).unflatten(1, (job.row_division, -1))
+        rows_LH = rows_LH[:, job.row_rank % job.row_division]
         return powers_of_experts(gradients, rows_LH, self._num_experts, self._groups, slices, norm_type)
 
 

@@ -60,9 +60,8 @@ from ...topology import Topology
 from ...utils.errors import one_line
 from .checks import check, raise_on_all, undone_on_failure, wait_for_ranks, why_not_single
 from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
-from .forwards import Forwards
 from .meta import make_buffers, make_parameters
-from .optimizers import Optimizers, homes_of
+from .optimizers import Optimizers, follow_forwards, homes_of
 from .replicas import local_experts, transport_of_copies
 from .self_test import LayerTest, problems_of, try_layers
 from .sharding import cut_rows, install, note_of_odd_rows, rows_of_rank
@@ -107,9 +106,9 @@ def attach_stages(
         undo[1] = balancer.close
         _on_all_or_none(lambda: _hook(made, cut, balancer, hooked), groups)
         _on_all_or_none(lambda: _record(made, cut, balancer), groups)
-        balancer._begin()
+        balancer.begin()
         for problem in problems_of([layer for _, _, layer in made.layers], made.tests):
-            balancer._guard.report(problem)
+            balancer.guard.report(problem)
     groups.settle()
     made.transport.wait_at_most(config.timeout_seconds)
     of_bits = _notes(made, cut)
@@ -395,18 +394,18 @@ def _balance(made: _Connected, cut: _Cut, routed: _Routed) -> tuple[Balancer, Op
             kernels=routed.kernels,
             divisors=routed.divisors,
             barrier=made.barrier,
+            dispatcher=routed.dispatcher,
         ),
         made.transport,
         hook_optimizers,
         lambda balancer: Exporter(balancer, listed),
     )
-    balancer._close_on_all_ranks_with(routed.dispatcher.close)
     return balancer, hooked[0]
 
 
 def _hook(made: _Connected, cut: _Cut, balancer: Balancer, hooked: Optimizers) -> None:
     """Let models and optimizers reach the balancer, and people find it. Nothing here waits for other ranks."""
-    balancer._runtime.model_check.keep_from_ddp(cut.parameters.values())
+    balancer.runtime.model_check.keep_from_ddp(cut.parameters.values())
     for stage in made.stages:
         _mark(stage, balancer)
         stage.host.save_together(balancer)
@@ -419,9 +418,9 @@ def _hook(made: _Connected, cut: _Cut, balancer: Balancer, hooked: Optimizers) -
         for own_name in layer.parameters if made.job.ep_size > 1 and made_with is None else ():
             mark_parameter(layer.parameter(own_name))
     for stage in made.stages:
-        balancer._end_with(stage.host.watch_batches())
+        balancer.closing.callback(stage.host.watch_batches().remove)
         layers = {layer for name, layer in cut.layer_of_parameter.items() if name.startswith(stage.prefix)}
-        balancer._forwards.append(Forwards(balancer, stage, frozenset(layers)))
+        follow_forwards(stage.model, balancer.loop, frozenset(layers))
     if made.container is None:
         hooked.add(made.optimizers)
     else:
@@ -453,12 +452,10 @@ def _record(made: _Connected, cut: _Cut, balancer: Balancer) -> None:
             state_bytes = max(0, home_bytes - recorded.expert_bytes)
             recorder.write(load_TLE, steps, RecordedJob(optimizer_bytes=state_bytes, expert_seconds=expert_seconds))
 
-        balancer._record(write)
-        balancer._close_with(recorder.close)
-    shown = Shown(config, topology, placement, len(job.ranks), balancer._progress, job.layers_of_stage)
-    balancer._shown = shown
-    shown.follow(balancer.events)
-    balancer._close_with(shown.close)
+        balancer.rebalancer.decisions.record_with(write)
+        balancer.events.close_with(recorder.close)
+    progress = lambda: balancer.rebalancer.progress  # noqa: E731
+    balancer.show_on(Shown(config, topology, placement, len(job.ranks), progress, job.layers_of_stage))
 
 
 def _notes(made: _Connected, cut: _Cut) -> list[str]:
