@@ -257,21 +257,9 @@ class EventLog:
         self._emitted = 0
         self._newest_rebalance: tuple[int, Event] | None = None
         self._listeners: list[Callable[[Event], None]] = []
-        self._closing: list[Callable[[], None]] = []
 
     def subscribe(self, listener: Callable[[Event], None]) -> None:
         self._listeners.append(listener)
-
-    def close_with(self, close: Callable[[], None]) -> None:
-        """Call a function when there are no more events."""
-        self._closing.append(close)
-
-    def close(self) -> None:
-        for close in self._closing:
-            try:
-                close()
-            except Exception:
-                logger.exception("an event listener failed as it was closed; the job goes on")
 
     def emit(self, event: Event) -> None:
         self._events.append(event.without_arrays())

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -48,7 +48,7 @@ def _end_threads(of: weakref.ref[Balancer]) -> None:
     if balancer is not None and not balancer.closed and not balancer.in_a_child:
         balancer.loop.closed = True
         balancer.rebalancer.leave()
-        balancer.events.close()
+        balancer.close_listeners()
         balancer.runtime.groups.store.close()
 
 
@@ -57,6 +57,9 @@ class OptimizerHooks(Protocol):
 
     def adopt(self, optimizer: torch.optim.Optimizer, instead_of: torch.optim.Optimizer | None = None) -> None:
         """`Balancer.adopt`."""
+
+    def add(self, optimizers: Sequence[Any], container: torch.optim.Optimizer | None = None) -> None:
+        """Hook optimizers that were checked, or what steps them in one step of its own."""
 
     def around_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """Inside, an optimizer steps, or is skipped on all ranks (by a scaler at an overflow)."""
@@ -94,7 +97,7 @@ class Balancer:
         topology: ranks, nodes and measured bandwidths.
         events: history of the run (`eplb_runtime.events`).
         layer_of_parameter: MoE layer index of each expert parameter, by its name in the model.
-        runtime, tensors, loop, guard, gradients, rebalancer: its parts, for hosts and other rooms.
+        runtime, tensors, loop, guard, gradients, rebalancer, optimizer_hooks: its parts, for hosts and other rooms.
         closing: what ends at `close`, the last first.
     """
 
@@ -130,6 +133,7 @@ class Balancer:
             runtime.maps.replicas.follow(runtime.placement)
         self._said_padding = False
         self.shown: Any = None
+        self._listeners: list[Callable[[], None]] = []
         self._process = os.getpid()
         self._export_with = export_with
         self._phases = Phases(runtime, self.rebalancer, self.tensors.memory, self.events, self.loop)
@@ -138,12 +142,12 @@ class Balancer:
             runtime.groups.close_balancing,
             lambda: runtime.dispatcher.close(time.monotonic() + config.timeout_seconds),
             self.guard.end,
-            self.events.close,
+            self.close_listeners,
             self.rebalancer.close,
             self._phases.end,
         ):
             self.closing.callback(end)
-        self._optimizer_hooks = hook_optimizers(self)
+        self.optimizer_hooks = hook_optimizers(self)
 
     # Names of before, for what still has them.
     _runtime = property(lambda self: self.runtime)
@@ -218,7 +222,7 @@ class Balancer:
         self.runtime.barrier("balancer.adopt()")
         if instead_of is not None:
             self.rebalancer.forget_pending()  # it was measured, and may be under way, with the state of the old one
-        self._optimizer_hooks.adopt(optimizer, instead_of)
+        self.optimizer_hooks.adopt(optimizer, instead_of)
         if not began or instead_of is not None:
             self.guard.begin()
 
@@ -310,7 +314,7 @@ class Balancer:
         `eplb_runtime.GradScaler`): each contribution is reduced once, however often, and backward passes may go on.
         Experts' need no average inside the EP group: all ranks' tokens reached them, divided by the number of ranks
         already."""
-        self._optimizer_hooks.follow()
+        self.optimizer_hooks.follow()
         self.gradients.reduce()
 
     @torch.compiler.disable
@@ -329,7 +333,7 @@ class Balancer:
                 "expert once, wherever it stands)"
             )
         with phase("clip"):
-            self._optimizer_hooks.follow()
+            self.optimizer_hooks.follow()
             return self.gradients.clip(max_norm, parameters, norm_type)
 
     @torch.compiler.disable
@@ -512,17 +516,28 @@ class Balancer:
 
     def around_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """`OptimizerHooks.around_step`."""
-        return self._optimizer_hooks.around_step(optimizer)
+        return self.optimizer_hooks.around_step(optimizer)
 
     def rebalance_by(self, move: Callable[[], bool]) -> None:
         """Let `rebalance` move experts by this function, which returns whether it has."""
         self._rebalance_now = move
 
+    def close_with(self, close: Callable[[], None]) -> None:
+        """Call a function when there are no more events."""
+        self._listeners.append(close)
+
+    def close_listeners(self) -> None:
+        for close in self._listeners:
+            try:
+                close()
+            except Exception:
+                logger.exception("an event listener failed as it was closed; the job goes on")
+
     def show_on(self, shown: Any) -> None:
         """Show what happens on an `observe.start.Shown`."""
         self.shown = shown
         shown.follow(self.events)
-        self.events.close_with(shown.close)
+        self.close_with(shown.close)
 
     def place(self, target: Placement) -> None:
         """Bring experts to a placement, at the end of a step: at once, or in the next steps where migrations overlap

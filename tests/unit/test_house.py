@@ -51,7 +51,7 @@ RATCHET = {
     "planner": 2987,
     "replicas": 1454,
     "migration": 2340,
-    "balancer": 4329,
+    "balancer": 4227,
     "observe": 2382,
     "checkpoint": 2424,
     "hosts": 9126,

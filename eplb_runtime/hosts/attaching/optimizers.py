@@ -134,10 +134,23 @@ class Optimizers(LoopHooks):
         self._balancer.tensors.forget(self._known[number], self._outside(number))
         self._step_count.pop(number, None)
 
-    def add(self, optimizers: Sequence[AnyOptimizer]) -> None:
-        """Hook optimizers that were checked; first the balancer learns what they hold besides the model."""
+    def add(self, optimizers: Sequence[AnyOptimizer], container: torch.optim.Optimizer | None = None) -> None:
+        """Hook optimizers that were checked, or what steps them in one step of its own, which lets them alone; first
+        the balancer learns what they hold besides the model."""
         for optimizer in optimizers:
-            self._hook(optimizer, len(self._known))
+            if container is None:
+                self._hook(optimizer, len(self._known))
+            elif isinstance(optimizer, torch.optim.Optimizer):
+                self._contained.append(optimizer)
+                self._balancer.tensors.train(optimizer, {})
+        if container is not None:
+            number = len(self._known)
+            self._known.append(container)
+            self._held.append(_count(container))
+            self._balancer.tensors.train_outside(self._outside(number))
+            container.register_step_pre_hook(self._before_step)
+            after = container.register_step_post_hook(partial(self._after_step, number))
+            self._balancer.closing.callback(after.remove)
 
     def _hook(self, optimizer: AnyOptimizer, number: int) -> None:
         """Under this number, where none is or the one before was let go."""
@@ -157,18 +170,6 @@ class Optimizers(LoopHooks):
         else:
             marks = mark_optimizer(optimizer, self._experts, self._homes_of)
         self._hooks[number] = [*marks, before, after]
-
-    def add_container(self, container: torch.optim.Optimizer, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Hook what steps several optimizers in one step of its own; these are let alone."""
-        for optimizer in optimizers:
-            self._contained.append(optimizer)
-            self._balancer.tensors.train(optimizer, {})
-        self._known.append(container)
-        self._held.append(_count(container))
-        self._balancer.tensors.train_outside(self._outside(len(self._known) - 1))
-        container.register_step_pre_hook(self._before_step)
-        after = container.register_step_post_hook(partial(self._after_step, len(self._known) - 1))
-        self._balancer.closing.callback(after.remove)
 
     def _join(self, number: int, optimizer: HostOptimizer) -> None:
         balancer = self._balancer

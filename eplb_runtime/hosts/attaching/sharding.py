@@ -15,10 +15,10 @@ from ...distributed.ranks import Ranks
 from ...moe.experts.optimizer_state import replace_parameter
 from ...placement import Placement
 from ...utils.errors import one_line
-from .checks import check, raise_on_all, undone_on_failure
+from .checks import check, rollback
 from .description import AttachError, MoELayer, Spread, Stage, mark_spread
 from .meta import blank
-from .self_test import problems_of, try_layers
+from .self_test import problems_of
 from .trial import layout_of
 from .undo import Before
 
@@ -38,12 +38,11 @@ def shard_stage(
         groups = ProcessGroups(ranks, layers, device, config.timeout_seconds, only_control=True)
     except Exception as error:
         raise AttachError(one_line(error, with_type=True)) from error
-    with undone_on_failure(groups, [Before([stage.model], []).restore]):
-        placement = check([stage], [], config, groups, device)
-        problems = problems_of(host.layers, try_layers(host.layers, config.guard))
-        for problem in problems if config.guard == "warn" else ():
+    with rollback(groups) as undo:
+        placement, tests = check([stage], [], config, groups, device)
+        for problem in problems_of(host.layers, tests):
             logger.warning("%s", problem)
-        raise_on_all("" if config.guard == "warn" else next(iter(problems), ""), groups)
+        undo.callback(Before([stage.model], []).restore)
         rows_LH = rows_of_rank(placement, groups.job.ep_rank)
         for layer, rows in zip(host.layers, rows_LH, strict=True):
             for name in layer.parameters:
@@ -70,7 +69,7 @@ def cut_rows(layer: MoELayer, name: str, rows: Tensor, device: torch.device, kee
     return nn.Parameter(stack[rows.to(full.device)].contiguous(), requires_grad=full.requires_grad)
 
 
-def install(
+def install_parameter(
     layer: MoELayer,
     name: str,
     local: nn.Parameter,
