@@ -26,7 +26,6 @@ from torch import Tensor
 
 from ..config import BalancerConfig
 from ..distributed.ballot import Verdict
-from ..distributed.consensus import Agreement
 from ..distributed.control_channel import A_LITTLE_SECONDS, ConnectionLost, ControlChannel
 from ..distributed.points import Phase
 from ..distributed.transports import TRANSPORTS
@@ -339,7 +338,7 @@ class Rebalancer(LoopHooks):
         self.control.require(what)
         self.forget_pending()
         try:
-            agreed = self.run(lambda: self.agreement.check_equal(digest, subject))
+            agreed = self.run(lambda: self.control.agreement.check_equal(digest, subject))
         except ConnectionLost as lost:
             return Verdict(False, str(lost), True)
         if agreed.connections_broken:
@@ -356,7 +355,7 @@ class Rebalancer(LoopHooks):
 
     def placed_anew(self, load: NDArray[np.int64]) -> tuple[Placement, RebalancePlanned]:
         """Plan a placement of these sizes for a load from scratch; returns it with rank 0's plan. Collective."""
-        group, agreement, here = self._groups.control, self.agreement, self.placement()
+        group, agreement, here = self._groups.control, self.control.agreement, self.placement()
         return self.run(lambda: self.decisions.place_anew(load, here, group, agreement))
 
     def run(self, work: Callable[[], T], seconds: float | None = None) -> T:
@@ -368,15 +367,6 @@ class Rebalancer(LoopHooks):
         except ConnectionLost as lost:
             self._pause(one_line(lost))
             raise
-
-    def say(self, notice: Callable[[Agreement], object]) -> None:
-        """`ControlChannel.broadcast_notice`."""
-        self.control.broadcast_notice(notice)
-
-    @property
-    def agreement(self) -> Agreement:
-        """Comparisons of ranks on the control group of now; in work of `run`."""
-        return self.control.agreement
 
     def move_to(self, target: Placement) -> MigrationProgress:
         """Migrate to a placement, while training waits; a decision in flight stays for later. Collective, between
@@ -411,7 +401,7 @@ class Rebalancer(LoopHooks):
         with ExitStack() as parts:  # each ends even if one raises; the last one named first
             parts.callback(self._events.emit, BalancingEnded(self.step, "closed"))
             parts.callback(self._use_no_replicas)
-            parts.callback(self.agreement.close)
+            parts.callback(self.control.agreement.close)
             parts.callback(self._engine.close)
             parts.callback(self.control.worker.close, A_LITTLE_SECONDS)
             parts.callback(self.forget_pending)
@@ -626,8 +616,8 @@ class Rebalancer(LoopHooks):
         if (made := self.control.reconnect(self._boundaries)) is None:
             return
         transport, before = made
-        self.overlapped.agreement = self.agreement
-        self._engine.reconnect(transport, self.agreement)
+        self.overlapped.agreement = self.control.agreement
+        self._engine.reconnect(transport, self.control.agreement)
         self._groups.give_back(*before)
         tries = self.control.reconnection.tries
         if self._groups.job.is_planner:

@@ -57,7 +57,7 @@ class Exporter:
             given.close(problem)  # the caller holds it, and the others wait at its next bucket
         rebalancer, control = self._balancer.rebalancer, self._balancer.runtime.groups.control
         # A rank that takes longer to walk its weights is waited for here.
-        outcome = rebalancer.run(lambda: rebalancer.agreement.go_on("", False, seconds), seconds)
+        outcome = rebalancer.run(lambda: rebalancer.control.agreement.go_on("", False, seconds), seconds)
         if found := outcome or rebalancer.run(lambda: first_problem(problem, control)):
             raise ExportError(str(found))
         piece_of, ours = tensors.tensors, dict[_Part, bytes]()

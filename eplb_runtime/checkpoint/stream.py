@@ -447,8 +447,8 @@ class LogicalTensors(Iterator[NamedTensor]):
                 "verify_export: lambda: balancer.named_logical_tensors())"
             )
         if left:
-            seconds = self._seconds
-            self._tensors.balancer.rebalancer.say(lambda agreement: agreement.go_on(reason, True, seconds))
+            seconds, control = self._seconds, self._tensors.balancer.rebalancer.control
+            control.broadcast_notice(lambda agreement: agreement.go_on(reason, True, seconds))
 
     def _end(self) -> None:
         self._open = False
@@ -473,7 +473,7 @@ class LogicalTensors(Iterator[NamedTensor]):
         where, seconds = f"bucket {self._next + 1} of {len(self._cuts)}", self._seconds
         rebalancer = self._tensors.balancer.rebalancer
         try:
-            outcome = rebalancer.run(lambda: rebalancer.agreement.go_on(problem, False, seconds), seconds)
+            outcome = rebalancer.run(lambda: rebalancer.control.agreement.go_on(problem, False, seconds), seconds)
         except RuntimeError as error:
             self._end()
             raise ExportError(

@@ -59,8 +59,8 @@ class ControlChannel:
         self.agreement = self._new_agreement()
 
     def _new_agreement(self) -> Agreement:
-        groups = self._groups
-        return Agreement(groups.control, groups.store, self._probe, host_timeout(groups.backend).total_seconds())
+        seconds = host_timeout(self._groups.backend).total_seconds()
+        return Agreement(self._groups.control, self._groups.store, self._probe, seconds)
 
     def require(self, what: str) -> None:
         """Raise ConnectionLost while the ranks connect again."""

@@ -180,7 +180,7 @@ def forget_other_edp_ranks() -> None:
 
 
 def undo_nothing() -> None:
-    from eplb_runtime.hosts.attaching.undo import Before
+    from eplb_runtime.hosts.attaching.sharding import Before
 
     Before.restore = lambda self: None
 
@@ -255,10 +255,11 @@ def leave_copies_in_host_memory() -> None:
 
 def rows_in_slot_order() -> None:
     """Every rank writes and reads its rows as those of the experts that would be there in logical order."""
-    from eplb_runtime.balancer.balancer import Balancer
+    from eplb_runtime.checkpoint.state import LogicalView
 
-    Balancer._home_experts = lambda self, layer: [
-        self._runtime.job.ep_rank * self.placement.homes_per_rank + row for row in range(self.placement.homes_per_rank)
+    LogicalView.experts_here = lambda self, layer: [
+        self.balancer.runtime.job.ep_rank * self.balancer.placement.homes_per_rank + row
+        for row in range(self.balancer.placement.homes_per_rank)
     ]
 
 

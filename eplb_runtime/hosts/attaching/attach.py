@@ -61,14 +61,20 @@ from ...topology import Topology
 from ...utils.errors import one_line
 from .checks import check, raise_on_all, rollback, wait_for_ranks, why_not_single
 from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
-from .meta import make_buffers, make_parameters
 from .optimizers import Optimizers, follow_forwards, homes_of
 from .replicas import local_experts, transport_of_copies
 from .self_test import LayerTest, problems_of
-from .sharding import cut_rows, install_parameter, note_of_odd_rows, rows_of_rank
+from .sharding import (
+    Before,
+    cut_rows,
+    install_parameter,
+    make_buffers,
+    make_parameters,
+    note_of_odd_rows,
+    rows_of_rank,
+)
 from .state_hooks import Homes, mark_parameter, mark_state, warn_once_of_parts
 from .trial import TrialRun, begin_record, layout_of
-from .undo import Before
 
 logger = logging.getLogger("eplb_runtime")
 T = TypeVar("T")

@@ -26,7 +26,6 @@ from ...placement import Placement, PlacementError, uneven
 from ...utils.checksums import as_bytes, checksum
 from ...utils.errors import one_line
 from .description import AnyOptimizer, AttachError, HostModel, MoELayer, Spread, Stage, recorded, spread_of
-from .meta import has_meta
 from .optimizers import refuse_shared
 from .self_test import LayerTest, problems_of, try_layers
 
@@ -54,6 +53,10 @@ def device_of(stages: Sequence[Stage], wanted: torch.device | str | None) -> tor
             f"device={str(given)!r}, but the experts are on {device}: move the model there, or leave it out"
         )
     return device
+
+
+def has_meta(model: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in [*model.parameters(), *(buffer for _, buffer in model.named_buffers())])
 
 
 def check(

@@ -81,7 +81,7 @@ def test_notices_to_other_ranks_are_sent_before_the_control_group_is_used_again(
         said.append("compared")
         return Verdict(True)
 
-    bare.say(notice)
+    bare.control.broadcast_notice(notice)
     bare.control.agreement = SimpleNamespace(check_equal=check_equal)
     bare.overlapped.withdraw = goes_on.set  # as late as can be
     assert bare.compare(bytes(16), "it", "it").commit
@@ -91,7 +91,7 @@ def test_notices_to_other_ranks_are_sent_before_the_control_group_is_used_again(
 def test_a_notice_that_is_never_sent_means_that_ranks_are_lost(bare: Any) -> None:
     bare.control._seconds = -0.99
     goes_on, lost = Event(), []
-    bare.say(lambda agreement: goes_on.wait(20.0))
+    bare.control.broadcast_notice(lambda agreement: goes_on.wait(20.0))
     bare._pause = lost.append
     verdict = bare.compare(bytes(16), "it", "it")
     goes_on.set()
