@@ -150,7 +150,7 @@ def failed_rounds(rank: int) -> dict[str, Any]:
     made = attaching.new_transport = Transports(False)
     after, left = [], []
     for number in range(ROUNDS):
-        name = ("check", "_cut", "Balancer", "mark_state")[number % 4]
+        name = ("check", "shard", "Balancer", "mark_state")[number % 4]
         whole = getattr(attaching, name)
         if rank == 1:
             setattr(attaching, name, failing(name))

@@ -115,13 +115,14 @@ def attach_stages(
         links.pop_all()  # the balancer closes them
         links.callback(balancer.close)
         _on_all_or_none(lambda: install(checked, shards, balancer), joined.groups)
-        _on_all_or_none(lambda: _record(checked, balancer), joined.groups)
         balancer.begin()
         for problem in problems_of([layer for _, _, layer in joined.layers], checked.tests):
             balancer.guard.report(problem)
+        of_bits = _notes(checked, shards)
+        # The last exchange: a rank that fails any later is one that the others do not learn of.
+        _on_all_or_none(lambda: _record(checked, balancer), joined.groups)
     joined.groups.settle()
     checked.transport.wait_at_most(config.timeout_seconds)
-    of_bits = _notes(checked, shards)
     if joined.job.is_planner:
         _log_attached(balancer)
         for line in of_bits:
