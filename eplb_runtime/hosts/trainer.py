@@ -21,9 +21,8 @@ from ..balancer.balancer import Balancer
 from ..balancer.gradients.scaler import GradScaler
 from ..checkpoint import load, load_pretrained, save
 from ..checkpoint.disk import MARKER
-from ..checkpoint.joint_access import JointAccess
 from ..checkpoint.restore import restore_placement
-from ..checkpoint.state import CheckpointError, LogicalView
+from ..checkpoint.state import CheckpointError, JointAccess, LogicalView
 from ..config import BalancerConfig
 from ..utils.files import write_file
 from . import attach
