@@ -75,8 +75,7 @@ class Exporter:
             problem, dtype = f"dtype is {dtype!r}: give one of floating point, or None", None
         tensors = TensorList(self._balancer, {}, dtype)
         try:
-            # First: a list of empty weights may fail in other words.
-            problem = problem or self._balancer.tensors.memory.why_freed()
+            problem = problem or self._balancer.tensors.memory.why_freed()  # a list of empty weights fails otherwise
             weights = {stage: listed() for stage, listed in self._weights_of_stages.items()}
             tensors = TensorList(self._balancer, weights, dtype)
         except Exception as error:

@@ -171,8 +171,7 @@ class LogicalView:
         """The logical expert of each of this rank's rows."""
         if self.balancer is None:
             raise ValueError("nothing is spread in a model that is not attached")
-        homes_LRH, rank = self.balancer.placement.homes_LRH, self.balancer.runtime.job.ep_rank
-        return [int(expert) for expert in homes_LRH[layer, rank]]
+        return list(map(int, self.balancer.placement.homes_LRH[layer, self.balancer.runtime.job.ep_rank]))
 
     @property
     def num_experts(self) -> int:

@@ -43,7 +43,7 @@ COMPILED = ("jit", "triton", "custom_op", "register_fake", "kernel")
 RATCHET = {
     "(root)": 1392,
     "utils": 671,
-    "distributed": 4039,
+    "distributed": 4161,
     "load": 924,
     "moe": 5747,
     "planner": 2976,

@@ -149,7 +149,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Joined(Request):
+class Connected(Request):
     """A request whose ranks have found each other."""
 
     groups: ProcessGroups
@@ -179,7 +179,7 @@ class Joined(Request):
 
 
 @dataclass(frozen=True)
-class Checked(Joined):
+class Checked(Connected):
     """What nothing is refused in, and what carries its tokens, experts and copies; nothing of the model is changed."""
 
     topology: Topology
@@ -201,7 +201,7 @@ class Shards:
     replaced: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)
 
 
-def join(request: Request, ranks: Ranks) -> Joined:
+def join(request: Request, ranks: Ranks) -> Connected:
     """Make groups of all ranks. Collective."""
     gc.collect()  # models that are gone, and attaches that failed, leave connections in cycles of references
     if request.device.type == "cuda":
@@ -211,10 +211,10 @@ def join(request: Request, ranks: Ranks) -> Joined:
         groups = ProcessGroups(ranks, sizes, request.device, request.config.timeout_seconds)
     except Exception as error:
         raise AttachError(one_line(error, with_type=True)) from error
-    return Joined(**vars(request), groups=groups)
+    return Connected(**vars(request), groups=groups)
 
 
-def check_all(joined: Joined, links: ExitStack) -> Checked:
+def check_all(joined: Connected, links: ExitStack) -> Checked:
     """Refuse everything that can be refused, and choose what carries tokens and experts. Collective; all ranks raise,
     or none. ``links`` ends what was made."""
     config, groups, device = joined.config, joined.groups, joined.device
