@@ -582,7 +582,6 @@ class Balancer:
     def _enter(self, what: str) -> None:
         """Refuse a call where it is wrong (`loop_state`), else end a stream of weights that is open."""
         self.loop.require(what)
-        self.rebalancer.refuse_if_broken()
         self._stream.end(what)
 
     def _after_move(self) -> None:

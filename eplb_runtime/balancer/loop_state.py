@@ -54,6 +54,9 @@ _EXPORTS = (Wrong.CLOSED, Wrong.IN_SCHEDULE)
 class LoopHooks:
     """What takes part in a loop. Each call comes on every rank at the same place; by itself it does nothing."""
 
+    def refuse_if_broken(self) -> None:
+        """Raise where this rank has failed after an agreement, ahead of each call and step."""
+
     def on_forward_begin(self, trains: bool) -> None:
         """A forward of the model begins; ``trains``: for gradients."""
 
@@ -107,6 +110,8 @@ class LoopState:
 
     def require(self, what: str) -> None:
         """Raise RuntimeError where a call is wrong now."""
+        for hook in self.hooks:
+            hook.refuse_if_broken()
         for wrong in CALLS.get(what, _EXPORTS):
             if getattr(self, wrong.name.lower()):
                 raise RuntimeError(wrong.value.format(what=what, schedule=self.in_schedule))

@@ -193,7 +193,6 @@ class Rebalancer(LoopHooks):
 
     def before_reduce(self) -> None:
         """Write nothing more in this step: an optimizer does."""
-        self.refuse_if_broken()
         self.overlapped.withdraw()
 
     def on_step_end(self) -> None:
@@ -212,7 +211,6 @@ class Rebalancer(LoopHooks):
 
     def _at_boundary(self) -> bool:
         """Close a training step, on every rank. Returns whether experts moved."""
-        self.refuse_if_broken()
         self._expert_clock.end_step()
         before = self._placement
         decides = self._count_step()
@@ -280,7 +278,6 @@ class Rebalancer(LoopHooks):
     def now(self) -> bool:
         """Decide on the load measured so far and act on it at once, or carry out a decision in flight. Returns whether
         experts moved; RuntimeError: ``quiesce`` holds migrations back, or the ranks have lost each other."""
-        self.refuse_if_broken()
         if self.quiesced:
             raise RuntimeError("rebalance() cannot work inside quiesce()")
         self.control.require("rebalance()")
