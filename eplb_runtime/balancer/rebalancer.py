@@ -30,14 +30,7 @@ from ..distributed.control_channel import A_LITTLE_SECONDS, ConnectionLost, Cont
 from ..distributed.points import Phase
 from ..distributed.transports import TRANSPORTS
 from ..distributed.transports.base import Transport
-from ..events import (
-    BalancingEnded,
-    BalancingPaused,
-    BalancingResumed,
-    EventLog,
-    RebalanceAborted,
-    RebalancePlanned,
-)
+from ..events import BalancingEnded, BalancingPaused, BalancingResumed, EventLog, RebalanceAborted, RebalancePlanned
 from ..load.aggregate import HostCopy
 from ..load.clock import Progress, StepClock
 from ..load.expert_clock import REST_STEPS, SAMPLED_STEPS
@@ -90,14 +83,7 @@ class Rebalancer(LoopHooks):
         decisions: what decisions are made from.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        transport: Transport,
-        guard: Guard,
-        events: EventLog,
-        loop: LoopState,
-    ) -> None:
+    def __init__(self, runtime: Runtime, transport: Transport, guard: Guard, events: EventLog, loop: LoopState) -> None:
         config, groups = runtime.config, runtime.groups
         self._runtime = runtime
         self._placement = self._target = self._initial = runtime.placement
