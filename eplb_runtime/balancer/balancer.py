@@ -77,7 +77,7 @@ class _OpenStream(LoopHooks):
     def end(self, what: str) -> None:
         stream, self.stream = self.stream() if self.stream is not None else None, None
         if stream is not None:
-            stream.close(f"it went on to {what} with its stream of weights open", True)
+            stream.close(f"it went on to {what} with its stream of weights open")
 
     def before_reduce(self) -> None:
         self.end("optimizer.step()")
