@@ -401,7 +401,9 @@ class LogicalTensors(TensorStream):
             )
         if left:
             seconds = self._seconds
-            self._tensors.balancer.rebalancer.say(lambda agreement: agreement.go_on(reason, True, seconds))
+            self._tensors.balancer.rebalancer.control.broadcast_notice(
+                lambda agreement: agreement.go_on(reason, True, seconds)
+            )
 
     def _end(self) -> None:
         self._open = False
