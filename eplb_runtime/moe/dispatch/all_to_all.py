@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -35,8 +34,6 @@ class AllToAll(Dispatcher):
     backward wait for each other.
     """
 
-    combine_order: ClassVar[Literal["logical", "by_rank"]] = "logical"
-
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)
         self._deduplicates: dict[dist.ProcessGroup, bool] = {}
@@ -45,7 +42,9 @@ class AllToAll(Dispatcher):
 
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> AllToAllMetadata:
         slots, rank = self._slots_per_rank, self._rank
-        dedup = counts is None and self._sends_tokens_once(slots_TK)
+        dedup = self._sends_tokens_once(slots_TK)
+        if dedup:  # known counts are of choices, and say nothing of tokens
+            counts = None
         leaving = self._leaving(slots_TK, dedup, with_counts=counts is None)
         received_counts = None
         if counts is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,7 @@ class Dispatcher(ABC):
         expert_clock: as given.
     """
 
-    combine_order: ClassVar[Literal["logical", "by_rank"]]
+    combine_order: Literal["logical", "by_rank"] = "logical"
 
     def __init__(self, context: DispatchContext) -> None:
         self._channels = context.channels

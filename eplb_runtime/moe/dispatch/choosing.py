@@ -15,7 +15,7 @@ from ...distributed.transports.base import gather_bytes
 from ...topology import Topology
 from .all_to_all import AllToAll, OneRank
 from .base import DispatchContext, Dispatcher
-from .deepep import DeepEPByRank, DeepEPDispatcher
+from .deepep import DeepEPDispatcher
 from .hierarchical import Hierarchical, HierarchicalByRank
 
 OVER_TORCH = ("all_to_all", "hierarchical")
@@ -103,11 +103,10 @@ def make_dispatcher(
     """Make the dispatcher of an EP group."""
     if choice.name == "all_to_all":
         return AllToAll(context) if topology.num_ranks > 1 else OneRank(context)
-    by_rank = config.dispatch.combine_order == "by_rank"
     if choice.name == "hierarchical":
-        across_nodes = HierarchicalByRank if by_rank else Hierarchical
+        across_nodes = HierarchicalByRank if config.dispatch.combine_order == "by_rank" else Hierarchical
         return across_nodes(context, topology.ranks_per_node)
-    return (DeepEPByRank if by_rank else DeepEPDispatcher)(context, config.dispatch)
+    return DeepEPDispatcher(context, config.dispatch)
 
 
 def micro_batch_overlap_problem(config: BalancerConfig, device: torch.device, is_sharded: bool) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -151,7 +150,7 @@ class HierarchicalByRank(Hierarchical):
     Args: as of `Hierarchical`.
     """
 
-    combine_order: ClassVar[Literal["logical", "by_rank"]] = "by_rank"
+    combine_order = "by_rank"
 
     def _sums_to_tokens(
         self, rows_MD: Tensor, metadata: AllToAllMetadata, weights: Tensor | None

@@ -67,9 +67,7 @@ def read_loads(files: Sequence[str | Path]) -> dict[str, FloatArray]:
 
 def shapes_for(experts: int) -> list[PlanShape]:
     """Return clusters of about four experts a rank, without replicas and with one replica slot a rank."""
-    ranks = 1
-    while ranks * 2 <= min(64, experts // 4) and experts % (ranks * 2) == 0:
-        ranks *= 2
+    ranks = max(2**power for power in range(7) if experts % 2**power == 0 and 2**power <= max(1, experts // 4))
     homes = experts // ranks
     return [PlanShape(ranks, min(8, ranks), slots) for slots in (homes, homes + 1) if slots <= experts]
 

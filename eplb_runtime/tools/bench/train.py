@@ -136,8 +136,8 @@ def run(device: torch.device, repeats: int = Workload.blocks, work: Workload | N
     rows = [_row(*one, work, taken[0]) for one in zip(variants, taken, strict=True)]
     for variant in variants:
         variant.balancer.close()
-    timed = f"medians of {work.blocks} blocks of {work.interval} steps"
-    timed += f": {work.blocks * work.interval} calls of each variant, in turns"
+    blocks, steps = work.blocks, work.interval
+    timed = f"medians of {blocks} blocks of {steps} steps: {blocks * steps} calls of each variant, in turns"
     overhead = ratio(taken[-1], taken[-2]) - 1
     return {"ranks": dist.get_world_size(), "timed": timed, "train": rows, "overhead": overhead}
 
