@@ -151,8 +151,7 @@ class Balancer:
         if runtime.job.is_planner:
             self.events.subscribe(DecisionLine())
         if runtime.maps.replicas is not None:
-            runtime.maps.replicas.adds = self._gradients.arrives
-            runtime.maps.replicas.follow(runtime.placement)
+            runtime.maps.replicas.follow(runtime.placement, self._gradients.arrives)
         self._optimizer_hooks = hook_optimizers(self)
         self._export_with = export_with
         self._stream: weakref.ref[TensorStream] | None = None
@@ -695,11 +694,11 @@ class Balancer:
         if not channels.is_open:
             if why := choosing.micro_batch_overlap_problem(self.config, runtime.device, runtime.model_check.is_sharded):
                 raise RuntimeError(f"two batches at once on a device: {why}; or run one batch after the other")
-            if (replicas := runtime.maps.replicas) is not None:
-                replicas.launching = channels.launching
-                if runtime.device.type != "cpu":
-                    channels.ahead = replicas.wait_all  # both streams wait for what the caller's has waited for
-            channels.open(MicroBatchChannel(*runtime.groups.second_channel))
+            second, replicas = MicroBatchChannel(*runtime.groups.second_channel), runtime.maps.replicas
+            if replicas is None or runtime.device.type == "cpu":
+                channels.open(second)
+            else:  # both streams wait for what the caller's has waited for
+                channels.open(second, replicas.wait_all)
         return channels
 
     def _rebalance_by(self, move: Callable[[], bool]) -> None:

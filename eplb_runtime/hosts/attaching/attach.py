@@ -53,9 +53,9 @@ from ...observe.recording import Recorder
 from ...observe.start import Shown
 from ...placement import Placement
 from ...replicas.bank import ReplicaBank, ReplicaPool
+from ...replicas.compute import ReplicaGather
 from ...replicas.placement_maps import Maps
-from ...replicas.row_transport import RowTransport
-from ...replicas.sharded import ReplicaGather
+from ...replicas.plan import RowTransport
 from ...replicas.sync import ReplicaSync
 from ...topology import Topology
 from ...utils.errors import one_line
@@ -300,7 +300,7 @@ def _route(made: _Connected, cut: _Cut) -> _Routed:
         seconds=host_timeout(groups.backend).total_seconds(),
     )
     kernels = kernels_for(device) if config.dispatch.kernels else Kernels()
-    maps = _maps(made, cut, kernels)
+    maps = _maps(made, cut, kernels, channels)
     counter = LoadCounter(placement.num_layers, placement.num_experts, config.interval, device)
     clock, forward_tag = ExpertClock(device), ForwardTag(job.ep_ranks, job.rank)
     if job.is_planner and config.dispatch.name != "all_to_all":
@@ -333,12 +333,13 @@ def _route(made: _Connected, cut: _Cut) -> _Routed:
     return _Routed(channels, kernels, maps, counter, clock, dispatcher, divisors, layers)
 
 
-def _maps(made: _Connected, cut: _Cut, kernels: Kernels) -> Maps:
+def _maps(made: _Connected, cut: _Cut, kernels: Kernels, channels: MicroBatchChannels) -> Maps:
     config, job, nodes = made.config, made.job, made.topology.ranks_per_node
     table = SlotTable(made.placement, made.device)
     if not config.replica_slots:
         return Maps(table, None, None)
-    replicas = ReplicaSync(cut.banks, made.copies, job.row_rank, job.gradient_divisor, nodes, job.row_division)
+    place, parts, divisor = job.row_rank, job.row_division, job.gradient_divisor
+    replicas = ReplicaSync(cut.banks, made.copies, place, divisor, nodes, parts, channels)
     split = config.dispatch
     settings = SplitSettings(nodes, split.split, split.split_locality, split.split_least_tokens, config.speed_R)
     splitter = BatchSplitter(made.placement, made.device, job.ep_rank, settings, count=kernels.count, deal=kernels.deal)

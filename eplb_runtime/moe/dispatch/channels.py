@@ -160,7 +160,6 @@ class MicroBatchChannels:
 
     Attributes:
         busy: while two things run at once.
-        ahead: called before two things begin, on the thread that has them run.
     """
 
     def __init__(
@@ -176,7 +175,7 @@ class MicroBatchChannels:
         if device is not None and device.type != "cpu":
             self.streams, in_order = streams or TwoStreams(device), True
         self.busy = False
-        self.ahead: Callable[[], None] = lambda: None
+        self._ahead: Callable[[], None] = lambda: None
         self._second: MicroBatchChannel | None = None
         self._worker = Worker("eplb_runtime second channel")
         self._second_thread: int | None = None
@@ -186,15 +185,17 @@ class MicroBatchChannels:
         self._seconds = seconds
         self._order: CollectiveOrder | None = None
         self._shared: dict[str, Callable[[], AbstractContextManager[None]]] = {}
+        self._adding: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     @property
     def is_open(self) -> bool:
         """Return whether there is a second way."""
         return self._second is not None
 
-    def open(self, second: MicroBatchChannel) -> None:
-        """Add the second way. On every rank of the group, between forwards and backward passes."""
-        self._second = second
+    def open(self, second: MicroBatchChannel, ahead: Callable[[], None] = lambda: None) -> None:
+        """Add the second way. On every rank of the group, between forwards and backward passes. ``ahead`` is called
+        before two things begin, on the thread that has them run."""
+        self._second, self._ahead = second, ahead
 
     def current(self) -> MicroBatchChannel:
         """Return this thread's channel. A device's backward passes run on threads of torch's, and go the second way."""
@@ -206,6 +207,15 @@ class MicroBatchChannels:
         """Inside, an exchange is launched, when it is this one's turn on every rank. Not within another."""
         order = self._order
         return contextlib.nullcontext() if order is None else order.launching(int(self.current() is not self.first))
+
+    def add_gradients_here(self) -> None:
+        """Let gradients be added after what this stream has to do by then, and this stream go on after that."""
+        if self.streams is not None:
+            self._adding = self.streams.in_order_with_this_one()
+
+    def adding(self) -> AbstractContextManager[None]:
+        """Inside, gradients are written that another stream may add to."""
+        return self._adding()
 
     def before_backward(self) -> None:
         """Raise BackwardInsideError if a backward pass has come to a layer while two things run that may have none."""
@@ -248,7 +258,7 @@ class MicroBatchChannels:
                 return work()
 
         try:
-            self.ahead()
+            self._ahead()
             order = self._order = CollectiveOrder(self._seconds) if self._in_order else None
             if self.streams is not None:
                 self._shared = {what: self.streams.one_after_another() for what in ("counts", "low latency")}
