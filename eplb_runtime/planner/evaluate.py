@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..moe.routing.speeds import split_by_speed
 from ..moe.routing.tables import SplitTables
+from ..moe.routing.water_filling import split_totals
 from ..placement import EMPTY, Placement
 from ..topology import Topology
 from .search.bounds import lower_bound
@@ -47,7 +47,7 @@ def filled_rank_load(
         speed_R: float64 ``[R]``, of each rank, the fastest 1; None: all alike.
     """
     units_LE = in_units(load)
-    quota_LEC = split_by_speed(units_LE, tables, speed_R)
+    quota_LEC = split_totals(units_LE, tables, speed_R=speed_R)
     return tables.sum_by_rank(quota_LEC).astype(np.float64)
 
 
