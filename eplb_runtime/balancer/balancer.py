@@ -759,7 +759,6 @@ class Balancer:
                 self._optimizer_hooks.forward_begins()
                 self._rebalancer.forward_begins()
                 self._gradients.forward_begins()
-                self._guard.before_forward()
 
     @torch.compiler.disable
     def _after_forward(self, layers: Collection[int]) -> None:

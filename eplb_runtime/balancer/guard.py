@@ -1,9 +1,8 @@
 """Checks facts in a running job, and finds mistakes that would spoil training in silence.
 
 A rank says of itself: the optimizers list each expert once and write what they list, tokens are counted. Ranks compare
-`FACTS`, and that ranks with different experts have different bits (marks). The first steps are sampled with exchanges
-of their own: ahead of the reduction of gradients, after it, and at the end. Later samples go along with each decision.
-All ranks come to the same finding before any of them raises.
+`FACTS`. The first steps are sampled with exchanges of their own: ahead of the reduction of gradients, after it, and at
+the end. Later samples go along with each decision. All ranks come to the same finding before any of them raises.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..distributed.consensus import deviating, gather_bytes, gather_rows
+from ..distributed.consensus import deviating, gather_bytes
 from ..distributed.store import StoreError
 from ..load.aggregate import HostCopy
 from ..moe.experts.memory import WeightMemory
-from .gradients.averaging import bit_sums, bit_words
+from .gradients.averaging import bit_sums
 from .model_check import Snapshot, options_of, snapshots, why_misplaced, why_not_stepped
 from .runtime import Runtime
 
@@ -34,8 +33,6 @@ logger = logging.getLogger("eplb_runtime")
 
 FIRST_STEPS = 3
 """Steps after attach that are sampled completely, and in which ``guard="auto"`` raises."""
-_STEPS, _PIECE = 64, 32
-"""Last steps of which an expert's elements, ahead of the forward, are compared with other ranks'; those elements."""
 MOST_NAMED = 8
 """Ranks in a line."""
 _BY_RANK = "set them alike on every rank (not by its own loss, norms of its experts or an if on the rank)"
@@ -76,15 +73,11 @@ class Digest(NamedTuple):
     Args:
         problem, stays: of this rank alone, as in `SampleComparison`.
         facts: a hash of each of `FACTS`; of the first ones alone where weights have no memory.
-        marks: of an expert tensor in the last steps; 0: not to compare.
-        marked: name of that tensor, for each.
     """
 
     problem: str = ""
     stays: str = ""
     facts: Sequence[int] = ()
-    marks: Sequence[int] = ()
-    marked: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -95,7 +88,7 @@ class Sample:
         what: ``"weights"`` or ``"gradients"``.
         digest: without the numbers that are in transfer.
         names: of the tensors of each fact about tensors.
-        numbers: int64, sums of all bits of these tensors and then marks; None: weights have no memory.
+        numbers: int64, sums of all bits of these tensors; None: weights have no memory.
     """
 
     what: str
@@ -113,7 +106,7 @@ class Sample:
         digest = self.digest
         if self.numbers is not None:
             facts = [*digest.facts, *(_hash(list(sums.values())) for sums in self.sums())]
-            digest = digest._replace(facts=facts, marks=self.numbers.wait().tolist()[sum(map(len, self.names)) :])
+            digest = digest._replace(facts=facts)
         return json.dumps(digest).encode()
 
 
@@ -149,33 +142,16 @@ class Guard:
         self._dense, self._optimizers, self._memory, self._registered = dense, optimizers, memory, registered
         self._run, self._step, self._on_finding = run, step, on_finding
         self._steps, self._comparisons, self.complete_steps = 0, 0, FIRST_STEPS
-        self._piece: tuple[str, Tensor, Tensor] | None = None
-        self._is_noted = False
         self._forwards = (0, 0)
         self._snapshots: list[Snapshot] = []
         self._passed_over: set[int] = set()
-        self._late_problem, self._broadcast = "", ""
+        self._late_problem = ""
         self._is_uncounted = False
         self.said: list[str] = []
 
     def begin(self) -> None:
-        """Begin with a new or another optimizer. Collective."""
-        self._steps, self._piece = 0, None
-        if self._mode == "off":
-            return
-        # Of divided state what another rank has stepped may come in the next forward alone.
-        has_whole = not self._groups.job.divided_state and not self._memory.name_of_freed()
-        for name, tensor in _whole(self._experts).items() if has_whole else ():
-            if tensor[0].numel() >= _PIECE and bool(_marks(_between(tensor))):
-                self._piece = name, tensor, tensor.new_zeros(_STEPS, _PIECE)
-                break
-        self._note_piece()
-        zeros = torch.zeros(_STEPS, dtype=torch.int64, device=self._runtime.device)
-        rows = gather_rows(zeros if self._piece is None else _marks(self._piece[2]), self._groups.data).tolist()
-        ranks = dist.get_process_group_ranks(self._groups.data)
-        # Experts may start alike (copied from a dense model): then equal ones say nothing.
-        if self._alike("", {r: Digest(marks=row, marked=[""] * _STEPS) for r, row in zip(ranks, rows, strict=True)}):
-            self._piece = None
+        """Begin with a new or another optimizer."""
+        self._steps = 0
 
     def end(self) -> None:
         """Stop sampling; the thread that talks to the other ranks is gone."""
@@ -185,16 +161,6 @@ class Guard:
     def is_new(self) -> bool:
         """Return whether this is one of the steps that are sampled completely: the first ones."""
         return self._mode != "off" and bool(self._optimizers) and self._steps < self.complete_steps
-
-    def before_forward(self) -> None:
-        """Note a piece of an expert ahead of the first forward of each step: nobody else has written it."""
-        if not self._is_noted and self._mode != "off":
-            self._is_noted = True
-            self._note_piece()
-
-    def _note_piece(self) -> None:
-        if self._piece is not None and self._piece[1].numel():
-            self._piece[2][self._steps % _STEPS].copy_(_between(self._piece[1])[0])
 
     def before_reduction(self) -> None:
         """In the first steps, compare ahead of the first collective that a rank without a step would never reach."""
@@ -220,7 +186,7 @@ class Guard:
             self._compare_job(self._sample("weights", problem), "the end of a step")
         elif self._mode != "off":
             self._late_problem = self._late_problem or self._uncounted()
-        self._steps, self._is_noted = self._steps + 1, False
+        self._steps += 1
         self._passed_over.clear()
 
     def sample(self, stays: str) -> Sample | None:
@@ -258,25 +224,11 @@ class Guard:
         twins = _whole(self._experts) if len(job.edp_ranks) > 1 and not job.divided_state else {}
         twins = twins | (self._states(twins) if what == "weights" else {})
         shared: list[Tensor | None] = [*dense.values(), *twins.values()]
-        name, weight, pieces = self._piece if self._piece is not None else ("", None, None)
         if what == "gradients":
             gradients = [None if one is None else one.grad for one in shared]
             shared = [one if one is not None and one.layout is torch.strided else None for one in gradients]
-            pieces = None if weight is None or weight.grad is None else _between(weight.grad)
-        marks = {name: pieces} if pieces is not None else {}
-        marks |= self._averages() if marks and what == "weights" else {}
-        numbers = [bit_sums(shared, self._runtime.device), *map(_marks, marks.values())]
-        digest = Digest(problem, stays, facts, marked=[name for name, of in marks.items() for _ in of])
-        return Sample(what, digest, (tuple(dense), tuple(twins)), HostCopy(torch.cat(numbers)))
-
-    def _averages(self) -> dict[str, Tensor]:
-        """A piece of each registered average that is a buffer of the model: DistributedDataParallel broadcasts them."""
-        buffers = {id(one) for model in self._runtime.model_check.models.values() for _, one in model.named_buffers()}
-        held = _whole(
-            {name: t for name, (_, t) in self._registered.items() if id(t) in buffers and t.is_floating_point()}
-        )
-        shapes = {name: parameter.shape for name, parameter in self._experts.items()}
-        return {name: _between(t) for name, t in held.items() if shapes.get(name.partition("/")[0]) == t.shape}
+        sums = HostCopy(bit_sums(shared, self._runtime.device))
+        return Sample(what, Digest(problem, stays, facts), (tuple(dense), tuple(twins)), sums)
 
     def _states(self, experts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Optimizer state of experts, by name."""
@@ -315,8 +267,7 @@ class Guard:
         seen = {r: Digest(*json.loads(row)) for r, row in zip(dist.get_process_group_ranks(group), rows, strict=True)}
         finding = next((f"{one.problem} (rank {rank})" for rank, one in seen.items() if one.problem), "")
         stays = next((f"{one.stays} (rank {rank})" for rank, one in seen.items() if one.stays), "")
-        finding = finding or self._different(sample, seen, group) or self._alike(sample.what, seen)
-        return SampleComparison(finding, stays)
+        return SampleComparison(finding or self._different(sample, seen, group), stays)
 
     def _different(self, sample: Sample, seen: Mapping[int, Digest], group: dist.ProcessGroup) -> str:
         """Find ranks that do not have the same `FACTS`; the same on every rank. Collective where there are some."""
@@ -333,28 +284,12 @@ class Guard:
                     return f"{mend}: the {what} on rank {listed} differ from rank {here[0]}'s"
         return ""
 
-    def _alike(self, what: str, seen: Mapping[int, Digest]) -> str:
-        """Find ranks with different experts and identical weights: something has broadcast or averaged them."""
-        for together in self._groups.job.ep_sets:
-            here = [rank for rank in together if rank in seen]
-            names = seen[here[0]].marked if len(here) > 1 else ()
-            for name, marks in zip(names, zip(*(seen[rank].marks for rank in here), strict=False), strict=False):
-                if len(set(marks)) == 1 and marks[0]:
-                    mend = "wrap the very module that was attached, or set dense_gradients='allreduce'"
-                    self._broadcast = (
-                        f"{'register ahead of DistributedDataParallel' if '/' in name else mend}: something broadcasts "
-                        f"or averages {what} of {name}, other experts on ranks {here[0]} to {here[-1]}"
-                    )
-                    return self._broadcast
-        return ""
-
     def report(self, finding: str, *notices: str) -> None:
         """Raise or warn of a finding as the mode says; notices are only logged. Each line is said once."""
         for notice in filter(self._is_news, notices):
             logger.warning("%s", notice)
         if self._is_news(finding):
-            lost = finding == self._broadcast  # the experts of other ranks are gone: nothing can go on
-            if self._mode == "raise" or (self._mode == "auto" and (lost or self._steps < FIRST_STEPS)):
+            if self._mode == "raise" or (self._mode == "auto" and self._steps < FIRST_STEPS):
                 raise GuardError(finding)
             logger.warning("%s", finding)
 
@@ -381,19 +316,6 @@ def _whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors that are not sharded over ranks, and have numbers as wide as two bytes."""
     here = {name: one for name, one in tensors.items() if not isinstance(one, DTensor)}
     return {name: one for name, one in here.items() if one.numel() and one.element_size() > 1}
-
-
-def _between(experts: Tensor) -> Tensor:
-    """Difference ``[1, PIECE]`` between a rank's first and last expert: zeros where all may be alike by right."""
-    first, last = (one.reshape(-1)[:_PIECE] for one in (experts.detach()[:1], experts.detach()[-1:]))
-    return (first - last if len(experts) > 1 else first).unsqueeze(0)
-
-
-def _marks(pieces: Tensor) -> Tensor:
-    """int64 ``[N]``: sums of the bits of pieces ``[N, PIECE]``; 0 where other experts may have the same by right: all
-    is one value, or overflows."""
-    tells = pieces.isfinite().all(dim=1) & (pieces != pieces[:, :1]).any(dim=1)
-    return torch.where(tells, bit_words(pieces).sum(dim=1, dtype=torch.int64), 0)
 
 
 def _hash(value: object) -> int:

@@ -43,11 +43,13 @@ class ModelCheck:
         self._divided = {name for name, module, _ in experts if has_divide_factor(module)}  # a host may want it
         self._held = [] if self._sharded else [_held(module, key) for _, module, keys in experts for key in keys]
         self._known = {id(parameter) for parameter in parameters}
+        self._of_this_rank: set[int] = set()
 
     def keep_from_ddp(self, tensors: Iterable[Tensor]) -> None:
         """Let DistributedDataParallel, put around a model later, leave these of its parameters and buffers alone: each
         rank's are of its own experts, and it sets buffers to rank 0's in every forward."""
         ours = set(map(id, tensors))
+        self._of_this_rank |= ours
         for model in self.models.values():
             own = [*model.named_parameters(), *model.named_buffers()]
             names = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *(n for n, t in own if id(t) in ours)}
@@ -92,12 +94,8 @@ class ModelCheck:
             if module._parameters.get(key) is not parameter:
                 self._raise_replaced(module, key)
         wrapped = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) if thoroughly else None
-        old = set(map(id, self.replaced().values())) if wrapped is not None else set()
-        if wrapped is not None and not old.isdisjoint(map(id, wrapped._module_parameters)):
-            raise StructureError(
-                "DistributedDataParallel was put around the model before attach, and averages parameters that it no "
-                "longer has: attach first, then wrap it"
-            )
+        if wrapped is not None and wrapped.process_group.size() > 1:
+            self._check_wrapped({id(tensor) for tensor in (*wrapped._module_parameters, *wrapped.modules_buffers)})
         if thoroughly and not self._sharded:
             for prefix, model in self.models.items():
                 self._check_tree(prefix, model)
@@ -108,6 +106,18 @@ class ModelCheck:
                         f"set_gradient_divide_factor was called on {name} after attach: gradients of experts are "
                         "divided for FSDP's own average over EDP; leave it out"
                     )
+
+    def _check_wrapped(self, shared: Collection[int]) -> None:
+        if any(id(parameter) in shared for parameter in self.replaced().values()):
+            raise StructureError(
+                "DistributedDataParallel was put around the model before attach, and averages parameters that it no "
+                "longer has: attach first, then wrap it"
+            )
+        if not self._of_this_rank.isdisjoint(shared):
+            raise StructureError(
+                "DistributedDataParallel broadcasts or averages experts, of which each rank has others: wrap the very "
+                "module that was attached, and call balancer.register before; or set dense_gradients='allreduce'"
+            )
 
     def _raise_replaced(self, module: nn.Module, key: str) -> None:
         name = next(name for name, other, _ in self._experts if any(module is inner for inner in other.modules()))

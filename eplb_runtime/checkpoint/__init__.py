@@ -4,9 +4,8 @@ Nothing here knows a framework: its folders are read and written by the attached
 """
 
 from .dcp import LogicalState
-from .pretrained import export_pretrained, load_pretrained
 from .restore import load_logical_state_dict
-from .saving import async_save, load, save
+from .saving import async_save, export_pretrained, load, load_pretrained, save
 from .state import CheckpointError, logical_state_dict
 from .stream import ExportError
 

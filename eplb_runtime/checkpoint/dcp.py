@@ -102,100 +102,78 @@ def _as_saved(view: LogicalView, entry: Entry) -> Tensor:
     return ExpertRows(local(entry.tensor), experts, view.whole_size(entry), begin)
 
 
-def save(
-    folder: str | Path,
-    view: LogicalView,
-    storage_writer: dcp.StorageWriter | None,
-    process_group: dist.ProcessGroup | None,
-) -> None:
+def save(folder: str | Path, view: LogicalView) -> None:
     """`saving.save` by DCP. It writes over what it finds, so a folder that has a checkpoint is refused."""
-    if storage_writer is None and JointAccess.of(view, process_group).folder_has(Path(folder) / ".metadata"):
+    if JointAccess.of(view).folder_has(Path(folder) / ".metadata"):
         raise CheckpointError(
             f"{folder} has a checkpoint already, which DCP cannot replace in one step: give a new one"
         )
     with _without_advice():
-        dcp.save(
-            _state_of(view),
-            checkpoint_id=str(folder),
-            storage_writer=storage_writer,
-            process_group=process_group,
-            no_dist=not dist.is_initialized(),
-        )
+        dcp.save(_state_of(view), checkpoint_id=str(folder), no_dist=not dist.is_initialized())
 
 
-def async_save(folder: str | Path, view: LogicalView, storage_writer: dcp.StorageWriter | None) -> Future[Any]:
+def async_save(folder: str | Path, view: LogicalView) -> Future[Any]:
     """`saving.async_save` by DCP."""
-    state = _state_of(view)
-    options: dict[str, Any] = {"checkpoint_id": str(folder), "storage_writer": storage_writer}
+    state, alone = _state_of(view), not dist.is_initialized()
     with _without_advice():
         if view.balancer is None:
-            return dcp.async_save(state, no_dist=not dist.is_initialized(), **options)  # type: ignore[return-value]
+            return dcp.async_save(state, checkpoint_id=str(folder), no_dist=alone)  # type: ignore[return-value]
         with view.balancer.quiesce():
             group = view.balancer._runtime.groups.background
-            return dcp.async_save(state, process_group=group, **options)  # type: ignore[return-value]
+            return dcp.async_save(state, checkpoint_id=str(folder), process_group=group)  # type: ignore[return-value]
 
 
 class FolderOfDCP(Saved):
     """A checkpoint of DCP, open for reading; there are no checksums. Without an optimizer in the view, what the
     checkpoint has of one is not looked at."""
 
-    def __init__(
-        self,
-        folder: str | Path,
-        view: LogicalView,
-        key: str,
-        reader: dcp.StorageReader | None,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self.name, self._group = str(folder), group
-        self._reader = reader if reader is not None else dcp.FileSystemReader(str(folder))
+    def __init__(self, folder: str | Path, view: LogicalView, key: str) -> None:
+        self.name, self._reader = str(folder), dcp.FileSystemReader(str(folder))
         try:
             metadata = self._reader.read_metadata()
         except Exception as error:
-            why = f"{type(error).__name__}: {error}" if Path(folder).exists() or reader else "there is no such folder"
+            why = f"{type(error).__name__}: {error}" if Path(folder).exists() else "there is no such folder"
             raise CheckpointError(f"{folder} cannot be read as a checkpoint: {why}") from None
-        found = metadata.state_dict_metadata
+        found, prefix = metadata.state_dict_metadata, f"{key}." if key else ""
         if key and not any(fqn.startswith(f"{key}.model.") for fqn in found):
             raise CheckpointError(f"{folder} has no {key}.model.: it was saved under another key")
-        prefix = f"{key}." if key else ""
         specs = {
-            fqn.removeprefix(prefix): TensorSpec(tuple(one.size), one.properties.dtype)
+            fqn: TensorSpec(tuple(one.size), one.properties.dtype)
             for fqn, one in found.items()
-            if isinstance(one, TensorStorageMetadata) and fqn.startswith(prefix)
+            if isinstance(one, TensorStorageMetadata)
         }
-        self._fqns = {name: f"{prefix}{name}" for name in specs if name.startswith(("model.", "extra."))}
-        self.tensors = {name: specs[name] for name in self._fqns}
+        weights = (f"{prefix}model.", f"{prefix}extra.")
+        self._fqns = {fqn.removeprefix(prefix): fqn for fqn in specs if fqn.startswith(weights)}
         # Each rank reads by itself what is no tensor, and options.
         paths = self._optimizer_paths(metadata, key) if view.optimizers else {}
-        header_key = f"{prefix}eplb_runtime"
-        small: dict[str, Any] = {header_key: None} if header_key in found else {}
+        header = f"{prefix}eplb_runtime"
+        small: dict[str, Any] = {header: None} if header in found else {}
         for fqn, path in paths.items():
-            spec = specs.get(fqn.removeprefix(prefix))
-            if spec is None or path[0] == "param_groups":
-                small[fqn] = torch.empty(spec.shape, dtype=spec.dtype) if spec is not None else None
-            else:
+            if fqn in specs and path[0] == "state":
                 self._fqns[f"optimizer.{path[1]}.{path[2]}"] = fqn
-                self.tensors[f"optimizer.{path[1]}.{path[2]}"] = spec
+            else:
+                small[fqn] = torch.empty(specs[fqn].shape, dtype=specs[fqn].dtype) if fqn in specs else None
+        self.tensors = {name: specs[fqn] for name, fqn in self._fqns.items()}
         self._read(small, alone=True)
         groups: dict[int, dict[str, Any]] = {}
         numbers: dict[str, dict[str, Any]] = {}
-        for fqn, path in paths.items():
-            if path[0] == "param_groups":
-                groups.setdefault(int(path[1]), {})[path[2]] = small[fqn]
+        for fqn, (part, one, option) in paths.items():
+            if part == "param_groups":
+                groups.setdefault(int(one), {})[option] = small[fqn]
             elif fqn in small:
-                numbers.setdefault(path[1], {})[path[2]] = small[fqn]
+                numbers.setdefault(one, {})[option] = small[fqn]
         self.optimizers = [{"param_groups": [groups[n] for n in sorted(groups)], "numbers": numbers}] if paths else []
-        self.balancer = _read_header(small.get(header_key)).get("balancer")
+        self.balancer = _read_header(small.get(header)).get("balancer")
 
     def fill(self, view: LogicalView, entries: Sequence[Entry]) -> None:
         """`Saved.fill`, all at once. Collective."""
-        self._read({self._fqns[entry.key]: _as_saved(view, entry) for entry in entries}, not dist.is_initialized())
+        live = {self._fqns[entry.key]: _as_saved(view, entry) for entry in entries}
+        self._read(live, alone=not dist.is_initialized())
 
     def _read(self, entries: dict[str, Any], alone: bool) -> None:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        group = None if alone else self._group
         with _without_advice():
-            dcp.load(entries, storage_reader=self._reader, planner=planner, process_group=group, no_dist=alone)
+            dcp.load(entries, storage_reader=self._reader, planner=planner, no_dist=alone)
 
     def _optimizer_paths(self, metadata: Metadata, key: str) -> dict[str, tuple[Any, ...]]:
         """``{fqn: path}`` below ``optimizer`` of everything that the checkpoint holds there."""

@@ -29,18 +29,16 @@ from ..moe.experts.slices import is_sliced
 from ..utils.checksums import as_bytes
 from ..utils.errors import one_line
 from ..utils.files import PARTIALS, FileError, require_readable, write_file
-from . import old_folder
-from .pretrained import folders_of
 from .restore import Saved, from_json
 from .state import CheckpointError, LogicalView
-from .weights import Stored, TensorSpec, value_of
+from .weights import Stored, TensorSpec, folders_of, value_of
 
 MARKER = "checkpoint.json"
 FORMAT, VERSION = "eplb-runtime-checkpoint", 3
 PARTS = ("model", "optimizer", "extra")
 FILE_BYTES = 4 << 30
 """Tensors of one file; on a GPU a rank needs as much memory on the host to write them."""
-_OURS = re.compile(r"(?:(?:model|optimizer|extra)-\d{5}-\d{5}|tensors-\d{5}-of-\d{5}|numbers)-([0-9a-f]{16})\.[a-z]+")
+_OURS = re.compile(r"(?:(?:model|optimizer|extra)-(\d{5})-\d{5}|numbers)-([0-9a-f]{16})\.[a-z]+")
 LIBRARY_PARTIALS = ".tmp??????"
 """Files that the library has begun; they are there for long where a process was killed."""
 _MOST_BYTES = 1 << 30
@@ -134,7 +132,7 @@ def write_tensors(
     except BaseException:
         for _ in remaining:
             pass  # other ranks gather what is sharded with this one
-        remove_files(folder, lambda name, other: other == token and f"-{number:05d}-" in name)
+        remove_own(folder, number, token)
         raise
     return written
 
@@ -185,13 +183,13 @@ def publish(
         marker["files"] = {**files, **seals_of(folder, [path.name])}
         marker["files"] |= {name: (len(data), xxhash.xxh3_128_hexdigest(data)) for name, data in indexes.items()}
     except BaseException:
-        remove_files(folder, lambda name, other: other == token)
+        _remove(folder, lambda _, save: save == token)
         raise
     # Between two of these, others read the new checkpoint and we the old one; both are whole.
     for name, data in indexes.items():
         write_file(folder / name, data)
     write_file(folder / MARKER, json.dumps({**marker, "checksum": _checksum_of(marker)}))
-    remove_files(folder, lambda name, other: other != token)
+    _remove(folder, lambda _, save: save != token)
     unused = [folder / _index_name(part) for part in PARTS if _index_name(part) not in indexes]
     for file in (*unused, *folder.glob(PARTIALS), *folder.glob(LIBRARY_PARTIALS)):
         with suppress(OSError):
@@ -228,12 +226,17 @@ def _index_name(part: str) -> str:
     return f"{part}.safetensors.index.json"
 
 
-def remove_files(folder: Path, unwanted: Callable[[str, str], bool]) -> None:
-    """Remove files of saves, given name and save of each; those that cannot be removed do no harm."""
+def remove_own(folder: Path, number: int, token: str) -> None:
+    """Remove this rank's files of a save, and nothing that other ranks are writing beside it."""
+    _remove(folder, lambda rank, save: (rank, save) == (f"{number:05d}", token))
+
+
+def _remove(folder: Path, unwanted: Callable[[str | None, str], bool]) -> None:
+    """Remove files of saves, given rank and save of each; those that cannot be removed do no harm."""
     with suppress(OSError):
         for file in list(folder.iterdir()):
             match = _OURS.fullmatch(file.name)
-            if match is not None and unwanted(file.name, match[1]):
+            if match is not None and unwanted(match[1], match[2]):
                 with suppress(OSError):
                     file.unlink()
 
@@ -242,7 +245,7 @@ def remove_files(folder: Path, unwanted: Callable[[str, str], bool]) -> None:
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
-    """Read `checkpoint.json`, of any version, and compare its own checksum."""
+    """Read `checkpoint.json`, and compare its own checksum."""
     path = folder / MARKER
     try:
         require_readable(path, _MOST_BYTES)
@@ -250,10 +253,8 @@ def read_marker(folder: Path) -> dict[str, Any]:
         own, version = marker.pop("checksum"), (marker["format"], marker["version"])
     except (OSError, FileError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {one_line(error, with_type=True)}") from None
-    if version not in ((FORMAT, VERSION), (FORMAT, old_folder.VERSION)):
-        raise CheckpointError(
-            f"{path} is {version[0]!r} of version {version[1]!r}; this reads versions 2 and {VERSION}"
-        )
+    if version != (FORMAT, VERSION):
+        raise CheckpointError(f"{path} is {version[0]!r} of version {version[1]!r}; this reads version {VERSION}")
     if own != _checksum_of(marker):
         raise CheckpointError(f"{path} is damaged: it has another checksum than when it was saved")
     return marker
@@ -267,17 +268,6 @@ def verified(folder: Path, number: int, of: int) -> dict[str, Any]:
     """Return the marker, after this rank, one of those that verify together, has read its share of all files and
     compared sizes and checksums. The first damaged file is named."""
     marker = read_marker(folder)
-    (old_folder.verify if marker["version"] == old_folder.VERSION else verify)(folder, marker, number, of)
-    return marker
-
-
-def opened(folder: Path, marker: Mapping[str, Any]) -> Saved:
-    """Open a verified folder, of any version that is read."""
-    return (old_folder.OldFolder if marker["version"] == old_folder.VERSION else Folder)(folder, marker)
-
-
-def verify(folder: Path, marker: Mapping[str, Any], number: int, of: int) -> None:
-    """`verified`, of this version."""
     shares = [0] * of
     for name, (nbytes, checksum) in marker["files"].items():
         mine = shares.index(min(shares))
@@ -291,6 +281,7 @@ def verify(folder: Path, marker: Mapping[str, Any], number: int, of: int) -> Non
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
         if not intact:
             raise CheckpointError(f"{path} is damaged: it has another size or checksum than when it was saved")
+    return marker
 
 
 def _of_another_save(index: Path, save: str) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..distributed.consensus import first_problem, maxima
 from ..utils.checksums import as_bytes, checksum
 from ..utils.errors import one_line
-from .stream import BUCKET_BYTES, ExportError, LogicalTensors, StreamItem, TensorList
+from .stream import BUCKET_BYTES, ExportError, LogicalTensors, Piece, TensorList
 from .weights import Weight
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ class Exporter:
         outcome = rebalancer.run(lambda: rebalancer.agreement.go_on("", False, seconds), seconds)
         if found := outcome or rebalancer.run(lambda: first_problem(problem, control)):
             raise ExportError(str(found))
-        item_of, ours = {item.name: item for item in tensors.items}, dict[_Part, bytes]()
+        piece_of, ours = tensors.tensors, dict[_Part, bytes]()
         for name, tensor in LogicalTensors(tensors, BUCKET_BYTES, None, seconds):
-            ours.update(_checksums(item_of[name], tensor))
+            ours.update(_checksums(piece_of[name], tensor))
         experts = {value for part, value in ours.items() if part.expert is not None}
         states = torch.zeros(len(ours), dtype=torch.uint8)
         for number, (part, own) in enumerate(ours.items()):
@@ -98,30 +98,30 @@ class _Part(NamedTuple):
     expert: int | None
 
 
-def _checksums(item: StreamItem, tensor: Tensor) -> Iterator[tuple[_Part, bytes]]:
-    parts = enumerate(tensor) if item.is_stacked else [(item.expert, tensor)]
+def _checksums(piece: Piece, tensor: Tensor) -> Iterator[tuple[_Part, bytes]]:
+    parts = enumerate(tensor) if piece.rows else [(piece.expert, tensor)]
     for expert, part in parts:
-        yield _Part(item.name, item.layer, expert), checksum([as_bytes(part.detach().contiguous())])
+        yield _Part(piece.name, piece.layer, expert), checksum([as_bytes(part.detach().contiguous())])
 
 
 def _given(tensors: TensorList, given: object) -> tuple[dict[_Part, bytes], str]:
     """The checksums of what was given here; and what is wrong with it."""
     theirs: dict[_Part, bytes] = {}
-    items, device = {item.name: item for item in tensors.items}, tensors.balancer._runtime.device
+    pieces, device = tensors.tensors, tensors.balancer._runtime.device
     try:
         found: Any = given() if callable(given) else given
         for name, tensor in found.items() if isinstance(found, Mapping) else found:
-            if (item := items.get(name)) is None:
-                some = next((known for known in items if known.rpartition(".")[2] in name), "")
-                some = some or next(iter(items), "none")
+            if (piece := pieces.get(name)) is None:
+                some = next((known for known in pieces if known.rpartition(".")[2] in name), "")
+                some = some or next(iter(pieces), "none")
                 return theirs, f"verify_export was given {name}, and the model has no tensor of that name ({some})"
-            spec = item.spec
+            spec = piece.whole
             if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
                 return theirs, (
                     f"verify_export was given {name} as {tensor.dtype} {list(tensor.shape)}; the model's is "
                     f"{spec.dtype} {list(spec.shape)} (dtype= says to which the export casts)"
                 )
-            theirs.update(_checksums(item, tensor.to(device)))
+            theirs.update(_checksums(piece, tensor.to(device)))
     except Exception as error:
         return theirs, f"the weights to verify could not be walked: {one_line(error, with_type=True)}"
     return theirs, ""

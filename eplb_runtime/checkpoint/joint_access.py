@@ -31,15 +31,16 @@ class JointAccess:
         self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
 
     @classmethod
-    def of(cls, view: LogicalView, process_group: dist.ProcessGroup | None = None) -> JointAccess:
-        """All ranks of the model's job; of one that is not attached: the group given, or the world."""
-        if process_group is None and view.balancer is not None:
+    def of(cls, view: LogicalView) -> JointAccess:
+        """All ranks of the model's job; of one that is not attached, the world."""
+        if view.balancer is not None:
             return cls(view.balancer._runtime.groups.everyone, view.balancer._runtime.device)
         if not dist.is_initialized():
             return cls(None, torch.device("cpu"))
-        group = process_group if process_group is not None else dist.group.WORLD
-        on_cpu = any(part in dist.get_backend_config(group) for part in ("gloo", "cpu:"))
-        return cls(group, torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device()))
+        on_cpu = any(part in dist.get_backend_config() for part in ("gloo", "cpu:"))
+        return cls(
+            dist.group.WORLD, torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+        )
 
     def together(self, what: str, action: Callable[[], Result]) -> Result:
         """Return the result of an action, which has succeeded on all ranks.

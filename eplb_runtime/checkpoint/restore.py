@@ -193,8 +193,7 @@ def from_json(value: dict[str, Any]) -> Any:
     """Of `json.loads`: the tensor that a dictionary stands for, or the dictionary."""
     if value.keys() != {"tensor", "dtype"}:
         return value
-    old = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "BOOL": "bool"}
-    return torch.tensor(value["tensor"], dtype=getattr(torch, old.get(value["dtype"], value["dtype"])))
+    return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
 
 
 def options_of(view: LogicalView, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as torch_dcp
 from safetensors import SafetensorError
 from torch import nn
 
@@ -21,9 +20,9 @@ from ..utils.errors import one_line
 from . import dcp, disk
 from .disk import MARKER, Named
 from .joint_access import JointAccess
-from .pretrained import folders_of
 from .restore import Fitted, Saved, numbers_of, restore_placement, to_json
 from .state import CheckpointError, Given, LogicalView
+from .weights import PretrainedFolders, folders_of
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -37,8 +36,6 @@ def save(
     optimizer: Given = None,
     *,
     format: Format = "safetensors",
-    storage_writer: torch_dcp.StorageWriter | None = None,
-    process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a checkpoint in logical order; each rank its own experts. Collective, between steps.
 
@@ -50,21 +47,20 @@ def save(
         format: ``"safetensors"``: files of each rank with one tensor per expert, an index as Hugging Face's, and
             ``checkpoint.json`` with checksums of all bytes, which is written last; ``"dcp"``:
             torch.distributed.checkpoint's, which plain DCP reads. Its ``.metadata`` is a pickle: load such folders only
-            from people you trust. It has no checksums and needs a new folder.
-        storage_writer: of DCP, for storage other than a file system.
-        process_group: of the ranks that save a model that is not attached; None: all.
+            from people you trust. It has no checksums and needs a new folder. (Other storage than a file system: by
+            ``dcp.save`` of a `LogicalState`.)
 
     Raises:
         CheckpointError: something cannot be kept in this format, or another rank failed; the folder is as it was.
         OSError: this rank could not write; likewise.
     """
     view = LogicalView(model, optimizer)
-    if _is_dcp(format, storage_writer):
-        dcp.save(folder, view, storage_writer, process_group)
+    if _is_dcp(format):
+        dcp.save(folder, view)
     else:
         _ended(_saving(view))
         view.refuse_freed("save")
-        access = JointAccess.of(view, process_group)
+        access = JointAccess.of(view)
         _write(Path(folder), view, access, *access.together(f"{folder} was not saved", lambda: _content(view, access)))
     _log("saved to", folder, view)
 
@@ -75,7 +71,6 @@ def async_save(
     optimizer: Given = None,
     *,
     format: Format = "safetensors",
-    storage_writer: torch_dcp.StorageWriter | None = None,
 ) -> Future[Any]:
     """As ``save``, but writes in the background: when it returns, the state is copied, and training may go on.
 
@@ -88,8 +83,8 @@ def async_save(
         A future that is done when the checkpoint is whole on disk; its ``result()`` raises what went wrong.
     """
     view = LogicalView(model, optimizer)
-    if _is_dcp(format, storage_writer):
-        return dcp.async_save(folder, view, storage_writer)
+    if _is_dcp(format):
+        return dcp.async_save(folder, view)
     view.refuse_freed("async_save")
     before = _saving(view)
     if view.balancer is None:
@@ -119,8 +114,6 @@ def load(
     *,
     key: str = "",
     warm_start: bool = True,
-    storage_reader: torch_dcp.StorageReader | None = None,
-    process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Read a checkpoint, whatever placement, EP size or balancer it was saved with. Collective, between steps.
 
@@ -136,8 +129,6 @@ def load(
         key: under which the state was saved with DCP, when it was one of several (``{"app": LogicalState(...)}``).
         warm_start: migrate to the saved placement when EP size and slots are the same, else to one that is made for the
             load that was saved with it; where there is none, say so in the log.
-        storage_reader: of DCP, for storage other than a file system.
-        process_group: of the ranks that load a model that is not attached; None: all.
 
     Raises:
         CheckpointError: it is damaged, entries are missing, have no place in the model, or have other shapes; nothing
@@ -146,15 +137,14 @@ def load(
     view = LogicalView(model, optimizer)
     view.refuse_freed("load", patient=True)
     _ended(_saving(view))
-    access = JointAccess.of(view, process_group)
+    access, path = JointAccess.of(view), Path(folder)
     unchanged = f"{folder} was not loaded, nothing is changed"
-    path = Path(folder)
-    opens: Callable[[], Saved] = lambda: dcp.FolderOfDCP(folder, view, key, storage_reader, process_group)  # noqa: E731
-    if storage_reader is None and access.folder_has(path / MARKER):
+    opens: Callable[[], Saved] = lambda: dcp.FolderOfDCP(folder, view, key)  # noqa: E731
+    if access.folder_has(path / MARKER):
         if key:
             raise CheckpointError(f"{folder} has no keys, as DCP's checkpoints may have: leave out key={key!r}")
         marker = access.together(unchanged, lambda: disk.verified(path, access.number, access.size))
-        opens = lambda: disk.opened(path, marker)  # noqa: E731
+        opens = lambda: disk.Folder(path, marker)  # noqa: E731
     saved = access.together(unchanged, lambda: _usable(folder, opens))
     fitted = access.together(unchanged, lambda: _usable(folder, lambda: Fitted(view, saved)))
     restore_placement(view, saved.balancer, warm_start)
@@ -206,7 +196,7 @@ def _write(folder: Path, view: LogicalView, access: JointAccess, tensors: Iterab
         of_ranks = [json.loads(text) for text in access.gather_bytes(json.dumps(files).encode())]
         stages = [json.loads(text) for text in access.gather_bytes(numbers.encode()) if text]
     except BaseException:
-        disk.remove_files(folder, lambda name, save: save == token and f"-{access.number:05d}-" in name)
+        disk.remove_own(folder, access.number, token)
         raise
     folders = folders_of(view)
     access.on_first(
@@ -245,7 +235,59 @@ def _log(what: str, folder: str | Path, view: LogicalView) -> None:
     logger.info("checkpoint %s %s%s", what, folder, step)
 
 
-def _is_dcp(name: str, storage_writer: torch_dcp.StorageWriter | None) -> bool:
+def _is_dcp(name: str) -> bool:
     if name not in ("safetensors", "dcp"):
         raise CheckpointError(f"format={name!r} is unknown; choose one of: safetensors, dcp")
-    return name == "dcp" or storage_writer is not None
+    return name == "dcp"
+
+
+# -- folders of the host's framework -----------------------------------------------------------------------------------
+
+
+def export_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> None:
+    """Write what ``save_pretrained`` of the whole model would, a piece at a time. Collective, between steps.
+
+    A model that is larger than a shard is written by all ranks, each its own experts; a smaller one is one file, of
+    rank 0. Besides its model a rank needs the memory of one expert and of one dense tensor, and on the host that of its
+    shards, where they are not its own live memory. Files get their names when all are whole, the index last.
+
+    Args:
+        model: attached.
+        folder: one that all ranks see.
+        options: of the library's ``save_pretrained``: ``max_shard_size`` (here ``"5GB"`` unless given), ``variant``,
+            ``save_original_format``; not what uploads or writes something else.
+
+    Raises:
+        CheckpointError: the model is not attached, its framework has no such folders, the library's own names for its
+            weights cannot be given a tensor at a time, or another rank failed.
+        OSError: this rank could not write; what was in the folder stays, or does not load.
+    """
+    view = LogicalView(model)
+    view.refuse_freed("export_pretrained")
+    _folders(view, "save_pretrained").write(view, Path(folder), **options)
+
+
+def load_pretrained(model: nn.Module, folder: str | Path) -> None:
+    """Read a folder that ``from_pretrained`` reads (safetensors); each rank its own experts. Collective, between steps.
+
+    Weights are cast to the model's dtype; optimizer state stays.
+
+    Args:
+        model: attached.
+        folder: with ``model.safetensors`` or ``model.safetensors.index.json``.
+
+    Raises:
+        CheckpointError: the model is not attached, there is no safetensors file, weights are missing or have another
+            shape, or experts are stored in a way that cannot be read by expert; nothing is changed then.
+    """
+    view = LogicalView(model)
+    view.refuse_freed("load_pretrained", patient=True)
+    _folders(view, "from_pretrained").read(view, Path(folder))
+
+
+def _folders(view: LogicalView, by_library: str) -> PretrainedFolders:
+    if view.balancer is None:
+        raise CheckpointError(f"the model is not attached: use the library's own {by_library}")
+    if (folders := folders_of(view)) is None:
+        raise CheckpointError("this framework has no checkpoint folders of its own: use checkpoint.save and load")
+    return folders

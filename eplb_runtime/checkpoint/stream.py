@@ -1,6 +1,6 @@
 """A model's tensors as a stream in logical order, a bucket at a time: how weights leave for an engine or a folder.
 
-Every rank makes the same list of tensors and cuts it into the same buckets. Each bucket has two halves. First every
+Every rank makes the same list of pieces and cuts it into the same buckets. Each bucket has two halves. First every
 rank takes the memory that it needs and fills in what it has; then all agree to go on. Only then data travel, so a rank
 that has stopped or failed is known to the others before they wait for its data.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from ..distributed.consensus import all_equal, first_problem
+from ..distributed.consensus import all_equal, first_problem, gather_bytes
 from ..moe.experts.gathering import whole_row
 from ..utils.errors import one_line
 from .weights import TensorSpec, Weight, value_of
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 NamedTensor = tuple[str, Tensor]
 ALIGNMENT = 64
-"""Each tensor begins at a multiple of so many bytes of its bucket."""
+"""Each piece begins at a multiple of so many bytes of its bucket."""
 BUCKET_BYTES = 1 << 26
 """Of a bucket, where no consumer says how much it takes."""
 
@@ -41,17 +41,18 @@ class ExportError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class StreamItem:
-    """One tensor of the stream.
+class Piece:
+    """One tensor of the stream, or one row of a tensor whose rows are the experts of a layer.
 
     Args:
-        name: as the checkpoint has it.
-        spec: whole, as it leaves.
+        name: of the tensor, as the checkpoint has it.
+        spec: as it leaves; of a row ``[1, ...]``.
         stage: pipeline stage that has it.
         weight: number of its `Weight` among those of the stage.
         key: its name in the weight's conversion; of one expert as of all others.
         layer: MoE layer of the whole model; None: of none.
-        expert: the logical expert; None: of none, or all of a layer, stacked.
+        expert: the logical expert; None: of none, or all of a layer together.
+        rows: of the tensor whose row ``expert`` it is; 0: it is a tensor.
         joint: made whole by all ranks of the stage together.
         shared: as of `Weight`.
     """
@@ -63,32 +64,18 @@ class StreamItem:
     key: str
     layer: int | None
     expert: int | None
+    rows: int
     joint: bool
-    shared: bool = False
+    shared: bool
 
     @property
-    def is_stacked(self) -> bool:
-        """Its rows are the experts of a layer, each from the rank that has it."""
-        return self.layer is not None and self.expert is None and not self.joint
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Part of a tensor that one rank adds: of the item of that number."""
-
-    item: int
-    expert: int | None
-    """The logical expert; None: of none."""
-    row: int | None
-    """Of a stacked tensor; None: all of it."""
-    owner: int | None
-    """Global rank that it comes from; None: every rank has it, so nothing travels."""
-    to: int | None
-    """Global rank that it goes to; None: to all."""
+    def whole(self) -> TensorSpec:
+        """Of the tensor."""
+        return replace(self.spec, shape=(self.rows, *self.spec.shape[1:])) if self.rows else self.spec
 
 
 class TensorList:
-    """All tensors of the model, which rank has what of them, and their values on this rank.
+    """All tensors of the model in pieces, which rank has what of them, and their values on this rank.
 
     Args:
         weights: of each pipeline stage of this rank.
@@ -104,11 +91,16 @@ class TensorList:
         self._dtype = dtype
         self._last: tuple[Any, Mapping[str, Tensor]] = (None, {})
         self._placement = balancer.placement
-        self.items = [item for stage, listed in weights.items() for item in self._items_of(stage, listed)]
+        self.num_experts = self._placement.num_experts
+        self.pieces = [piece for stage, listed in weights.items() for piece in self._pieces_of(stage, listed)]
 
     @property
-    def num_experts(self) -> int:
-        return self._placement.num_experts
+    def tensors(self) -> dict[str, Piece]:
+        """The first piece of each tensor, by name."""
+        found: dict[str, Piece] = {}
+        for piece in self.pieces:
+            found.setdefault(piece.name, piece)
+        return found
 
     def problem(self) -> str:
         """Return why tensors of this rank cannot be read now; empty: they can."""
@@ -117,48 +109,53 @@ class TensorList:
         names = (next(iter(one.made)) for weights in self._weights.values() for one in weights if one.freed)
         return next((f"the memory of {name} is freed, as jobs do between phases: load it first" for name in names), "")
 
-    def _items_of(self, stage: int, weights: Sequence[Weight]) -> Iterator[StreamItem]:
+    def _pieces_of(self, stage: int, weights: Sequence[Weight]) -> Iterator[Piece]:
         for number, weight in enumerate(weights):
-            if weight.layer is None or weight.by_expert is None:
-                joint = weight.is_sharded or weight.layer is not None
+            layer = weight.layer
+            if layer is None or weight.by_expert is None:
+                joint = weight.is_sharded or layer is not None
                 for name, spec in weight.made.items():
-                    yield StreamItem(
-                        name, self._leaving(spec), stage, number, name, weight.layer, None, joint, weight.shared
-                    )
+                    yield Piece(name, self._cast(spec), stage, number, name, layer, None, 0, joint, weight.shared)
                 continue
+            for key, name in weight.by_expert.items():
+                if "*" not in name:
+                    whole = self._cast(weight.made[name])
+                    row = TensorSpec((1, *whole.shape[1:]), whole.dtype)
+                    for expert in range(self.num_experts):
+                        yield Piece(name, row, stage, number, key, layer, expert, whole.shape[0], False, False)
             for expert in range(self.num_experts):
-                for key, name, row in weight.places_of(expert):
-                    if not row:  # a stacked tensor once
-                        one, spec = expert if row is None else None, self._leaving(weight.made[name])
-                        yield StreamItem(name, spec, stage, number, key, weight.layer, one, False)
+                for key, name, row_of in weight.places_of(expert):
+                    if row_of is None:
+                        spec = self._cast(weight.made[name])
+                        yield Piece(name, spec, stage, number, key, layer, expert, 0, False, False)
 
-    def _leaving(self, spec: TensorSpec) -> TensorSpec:
+    def _cast(self, spec: TensorSpec) -> TensorSpec:
         return TensorSpec(spec.shape, self._dtype) if self._dtype is not None and spec.dtype.is_floating_point else spec
 
     def agree(self, options: str, problem: str) -> str:
-        """Learn the tensors of all stages. Collective on the control group. Returns, on all ranks, the first problem of
+        """Learn the pieces of all stages. Collective on the control group. Returns, on all ranks, the first problem of
         a rank, that options differ, or that ranks of a stage have other tensors; empty: there is nothing of that."""
-        control = self.balancer._runtime.groups.control
-        text = json.dumps([_fields_of(item) for item in self.items])
+        control, sets = self.balancer._runtime.groups.control, self.job.data_sets
         if found := first_problem(problem or self.problem(), control):
             return str(found)
         if odd := all_equal(xxhash.xxh3_128(options.encode()).digest(), "choice of options", control):
             return odd
-        if odd := all_equal(xxhash.xxh3_128(text.encode()).digest(), "list of tensors", control, self.job.data_sets):
+        text = json.dumps([_fields_of(piece) for piece in self.pieces]).encode()
+        if odd := all_equal(xxhash.xxh3_128(text).digest(), "list of tensors", control, sets):
             return odd
-        items = list(self.items)
-        if len(self.job.data_sets) > 1:
-            texts = [_from_rank(text, ranks[0], control) for ranks in self.job.data_sets]
-            items = [_item_of(row) for said in texts for row in json.loads(said)]
-        named: dict[str, StreamItem] = {}
-        for item in sorted(items, key=lambda item: item.stage):
-            known = named.setdefault(item.name, item)
-            if known is not item and not (known.shared and item.shared and known.spec == item.spec):
+        if len(sets) > 1:
+            first = self.job.rank in [ranks[0] for ranks in sets]
+            said = [json.loads(text) for text in gather_bytes(text if first else b"", control) if text]
+            self.pieces = sorted((_piece_of(fields) for one in said for fields in one), key=lambda piece: piece.stage)
+        tensors = self.tensors
+        for piece in self.pieces:
+            known = tensors[piece.name]
+            if known.stage != piece.stage and not (known.shared and piece.shared and known.spec == piece.spec):
                 return (
-                    f"pipeline stages {known.stage} and {item.stage} have a {item.name} each: give modules of "
+                    f"pipeline stages {known.stage} and {piece.stage} have a {piece.name} each: give modules of "
                     "stages names over the whole model"
                 )
-        self.items = list(named.values())
+        self.pieces = [piece for piece in self.pieces if piece.stage == tensors[piece.name].stage]
         return ""
 
     # -- which rank has what -----------------------------------------------------------------------------------------
@@ -178,33 +175,22 @@ class TensorList:
         }
         return {stage: [ranks for ranks in self.job.row_sets if ranks[0] in held] for stage, held in holders.items()}
 
-    def owner_of(self, item: StreamItem, expert: int) -> int:
-        """The rank that gives an expert of a tensor."""
-        assert item.layer is not None
-        sets = self._row_sets[item.stage]
-        ranks = sets[(item.layer + expert) % len(sets)]
-        return ranks[int(self._places[item.layer, expert]) // (self.num_experts // len(ranks))]
-
-    def chunks_of(self, number: int, to: int | None = None) -> list[Chunk]:
-        """Return the parts of a tensor, each from one rank, that go to all or to the one rank that needs it."""
-        item = self.items[number]
-        if item.is_stacked:
-            return [Chunk(number, e, e, self.owner_of(item, e), to) for e in range(self.num_experts)]
-        if item.expert is not None:
-            return [Chunk(number, item.expert, None, self.owner_of(item, item.expert), to)]
-        ranks = sorted(rank for together in self._row_sets[item.stage] for rank in together)
-        owner = to if to in ranks else ranks[number % len(ranks)]
-        return [Chunk(number, None, None, None if to is None and len(ranks) == len(self.job.ranks) else owner, to)]
-
-    def spec_of(self, chunk: Chunk) -> TensorSpec:
-        spec = self.items[chunk.item].spec
-        return spec if chunk.row is None else TensorSpec((1, *spec.shape[1:]), spec.dtype)
+    def owner_of(self, number: int, to: int | None = None) -> int | None:
+        """Return the rank that gives a piece to all or to one rank; None: all have it, so nothing travels."""
+        piece, sets = self.pieces[number], self._row_sets[self.pieces[number].stage]
+        if piece.layer is not None and piece.expert is not None:
+            ranks = sets[(piece.layer + piece.expert) % len(sets)]
+            return ranks[int(self._places[piece.layer, piece.expert]) // (self.num_experts // len(ranks))]
+        holders = sorted(rank for together in sets for rank in together)
+        if to is None and len(holders) == len(self.job.ranks):
+            return None
+        return to if to in holders else holders[number % len(holders)]
 
     # -- values ------------------------------------------------------------------------------------------------------
 
-    def is_plain(self, chunk: Chunk) -> bool:
+    def is_plain(self, piece: Piece) -> bool:
         """Return whether its owner makes it alone."""
-        return not self.items[chunk.item].joint and not (chunk.expert is not None and self._sliced)
+        return not piece.joint and not (piece.expert is not None and self._sliced)
 
     @cached_property
     def _sliced(self) -> bool:
@@ -212,24 +198,22 @@ class TensorList:
         expert_data = self.balancer._runtime.groups.expert_data
         return self.balancer._sliced and not self.job.divided_rows and expert_data is not None
 
-    def is_mine(self, chunk: Chunk) -> bool:
-        return chunk.owner in (None, self.job.rank)
-
-    def value(self, chunk: Chunk) -> Tensor | None:
-        """Return a chunk on its owner, in live memory where that is whole; else None. What is not plain is collective
+    def value(self, piece: Piece, owner: int | None) -> Tensor | None:
+        """Return a piece on its owner, in live memory where that is whole; else None. What is not plain is collective
         over the ranks that make it together; others return at once."""
-        item = self.items[chunk.item]
-        if item.stage not in self._weights or (self.is_plain(chunk) and not self.is_mine(chunk)):
+        rank = self.job.rank
+        mine = owner in (None, rank)
+        if piece.stage not in self._weights or (self.is_plain(piece) and not mine):
             return None
-        if chunk.expert is not None and chunk.owner not in (self.job.edp_ranks if self._sliced else (self.job.rank,)):
+        if piece.expert is not None and owner not in (self.job.edp_ranks if self._sliced else (rank,)):
             return None
-        weight = self._weights[item.stage][item.weight]
-        what = (item.stage, item.weight, chunk.expert)
-        if self._last[0] != what:  # the rest of what a conversion gives is held for the tensors that follow
+        weight = self._weights[piece.stage][piece.weight]
+        what = (piece.stage, piece.weight, piece.expert)
+        if self._last[0] != what:  # the rest of what a conversion gives is held for the pieces that follow
             self.forget()
             with torch.no_grad():
-                self._last = what, weight.convert([self._source(weight, one, chunk.expert) for one in weight.sources])
-        return self._last[1][item.key].reshape(self.spec_of(chunk).shape) if self.is_mine(chunk) else None
+                self._last = what, weight.convert([self._source(weight, one, piece.expert) for one in weight.sources])
+        return self._last[1][piece.key].reshape(piece.spec.shape) if mine else None
 
     def _source(self, weight: Weight, source: Tensor | tuple[Tensor, ...], expert: int | None) -> Tensor:
         """A live tensor of a weight, whole; or its row of one expert."""
@@ -251,135 +235,140 @@ class TensorList:
         return "" if same else "experts have moved since the export began: begin it again"
 
 
-def _fields_of(item: StreamItem) -> list[Any]:
-    rest = [getattr(item, field.name) for field in fields(item)[2:]]
-    return [item.name, item.spec.shape, str(item.spec.dtype).removeprefix("torch."), *rest]
+def _fields_of(piece: Piece) -> list[Any]:
+    shape, dtype = piece.spec.shape, str(piece.spec.dtype).removeprefix("torch.")
+    return [value for name, value in vars(piece).items() if name != "spec"] + [shape, dtype]
 
 
-def _item_of(said: Sequence[Any]) -> StreamItem:
-    name, shape, dtype, *rest = said
-    return StreamItem(name, TensorSpec(tuple(shape), getattr(torch, dtype)), *rest)
-
-
-def _from_rank(text: str, rank: int, group: dist.ProcessGroup) -> str:
-    """One rank's text, on all."""
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    length = torch.tensor([len(data)])
-    dist.broadcast(length, rank, group=group)
-    if dist.get_rank() != rank:
-        data = torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(data, rank, group=group)
-    return data.numpy().tobytes().decode()
+def _piece_of(fields: Sequence[Any]) -> Piece:
+    name, *rest, shape, dtype = fields
+    return Piece(name, TensorSpec(tuple(shape), getattr(torch, dtype)), *rest)
 
 
 # -- a bucket --------------------------------------------------------------------------------------------------------
 
 
 class Bucket:
-    """Parts of tensors that travel together, and the memory of this rank for them.
+    """Pieces that travel together, and the memory of this rank for them.
 
     Args:
-        chunks: the same on all ranks; all go to all, or each to one rank.
+        to: by a piece's number, the rank that it goes to; None: to all. All go to all, or each to one.
         copies: of what goes nowhere; else it is handed out in live memory.
     """
 
-    def __init__(self, tensors: TensorList, chunks: Sequence[Chunk], copies: bool) -> None:
-        self._tensors, self._chunks, self._rank, self._copies = tensors, chunks, tensors.job.rank, copies
-        self._leaving = [c for c in chunks if c.owner == self._rank and c.to not in (None, self._rank)]
-        self._leaving.sort(key=lambda chunk: chunk.to or 0)
-        self._arriving = [c for c in chunks if c.to is None or (c.to == self._rank != c.owner)]
-        self._arriving.sort(key=lambda chunk: -1 if chunk.owner is None else chunk.owner)
-        self._parts: dict[Chunk, Tensor] = {}
-        self._sent = self._received = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, tensors: TensorList, to: Mapping[int, int | None], copies: bool) -> None:
+        self._tensors, self._to, self._copies = tensors, to, copies
+        self._owner = {number: tensors.owner_of(number, rank) for number, rank in to.items()}
+        self._parts: dict[int, Tensor] = {}
 
     def begin(self) -> None:
-        """Take all memory, and write the parts that this rank makes alone."""
-        self._sent, self._received = self._memory_of(self._leaving), self._memory_of(self._arriving)
+        """Take all memory, and write the pieces that this rank makes alone."""
+        rank, owner = self._tensors.job.rank, self._owner
+        self._sent = self._take({n: to for n, to in self._to.items() if owner[n] == rank and to not in (None, rank)})
+        self._received = self._take(
+            {n: owner[n] for n, to in self._to.items() if to is None or (to == rank != owner[n])}
+        )
         self._write(plain=True)
 
-    def end(self) -> list[tuple[Chunk, Tensor]]:
-        """Write the parts that ranks make together and send each to the ranks that need it. Collective. Returns what
+    def end(self) -> list[tuple[Piece, Tensor]]:
+        """Write the pieces that ranks make together and send each to the ranks that need it. Collective. Returns what
         this rank has of the bucket, which holds on to none of it."""
         self._write(plain=False)
         self._travel()
-        found = [(chunk, self._parts[chunk]) for chunk in self._chunks if chunk.to in (None, self._rank)]
+        pieces, rank = self._tensors.pieces, self._tensors.job.rank
+        found = [(pieces[number], self._parts[number]) for number, to in self._to.items() if to in (None, rank)]
         self._parts.clear()
-        self._sent = self._received = torch.empty(0, dtype=torch.uint8)
+        del self._sent, self._received
         return found
 
-    def _memory_of(self, chunks: Sequence[Chunk]) -> Tensor:
-        specs, at = [self._tensors.spec_of(chunk) for chunk in chunks], 0
-        nbytes, device = sum(aligned(spec.nbytes) for spec in specs), self._tensors.balancer._runtime.device
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        for chunk, spec in zip(chunks, specs, strict=True):
-            self._parts[chunk] = memory[at : at + spec.nbytes].view(spec.dtype).view(spec.shape)
+    def _take(self, peers: Mapping[int, int | None]) -> tuple[Tensor, list[int]]:
+        """Take memory for pieces, by the rank at their other end. Returns it with the bytes of no rank and of each."""
+        ranks, at = [None, *self._tensors.job.ranks], 0
+        specs = {number: self._tensors.pieces[number].spec for number in peers}
+        nbytes = dict.fromkeys(ranks, 0)
+        for number, peer in peers.items():
+            nbytes[peer] += aligned(specs[number].nbytes)
+        memory = torch.empty(sum(nbytes.values()), dtype=torch.uint8, device=self._tensors.balancer._runtime.device)
+        place = {rank: number for number, rank in enumerate(ranks)}
+        for number in sorted(peers, key=lambda number: place[peers[number]]):
+            spec = specs[number]
+            self._parts[number] = memory[at : at + spec.nbytes].view(spec.dtype).view(spec.shape)
             at += aligned(spec.nbytes)
-        return memory
+        return memory, list(nbytes.values())
 
     def _write(self, plain: bool) -> None:
-        for chunk in self._chunks:
-            if self._tensors.is_plain(chunk) == plain and (value := self._tensors.value(chunk)) is not None:
-                if chunk.to == self._rank:
-                    self._parts[chunk] = value.to(self._tensors.spec_of(chunk).dtype, copy=self._copies)
-                else:
-                    self._parts[chunk].copy_(value)
+        for number, to in self._to.items():
+            piece = self._tensors.pieces[number]
+            if self._tensors.is_plain(piece) != plain:
+                continue
+            if (value := self._tensors.value(piece, self._owner[number])) is None:
+                continue
+            if to == self._tensors.job.rank:
+                self._parts[number] = value.to(piece.spec.dtype, copy=self._copies)
+            else:
+                self._parts[number].copy_(value)
         self._tensors.forget()
 
     def _travel(self) -> None:
         group, ranks = self._tensors.balancer._runtime.groups.everyone, self._tensors.job.ranks
-        of, to = (dict.fromkeys((None, *ranks), 0) for _ in range(2))
-        for chunk in self._arriving:
-            of[chunk.owner] += aligned(self._tensors.spec_of(chunk).nbytes)
-        for chunk in self._leaving:
-            to[chunk.to] += aligned(self._tensors.spec_of(chunk).nbytes)
-        if self._chunks[0].to is None:
-            begin = of[None]
-            for rank in ranks:
-                if of[rank]:
-                    dist.broadcast(self._received[begin : begin + of[rank]], rank, group=group)
-                begin += of[rank]
-        elif any(chunk.owner != chunk.to for chunk in self._chunks):
-            sizes = [of[rank] for rank in ranks], [to[rank] for rank in ranks]
-            dist.all_to_all_single(self._received, self._sent, *sizes, group=group)
+        (sent, leaving), (received, arriving) = self._sent, self._received
+        if None in self._to.values():
+            for rank, part in zip((None, *ranks), received.split(arriving), strict=True):
+                if rank is not None and len(part):
+                    dist.broadcast(part, rank, group=group)
+        elif self._owner != self._to:
+            dist.all_to_all_single(received, sent, arriving[1:], leaving[1:], group=group)
 
 
 def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def cut(sizes: Sequence[int], bucket_bytes: int) -> list[range]:
-    """Neighbours that fit into a bucket together."""
+def cut(pieces: Sequence[Piece], bucket_bytes: int) -> list[range]:
+    """Return the numbers of neighbours that fit into a bucket together."""
     cuts: list[range] = []
     first = total = 0
-    for number, size in enumerate(map(aligned, sizes)):
+    for number, piece in enumerate(pieces):
+        size = aligned(piece.spec.nbytes)
         if number > first and total + size > bucket_bytes:
             cuts.append(range(first, number))
             first, total = number, 0
         total += size
-    return [*cuts, range(first, len(sizes))] if sizes else cuts
+    return [*cuts, range(first, len(pieces))] if pieces else cuts
 
 
-def brought(tensors: TensorList, to: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-    """Bring each tensor to a rank; there, yield its name and its values: in live memory where they are there whole, and
-    on the host where experts are stacked. Collective; all ranks go through to the end."""
-    chunks = [chunk for number, rank in enumerate(to) for chunk in tensors.chunks_of(number, rank)]
-    for numbers in cut([tensors.spec_of(chunk).nbytes for chunk in chunks], BUCKET_BYTES):
-        bucket = Bucket(tensors, chunks[numbers.start : numbers.stop], copies=False)
+def _assembled(parts: list[tuple[Piece, Tensor]], stacks: dict[str, Tensor], on_host: bool) -> Iterator[NamedTensor]:
+    """Yield the tensors of a bucket, and hold none. Rows are put together in ``stacks``, over several buckets.
+
+    Args:
+        on_host: rows are put together there; else where they are, and the last tensor is a copy: who still has it, as
+            a loop has, would hold all of the bucket while the next one comes.
+    """
+    alone = len(parts) == 1
+    while parts:
+        piece, tensor = parts.pop(0)
+        if piece.rows and piece.expert is not None:
+            if piece.expert == 0:
+                device = torch.device("cpu") if on_host else tensor.device
+                stacks[piece.name] = torch.empty(piece.whole.shape, dtype=tensor.dtype, device=device)
+            stacks[piece.name][piece.expert] = tensor[0]
+            if piece.expert < piece.rows - 1:
+                continue
+            tensor = stacks.pop(piece.name)
+        elif not (parts or alone or on_host):
+            tensor = tensor.clone()
+        yield piece.name, tensor
+        del tensor
+
+
+def brought(tensors: TensorList, to: Sequence[int]) -> Iterator[NamedTensor]:
+    """Bring each piece to a rank; there, yield each tensor: in live memory where it is there whole, and on the host
+    where experts are stacked. Collective; all ranks go through to the end."""
+    stacks: dict[str, Tensor] = {}
+    for numbers in cut(tensors.pieces, BUCKET_BYTES):
+        bucket = Bucket(tensors, {number: to[number] for number in numbers}, copies=False)
         bucket.begin()
-        parts = bucket.end()
-        while parts:
-            chunk, tensor = parts.pop(0)
-            item = tensors.items[chunk.item]
-            if chunk.row is not None:
-                if chunk.row == 0:
-                    stack = torch.empty(item.spec.shape, dtype=item.spec.dtype)
-                stack[chunk.row] = tensor[0]
-                if chunk.row < len(stack) - 1:
-                    continue
-                tensor = stack
-                del stack
-            yield item.name, tensor
-            del tensor
+        yield from _assembled(bucket.end(), stacks, on_host=True)
 
 
 # -- the stream --------------------------------------------------------------------------------------------------------
@@ -402,13 +391,16 @@ class LogicalTensors(Iterator[NamedTensor]):
         self._tensors = tensors
         self._rank = rank
         self._seconds = seconds
-        self._cuts = cut([item.spec.nbytes for item in tensors.items], bucket_bytes)
+        self._cuts = cut(tensors.pieces, bucket_bytes)
+        self._stacks: dict[str, Tensor] = {}
         self._next = 0
         self._open = True
         self._refusal = ""
         self._running: Iterator[NamedTensor] = iter(())
         self.experts: Mapping[str, tuple[int, int | None]] = {
-            item.name: (item.layer, item.expert) for item in tensors.items if item.layer is not None
+            name: (piece.layer, None if piece.rows else piece.expert)
+            for name, piece in tensors.tensors.items()
+            if piece.layer is not None
         }
 
     @property
@@ -467,8 +459,7 @@ class LogicalTensors(Iterator[NamedTensor]):
     def _bring(self, numbers: range) -> Iterator[NamedTensor]:
         """Fill a bucket, or raise what a rank has that stopped, failed or has not come. Collective."""
         tensors, problem = self._tensors, self._tensors.moved() or self._tensors.problem()
-        chunks = [chunk for number in numbers for chunk in tensors.chunks_of(number, self._rank)]
-        bucket = Bucket(tensors, chunks, copies=True)
+        bucket = Bucket(tensors, dict.fromkeys(numbers, self._rank), copies=True)
         if not problem:
             try:
                 bucket.begin()
@@ -476,7 +467,7 @@ class LogicalTensors(Iterator[NamedTensor]):
                 problem = one_line(error, with_type=True)
         self._agree(problem)
         self._next += 1
-        return _handed_out(tensors.items, bucket.end())
+        return _assembled(bucket.end(), self._stacks, on_host=False)  # without a reference to the stream
 
     def _agree(self, problem: str) -> None:
         where, seconds = f"bucket {self._next + 1} of {len(self._cuts)}", self._seconds
@@ -492,21 +483,3 @@ class LogicalTensors(Iterator[NamedTensor]):
         if outcome:
             self._end()
             raise ExportError(f"weights were not exported past {where}: {outcome}")
-
-
-def _handed_out(items: Sequence[StreamItem], parts: list[tuple[Chunk, Tensor]]) -> Iterator[NamedTensor]:
-    """Hand out the tensors of a bucket, without a reference to the stream, which ends with its last reference. The last
-    tensor is a copy: who still has it, as a loop has, would hold all of the bucket while the next one comes."""
-    alone = len({chunk.item for chunk, _ in parts}) == 1
-    while parts:
-        chunk, tensor = parts.pop(0)
-        item = items[chunk.item]
-        if chunk.row is not None:
-            rows = [tensor, *(value for _, value in parts[: item.spec.shape[0] - 1])]
-            del parts[: len(rows) - 1]
-            tensor = torch.cat(rows)
-            del rows
-        elif not parts and not alone:
-            tensor = tensor.clone()
-        yield item.name, tensor
-        del tensor

@@ -1,4 +1,4 @@
-"""A hand-written mixture of experts, balanced: torchrun --nproc-per-node 2 launch/examples/any_module.py [--static]
+"""Shows a model of your own move experts: torchrun --nproc-per-node 2 launch/examples/any_module.py [--static]
 
 Some tokens come often, so some experts get many. With --static nothing moves: the losses are the same to the bit.
 """
@@ -97,7 +97,7 @@ def main() -> None:
     )
     losses, balancer, _ = train(config, arguments.steps, dist.get_rank())
     moved = sum(event.moved_experts for event in balancer.events if type(event).__name__ == "RebalanceCommitted")
-    print(f"rank {dist.get_rank()}: loss {losses[-1].hex()} after {len(losses)} steps, {moved} experts moved")
+    print(f"rank {dist.get_rank()}: loss {losses[-1]:.17g} after {len(losses)} steps, {moved} experts moved")
     balancer.close()
     dist.destroy_process_group()
 

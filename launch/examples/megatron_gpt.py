@@ -1,8 +1,7 @@
-"""Megatron-Core's GPT, its DistributedDataParallel and its distributed optimizer, balanced:
-torchrun --nproc-per-node 2 launch/examples/megatron_gpt.py [--static]
+"""Shows Megatron-Core's GPT move experts: torchrun --nproc-per-node 2 launch/examples/megatron_gpt.py [--static]
 
-Small, so that it runs on a CPU; `megatron_cpu.py` has what that takes. With --static nothing moves: the losses are the
-same to the bit.
+Its DistributedDataParallel and distributed optimizer stay; `megatron_on_cpu.py` has what a CPU takes. With --static
+nothing moves: the losses are the same to the bit.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-import megatron_cpu
+import megatron_on_cpu
 import torch
 import torch.distributed as dist
 
 import eplb_runtime as eplb
 
-megatron_cpu.prepare()
+megatron_on_cpu.prepare()
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402
@@ -133,7 +132,7 @@ def main() -> None:
     balancer = eplb.attach([model], optimizer, config=eplb.BalancerConfig(policy=policy, interval=5, gate="always"))
     seen = train(model, optimizer, range(arguments.steps))
     moved = sum(event.moved_experts for event in balancer.events if type(event).__name__ == "RebalanceCommitted")
-    print(f"rank {dist.get_rank()}: loss {seen[-1][0].hex()} after {len(seen)} steps, {moved} experts moved")
+    print(f"rank {dist.get_rank()}: loss {seen[-1][0]:.17g} after {len(seen)} steps, {moved} experts moved")
     balancer.close()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""A mixture of experts in four pipeline stages, by DualPipeV: torchrun --nproc-per-node 4 launch/examples/pipeline.py
+"""Shows DualPipeV over four stages, experts moving in each: torchrun --nproc-per-node 4 launch/examples/pipeline.py
 
 Ranks 0 and 1 hold the first and the last stage, ranks 2 and 3 the two between; experts of a stage are spread over both
 of its ranks. A forward and a backward that the schedule pairs run at once. With --static nothing moves, with --in-turn
@@ -123,7 +123,7 @@ def main() -> None:
     moved = sum(event.moved_experts for event in balancer.events if type(event).__name__ == "RebalanceCommitted")
     if losses:
         loss = torch.stack(losses).mean().item()
-        print(f"rank {rank}: loss {loss.hex()} after {arguments.steps} steps, {moved} experts moved")
+        print(f"rank {rank}: loss {loss:.17g} after {arguments.steps} steps, {moved} experts moved")
     balancer.close()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Ray Train with a balancer: python launch/examples/ray_train.py [--workers 2] [--steps 20] [--static]
+"""Shows Ray Train start a balanced job: python launch/examples/ray_train.py [--workers 2] [--steps 20] [--static]
 
 Ray starts the ranks and makes their process group; the training loop is that of ``any_module.py``. With --static
 nothing moves: the losses are the same to the bit.
@@ -30,7 +30,7 @@ def train_loop(settings: dict[str, Any]) -> None:
     losses, balancer, _ = any_module.train(config, settings["steps"], dist.get_rank())
     moved = sum(event.moved_experts for event in balancer.events if hasattr(event, "moved_experts"))
     balancer.close()
-    print(f"rank {dist.get_rank()}: loss {losses[-1].hex()} after {len(losses)} steps, {moved} experts moved")
+    print(f"rank {dist.get_rank()}: loss {losses[-1]:.17g} after {len(losses)} steps, {moved} experts moved")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A job that survives the death of a rank: torchrun starts all ranks anew, and they go on from the last checkpoint.
+"""Shows a job outlive the death of a rank: torchrun starts all ranks again, and they go on from the last checkpoint.
 
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node 2 --max-restarts 1 launch/examples/resume.py \
         --folder runs/resume --die-at 12

@@ -1,4 +1,4 @@
-"""Generate and train in turn on one model, as reinforcement learning does; the rollout's routing plans the experts:
+"""Shows generating and training in turn, with experts moved ahead of a training step by what the rollout routed:
 
     torchrun --nproc-per-node 2 launch/examples/rollouts.py [--static]
 
@@ -111,7 +111,7 @@ def main() -> None:
     )
     losses, balancer, _ = train(config, arguments.rounds, dist.get_rank())
     moved = sum(event.moved_experts for event in balancer.events if type(event).__name__ == "RebalanceCommitted")
-    print(f"rank {dist.get_rank()}: loss {losses[-1].hex()} after {len(losses)} rounds, {moved} experts moved")
+    print(f"rank {dist.get_rank()}: loss {losses[-1]:.17g} after {len(losses)} rounds, {moved} experts moved")
     balancer.close()
     dist.destroy_process_group()
 

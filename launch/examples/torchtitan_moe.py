@@ -1,4 +1,4 @@
-"""torchtitan's Trainer with a balancer: torchrun --nproc-per-node 4 launch/examples/torchtitan_moe.py [--static]
+"""Shows torchtitan's Trainer move experts: torchrun --nproc-per-node 4 launch/examples/torchtitan_moe.py [--static]
 
 Some tokens come often, so some experts get many. With --static nothing moves: the losses are the same to the bit. The
 model is torchtitan's own small one (--family qwen3, deepseek_v3 or gpt_oss); experts are spread over --ep ranks, and
@@ -136,7 +136,7 @@ def main() -> None:
     trainer.train()
     balancer = trainer.model_parts[0]._eplb_runtime_balancer
     moved = sum(event.moved_experts for event in balancer.events if hasattr(event, "moved_experts"))
-    print(f"rank {dist.get_rank()}: loss {losses[-1].hex()} after {trainer.step} steps, {moved} experts moved")
+    print(f"rank {dist.get_rank()}: loss {losses[-1]:.17g} after {trainer.step} steps, {moved} experts moved")
     balancer.close()
     trainer.close()
     dist.destroy_process_group()

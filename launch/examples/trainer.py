@@ -1,4 +1,4 @@
-"""Transformers' Trainer with a balancer: torchrun --nproc-per-node 2 launch/examples/trainer.py [--static] [--resume]
+"""Shows its Trainer move experts: torchrun --nproc-per-node 2 launch/examples/trainer.py [--static] [--resume]
 
 Some tokens come often, so some experts get many. With --static nothing moves: the losses are the same to the bit. With
 --resume it goes on from the last checkpoint that is whole, as a run does that was killed.
@@ -80,7 +80,7 @@ def main() -> None:
     trainer.save_model()  # on every rank: all experts, in logical order
     loss = trainer.evaluate()["eval_loss"]
     moved = sum(event.moved_experts for event in trainer.balancer.events if hasattr(event, "moved_experts"))
-    print(f"rank {dist.get_rank()}: loss {loss.hex()} after {trainer.state.global_step} steps, {moved} experts moved")
+    print(f"rank {dist.get_rank()}: loss {loss:.17g} after {trainer.state.global_step} steps, {moved} experts moved")
     trainer.end()
 
 

@@ -1,5 +1,6 @@
-"""TRL's SFTTrainer in Transformers' own expert parallelism, balanced: experts of a small Qwen3-MoE over 2 ranks, FSDP2
-over 2. With --static experts stay, and the loss is the same to the bit.
+"""Shows TRL's SFTTrainer in Transformers' own expert parallelism move experts.
+
+A small Qwen3-MoE, EP 2 x FSDP 2. With --static experts stay, and the loss is the same to the bit.
 
 torchrun --nproc-per-node 4 launch/examples/transformers_ep.py
 """
@@ -86,7 +87,7 @@ def main() -> None:
         trainer.save_model()  # on every rank: all experts, in logical order
         if dist.get_rank() == 0:
             moved = sum(getattr(event, "moved_experts", 0) for event in trainer.balancer.events)
-            print(f"loss {loss.hex()}, {moved} experts moved; saved {sorted(os.listdir(trainer.args.output_dir))}")
+            print(f"loss {loss:.17g}, {moved} experts moved; saved {sorted(os.listdir(trainer.args.output_dir))}")
         dist.barrier()
     trainer.end()  # the process group, too
 

@@ -12,15 +12,9 @@ logging.basicConfig(level=logging.INFO, format="%(message)s")
 dist.init_process_group("gloo")  # on GPUs: "cpu:gloo,cuda:nccl"
 
 torch.manual_seed(0)  # the same model on every rank; as a rule AutoModelForCausalLM.from_pretrained(...)
-sizes = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 512,
-    "eos_token_id": 0,
-}
-model = AutoModelForCausalLM.from_config(AutoConfig.for_model("olmoe", num_experts=16, num_experts_per_tok=2, **sizes))
+sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+tokens = {"num_experts": 16, "num_experts_per_tok": 2, "vocab_size": 512, "eos_token_id": 0}
+model = AutoModelForCausalLM.from_config(AutoConfig.for_model("olmoe", **sizes, **tokens))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 config = eplb.BalancerConfig(interval=5, dense_gradients="allreduce")
 balancer = eplb.attach(model, optimizer, config=config)

@@ -329,16 +329,16 @@ def test_a_running_job_goes_back_to_its_checkpoint(tmp_path: Path) -> None:
 # -- asynchronous ----------------------------------------------------------------------------------------------------
 
 
-class SlowWriter(dcp.FileSystemWriter):
-    """Writes nothing before it is told to."""
+def write_slowly() -> threading.Event:
+    """Let DCP write nothing before the event that is returned."""
+    go, write = threading.Event(), dcp.FileSystemWriter.write_data
 
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        self.go = threading.Event()
+    def write_data(self: dcp.FileSystemWriter, plan: Any, planner: Any) -> Any:
+        assert go.wait(60)
+        return write(self, plan, planner)
 
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        assert self.go.wait(60)
-        return super().write_data(plan, planner)
+    dcp.FileSystemWriter.write_data = write_data
+    return go
 
 
 def save_asynchronously(rank: int, folder: Path) -> list[State]:
@@ -347,24 +347,26 @@ def save_asynchronously(rank: int, folder: Path) -> list[State]:
     train(model, optimizer, range(3), rank, 2)
     assert balancer._rebalancer._pending is not None, "a decision is on its way"
     states = [eplb.logical_state_dict(model, optimizer)]
-    writer = SlowWriter(str(folder / "0"))
+    go = write_slowly()
     group = dist.new_group(backend="gloo")
     with balancer.quiesce():
-        future = dcp.async_save(LogicalState(model, optimizer).state_dict(), storage_writer=writer, process_group=group)
+        state = LogicalState(model, optimizer).state_dict()
+        future = dcp.async_save(state, checkpoint_id=folder / "0", process_group=group)
         epoch = balancer.placement.epoch
         for _ in range(2):  # due now; as steps of a run whose weights do not change
             balancer.step()
         assert balancer.placement.epoch == epoch and balancer._rebalancer._pending is not None
     balancer.step()
     assert balancer.placement.epoch > epoch, "the commit comes with the first step after"
-    writer.go.set()
+    go.set()
     future.result()
+    go.clear()
     states.append(eplb.logical_state_dict(model, optimizer))
-    writer, epoch = SlowWriter(str(folder / "1")), balancer.placement.epoch
-    future = eplb.checkpoint.async_save(folder / "1", model, optimizer, storage_writer=writer)
+    epoch = balancer.placement.epoch
+    future = eplb.checkpoint.async_save(folder / "1", model, optimizer, format="dcp")
     train(model, optimizer, range(3, 9), rank, 2)
     assert balancer.placement.epoch > epoch, "no commit while the save was under way"
-    writer.go.set()
+    go.set()
     future.result()
     return states
 

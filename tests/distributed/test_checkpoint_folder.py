@@ -5,7 +5,6 @@ What plain equality needs is in test_checkpoint.py; here are disks that fail, ra
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -14,7 +13,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,47 +88,13 @@ def test_tied_tensors_are_stored_once_and_read_by_who_does_not_tie_them(tmp_path
     assert differing(state, eplb.logical_state_dict(model)) == []
 
 
-OLD = Path(__file__).parents[1] / "data" / "checkpoint_version_2"
-"""Saved by two ranks of the last release that wrote such folders, with its state's digest."""
-OLD_DIGEST = "45b5244285172bf3c54e1385a694964bbfd7cdfa1a639abd9c7bedb44baf9d98"
-
-
-def load_old(rank: int, folder: Path) -> str:
-    model = make_model("olmoe", experts=4, layers=1, width=8, seed=1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-    eplb.attach(model, optimizer, config=eplb.BalancerConfig(dense_gradients="allreduce"))
-    eplb.checkpoint.load(folder, model, optimizer)
-    assert optimizer.param_groups[0]["lr"] == 1e-2
-    digest, state = hashlib.sha256(), eplb.logical_state_dict(model, optimizer)
-    for name in sorted(state):
-        digest.update(name.encode())
-        digest.update(state[name].reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def test_a_folder_of_the_last_release_is_read_and_replaced(tmp_path: Path) -> None:
-    folder = tmp_path / "old"
-    shutil.copytree(OLD, folder)
-    for ranks in (1, 2, 4):
-        assert set(run_ranks(ranks, load_old, folder)) == {OLD_DIGEST}
-    model = make_model("olmoe", experts=4, layers=1, width=8, seed=1)
-    eplb.checkpoint.load(folder, model)
-    eplb.checkpoint.save(folder, model)
-    assert not list(folder.glob("tensors-*"))
-    tensors = next(OLD.glob("tensors-*"))
-    shutil.copytree(OLD, tmp_path / "damaged")
-    flip(tmp_path / "damaged" / tensors.name, tensors.stat().st_size - 3, 5)
-    with pytest.raises(CheckpointError, match=f"{tensors.name} is damaged"):
-        eplb.checkpoint.load(tmp_path / "damaged", model)
-
-
 def load_damaged(rank: int, folder: str, positions: list[tuple[str, int, int]], believe: bool) -> list[str]:
     """Flip one bit after the other, and say what a load does about each."""
     model, optimizer, _ = build(Job(seed=1))
     train(model, optimizer, range(1), rank, dist.get_world_size())
     before = eplb.logical_state_dict(model, optimizer)
     if believe:
-        disk.verify = lambda *_: None
+        disk.verified = lambda folder, *_: disk.read_marker(folder)
     said = []
     for name, at, bit in positions:
         path = Path(folder) / name
@@ -312,6 +277,19 @@ def test_a_rank_that_cannot_save_is_named_on_all_ranks_and_the_old_checkpoint_st
     one, other = run_ranks(2, fails_on_one, str(tmp_path))
     assert all("was not saved: rank 1 failed" in text for text in one)
     assert all("No space left" in text for text in other[:2]) and all("odd is a" in text for text in other[2:])
+
+
+def test_a_rank_that_cannot_write_leaves_files_that_others_are_writing(tmp_path: Path) -> None:
+    def of_rank_1() -> Iterator[disk.Named]:
+        yield "model", "a", torch.ones(1)
+        raise OSError(28, "No space left on device")
+
+    token = "0" * 16
+    parts = [("model", "a", torch.ones(1)), ("optimizer", "b", torch.ones(1))]
+    written = disk.write_tensors(tmp_path, 0, token, parts)
+    with pytest.raises(OSError, match="No space left"):
+        disk.write_tensors(tmp_path, 1, token, of_rank_1())
+    assert {path.name for path in tmp_path.iterdir()} == set(written)
 
 
 # -- in the background -----------------------------------------------------------------------------------------------

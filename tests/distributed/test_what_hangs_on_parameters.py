@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[Callable[[Job], None], str]] = {
     "tied": (tied, "down_proj is the same tensor as model.layers.1.mlp.experts.down_proj: tied"),
     "hook with copies": (hooked_with_copies, "layers.1.mlp.experts.down_proj has gradient hooks, and with replica"),
     "hook after accumulation with copies": (hooked_after_accumulation_with_copies, "and with replica slots"),
-    "an average that DDP broadcasts": (registered_after_ddp, "register ahead of DistributedDataParallel"),
+    "an average that DDP broadcasts": (registered_after_ddp, "and call balancer.register before"),
     "optimizer of two models": (optimizer_of_two_models, "this SGD steps another attached model already"),
     "gradient penalty": (gradient_penalty, "create_graph=True through MoE layers"),
     "step in a backward pass": (step_in_backward, "optimizer.step() inside a backward pass"),

@@ -2,7 +2,7 @@
 `Row` says what a job is made of, `traces` trains it with experts that stay and with experts that move after each step.
 
 Tensors are read from Megatron's own objects, and put in order by `Balancer.placement` alone. What Megatron asks of CUDA
-is answered by ``launch/examples/megatron_cpu.py``, what it asks of packages for a GPU by `megatron_standins`.
+is answered by ``launch/examples/megatron_on_cpu.py``, what it asks of packages for a GPU by `megatron_standins`.
 """
 
 from __future__ import annotations

@@ -147,9 +147,9 @@ def permutation() -> None:
     """TransformerEngine's fused permutations, and its linear layer, of a whole weight on each rank."""
     import fused_permutation_double
     import megatron.core.transformer.moe.moe_layer as moe_layer
-    import megatron_cpu
+    import megatron_on_cpu
 
-    torch.arange = megatron_cpu._on_cpu(torch.arange)
+    torch.arange = megatron_on_cpu._on_cpu(torch.arange)
     fused_permutation_double.use()
     moe_layer.HAVE_TE, moe_layer.TELinear = True, Linear
 
@@ -364,12 +364,12 @@ def fused_adam() -> None:
 def device() -> None:
     """Tensors that HybridDeviceOptimizer is given are on a device for it, and so is what it makes of them there; on a
     CPU it finds nothing to copy into host memory."""
-    import megatron_cpu
+    import megatron_on_cpu
     from megatron.core.optimizer import optimizer_config
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
     optimizer_config.is_te_min_version = lambda *_: True  # it compares the version of a TransformerEngine that is none
-    megatron_cpu.NoStream.wait = lambda *_: None
+    megatron_on_cpu.NoStream.wait = lambda *_: None
     torch.cuda.is_current_stream_capturing = lambda: False
     divide = HybridDeviceOptimizer._get_sub_optimizer_param_groups
 

@@ -51,18 +51,18 @@ RATCHET = {
     "planner": 2987,
     "replicas": 1454,
     "migration": 2340,
-    "balancer": 4398,
-    "observe": 2617,
-    "checkpoint": 2585,
+    "balancer": 4329,
+    "observe": 2382,
+    "checkpoint": 2424,
     "hosts": 9126,
     "tools": 3457,
     "cli": 1088,
-    "package": 43326,
+    "package": 42947,
     "files of the package": 278,
     "page": 664,
     "tests": 45872,
     "files of tests": 309,
-    "Markdown, KB": 180,
+    "Markdown, KB": 163,
 }
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""

@@ -20,8 +20,7 @@ from ...moe.experts.compute import Compute
 from ...moe.experts.optimizer_state import Ranges
 
 if TYPE_CHECKING:
-    from ...checkpoint.pretrained import PretrainedFolders
-    from ...checkpoint.weights import Weight
+    from ...checkpoint.weights import PretrainedFolders, Weight
 
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -374,7 +374,7 @@ def _brought(view: LogicalView, names: Sequence[str], rank: int) -> dict[str, Te
         spec = TensorSpec((view.num_experts, *rows.shape[1:]), rows.dtype)
         weights.append(as_named(name, rows, view.layer_of(name), spec))
     tensors = TensorList(view.balancer, {view.balancer._runtime.job.stages[0]: weights})
-    return dict(brought(tensors, [rank] * len(names)))
+    return dict(brought(tensors, [rank] * len(tensors.pieces)))
 
 
 def _detached_state(state_dict: Callable[..., dict[str, Any]]) -> dict[str, Any]:

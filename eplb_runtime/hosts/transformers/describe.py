@@ -8,11 +8,11 @@ the rows that arrive here, whatever the model.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from ...moe.layer import ExpertParallelLayer
 from ..attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
 from ..attaching.expert_spans import mark_calls
+from . import folders
 from .adapters import (
     AdaptedExperts,
     adapted_experts,
@@ -31,9 +32,7 @@ from .adapters import (
     unmerge_disabled,
 )
 from .compute import RowCompute
-
-if TYPE_CHECKING:
-    from ...checkpoint.weights import Stored, Weight
+from .naming import weights
 
 
 def describe(model: nn.Module) -> HostModel:
@@ -57,9 +56,9 @@ def describe(model: nn.Module) -> HostModel:
         lambda: padding.watch(model, padding.see),
         getattr(model, "_init_weights", lambda module: None),
         lambda balancer: _save_together(model, with_adapters, balancer._runtime.barrier),
-        _Folders(),
+        folders,
         adapters=frozenset(f"{layer.name}.{name}" for layer, one in with_adapters for name in one.parameters),
-        weights=_weights,
+        weights=weights,
     )
 
 
@@ -185,36 +184,6 @@ def _refuse_part(*_: Any, **__: Any) -> None:
         "experts are spread over ranks, and this model is only a part of what was attached: save the adapters "
         "(save_pretrained of PEFT's model) and merge them into the model that you started from, in a process of its own"
     )
-
-
-class _Folders:
-    """The library's checkpoint folders; its conversion code is imported when one is read or written."""
-
-    def write(self, view: Any, folder: Path, **options: Any) -> None:
-        from . import export
-
-        export.write(view, folder, **options)
-
-    def read(self, view: Any, folder: Path) -> None:
-        from . import weights
-
-        weights.read(view, folder)
-
-    def names(self, view: Any) -> Mapping[str, Stored]:
-        from . import naming
-
-        return naming.stored_names(view)
-
-    def describe(self, view: Any, folder: Path) -> None:
-        from . import naming
-
-        naming.write_config(view.model, folder)
-
-
-def _weights(model: nn.Module, first_layer: int) -> Sequence[Weight]:
-    from .naming import weights
-
-    return weights(model, first_layer)
 
 
 class _Mask(threading.local):

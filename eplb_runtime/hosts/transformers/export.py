@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from huggingface_hub.serialization._base import parse_size_to_int
 
-from ...checkpoint.disk import remove_files, write_tensors
+from ...checkpoint.disk import remove_own, write_tensors
 from ...checkpoint.joint_access import JointAccess
 from ...checkpoint.state import CheckpointError, LogicalView
 from ...checkpoint.stream import TensorList, brought
@@ -46,7 +46,7 @@ def write(view: LogicalView, folder: Path, **options: Any) -> None:
     variant = options.pop("variant", None)
     weights = folder_weights(view, as_in_model=not options.pop("save_original_format", True))
     tensors = TensorList(balancer, {balancer._runtime.job.stages[0]: weights})
-    to = _destinations(tensors, at_once=sum(item.spec.nbytes for item in tensors.items) <= shard_bytes)
+    to = _destinations(tensors, at_once=sum(piece.spec.nbytes for piece in tensors.pieces) <= shard_bytes)
     joint = JointAccess.of(view)
     failed = f"{folder} was not exported"
     token = joint.new_token()
@@ -61,7 +61,7 @@ def write(view: LogicalView, folder: Path, **options: Any) -> None:
         file_of = {key: names[name] for files in of_ranks for name, keys in files.items() for key in keys}
         joint.on_first(failed, lambda: _write_index(view, tensors, file_of, folder, variant))
     except BaseException:
-        remove_files(folder, lambda name, save: save == token and f"-{joint.number:05d}-" in name)
+        remove_own(folder, joint.number, token)
         raise
 
 
@@ -78,19 +78,23 @@ def _refuse(view: LogicalView, job: Job) -> None:
 
 
 def _destinations(tensors: TensorList, at_once: bool) -> list[int]:
-    """The rank that writes each tensor: experts with tensors of their own stay on their rank, the others go to the rank
-    that has least."""
-    nbytes = dict.fromkeys(tensors.job.data_ranks, 0)
+    """The rank that writes each piece: experts with tensors of their own stay on their rank, other tensors go to the
+    rank that has least."""
+    pieces, nbytes = tensors.pieces, dict.fromkeys(tensors.job.data_ranks, 0)
     if at_once:
-        return [tensors.job.ranks[0]] * len(tensors.items)
-    to = [-1 if item.expert is None else tensors.owner_of(item, item.expert) for item in tensors.items]
-    for rank, item in zip(to, tensors.items, strict=True):
-        if rank >= 0:
-            nbytes[rank] += item.spec.nbytes
-    for number, item in enumerate(tensors.items):
-        if to[number] < 0:
-            to[number] = min(nbytes, key=lambda rank: nbytes[rank])
-            nbytes[to[number]] += item.spec.nbytes
+        return [tensors.job.ranks[0]] * len(pieces)
+    own = [None if piece.expert is None or piece.rows else tensors.owner_of(n) for n, piece in enumerate(pieces)]
+    for rank, piece in zip(own, pieces, strict=True):
+        if rank is not None:
+            nbytes[rank] += piece.spec.nbytes
+    to: list[int] = []
+    for rank, piece in zip(own, pieces, strict=True):
+        if rank is None and piece.rows and piece.expert:
+            rank = to[-1]  # where the tensor's first row goes
+        elif rank is None:
+            rank = min(nbytes, key=lambda rank: nbytes[rank])
+            nbytes[rank] += piece.whole.nbytes
+        to.append(rank)
     return to
 
 
@@ -125,7 +129,7 @@ def _write_index(
     index = {
         "metadata": {
             "total_parameters": sum(number for key, number in parameters.items() if key in own),
-            "total_size": sum(item.spec.nbytes for item in tensors.items),
+            "total_size": sum(piece.spec.nbytes for piece in tensors.pieces),
         },
         "weight_map": file_of,
     }

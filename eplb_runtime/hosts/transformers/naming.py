@@ -163,8 +163,9 @@ def _cut_by(
     return None
 
 
-def write_config(model: nn.Module, folder: Path) -> None:
+def write_config(view: LogicalView, folder: Path) -> None:
     """Write the ``config.json`` that ``from_pretrained`` reads with the weights; none of a model with adapters."""
+    model = view.model
     if isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
         config = deepcopy(model.config)
         config.architectures = [type(model).__name__]

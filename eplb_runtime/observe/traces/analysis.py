@@ -6,19 +6,20 @@ On a GPU that is what its streams ran. On a CPU streams are threads: operators c
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .columns import Columns, Intervals, Spans, length, overlap, read_columns, union
-from .kinds import COMPUTE, STEP, kind_of_copy, kind_of_gloo, kind_of_kernel
+from .intervals import length, overlap, union
+from .kinds import ANNOTATIONS, COMPUTE, DEVICE_CATEGORIES, computes, is_step, kind_of, kind_of_gloo
 from .phases import PhaseTime, phases_of
-from .reading import TraceError
+from .reading import Place, Span, Trace, TraceError, read_trace
 
 
 @dataclass(frozen=True)
@@ -84,21 +85,6 @@ class Analysis:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What ran: ``[N]`` spans with their stream, kind (an index into ``kinds``) and name (into ``names``)."""
-
-    spans_N2: Intervals
-    where_N: NDArray[np.int64]
-    kind_N: NDArray[np.int64]
-    name_N: NDArray[np.int64]
-    kinds: list[str]
-    names: list[str]
-
-    def union_of(self, chosen_N: NDArray[np.bool_]) -> Intervals:
-        return union(self.spans_N2[chosen_N])
-
-
 def analyse(path: Path) -> Analysis:
     """Read a trace and say what the rank did with its time.
 
@@ -106,21 +92,22 @@ def analyse(path: Path) -> Analysis:
         TraceError: it is no trace, or nothing in it ran on a GPU or was computed by torch.
         OSError: it cannot be read.
     """
-    columns = read_columns(path)
-    work = _work_of(columns)
-    if not len(work.spans_N2):
+    trace = read_trace(path)
+    work = _work_of(trace.spans)
+    if not work:
         raise TraceError(f"{path}: nothing in it was computed or sent: it needs kernels, or operators of a CPU")
-    computes_N = np.array([kind == COMPUTE for kind in work.kinds])[work.kind_N]
-    computing, communicating = work.union_of(computes_N), work.union_of(~computes_N)
-    span = float(work.spans_N2[:, 1].max() - work.spans_N2[:, 0].min())
-    busy, travelled, hidden = length(union(work.spans_N2)), length(communicating), overlap(communicating, computing)
-    names = columns.names.all
-    wanted = [index for index, name in enumerate(columns.marks.name_N.tolist()) if STEP.match(str(names[name]))]
-    steps = np.diff(columns.marks.spans_N2[wanted], axis=1).ravel().tolist()
+    spans, kinds = zip(*work, strict=True)
+    times_N2, computes_N = np.array([one[3:5] for one in spans]), np.array([kind == COMPUTE for kind in kinds])
+    computing, communicating = union(times_N2[computes_N]), union(times_N2[~computes_N])
+    span = float(times_N2[:, 1].max() - times_N2[:, 0].min())
+    busy, travelled, hidden = length(union(times_N2)), length(communicating), overlap(communicating, computing)
+    steps = [one.end - one.begin for one in trace.spans if one.category in ANNOTATIONS and is_step(one.name)]
+    runs = [Kernel(one.name, kind, 1, one.end - one.begin) for one, kind in work]
+    kernels = _summed(runs, lambda run: (run.name, run.kind))
     return Analysis(
         file=str(path),
-        rank=columns.rank,
-        device="gpu" if len(columns.device) else "cpu",
+        rank=trace.rank,
+        device="gpu" if spans[0].category in DEVICE_CATEGORIES else "cpu",
         span_us=_rounded(span),
         busy_us=_rounded(busy),
         idle_us=_rounded(span - busy),
@@ -133,10 +120,10 @@ def analyse(path: Path) -> Analysis:
             _rounded(travelled - hidden),
             round(hidden / travelled, 6) if travelled else 0.0,
         ),
-        kinds=_kinds(work),
-        streams=_streams(work, columns, span),
-        kernels=_kernels(work),
-        phases=phases_of(columns, work.spans_N2, computes_N, computing),
+        kinds={one.kind: {"count": one.count, "us": one.us} for one in _summed(runs, lambda run: run.kind)},
+        streams=_streams(work, trace, span),
+        kernels=kernels,
+        phases=phases_of(trace.spans, spans, computes_N, computing),
     )
 
 
@@ -158,77 +145,46 @@ def together(analyses: Sequence[Analysis]) -> dict[str, Any]:
     }
 
 
-def _work_of(columns: Columns) -> _Work:
-    """Return kernels of a GPU; else operators and gloo's spans of a CPU."""
-    all_names = columns.names.all
-    names = [name if isinstance(name, str) else name[0] for name in all_names]
-    device, gloo = columns.device, columns.gloo
-    if len(device):
-        kind_of_name = {}
-        for number in np.unique(device.name_N).tolist():
-            name, category = all_names[number]
-            kind_of_name[number] = kind_of_kernel(name) if category == "kernel" else kind_of_copy(name)
-        spans_N2, where_N, name_N = device.spans_N2, device.where_N, device.name_N
-    else:
-        kind_of_name = {number: kind_of_gloo(name) or COMPUTE for number, name in enumerate(names)}
-        of_gloo = (gloo.spans_N2, gloo.where_N, gloo.name_N)
-        both = zip(_outermost(columns.operators), of_gloo, strict=True)
-        spans_N2, where_N, name_N = (np.concatenate(pair) for pair in both)
-    kinds = sorted(set(kind_of_name.values()))
-    number_of = np.zeros(len(names) or 1, dtype=np.int64)
-    for number, kind in kind_of_name.items():
-        number_of[number] = kinds.index(kind)
-    return _Work(spans_N2, where_N, number_of[name_N], name_N, kinds, names)
+def _work_of(spans: Sequence[Span]) -> list[tuple[Span, str]]:
+    """Return kernels of a GPU with their kinds; else a CPU's operators that no other called, and gloo's spans."""
+    on_device = [(one, kind_of(one.name, one.category)) for one in spans if one.category in DEVICE_CATEGORIES]
+    if on_device:
+        return on_device
+    operators = (one for one in spans if one.category == "cpu_op" and computes(one.name))
+    found, reach = [], defaultdict[Place, float](lambda: -math.inf)
+    for one in sorted(operators, key=lambda one: (one.begin, -one.end)):
+        if one.begin >= reach[one.place]:
+            found.append((one, COMPUTE))
+        reach[one.place] = max(reach[one.place], one.end)
+    sent = ((one, kind_of_gloo(one.name)) for one in spans if one.category in ANNOTATIONS)
+    return found + [(one, kind) for one, kind in sent if kind is not None]
 
 
-def _outermost(operators: Spans) -> tuple[Intervals, NDArray[np.int64], NDArray[np.int64]]:
-    """Return spans, places and names of the operators that no other called."""
-    spans_N2, where_N, name_N = operators.spans_N2, operators.where_N, operators.name_N
-    order_N = np.lexsort((-spans_N2[:, 1], spans_N2[:, 0], where_N))
-    spans_N2, where_N, name_N = spans_N2[order_N], where_N[order_N], name_N[order_N]
-    keep_N = np.ones(len(order_N), dtype=bool)
-    for place in np.unique(where_N):
-        here = where_N == place
-        reach = np.maximum.accumulate(spans_N2[here, 1])
-        keep_N[np.flatnonzero(here)[1:]] = spans_N2[here, 0][1:] >= reach[:-1]
-    return spans_N2[keep_N], where_N[keep_N], name_N[keep_N]
-
-
-def _kinds(work: _Work) -> dict[str, dict[str, float]]:
-    count = np.bincount(work.kind_N, minlength=len(work.kinds))
-    took = np.bincount(work.kind_N, weights=np.diff(work.spans_N2, axis=1)[:, 0], minlength=len(work.kinds))
-    rows = {kind: {"count": int(count[n]), "us": _rounded(took[n])} for n, kind in enumerate(work.kinds) if count[n]}
-    return dict(sorted(rows.items(), key=lambda item: -item[1]["us"]))
-
-
-def _streams(work: _Work, columns: Columns, span: float) -> tuple[StreamTimes, ...]:
-    places: list[int] = np.unique(work.where_N).tolist()
-    all_places = columns.places.all
-    several = len({all_places[place][0] for place in places}) > 1
+def _streams(work: Iterable[tuple[Span, str]], trace: Trace, span: float) -> tuple[StreamTimes, ...]:
+    unit, spans = "thread", defaultdict[Place, defaultdict[str, list[Any]]](lambda: defaultdict(list))
+    for one, kind in work:
+        spans[one.place][kind].append(one[3:5])
+        unit = "stream" if one.category in DEVICE_CATEGORIES else unit
+    several = len({process for process, _ in spans}) > 1
     found = []
-    for place in places:
-        pid, tid = all_places[place]
-        name = columns.place_names.get((pid, tid), f"{'stream' if len(columns.device) else 'thread'} {tid}").strip()
-        here_N = work.where_N == place
-        kinds = {
-            work.kinds[n]: _rounded(length(work.union_of(here_N & (work.kind_N == n))))
-            for n in np.unique(work.kind_N[here_N]).tolist()
-        }
-        busy = length(work.union_of(here_N))
-        found.append(StreamTimes(f"{pid}: {name}" if several else name, _rounded(busy), _rounded(span - busy), kinds))
+    for place, of_kind in spans.items():
+        name = trace.names.get(place) or f"{unit} {place[1]}"
+        kinds = {kind: union(np.array(times)) for kind, times in sorted(of_kind.items())}
+        busy = length(union(np.concatenate([*kinds.values()])))
+        each = {kind: _rounded(length(times)) for kind, times in kinds.items()}
+        found.append(
+            StreamTimes(f"{place[0]}: {name}" if several else name, _rounded(busy), _rounded(span - busy), each)
+        )
     return tuple(sorted(found, key=lambda stream: -stream.busy_us))
 
 
-def _kernels(work: _Work) -> tuple[Kernel, ...]:
-    count = np.bincount(work.name_N)
-    total = np.bincount(work.name_N, weights=np.diff(work.spans_N2, axis=1)[:, 0])
-    found: dict[tuple[str, str], tuple[int, float]] = {}
-    for number, kind in dict(zip(work.name_N.tolist(), work.kind_N.tolist(), strict=True)).items():
-        key = (work.names[number], work.kinds[kind])  # a name may be of two categories
-        runs, us = found.get(key, (0, 0.0))
-        found[key] = (runs + int(count[number]), us + float(total[number]))
-    kernels = [Kernel(name, kind, runs, _rounded(us)) for (name, kind), (runs, us) in found.items()]
-    return tuple(sorted(kernels, key=lambda kernel: (-kernel.us, kernel.name)))
+def _summed(runs: Iterable[Kernel], by: Callable[[Kernel], Any]) -> tuple[Kernel, ...]:
+    """Return runs with the same key as one, the longest first."""
+    groups: defaultdict[Any, list[Kernel]] = defaultdict(list)
+    for run in runs:
+        groups[by(run)].append(run)
+    found = [replace(same[0], count=len(same), us=_rounded(sum(run.us for run in same))) for same in groups.values()]
+    return tuple(sorted(found, key=lambda kernel: (-kernel.us, kernel.name)))
 
 
 def _rounded(microseconds: float) -> float:

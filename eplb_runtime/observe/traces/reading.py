@@ -1,5 +1,5 @@
 """Read a trace: JSON in the Trace Event Format, as torch.profiler writes it, plain or gzipped. Whatever a file holds
-ends in events or in one `TraceError`.
+ends in spans or in one `TraceError`.
 """
 
 from __future__ import annotations
@@ -7,11 +7,12 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import reprlib
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
+from math import nan
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...utils.errors import one_line
 from ...utils.files import MIB, FileError, require_readable
@@ -19,9 +20,31 @@ from ...utils.files import MIB, FileError, require_readable
 MOST_BYTES = 64 * 1024 * MIB
 _MOST_US = 2.0**62
 
+Place = tuple[str, str]
+"""Process and thread; of a GPU, device and stream."""
+
 
 class TraceError(FileError):
     """A file that is no trace, or none that can be used; one line that says why."""
+
+
+class Span(NamedTuple):
+    """A span of a thread or a stream. Times are microseconds since the first event of the file."""
+
+    name: str
+    category: Any
+    place: Place
+    begin: float
+    end: float
+    link: Any  # what ties a kernel to its launch; None: nothing
+
+
+class Trace(NamedTuple):
+    """Spans of a trace in the order of the file, names of places, and the rank that it names; None: none."""
+
+    spans: list[Span]
+    names: dict[Place, str]
+    rank: int | None
 
 
 def traces_in(path: Path) -> list[Path]:
@@ -40,16 +63,40 @@ def traces_in(path: Path) -> list[Path]:
     return sorted(found, key=lambda entry: [(len(part), part) for part in re.findall(r"\d+|\D+", entry.name)])
 
 
-def read_trace(path: Path) -> tuple[list[Any], Mapping[str, Any]]:
-    """Return the events of a trace, in the order of the file, and what else it holds.
-
-    Args:
-        path: ``{"traceEvents": [...], ...}`` or a plain list of events; gzipped if its first bytes say so.
+def read_trace(path: Path) -> Trace:
+    """Read ``{"traceEvents": [...], ...}`` or a plain list of events, gzipped if its first bytes say so.
 
     Raises:
-        TraceError: it is not such a file, or is broken off.
+        TraceError: it is not such a file, is broken off, or an event in it makes no sense.
         OSError: it cannot be read.
     """
+    events, head = _events(path)
+    info = head.get("distributedInfo")
+    rank = info.get("rank") if isinstance(info, dict) else None
+    found = Trace([], {}, rank if type(rank) is int and 0 <= rank < 2**20 else None)
+    origin = None
+    for event in events:
+        if not isinstance(event, dict):
+            raise TraceError(f"{path}: an event is a {type(event).__name__}, not an object")
+        place = str(event.get("pid", ""))[:80], str(event.get("tid", ""))[:80]
+        name, arguments = event.get("name"), event.get("args")
+        arguments = arguments if isinstance(arguments, dict) else {}
+        if event.get("ph") == "M" and name == "thread_name" and isinstance(named := arguments.get("name"), str):
+            found.names.setdefault(place, named.strip()[:80])
+        elif event.get("ph") == "X":
+            begin, duration = _microseconds(path, event, "ts", "missing"), _microseconds(path, event, "dur", 0.0)
+            if duration < 0:
+                raise TraceError(f"{path}: an event lasts {duration:g} us: times run forwards")
+            begin -= (origin := begin if origin is None else origin)
+            link = arguments.get("correlation")
+            link = link if isinstance(link, int) else None
+            plain = name if isinstance(name, str) else ""
+            found.spans.append(Span(plain, event.get("cat"), place, begin, begin + duration, link))
+    return found
+
+
+def _events(path: Path) -> tuple[list[Any], Mapping[str, Any]]:
+    """Return the events of a trace, and what else it holds."""
     try:
         require_readable(path, MOST_BYTES)
         content = path.read_bytes()
@@ -66,57 +113,12 @@ def read_trace(path: Path) -> tuple[list[Any], Mapping[str, Any]]:
     return events, head
 
 
-# -- parts of an event -----------------------------------------------------------------------------------------------
-
-
-def number(path: Path, event: dict[str, Any], key: str) -> float:
-    """Return a time of an event, in microseconds, or raise `TraceError`: it is missing or no finite number."""
-    value = event.get(key)
-    if type(value) is float and -_MOST_US < value < _MOST_US:
-        return value
-    if isinstance(value, str):  # some writers quote them
-        with suppress(ValueError):
-            value = float(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _MOST_US:
-        said = _short(event.get(key, "missing"))
-        raise TraceError(f"{path}: an event's {key} is {said}, not a number of microseconds")
-    return float(value)
-
-
-def duration_of(path: Path, event: dict[str, Any]) -> float:
-    """Return the duration of an event in microseconds, or raise `TraceError`: it is negative or no finite number."""
-    duration = number(path, event, "dur") if "dur" in event else 0.0
-    if duration < 0:
-        raise TraceError(f"{path}: an event lasts {duration:g} us: times run forwards")
-    return duration
-
-
-def name_of(event: dict[str, Any]) -> str:
-    name = event.get("name")
-    return name if isinstance(name, str) else ""
-
-
-def thread_name_of(event: dict[str, Any]) -> str:
-    """Return the name that an event gives to its thread or stream; "": it gives none."""
-    arguments = event.get("args")
-    if event.get("ph") != "M" or event.get("name") != "thread_name" or not isinstance(arguments, dict):
-        return ""
-    name = arguments.get("name")
-    return name.strip()[:200] if isinstance(name, str) else ""
-
-
-def place_of(event: dict[str, Any]) -> tuple[str, str]:
-    """Return process and thread of an event; of a GPU, device and stream."""
-    return str(event.get("pid", ""))[:80], str(event.get("tid", ""))[:80]
-
-
-def rank_of(head: Mapping[str, Any]) -> int | None:
-    """Return the rank that a trace names; None: it names none."""
-    info = head.get("distributedInfo")
-    rank = info.get("rank") if isinstance(info, dict) else None
-    return rank if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < 2**20 else None
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 40 else f"{shown[:37]}..."
+def _microseconds(path: Path, event: Mapping[str, Any], key: str, default: Any) -> float:
+    value = event.get(key, default)
+    try:
+        number = float(value)  # some writers quote them
+    except (TypeError, ValueError, OverflowError):
+        number = nan
+    if not abs(number) < _MOST_US:
+        raise TraceError(f"{path}: an event's {key} is {reprlib.repr(value)}, not a number of microseconds")
+    return number

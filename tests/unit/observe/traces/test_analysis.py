@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from traces import GEMM, cpu_events, gpu_events, of_rank, span, write
 
 from eplb_runtime.observe.traces import analyse
-from eplb_runtime.observe.traces.columns import length, overlap, union
+from eplb_runtime.observe.traces.intervals import length, overlap, union
 
 
 def test_the_trace_of_a_gpu_gives_its_known_answer(tmp_path: Path) -> None:
