@@ -125,18 +125,18 @@ def exchanged_before_a_refusal(config: eplb.BalancerConfig, batch: dict[str, tor
     model = make_model("olmoe", experts=8, top_k=2)
     asked = replace(config, dispatch=replace(config.dispatch, combine_order="by_rank"))
     balancer = eplb.attach(model, torch.optim.AdamW(model.parameters()), config=asked)
-    gather, gathered = CountExchange._gather, []
+    exchange, exchanged = CountExchange.__call__, []
 
-    def noted(exchange: CountExchange, mine: torch.Tensor) -> Any:
-        gathered.append(mine)
-        return gather(exchange, mine)
+    def noted(counts: CountExchange, mine: torch.Tensor) -> Any:
+        exchanged.append(mine)
+        return exchange(counts, mine)
 
-    CountExchange._gather = noted
+    CountExchange.__call__ = noted
     with pytest.raises(ConfigError, match=r"these hidden states have .* columns of torch\.float32"):
         model(**batch)
-    CountExchange._gather = gather
+    CountExchange.__call__ = exchange
     balancer.close()
-    return len(gathered)
+    return len(exchanged)
 
 
 def rounded_to_float8(hidden: torch.Tensor) -> torch.Tensor:
