@@ -39,7 +39,7 @@ from ...distributed.transports.base import Transport
 from ...load.counter import LoadCounter
 from ...load.expert_clock import ExpertClock
 from ...load.series import RecordedJob
-from ...moe.dispatch import OVER_TORCH, DispatchChoice, choose_together, make_dispatcher, notes
+from ...moe.dispatch import DispatchChoice, choose_together, make_dispatcher, notes
 from ...moe.dispatch.base import DispatchContext, Dispatcher
 from ...moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ...moe.dispatch.count_exchange import CountExchange
@@ -296,7 +296,6 @@ def _route(made: _Connected, cut: _Cut) -> _Routed:
     channels = MicroBatchChannels(
         MicroBatchChannel(groups.dispatch, groups.counts),
         device,
-        in_order=made.dispatch.name not in OVER_TORCH,
         seconds=host_timeout(groups.backend).total_seconds(),
     )
     kernels = kernels_for(device) if config.dispatch.kernels else Kernels()

@@ -51,8 +51,8 @@ def test_the_order_follows_from_how_many_there_are(lengths: tuple[int, int], ahe
     assert launched(order.launching, lengths, ahead, order.end) == in_turns(lengths)
 
 
-def channels(in_order: bool = True) -> MicroBatchChannels:
-    made = MicroBatchChannels(MicroBatchChannel(None, None), in_order=in_order)
+def channels() -> MicroBatchChannels:
+    made = MicroBatchChannels(MicroBatchChannel(None, None))
     made.open(MicroBatchChannel(None, None))
     return made
 
@@ -86,9 +86,8 @@ def test_who_fails_is_not_waited_for(fails: str) -> None:
     assert both.both(lambda: 1, lambda: 2) == (1, 2)
 
 
-@pytest.mark.parametrize("in_order", [True, False])
-def test_alone_nobody_takes_turns(in_order: bool) -> None:
-    one = channels(in_order)
+def test_alone_nobody_takes_turns() -> None:
+    one = channels()
     seen: list[Any] = []
     for _ in range(3):
         with one.launching():
