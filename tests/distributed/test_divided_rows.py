@@ -196,8 +196,6 @@ RIGHT = {
     "kept, replicas of the model": Job(parts=1, replica_slots=1),
     "two slots": Job(replica_slots=2),
 }
-EIGHT = Job(ranks=8, replica_slots=1)
-"""Two replicas of the model, in each of which homes are divided."""
 
 
 def odd_width(rank: int) -> None:
@@ -254,17 +252,6 @@ def test_training_is_training_in_one_process(ranks: list[dict[str, Any]], name: 
         assert (found[name]["copies"] >= LAYERS) == bool(RIGHT[name].replica_slots)
         assert found[name]["distance"] < 1e-11
         assert min(found[name]["norms"]) > CLIP, "clipping was not active"
-
-
-def train_on_eight(rank: int) -> float:
-    torch.set_default_dtype(torch.float64)
-    ours = train(rank, EIGHT)
-    assert ours["copies"] >= LAYERS
-    return distance(ours, alone(8))
-
-
-def test_two_replicas_of_a_model_whose_homes_are_divided_are_one_process() -> None:
-    assert max(run_ranks(8, train_on_eight)) < 1e-11
 
 
 @pytest.mark.parametrize("said", MISTAKES)

@@ -127,10 +127,6 @@ def test_the_guard_takes_no_sum_by_hand_for_clipping() -> None:
     assert far_off(Layout(2, 1), ["++ = S", "+++ = CS", "+ B o S", *PUT_ASIDE.values()]) == {}
 
 
-def test_a_loop_goes_on_after_a_close_in_the_first_steps() -> None:
-    assert far_off(EDP, ["BCS", "BCS X", "Z BCS Z BNAS"]) == {}
-
-
 def test_gradients_that_are_zeroed_need_not_move() -> None:
     assert far_off(EDP, list(ZEROED.values())) == {}
 

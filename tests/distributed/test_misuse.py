@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
-from support.seen import heard
 from support.shuffle import plan_by, plan_shuffle
 from torch import nn
 
@@ -200,18 +198,3 @@ def test_save_pretrained_writes_the_whole_model_from_all_ranks_and_waits_for_no_
     assert f"to save_pretrained of an attached model within {training.DEADLINE:g} s: it is collective" in first[0]
     assert first[1] == second[0] and "does not take state_dict" in first[1]
     assert not (tmp_path / "alone").exists()
-
-
-def lines_of_attach(rank: int) -> list[str]:
-    with heard(logging.INFO) as lines:
-        for width in (32, 36):
-            config = eplb.BalancerConfig(replica_slots=1)
-            eplb.attach(make_model("olmoe", experts=EXPERTS, width=width), config=config).close()
-    return lines
-
-
-def test_what_each_rank_would_say_is_said_once_and_odd_rows_in_one_line() -> None:
-    first, second = run_ranks(2, lines_of_attach)
-    (odd,) = [line for line in first if "last bits" in line]
-    assert second == [] and odd.startswith("4 expert tensors, such as model.layers.0")
-    assert sum(line.startswith("replica slots: 1 per rank") for line in first) == 2

@@ -12,7 +12,7 @@ import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_model_state_dict
@@ -125,26 +125,6 @@ def test_a_rollback_with_a_plain_dict_is_taken_by_all_ranks_or_by_none() -> None
         lost = [line != "loaded" for line in said["after a move back"]]
         assert lost == [False, False, False, True, False, False, True]
     assert "on rank 0 of the EP group" in results[2]["after a move"][0]
-
-
-def of_another_rank(rank: int, states: list[State]) -> str:
-    model, _, balancer = attached()
-    said = loaded(lambda: model.load_state_dict(states[(rank + 1) % RANKS]))
-    balancer.close()
-    return said
-
-
-def only_state(rank: int) -> State:
-    model, _, balancer = attached()
-    state: dict[str, Tensor] = {key: value.clone() for key, value in model.state_dict().items()}
-    balancer.close()
-    return state
-
-
-def test_a_plain_dict_of_another_rank_is_refused() -> None:
-    states = run_ranks(RANKS, only_state)
-    for said in run_ranks(RANKS, of_another_rank, states):
-        assert "holds experts [" in said and "here stand" in said
 
 
 def by_dcp(rank: int, folder: str) -> list[str]:

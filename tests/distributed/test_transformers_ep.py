@@ -3,7 +3,6 @@ has the very bits of training whose experts stay, and what the library saves the
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,7 +31,6 @@ from eplb_runtime.hosts.trainer import BalancedTrainer
 from eplb_runtime.moe.experts.slices import local
 
 EXPERTS = 8
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -77,30 +74,20 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=3e-2, momentum=0.9),
     "Muon": Muon,
 }
-IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 ROWS = {
-    **{
-        f"{family}, {implementation}, {dtype}": Row(family, implementation=implementation, dtype=dtype)
-        for family in ("qwen3_moe", "gpt_oss", "olmoe")
-        for implementation in IMPLEMENTATIONS
-        for dtype in (torch.float32, torch.bfloat16)
-    },
-    "accumulated": Row(micro_batches=2),
-    "recomputed": Row("olmoe", recompute=True),
-    "Muon": Row(optimizer="Muon"),
+    "grouped_mm": Row(),
+    "grouped_mm, bfloat16": Row(dtype=torch.bfloat16),
+    "eager, bfloat16": Row("gpt_oss", implementation="eager", dtype=torch.bfloat16),
+    "batched_mm": Row("olmoe", implementation="batched_mm"),
+    "accumulated, recomputed": Row("olmoe", micro_batches=2, recompute=True),
     "one batch on both ranks": Row(tp=2),
-    "ep 2 x fsdp 2": Row(ranks=4),
+    "Muon": Row(optimizer="Muon"),
     "two replicas of the model": Row(ranks=4, replicas=2),
     "tp 2 x fsdp 2, ep 4": Row("olmoe", ranks=4, ep=4, tp=2),
     "ep 2 x fsdp 2, computed in bfloat16": Row(ranks=4, mixed=True),
     "ep 2 x fsdp 2, all together": Row(
         "gpt_oss", ranks=4, implementation="eager", dtype=torch.bfloat16, micro_batches=2, recompute=True
     ),
-    "ep 2 x fsdp 2, Muon": Row("olmoe", ranks=4, optimizer="Muon"),
-}
-LONG = {name for name, row in ROWS.items() if row.dtype == torch.bfloat16 and name.count(",") == 2} - {
-    "qwen3_moe, grouped_mm, torch.bfloat16",
-    "gpt_oss, eager, torch.bfloat16",
 }
 
 
@@ -178,31 +165,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-@pytest.mark.parametrize(("ranks", "is_long"), [(2, False), (4, False), pytest.param(2, True, marks=pytest.mark.long)])
-def test_no_bit_depends_on_where_experts_are(ranks: int, is_long: bool, root: Path) -> None:
-    rows = {name: row for name, row in ROWS.items() if (row.ranks, name in LONG) == (ranks, is_long)}
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_no_bit_depends_on_where_experts_are(ranks: int, root: Path) -> None:
+    rows = {name: row for name, row in ROWS.items() if row.ranks == ranks}
     folders = {row.family: folder_of(row.family, root) for row in rows.values()}
     for found in run_ranks(ranks, of_rows, rows, folders):
         for name, (static, moving) in found.items():
             assert (static["moved"], moving["moved"] >= 2) == (0, True), name
             assert differing(static["seen"], moving["seen"]) == [], name
             assert all(line[-1] > 0.3 for line in moving["seen"]["lines"]), "clipping was not active"
-
-
-def by_the_librarys_own_sums(rank: int, folder: str) -> list[dict[str, Any]]:
-    from eplb_runtime.hosts.transformers.expert_parallel import AllToAllEP, BalancedEP
-
-    def exchanged(self: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        slots = ids if self.layer is None else self.layer.slots(hidden, ids)
-        return AllToAllEP.__call__(self, hidden, slots, weights)
-
-    with patch.object(BalancedEP, "__call__", exchanged):
-        return [train(Row(), folder, moving) for moving in (False, True)]
-
-
-def test_with_the_librarys_own_sorts_and_sums_bits_do_depend_on_it(root: Path) -> None:
-    for static, moving in run_ranks(2, by_the_librarys_own_sums, folder_of("qwen3_moe", root)):
-        assert len(differing(static["seen"], moving["seen"])) > 10
 
 
 # -- against one process -----------------------------------------------------------------------------------------------
@@ -362,15 +333,6 @@ def test_the_trainer_trains_evaluates_and_resumes_to_the_same_bits(root: Path, t
         for name, seen in found.items():
             assert seen.pop("epoch") >= 2, name
             assert differing(still, seen) == [], name
-
-
-@pytest.mark.long
-def test_verify_says_right_of_the_example() -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
-    job = [*torchrun, "launch/examples/transformers_ep.py", "--steps", "5"]
-    run = [sys.executable, "-m", "eplb_runtime.cli", "verify", "--steps", "3", "--json", "--", *job]
-    said = subprocess.run(run, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert json.loads(said.stdout)["verdict"] == "right", said.stderr[-2000:]
 
 
 # -- what is refused, and when it is there -----------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import shlex
 from pathlib import Path
 
@@ -90,11 +89,6 @@ def test_the_table_of_next_windows_is_what_the_suite_says(whole: bool) -> None:
     rows = suite.run([family for family in suite.FAMILIES if whole or not family.replicas or family.ranks < 32])
     assert all(line in PLANNER.read_text() for line in table(rows).splitlines()[2:])
     assert not whole or suite.behind(rows) in " ".join(PLANNER.read_text().split())
-
-
-def test_the_picture_of_gain_is_that_of_the_table() -> None:
-    draw = runpy.run_path(str(ROOT / "launch/images/gain.py"))["drawn"]
-    assert (ROOT / "launch/images/gain.svg").read_text() == draw(README.read_text()), "run launch/images/gain.py"
 
 
 def test_the_script_is_the_example() -> None:

@@ -55,7 +55,7 @@ def verified(path: str, script: str, arguments: list[str]) -> dict[str, Any]:
     """The report of one job, as ``verify --json`` prints it."""
     command = [sys.executable, "-S", str(HERE / "served.py"), path, script, "--ranks", "2", *arguments]
     with redirect_stderr(io.StringIO()):
-        return verify_command(command, steps=12).to_dict()
+        return verify_command(command, steps=8).to_dict()
 
 
 def said_live(report: dict[str, Any]) -> str:

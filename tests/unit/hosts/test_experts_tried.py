@@ -102,12 +102,6 @@ def test_an_expert_with_another_setting_is_named(kept_as: str) -> None:
     eplb.stack_experts(model_of(*[way(1.0)] * EXPERTS, slope_of=slope_of), LAYERS)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes(dtype: torch.dtype) -> None:
-    assert f"experts.{ODD}" in refusal(odd_one(*WAYS["a dict"]).to(dtype))
-    eplb.stack_experts(model_of(*[1.0] * EXPERTS).to(dtype), LAYERS)
-
-
 def test_a_rebound_forward_computes_with_another_experts_weights() -> None:
     model = model_of(*[1.0] * EXPERTS)
     model.experts[ODD].forward = model.experts[0].forward
@@ -153,26 +147,3 @@ def test_dropout_is_tried_in_training_and_draws_nothing() -> None:
         state = torch.get_rng_state(), random.getstate()
         eplb.stack_experts(alike, LAYERS)
         assert torch.equal(state[0], torch.get_rng_state()) and state[1] == random.getstate()
-
-
-class Counting(nn.Module):
-    """Sets attributes while it computes."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(WIDTH, WIDTH))
-        self._number = number
-        self._calls = 0
-
-    def forward(self, rows: Tensor) -> Tensor:
-        self._calls += 1
-        self._seen = rows
-        return rows @ self.weight
-
-
-def test_a_setting_without_effect_is_no_difference_and_no_trace_is_left() -> None:
-    model = nn.Module()
-    model.experts = nn.ModuleList(map(Counting, range(EXPERTS)))
-    experts = list(model.experts)
-    eplb.stack_experts(model, LAYERS)
-    assert all(expert._calls == 0 and not hasattr(expert, "_seen") for expert in experts)

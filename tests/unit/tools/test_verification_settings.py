@@ -28,11 +28,6 @@ def test_runs_without_replicas_leave_out_what_is_of_use_to_replicas_alone(of_rep
     assert without_replicas(config) == BalancerConfig(interval=7)
 
 
-def test_settings_without_replicas_stay() -> None:
-    config = BalancerConfig(interval=7, initial_placement="placement.json")
-    assert without_replicas(config) is config
-
-
 @pytest.mark.parametrize("failure", ["", "exit status 1: no data"])
 def test_a_job_that_ends_sooner_is_run_as_far_and_one_that_fails_is_not_run_again(
     failure: str, monkeypatch: pytest.MonkeyPatch

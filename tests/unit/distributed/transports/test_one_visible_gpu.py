@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from eplb_runtime.distributed import node_memory
-from eplb_runtime.distributed.node import identity_of
 from eplb_runtime.distributed.node_memory import SHARING, NodeMemory
 from eplb_runtime.tools import launch
 
@@ -93,7 +92,3 @@ def test_symmetric_memory_takes_two_gpus_of_one_number_for_one_unless_it_is_told
         with pytest.raises(RuntimeError, match=said) as error:
             meet(monkeypatch, others, shares)
         assert "\n" not in str(error.value)
-
-
-def test_what_is_no_gpu_has_no_name() -> None:
-    assert identity_of(torch.device("cpu")) == ""

@@ -6,10 +6,8 @@ import ast
 import inspect
 import itertools
 import os
-from contextlib import nullcontext
 from importlib import util
 from pathlib import Path
-from types import SimpleNamespace
 
 import deepep_double
 import pytest
@@ -20,12 +18,9 @@ from eplb_runtime.config import (
     BalancerConfig,
     ConfigError,
     DispatchConfig,
-    MigrationConfig,
 )
 from eplb_runtime.distributed.transports import deepep_package
-from eplb_runtime.moe.dispatch import choosing, wire_format
-from eplb_runtime.moe.dispatch.base import DispatchContext
-from eplb_runtime.moe.dispatch.deepep import DeepEPDispatcher
+from eplb_runtime.moe.dispatch import wire_format
 
 SOURCE = "EPLB_RUNTIME_DEEPEP_SOURCE"
 """A folder with DeepEP's Python sources, if the package is not installed."""
@@ -138,60 +133,6 @@ def test_hidden_states_that_are_not_carried_are_refused(
 def test_ranks_that_deepep_cannot_serve_are_named(ranks: int, per_node: int, said: str) -> None:
     found = deepep_package.why_not_between(ranks, per_node)
     assert said in found and bool(found) == bool(said)
-
-
-@pytest.mark.parametrize(("ranks", "most"), [(8, 128), (16, 1024)])
-def test_more_slots_than_the_kernels_count_are_refused_at_attach(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, most: int
-) -> None:
-    """Threads of `intranode::notify_dispatch`, NUM_MAX_LOCAL_EXPERTS (`deepep_asserts.md`)."""
-    monkeypatch.setattr(deepep_package, "imported", lambda: deepep_double)
-    monkeypatch.setattr(deepep_package, "shared_between", lambda *_: None)
-    group = SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
-    DeepEPDispatcher(DispatchContext.of(group, most), DispatchConfig("deepep"))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=f"up to {most} slots a rank here, not {most + 1}"):
-        DeepEPDispatcher(DispatchContext.of(group, most + 1), DispatchConfig("deepep"))  # type: ignore[arg-type]
-
-
-LOW_LATENCY_CONFIG = DispatchConfig("deepep", combine_order="by_rank", low_latency_tokens=64)
-
-
-@pytest.mark.parametrize(
-    ("width", "top_k", "fits"),
-    [(2048, 11, True), (7168, 8, True), (2048, 12, False), (512, 8, False), (4608, 8, False)],
-)
-def test_low_latency_is_refused_where_no_kernel_was_built(
-    monkeypatch: pytest.MonkeyPatch, width: int, top_k: int, fits: bool
-) -> None:
-    monkeypatch.setattr(deepep_package, "imported", lambda: deepep_double)
-    monkeypatch.setattr(deepep_package, "shared_between", lambda *_: None)
-    group = SimpleNamespace(size=lambda: 8, rank=lambda: 0)
-    dispatcher = DeepEPDispatcher(DispatchContext.of(group, 4), LOW_LATENCY_CONFIG)  # type: ignore[arg-type]
-    hidden, weights = torch.empty(2, width, dtype=torch.bfloat16), torch.empty(2, top_k)
-    with torch.no_grad(), nullcontext() if fits else pytest.raises(ConfigError):
-        dispatcher.check(hidden, weights)
-    dispatcher.check(hidden, weights)  # what learns goes by other kernels
-
-
-@pytest.mark.parametrize(
-    ("transport", "ranks", "low_latency", "said"),
-    [
-        ("nvshmem", 16, False, "a process starts it once"),
-        ("nvshmem", 8, True, "a process starts it once"),
-        ("nvshmem", 8, False, ""),
-        ("torch", 16, False, ""),
-        ("torch", 8, True, ""),
-    ],
-)
-def test_two_users_of_nvshmem_in_a_process_are_refused(
-    monkeypatch: pytest.MonkeyPatch, transport: str, ranks: int, low_latency: bool, said: str
-) -> None:
-    monkeypatch.setattr(deepep_package, "no_infiniband", lambda: "")
-    dispatch = LOW_LATENCY_CONFIG if low_latency else DispatchConfig("deepep")
-    found = choosing.unfit_settings(
-        BalancerConfig(dispatch=dispatch, migration=MigrationConfig(transport=transport)), ranks
-    )
-    assert said in found and bool(said) == bool(found)
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
