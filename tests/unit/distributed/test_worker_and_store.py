@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from eplb_runtime.distributed import consensus
 from eplb_runtime.distributed.store import JobStore, StoreError, name_of_job
 from eplb_runtime.utils.worker import Worker
+
+
+def test_a_group_without_a_backend_for_cpus_waits_as_long_as_its_own_backend() -> None:
+    backend = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=7)))
+    group = SimpleNamespace(_get_backend=lambda device: {"cuda": backend}[device.type])
+    assert consensus.timeout_of(group, torch.device("cuda")).total_seconds() == 7  # type: ignore[arg-type]
 
 
 def test_work_that_never_ends_is_not_waited_for_and_what_nobody_waits_for_is_left_out() -> None:

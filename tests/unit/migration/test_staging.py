@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_runtime.migration.staging import DIRECT_BYTES, chains_of, packed_bytes, runs_of
+from eplb_runtime.migration.exchange import chains_of
+from eplb_runtime.migration.records import DIRECT_BYTES, packed_bytes, runs_of
 from eplb_runtime.moe.experts.record import RecordFormat
 from eplb_runtime.moe.experts.registry import ExpertTensor
 

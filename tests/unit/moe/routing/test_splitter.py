@@ -15,12 +15,7 @@ HOME = Placement([[0, 1, 2, -1, 2, 3, 1, 0]], 4, 2, [[0, 1, 4, 5]])
 @pytest.mark.parametrize("least_tokens", [0, 10**6], ids=["split", "all at home"])
 def test_every_choice_goes_to_a_slot_of_its_expert_that_expects_it(least_tokens: int) -> None:
     splitters = [
-        BatchSplitter(
-            HOME,
-            torch.device("cpu"),
-            rank,
-            SplitSettings(ranks_per_node=1, least_tokens=least_tokens),
-        )
+        BatchSplitter(HOME, torch.device("cpu"), rank, SplitSettings(ranks_per_node=1, least_tokens=least_tokens))
         for rank in range(2)
     ]
     chosen = [torch.from_numpy(np.random.default_rng(rank).integers(0, 4, (50, 2))) for rank in range(2)]
@@ -35,12 +30,7 @@ def test_every_choice_goes_to_a_slot_of_its_expert_that_expects_it(least_tokens:
 
 
 def splitter(placement: Placement, rank: int = 0) -> BatchSplitter:
-    return BatchSplitter(
-        placement,
-        torch.device("cpu"),
-        rank,
-        SplitSettings(ranks_per_node=1),
-    )
+    return BatchSplitter(placement, torch.device("cpu"), rank, SplitSettings(ranks_per_node=1))
 
 
 PLACEMENTS = (
