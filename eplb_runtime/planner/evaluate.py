@@ -23,11 +23,6 @@ def rank_load(load: FloatArray, placement: Placement, speed_R: FloatArray | None
         load: float64 ``[L, E]``, or ``[W, L, E]`` for several windows.
         speed_R: float64 ``[R]``, of each rank, the fastest 1; None: all alike.
     """
-<<<<<<< HEAD
-    units_LE = in_units(load)
-    quota_LEC = split_totals(units_LE, tables, speed_R=speed_R)
-    return tables.sum_by_rank(quota_LEC).astype(np.float64)
-=======
     windows = load.reshape(-1, *load.shape[-2:])
     if placement.home is None or has_no_copies(placement):
         slots = np.where(placement.physical_to_logical == EMPTY, placement.num_experts, placement.physical_to_logical)
@@ -37,7 +32,7 @@ def rank_load(load: FloatArray, placement: Placement, speed_R: FloatArray | None
         loads = by_slot.reshape(*share.shape[:2], placement.num_ranks, -1).sum(axis=3)
     else:
         tables = SplitTables.of(placement)
-        units = np.stack([tables.sum_by_rank(split_by_speed(in_units(one), tables, speed_R)) for one in windows])
+        units = np.stack([tables.sum_by_rank(split_totals(in_units(one), tables, speed_R=speed_R)) for one in windows])
         total, all_units = windows.sum(axis=2, keepdims=True), units.sum(axis=2, keepdims=True)
         loads = np.divide(units * total, all_units, out=np.zeros(units.shape), where=all_units > 0)
     return np.asarray(loads.reshape(*load.shape[:-1], placement.num_ranks))
@@ -46,7 +41,6 @@ def rank_load(load: FloatArray, placement: Placement, speed_R: FloatArray | None
 def in_units(load: FloatArray) -> NDArray[np.int64]:
     """``load`` ``[L, E]`` in whole units of 2 ** -40 of each layer's total, as the splitter and the search want it."""
     return np.asarray(np.floor(shares(load) * UNITS), dtype=np.int64)
->>>>>>> main
 
 
 def has_no_copies(placement: Placement) -> bool:
