@@ -42,9 +42,9 @@ class SendLayout(DispatchMetadata):
     Args:
         slots_NW: int64, physical slots; ``[T, K]`` for low-latency kernels.
         top_k: K.
-        sent: DeepEP's layout: rows to each rank and node, choices for each slot, which rows go to which ranks; None:
-            low-latency kernels.
-        arriving: rows, and choices for each local slot, that arrive here; None: DeepEP tells the host.
+        sent: DeepEP's layout: rows to each rank and node, choices for each slot, which rows go to which ranks.
+        arriving: a bound of the rows that arrive here and of those that pass through, and choices for each local slot
+            here; both None for low-latency kernels.
     """
 
     slots_NW: Tensor
@@ -102,21 +102,19 @@ class DeepEPDispatcher(Dispatcher):
         self.combine_order = config.combine_order
         self._by_rank = config.combine_order == "by_rank"
         self._package = deepep_package.imported()
-        self._shared = deepep_package.shared_between(self._package, context.group)
-        self._sms = config.sms
-        most = _MOST_SLOTS if self._tells_the_host else _MOST_SLOTS_OF_A_NODE
+        self._sms, self._between_nodes = config.sms, self._num_ranks > deepep_package.RANKS_OF_A_NODE
+        most = _MOST_SLOTS if self._between_nodes else _MOST_SLOTS_OF_A_NODE
         if self._slots_per_rank > most:
             raise ConfigError(f"dispatch='deepep' knows up to {most} slots a rank here, not {self._slots_per_rank}")
         self._package.Buffer.set_num_sms(config.sms)
         # They hold the number of multiprocessors: made after it was set.
         self._there, self._back = deepep_package.settings(self._package, self._num_ranks)
-        self._others: dict[MicroBatchChannel, Any] = {}
+        self._buffers: dict[MicroBatchChannel, Any] = {}
         self._in_float8 = config.dtype == "float8"
         self._low_latency: LowLatency | None = None
         if config.low_latency_tokens:
             self._low_latency = LowLatency(context, config.low_latency_tokens, self._in_float8)
         self._exchange_counts = CountExchange(self._channels, context.forward_tag)
-        self._exchange_tokens = CountExchange(self._channels, context.forward_tag)
 
     def check(self, hidden_TD: Tensor, weights_TK: Tensor) -> None:
         refused = wire_format.refusal(hidden_TD, weights_TK, self._in_float8)
@@ -129,7 +127,7 @@ class DeepEPDispatcher(Dispatcher):
         top_k = slots_TK.shape[1]
         if self._low_latency is not None and self._nothing_learns():
             # All ranks take the same kernels, also where only one has too many tokens for them.
-            most = self._exchange_tokens(slots_TK.new_full((1,), slots_TK.shape[0])).max()
+            most = self._exchange_counts(slots_TK.new_full((1,), slots_TK.shape[0])).max()
             if most <= self._low_latency.most_tokens:
                 return SendLayout(slots_TK.contiguous(), top_k)
         slots_NW = (slots_TK if self._by_rank else slots_TK.reshape(-1, 1)).contiguous()
@@ -180,15 +178,6 @@ class DeepEPDispatcher(Dispatcher):
 
     # -- DeepEP's calls ------------------------------------------------------------------------------------------------
 
-    @property
-    def _tells_the_host(self) -> bool:
-        """Whether DeepEP itself tells the host how many rows come: between nodes.
-
-        Inside a node it could, too, but it would wait there without releasing Python's interpreter lock
-        (csrc/deep_ep.cpp, `intranode_dispatch`): no thread of this process could answer the rank that it waits for.
-        """
-        return self._num_ranks > deepep_package.RANKS_OF_A_NODE
-
     def _buffer(self) -> Any:
         """The buffer of the current micro-batch. Experts and their replicas may go by the first one's.
 
@@ -198,27 +187,34 @@ class DeepEPDispatcher(Dispatcher):
         """
         deepep_package.refuse_filled_memory()
         channel = self._channels.current()
-        if channel is self._channels.first:
-            return self._shared.buffer(channel.tokens, self._sms, self._there, self._back)
-        if channel not in self._others:
-            self._others[channel] = deepep_package.new_buffer(self._package, channel.tokens, self._there, self._back)
-        return self._others[channel]
+        if channel not in self._buffers:
+            given = self._package, channel.tokens
+            self._buffers[channel] = (
+                deepep_package.shared_buffer(*given, self._sms, self._there, self._back)
+                if channel is self._channels.first
+                else deepep_package.new_buffer(*given, self._there, self._back)
+            )
+        return self._buffers[channel]
 
     def _send(
         self, source_TD: Tensor, weights_TK: Tensor | None, metadata: SendLayout | RecvLayout, in_float8: bool
     ) -> tuple[wire_format.Rows, RecvLayout]:
-        """Rows that arrive, and their layout: a new one, or that of an earlier dispatch, without a host sync."""
+        """Rows that arrive, and their layout: a new one, or that of an earlier dispatch, without a host sync.
+
+        DeepEP need not tell the host what arrives. Inside a node it would wait with Python's interpreter locked
+        (csrc/deep_ep.cpp, `intranode_dispatch`): no thread of this process could answer the rank that it waits for.
+        """
         times = 1 if self._by_rank else metadata.top_k
         rows_NC = wire_format.pack(source_TD, weights_TK, times, in_float8)
         with self._channels.launching():
             if isinstance(metadata, RecvLayout):
                 return self._buffer().dispatch(rows_NC, handle=metadata.handle, config=self._there)[0], metadata
-            assert metadata.sent is not None
+            assert metadata.sent is not None and metadata.arriving is not None
             to_ranks, to_nodes, to_slots, in_rank = metadata.sent
-            arriving, slots_NW = metadata.arriving, metadata.slots_NW
+            (most, choices_S), slots_NW = metadata.arriving, metadata.slots_NW
             # Weights go behind the rows' other bytes: those given here would not go when a handle is used again.
             unused = torch.zeros(slots_NW.shape, dtype=torch.float32, device=slots_NW.device)
-            rows, slots_UW, _, told, handle, _ = self._buffer().dispatch(
+            rows, slots_UW, _, _, handle, _ = self._buffer().dispatch(
                 rows_NC,
                 num_tokens_per_rank=to_ranks,
                 num_tokens_per_rdma_rank=to_nodes,
@@ -226,10 +222,10 @@ class DeepEPDispatcher(Dispatcher):
                 num_tokens_per_expert=to_slots,
                 topk_idx=slots_NW,
                 topk_weights=unused,
-                num_worst_tokens=0 if arriving is None else max(1, arriving[0]),  # with 0 it would wait
+                num_worst_tokens=max(1, most),  # with 0 it would wait
                 config=self._there,
             )
-        return rows, RecvLayout.of(handle, slots_UW, told if arriving is None else arriving[1], metadata.top_k)
+        return rows, RecvLayout.of(handle, slots_UW, choices_S, metadata.top_k)
 
     def _sums_to_tokens(
         self, rows_MD: Tensor, weights_M: Tensor | None, exact_M: Tensor | None, layout: RecvLayout
@@ -241,7 +237,7 @@ class DeepEPDispatcher(Dispatcher):
         if exact_M is not None:  # each choice is on one rank, and zero from all others
             exact_UW = exact_M.new_zeros(layout.place_UW.shape)
             exact_UW.view(-1).index_copy_(0, layout.choice_M, exact_M)
-        wide = _SUMMED_BYTES if self._tells_the_host else wire_format.ROW_BYTES
+        wide = _SUMMED_BYTES if self._between_nodes else wire_format.ROW_BYTES
         packed_UC = wire_format.pack_sums(sums_UD, exact_UW, wide)
         with self._channels.launching():
             summed_NC = self._buffer().combine(packed_UC, layout.handle, config=self._back)[0]
@@ -258,19 +254,20 @@ class DeepEPDispatcher(Dispatcher):
 
     def _arriving(
         self, sent: tuple[Tensor, Tensor | None, Tensor, Tensor], known: RowCounts | None
-    ) -> tuple[int, list[int]] | None:
-        """Return rows and choices of slots that arrive here, or None where DeepEP tells the host; compares forwards."""
-        to_ranks, _, to_slots, _ = sent
-        if self._tells_the_host:
-            if self._forward_tag is not None and known is None:
-                self._exchange_counts(to_ranks.new_empty(0, dtype=torch.int64))
-            return None
-        if known is not None and not self._by_rank:  # then a row is a choice
+    ) -> tuple[int, list[int]]:
+        """Return a bound of the rows that arrive here and of those that pass through, and choices of each slot here;
+        compares forwards."""
+        to_ranks, to_nodes, to_slots, _ = sent
+        if known is not None and to_nodes is None and not self._by_rank:  # then a row is a choice
             choices_S = known.received_RS.sum(axis=0).tolist()
             return sum(choices_S), choices_S
-        rows_W = self._exchange_counts(torch.cat([to_ranks, to_slots]).to(torch.int64)).sum(axis=0)
+        to_nodes = to_ranks[:0] if to_nodes is None else to_nodes
+        counts_RW = self._exchange_counts(torch.cat([to_nodes, to_ranks, to_slots]).to(torch.int64))
+        rows_RN, rows_W = counts_RW[:, : len(to_nodes)], counts_RW[:, len(to_nodes) :].sum(axis=0)
+        node, place = divmod(self._rank, deepep_package.RANKS_OF_A_NODE)  # rows cross between ranks of the same place
+        passing = int(rows_RN[place :: deepep_package.RANKS_OF_A_NODE, node : node + 1].sum())
         first = self._num_ranks + self._rank * self._slots_per_rank
-        return int(rows_W[self._rank]), rows_W[first : first + self._slots_per_rank].tolist()
+        return max(int(rows_W[self._rank]), passing), rows_W[first : first + self._slots_per_rank].tolist()
 
     def _nothing_learns(self) -> bool:
         """And nothing will: activation checkpointing repeats forwards of training that had no gradients at first."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...config import ConfigError
 from ...distributed.transports import deepep_package
+from ...distributed.transports.nvshmem import claim
 from ..experts.compute import SlotCounts
 from . import wire_format
 from .base import DispatchContext, Dispatched
@@ -103,6 +104,8 @@ class LowLatency:
     def _buffer(self, width: int) -> Any:
         deepep_package.refuse_filled_memory()
         if self._made is None:
+            if why := claim("low_latency_tokens", self._group, again=True):
+                raise ConfigError(f"low_latency_tokens: {why}; leave low_latency_tokens out")
             size = self._package.Buffer.get_low_latency_rdma_size_hint
             nbytes = size(self.most_tokens, width, self._group.size(), self._num_experts)
             buffer = self._package.Buffer(
