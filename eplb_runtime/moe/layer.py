@@ -19,7 +19,6 @@ from ..load.expert_clock import ExpertClock
 from ..utils.spans import phase
 from .dispatch.base import Dispatcher
 from .dispatch.channels import MicroBatchChannels
-from .dispatch.count_exchange import CountExchange
 from .dispatch.recompute import RecomputeCache
 from .experts.compute import LocalExperts
 from .routing.lookup import SlotTable
@@ -48,7 +47,6 @@ class LayerContext:
     table: SlotTable
     splitter: BatchSplitter | None
     dispatcher: Dispatcher
-    exchange_counts: CountExchange
     forward_tag: ForwardTag
     channels: MicroBatchChannels
     count_and_map: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
@@ -196,11 +194,11 @@ class ExpertParallelLayer(CountedLayer):
 
     def _slots(self, topk_ids_TK: Tensor, counts: Counted | None) -> tuple[Tensor, RowCounts | None]:
         """The slot of each choice, and how many rows go where if the split was made on the host."""
-        splitter, exchange_counts = self._splitter, self._context.exchange_counts
+        splitter = self._splitter
         if splitter is None:
             return self._table.slots(self.index, topk_ids_TK), None
         counts_E, begins = counts or splitter.counts(topk_ids_TK)
-        return splitter.route(self.index, topk_ids_TK, exchange_counts(counts_E), begins)
+        return splitter.route(self.index, topk_ids_TK, self._dispatcher.gather_counts(counts_E), begins)
 
 
 class HostDispatchedLayer(CountedLayer):

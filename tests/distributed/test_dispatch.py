@@ -30,7 +30,6 @@ from ranks import run_ranks
 
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import DispatchContext, Dispatcher
-from eplb_runtime.moe.dispatch.count_exchange import CountExchange
 from eplb_runtime.moe.dispatch.hierarchical import Hierarchical, HierarchicalByRank
 
 KINDS: dict[str, Any] = {
@@ -201,13 +200,8 @@ def test_a_token_goes_once_to_each_rank_it_visits_where_that_saves_rows(ranks: l
 
 
 def exchanged(rank: int) -> list[list]:
-    counts = CountExchange(DispatchContext.of(dist.group.WORLD, SLOTS).channels)
-    said = []
-    for call in range(2):
-        # What is kept from a call inside inference mode must be of use outside it.
-        with torch.inference_mode(call == 0):
-            said.append(counts(torch.arange(4) + 10 * rank + call).tolist())
-    return said
+    dispatcher = AllToAll(DispatchContext.of(dist.group.WORLD, SLOTS))
+    return [dispatcher.gather_counts(torch.arange(4) + 10 * rank + call).tolist() for call in range(2)]
 
 
 def test_every_rank_learns_every_ranks_counts(ranks: list) -> None:

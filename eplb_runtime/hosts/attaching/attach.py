@@ -42,7 +42,6 @@ from ...load.series import RecordedJob
 from ...moe.dispatch import DispatchChoice, choose_together, make_dispatcher, notes
 from ...moe.dispatch.base import DispatchContext, Dispatcher
 from ...moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
-from ...moe.dispatch.count_exchange import CountExchange
 from ...moe.experts.registry import ExpertTensors
 from ...moe.experts.slices import is_sliced, local
 from ...moe.kernel_selection import Kernels, kernels_for
@@ -307,10 +306,7 @@ def _route(made: _Connected, cut: _Cut) -> _Routed:
         logger.info("dispatch: %s (%s)", made.dispatch.name, made.dispatch.why)
     dispatching = DispatchContext(channels, placement.slots_per_rank, forward_tag, kernels.moves, clock)
     dispatcher = make_dispatcher(config, made.dispatch, made.topology, dispatching)
-    exchange_counts = CountExchange(channels, forward_tag)
-    context = LayerContext(
-        counter, maps.table, maps.splitter, dispatcher, exchange_counts, forward_tag, channels, kernels.count_and_map
-    )
+    context = LayerContext(counter, maps.table, maps.splitter, dispatcher, forward_tag, channels, kernels.count_and_map)
     experts = {id(parameter) for parameter in cut.registry.parameters()}
     rest = [p for stage in made.stages for p in stage.model.parameters() if id(p) not in experts]
     is_sharded = any(is_sliced(p) for p in rest)

@@ -23,7 +23,6 @@ from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
 from . import permute
 from .base import DispatchContext, Dispatcher
-from .count_exchange import CountExchange
 from .metadata import AllToAllMetadata, AllToAllSplits, DispatchMetadata, RowRouting, worth_deduplicating
 
 
@@ -37,7 +36,6 @@ class AllToAll(Dispatcher):
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)
         self._deduplicates: dict[dist.ProcessGroup, bool] = {}
-        self._exchange_tags = CountExchange(context.channels, context.forward_tag)
 
     # -- the seam ------------------------------------------------------------------------------------------------------
 
@@ -181,7 +179,7 @@ class AllToAll(Dispatcher):
         if group not in self._deduplicates:
             self._deduplicates[group] = worth_deduplicating(self._num_ranks, slots_TK.shape[1])
             if self._num_ranks > 1 and self._forward_tag is not None:
-                self._exchange_tags(slots_TK.new_empty(0, dtype=torch.int64))
+                self.gather_counts(slots_TK.new_empty(0, dtype=torch.int64))
         return self._deduplicates[group]
 
     def _exchange_counts(self, counts_2RW: Tensor) -> tuple[NDArray[np.int64], Tensor]:

@@ -25,7 +25,6 @@ from ..routing.splitter import RowCounts
 from . import permute, wire_format
 from .base import DispatchContext, Dispatched, Dispatcher
 from .channels import MicroBatchChannel
-from .count_exchange import CountExchange
 from .deepep_low_latency import LowLatency, LowLatencyLayout
 from .metadata import DispatchMetadata
 
@@ -114,7 +113,6 @@ class DeepEPDispatcher(Dispatcher):
         self._low_latency: LowLatency | None = None
         if config.low_latency_tokens:
             self._low_latency = LowLatency(context, config.low_latency_tokens, self._in_float8)
-        self._exchange_counts = CountExchange(self._channels, context.forward_tag)
 
     def check(self, hidden_TD: Tensor, weights_TK: Tensor) -> None:
         refused = wire_format.refusal(hidden_TD, weights_TK, self._in_float8)
@@ -127,7 +125,7 @@ class DeepEPDispatcher(Dispatcher):
         top_k = slots_TK.shape[1]
         if self._low_latency is not None and self._nothing_learns():
             # All ranks take the same kernels, also where only one has too many tokens for them.
-            most = self._exchange_counts(slots_TK.new_full((1,), slots_TK.shape[0])).max()
+            most = self.gather_counts(slots_TK.new_full((1,), slots_TK.shape[0])).max()
             if most <= self._low_latency.most_tokens:
                 return SendLayout(slots_TK.contiguous(), top_k)
         slots_NW = (slots_TK if self._by_rank else slots_TK.reshape(-1, 1)).contiguous()
@@ -262,7 +260,7 @@ class DeepEPDispatcher(Dispatcher):
             choices_S = known.received_RS.sum(axis=0).tolist()
             return sum(choices_S), choices_S
         to_nodes = to_ranks[:0] if to_nodes is None else to_nodes
-        counts_RW = self._exchange_counts(torch.cat([to_nodes, to_ranks, to_slots]).to(torch.int64))
+        counts_RW = self.gather_counts(torch.cat([to_nodes, to_ranks, to_slots]).to(torch.int64))
         rows_RN, rows_W = counts_RW[:, : len(to_nodes)], counts_RW[:, len(to_nodes) :].sum(axis=0)
         node, place = divmod(self._rank, deepep_package.RANKS_OF_A_NODE)  # rows cross between ranks of the same place
         passing = int(rows_RN[place :: deepep_package.RANKS_OF_A_NODE, node : node + 1].sum())
