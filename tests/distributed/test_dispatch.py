@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,15 +31,15 @@ from ranks import run_ranks
 
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import DispatchContext, Dispatcher
-from eplb_runtime.moe.dispatch.hierarchical import Hierarchical, HierarchicalByRank
+from eplb_runtime.moe.dispatch.hierarchical import Hierarchical
 
 KINDS: dict[str, Any] = {
     "all_to_all": AllToAll,
     "reduced on each rank": ByRank,
     "hierarchical": Hierarchical,
-    "hierarchical, by rank": HierarchicalByRank,
+    "hierarchical, by rank": partial(Hierarchical, combine_order="by_rank"),
 }
-LOGICAL = [name for name, kind in KINDS.items() if kind.combine_order == "logical"]
+LOGICAL = ["all_to_all", "hierarchical"]
 
 
 HALF_SIZED = {

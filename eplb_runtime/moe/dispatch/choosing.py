@@ -16,7 +16,7 @@ from ...topology import Topology
 from .all_to_all import AllToAll, OneRank
 from .base import DispatchContext, Dispatcher
 from .deepep import DeepEPDispatcher
-from .hierarchical import Hierarchical, HierarchicalByRank
+from .hierarchical import Hierarchical
 
 OVER_TORCH = ("all_to_all", "hierarchical")
 """What every rank has."""
@@ -104,8 +104,7 @@ def make_dispatcher(
     if choice.name == "all_to_all":
         return AllToAll(context) if topology.num_ranks > 1 else OneRank(context)
     if choice.name == "hierarchical":
-        across_nodes = HierarchicalByRank if config.dispatch.combine_order == "by_rank" else Hierarchical
-        return across_nodes(context, topology.ranks_per_node)
+        return Hierarchical(context, topology.ranks_per_node, config.dispatch.combine_order)
     return DeepEPDispatcher(context, config.dispatch)
 
 
