@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eplb_runtime.moe.dispatch.base import DispatchContext, Dispatcher
-from eplb_runtime.moe.dispatch.metadata import DispatchMetadata
+from eplb_runtime.moe.dispatch.base import DispatchContext, Dispatcher, DispatchMetadata
 from eplb_runtime.moe.experts.compute import SlotCounts
 from eplb_runtime.moe.routing.splitter import RowCounts
 

@@ -26,9 +26,7 @@ from ...utils.spans import phase
 from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
 from .channels import MicroBatchChannel, MicroBatchChannels
-from .memory import RowMemory
-from .metadata import DispatchMetadata
-from .permute import PLAIN, Moves
+from .permute import PLAIN, Moves, RowMemory
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +49,15 @@ class DispatchContext:
     def group(self) -> dist.ProcessGroup:
         """Return the EP group, on the tokens' device."""
         return self.channels.first.tokens
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchMetadata:
+    """Where each row goes; each kind of dispatcher has its own fields.
+
+    It holds no value of the batch: hidden states with the same choices on all ranks can be dispatched with it again
+    (activation recompute).
+    """
 
 
 @dataclass(frozen=True, eq=False)

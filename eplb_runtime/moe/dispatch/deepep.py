@@ -23,10 +23,9 @@ from ...distributed.transports import deepep_package
 from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
 from . import permute, wire_format
-from .base import DispatchContext, Dispatched, Dispatcher
+from .base import DispatchContext, Dispatched, Dispatcher, DispatchMetadata
 from .channels import MicroBatchChannel
 from .deepep_low_latency import LowLatency, LowLatencyLayout
-from .metadata import DispatchMetadata
 
 _MOST_SLOTS, _MOST_SLOTS_OF_A_NODE = 1024, 128
 """Slots a rank: in all (NUM_MAX_LOCAL_EXPERTS), and inside a node (threads of `intranode::notify_dispatch`)."""

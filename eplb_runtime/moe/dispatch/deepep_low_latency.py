@@ -17,8 +17,7 @@ from ...distributed.transports import deepep_package
 from ...distributed.transports.nvshmem import claim
 from ..experts.compute import SlotCounts
 from . import wire_format
-from .base import DispatchContext, Dispatched
-from .metadata import DispatchMetadata
+from .base import DispatchContext, Dispatched, DispatchMetadata
 
 WIDTHS = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 """Hidden sizes that these kernels are built for (csrc/kernels/launch.cuh, SWITCH_HIDDEN)."""

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from ..routing.splitter import RowCounts
 from . import permute
-from .all_to_all import AllToAll
+from .all_to_all import AllToAll, AllToAllMetadata, AllToAllSplits, Bags, RowRouting
 from .base import DispatchContext
-from .metadata import AllToAllMetadata, AllToAllSplits, Bags, RowRouting, begins, own_first
+from .permute import begins, own_first
 
 
 class Hierarchical(AllToAll):
