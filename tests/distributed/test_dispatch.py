@@ -26,7 +26,6 @@ from dispatch_contract import (
     row_counts,
     there_and_back,
 )
-from dispatchers import ByRank
 from ranks import run_ranks
 
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
@@ -35,7 +34,6 @@ from eplb_runtime.moe.dispatch.hierarchical import Hierarchical
 
 KINDS: dict[str, Any] = {
     "all_to_all": AllToAll,
-    "reduced on each rank": ByRank,
     "hierarchical": Hierarchical,
     "hierarchical, by rank": partial(Hierarchical, combine_order="by_rank"),
 }
