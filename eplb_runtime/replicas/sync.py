@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import RLock
 from typing import Any
 
@@ -22,6 +23,8 @@ from torch.autograd import Variable
 
 from ..moe.dispatch.channels import MicroBatchChannels
 from ..moe.experts.slices import local, version
+from ..moe.routing.lookup import SlotTable
+from ..moe.routing.splitter import BatchSplitter
 from ..placement import EMPTY, Placement
 from ..utils.spans import phase
 from .bank import ReplicaBank, accumulation_dtype, are_accumulated, slice_of_row
@@ -296,3 +299,25 @@ class ReplicaSync:
 
 def _addresses(parameters: Sequence[Tensor]) -> list[int]:
     return [local(parameter).data_ptr() for parameter in parameters]
+
+
+@dataclass(frozen=True)
+class Maps:
+    """Everything that follows a placement, in place, at a commit; no splitter and replicas without replica slots."""
+
+    table: SlotTable
+    splitter: BatchSplitter | None
+    replicas: ReplicaSync | None
+
+    def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
+        """Make ready, all memory included, to follow a placement that differs in these layers; what is returned does
+        it."""
+        ready = [self.table.prepare(placement, layers)]
+        if self.splitter is not None and self.replicas is not None:
+            ready += [self.splitter.prepare(placement, layers), self.replicas.prepare(placement, layers)]
+
+        def follow() -> None:
+            for take_over in ready:
+                take_over()
+
+        return follow

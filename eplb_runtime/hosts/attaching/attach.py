@@ -53,9 +53,8 @@ from ...observe.start import Shown
 from ...placement import Placement
 from ...replicas.bank import ReplicaBank, ReplicaPool
 from ...replicas.compute import ReplicaGather
-from ...replicas.placement_maps import Maps
 from ...replicas.plan import RowTransport
-from ...replicas.sync import ReplicaSync
+from ...replicas.sync import Maps, ReplicaSync
 from ...topology import Topology
 from ...utils.errors import one_line
 from .checks import check, raise_on_all, rollback, wait_for_ranks, why_not_single
