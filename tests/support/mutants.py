@@ -98,8 +98,8 @@ def average_copies() -> None:
     from eplb_runtime.replicas.sync import ReplicaSync
 
     add = ReplicaSync._add_to_homes
-    ReplicaSync._add_to_homes = lambda self, lent, trained, arrivals: add(
-        self, lent, trained, [[row / 2 for row in rows] for rows in arrivals]
+    ReplicaSync._add_to_homes = lambda self, children, trained: add(
+        self, [child._replace(arrivals=[row / 2 for row in child.arrivals]) for child in children], trained
     )
 
 
