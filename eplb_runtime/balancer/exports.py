@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..placement import Placement
+from ..utils.errors import one_line
 from .rebalancer import Rebalancer
 
 logger = logging.getLogger("eplb_runtime")
@@ -25,26 +25,17 @@ EXPORT_SECONDS = 120.0
 """Ranks wait so long for each other between buckets of an export, if the balancer's timeout is no longer."""
 
 
-class TensorStream(Protocol):
-    """Named tensors one after another, of which all ranks take all."""
+class TensorStream(Iterator[tuple[str, Tensor]]):
+    """Named tensors one after another, of which all ranks take all; as a context it ends with its block.
 
-    @property
-    def experts(self) -> Mapping[str, tuple[int, int | None]]:
-        """MoE layer and logical expert of each tensor of experts, by name; None: all experts of the layer, stacked."""
+    Attributes:
+        experts: MoE layer and logical expert of each tensor of experts, by name; None: all experts of the layer,
+            stacked.
+        num_experts: of each MoE layer.
+    """
 
-    @property
-    def num_experts(self) -> int:
-        """Number of logical experts of each MoE layer."""
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
-
-    def __next__(self) -> tuple[str, Tensor]: ...
-
-    def __enter__(self) -> TensorStream: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    experts: Mapping[str, tuple[int, int | None]]
+    num_experts: int
 
     def close(self, reason: str = "", refuses: bool = False) -> None:
         """Stop on this rank, without waiting for the others, which learn it at their next bucket.
@@ -53,6 +44,13 @@ class TensorStream(Protocol):
             reason: for the other ranks, in a line.
             refuses: a loop that goes on with the stream raises, and does not only end.
         """
+        raise NotImplementedError
+
+    def __enter__(self) -> TensorStream:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close("" if error is None else f"its consumer failed: {one_line(error, with_type=True)}")
 
 
 class WeightExport(Protocol):

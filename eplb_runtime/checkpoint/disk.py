@@ -29,9 +29,9 @@ from ..moe.experts.slices import is_sliced
 from ..utils.checksums import as_bytes
 from ..utils.errors import one_line
 from ..utils.files import PARTIALS, FileError, require_readable, write_file
-from .restore import Saved, from_json
+from .restore import Saved, folders_of, from_json
 from .state import CheckpointError, LogicalView
-from .weights import Stored, TensorSpec, folders_of, value_of
+from .weights import Stored, TensorSpec, value_of
 
 MARKER = "checkpoint.json"
 FORMAT, VERSION = "eplb-runtime-checkpoint", 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -60,17 +60,15 @@ class Exporter:
         outcome = rebalancer.run(lambda: rebalancer.agreement.go_on("", False, seconds), seconds)
         if found := outcome or rebalancer.run(lambda: first_problem(problem, control)):
             raise ExportError(str(found))
-        piece_of, ours = tensors.tensors, dict[_Part, bytes]()
+        pieces, numbers, ours = tensors.pieces, tensors.by_name(), dict[int, bytes]()
         for name, tensor in LogicalTensors(tensors, BUCKET_BYTES, None, seconds):
-            ours.update(_checksums(piece_of[name], tensor))
-        experts = {value for part, value in ours.items() if part.expert is not None}
-        states = torch.zeros(len(ours), dtype=torch.uint8)
-        for number, (part, own) in enumerate(ours.items()):
-            if part in theirs:
-                other = part.expert is not None and theirs[part] in experts
-                states[number] = _EQUAL if theirs[part] == own else _ANOTHER if other else _DIFFERS
-        largest = rebalancer.run(lambda: maxima(states, control)).tolist()
-        return _said(dict(zip(ours, largest, strict=True)))
+            ours.update(_checksums(pieces, numbers[name], tensor))
+        experts = {own for number, own in ours.items() if pieces[number].expert is not None}
+        states = torch.zeros(len(pieces), dtype=torch.uint8)
+        for number, their in theirs.items():
+            other = pieces[number].expert is not None and their in experts
+            states[number] = _EQUAL if their == ours[number] else _ANOTHER if other else _DIFFERS
+        return _said(pieces, rebalancer.run(lambda: maxima(states, control)).tolist())
 
     def _listed(self, dtype: torch.dtype | None, options: str, problem: str) -> TensorList:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -90,70 +88,64 @@ class Exporter:
 # -- comparing what was exported ---------------------------------------------------------------------------------------
 
 
-class _Part(NamedTuple):
-    """What is compared: a tensor, or an expert's row of one."""
-
-    name: str
-    layer: int | None
-    expert: int | None
+def _checksums(pieces: Sequence[Piece], numbers: Sequence[int], tensor: Tensor) -> Iterator[tuple[int, bytes]]:
+    """Yield the checksum of each piece of a tensor."""
+    for number, part in zip(numbers, tensor if pieces[numbers[0]].rows else [tensor], strict=True):
+        yield number, checksum([as_bytes(part.detach().contiguous())])
 
 
-def _checksums(piece: Piece, tensor: Tensor) -> Iterator[tuple[_Part, bytes]]:
-    parts = enumerate(tensor) if piece.rows else [(piece.expert, tensor)]
-    for expert, part in parts:
-        yield _Part(piece.name, piece.layer, expert), checksum([as_bytes(part.detach().contiguous())])
-
-
-def _given(tensors: TensorList, given: object) -> tuple[dict[_Part, bytes], str]:
-    """The checksums of what was given here; and what is wrong with it."""
-    theirs: dict[_Part, bytes] = {}
-    pieces, device = tensors.tensors, tensors.balancer._runtime.device
+def _given(tensors: TensorList, given: object) -> tuple[dict[int, bytes], str]:
+    """The checksums of what was given here, by the pieces' numbers; and what is wrong with it."""
+    theirs: dict[int, bytes] = {}
+    pieces, numbers, device = tensors.pieces, tensors.by_name(), tensors.balancer._runtime.device
     try:
         found: Any = given() if callable(given) else given
         for name, tensor in found.items() if isinstance(found, Mapping) else found:
-            if (piece := pieces.get(name)) is None:
-                some = next((known for known in pieces if known.rpartition(".")[2] in name), "")
-                some = some or next(iter(pieces), "none")
+            if name not in numbers:
+                some = next((known for known in numbers if known.rpartition(".")[2] in name), "")
+                some = some or next(iter(numbers), "none")
                 return theirs, f"verify_export was given {name}, and the model has no tensor of that name ({some})"
-            spec = piece.whole
+            spec = pieces[numbers[name][0]].whole
             if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
                 return theirs, (
                     f"verify_export was given {name} as {tensor.dtype} {list(tensor.shape)}; the model's is "
                     f"{spec.dtype} {list(spec.shape)} (dtype= says to which the export casts)"
                 )
-            theirs.update(_checksums(piece, tensor.to(device)))
+            theirs.update(_checksums(pieces, numbers[name], tensor.to(device)))
     except Exception as error:
         return theirs, f"the weights to verify could not be walked: {one_line(error, with_type=True)}"
     return theirs, ""
 
 
-def _said(states: Mapping[_Part, int]) -> str:
-    differing: dict[int, set[int]] = defaultdict(set)
-    missing: dict[int, set[int]] = defaultdict(set)
-    others = [part.name for part, state in states.items() if part.expert is None and state > _EQUAL]
-    for part, state in states.items():
-        if part.layer is not None and part.expert is not None and state != _EQUAL:
-            (differing if state else missing)[part.layer].add(part.expert)
-    if differing or others:
-        parts = [f"experts that are not the model's: {_listed(differing)}"] if differing else []
+def _said(pieces: Sequence[Piece], states: Sequence[int]) -> str:
+    """Return the line that all is equal; ExportError: it is not."""
+    found = list(zip(pieces, states, strict=True))
+    wrong = [piece for piece, state in found if state > _EQUAL and piece.expert is not None]
+    others = [piece.name for piece, state in found if state > _EQUAL and piece.expert is None]
+    if wrong or others:
+        parts = [f"experts that are not the model's: {_listed(wrong)}"] if wrong else []
         parts += [f"tensors that are not the model's: {', '.join(others[:_MOST_NAMED])}"] if others else []
-        if differing and _DIFFERS not in states.values():
+        if wrong and _DIFFERS not in states:
             parts.append(
                 "each has the weights of another expert, as a walk by local index (ep_rank * E/R + i) exports them "
                 "once experts have moved: take balancer.named_logical_tensors(), walk inside "
                 "balancer.logical_order(), or let the walk be followed (launch/examples/rl_weights.py)"
             )
         raise ExportError(f"verify_export: {'; '.join(parts)}")
-    if missing:
+    if missing := [piece for piece, state in found if piece.expert is not None and not state]:
         raise ExportError(f"verify_export: experts that no rank has given: {_listed(missing)}")
-    experts = {(part.layer, part.expert) for part in states if part.expert is not None}
-    equal = {part.name for part, state in states.items() if state}
+    equal = {piece.name for piece, state in found if state}
+    experts = {(piece.layer, piece.expert) for piece in pieces if piece.expert is not None}
     return f"{len(equal)} tensors are equal to the model's, among them those of all {len(experts)} experts"
 
 
-def _listed(experts: Mapping[int, set[int]]) -> str:
+def _listed(pieces: Sequence[Piece]) -> str:
+    """Name layers and experts."""
+    found: dict[Any, set[Any]] = defaultdict(set)
+    for piece in pieces:
+        found[piece.layer].add(piece.expert)
     parts = []
-    for layer, found in sorted(experts.items())[:4]:
-        more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
-        parts.append(f"layer {layer}: {', '.join(map(str, sorted(found)[:_MOST_NAMED]))}{more}")
-    return "; ".join(parts) + (f"; and of {len(experts) - 4} more layers" if len(experts) > 4 else "")
+    for layer, experts in sorted(found.items())[:4]:
+        more = f" and {len(experts) - _MOST_NAMED} more" if len(experts) > _MOST_NAMED else ""
+        parts.append(f"layer {layer}: {', '.join(map(str, sorted(experts)[:_MOST_NAMED]))}{more}")
+    return "; ".join(parts) + (f"; and of {len(found) - 4} more layers" if len(found) > 4 else "")

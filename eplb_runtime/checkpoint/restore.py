@@ -6,7 +6,8 @@ import json
 import logging
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..placement import PlacementError
 from .state import CheckpointError, Entry, Given, LogicalView
-from .weights import TensorSpec
+from .weights import Stored, TensorSpec
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -46,14 +47,36 @@ class Saved:
         raise NotImplementedError
 
 
+class PretrainedFolders(Protocol):
+    """A framework's own checkpoint folders (``save_pretrained``, ``from_pretrained``), for an attached model."""
+
+    def write(self, view: LogicalView, folder: Path, **options: Any) -> None:
+        """Write the whole model in logical order. Collective."""
+
+    def opened(self, view: LogicalView, folder: Path) -> Saved:
+        """Open a folder whose weights are to be read."""
+
+    def names(self, view: LogicalView) -> Mapping[str, Stored]:
+        """How the folders store tensors, by the model's names, where they store parts of them."""
+
+    def describe(self, view: LogicalView, folder: Path) -> None:
+        """Write the configuration that the framework reads a folder with."""
+
+
+def folders_of(view: LogicalView) -> PretrainedFolders | None:
+    """The folders of the attached host's framework; None: it has none, or the model is not attached."""
+    stage = view.model.__dict__.get("_eplb_runtime_stage")
+    return stage.host.folders if stage is not None else None
+
+
 class Fitted:
     """A checkpoint that fits a model, and what `write` will write there. An entry that is missing, has no place in the
-    model or another shape, or options that do not fit, are refused here."""
+    model or another shape, or options that do not fit, are refused here. ``parts``: of what is no optimizer state."""
 
-    def __init__(self, view: LogicalView, saved: Saved) -> None:
+    def __init__(self, view: LogicalView, saved: Saved, *parts: str) -> None:
         self._view, self._saved = view, saved
-        in_stages = view.balancer is not None and len(view.balancer._runtime.job.layers_of_stage) > 1
-        known = {entry.key: entry for entry in view.entries("model", "extra")}
+        self._parts = parts or ("model", "extra")
+        known = {entry.key: entry for entry in view.entries(*self._parts)}
         for key, entry in known.items():
             if key not in saved.tensors:
                 raise CheckpointError(f"{saved.name} has no {key}: it was saved from another model")
@@ -61,7 +84,7 @@ class Fitted:
             if shape != size:
                 raise CheckpointError(f"{key} has shape {shape} in {saved.name}, {size} in the model")
         unknown = sorted(key for key in saved.tensors if key not in known and key.startswith("model."))
-        if unknown and not in_stages:
+        if unknown and not view.in_stages:
             raise CheckpointError(f"{unknown[0]} in {saved.name} has no place in the model ({len(unknown)} such)")
         warn_of_left_out(view, [key.removeprefix("extra.") for key in saved.tensors if key.startswith("extra.")])
         self._states: dict[str, dict[str, Any]] = {}
@@ -74,13 +97,13 @@ class Fitted:
         for name, values in ((n, v) for optimizer in saved.optimizers for n, v in optimizer["numbers"].items()):
             if name in self._states:
                 self._states[name].update(values)
-            elif not in_stages:
+            elif not view.in_stages:
                 raise CheckpointError(f"{saved.name} has optimizer state of {name}, which is no parameter of the model")
         for key in sorted(key for key in saved.tensors if key.startswith("optimizer.")):
             name, state = _split(view, key.removeprefix("optimizer."))
             if name:
                 self._states[name][state] = _state_tensor(view, name, state, saved.tensors[key])
-            elif not in_stages:
+            elif not view.in_stages:
                 raise CheckpointError(f"{key} in {saved.name} belongs to no parameter of the model")
         self._options = options_of(view, [group for one in saved.optimizers for group in one["param_groups"]])
 
@@ -88,7 +111,7 @@ class Fitted:
         """Fill weights, optimizer state and options. Collective where reading is."""
         view = self._view
         states = [entry for name, state in self._states.items() for entry in view.state_entries(name, state)]
-        self._saved.fill(view, [*view.entries("model", "extra"), *states])
+        self._saved.fill(view, [*view.entries(*self._parts), *states])
         for name, values in self._states.items():
             view.set_optimizer_state(name, values)
         set_options(view, self._options)
@@ -252,9 +275,8 @@ def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def warn_of_left_out(view: LogicalView, saved: Sequence[str]) -> None:
     """Name tensors that were registered when a checkpoint was saved, and are not now."""
-    in_stages = view.balancer is not None and len(view.balancer._runtime.job.layers_of_stage) > 1
     left = sorted(set(saved) - {entry.name for entry in view.entries("extra")})
-    if left and not in_stages and not (dist.is_initialized() and dist.get_rank()):
+    if left and not view.in_stages and not (dist.is_initialized() and dist.get_rank()):
         named = f"{left[0]} and {len(left) - 1} more" if left[1:] else left[0]
         logger.warning("balancer.register %s ahead of the load: the checkpoint has it, and it is left out", named)
 

@@ -19,10 +19,8 @@ from torch import nn
 from ..utils.errors import one_line
 from . import dcp, disk
 from .disk import MARKER, Named
-from .joint_access import JointAccess
-from .restore import Fitted, Saved, numbers_of, restore_placement, to_json
-from .state import CheckpointError, Given, LogicalView
-from .weights import PretrainedFolders, folders_of
+from .restore import Fitted, PretrainedFolders, Saved, folders_of, numbers_of, restore_placement, to_json
+from .state import CheckpointError, Given, JointAccess, LogicalView
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -267,6 +265,7 @@ def export_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> N
     _folders(view, "save_pretrained").write(view, Path(folder), **options)
 
 
+@torch.no_grad()
 def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     """Read a folder that ``from_pretrained`` reads (safetensors); each rank its own experts. Collective, between steps.
 
@@ -282,7 +281,8 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     """
     view = LogicalView(model)
     view.refuse_freed("load_pretrained", patient=True)
-    _folders(view, "from_pretrained").read(view, Path(folder))
+    Fitted(view, _folders(view, "from_pretrained").opened(view, Path(folder)), "model").write()
+    view.weights_changed()
 
 
 def _folders(view: LogicalView, by_library: str) -> PretrainedFolders:

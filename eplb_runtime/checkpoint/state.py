@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,11 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..balancer.balancer import Balancer
-from ..distributed.consensus import gather_rows
+from ..distributed.consensus import first_problem, gather_bytes
 from ..moe.experts.matching import MARK
 from ..moe.experts.optimizer_state import is_per_expert
 from ..moe.experts.slices import columns, has_memory, keep_slices, local
 
+Result = TypeVar("Result")
 Given = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
@@ -149,6 +152,11 @@ class LogicalView:
         one = self._optimizer_for(name)
         return dict(one.state.get(self.parameters[name], {})) if one is not None else {}
 
+    @property
+    def in_stages(self) -> bool:
+        """Return whether other pipeline stages have the rest of the model."""
+        return self.balancer is not None and len(self.balancer._runtime.job.layers_of_stage) > 1
+
     def set_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
         """Replace what the optimizer keeps for a parameter."""
         one = self._optimizer_for(name)
@@ -177,19 +185,15 @@ class LogicalView:
             patient: wait as long as the host's process groups do: before a load ranks may come at very different times.
             merged_too: False: adapters alone are meant, which are what they are while they are merged.
         """
-        freed = self._freed() or (why_merged(self.model) if merged_too else "")
-        freed = f"{what}: {freed}" if freed else ""
+        problem = self._freed() or (why_merged(self.model) if merged_too else "")
         if self.balancer is not None:
             if not patient:
                 self.balancer._runtime.barrier(what)
-            group, device = self.balancer._runtime.groups.everyone, self.balancer._runtime.device
-            here = torch.tensor([bool(freed)], dtype=torch.uint8, device=device)
-            ranks = [dist.get_process_group_ranks(group)[n] for n in gather_rows(here, group).flatten().nonzero()]
-            freed = freed or (
-                f"{what}: state of rank {ranks[0]} is freed or merged; its own error says which" if ranks else ""
-            )
-        if freed:
-            raise CheckpointError(freed)
+            runtime = self.balancer._runtime
+            found = first_problem(problem, runtime.groups.everyone, runtime.device)
+            problem = str(found) if found is not None else ""
+        if problem:
+            raise CheckpointError(f"{what}: {problem}")
 
     def _freed(self) -> str:
         """Name a tensor that has no memory now; empty: all have."""
@@ -268,3 +272,69 @@ def _whole_on_cpu(view: LogicalView, entry: Entry) -> Tensor:
     if isinstance(entry.tensor, DTensor):
         return entry.tensor.full_tensor().detach().cpu()
     return entry.tensor.detach().to("cpu", copy=True)
+
+
+# -- folders that all ranks see --------------------------------------------------------------------------------------
+
+
+class JointAccess:
+    """One rank's part in a save or load, with a group (None: alone) whose backend carries a device's tensors. A rank
+    that fails still takes part, and every rank raises at the next check: none waits for one that gave up."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self.size = 1 if group is None else group.size()
+        self.number = 0 if group is None else group.rank()
+        self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
+
+    @classmethod
+    def of(cls, view: LogicalView) -> JointAccess:
+        """All ranks of the model's job; of one that is not attached, the world."""
+        if view.balancer is not None:
+            return cls(view.balancer._runtime.groups.everyone, view.balancer._runtime.device)
+        if not dist.is_initialized():
+            return cls(None, torch.device("cpu"))
+        on_cpu = any(part in dist.get_backend_config() for part in ("gloo", "cpu:"))
+        return cls(
+            dist.group.WORLD, torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+        )
+
+    def together(self, what: str, action: Callable[[], Result]) -> Result:
+        """Return the result of an action, which has succeeded on all ranks.
+
+        Raises:
+            Exception: what failed on this rank.
+            CheckpointError: another rank failed; names it.
+        """
+        problem: Exception | None = None
+        try:
+            result = action()
+        except Exception as error:
+            problem = error
+        texts = self.gather_bytes(b"failed" if problem is not None else b"")
+        if problem is not None:
+            raise problem
+        if failed := [rank for rank, text in zip(self.ranks, texts, strict=True) if text]:
+            raise CheckpointError(f"{what}: rank {failed[0]} failed; its own error says why")
+        return result
+
+    def on_first(self, what: str, action: Callable[[], object]) -> None:
+        """Do it on the first rank alone, and wait for it. Raises as `together`."""
+        self.together(what, action if self.number == 0 else lambda: None)
+
+    def gather_bytes(self, mine: bytes) -> list[bytes]:
+        """Every rank's."""
+        return [mine] if self._group is None else gather_bytes(mine, self._group, self._device)
+
+    def new_token(self) -> str:
+        """Return a name that no other save has, the same on all ranks."""
+        return self.gather_bytes(secrets.token_bytes(8))[0].hex()
+
+    def folder_has(self, path: Path) -> bool:
+        """Return whether a file is there, for all ranks alike; refused where only some see it."""
+        seen = self.gather_bytes(b"seen" if path.is_file() else b"")
+        if any(seen) and not all(seen):
+            rank = self.ranks[seen.index(b"")]
+            raise CheckpointError(f"rank {rank} does not see {path}: give a folder that all ranks see")
+        return any(seen)

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +20,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
+from ..balancer.exports import TensorStream
 from ..distributed.consensus import all_equal, first_problem, gather_bytes
 from ..moe.experts.gathering import whole_row
 from ..utils.errors import one_line
@@ -94,12 +94,11 @@ class TensorList:
         self.num_experts = self._placement.num_experts
         self.pieces = [piece for stage, listed in weights.items() for piece in self._pieces_of(stage, listed)]
 
-    @property
-    def tensors(self) -> dict[str, Piece]:
-        """The first piece of each tensor, by name."""
-        found: dict[str, Piece] = {}
-        for piece in self.pieces:
-            found.setdefault(piece.name, piece)
+    def by_name(self) -> dict[str, list[int]]:
+        """Return the numbers of each tensor's pieces."""
+        found: dict[str, list[int]] = {}
+        for number, piece in enumerate(self.pieces):
+            found.setdefault(piece.name, []).append(number)
         return found
 
     def problem(self) -> str:
@@ -147,15 +146,15 @@ class TensorList:
             first = self.job.rank in [ranks[0] for ranks in sets]
             said = [json.loads(text) for text in gather_bytes(text if first else b"", control) if text]
             self.pieces = sorted((_piece_of(fields) for one in said for fields in one), key=lambda piece: piece.stage)
-        tensors = self.tensors
+        first_of = {name: self.pieces[numbers[0]] for name, numbers in self.by_name().items()}
         for piece in self.pieces:
-            known = tensors[piece.name]
+            known = first_of[piece.name]
             if known.stage != piece.stage and not (known.shared and piece.shared and known.spec == piece.spec):
                 return (
                     f"pipeline stages {known.stage} and {piece.stage} have a {piece.name} each: give modules of "
                     "stages names over the whole model"
                 )
-        self.pieces = [piece for piece in self.pieces if piece.stage == tensors[piece.name].stage]
+        self.pieces = [piece for piece in self.pieces if piece.stage == first_of[piece.name].stage]
         return ""
 
     # -- which rank has what -----------------------------------------------------------------------------------------
@@ -374,17 +373,13 @@ def brought(tensors: TensorList, to: Sequence[int]) -> Iterator[NamedTensor]:
 # -- the stream --------------------------------------------------------------------------------------------------------
 
 
-class LogicalTensors(Iterator[NamedTensor]):
+class LogicalTensors(TensorStream):
     """The stream of `Balancer.named_logical_tensors`.
 
     Args:
         bucket_bytes: of tensors that travel together; a larger tensor is a bucket of its own.
         rank: of the job, which alone receives; None: all do.
         seconds: that ranks wait for each other between buckets.
-
-    Attributes:
-        experts: MoE layer and logical expert of each tensor of experts, by name; None for the expert: all of a layer,
-            stacked.
     """
 
     def __init__(self, tensors: TensorList, bucket_bytes: int, rank: int | None, seconds: float) -> None:
@@ -397,19 +392,12 @@ class LogicalTensors(Iterator[NamedTensor]):
         self._open = True
         self._refusal = ""
         self._running: Iterator[NamedTensor] = iter(())
-        self.experts: Mapping[str, tuple[int, int | None]] = {
-            name: (piece.layer, None if piece.rows else piece.expert)
-            for name, piece in tensors.tensors.items()
+        self.num_experts = tensors.num_experts
+        self.experts = {
+            piece.name: (piece.layer, None if piece.rows else piece.expert)
+            for piece in tensors.pieces
             if piece.layer is not None
         }
-
-    @property
-    def num_experts(self) -> int:
-        """Number of logical experts of each MoE layer."""
-        return self._tensors.num_experts
-
-    def __iter__(self) -> LogicalTensors:
-        return self
 
     def __next__(self) -> NamedTensor:
         while self._open:
@@ -422,14 +410,6 @@ class LogicalTensors(Iterator[NamedTensor]):
         if self._refusal:
             raise ExportError(self._refusal)
         raise StopIteration
-
-    def __enter__(self) -> LogicalTensors:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close("" if error is None else f"its consumer failed: {one_line(error, with_type=True)}")
 
     def __del__(self) -> None:
         with suppress(Exception):

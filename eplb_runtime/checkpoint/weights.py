@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -100,28 +98,6 @@ class Weight:
         """Yield key, name and row (None: all of it) of each tensor of an expert."""
         for key, name in (self.by_expert or {}).items():
             yield key, name.replace("*", str(expert), 1), None if "*" in name else expert
-
-
-class PretrainedFolders(Protocol):
-    """A framework's own checkpoint folders (``save_pretrained``, ``from_pretrained``), for an attached model."""
-
-    def write(self, view: LogicalView, folder: Path, **options: Any) -> None:
-        """Write the whole model in logical order. Collective."""
-
-    def read(self, view: LogicalView, folder: Path) -> None:
-        """Read weights into the live tensors, each rank its own experts. Collective."""
-
-    def names(self, view: LogicalView) -> Mapping[str, Stored]:
-        """How the folders store tensors, by the model's names, where they store parts of them."""
-
-    def describe(self, view: LogicalView, folder: Path) -> None:
-        """Write the configuration that the framework reads a folder with."""
-
-
-def folders_of(view: LogicalView) -> PretrainedFolders | None:
-    """The folders of the attached host's framework; None: it has none, or the model is not attached."""
-    stage = view.model.__dict__.get("_eplb_runtime_stage")
-    return stage.host.folders if stage is not None else None
 
 
 def as_named(name: str, tensor: Tensor, layer: int | None, spec: TensorSpec) -> Weight:

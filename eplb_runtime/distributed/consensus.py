@@ -72,10 +72,10 @@ def wait_on_host(works: Sequence[dist.Work], group: dist.ProcessGroup, seconds: 
         work.wait()
 
 
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return how long collectives of this gloo group wait by now. Messages between two ranks must be told: by
+def timeout_of(group: dist.ProcessGroup, device: torch.device = _CPU) -> timedelta:
+    """Return how long collectives of this group wait by now. Messages between two ranks must be told: by
     themselves they wait for what was given when the group was made."""
-    limit: timedelta = group._get_backend(_CPU).options._timeout
+    limit: timedelta = group._get_backend(device).options._timeout
     return limit
 
 
@@ -93,9 +93,9 @@ def gather_bytes(
     mine: bytes, group: dist.ProcessGroup, device: torch.device = _CPU, deadline: float | None = None
 ) -> list[bytes]:
     """Gather bytes of any length from all ranks, in the order of the group. Two collectives; one if nobody has any.
-    Raises ConsensusError at the deadline (of `time.monotonic`; None: the timeout of the group, which is gloo's)."""
+    Raises ConsensusError at the deadline (of `time.monotonic`; None: the timeout of the group)."""
     if deadline is None:
-        deadline = time.monotonic() + timeout_of(group).total_seconds()
+        deadline = time.monotonic() + timeout_of(group, device).total_seconds()
     lengths = _gather(torch.tensor([len(mine)], device=device), group, deadline).flatten().tolist()
     longest = max(lengths)
     if not longest:

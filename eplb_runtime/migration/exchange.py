@@ -6,7 +6,7 @@ Until the commit staged memory belongs to this file, and live rows are only read
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product, takewhile
 
@@ -19,9 +19,8 @@ from ..distributed.transports.base import Message, Pending, PendingGroup, Transp
 from ..moe.experts.record import End, RecordFormat, piece
 from ..placement import HomeRows
 from ..utils.checksums import CHECKSUM_BYTES, as_bytes, checksum_of
-from .records import Records
+from .records import Records, packed_bytes, runs_of
 from .schedule import Ints, Round, Transfer, TransferSchedule
-from .staging import Arena, chains_of, packed_bytes, runs_of
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,35 @@ class Exchange:
     incoming: Pending | None = None
     arrived_checksums: list[Tensor] = field(default_factory=list)
     sent_checksums: dict[int, Tensor] = field(default_factory=dict)
+
+
+class Arena:
+    """One growing uint8 buffer, cut into pieces anew for each round."""
+
+    def __init__(self, empty: Callable[[int], Tensor], nbytes: int) -> None:
+        self._empty = empty
+        self.memory = empty(nbytes)
+        self._used = 0
+
+    def reserve(self, nbytes: int) -> None:
+        """Make room for a round of so many bytes; allocates only if the buffer is too small."""
+        if nbytes > self.memory.shape[0]:
+            self.memory = self.memory[:0]  # not the old and the new at once
+            self.memory = self._empty(nbytes)
+
+    def forget(self) -> None:
+        """Free the memory."""
+        self.memory = self._empty(0)
+
+    def restart(self) -> None:
+        self._used = 0
+
+    def take(self, nbytes: int) -> Tensor:
+        piece = self.memory[self._used : self._used + nbytes]
+        if piece.shape[0] != nbytes:
+            raise RuntimeError(f"the staging buffer of {self.memory.shape[0]} bytes is too small for this round")
+        self._used += nbytes
+        return piece
 
 
 class RoundExecutor:
@@ -156,30 +184,19 @@ class RoundExecutor:
         spare = 0
         for layer, record_format in records.formats.items():
             of_layer = schedule.transfers[schedule.transfers[:, 1] == layer]
-            if record_format.is_divided:
-                self._reserve_pieces(of_layer, record_format, arriving, leaving)
-                continue
-            runs = runs_of(record_format, self.device)
-            source, destination = self._home_rows.rank_of(of_layer[:, 3:]).T
-            is_arriving = (destination == self._ep_rank) & (source != self._ep_rank)
-            is_leaving = (source == self._ep_rank) & (destination != self._ep_rank)
-            np.add.at(arriving, of_layer[is_arriving, 0], record_format.nbytes)
-            np.add.at(leaving, of_layer[is_leaving, 0], packed_bytes(runs))
-            spare = max(spare, *(part.nbytes for part in record_format.fields))
+            for number, *row in of_layer[self._concerns(of_layer[:, 3:])].tolist():
+                for shipment in self._shipments(Transfer(*row), record_format):
+                    if shipment.source == self._row_rank != shipment.destination:
+                        leaving[number] += packed_bytes(runs_of(shipment.leaves[0], self.device))
+                    elif shipment.source != shipment.destination or record_format.is_divided:
+                        arriving[number] += shipment.arrives[0].nbytes
+            if not record_format.is_divided:
+                spare = max(spare, *(part.nbytes for part in record_format.fields))
         if at_once is not None:
             arriving, leaving = (np.minimum(nbytes.sum(keepdims=True), at_once) for nbytes in (arriving, leaving))
         self._arrivals.reserve(int(arriving.max(initial=0)))
         self._departures.reserve(int(leaving.max(initial=0)))
         self._spare.reserve(spare)
-
-    def _reserve_pieces(self, transfers: Ints, record_format: RecordFormat, arriving: Ints, leaving: Ints) -> None:
-        """Add the bytes that pieces of a layer take in each round."""
-        for number, *row in transfers[self._concerns(transfers[:, 3:])].tolist():
-            for shipment in self._shipments(Transfer(*row), record_format):
-                if shipment.destination == self._row_rank:
-                    arriving[number] += shipment.arrives[0].nbytes
-                else:
-                    leaving[number] += packed_bytes(runs_of(shipment.leaves[0], self.device))
 
     def restart(self) -> None:
         """Free the staged memory for the next round."""
@@ -354,3 +371,20 @@ class RoundExecutor:
                 spare.copy_(part.live_row(end))
             for source, to in chain:
                 part.write(to, spare if ring and source == end else part.live_row(source))
+
+
+def chains_of(moves: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Return moves ``(from, to)`` between slots of one rank as chains that overwrite nothing before it is read. A chain
+    whose last move ends where its first began is a ring: that slot's content is saved before, and is what the last move
+    writes."""
+    source_of = {to: source for source, to in moves}
+    read = {source for source, _ in moves}
+    chains = []
+    for start in (*(to for _, to in moves if to not in read), *(to for _, to in moves if to in read)):
+        chain, slot = [], start
+        while slot in source_of:
+            chain.append((source_of.pop(slot), slot))
+            slot = chain[-1][0]
+        if chain:
+            chains.append(chain)
+    return chains

@@ -1,4 +1,4 @@
-"""Agrees on the records of a job: the bytes of an expert of each layer, and who holds the layer.
+"""Agrees on the records of a job: the bytes of an expert of each layer, their messages, and who holds the layer.
 
 With pipelines a rank holds some of the layers, yet all ranks compute the same rounds. So they exchange a few words a
 layer.
@@ -16,10 +16,16 @@ import torch
 
 from ..distributed.ballot import Verdict
 from ..distributed.consensus import Agreement, has_another
-from ..moe.experts.record import RecordFormat
+from ..moe.experts.record import RecordFormat, RowField
 from ..moe.experts.registry import ExpertTensors, RegistryError, why_not_written
 from ..utils.errors import one_line
-from .staging import runs_of
+
+DIRECT_BYTES = 1 << 20
+"""Rows of this many bytes or more are sent from their place; smaller ones are packed (measured on gloo: packing loses
+from 1 MiB on)."""
+
+Run = tuple[int, int, RowField | None]
+"""One message of a record: first byte, end, and the field of a row that is sent from its place (None: packed)."""
 
 
 @dataclass(frozen=True)
@@ -91,3 +97,33 @@ def _digest(record_format: RecordFormat, device: torch.device) -> bytes:
     """16 bytes, equal on two ranks when their records look the same and travel in the same messages."""
     ends = [] if record_format.is_divided else [end for _, end, _ in runs_of(record_format, device)]
     return hashlib.blake2b(record_format.digest() + str(ends).encode(), digest_size=16).digest()
+
+
+def runs_of(record_format: RecordFormat, device: torch.device) -> list[Run]:
+    """Messages of one record, in the order of its bytes."""
+    runs: list[Run] = []
+    packed_from = None
+    for field in record_format.fields:
+        if field.nbytes >= DIRECT_BYTES and _can_send_rows(field, device):
+            if packed_from is not None:
+                runs.append((packed_from, field.offset, None))
+                packed_from = None
+            runs.append((field.offset, field.offset + field.nbytes, field))
+        elif packed_from is None:
+            packed_from = field.offset
+    if packed_from is not None:
+        runs.append((packed_from, record_format.nbytes, None))
+    return runs
+
+
+def _can_send_rows(field: RowField, device: torch.device) -> bool:
+    """Return whether each of its rows is contiguous and on the device of the messages, on every rank."""
+    if field.source.varies_in_device:  # ranks must agree on the messages of a record
+        return False
+    rows = field.source.memory if isinstance(field.source.tensor, tuple) else (field.source.tensor[:1],)
+    return all(row.device == device and row.is_contiguous() for row in rows)
+
+
+def packed_bytes(runs: Sequence[Run]) -> int:
+    """Bytes of a record that are copied before they are sent."""
+    return sum(end - first for first, end, field in runs if field is None)

@@ -16,9 +16,6 @@ from flat_settings import config_from_settings
 from ranks import run_ranks
 from support.shuffle import plan_by, plan_shuffle
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
 from torch.nn import functional
 
 import eplb_runtime as eplb
@@ -320,22 +317,6 @@ def test_ids_of_no_expert_are_refused_in_one_line_and_none_is_taken_for_the_last
         ]
 
 
-def with_another_activation(expert: nn.Sequential) -> None:
-    expert[1] = nn.ReLU()
-
-
-def with_a_setting(expert: nn.Sequential) -> None:
-    expert[1].approximate = "tanh"
-
-
-def with_a_hook(expert: nn.Sequential) -> None:
-    expert[0].register_forward_hook(lambda module, inputs, out: 2 * out)
-
-
-def with_a_gradient_hook(expert: nn.Sequential) -> None:
-    expert[0].weight.register_hook(lambda gradient: gradient / 2)
-
-
 def refusals(rank: int) -> list[str]:
     ours, said = example(), []
 
@@ -356,13 +337,10 @@ def refusals(rank: int) -> list[str]:
     moe = eplb.MoE("layers.0.experts", run="run_experts")
     refused([moe])
     refused([eplb.MoE("layers.7.experts", run="run_experts")])
-    refused([])
     stacked = ours.Model()
     eplb.stack_experts(stacked, ours.LAYERS_TO_BALANCE)
-    refused([eplb.MoE("layers.0.experts", run="run")], model=stacked)
     refused([eplb.MoE("layers.0.experts", run="forward")], model=stacked)
     refused([moe, moe], model=stacked)
-    refused([eplb.MoE("head", run="forward", compute=compute)])
     refused([eplb.MoE("layers.0.experts", run="run_experts", alignment=16)], model=stacked)
     odd = ours.Model()
     odd.layers[0].experts[3] = nn.Linear(ours.HIDDEN, ours.HIDDEN)
@@ -382,10 +360,9 @@ def refusals(rank: int) -> list[str]:
     except ValueError as error:
         said.append(str(error))
     balancer.close()
-    for odd_expert in (with_another_activation, with_a_setting, with_a_hook, with_a_gradient_hook):
-        other = ours.Model()
-        odd_expert(other.layers[0].experts[2])
-        refused([moe], stack=True, model=other)
+    hooked = ours.Model()
+    hooked.layers[0].experts[2][0].register_forward_hook(lambda module, inputs, out: 2 * out)
+    refused([moe], stack=True, model=hooked)
     dist.barrier()
     return said
 
@@ -394,49 +371,19 @@ def test_what_cannot_be_balanced_is_refused_in_one_line_and_nothing_is_changed()
     wanted = (
         "call eplb.stack_experts",
         "has no module layers.7.experts",
-        "names no MoE layer",
-        "has a method run",
         "takes 1 arguments",
         "names the same experts twice",
-        "forward of Linear takes 1 arguments",
         "alignment=16 must be 1 or more, and is for a compute= of your own",
         "only equal experts",
         "share tensors",
         "keeps buffers",
         "expert ids (integers) and router weights, in this order",
-        "experts.2 is not a module as layers.0.experts.0 is: only equal experts",
-        "experts.2 is not a module as layers.0.experts.0 is: only equal experts",
         "experts.2 has other hooks",
-        "have gradient hooks",
     )
     said = run_ranks(2, refusals)
     assert said[0] == said[1]
     for line, part in zip(said[0], wanted, strict=True):
         assert part in line and "\n" not in line
-
-
-def sharded_around_the_forward(rank: int) -> list[str]:
-    ours, said = example(), []
-    groups = [dist.new_group([other]) for other in range(2)]
-    for run in ("run_experts", "forward"):
-        model = ours.Model()
-        eplb.stack_experts(model, ours.LAYERS_TO_BALANCE)
-        layers = [eplb.MoE(layer.experts, run=run) for layer in ours.LAYERS_TO_BALANCE]
-        eplb.shard_experts(model, layers=ours.LAYERS_TO_BALANCE, ep_group=groups[rank])
-        mesh = init_device_mesh("cpu", (2,))
-        for layer in model.layers:
-            fully_shard(layer.experts, mesh=mesh, shard_placement_fn=lambda parameter: Shard(1))
-        try:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            eplb.attach(model, optimizer, layers=layers, ep_group=groups[rank], config=eplb.BalancerConfig())
-        except AttachError as error:
-            said.append(str(error))
-    return said
-
-
-def test_experts_that_fully_shard_gathers_elsewhere_than_they_run_are_refused() -> None:
-    first, second = run_ranks(2, sharded_around_the_forward)
-    assert first == second and "fully_shard gathers the weights of layers.0.experts ahead of its forward" in first[0]
 
 
 def test_experts_may_move_inside_a_block_of_autocast() -> None:

@@ -96,11 +96,9 @@ def late_part_of_a_layer(rank: int, model: nn.Module, optimizer: torch.optim.Opt
 
 
 CASES: dict[str, tuple[Callable[[int, nn.Module, torch.optim.Optimizer], None], str]] = {
-    "cutting": (failing_in("cut_rows", 1), "MemoryError: made to fail"),
     "describing": (another_model_on_one_rank, "Sequential has no MoE layer"),
     "dispatch": (deepep_on_a_cpu, "dispatch='deepep': rank 0: it carries between GPUs, and this model is on cpu"),
     "the second layer": (late_part_of_a_layer, "ValueError: made to fail"),
-    "copies": (failing_in("ReplicaSync", 0), "MemoryError: made to fail"),
     "marking": (failing_in("mark_state", 1), "MemoryError: made to fail"),
     "hooks": (without_hooks, "WithoutHooks"),
 }
@@ -171,11 +169,6 @@ def meta(rank: int) -> str:
     return said
 
 
-def test_a_model_that_one_rank_cannot_make_stays_on_the_meta_device_on_all() -> None:
-    for said in run_ranks(2, meta):
-        assert "is in no checkpoint and the model's code does not make it anew" in said
-
-
 def test_a_rank_that_does_not_come_is_named() -> None:
     first, second = run_ranks(2, left_alone)
     assert first == "rank 2 did not come to attach within 0.5 s: it is collective, every rank calls it"
@@ -187,27 +180,6 @@ def left_alone(rank: int) -> str:
     with pytest.raises(RuntimeError) as refused:
         wait_for_ranks([0, 1, 2], "attach", 30 if rank else 0.5)
     return str(refused.value)
-
-
-def meets_late(rank: int) -> list[str]:
-    """Rank 0 has given up the first time; when both come, they come to the same call."""
-    store = dist.distributed_c10d._get_default_store()
-    said = []
-    if rank == 0:
-        with pytest.raises(RuntimeError) as refused:
-            wait_for_ranks([0, 1], "attach", 0.5)
-        said.append(str(refused.value))
-        store.set("gave up", "")
-    else:
-        store.wait(["gave up"])
-    wait_for_ranks([0, 1], "attach", 30)
-    wait_for_ranks([0, 1], "attach", 30)
-    return said
-
-
-def test_a_call_that_was_given_up_is_not_taken_for_the_next() -> None:
-    first, second = run_ranks(2, meets_late)
-    assert "rank 1 did not come to attach" in first[0] and second == []
 
 
 def comes_late(rank: int) -> list[str]:

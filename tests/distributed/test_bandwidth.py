@@ -14,7 +14,6 @@ from ranks import run_ranks
 
 from eplb_runtime.distributed import bandwidth
 from eplb_runtime.distributed.transports.base import Message, Pending, PendingGroup, Transport, TransportError
-from eplb_runtime.distributed.transports.torch_p2p import TorchPointToPoint
 from eplb_runtime.topology import Topology
 
 START_SECONDS = 50e-6
@@ -90,18 +89,3 @@ def test_a_rank_that_cannot_be_reached_is_an_error_on_all_ranks() -> None:
     said = run_ranks(4, fail_on_one_rank)
     assert "in time" in said[1]
     assert all("could not be measured" in line for rank, line in enumerate(said) if rank != 1)
-
-
-def measure_gloo(rank: int) -> tuple[float, float]:
-    group, control = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
-    transport = TorchPointToPoint(group, "gloo", torch.device("cpu"), 30.0)
-    transport.warm_up(time.monotonic() + 30)
-    topology = bandwidth.measure(Topology(2), transport, rank, control, 30.0)
-    return topology.intra_node_bandwidth, topology.inter_node_bandwidth
-
-
-def test_real_messages_give_a_speed_and_a_link_that_is_not_there_keeps_its_default() -> None:
-    (inside, between), other = run_ranks(2, measure_gloo)
-    assert (inside, between) == other
-    assert 1e7 < inside < 1e11
-    assert between == Topology(2).inter_node_bandwidth

@@ -11,7 +11,6 @@ from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -127,30 +126,6 @@ class WithHead(nn.Module):
         return self.head(self.backbone(input_ids=batch_of(dist.get_rank(), step)).logits).square().mean()
 
 
-def head_outside(rank: int) -> dict[str, Tensor]:
-    whole = WithHead()
-    optimizer = AdamW(whole.parameters())
-    attach(whole.backbone, optimizer, config=config())
-    whole.train()
-    for step in range(4):
-        whole(step).backward()
-        mine = whole.head.weight.grad.clone()
-        optimizer.step()
-        assert not torch.equal(mine, whole.head.weight.grad), "the ranks' own differ"
-        optimizer.zero_grad()
-    return {"head": whole.head.weight.detach()}
-
-
-def adapters_adopted(rank: int) -> dict[str, Tensor]:
-    model = moe_model().requires_grad_(False)
-    balancer = attach(model, config=config())
-    adapt(model)
-    optimizer = AdamW([p for p in model.parameters() if p.requires_grad])
-    balancer.adopt(optimizer)
-    train(model, optimizer)
-    return {"adapter": model.lm_head.adapter.weight.detach()}
-
-
 def adapt(model: nn.Module) -> None:
     """A trained map beside a frozen one, as adapters are."""
     torch.manual_seed(2)
@@ -175,21 +150,6 @@ def unfrozen(rank: int) -> dict[str, Tensor]:
         found.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     return {}
-
-
-def unused_scaler(rank: int) -> dict[str, Tensor]:
-    model = moe_model()
-    optimizer = AdamW(model.parameters())
-    balancer = attach(model, optimizer, config=config())
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    ours = eplb.GradScaler(balancer, init_scale=8.0)
-    for step in range(4):
-        used = ours if step % 2 else scaler
-        used.scale(loss_of(model, step)).backward()
-        used.step(optimizer)
-        used.update()
-        optimizer.zero_grad()
-    return {"head": model.lm_head.weight.detach()}
 
 
 def with_copies() -> eplb.BalancerConfig:
@@ -272,10 +232,6 @@ RIGHT = [
     adopted,
     two_given,
     second_adopted,
-    head_outside,
-    adapters_adopted,
-    unfrozen,
-    unused_scaler,
 ]
 
 
@@ -299,11 +255,7 @@ def test_ranks_agree_and_nothing_is_found(states: list[dict[str, dict[str, Tenso
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [
-        ("given", "adopted"),
-        ("two_given", "second_adopted"),
-        ("another_in_mid_run_static", "another_in_mid_run_moved"),
-    ],
+    [("given", "adopted"), ("two_given", "second_adopted"), ("another_in_mid_run_static", "another_in_mid_run_moved")],
 )
 def test_an_adopted_optimizer_is_as_one_that_was_given(
     states: list[dict[str, dict[str, Tensor]]], one: str, other: str
@@ -329,27 +281,12 @@ def not_adopted() -> None:
     train(model, AdamW(model.parameters()))
 
 
-def stepped_by_hand() -> None:
-    model = moe_model()
-    balancer = attach(model, config=config())
-    optimizer = AdamW(model.parameters())
-    loss_of(model, 0).backward()
-    balancer.step()
-    optimizer.step()
-
-
 def unknown_second_optimizer() -> None:
     model = moe_model()
     optimizer = AdamW(model.parameters())
     attach(model, optimizer, config=config())
     loss_of(model, 0).backward()
     AdamW([model.lm_head.weight]).step()
-
-
-def adopted_twice() -> None:
-    model = moe_model()
-    optimizer = AdamW(model.parameters())
-    attach(model, optimizer, config=config()).adopt(optimizer)
 
 
 def adopted_what_another_has() -> None:
@@ -372,11 +309,6 @@ def stepped_after_it_was_let_go() -> None:
     train(model, old)
 
 
-def adopted_instead_of_nothing_known() -> None:
-    model, balancer, _, new = let_go()
-    balancer.adopt(new, instead_of=AdamW(model.parameters()))
-
-
 def adopted_with_fewer_experts() -> None:
     model, balancer, old, _ = let_go()
     balancer.adopt(AdamW(model.lm_head.parameters()), instead_of=old)
@@ -388,76 +320,12 @@ def adopted_inside_a_step() -> None:
     balancer.adopt(new, instead_of=old)
 
 
-def given_what_attach_has_replaced() -> None:
-    """A list of experts that was made before attach, which are unfrozen in mid-run."""
-    model = moe_model()
-    experts = [p.requires_grad_(False) for name, p in model.named_parameters() if ".experts." in name]
-    optimizer = AdamW([p for p in model.parameters() if p.requires_grad])
-    attach(model, optimizer, config=config())
-    train(model, optimizer, steps=4)
-    optimizer.add_param_group({"params": [p.requires_grad_() for p in experts]})
-    train(model, optimizer, steps=1)
-
-
-def adopted_what_attach_has_replaced() -> None:
-    model = moe_model()
-    parameters = list(model.parameters())
-    balancer = attach(model, config=config())
-    balancer.adopt(AdamW(parameters))
-
-
-def adopted_what_mixes_instead() -> None:
-    model, balancer, old, _ = let_go()
-    try:
-        balancer.adopt(torch.optim.Adafactor(model.parameters()), instead_of=old)
-    finally:
-        train(model, old, steps=2)  # it stays as it was
-
-
-def adopted_what_mixes() -> None:
-    model = moe_model()
-    balancer = attach(model, config=config())
-    balancer.adopt(torch.optim.Adafactor(model.parameters()))
-
-
-def adopted_with_copies() -> None:
-    model = moe_model()
-    balancer = attach(model, config=config(replica_slots=1))
-    balancer.adopt(AdamW(model.parameters()))
-
-
 def written_and_not_said() -> None:
     model = moe_model()
     optimizer = AdamW(model.parameters())
     attach(model, optimizer, config=with_copies())
     train(model, optimizer, steps=1)
     halve_experts(model)
-    train(model, optimizer)
-
-
-def sharded_later() -> None:
-    model = moe_model()
-    optimizer = AdamW(model.parameters())
-    attach(model, optimizer, config=config(dense_gradients="host"))
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    train(model, optimizer)
-
-
-def wrapped_experts() -> None:
-    class Around(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, *args: Tensor) -> Tensor:
-            return self.inner(*args)
-
-    model = moe_model()
-    optimizer = AdamW(model.parameters())
-    attach(model, optimizer, config=config())
-    model.model.layers[0].mlp.experts = Around(model.model.layers[0].mlp.experts)
     train(model, optimizer)
 
 
@@ -479,17 +347,6 @@ def replaced() -> None:
     train(model, optimizer)
 
 
-def evaluated_with_other_weights() -> None:
-    """Copies would be those of the parameters."""
-    model = moe_model()
-    optimizer = AdamW(model.parameters())
-    attach(model, optimizer, config=config(replica_slots=1))
-    train(model, optimizer, steps=1)
-    average = {name: 0.5 * parameter.detach() for name, parameter in model.named_parameters()}
-    with torch.no_grad():
-        torch.func.functional_call(model, average, kwargs={"input_ids": batch_of(dist.get_rank(), 0)})
-
-
 def unfrozen_with_copies() -> None:
     model = moe_model()
     model.model.layers[0].mlp.experts.requires_grad_(False)
@@ -498,14 +355,6 @@ def unfrozen_with_copies() -> None:
     train(model, optimizer, steps=1)
     model.model.layers[0].mlp.experts.requires_grad_(True)
     train(model, optimizer)
-
-
-def whole_in_ddp() -> None:
-    whole = WithHead()
-    optimizer = AdamW(whole.parameters())
-    attach(whole.backbone, optimizer, config=config(dense_gradients="host"))
-    DistributedDataParallel(whole)(0).backward()
-    optimizer.step()
 
 
 def in_ddp_before() -> None:
@@ -525,27 +374,15 @@ def each_rank_a_part() -> None:
 
 REFUSED: dict[Callable[[], None], str] = {
     not_adopted: "balancer.adopt(optimizer)",
-    stepped_by_hand: "balancer.adopt(optimizer)",
     unknown_second_optimizer: "a AdamW that the balancer does not know steps lm_head.weight",
-    adopted_twice: "adopt each once",
     adopted_what_another_has: "lm_head.weight is in several optimizers: give each parameter to one, and let go",
-    adopted_what_mixes: "Adafactor mixes the experts",
-    given_what_attach_has_replaced: "was given model.layers.0.mlp.experts.gate_up_proj as it was before attach",
-    adopted_what_attach_has_replaced: "take parameters from model.parameters() after attach",
-    adopted_what_mixes_instead: "Adafactor mixes the experts",
     stepped_after_it_was_let_go: "balancer.adopt(optimizer), with instead_of=old where it replaces one",
-    adopted_instead_of_nothing_known: "instead_of is a AdamW that the balancer does not have",
     adopted_with_fewer_experts: "is in the optimizer that goes and not in the one that comes",
     adopted_inside_a_step: "adopt() between a backward pass and the optimizer's step",
-    adopted_with_copies: "attached without an optimizer and with replica slots",
     written_and_not_said: "call balancer.weights_changed() after writing, on every rank",
-    sharded_later: "was sharded after attach (fully_shard): call eplb_runtime.shard_experts(model)",
-    wrapped_experts: "a Around was put around model.layers.0.mlp.experts after attach",
     adapters_unknown: "lm_head.adapter.weight was added after attach",
     replaced: "model.layers.1.mlp.experts.down_proj was replaced after attach",
-    evaluated_with_other_weights: "in an evaluation with other weights, with replica slots: copy them into",
     unfrozen_with_copies: "was frozen when the model was attached and is trained now",
-    whole_in_ddp: "wrap the very module that was attached",
     in_ddp_before: "attach first, then wrap it",
     each_rank_a_part: "ZeroRedundancyOptimizer.optim is a AdamW with a state of its own",
 }
@@ -568,26 +405,3 @@ def test_what_would_be_wrong_is_refused_in_one_line_on_every_rank() -> None:
         for case, expected in REFUSED.items():
             assert expected in said[case.__name__], said[case.__name__]
             assert "\n" not in said[case.__name__]
-
-
-def evaluated_without_copies(rank: int) -> tuple[float, float, float]:
-    """Losses by halved weights that take the parameters' place for one call, by parameters halved, and by neither."""
-    model = moe_model()
-    optimizer = AdamW(model.parameters())
-    balancer = attach(model, optimizer, config=config())
-    train(model, optimizer, steps=5)
-    half = {name: 0.5 * parameter.detach() for name, parameter in model.named_parameters()}
-    ids = batch_of(rank, 0)
-    with torch.no_grad():
-        called = torch.func.functional_call(model, half, kwargs={"input_ids": ids, "labels": ids}).loss
-        whole = model(input_ids=ids, labels=ids).loss
-        for name, parameter in model.named_parameters():
-            parameter.copy_(half[name])
-        halved = model(input_ids=ids, labels=ids).loss
-    balancer.close()
-    return float(called), float(halved), float(whole)
-
-
-def test_an_evaluation_with_other_weights_is_computed_with_these() -> None:
-    for called, halved, whole in run_ranks(2, evaluated_without_copies):
-        assert called == halved != whole

@@ -214,23 +214,6 @@ def test_it_loads_bit_equal_anywhere(place: str, saved_by: Saved) -> None:
                 assert differing(saved[0]["after"], loaded[0]["after"]) == []
 
 
-def test_what_plain_dcp_saved_without_a_balancer_is_read_at_ep_4(tmp_path: Path) -> None:
-    folder = str(tmp_path / "plain")
-    same_training(
-        run_ranks(1, save_and_go_on, Job(attached=False), folder, "plain"), run_ranks(4, load_and_go_on, Job(), folder)
-    )
-
-
-def test_two_ep_groups_write_each_expert_once(tmp_path: Path) -> None:
-    folder = str(tmp_path / "checkpoint")
-    saved = run_ranks(4, save_and_go_on, Job(ep_size=2), folder, "dcp")
-    loaded = run_ranks(2, load_and_go_on, Job(), folder)
-    assert differing(saved[0]["state"], loaded[0]["state"]) == []
-    stored = dcp.FileSystemReader(folder).read_metadata().storage_data.values()
-    written = sum(file.stat().st_size for file in Path(folder).glob("*.distcp"))
-    assert sum(info.length for info in stored) == written
-
-
 def plain_load(rank: int, folder: str) -> State:
     """DCP's own calls, no balancer and none of our code."""
     model, optimizer, _ = build(Job(attached=False, seed=1))
@@ -287,20 +270,6 @@ def test_wrappers_are_looked_through() -> None:
 
 
 # -- warm start ------------------------------------------------------------------------------------------------------
-
-
-def load_without_warm_start(rank: int, folder: str) -> dict[str, Any]:
-    start = build(Job(seed=1))[2].placement.digest()
-    result = load_and_go_on(rank, Job(), folder, warm_start=False)
-    assert result["placement"].digest() == start
-    return result
-
-
-def test_without_the_warm_start_the_losses_are_the_same(saved_by: Saved) -> None:
-    folder, saved_all = saved_by(2)
-    loaded = run_ranks(2, load_without_warm_start, str(folder / "AdamW"))
-    assert differing(saved_all[0]["AdamW"]["state"], loaded[0]["state"]) == []
-    assert [r["losses"] for r in loaded] == [r["AdamW"]["losses"] for r in saved_all]
 
 
 def roll_back(rank: int, folder: str) -> None:

@@ -72,22 +72,6 @@ def of_model(state: State) -> State:
     return {name: value for name, value in state.items() if name.startswith("model.")}
 
 
-def save_tied(rank: int, folder: str) -> State:
-    model = make_model("olmoe", tied=True)
-    eplb.attach(model, None)
-    eplb.checkpoint.save(folder, model)
-    return eplb.logical_state_dict(model)
-
-
-def test_tied_tensors_are_stored_once_and_read_by_who_does_not_tie_them(tmp_path: Path) -> None:
-    state = run_ranks(2, save_tied, str(tmp_path))[0]
-    names = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
-    model = make_model("olmoe", seed=1)
-    eplb.checkpoint.load(tmp_path, model)
-    assert differing(state, eplb.logical_state_dict(model)) == []
-
-
 def load_damaged(rank: int, folder: str, positions: list[tuple[str, int, int]], believe: bool) -> list[str]:
     """Flip one bit after the other, and say what a load does about each."""
     model, optimizer, _ = build(Job(seed=1))
@@ -152,27 +136,6 @@ def test_every_flipped_bit_is_noticed_before_anything_is_written(tmp_path: Path)
 # -- dying on the way ------------------------------------------------------------------------------------------------
 
 
-def save_over(rank: int, folder: str) -> None:
-    """Save over a checkpoint, where rank 0 dies before it makes the new one the folder's."""
-    model, optimizer, _ = build(Job())
-    train(model, optimizer, range(2), rank, dist.get_world_size())
-    if rank == 0:
-        disk.publish = lambda *_: os._exit(9)
-    try:
-        eplb.checkpoint.save(folder, model, optimizer)
-    finally:
-        os._exit(1)  # without its peer a rank can only end
-
-
-def test_a_rank_that_dies_while_saving_over_a_checkpoint_leaves_the_old_one(tmp_path: Path) -> None:
-    old = run_ranks(2, saved, str(tmp_path), Job(), 1)[0]
-    files = len(list(tmp_path.iterdir()))
-    run_ranks(2, save_over, str(tmp_path), expect_exit=(0, 1))
-    assert len(list(tmp_path.iterdir())) > files
-    assert differing(old, run_ranks(2, loaded_and_saved, str(tmp_path))[0]) == []
-    assert len(list(tmp_path.iterdir())) == files, "the next save clears away what the dead one left"
-
-
 def kill_while_saving(folder: Path) -> tuple[list[str], set[str]]:
     """Save over a checkpoint in processes that are killed, each later than the one before it; what stands then."""
     model = make_model("olmoe", experts=4, layers=1, width=8)
@@ -232,14 +195,6 @@ def test_thirty_kills_at_any_time_leave_the_old_checkpoint_or_the_new_one(tmp_pa
     assert standing == sorted(standing, reverse=True), "once it is there, the new one stays"
     assert {"old", "new"} == set(standing)
     assert files == {"model", "numbers", "checkpoint.json", "model.safetensors.index.json"}
-
-
-def loaded_and_saved(rank: int, folder: str) -> State:
-    """The state that a checkpoint has, over which it is saved again."""
-    model, optimizer, _ = build(Job(seed=1))
-    eplb.checkpoint.load(folder, model, optimizer)
-    eplb.checkpoint.save(folder, model, optimizer)
-    return eplb.logical_state_dict(model, optimizer)
 
 
 def fails_on_one(rank: int, folder: str) -> list[str]:
@@ -373,26 +328,6 @@ def test_stages_are_saved_together_under_names_of_their_own(tmp_path: Path) -> N
 
 
 # -- one process -----------------------------------------------------------------------------------------------------
-
-
-def test_options_come_back_as_they_were(tmp_path: Path) -> None:
-    model, other = make_model("olmoe"), make_model("olmoe", seed=1)
-    kinds = [
-        lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.25), betas=(0.8, 0.9)),
-        lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
-    ]
-    for number, make in enumerate(kinds):
-        optimizer, fresh = make(model), make(other)
-        model(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits.sum().backward()
-        optimizer.step()
-        for group in fresh.param_groups:
-            group.update(lr=1.0, weight_decay=0.5)
-        eplb.checkpoint.save(tmp_path / str(number), model, optimizer)
-        eplb.checkpoint.load(tmp_path / str(number), other, fresh)
-        for one, two in zip(optimizer.param_groups, fresh.param_groups, strict=True):
-            assert {k: v for k, v in one.items() if k != "params"} == {k: v for k, v in two.items() if k != "params"}
-            assert [type(v) for v in one.values()] == [type(v) for v in two.values()]
-        assert differing(eplb.logical_state_dict(model, optimizer), eplb.logical_state_dict(other, fresh)) == []
 
 
 def test_what_cannot_be_saved_or_read_gets_one_line(tmp_path: Path) -> None:

@@ -161,29 +161,6 @@ def test_the_models_own_fused_names_are_read_too_and_cast_to_its_dtype(by_slot: 
         assert bool(other) == by_slot and all(".experts." in name for name in other)
 
 
-def save_logical(rank: int, folder: str) -> dict[str, torch.Tensor]:
-    model = make_model("deepseek_v3", experts=EXPERTS)
-    eplb.attach(model, config=config(4))
-    eplb.checkpoint.save(folder, model)
-    return eplb.logical_state_dict(model)
-
-
-def load_logical(rank: int, folder: str) -> dict[str, torch.Tensor]:
-    model = on_meta("deepseek_v3")
-    eplb.attach(model, config=config(2), device="cpu")
-    eplb.checkpoint.load(folder, model)
-    assert not model(input_ids=batch_of(rank, 0)).logits.isnan().any()
-    return eplb.logical_state_dict(model)
-
-
-def test_a_meta_model_is_loaded_from_a_logical_checkpoint(tmp_path: Path) -> None:
-    folder = str(tmp_path / "checkpoint")
-    saved = run_ranks(4, save_logical, folder)[0]
-    for loaded in run_ranks(2, load_logical, folder):
-        assert saved.keys() == loaded.keys()
-        assert all(torch.equal(saved[name], loaded[name]) for name in saved)
-
-
 def refusals(rank: int, folder: str) -> dict[str, str]:
     def with_state_on_meta() -> None:
         model = on_meta("olmoe")

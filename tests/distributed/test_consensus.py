@@ -71,22 +71,6 @@ def test_ranks_that_differ_are_named_on_all_of_them() -> None:
 LONGER_THAN_A_TEST = 3600.0
 
 
-def compare_alone(rank: int) -> Verdict | None:
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=LONGER_THAN_A_TEST))
-    agreement = Agreement(control)
-    assert agreement.check_equal(digest_of("same"), "plan") == Verdict(True)
-    control._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=1))
-    alone = agreement.check_equal(digest_of("same"), "plan") if rank == 0 else None
-    dist.barrier()
-    return alone
-
-
-def test_a_comparison_waits_no_longer_than_its_group_by_now() -> None:
-    """Groups are made with the time of setting up, and have the balancer's afterwards."""
-    alone, _ = run_ranks(2, compare_alone)
-    assert alone is not None and not alone.commit and alone.connections_broken
-
-
 def vote(rank: int) -> list[Verdict]:
     agreement = agreement_of(LONGER_THAN_A_TEST)
     said = [

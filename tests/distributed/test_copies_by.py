@@ -17,7 +17,6 @@ from ranks import run_ranks
 from support import training
 
 import eplb_runtime as eplb
-from eplb_runtime.config import ConfigError
 from eplb_runtime.distributed import node_memory
 from eplb_runtime.distributed.node_memory import NodeMemory
 from eplb_runtime.events import RebalanceAborted
@@ -232,10 +231,3 @@ def test_where_a_way_cannot_be_had_every_rank_says_why_in_a_line() -> None:
         for line, why in zip(said, (*WHYS, ""), strict=True):
             assert why in line and "\n" not in line
             assert ("copies_by='copy_engine': " in line) == bool(why)
-
-
-def test_a_way_that_is_unknown_or_has_nothing_to_carry_is_refused() -> None:
-    with pytest.raises(ConfigError, match="copies_by='nccl' is unknown; choose one of: torch, copy_engine"):
-        eplb.BalancerConfig(replica_slots=1, copies_by="nccl")
-    with pytest.raises(ConfigError, match="copies_by='copy_engine' without replica slots"):
-        eplb.BalancerConfig(copies_by="copy_engine")

@@ -167,25 +167,6 @@ def test_decisions_and_migrations_leave_no_keys_in_the_launchers_store() -> None
         assert called[-1] - called[1] >= 6 and stepped[-1] - stepped[1] >= 6, "control: they would"
 
 
-def share_of_a_slow_rank(rank: int) -> tuple[list[float], str]:
-    job = Job(rank, rank_speed=(1.0, 0.5))
-    load = np.tile(np.arange(1.0, EXPERTS + 1), (LAYERS, 1))
-    job.balancer.declare(load)
-    job.balancer.rebalance()
-    shares = [float(load[0, home_rank == 1].sum() / load[0].sum()) for home_rank in job.balancer.placement.home_rank]
-    job.train(2)
-    job.balancer.close()
-    with pytest.raises(ValueError) as refusal:
-        Job(rank, rank_speed=(1.0, 1.0, 0.5))
-    return shares, str(refusal.value)
-
-
-def test_a_slow_rank_is_given_homes_by_its_speed() -> None:
-    for shares, said in run_ranks(RANKS, share_of_a_slow_rank):
-        assert shares == pytest.approx([1 / 3] * LAYERS)
-        assert "rank_speed has 3 numbers for 2 ranks" in said
-
-
 def refuse(rank: int) -> list[str]:
     job = Job(rank)
     said = []

@@ -5,9 +5,6 @@ The package itself needs a GPU: `tests/gpu/test_deepep_on_cuda.py`.
 
 from __future__ import annotations
 
-import io
-import logging
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -26,16 +23,13 @@ from dispatch_contract import (
     row_counts,
     there_and_back,
 )
-from moe_models import batch_of, make_model
 from ranks import run_ranks
 
-import eplb_runtime as eplb
-from eplb_runtime.config import ConfigError, DispatchConfig
+from eplb_runtime.config import DispatchConfig
 from eplb_runtime.distributed.transports import deepep_package
-from eplb_runtime.moe.dispatch import choosing, float8
+from eplb_runtime.moe.dispatch import float8
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import DispatchContext
-from eplb_runtime.moe.dispatch.count_exchange import CountExchange
 from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
 
 ORDERS = {"logical": DeepEPDispatcher, "by_rank": DeepEPByRank}
@@ -82,61 +76,9 @@ def all_of_it(rank: int, ranks_per_node: int) -> dict[str, Any]:
         in_float8: [small_batches(place, pair, one, in_float8) for one in PLACEMENTS] for in_float8 in (False, True)
     }
     found["waits"] = list(deepep_double.HOST_WAITS)
-    for order in ORDERS:
-        found[order, "late"] = a_rank_that_comes_late(place, pair, order, f"{order} {rank // 2}")
     plain = AllToAll(DispatchContext.of(whole, SLOTS))
-    found["attached"] = attached(rank)
     found["all_to_all"] = without_metadata(there_and_back(plain, IN_BFLOAT16, rank))
     return found
-
-
-def attached(rank: int) -> dict[str, Any]:
-    """The loss of a step of an attached model, and what attach has said."""
-    choosing.lacks = lambda *_: ""
-    deepep_package.imported = deepep_double.imported
-
-    def new_batch(step: int) -> dict[str, torch.Tensor]:
-        ids = batch_of(rank, step)
-        return {"input_ids": ids, "labels": ids}
-
-    def new_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    config = eplb.BalancerConfig(dispatch="auto", dense_gradients="allreduce")
-    found: dict[str, Any] = {}
-    said = io.StringIO()
-    logging.getLogger("eplb_runtime").addHandler(logging.StreamHandler(said))
-    for order in ORDERS:
-        model = make_model("olmoe", experts=8, top_k=2).bfloat16()
-        optimizer = new_optimizer(model)
-        asked = replace(config, dispatch=replace(config.dispatch, combine_order=order))
-        balancer = eplb.attach(model, optimizer, config=asked)
-        loss = model(**new_batch(0)).loss
-        loss.backward()
-        optimizer.step()
-        balancer.close()
-        found[order], found[order, "said"] = float(loss), said.getvalue()
-    found["exchanged before a refusal"] = exchanged_before_a_refusal(replace(config, replica_slots=1), new_batch(0))
-    return found
-
-
-def exchanged_before_a_refusal(config: eplb.BalancerConfig, batch: dict[str, torch.Tensor]) -> int:
-    """Exchanges of counts in a forward in float32, which sums by rank do not take."""
-    model = make_model("olmoe", experts=8, top_k=2)
-    asked = replace(config, dispatch=replace(config.dispatch, combine_order="by_rank"))
-    balancer = eplb.attach(model, torch.optim.AdamW(model.parameters()), config=asked)
-    gather, gathered = CountExchange._gather, []
-
-    def noted(exchange: CountExchange, mine: torch.Tensor) -> Any:
-        gathered.append(mine)
-        return gather(exchange, mine)
-
-    CountExchange._gather = noted
-    with pytest.raises(ConfigError, match=r"these hidden states are torch\.float32"):
-        model(**batch)
-    CountExchange._gather = gather
-    balancer.close()
-    return len(gathered)
 
 
 def cases_of(order: str) -> dict[str, Batch]:
@@ -213,32 +155,6 @@ def wide(group: dist.ProcessGroup, rank: int, order: str) -> tuple[torch.Tensor,
     return hidden, dispatcher.combine(arrived.rows_MD, arrived)
 
 
-def a_rank_that_comes_late(rank: int, group: dist.ProcessGroup, order: str, name: str) -> bool:
-    """The second rank comes to a dispatch only when a thread of the first, which is there, has answered it."""
-    store = dist.distributed_c10d._get_default_store()
-    dispatcher, batch = over(group, order), replace(IN_BFLOAT16, tokens=(5, 4), slots=tuple(range(6)))
-    there_and_back(dispatcher, batch, rank)  # makes the buffer
-
-    apart = store.clone()  # a connection serves one thread at a time
-
-    def answer() -> None:
-        apart.wait([f"{name} asks"])
-        apart.set(f"{name} answers", "")
-
-    if rank == 0:
-        answers = threading.Thread(target=answer)
-        answers.start()
-        store.set(f"{name} is there", "")
-        there_and_back(dispatcher, batch, rank)
-        answers.join()
-    else:
-        store.wait([f"{name} is there"])
-        store.set(f"{name} asks", "")
-        store.wait([f"{name} answers"])
-        there_and_back(dispatcher, batch, rank)
-    return True
-
-
 @pytest.fixture(scope="module", params=[8, pytest.param(2, marks=pytest.mark.long)], ids=["one node", "nodes of two"])
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Between nodes tokens of nodes are counted, handles look otherwise, sums run over a node first, in bfloat16, and
@@ -286,11 +202,6 @@ def test_backward_and_recompute_go_the_way_of_the_handle(ranks: list, order: str
     passes = ["dispatch", "combine", "again", "combine"]
     for result in ranks:
         assert result[order, "calls"] == [*passes, *passes, "again", *passes[1:]]
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_threads_of_a_rank_that_waits_for_another_go_on(ranks: list, order: str) -> None:
-    assert all(result[order, "late"] for result in ranks)
 
 
 def test_deepep_never_waits_on_the_host_with_the_interpreter_locked(ranks: list) -> None:
@@ -359,13 +270,3 @@ def test_their_results_are_those_of_a_dense_computation_and_know_no_placement(ra
             torch.testing.assert_close(one["out"].double(), one["dense"], rtol=0.02, atol=0.05)
         for name in ("small", "none on one"):
             assert all(torch.equal(first[name]["out"], other[name]["out"]) for other in others)
-
-
-def test_a_dtype_is_refused_before_ranks_exchange_counts(ranks: list) -> None:
-    assert all(result["attached"]["exchanged before a refusal"] == 0 for result in ranks)
-
-
-def test_an_attach_says_when_sums_are_by_rank(ranks: list) -> None:
-    found = ranks[0]["attached"]
-    assert choosing.SUMS_BY_RANK not in found["logical", "said"] and choosing.SUMS_BY_RANK in found["by_rank", "said"]
-    assert found["by_rank"] == pytest.approx(found["logical"], rel=0.02)

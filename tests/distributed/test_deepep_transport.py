@@ -12,18 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import transport_contract as contract
-from beside import Job, at, fail, flip_a_bit
 from ranks import run_ranks
-from support.seen import same
-from support.shuffle import plan_by, plan_shuffle
 from transport_contract import RANKS, Case, hear, others, random_bytes, run_cases, soon, tell
 
 from eplb_runtime.config import BalancerConfig, ConfigError, MigrationConfig
 from eplb_runtime.distributed.transports import TRANSPORTS, deepep, deepep_package
 from eplb_runtime.distributed.transports.base import Message, Transport, TransportError
 from eplb_runtime.distributed.transports.deepep import ROW_BYTES, DeepEP
-from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
-from eplb_runtime.migration.engine import Phase
 from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer, RecvCounts
 
 pytestmark = pytest.mark.long
@@ -158,7 +153,7 @@ CASES: list[Case] = [
 def over_the_double(rank: int) -> dict[str, Any]:
     deepep.CHUNK_BYTES = 20 * ROW_BYTES  # a message of a megabyte goes in several calls
     TRANSPORTS["deepep"] = partial(DeepEP, package=PACKAGE)
-    said = {**run_cases(rank, "deepep", "gloo", lambda rank: CPU, CASES), "job": job_over_it(rank)}
+    said = run_cases(rank, "deepep", "gloo", lambda rank: CPU, CASES)
     return said | {"waits": list(deepep_double.HOST_WAITS)}
 
 
@@ -171,33 +166,6 @@ def ranks() -> list[dict[str, Any]]:
 def test_contract(ranks: list[dict[str, Any]], case: Case) -> None:
     wrong = "".join(said[case.__name__] for said in ranks)
     assert not wrong, wrong
-
-
-def job_over_it(rank: int) -> dict[str, Any]:
-    """A job whose experts all move at every decision, with faults on the way; the same steps without."""
-    job = Job(rank, overlap=False, transport="deepep", policy="incremental", staging_bytes=40_000)
-    plan_by(job.balancer, plan_shuffle)
-    said: dict[str, Any] = {}
-    CALLS.clear()
-    job.until(RebalanceCommitted)
-    said["experts"] = CALLS.count("experts")
-    for name, who, phase, fault in (("fails", 1, Phase.VERIFIED, fail), ("flips", 2, Phase.STAGED, flip_a_bit)):
-        with at(job, who, phase, fault):
-            said[name] = job.until(RebalanceAborted).cause
-        job.until(RebalanceCommitted)
-    still = Job(rank, overlap=False)
-    while still.steps < job.steps:
-        still.step()
-    said["same"] = job.losses == still.losses and same(job.state(), still.state())
-    for each in (job, still):
-        each.balancer.close()
-    return said
-
-
-def test_a_job_over_it_has_the_bits_of_one_whose_experts_stay(ranks: list[dict[str, Any]]) -> None:
-    for said in (of_rank["job"] for of_rank in ranks):
-        assert said["experts"] > 1 and said["same"]
-        assert "rank 1" in said["fails"] and "checksum" in said["flips"]
 
 
 def test_it_never_waits_on_the_host_with_the_interpreter_locked(ranks: list[dict[str, Any]]) -> None:

@@ -123,11 +123,6 @@ def test_where_experts_stand_changes_no_bit_of_outputs_and_of_gradients(ranks: l
             assert all(map(torch.equal, first, other))
 
 
-def test_control_by_rank_they_do(ranks: list) -> None:
-    placed_so = [result["hierarchical, by rank", "placed"] for result in ranks]
-    assert not all(all(map(torch.equal, first, other)) for first, *others in placed_so for other in others)
-
-
 # -- what is known already ---------------------------------------------------------------------------------------------
 
 

@@ -133,11 +133,7 @@ def build(job: Job) -> tuple[Model, torch.optim.Optimizer, eplb.Balancer]:
     layers = tuple(described(f"experts.{number}", experts, ep_ranks) for number, experts in enumerate(model.experts))
     host = HostModel(layers, lambda tokens: None, lambda: RemovableHandle(OrderedDict()), lambda module: None)
     config = eplb.BalancerConfig(
-        interval=1,
-        gate="always",
-        replica_slots=job.replica_slots,
-        run=RUN,
-        migration=eplb.MigrationConfig(lag=0),
+        interval=1, gate="always", replica_slots=job.replica_slots, run=RUN, migration=eplb.MigrationConfig(lag=0)
     )
     ranks = Ranks(ep=ep_ranks, gradient_divisor=1, divided_rows=job.parts)
     device = torch.device("cpu")
@@ -196,8 +192,6 @@ RIGHT = {
     "kept, replicas of the model": Job(parts=1, replica_slots=1),
     "two slots": Job(replica_slots=2),
 }
-EIGHT = Job(ranks=8, replica_slots=1)
-"""Two replicas of the model, in each of which homes are divided."""
 
 
 def odd_width(rank: int) -> None:
@@ -254,17 +248,6 @@ def test_training_is_training_in_one_process(ranks: list[dict[str, Any]], name: 
         assert (found[name]["copies"] >= LAYERS) == bool(RIGHT[name].replica_slots)
         assert found[name]["distance"] < 1e-11
         assert min(found[name]["norms"]) > CLIP, "clipping was not active"
-
-
-def train_on_eight(rank: int) -> float:
-    torch.set_default_dtype(torch.float64)
-    ours = train(rank, EIGHT)
-    assert ours["copies"] >= LAYERS
-    return distance(ours, alone(8))
-
-
-def test_two_replicas_of_a_model_whose_homes_are_divided_are_one_process() -> None:
-    assert max(run_ranks(8, train_on_eight)) < 1e-11
 
 
 @pytest.mark.parametrize("said", MISTAKES)

@@ -11,7 +11,6 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
 
-import eplb_runtime as eplb
 from eplb_runtime.events import LoadMeasured
 from eplb_runtime.load.expert_clock import ExpertClock
 from eplb_runtime.load.series import read_series
@@ -104,13 +103,6 @@ def test_forwards_that_are_repeated_are_expert_work() -> None:
     found = run_ranks(2, train, None, {}, True)
     for of_rank in found:
         assert of_rank["shares"][0] == (pytest.approx(16 / 64), "measured")
-
-
-def test_a_given_share_is_not_measured() -> None:
-    found = run_ranks(2, train, None, {"migration": eplb.config.MigrationConfig(moe_share=0.3)})
-    for of_rank in found:
-        assert of_rank["sampled"] == of_rank["marked"] == []
-        assert of_rank["shares"] and set(of_rank["shares"]) == {(0.3, "given")}
 
 
 def test_rollouts_between_steps_are_no_part_of_a_step() -> None:

@@ -153,25 +153,6 @@ def test_each_rank_writes_shards_of_its_own_experts_within_the_size_asked_for(ex
         assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 40_000
 
 
-def export_twice(rank: int, folder: str) -> None:
-    model = attached(Job())
-    for options in ({"max_shard_size": "20KB"}, {"max_shard_size": "0.06mb"}, {}, {"variant": "bf16"}):
-        eplb.checkpoint.export_pretrained(model, folder, **options)
-
-
-def test_a_new_export_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    run_ranks(4, export_twice, str(tmp_path))
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "tokenizer.json",
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "model.bf16.safetensors",
-    }
-    assert loads_equal(tmp_path, Job())
-
-
 # -- names that the library would give if a family had them ----------------------------------------------------------
 
 

@@ -21,10 +21,8 @@ from support import training
 import eplb_runtime as eplb
 from eplb_runtime.config import MigrationConfig
 from eplb_runtime.distributed.process_groups import ProcessGroups
-from eplb_runtime.hosts import AttachError
 from eplb_runtime.hosts.attaching import attach as attaching
 
-ROUNDS = 10
 KEPT = 5 * 3, 5 * 5 + 1
 """Threads and descriptors of the gloo groups that a closed model of two ranks still has, at most: counts and places in
 front of its tokens, the tokens, copies, norms. Each has three threads; it listens, has a loop, and one peer. They met
@@ -141,32 +139,6 @@ def failing(name: str) -> Callable[..., None]:
         raise MemoryError("made to fail")
 
     return fails
-
-
-def failed_rounds(rank: int) -> dict[str, Any]:
-    """Rank 1 fails in each place in turn."""
-    gc.collect()
-    gc.disable()
-    made = attaching.new_transport = Transports(False)
-    after, left = [], []
-    for number in range(ROUNDS):
-        name = ("check", "_cut", "Balancer", "mark_state")[number % 4]
-        whole = getattr(attaching, name)
-        if rank == 1:
-            setattr(attaching, name, failing(name))
-        with pytest.raises((AttachError, MemoryError)):
-            attach()
-        setattr(attaching, name, whole)
-        left.append(len(made.open))
-        gc.collect()
-        after.append(held())
-    return {"after": after, "left": left}
-
-
-def test_attaches_that_fail_keep_threads_and_descriptors_flat_and_close_their_transport() -> None:
-    for result in run_ranks(2, failed_rounds):
-        assert result["left"] == [0] * ROUNDS
-        assert no_more(result["after"][4:]), result["after"]
 
 
 def closed_with_failures(rank: int) -> dict[str, Any]:

@@ -9,19 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dispatch_contract import (
-    BATCHES,
-    SLOTS,
-    Batch,
-    there_and_back,
-)
+from dispatch_contract import BATCHES, SLOTS, Batch, there_and_back
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import eplb_runtime as eplb
-from eplb_runtime.moe.dispatch import choosing
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import DispatchContext
 from eplb_runtime.moe.dispatch.hierarchical import Hierarchical, HierarchicalByRank
@@ -140,9 +134,3 @@ def test_an_attached_model_trains_to_the_same_bits_and_by_rank_to_rounding(ranks
         found = result["losses"]
         assert found["logical"] == found["all_to_all"]
         assert found["by_rank"] == pytest.approx(found["all_to_all"], rel=1e-3)
-
-
-def test_ranks_that_nodes_do_not_divide_are_refused() -> None:
-    group = type("Group", (), {"size": lambda _: 6, "rank": lambda _: 0})()
-    with pytest.raises(ValueError, match="ranks_per_node=4 does not divide the 6 ranks"):
-        choosing.Hierarchical(DispatchContext.of(group, SLOTS), 4)

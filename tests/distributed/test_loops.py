@@ -55,10 +55,7 @@ MOVED = {
     "stepped twice, moved between": "BSMS Z BSMMS BS",
     "moved after a look": "BSM NBS",
 }
-ZEROED = {
-    "zeroed before the move": "BSZM BS zM BS",
-    "zeroed after the move": "BSM Z BS M z BS M z S BNS",
-}
+ZEROED = {"zeroed before the move": "BSZM BS zM BS", "zeroed after the move": "BSM Z BS M z BS M z S BNS"}
 SCRIPTS = [*LOOPS.values(), *UNZEROED.values()]
 EDP, ALONE = Layout(2, 2), Layout(2, 1, divisor=1)
 
@@ -125,10 +122,6 @@ def test_gradients_move_along_with_experts() -> None:
 def test_the_guard_takes_no_sum_by_hand_for_clipping() -> None:
     """In the first steps, in which it raises."""
     assert far_off(Layout(2, 1), ["++ = S", "+++ = CS", "+ B o S", *PUT_ASIDE.values()]) == {}
-
-
-def test_a_loop_goes_on_after_a_close_in_the_first_steps() -> None:
-    assert far_off(EDP, ["BCS", "BCS X", "Z BCS Z BNAS"]) == {}
 
 
 def test_gradients_that_are_zeroed_need_not_move() -> None:

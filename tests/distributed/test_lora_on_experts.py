@@ -351,25 +351,3 @@ def test_what_cannot_be_split_is_refused_at_attach() -> None:
     for found in run_ranks(RANKS, refusals):
         for case, line in wanted.items():
             assert line in found[case] and "\n" not in found[case], case
-
-
-def stepped_before(rank: int) -> tuple[float, int]:
-    """Two steps without us, then two that move each home, as against four without us."""
-    model, optimizer = made(Job())
-    model.train()
-    for _ in range(2):
-        train(model, optimizer, list(range(RANKS)), 2)
-    whole = eplb.logical_state_dict(model, optimizer)
-    model, optimizer = made(Job())
-    model.train()
-    train(model, optimizer, list(range(RANKS)), 2)
-    model, optimizer, balancer = attached(Job(), move=True, given=(model, optimizer))
-    train(model, optimizer, [rank], 2)
-    found = farthest(in_layout_of_peft(eplb.logical_state_dict(model, optimizer)), whole)
-    balancer.close()
-    return found, balancer.placement.epoch
-
-
-def test_state_of_an_optimizer_that_has_stepped_is_split_by_expert() -> None:
-    for farthest_off, epoch in run_ranks(RANKS, stepped_before):
-        assert farthest_off < 1e-10 and epoch == 2

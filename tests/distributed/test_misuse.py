@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
-from support.seen import heard
 from support.shuffle import plan_by, plan_shuffle
 from torch import nn
 
@@ -28,7 +26,8 @@ EXPERTS = 8
 def attached(**options: object) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
     model = make_model("olmoe", experts=EXPERTS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return model, optimizer, training.attach(model, optimizer, interval=2, lag=1, policy="static", **options)
+    settings = {"interval": 2, "lag": 1, "policy": "incremental" if options.get("moving") else "static", **options}
+    return model, optimizer, training.attach(model, optimizer, gate="always", **settings)
 
 
 def train(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> list[float]:
@@ -202,16 +201,55 @@ def test_save_pretrained_writes_the_whole_model_from_all_ranks_and_waits_for_no_
     assert not (tmp_path / "alone").exists()
 
 
-def lines_of_attach(rank: int) -> list[str]:
-    with heard(logging.INFO) as lines:
-        for width in (32, 36):
-            config = eplb.BalancerConfig(replica_slots=1)
-            eplb.attach(make_model("olmoe", experts=EXPERTS, width=width), config=config).close()
-    return lines
+def in_bfloat16(rank: int, moving: bool) -> tuple[list[float], int, object]:
+    """A float32 model that is trained where new tensors are bfloat16."""
+    model, optimizer, balancer = attached(moving=moving, interval=1, lag=0)
+    assert moving or balancer._rebalancer.decisions.process is None, "what never moves compiles nothing"
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        losses, dtypes = train(rank, model, optimizer, 4), {p.dtype for p in model.parameters()}
+    finally:
+        torch.set_default_dtype(torch.float32)
+        balancer.close()
+    return losses, balancer.placement.epoch, dtypes
 
 
-def test_what_each_rank_would_say_is_said_once_and_odd_rows_in_one_line() -> None:
-    first, second = run_ranks(2, lines_of_attach)
-    (odd,) = [line for line in first if "last bits" in line]
-    assert second == [] and odd.startswith("4 expert tensors, such as model.layers.0")
-    assert sum(line.startswith("replica slots: 1 per rank") for line in first) == 2
+def shared_by_two_layers(rank: int, moving: bool) -> tuple[list[float], int, object]:
+    """An experts module with two parents; beside one process with all batches."""
+    plain = make_model("olmoe", experts=EXPERTS)
+    plain.model.layers[1].mlp.experts = plain.model.layers[0].mlp.experts
+    model = copy.deepcopy(plain)
+    of_plain, optimizer = (torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (plain, model))
+    balancer = training.attach(model, optimizer, moving=moving, interval=1, lag=0)
+    losses, off = train(rank, model, optimizer, 4), 0.0
+    for step in range(4):
+        mine = [plain(input_ids=ids, labels=ids).loss for ids in (batch_of(0, step), batch_of(1, step))]
+        (sum(mine) / 2).backward()
+        of_plain.step()
+        of_plain.zero_grad()
+        off = max(off, abs(float(mine[rank].detach()) - losses[step]))
+    assert off < 1e-5, off
+    balancer.close()
+    return losses, balancer.placement.epoch, balancer.placement.num_layers
+
+
+@pytest.mark.parametrize(("job", "kept"), [(in_bfloat16, {torch.float32}), (shared_by_two_layers, 1)])
+def test_it_trains_to_the_same_bits_wherever_experts_are(job: Callable[..., object], kept: object) -> None:
+    for still, moving in zip(run_ranks(2, job, False), run_ranks(2, job, True), strict=True):
+        assert still == (moving[0], 0, kept) and moving[1:] == (4, kept)
+
+
+def freed(rank: int) -> tuple[str, str]:
+    _model, _, balancer = attached()
+    rows = next(iter(balancer._runtime.registry.parameters()))
+    with balancer._uninterrupted("a schedule"):
+        within = refusal(RuntimeError, lambda: balancer.gather_experts(0, rows))
+    rows.untyped_storage().resize_(0)
+    freed = refusal(RuntimeError, lambda: balancer.gather_experts(0, rows))
+    balancer.close()
+    return within, freed
+
+
+def test_experts_are_not_gathered_in_a_schedule_or_without_memory() -> None:
+    for within, freed_rows in run_ranks(2, freed):
+        assert within.startswith("gather_experts() inside a schedule") and "memory is freed" in freed_rows

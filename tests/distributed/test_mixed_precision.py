@@ -12,7 +12,6 @@ import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
-from test_bits import MasterAdamW
 from torch import nn
 
 import eplb_runtime as eplb
@@ -82,47 +81,6 @@ def test_of_two_optimizers_one_overflows_and_training_goes_on() -> None:
 
 
 # -- masters and averages in a checkpoint ----------------------------------------------------------------------------
-
-
-def save_all(rank: int, folder: str) -> dict[str, torch.Tensor]:
-    model, optimizer, _ = with_averages()
-    for step in range(3):
-        training.step(model, optimizer, batch_of(rank, step))
-    eplb.checkpoint.save(folder, model, optimizer)
-    return eplb.logical_state_dict(model, optimizer)
-
-
-def load_all(rank: int, folder: str) -> dict[str, torch.Tensor]:
-    model, optimizer, averages = with_averages()
-    for average in averages:
-        average.zero_()
-    eplb.checkpoint.load(folder, model, optimizer)
-    return eplb.logical_state_dict(model, optimizer)
-
-
-def with_averages() -> tuple[nn.Module, torch.optim.Optimizer, list[torch.Tensor]]:
-    ranks = dist.get_world_size()
-    initial = eplb.Placement.initial(2, EXPERTS, ranks)
-    backwards = eplb.Placement(initial.physical_to_logical[:, ::-1], EXPERTS, ranks, initial.home[:, ::-1])
-    model = make_model("olmoe", experts=EXPERTS).to(torch.bfloat16)
-    optimizer = MasterAdamW(model.parameters(), lr=1e-2)
-    balancer = training.attach(model, optimizer, initial_placement=backwards)
-    averages = [dict(model.named_parameters())[name].detach().float() for name in balancer.layer_of_parameter]
-    for name, average in zip(balancer.layer_of_parameter, averages, strict=True):
-        balancer.register(name, "ema", average)
-    return model, optimizer, averages
-
-
-def test_masters_and_averages_are_saved_and_loaded_in_float32(tmp_path: Any) -> None:
-    saved = run_ranks(4, save_all, str(tmp_path / "checkpoint"))[0]
-    for loaded in run_ranks(2, load_all, str(tmp_path / "checkpoint")):
-        assert saved.keys() == loaded.keys()
-        for name, tensor in saved.items():
-            assert tensor.dtype == loaded[name].dtype
-            assert torch.equal(tensor, loaded[name]), name
-    name = "model.layers.0.mlp.experts.down_proj"
-    assert saved[f"optimizer.{name}.master"].dtype == saved[f"extra.{name}/ema"].dtype == torch.float32
-    assert saved[f"extra.{name}/ema"].shape[0] == EXPERTS
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------

@@ -114,13 +114,3 @@ def test_the_host_never_waits_and_did_so_in_the_exchange() -> None:
     ((alone, exchange),) = run_ranks(1, waits)
     assert alone == ""
     assert "cpu" in exchange or "numpy" in exchange
-
-
-def refused(rank: int) -> str:
-    with pytest.raises(ValueError, match="one rank") as found:
-        OneRank(DispatchContext.of(dist.group.WORLD, SLOTS))
-    return str(found.value)
-
-
-def test_more_ranks_are_refused() -> None:
-    assert all("has 2" in said for said in run_ranks(2, refused))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -37,33 +35,6 @@ def one_stage_alone(rank: int) -> list:
 
 def test_a_plan_may_change_one_stage_alone() -> None:
     assert run_ranks(4, one_stage_alone) == [[1, []]] * 4
-
-
-ODD_NORMS = ((math.nan, 0), (math.nan, 1), (math.inf, 1))
-"""What one gradient is, and in which stage."""
-
-
-def norms_where_one_stage_has(rank: int) -> list[list[float]]:
-    return [norm_where_one_stage_has(rank, *odd) for odd in ODD_NORMS]
-
-
-def norm_where_one_stage_has(rank: int, value: float, stage_of_it: int) -> list[float]:
-    stage = make_stages((1, 1))[rank]
-    ranks = Ranks(ep=(rank,), stages=(rank,))
-    balancer = training.attach(stage, torch.optim.SGD(stage.parameters()), ranks=ranks, policy="static", guard="off")
-    for parameter in stage.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    if rank == stage_of_it:
-        stage.blocks[0].router.bias.grad[0] = value
-    norm = balancer.clip_grad_norm_(1.0).item()
-    balancer.close()
-    return [norm, float(stage.blocks[0].mix.bias.grad[0])]
-
-
-def test_a_norm_that_is_no_number_or_infinite_in_one_stage_is_so_on_every_rank() -> None:
-    for *no_numbers, (infinite, _) in run_ranks(2, norms_where_one_stage_has):
-        assert all(math.isnan(norm) and math.isnan(gradient) for norm, gradient in no_numbers)
-        assert infinite == math.inf
 
 
 def load_of_stages(rank: int) -> list:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
@@ -127,9 +128,15 @@ def test_a_rollback_with_a_plain_dict_is_taken_by_all_ranks_or_by_none() -> None
     assert "on rank 0 of the EP group" in results[2]["after a move"][0]
 
 
-def of_another_rank(rank: int, states: list[State]) -> str:
-    model, _, balancer = attached()
-    said = loaded(lambda: model.load_state_dict(states[(rank + 1) % RANKS]))
+def of_another_rank(rank: int, states: list[State]) -> list[str]:
+    model, optimizer, balancer = attached()
+    said = [
+        loaded(lambda state=state: model.load_state_dict(state)) for state in (states[(rank + 1) % RANKS], states[0])
+    ]
+    train(rank, model, optimizer)
+    shared = [optimizer.state_dict()]
+    dist.broadcast_object_list(shared)
+    said += [loaded(lambda: optimizer.load_state_dict(shared[0]))]
     balancer.close()
     return said
 
@@ -141,10 +148,11 @@ def only_state(rank: int) -> State:
     return state
 
 
-def test_a_plain_dict_of_another_rank_is_refused() -> None:
+def test_a_plain_dict_that_one_rank_alone_could_take_is_refused_by_all() -> None:
     states = run_ranks(RANKS, only_state)
-    for said in run_ranks(RANKS, of_another_rank, states):
-        assert "holds experts [" in said and "here stand" in said
+    for rank, said in enumerate(run_ranks(RANKS, of_another_rank, states)):
+        assert all("holds experts [" in line and "here stand" in line for line in said)
+        assert all(line.startswith("rank ") == (rank == 0) for line in said[1:])
 
 
 def by_dcp(rank: int, folder: str) -> list[str]:

@@ -7,9 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from ranks import run_ranks
-from support import training
 from support.seen import said_by
 from support.shuffle import plan_by, wait_until_compiled
 from test_rebalance_alone import LAYERS, RANKS, Loop
@@ -107,20 +105,6 @@ def beside_a_step(rank: int) -> dict[str, Any]:
     return found
 
 
-def refused(rank: int) -> dict[str, str]:
-    found = {}
-    for name, settings in {"periodic": {"interval": 50}, "static": {"policy": "static"}, "alone": {}}.items():
-        loop = Loop(rank, timeout_seconds=training.DEADLINE, **settings)
-        found[name] = said_by(loop.balancer.plan_ahead) if rank == 0 or name != "alone" else ""
-        dist.barrier()
-        if name == "alone":
-            loop.balancer.declare(loop.replayed(0))
-            loop.balancer.plan_ahead()
-            found["then"] = str(loop.balancer.rebalance())
-        loop.balancer.close()
-    return found
-
-
 def everything(rank: int) -> dict[str, Any]:
     static = Loop(rank, policy="static")
     static.train(2 * ROUNDS)
@@ -129,7 +113,6 @@ def everything(rank: int) -> dict[str, Any]:
         "ahead": rounds(rank, True),
         "at once": rounds(rank, False),
         "beside": beside_a_step(rank),
-        "refused": refused(rank),
     }
 
 
@@ -162,11 +145,3 @@ def test_rebalance_alone_acts_on_it(results: list[dict[str, Any]]) -> None:
         assert "plan_ahead() after close()" in beside["closed"]
         assert beside["declared still"], "after load_state_dict(), which dropped the decision for it"
         assert len(beside["state"]) > LAYERS
-
-
-def test_where_it_has_no_effect_it_says_so(results: list[dict[str, Any]]) -> None:
-    assert f"rank 1 did not come to plan_ahead() within {training.DEADLINE:g} s" in results[0]["refused"]["alone"]
-    for found in results:
-        assert found["refused"]["periodic"].startswith("plan_ahead() has no effect: with interval=50")
-        assert found["refused"]["static"].startswith("plan_ahead() has no effect: policy='static'")
-        assert found["refused"]["then"] == "True"

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import eplb_runtime as eplb
 from eplb_runtime.load.counter import in_recompute
 from eplb_runtime.moe.dispatch.recompute import RecomputeCache
+from eplb_runtime.moe.layer import ExpertParallelLayer
 
 LAYERS = 2
 
@@ -28,17 +29,6 @@ def break_nothing() -> None:
 
 def work_everything_out_anew() -> None:
     RecomputeCache.repeated = lambda self, ids: None
-
-
-def route_otherwise_in_recompute() -> None:
-    from eplb_runtime.moe.layer import ExpertParallelLayer
-
-    call = ExpertParallelLayer.__call__
-
-    def fickle(self, hidden, ids, weights):
-        return call(self, hidden, ids.flip(1) if in_recompute() else ids, weights)
-
-    ExpertParallelLayer.__call__ = fickle
 
 
 @dataclass(frozen=True)
@@ -124,7 +114,6 @@ JOBS = {
     "each layer": Job("each layer"),
     "whole model": Job("whole model"),
     "nested": Job("nested"),
-    "worked out anew": Job("each layer", damage=work_everything_out_anew),
     "reentrant": Job("each layer, reentrant"),
     "two at once": Job(at_once=2),
     "two at once, each layer": Job("each layer", at_once=2),
@@ -166,13 +155,6 @@ def test_a_repeated_forward_exchanges_no_counts_and_changes_no_bit(trained: Trai
         assert LAYERS * FORWARD <= repeated <= times * LAYERS * FORWARD
 
 
-def test_what_is_worked_out_anew_needs_counts_and_gives_the_same(trained: Trained) -> None:
-    found = trained["worked out anew"]
-    assert_same(trained["plain"], found)
-    for result in found:
-        assert result["backward"] == LAYERS * (BACKWARD + FIND_OUT + FORWARD)
-
-
 def test_reentrant_checkpointing_works_everything_out_anew(trained: Trained) -> None:
     assert_same(trained["plain"], trained["reentrant"])
 
@@ -189,6 +171,15 @@ def test_copies_are_split_as_they_were(trained: Trained) -> None:
     assert trained["copies, each layer"][0]["copies"] > 0
     assert_same(trained["copies"], trained["copies, each layer"])
     assert_same(trained["copies"], trained["copies, worked out anew"])
+
+
+def route_otherwise_in_recompute() -> None:
+    call = ExpertParallelLayer.__call__
+
+    def fickle(self, hidden, ids, weights):
+        return call(self, hidden, ids.flip(1) if in_recompute() else ids, weights)
+
+    ExpertParallelLayer.__call__ = fickle
 
 
 def test_a_router_that_does_not_repeat_itself_is_an_error() -> None:

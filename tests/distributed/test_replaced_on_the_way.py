@@ -191,11 +191,6 @@ def test_an_optimizer_that_makes_its_state_anew_in_each_step_is_balanced_between
         assert said["dropped"] == 1, "the first time it could have been a state that was loaded"
 
 
-def test_what_is_registered_while_experts_are_on_their_way_goes_with_the_right_ones() -> None:
-    for said in run_ranks(2, registered):
-        assert said["at once"] and said["later"] and said["moved"] > 0
-
-
 def test_experts_that_are_written_after_a_forward_which_broke_off() -> None:
     assert run_ranks(2, broken_off) == [True, True]
 

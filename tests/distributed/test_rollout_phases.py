@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 import eplb_runtime as eplb
 
-STEPS, LONGER, CYCLES, SEEN = 3, 6, 17, (5, 12, 16)
+STEPS, LONGER, CYCLES, SEEN = 3, 6, 9, (3, 6, 8)
 KINDS: dict[str, dict[str, Any]] = {
     "between steps": {},
     "overlapped": {"overlap": True},
     "replicas": {"replica_slots": 1},
     "overlapped replicas": {"overlap": True, "replica_slots": 1},
 }
-WAYS = [("between steps", "resize"), ("overlapped", "data"), ("replicas", "data")]
+WAYS = [("overlapped", "data"), ("replicas", "resize")]
 SMALL = 64 << 10
 """Bytes of maps, counters and samples: far less than one expert tensor."""
 
@@ -133,7 +133,7 @@ def cycles(kind: str) -> list[tuple[int, int, int]]:
     model, optimizer, balancer = attached(kind)
     found = []
     for number in range(CYCLES):
-        if number % 10 < 2:
+        if number % 5 < 2:
             step(model, optimizer, number)
         phases = Phases(model, optimizer, "data")
         balancer.suspend()
@@ -299,9 +299,7 @@ def runs(rank: int) -> dict[Any, Any]:
     found: dict[Any, Any] = {kind: trained(kind, "", policy="static") for kind in ("between steps", "overlapped")}
     for kind, by in [*WAYS, ("replicas", "")]:
         found[kind, by] = trained(kind, by)
-    for kind in ("overlapped", "overlapped replicas"):
-        found[kind, "each step"] = trained(kind, "data", each=1)
-    return found
+    return {**found, "each step": trained("overlapped", "data", each=1)}
 
 
 def calls(rank: int) -> dict[str, Any]:
@@ -333,15 +331,11 @@ def test_phases_between_all_steps_change_no_bit(trainings: list[dict[Any, Any]],
         assert phases["moved"] > 0 and min(phases["freed"]) > SMALL
 
 
-@pytest.mark.parametrize("kind", ["overlapped", "overlapped replicas"])
-def test_a_migration_beside_training_is_brought_to_its_end_by_a_suspension(
-    trainings: list[dict[Any, Any]], kind: str
-) -> None:
+def test_a_migration_beside_training_is_brought_to_its_end_by_a_suspension(trainings: list[dict[Any, Any]]) -> None:
     for found in trainings:
-        phases, wanted = found[kind, "each step"], found["overlapped"]
+        phases, wanted = found["each step"], found["overlapped"]
         assert phases["moved"] > 0
-        if kind == "overlapped":  # replicas sum gradients in another order, wherever they are
-            assert phases["losses"] == wanted["losses"] and differing(phases, wanted) == []
+        assert phases["losses"] == wanted["losses"] and differing(phases, wanted) == []
 
 
 def test_nothing_is_held_while_suspended_nor_grows_over_cycles(results: list[dict[str, Any]]) -> None:
@@ -352,14 +346,18 @@ def test_nothing_is_held_while_suspended_nor_grows_over_cycles(results: list[dic
         assert threads[-1] <= threads[0] and descriptors[-1] <= descriptors[0]
 
 
-@pytest.mark.parametrize(
-    "call", ["rebalance()", "load_state_dict()", "logical_order()", "a forward in training", "optimizer.step()"]
-)
-def test_calls_that_cannot_work_while_suspended_say_so(results: list[dict[str, Any]], call: str) -> None:
+def test_calls_that_cannot_work_while_suspended_say_so(results: list[dict[str, Any]]) -> None:
     for found in results:
-        said = found["suspended"][call]
-        assert said.startswith(f"{call} while the balancer is suspended: ") and "\n" not in said
-        assert "balancer.resume()" in said
+        for call in (
+            "rebalance()",
+            "load_state_dict()",
+            "logical_order()",
+            "a forward in training",
+            "optimizer.step()",
+        ):
+            said = found["suspended"][call]
+            assert said.startswith(f"{call} while the balancer is suspended: ") and "\n" not in said
+            assert "balancer.resume()" in said
 
 
 def test_what_moves_nothing_works_while_suspended(results: list[dict[str, Any]]) -> None:

@@ -14,7 +14,6 @@ from support.shuffle import plan_by
 
 import eplb_runtime as eplb
 from eplb_runtime.distributed.ranks import Ranks
-from eplb_runtime.load.series import encode
 
 INTERVAL, SAVED_AT, STEPS = 4, 10, 13
 
@@ -62,43 +61,3 @@ def test_a_forecast_after_a_resume_is_what_it_would_have_been() -> None:
     del without["load"]
     (_, forgotten), _ = run_ranks(2, train, SAVED_AT + 1, json.dumps(without), 2)
     assert forgotten != resumed, "control: without the saved load the forecast is another"
-
-
-def keep_record(rank: int) -> list[object]:
-    model = make_model("olmoe")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(interval=INTERVAL, dense_gradients="allreduce"))
-    decisions = balancer._rebalancer.decisions
-    first = balancer.state_dict()
-    rows = [[0.5, 0.1, 2, 0.9]]
-    balancer.load_state_dict({**first, "track_record": rows})
-    trusted = decisions._track_record.trust
-    saved = balancer.state_dict()["track_record"]
-    balancer.load_state_dict({**first, "track_record": "broken"})
-    after_broken = decisions._track_record.trust
-    balancer.load_state_dict({name: first[name] for name in ("step", "placement", "load")})
-    balancer.close()
-    return [first["track_record"], saved, trusted < 0.5, after_broken == trusted, decisions._track_record.trust]
-
-
-def test_trust_in_predictions_is_saved_and_restored() -> None:
-    """A state of an earlier version, without it, loads as before."""
-    assert run_ranks(2, keep_record) == [[[], [[0.5, 0.1, 2, 0.9]], True, True, 1.0]] * 2
-
-
-def refuse(rank: int) -> list[bool]:
-    model = make_model("olmoe", experts=6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(interval=INTERVAL, dense_gradients="allreduce"))
-    good = encode(np.ones((2, 2, 6), dtype=np.int64))
-    taken = []
-    for history in ({**good, "shape": [3, 2, 6]}, {**good, "shape": [2, 2, 7]}, {**good, "data": "no"}, {}, [], good):
-        load = {"steps_per_bucket": 1, "history": history}
-        balancer.load_state_dict({**balancer.state_dict(), "load": load})
-        taken.append(len(balancer._rebalancer.decisions.history) == 2)
-    balancer.close()
-    return taken
-
-
-def test_a_saved_load_that_is_broken_is_left_out() -> None:
-    assert run_ranks(2, refuse) == [[False] * 5 + [True]] * 2

@@ -49,29 +49,24 @@ ROWS = {
     "interleaved stages": Row("qwen3", 2, INTERLEAVED, validates=True),
     "cp 2, ep 2": Row("qwen3", 2, CONTEXT, ranks=2),
     "dp 2 x cp 2, ep 4": Row("qwen3", 4, CONTEXT),
-    "tp 2 x cp 2": Row("qwen3", 2, {**CONTEXT, **TENSOR}),
-    "dp 2 x cp 2, sinks and windows": Row("gpt_oss", 2, CONTEXT),
     "pp 2 x cp 2": Row("deepseek_v3", 2, {**CONTEXT, **STAGES}),
     "deepep": Row("qwen3", 4, backend="deepep", checkpointing="SelectiveAC", validates=True),
-    "deepep, tp 2": Row("deepseek_v3", 2, TENSOR, backend="deepep"),
     "minimal_async_ep": Row("qwen3", 4, backend="minimal_async_ep", top_k=3, checkpointing="FullAC"),
     "hybridep": Row("deepseek_v3", 2, backend="hybridep", saves=True),
     "hybridep without waits": Row("gpt_oss", 4, backend="hybridep", capacity=1.0, multiple=16),
-    "hybridep, cp 2": Row("qwen3", 4, CONTEXT, backend="hybridep"),
     "hybridep, pp 2": Row("qwen3", 2, INTERLEAVED, backend="hybridep"),
     # in float64, against torchtitan alone
     "deepep, three experts a token": Row("qwen3", 4, backend="deepep", top_k=3, close=1e-10),
     "hybridep, three experts a token": Row("qwen3", 2, backend="hybridep", top_k=3, close=1e-10),
     "moved, two replicas of the model": Row("qwen3", 2, REPLICATED, close=1e-10),
     "copies, ep 4": Row("qwen3", 4, replica_slots=1, validates=True, close=1e-10),
-    "copies, ep 4, selective recompute": Row("gpt_oss", 4, replica_slots=1, checkpointing="SelectiveAC", close=1e-10),
     "copies in two slots, full recompute": Row("gpt_oss", 2, replica_slots=2, checkpointing="FullAC", close=1e-10),
     "copies, accumulated": Row("qwen3", 2, replica_slots=1, micro_batches=2, close=1e-10, saves=True),
     "copies, expert bias": Row("deepseek_v3", 2, replica_slots=1, close=1e-10),
     "copies, two replicas of the model": Row("gpt_oss", 2, REPLICATED, replica_slots=1, close=1e-10),
     "copies, cp 2": Row("qwen3", 2, CONTEXT, ranks=2, replica_slots=1, close=1e-10),
 }
-SHORT = ("tp 2, ep 2 x efsdp 2",)
+SHORT = ("tp 2, ep 2 x efsdp 2", "deepep")
 
 
 def of_rows(rank: int, names: tuple[str, ...], folder: str) -> dict[str, dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import shutil
@@ -247,41 +246,8 @@ def around(rank: int, folder: Path) -> dict[str, Any]:
         best.predict(Texts(2, seed=1))
     except RuntimeError as error:
         found["too few"] = str(error)
-    found["accelerated"] = [accelerated(ours) for ours in (False, True)]
     found["mistakes"] = mistakes(rank, folder)
     return found
-
-
-def accelerated(ours: bool) -> list[float]:
-    """A loop on Accelerate as its documentation has it; with us, and copies."""
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = make_model("olmoe")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = torch.utils.data.DataLoader(Texts(32), batch_size=2)
-    balancer = None
-    if ours:
-        balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(replica_slots=1, policy="static"))
-    placement = [not ours, not ours, True]
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader, device_placement=placement)
-    model.train()
-    losses = []
-    for batch in loader:
-        deferred = balancer.no_sync() if balancer and not accelerator.sync_gradients else contextlib.nullcontext()
-        with accelerator.accumulate(model), deferred:
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                norm = balancer.clip_grad_norm_(0.3) if balancer else None
-                norm = norm if norm is not None else accelerator.clip_grad_norm_(model.parameters(), 0.3)
-                losses.append(norm.item())
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    if balancer:
-        balancer.close()
-    return losses
 
 
 class ClipsAlone(eplb.BalancedTrainer):
@@ -347,12 +313,6 @@ def test_ranks_with_unequally_many_batches_evaluate_in_step(others: list[dict[st
         assert found["predictions"].shape == (5, 12, VOCABULARY)
         np.testing.assert_array_equal(found["unequal"], found["predictions"])
         assert "rank 1 has no batch to evaluate" in found["too few"]
-
-
-def test_a_loop_on_accelerate_alone(others: list[dict[str, Any]]) -> None:
-    for found in others:
-        plain, ours = found["accelerated"]
-        assert len(ours) == 12 and ours == pytest.approx(plain, abs=2e-5)
 
 
 def test_mistakes_are_noticed_on_every_rank(others: list[dict[str, Any]]) -> None:

@@ -1,30 +1,52 @@
-"""Every transport keeps the contract that the engine relies on; see `transport_contract` for the cases."""
+"""Every transport keeps the contract that the engine relies on (`transport_contract` has the cases), those of GPUs by
+doubles of their libraries, which are themselves in `tests/gpu`; ``"auto"`` is one choice for all ranks."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import symmetric_memory_double
 import torch
 import torch.distributed as dist
+from nvshmem_double import Double
 from ranks import run_ranks
-from transport_contract import CASES, RANKS, Case, hear, run_cases, soon, tell
+from transport_contract import (
+    CASES,
+    RANKS,
+    Case,
+    exchange_with_all,
+    hear,
+    large_messages,
+    many_small_messages,
+    others,
+    run_cases,
+    soon,
+    tell,
+)
 
 from eplb_runtime.config import TRANSPORTS as NAMES
-from eplb_runtime.distributed.transports import TRANSPORTS
-from eplb_runtime.distributed.transports.automatic import why_not
+from eplb_runtime.distributed import node_memory
+from eplb_runtime.distributed.node import node_of_this_rank
+from eplb_runtime.distributed.transports import TRANSPORTS, nixl, nvshmem, windows
+from eplb_runtime.distributed.transports.automatic import TransportChoice, choose, choose_together, why_rather_not
 from eplb_runtime.distributed.transports.base import Message, TransportError
+from eplb_runtime.distributed.transports.cuda_ipc import CudaIpc
+from eplb_runtime.distributed.transports.deepep import DeepEP
+from eplb_runtime.distributed.transports.nvshmem import Nvshmem
 
-HERE = [name for name in TRANSPORTS if not why_not(name, torch.device("cpu"))]
+CPU = torch.device("cpu")
+HERE = ["torch", "auto", *(["nixl"] if not nixl.why_not() else [])]
 """Those that carry on a CPU and whose packages are there."""
-
-
-def on_cpu(rank: int) -> torch.device:
-    return torch.device("cpu")
+DOUBLES = ("cuda_ipc", "nvshmem")
 
 
 def believe_in_two_nodes(rank: int, name: str) -> None:
@@ -33,29 +55,90 @@ def believe_in_two_nodes(rank: int, name: str) -> None:
         os.environ["GROUP_RANK"] = str(rank // 2)
 
 
-def run_chosen_cases(rank: int, name: str, chosen: set[str]) -> dict:
+def run_chosen_cases(rank: int, name: str, chosen: set[str], folder: Path) -> dict[str, Any]:
     believe_in_two_nodes(rank, name)
-    return run_cases(rank, name, "gloo", on_cpu, [case for case in CASES if case.__name__ in chosen])
+    cases, double = [case for case in CASES if case.__name__ in chosen], Double(folder)
+    if name in DOUBLES:
+        windows.MOST_PIECE_BYTES = 64 << 10  # a message of a megabyte goes in many pieces
+        made = {"cuda_ipc": partial(CudaIpc, package=symmetric_memory_double)}
+        made["nvshmem"] = partial(Nvshmem, package=double.library())
+        TRANSPORTS[name] = made[name]
+        cases = [case for case in cases if case not in (large_messages, many_small_messages)]
+    said: dict[str, Any] = run_cases(rank, name, "gloo", lambda rank: CPU, cases)
+    if name == "cuda_ipc":
+        node_memory.node_of_this_rank = lambda: f"{node_of_this_rank()} {rank}"
+        transport = TRANSPORTS[name](dist.group.WORLD, "gloo", CPU, 30.0)
+        with pytest.raises(TransportError) as refused:
+            transport.warm_up(soon())
+        said["other nodes"] = str(refused.value)
+    if name == "nvshmem":
+        said["calls"] = [*double.calls]
+        said["closed before it was looked at"] = closed_before_it_was_looked_at(rank)
+    return said
 
 
-@pytest.fixture(scope="module", params=HERE)
+@pytest.fixture(scope="module", params=[*HERE, *DOUBLES])
 def transport_name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def said(request: pytest.FixtureRequest, transport_name: str) -> list[dict]:
+def said(
+    request: pytest.FixtureRequest, transport_name: str, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     """What each rank found in each of the cases that were asked for (``pytest -k``)."""
     params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    return run_ranks(
-        RANKS, run_chosen_cases, transport_name, {one["case"].__name__ for one in params if one.get("case") in CASES}
-    )
+    chosen = {one["case"].__name__ for one in params if one.get("case") in CASES}
+    return run_ranks(RANKS, run_chosen_cases, transport_name, chosen, tmp_path_factory.mktemp("heaps"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_contract(said: list[dict], case: Case) -> None:
-    wrong = "".join(of_rank[case.__name__] for of_rank in said)
+def test_contract(said: list[dict[str, Any]], transport_name: str, case: Case) -> None:
+    wrong = "".join(of_rank.get(case.__name__, "") for of_rank in said)
     assert not wrong, wrong
+
+
+@pytest.mark.parametrize("transport_name", ["cuda_ipc"], indirect=True)
+def test_ranks_of_several_nodes_are_refused(said: list[dict[str, Any]], transport_name: str) -> None:
+    assert all("cannot be opened" in one["other nodes"] and "different ones" in one["other nodes"] for one in said)
+
+
+@pytest.mark.parametrize("transport_name", ["nvshmem"], indirect=True)
+def test_what_a_rank_wrote_before_it_closed_is_here_and_notes_follow_their_pieces(
+    said: list[dict[str, Any]], transport_name: str
+) -> None:
+    """Of two writes in a row, one is a note: between a piece and its note everything is waited for."""
+    for of_rank in said[1:]:
+        assert of_rank["closed before it was looked at"] == ["here", "EP rank 0 has given up"]
+    for calls in (of_rank["calls"] for of_rank in said):
+        pieces = [index for index, call in enumerate(calls) if call == "quiet"]
+        assert pieces and all(calls[index - 1] == "put" and calls[index + 1] == "put" for index in pieces)
+
+
+def closed_before_it_was_looked_at(rank: int) -> list[str]:
+    """Rank 0 sends to the others and closes, while their threads stand still; then of two messages only one is sent."""
+    said = []
+    for messages in (1, 2):
+        transport = TRANSPORTS["nvshmem"](dist.group.WORLD, "gloo", CPU, 30.0)
+        transport.warm_up(soon())
+        arrived = [torch.empty(1000, dtype=torch.uint8) for _ in range(messages)]
+        if rank == 0:
+            mine = torch.arange(1000).to(torch.uint8)
+            transport.post([Message(peer, mine) for peer in others(rank)], []).wait(soon())
+            transport.close()
+            tell(f"closed {messages}")
+        else:
+            with transport._state:
+                pending = transport.post([], [Message(0, into) for into in arrived])
+                hear(f"closed {messages}")
+            try:
+                pending.wait(soon())
+                said.append("here" if torch.equal(arrived[0], torch.arange(1000).to(torch.uint8)) else "wrong")
+            except TransportError as error:
+                said.append(str(error))
+            transport.close()
+        dist.barrier()
+    return said
 
 
 def test_the_config_offers_the_transports_that_there_are() -> None:
@@ -66,7 +149,7 @@ def wait_for_a_rank_that_dies(rank: int, name: str) -> str:
     believe_in_two_nodes(rank, name)
     dist.barrier()  # who is left waits for who is gone at the end: that has to fail at once
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
-    transport = TRANSPORTS[name](group, "gloo", torch.device("cpu"), 60.0)
+    transport = TRANSPORTS[name](group, "gloo", CPU, 60.0)
     transport.warm_up(soon())
     if rank == 2:
         hear("posted 0")
@@ -81,8 +164,9 @@ def wait_for_a_rank_that_dies(rank: int, name: str) -> str:
     return ""
 
 
-def test_a_peer_that_dies_is_an_error_and_not_a_missed_deadline(transport_name: str) -> None:
-    results = run_ranks(RANKS, wait_for_a_rank_that_dies, transport_name, expect_exit=(0, 1, 2))
+@pytest.mark.parametrize("name", HERE)
+def test_a_peer_that_dies_is_an_error_and_not_a_missed_deadline(name: str) -> None:
+    results = run_ranks(RANKS, wait_for_a_rank_that_dies, name, expect_exit=(0, 1, 2))
     for error in results[:2]:
         assert error and "in time" not in error
 
@@ -90,7 +174,7 @@ def test_a_peer_that_dies_is_an_error_and_not_a_missed_deadline(transport_name: 
 def give_up_a_rank_that_stands_still(rank: int, name: str) -> dict[str, object]:
     """Rank 1 has posted what it sends and is stopped, longer than rank 0's deadline."""
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
-    transport = TRANSPORTS[name](group, "gloo", torch.device("cpu"), 60.0)
+    transport = TRANSPORTS[name](group, "gloo", CPU, 60.0)
     transport.warm_up(soon())
     store = dist.distributed_c10d._get_default_store()
     said: dict[str, object] = {}
@@ -131,3 +215,86 @@ def test_a_peer_that_stands_still_is_given_up_and_writes_nothing_later(one_sided
     assert waited["seconds"] < 5.0
     assert ("error" in waited) != waited["arrived"], "either all of it is there, or an error says that it is not"
     assert "error" not in waited or "in time" in str(waited["error"])
+
+
+def test_a_model_on_a_cpu_is_refused() -> None:
+    assert "not on cpu" in why_rather_not(CPU)["cuda_ipc"]
+    for transport in (Nvshmem, DeepEP):
+        with pytest.raises(TransportError, match=r"between GPUs, (not|and this model is) on cpu"):
+            transport(SimpleNamespace(rank=lambda: 0, size=lambda: 1), "gloo", CPU, 1.0).warm_up(0.0)  # type: ignore[arg-type]
+
+
+def test_a_missing_package_is_one_line_that_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_there(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(nvshmem, "import_module", not_there)
+    with pytest.raises(TransportError, match=r"nvshmem4py .*: pip install 'eplb-runtime\[nvshmem-cu12\]'") as said:
+        nvshmem.load()
+    assert "\n" not in str(said.value)
+
+
+# -- "auto" ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nodes", "lacking", "name", "why"),
+    [
+        ("aaaa", {}, "cuda_ipc", "one node"),
+        ("aabb", {}, "nixl", "several nodes"),
+        ("aaaa", {"cuda_ipc": {2: "a CPU"}}, "torch", "one node; no cuda_ipc: rank 2: a CPU"),
+        ("aabb", {"nixl": {1: "no RDMA"}}, "torch", "several nodes; no nixl: rank 1: no RDMA"),
+    ],
+)
+def test_the_choice(nodes: str, lacking: dict[str, dict[int, str]], name: str, why: str) -> None:
+    said = [{each: lacking.get(each, {}).get(rank, "") for each in ("cuda_ipc", "nixl")} for rank in range(4)]
+    assert choose(nodes, said) == TransportChoice(name, why)
+
+
+def test_what_ucx_may_use_is_not_told_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may read it at that moment. The user's own choice stands."""
+    told: list[tuple[str, dict[str, str]]] = []
+
+    def agent(*_: object) -> SimpleNamespace:
+        assert os.environ.get("UCX_TLS") == before
+        return SimpleNamespace(create_backend=lambda *of: told.append(of))
+
+    api = SimpleNamespace(logger=logging.getLogger("a test's"), nixl_agent=agent, nixl_agent_config=dict)
+    monkeypatch.setattr(nixl.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(nixl.importlib, "import_module", lambda name: api)
+    for before in (None, "tcp"):
+        monkeypatch.delenv("UCX_TLS", raising=False) if before is None else monkeypatch.setenv("UCX_TLS", before)
+        nixl.new_agent("a name")
+    assert told == [("UCX", {"engine_config": "TLS=^sm"}), ("UCX", {})]
+
+
+def in_three_places(rank: int) -> list[tuple[str, TransportChoice]]:
+    """One node; two nodes that are believed to have RDMA, where UCX takes TCP; the same, and rank 2 fails."""
+
+    def refuse(*_: object) -> None:
+        raise TransportError("the first bytes did not arrive")
+
+    seen = []
+    for node, devices, broken in ((0, [], False), (rank // 2, ["mlx5_0"], False), (rank // 2, ["mlx5_0"], True)):
+        os.environ["GROUP_RANK"] = str(node)
+        nixl.rdma_devices = lambda devices=devices: devices
+        if broken:
+            windows.try_out = refuse if rank == 2 else lambda *_: None
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+        transport, choice = choose_together(group, "gloo", CPU, 60.0)
+        transport.warm_up(soon())
+        exchange_with_all(rank, transport, range(3), [100, 0, 2 << 20])
+        seen.append((type(transport).__name__, choice))
+        transport.close()
+    return seen
+
+
+def test_all_ranks_choose_alike_and_fall_back_together() -> None:
+    if nixl.why_not():
+        pytest.skip(nixl.why_not())
+    results = run_ranks(3, in_three_places)
+    assert results[0] == results[1] == results[2]
+    (one, chosen), (two, over_nixl), (back, at_last) = results[0]
+    assert (one, two, back) == ("TorchPointToPoint", "Nixl", "TorchPointToPoint")
+    assert chosen.name == "torch" and over_nixl.name == "nixl"
+    assert at_last.name == "torch" and "nixl failed: the first bytes did not arrive" in at_last.why

@@ -14,7 +14,7 @@ import torch
 from examples import load_example
 from ranks import run_ranks
 from support.seen import digests
-from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
+from support.shuffle import plan_by, plan_shuffle
 
 import eplb_runtime as eplb
 
@@ -68,8 +68,8 @@ def evenness(completions: list[str], **_: Any) -> list[float]:
     return [sum(number % 2 == 0 for number in found) / max(1, len(found)) for found in numbers]
 
 
-def trainer_of(kind: str, folder: Path, config: eplb.BalancerConfig, moves: str) -> Any:
-    """A trainer of TRL's behind ours; every home moves at each decision if it ``moves`` by "shuffle"."""
+def trainer_of(kind: str, folder: Path, config: eplb.BalancerConfig) -> Any:
+    """A trainer of TRL's behind ours; every home moves at each decision."""
     import transformers
 
     from eplb_runtime.hosts.trainer import BalancedTrainerMixin
@@ -80,9 +80,7 @@ def trainer_of(kind: str, folder: Path, config: eplb.BalancerConfig, moves: str)
         def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
             optimizer = super().create_optimizer(*arguments)
             if self.balancer.config.policy != "static":
-                wait_until_compiled(self.balancer)
-                if moves == "shuffle":
-                    plan_by(self.balancer, plan_shuffle)
+                plan_by(self.balancer, plan_shuffle)
             return optimizer
 
     model, _ = load_example("rollouts").make()
@@ -115,10 +113,10 @@ def trainer_of(kind: str, folder: Path, config: eplb.BalancerConfig, moves: str)
     return BalancedGRPOTrainer(args=settings, train_dataset=prompts, reward_funcs=evenness, **shared)
 
 
-def run(kind: str, folder: Path, policy: str, moves: str = "") -> dict[str, Any]:
+def run(kind: str, folder: Path, policy: str) -> dict[str, Any]:
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
     config = eplb.BalancerConfig(policy=policy, interval=1, gate="always", migration=eplb.MigrationConfig(lag=0))
-    trainer = trainer_of(kind, folder, config, moves)
+    trainer = trainer_of(kind, folder, config)
     trainer.train()
     balancer = trainer.balancer
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -137,7 +135,6 @@ def everything(rank: int, folder: Path) -> dict[str, Any]:
     return {
         kind: [
             run(kind, folder, "static"),
-            run(kind, folder, "incremental", "shuffle"),
             run(kind, folder, "incremental"),
         ]
         for kind in ("sft", "grpo")

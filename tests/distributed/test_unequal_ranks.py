@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
@@ -138,25 +136,6 @@ def test_ranks_that_part_in_any_step_are_told_at_once_and_on_all() -> None:
             error, _ = result[f"evaluate_on_one_rank, {steps}"]
             assert error.startswith("OutOfStepError: ranks run different forwards at once: rank ")
             assert result[f"early_exit_everywhere, {steps}"] == ("", [])
-
-
-def waits_as_the_host_says(rank: int) -> tuple[set[float], bool]:
-    """The groups that the balancer's steps wait on have the timeout of the host's own."""
-    own = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-    own.options._timeout = timedelta(seconds=20)
-    job = Job(rank, 1, timeout_seconds=30)
-    groups = job.balancer._runtime.groups
-    waits = {
-        group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        for group in (groups.everyone, groups.dispatch, groups.counts, groups.data)
-    }
-    control = groups.control._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    job.balancer.close()
-    return waits, control == 30
-
-
-def test_waits_in_a_step_end_with_the_hosts_timeout() -> None:
-    assert run_ranks(2, waits_as_the_host_says) == [({20.0}, True)] * 2
 
 
 def rebalance_alone(rank: int) -> tuple[str, list[float], bool]:

@@ -75,18 +75,6 @@ def write_on_one_rank_in_step_4() -> None:
     eplb.Balancer._before_optimizer = before
 
 
-def keep_a_buffer_by_rank() -> None:
-    plain = make_model
-
-    def made(*args, **settings):
-        model = plain(*args, **settings)
-        model.register_buffer("seen", torch.zeros(()))
-        model.register_forward_hook(lambda *_: (model.seen.add_(torch.distributed.get_rank()), None)[1])
-        return model
-
-    globals()["make_model"] = made
-
-
 KEPT: dict[str, torch.Tensor] = {}
 
 
@@ -129,12 +117,11 @@ def on_ranks(world_size: int, *args: object) -> Report:
     return reports[0]
 
 
-@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (4, torch.float32)], ids=str)
-def test_a_right_job_is_found_right(world_size: int, dtype: torch.dtype) -> None:
-    report = on_ranks(world_size, break_nothing, 3, 0, dtype)
+def test_a_right_job_is_found_right() -> None:
+    report = on_ranks(2, break_nothing, 3, 0, torch.bfloat16)
     assert report.passed and report.moved and report.repeats, str(report)
     assert report.single is not None and report.single.equal and report.single.steps > 0
-    assert str(report).startswith(f"right: 3 steps, {world_size} ranks")
+    assert str(report).startswith("right: 3 steps, 2 ranks")
 
 
 def test_replicas_are_right_to_rounding() -> None:
@@ -175,11 +162,6 @@ def test_what_nobody_registered_is_named(damage: Callable[[], None]) -> None:
 def test_ranks_that_share_a_weight_and_differ_are_named_in_any_step() -> None:
     report = on_ranks(2, write_on_one_rank_in_step_4, 5)
     assert report.verdict == "wrong" and report.moved and "on rank 1 differ from rank 0's" in report.reason
-
-
-def test_a_buffer_that_each_rank_writes_by_itself_is_named() -> None:
-    report = on_ranks(2, keep_a_buffer_by_rank)
-    assert report.verdict == "unknown" and "buffer seen is not the same on all ranks" in report.reason
 
 
 @pytest.mark.parametrize(("damage", "steps"), [(move_nothing, 2), (break_nothing, 1)])

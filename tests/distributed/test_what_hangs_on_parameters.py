@@ -47,18 +47,8 @@ def halve(gradient: Tensor) -> Tensor:
     return gradient / 2
 
 
-def halve_in_place(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad.mul_(0.5)
-
-
 def hooked_before(job: Job) -> None:
     job.experts.down_proj.register_hook(halve)
-    job.attach()
-
-
-def hooked_after_accumulation_before(job: Job) -> None:
-    job.experts.down_proj.register_post_accumulate_grad_hook(halve_in_place)
     job.attach()
 
 
@@ -79,13 +69,6 @@ def hooked_with_copies(job: Job) -> None:
     job.step(0)
 
 
-def hooked_after_accumulation_with_copies(job: Job) -> None:
-    job.slots = 1
-    job.attach()
-    job.experts.down_proj.register_post_accumulate_grad_hook(halve_in_place)
-    job.step(0)
-
-
 def state_of_before_a_migration(job: Job) -> None:
     job.attach()
     job.step(0)
@@ -101,13 +84,6 @@ def state_of_the_whole_model(job: Job) -> None:
     whole.step(0)
     job.attach()
     job.optimizer.load_state_dict(whole.optimizer.state_dict())
-
-
-def optimizer_of_two_models(job: Job) -> None:
-    other = Job(job.rank)
-    job.optimizer = other.optimizer = torch.optim.SGD([*job.model.parameters(), *other.model.parameters()], lr=0.1)
-    job.attach()
-    other.attach()
 
 
 def gradient_penalty(job: Job) -> None:
@@ -137,13 +113,10 @@ def registered_after_ddp(job: Job) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Job], None], str]] = {
     "hook": (hooked_before, "layers.1.mlp.experts.down_proj has gradient hooks, and attach puts"),
-    "hook after accumulation": (hooked_after_accumulation_before, "has gradient hooks, and attach puts"),
     "gradients": (with_gradients, "has a gradient from a backward pass before attach"),
     "tied": (tied, "down_proj is the same tensor as model.layers.1.mlp.experts.down_proj: tied"),
     "hook with copies": (hooked_with_copies, "layers.1.mlp.experts.down_proj has gradient hooks, and with replica"),
-    "hook after accumulation with copies": (hooked_after_accumulation_with_copies, "and with replica slots"),
     "an average that DDP broadcasts": (registered_after_ddp, "and call balancer.register before"),
-    "optimizer of two models": (optimizer_of_two_models, "this SGD steps another attached model already"),
     "gradient penalty": (gradient_penalty, "create_graph=True through MoE layers"),
     "step in a backward pass": (step_in_backward, "optimizer.step() inside a backward pass"),
     "state of before a migration": (state_of_before_a_migration, "the optimizer's state dict holds experts ["),

@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 
 from eplb_runtime.cli import main
-from eplb_runtime.cli.arguments import POLICIES as NAMED
 from eplb_runtime.placement import Placement
-from eplb_runtime.planner.policies import POLICIES
 from eplb_runtime.tools.formats.loads import write_load
 
 CLUSTER = ["--ranks", "4", "--ranks-per-node", "2", "--slots-per-rank", "3"]
@@ -114,14 +112,6 @@ def test_simulate_json_has_the_documented_keys(load_file: Path, capsys: pytest.C
         ]
         assert list(policy["balancedness"]) == ["mean", "p5", "min"]
         assert list(policy["imbalance"]) == ["mean", "p95", "max"]
-
-
-def test_help_names_every_policy_and_every_policy_can_be_asked(
-    load_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert set(NAMED) == set(POLICIES)
-    for policy in sorted(POLICIES):
-        assert answer(capsys, "plan", load_file, *CLUSTER, "--policy", policy)["policy"] == policy
 
 
 def test_a_plan_travels_to_an_engine_and_back(

@@ -20,10 +20,10 @@ from eplb_runtime.tools.verification import runs
 TRAINER = ["trainer.py", "--steps", "8", "--output", "{folder}"]
 LOOP = ["transformers_loop.py"]
 PIPELINE = ["pipeline.py", "--steps", "8"]
-MEGATRON = pytest.param(
-    ["megatron_gpt.py", "--steps", "6"],
-    marks=pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"),
-)
+NO_MEGATRON = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+MEGATRON = pytest.param(["megatron_gpt.py", "--steps", "4"], marks=NO_MEGATRON)
+LONG = [pytest.param(TRAINER, marks=pytest.mark.long), pytest.param(LOOP, marks=pytest.mark.long)]
+LONG.append(pytest.param(*MEGATRON.values, marks=[NO_MEGATRON, pytest.mark.long]))
 
 
 @pytest.mark.parametrize(
@@ -33,21 +33,19 @@ MEGATRON = pytest.param(
         ["rollouts.py", "--rounds", "2"],
         TRAINER,
         LOOP,
+        MEGATRON,
     ],
     ids=str,
 )
 def test_an_example_runs_by_itself(command: list[str], tmp_path: Path) -> None:
     name, *options = [part.format(folder=tmp_path) for part in command]
-    done = run_script(FOLDER / name, *options, ranks=2)
+    server = "test_megatron" if name == "megatron_gpt.py" else ""
+    done = run_script(FOLDER / name, *options, ranks=2, server=server)
     assert done.returncode == 0, done.stderr
     assert "rank 0: loss" in done.stdout and "rank 1: loss" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "command",
-    [PIPELINE, MEGATRON, pytest.param(TRAINER, marks=pytest.mark.long), pytest.param(LOOP, marks=pytest.mark.long)],
-    ids=str,
-)
+@pytest.mark.parametrize("command", [PIPELINE, *LONG], ids=str)
 def test_an_example_is_right(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By `verify`, whose runs are forked here from one process that has imported everything."""
     name, *options = [part.format(folder=tmp_path) for part in command]

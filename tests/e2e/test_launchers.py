@@ -80,24 +80,6 @@ def test_images_take_what_there_is_and_run_as_nobody_special() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({}, "NODES"),
-        ({"NODES": "2"}, "NODE_INDEX"),
-        ({"NODES": "2", "NODE_INDEX": "0"}, "HEAD"),
-        ({"NODES": "2", "NODE_INDEX": "2", "HEAD": "host0"}, "hosts are numbered 0 .. 1"),
-        ({"NODES": "2", "NODE_INDEX": "0", "HEAD": "host0", "PYTHON": "false"}, "has no eplb_runtime"),
-    ],
-    ids=["nothing set", "no index", "no head", "index too large", "not installed"],
-)
-def test_the_launcher_says_what_it_needs(settings: dict[str, str], said: str) -> None:
-    done = run("launch/multi_node.sh", ["job.py"], **settings)
-    assert done.returncode != 0
-    assert said in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-
-
 def test_every_host_starts_torchrun_and_host_0_keeps_the_store(python_that_tells: Path) -> None:
     for index in (0, 1):
         done = run(
@@ -178,25 +160,3 @@ def test_the_kubernetes_manifest_agrees_with_itself() -> None:
     assert set(environment) <= {*OURS, "WAIT_SECONDS"}
     for argument in (container["command"][1], container["args"][0]):
         assert (ROOT / argument).is_file()
-
-
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        ("launch/demo.sh", "bash launch/demo.sh"),
-        ("launch/test.sh", "bash launch/test.sh"),
-        ("launch/multi_node.sh", "bash launch/multi_node.sh"),
-        ("launch/slurm.sbatch", "sbatch launch/slurm.sbatch"),
-        ("launch/environment.sh", "Sourced by demo.sh and test.sh"),
-    ],
-)
-def test_help_is_printed_and_nothing_installed(script: str, said: str, tmp_path: Path) -> None:
-    """In a copy of the launchers alone, where an installation would leave a .venv or fail."""
-    launchers = tmp_path / "launch"
-    launchers.mkdir()
-    for file in [*ROOT.glob("launch/*.sh"), ROOT / "launch/slurm.sbatch"]:
-        (launchers / file.name).write_text(file.read_text())
-    done = run(str(tmp_path / script), ["--help"], PATH=os.environ["PATH"])
-    assert done.returncode == 0 and done.stderr == ""
-    assert said in done.stdout and "set -e" not in done.stdout
-    assert [entry.name for entry in tmp_path.iterdir()] == ["launch"]

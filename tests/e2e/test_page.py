@@ -173,18 +173,6 @@ def test_it_fits_a_phone_and_follows_the_dark(browser: Any, job: Job) -> None:
     assert grounds["light"] != grounds["dark"]
 
 
-def test_readers_of_the_screen_hear_what_is_drawn(page: Any, job: Job) -> None:
-    job.decide()
-    page.goto(job.url)
-    look_again(page, job)
-    for drawn in page.query_selector_all("canvas, svg"):
-        assert len(drawn.get_attribute("aria-label")) > 20 and drawn.get_attribute("role") == "img"
-    for field in page.query_selector_all("input"):
-        assert field.evaluate("field => field.labels.length") == 1
-    assert page.evaluate("document.documentElement.lang") == "en"
-    assert len(page.query_selector_all("h1")) == 1 and page.query_selector("main")
-
-
 def test_what_a_record_says_is_never_markup(page: Any, job: Job) -> None:
     job.decide()
     evil = "<img src=x onerror=window.hurt=1>"
@@ -227,33 +215,3 @@ def test_a_report_shows_the_same_without_a_server(page: Any, tmp_path: Path) -> 
     ticks = [text.text_content() for text in page.query_selector_all("#imbalance text[text-anchor=middle]")]
     assert ticks == ["4", "6", "8", "10", "12", "14", "16", "step"], "round numbers"
     assert page.query_selector("#imbalance svg") and page.query_selector("#step-time svg")
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_lines_of_charts_stand_out_from_their_ground(browser: Any, job: Job, scheme: str) -> None:
-    page = browser.new_page(color_scheme=scheme)
-    page.goto(job.url)
-
-    def light(name: str) -> float:
-        """Relative luminance, as of WCAG."""
-        parts = [value / 255 for value in page.evaluate(f"colour('{name}')")]
-        linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in parts]
-        return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
-
-    ground = light("card")
-    for name in ("worst", "start", "accent"):
-        darker, lighter = sorted((light(name), ground))
-        assert (lighter + 0.05) / (darker + 0.05) >= 2.2, name
-    page.close()
-
-
-def test_a_server_that_is_gone_is_told(browser: Any, job: Job) -> None:
-    page = browser.new_page()
-    job.decide()
-    page.goto(job.url)
-    look_again(page, job)
-    job.shown.close()
-    page.evaluate("ask().then(ask)")
-    page.wait_for_selector("#standing >> text=no answer")
-    assert exact(page, "rebalances") == 1  # what was seen stays
-    page.close()

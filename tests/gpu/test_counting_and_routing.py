@@ -41,19 +41,6 @@ def captured(work: object) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def test_counts_are_right_and_padding_does_not_count() -> None:
-    counting = counter()
-    real = torch.arange(TOKENS) % 5 > 0
-    for layer in range(LAYERS):
-        counting.count(layer, choices(layer).to(DEVICE))
-        counting.count(layer, choices(10 + layer).to(DEVICE), real.to(DEVICE))
-    counting.advance()
-    (row,) = HostCopy(counting.take()).wait()
-    for layer in range(LAYERS):
-        counted = torch.cat([choices(layer), choices(10 + layer)[real]]).reshape(-1)
-        assert torch.equal(row[layer], torch.bincount(counted, minlength=EXPERTS))
-
-
 def test_counting_and_closing_a_step_never_wait_for_the_device() -> None:
     counting = counter()
     ids, real = choices(0).to(DEVICE), torch.ones(TOKENS, dtype=torch.bool, device=DEVICE)
@@ -65,19 +52,6 @@ def test_counting_and_closing_a_step_never_wait_for_the_device() -> None:
                 counting.count(layer, ids, real)
             counting.advance()
         HostCopy(counting.take())
-
-
-def test_counting_takes_no_memory() -> None:
-    counting = counter()
-    ids, real = choices(0).to(DEVICE), torch.ones(TOKENS, dtype=torch.bool, device=DEVICE)
-    counting.count(0, ids, real)
-    before, address = torch.cuda.memory_allocated(), counting.counts.data_ptr()
-    for _ in range(20):
-        counting.count(1, ids)
-        counting.count(1, ids, real)
-        counting.advance()
-    assert torch.cuda.memory_allocated() == before
-    assert counting.counts.data_ptr() == address
 
 
 def test_a_captured_graph_goes_on_counting() -> None:
@@ -134,21 +108,6 @@ def with_copies() -> Placement:
 
 def splitter(device: torch.device, rank: int) -> BatchSplitter:
     return BatchSplitter(with_copies(), device, rank, SplitSettings(ranks_per_node=2, least_tokens=64))
-
-
-@pytest.mark.parametrize("tokens", [3, 64, TOKENS], ids=["too few to split", "few", "many"])
-def test_a_batch_on_the_device_is_split_as_one_on_the_cpu(tokens: int) -> None:
-    for rank in range(RANKS):
-        on_cpu, on_device = splitter(torch.device("cpu"), rank), splitter(DEVICE, rank)
-        for layer in range(2):
-            ids = choices(rank, tokens)
-            counts_RE = np.stack([on_cpu.counts(choices(other, tokens))[0].numpy() for other in range(RANKS)])
-            assert np.array_equal(on_device.counts(ids.to(DEVICE))[0].cpu().numpy(), counts_RE[rank])
-            expected, expected_counts = on_cpu.route(layer, ids, counts_RE)
-            found, found_counts = on_device.route(layer, ids.to(DEVICE), counts_RE)
-            assert torch.equal(found.cpu(), expected), f"slots of rank {rank}"
-            for name in ("sent_P", "received_RS"):
-                assert np.array_equal(getattr(found_counts, name), getattr(expected_counts, name)), name
 
 
 def test_splitting_a_batch_never_waits_for_the_device() -> None:

@@ -91,15 +91,3 @@ def beside(layer, dtype: torch.dtype, neighbours: int) -> dict[str, torch.Tensor
     out_MD.backward(gradient)
     found = {"output": out_MD.detach()[first : first + 64], "input gradient": rows_MD.grad[first : first + 64]}
     return found | {f"{name} gradient": w.grad[3] for name, w in zip(layer.parameters, weights, strict=True)}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "batched_mm"])
-def test_an_experts_bits_do_not_depend_on_its_neighbours_rows(implementation: str, dtype: torch.dtype) -> None:
-    """A grouped GEMM may choose its tiles by the average rows of a group: these cross 64 and 128 on the average."""
-    layer = expert_layer(implementation, dtype)
-    alone = beside(layer, dtype, 1)
-    for neighbours in (50, 63, 64, 65, 100, 127, 128, 129, 140, 300):
-        now = beside(layer, dtype, neighbours)
-        differ = [name for name in alone if not torch.equal(alone[name], now[name])]
-        assert not differ, f"beside neighbours of {neighbours} rows: {differ}"

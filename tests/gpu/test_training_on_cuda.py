@@ -15,14 +15,13 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.distributed.process_groups import ProcessGroups, backend_for
-from eplb_runtime.distributed.ranks import Ranks
+from eplb_runtime.distributed.process_groups import backend_for
 from eplb_runtime.distributed.transports.automatic import why_not
-from eplb_runtime.distributed.transports.base import Message, TransportError
+from eplb_runtime.distributed.transports.base import Message
 from eplb_runtime.distributed.transports.torch_p2p import TorchPointToPoint
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
-from eplb_runtime.moe.dispatch.all_to_all import AllToAll, OneRank
-from eplb_runtime.moe.dispatch.base import DispatchContext, Dispatcher
+from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+from eplb_runtime.moe.dispatch.base import DispatchContext
 from eplb_runtime.moe.experts.compute import weigh_gradients
 from eplb_runtime.moe.routing.splitter import RowCounts
 
@@ -35,32 +34,6 @@ def ranks_on_gpu(world_size: int, function: Callable[..., object], *args: object
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------
-
-
-def dispatch_alone(rank: int, kind: type[Dispatcher]) -> None:
-    """All choices of a batch through the dispatcher, against the same experts applied directly."""
-    use(DEVICE)
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(40, 64, generator=generator, dtype=torch.float64).to(DEVICE)
-    slots = torch.randint(0, EXPERTS, (40, 3), generator=generator).to(DEVICE)
-    share = torch.rand(40, 3, generator=generator, dtype=torch.float64).to(DEVICE)
-    experts = torch.randn(EXPERTS, 64, 64, generator=generator, dtype=torch.float64).to(DEVICE)
-    results = []
-    for dispatched in (True, False):
-        inputs = [t.clone().requires_grad_() for t in (hidden, share, experts)]
-        x, weight, matrices = inputs
-        if dispatched:
-            dispatcher = kind(DispatchContext.of(dist.group.WORLD, EXPERTS))
-            arrived = dispatcher.dispatch(x, weight, dispatcher.plan(slots))
-            slot = arrived.counts_S.slot_of_rows(len(arrived.rows_MD))
-            out = torch.einsum("md,mde->me", arrived.rows_MD, matrices[slot])
-            out = dispatcher.combine(weigh_gradients(out, arrived.weights_M), arrived)
-        else:
-            out = (torch.einsum("td,tkde->tke", x, matrices[slots]) * weight.unsqueeze(-1)).sum(1)
-        out.square().sum().backward()
-        results.append([out.detach(), *(t.grad for t in inputs)])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
 
 
 def dispatch_with_known_counts(rank: int) -> None:
@@ -78,11 +51,6 @@ def dispatch_with_known_counts(rank: int) -> None:
         slot_of_rows = arrived.counts_S.slot_of_rows(len(arrived.rows_MD))
         out = weigh_gradients(arrived.rows_MD * slot_of_rows.unsqueeze(1), arrived.weights_M)
         dispatcher.combine(out, arrived).sum().backward()
-
-
-@pytest.mark.parametrize("kind", [AllToAll, OneRank])
-def test_dispatch_at_world_size_1(kind: type[Dispatcher]) -> None:
-    ranks_on_gpu(1, dispatch_alone, kind)
 
 
 def test_dispatch_with_known_counts_never_waits_for_the_device() -> None:
@@ -120,12 +88,6 @@ def different(one: dict, other: dict) -> list[str]:
     assert one["state"].keys() == other["state"].keys()
     found = [name for name in one["state"] if not torch.equal(one["state"][name], other["state"][name])]
     return found + (["losses"] if one["losses"] != other["losses"] else [])
-
-
-def test_an_attached_model_starts_as_the_whole_one() -> None:
-    (attached,) = ranks_on_gpu(1, train_alone, True, (), 2)
-    (whole,) = ranks_on_gpu(1, train_alone, False, (), 2)
-    assert attached["losses"][0] == pytest.approx(whole["losses"][0], rel=1e-4)
 
 
 def test_moving_experts_between_slots_changes_no_bit() -> None:
@@ -200,25 +162,6 @@ def carry(rank: int, sizes: list[int]) -> bool:
     return all(torch.equal(r.data.cpu(), message(1 - rank, s)) for r, s in zip(receives, sizes, strict=True))
 
 
-def wait_in_vain(rank: int) -> tuple[str, bool]:
-    """Rank 1 never sends: what rank 0 is told, and whether both can still use the group that training uses."""
-    device = device_of(rank)
-    use(device)
-    groups = ProcessGroups(Ranks(), [1], device, timeout_seconds=3.0)
-    transport = TorchPointToPoint(groups.migration, groups.backend, device, 3.0)
-    transport.warm_up(time.monotonic() + 30)
-    said = ""
-    if rank == 0:
-        try:
-            transport.post([], [Message(1, transport.empty(1024))]).wait(time.monotonic() + 3)
-        except TransportError as error:
-            said = str(error)
-    dist.barrier(group=dist.new_group([0, 1], backend="gloo"))  # rank 1 waits here meanwhile
-    total = torch.ones(1, device=device)
-    dist.all_reduce(total, group=groups.data)
-    return said, total.item() == 2
-
-
 @cache
 def two_nccl_ranks_refused() -> str:
     """Why NCCL refuses two ranks on the one GPU that there is; empty: it does not. What else it says is a failure."""
@@ -255,16 +198,6 @@ def backend(request: pytest.FixtureRequest) -> str:
     if request.param == NCCL:
         require_two_nccl_ranks()
     return request.param
-
-
-def test_experts_bytes_cross(backend: str) -> None:
-    assert ranks_on_gpu(2, carry, [1, 4096, 3 << 20, 0, 777], backend=backend) == [True, True]
-
-
-def test_a_peer_that_does_not_send_costs_an_error_and_not_the_job(backend: str) -> None:
-    (said, first_whole), (_, second_whole) = ranks_on_gpu(2, wait_in_vain, backend=backend)
-    assert said
-    assert first_whole and second_whole
 
 
 def test_training_is_bit_identical_with_and_without_migration(backend: str) -> None:

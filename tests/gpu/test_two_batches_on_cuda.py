@@ -73,21 +73,6 @@ def test_streams_of_their_own_wait_for_the_callers_and_it_for_them() -> None:
     assert all(run_ranks(1, busy_streams, backend=NCCL, start_method="spawn")[0])
 
 
-def in_autocast(rank: int) -> bool:
-    """Autocast of the device is that of the caller on both."""
-    device = on_gpu(rank)
-    lanes = MicroBatchChannels(MicroBatchChannel(dist.group.WORLD, dist.group.WORLD), device)
-    lanes.open(MicroBatchChannel(dist.new_group([0]), dist.new_group([0])))
-    one = torch.randn(64, 64, device=device)
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        here, beside = lanes.both(lambda: (one @ one).dtype, lambda: (one @ one).dtype)
-    return here == beside == torch.bfloat16
-
-
-def test_autocast_goes_along() -> None:
-    assert run_ranks(1, in_autocast, backend=NCCL, start_method="spawn") == [True]
-
-
 # -- whole models ------------------------------------------------------------------------------------------------------
 
 
@@ -145,18 +130,3 @@ def test_two_batches_at_once_change_no_bit(way: tuple[str, str, int]) -> None:
     skip_without(way[0])
     for wrong, epoch in run_ranks(RANKS, both_ways, way, backend=NCCL, start_method="spawn"):
         assert not wrong and epoch >= 2
-
-
-def refused(rank: int) -> str:
-    device = on_gpu(rank)
-    model = make_model("olmoe", experts=8, layers=1).to(device)
-    balancer = eplb.attach(model, None, config=eplb.BalancerConfig(overlap=True))
-    with pytest.raises(RuntimeError) as error:
-        balancer.at_once(lambda: None, lambda: None)
-    balancer.close()
-    return str(error.value)
-
-
-def test_experts_that_arrive_beside_training_are_refused_in_a_line() -> None:
-    for said in run_ranks(RANKS, refused, backend=NCCL, start_method="spawn"):
-        assert "overlap=False" in said and "\n" not in said

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks import rollouts
 from benchmarks.harness import table
 from benchmarks.planner import suite
 
@@ -92,9 +92,13 @@ def test_the_table_of_next_windows_is_what_the_suite_says(whole: bool) -> None:
     assert not whole or suite.behind(rows) in " ".join(PLANNER.read_text().split())
 
 
-def test_the_picture_of_gain_is_that_of_the_table() -> None:
-    draw = runpy.run_path(str(ROOT / "launch/images/gain.py"))["drawn"]
-    assert (ROOT / "launch/images/gain.svg").read_text() == draw(README.read_text()), "run launch/images/gain.py"
+@pytest.mark.long
+def test_what_declared_loads_are_worth_is_what_is_played(shared_data: Path) -> None:
+    made = rollouts.run([shared_data / "gpt_oss_20b_expert_load_by_domain.npz"])["rollouts"]
+    page = " ".join((ROOT / "eplb_runtime/hosts/REINFORCEMENT_LEARNING.md").read_text().split())
+    shown = [f"{one['policy']} {one['share']:.3f}" for one in made if one["policy"] != "oracle, copies"]
+    moved = [one["moved_gib"] for one in made if one["policy"].startswith("declared")]
+    assert f"{'; '.join(shown)}. Oracle" in page and f"{min(moved):.0f} to {max(moved):.0f} GiB a step" in page
 
 
 def test_the_script_is_the_example() -> None:

@@ -19,16 +19,6 @@ def test_what_tests_take_from_each_other_is_there() -> None:
     assert [one for path in files.values() for one in missing(path.read_text(encoding="utf-8"), files)] == []
 
 
-def test_a_name_that_is_gone_is_noticed() -> None:
-    files = sources()
-    for text, gone in (
-        ("from ranks import run_ranks, run_all", ["ranks.run_all"]),
-        ("import ranks\nranks.run_ranks(2, ranks.everything)", ["ranks.everything"]),
-        ("def late():\n    import moe_models as models\n    return models.nothing()", ["moe_models.nothing"]),
-    ):
-        assert list(missing(text, files)) == gone
-
-
 def test_tests_that_mutants_name_are_there() -> None:
     for fault, (named, _) in MUTANTS.items():
         file, _, test = named.partition("::")

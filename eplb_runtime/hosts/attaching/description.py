@@ -20,7 +20,8 @@ from ...moe.experts.compute import Compute
 from ...moe.experts.optimizer_state import Ranges
 
 if TYPE_CHECKING:
-    from ...checkpoint.weights import PretrainedFolders, Weight
+    from ...checkpoint.restore import PretrainedFolders
+    from ...checkpoint.weights import Weight
 
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ...checkpoint.joint_access import JointAccess
-from ...checkpoint.state import LogicalView
+from ...checkpoint.state import JointAccess, LogicalView
 from ...checkpoint.stream import TensorList, brought
 from ...checkpoint.weights import TensorSpec, as_named
 from ..attaching.description import AttachError, MoELayer, spread_of

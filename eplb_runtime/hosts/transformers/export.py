@@ -16,8 +16,7 @@ import torch
 from huggingface_hub.serialization._base import parse_size_to_int
 
 from ...checkpoint.disk import remove_own, write_tensors
-from ...checkpoint.joint_access import JointAccess
-from ...checkpoint.state import CheckpointError, LogicalView
+from ...checkpoint.state import CheckpointError, JointAccess, LogicalView
 from ...checkpoint.stream import TensorList, brought
 from ...distributed.ranks import Job
 from ...utils.files import write_file

@@ -3,6 +3,6 @@
 from .export import write
 from .naming import stored_names as names
 from .naming import write_config as describe
-from .weights import read
+from .weights import PretrainedFolder as opened
 
-__all__ = ["describe", "names", "read", "write"]
+__all__ = ["describe", "names", "opened", "write"]

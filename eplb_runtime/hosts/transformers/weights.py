@@ -1,4 +1,4 @@
-"""Read a Hugging Face folder into an attached model: each rank its own experts and no others.
+"""Hugging Face folders, open for reading into an attached model: each rank its own experts and no others.
 
 Names are the library's business: checkpoints that name each expert (``mlp.experts.3.gate_proj.weight``) or that differ
 otherwise go through its own conversion mapping, with this rank's experts in the place of all.
@@ -7,8 +7,7 @@ otherwise go through its own conversion mapping, with this rank's experts in the
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +25,9 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ...checkpoint.state import CheckpointError, Entry, LogicalView
-from ...moe.experts.slices import columns, is_sliced, local
+from ...checkpoint.restore import Saved
+from ...checkpoint.state import CheckpointError, LogicalView
+from ...checkpoint.weights import TensorSpec
 
 
 @dataclass
@@ -38,48 +38,59 @@ class _Target:
     sources: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
 
 
-@torch.no_grad()
-def read(view: LogicalView, folder: Path) -> None:
-    """Read a folder that ``from_pretrained`` reads (safetensors); weights are cast to the model's dtype.
+class PretrainedFolder(Saved):
+    """A folder that ``from_pretrained`` reads (safetensors); experts are read and converted one at a time."""
 
-    Names and shapes are checked before the first weight is written; experts are read and converted one at a time.
-    """
-    live = {entry.name: entry for entry in view.entries("model")}
-    with ExitStack() as stack:
-        targets = _targets(view.model, _slices(_files(folder), stack), live)
-        loaded: set[int] = set()
-        for name, target in targets.items():
-            experts = None if live[name].layer is None else 0
-            for made, value in _convert(target, name, _sources(view, target, experts, _Described), view.model).items():
+    optimizers = ()
+    balancer = None
+
+    def __init__(self, view: LogicalView, folder: Path) -> None:
+        self.name, self._view = str(folder), view
+        live = {entry.name: entry for entry in view.entries("model")}
+        self._targets = _targets(view.model, _slices(_files(folder)), live)
+        self._target_of: dict[str, tuple[str, str, bool]] = {}
+        self._last: tuple[Any, dict[str, Tensor]] = (None, {})
+        self.tensors: dict[str, TensorSpec] = {}
+        keys_of: dict[int, list[str]] = {}  # tied tensors have several
+        for entry in live.values():
+            keys_of.setdefault(id(entry.tensor), []).append(entry.key)
+        for name in self._targets:
+            spread = live[name].layer is not None
+            for made, value in self._converted(name, 0 if spread else None, _Described).items():
                 if made not in live:
                     raise CheckpointError(f"{folder}: {made} has no place in the model")
-                wanted = _wanted(live[made], experts)
-                if value.shape != wanted:
-                    raise CheckpointError(f"{folder}: {made} has shape {tuple(value.shape)}, not {tuple(wanted)}")
-                loaded.add(id(live[made].tensor))
-        if missing := sorted(name for name, entry in live.items() if id(entry.tensor) not in loaded):
+                shape = (view.num_experts, *value.shape[1:]) if spread else tuple(value.shape)
+                for key in keys_of[id(live[made].tensor)]:
+                    self._target_of[key], self.tensors[key] = (name, made, spread), TensorSpec(shape, value.dtype)
+        if missing := sorted(entry.name for entry in live.values() if entry.key not in self.tensors):
             raise CheckpointError(f"{folder} lacks {missing[0]} ({len(missing)} such weights)")
-        for name, target in targets.items():
-            layer = live[name].layer
-            rows = [(None, None)] if layer is None else list(enumerate(view.experts_here(layer)))
-            for row, expert in rows:
-                for made, value in _convert(target, name, _sources(view, target, expert), view.model).items():
-                    _put(view, live[made], row, value)
-    view.weights_changed()
 
+    def read_block(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
+        """`Saved.read_block`, of one expert at most."""
+        name, made, spread = self._target_of[key]
+        expert = offsets[0] if spread else None
+        if self._last[0] != (name, expert):
+            self._last = (None, {})
+            self._last = (name, expert), self._converted(name, expert)
+        begin = offsets if expert is None else (0, *offsets[1:])
+        value = self._last[1][made]
+        block.copy_(value[tuple(slice(at, at + size) for at, size in zip(begin, block.shape, strict=True))])
 
-def _wanted(entry: Entry, expert: int | None) -> torch.Size:
-    size = entry.tensor.shape
-    return size if expert is None else torch.Size([1, *size[1:]])
-
-
-def _put(view: LogicalView, entry: Entry, row: int | None, value: Tensor) -> None:
-    """Write a whole tensor, or one expert's row ``[1, ...]`` of it, or this rank's slice of either."""
-    if row is not None:
-        local(entry.tensor)[row].copy_(value[0, columns(entry.tensor)] if is_sliced(entry.tensor) else value[0])
-        return
-    for offsets, block in view.blocks_of(entry):
-        block.copy_(value[tuple(slice(at, at + size) for at, size in zip(offsets, block.shape, strict=True))])
+    def _converted(
+        self, name: str, expert: int | None, read: Callable[[Any], Any] = lambda part: part
+    ) -> dict[str, Tensor]:
+        """What the library makes of all sources of a parameter, or of one expert's part ``[1, ...]`` of each."""
+        target, model = self._targets[name], self._view.model
+        transform = deepcopy(target.transform)
+        for pattern, found in target.sources.items():
+            if expert is None:
+                tensors = [read(part)[:] for _, part in found]
+            else:
+                tensors = [_of_expert(self._view, pattern, found, expert, read)]
+            for tensor in tensors:
+                transform.add_tensor(name, name, pattern, tensor)  # type: ignore[arg-type]
+        made = transform.convert(name, model=model, config=model.config)  # type: ignore[attr-defined]
+        return {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
 
 
 def _files(folder: Path) -> list[Path]:
@@ -91,16 +102,16 @@ def _files(folder: Path) -> list[Path]:
     raise CheckpointError(f"{folder} has no model.safetensors and no model.safetensors.index.json")
 
 
-def _slices(files: Iterable[Path], stack: ExitStack) -> Iterator[tuple[str, Any]]:
+def _slices(files: Iterable[Path]) -> list[tuple[str, Any]]:
     """``(key, slice)`` of all files, in natural order, nothing read yet."""
     found: list[tuple[str, Any]] = []
     for file in files:
         try:
-            opened = stack.enter_context(safe_open(file, framework="pt"))
+            opened: Any = safe_open(file, framework="pt")
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from None
         found.extend((key, opened.get_slice(key)) for key in opened.keys())  # noqa: SIM118
-    return iter(sorted(found, key=lambda item: dot_natural_key(item[0])))
+    return sorted(found, key=lambda item: dot_natural_key(item[0]))
 
 
 def _targets(model: nn.Module, slices: Iterable[tuple[str, Any]], live: dict[str, Any]) -> dict[str, _Target]:
@@ -134,16 +145,7 @@ class _Described:
         return self._tensor[index]
 
 
-def _sources(
-    view: LogicalView, target: _Target, expert: int | None, read: Callable[[Any], Any] = lambda part: part
-) -> dict[str, list[Tensor]]:
-    """What a target is made of: all of its sources, or one expert's part of each."""
-    if expert is None:
-        return {pattern: [read(part)[:] for _, part in found] for pattern, found in target.sources.items()}
-    return {pattern: [_expert(view, pattern, found, expert, read)] for pattern, found in target.sources.items()}
-
-
-def _expert(
+def _of_expert(
     view: LogicalView, pattern: str, found: list[tuple[str, Any]], expert: int, read: Callable[[Any], Any]
 ) -> Tensor:
     """One expert's part of a source, which has a tensor for each expert, or one for all with experts as its rows."""
@@ -158,12 +160,3 @@ def _expert(
         f"{key} belongs to experts but is neither one tensor for each of the {view.num_experts} nor one for all with "
         "them in its first dimension: load the model with from_pretrained before attach"
     )
-
-
-def _convert(target: _Target, name: str, parts: dict[str, list[Tensor]], model: nn.Module) -> dict[str, Tensor]:
-    transform = deepcopy(target.transform)
-    for pattern, tensors in parts.items():
-        for tensor in tensors:
-            transform.add_tensor(name, name, pattern, tensor)  # type: ignore[arg-type]
-    made = transform.convert(name, model=model, config=model.config)  # type: ignore[attr-defined]
-    return {key: value[0] if isinstance(value, list) else value for key, value in made.items()}

@@ -55,14 +55,16 @@ def state_of(optimizer: torch.optim.Optimizer | StateOwner, parameter: Tensor) -
 
 
 def state_of_each(
-    optimizer: torch.optim.Optimizer | StateOwner, parameters: Sequence[Tensor]
+    optimizer: torch.optim.Optimizer | StateOwner, parameters: Sequence[Tensor], *, divided: bool = False
 ) -> list[tuple[str, tuple[Tensor, ...]]]:
-    """Return the state of experts that are parameters of their own, one tensor for each, sorted by key."""
+    """Return the state of experts that are parameters of their own, one tensor for each, sorted by key. ``divided``: of
+    an expert of which this rank keeps nothing it is an empty tensor; else all are stepped alike."""
     of_each = [state_of(optimizer, parameter) for parameter in parameters]
-    for state in of_each:
-        if list(state) != list(of_each[0]):
+    kept = [state for state in of_each if state or not divided]
+    for state in kept:
+        if list(state) != list(kept[0]):
             raise OptimizerStateError(
-                f"an optimizer keeps {sorted(map(str, of_each[0]))} for one expert of a layer and "
+                f"an optimizer keeps {sorted(map(str, kept[0]))} for one expert of a layer and "
                 f"{sorted(map(str, state))} for another: step all experts together"
             )
         odd = [key for key, value in state.items() if value is not None and not isinstance(value, Tensor)]
@@ -70,31 +72,9 @@ def state_of_each(
             raise OptimizerStateError(
                 f"an optimizer keeps {odd[0]!r} of each expert as a {type(state[odd[0]]).__name__}: only tensors move"
             )
-    keys = [key for key in sorted(of_each[0], key=str) if isinstance(of_each[0][key], Tensor)]
-    return [(str(key), tuple(state[key] for state in of_each)) for key in keys]
-
-
-def ranges_of_each(optimizer: torch.optim.Optimizer | StateOwner, parameters: Sequence[Tensor]) -> tuple[Ranges, ...]:
-    """For each expert that is a parameter of its own, whose state is where; empty: each rank has all of it."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return ()
-    of_each = tuple(optimizer.ranges_of(parameter) for parameter in parameters)
-    return of_each if any(of_each) else ()
-
-
-def divided_state_of_each(
-    optimizer: torch.optim.Optimizer | StateOwner, parameters: Sequence[Tensor]
-) -> list[tuple[str, tuple[Tensor, ...]]]:
-    """Return this rank's ranges of the state of experts that are parameters of their own: a flat tensor for each, a
-    number, or an empty tensor, sorted by key."""
-    held = [position for position, parameter in enumerate(parameters) if state_of(optimizer, parameter)]
-    found = []
-    for key, of_held in state_of_each(optimizer, [parameters[position] for position in held]) if held else ():
-        of_each = [of_held[0].new_empty(0)] * len(parameters)
-        for position, value in zip(held, of_held, strict=True):
-            of_each[position] = value
-        found.append((key, tuple(of_each)))
-    return found
+    first = kept[0] if kept else {}
+    keys = [key for key in sorted(first, key=str) if isinstance(first[key], Tensor)]
+    return [(str(key), tuple(state[key] if state else first[key].new_empty(0) for state in of_each)) for key in keys]
 
 
 def copies_of_each(

@@ -21,9 +21,7 @@ from .optimizer_state import (
     Ranges,
     StateOwner,
     copies_of_each,
-    divided_state_of_each,
     expert_state,
-    ranges_of_each,
     state_of_each,
 )
 from .slices import has_memory, is_sliced, local
@@ -269,8 +267,12 @@ class ExpertTensors:
     def ranges_of(self, parameters: tuple[Tensor, ...]) -> tuple[Ranges, ...]:
         """For each of a layer's experts that are tensors of their own, which elements each of the ranks steps that hold
         the same; empty: each steps all of them."""
-        of_each = (ranges_of_each(optimizer, parameters) for optimizer in self._optimizers)
-        return next((ranges for ranges in of_each if ranges), ())
+        for optimizer in self._optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                of_each = tuple(map(optimizer.ranges_of, parameters))
+                if any(of_each):
+                    return of_each
+        return ()
 
     def why_freed(self, layer: int) -> str:
         """Name a tensor of a layer that has no memory now, or another size than when it was registered; empty: none."""
@@ -303,37 +305,25 @@ class ExpertTensors:
         return tensors
 
     def _of_separate(self, name: str, rows: tuple[Tensor, ...], kind: Kind) -> list[ExpertTensor]:
-        """All that moves with experts that are tensors of their own."""
+        """All that moves with experts that are tensors of their own, also where their state is divided over the ranks
+        that hold them."""
         if kind != "parameter":
             return [ExpertTensor(name, rows, kind)]
         copies = [copies_of_each(optimizer, rows) for optimizer in self._optimizers]
         own = next((of_each[PARAMETER] for of_each in copies if PARAMETER in of_each), ())
         ranges = self.ranges_of(rows)
-        if ranges:
-            return self._of_divided(name, rows, ranges)
-        tensors = [ExpertTensor(name, rows, kind, own)]
+        tensors = [ExpertTensor(name, rows, kind, own, ranges=ranges)]
         gradients = tuple(row.grad for row in rows if row.grad is not None)
-        if self._move_gradients and gradients:
+        if self._move_gradients and gradients and not ranges:
             if len(gradients) != len(rows):
                 raise RegistryError(f"some experts of {name} have gradients and others have none: they cannot move")
             tensors.append(ExpertTensor(f"{name}/grad", gradients, "gradient"))
         for optimizer, of_each in zip(self._optimizers, copies, strict=True):
             varies = not isinstance(optimizer, torch.optim.Optimizer) and optimizer.varies_in_device
-            tensors += [
-                ExpertTensor(f"{name}/{key}", state, "optimizer_state", of_each.get(key, ()), varies)
-                for key, state in state_of_each(optimizer, rows)
-            ]
-        return tensors
-
-    def _of_divided(self, name: str, rows: tuple[Tensor, ...], ranges: tuple[Ranges, ...]) -> list[ExpertTensor]:
-        """All that moves with experts whose state is divided over the ranks that hold them."""
-        copies = [copies_of_each(optimizer, rows) for optimizer in self._optimizers]
-        own = next((of_each[PARAMETER] for of_each in copies if PARAMETER in of_each), ())
-        tensors = [ExpertTensor(name, rows, "parameter", own, ranges=ranges)]
-        for optimizer, of_each in zip(self._optimizers, copies, strict=True):
-            varies = not isinstance(optimizer, torch.optim.Optimizer) and optimizer.varies_in_device
-            for key, state in divided_state_of_each(optimizer, rows):
-                part: Part = "number" if all(one.ndim == 0 for one in state if one.numel()) else "range"
+            for key, state in state_of_each(optimizer, rows, divided=bool(ranges)):
+                part: Part = "row"
+                if ranges:
+                    part = "number" if all(one.ndim == 0 for one in state if one.numel()) else "range"
                 if part == "range" and not all(one.ndim == 1 for one in state):
                     raise OptimizerStateError(
                         f"an optimizer keeps {key!r} of {name} in shapes {[list(one.shape) for one in state]}: flat "

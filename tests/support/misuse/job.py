@@ -9,16 +9,14 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from optimizers import Muon
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import eplb_runtime as eplb
 
@@ -65,7 +63,7 @@ class Job:
     def __post_init__(self) -> None:
         self.rank = dist.get_rank()
         self.settings = {"interval": 2, "gate": "always", "dense_gradients": "allreduce"}
-        self.make_optimizers = lambda model: [optimizer_of(self.options.optimizer, model.parameters())]
+        self.make_optimizers = lambda model: [torch.optim.AdamW(model.parameters(), lr=3e-3)]
         self.step = lambda: [optimizer.step() for optimizer in self.optimizers]
 
     @property
@@ -139,12 +137,6 @@ class Table:
         return case
 
 
-def in_ddp(job: Job) -> None:
-    """Let DistributedDataParallel average."""
-    job.settings["dense_gradients"] = "host"
-    job.after_attach = lambda: setattr(job, "trained", DistributedDataParallel(job.model))
-
-
 def with_penalty(job: Job, penalty: Callable[[], Any]) -> None:
     """Add something to the loss."""
     plain = job.loss
@@ -161,13 +153,6 @@ def lerp(kept: dict[str, Tensor], job: Job) -> None:
     """Average the parameters into what is kept."""
     for name, parameter in job.model.named_parameters():
         kept[name].lerp_(parameter, 0.1)
-
-
-def optimizer_of(name: str, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """The optimizer that the command line names."""
-    if name == "sgd":
-        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    return torch.optim.AdamW(parameters, lr=3e-3) if name == "adamw" else Muon(parameters)
 
 
 def fork(ranks: int) -> None:
@@ -203,7 +188,6 @@ def main(make: Callable[[argparse.Namespace], Job], cases: Table) -> None:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--optimizer", choices=("sgd", "adamw", "muon"), default="adamw")
     options = parser.parse_args()
     if options.list:
         print(json.dumps({"wrong": {name: case[1:] for name, case in wrong.items()}, "right": list(right)}))

@@ -96,14 +96,6 @@ def test_after_a_late_plan_and_a_death_another_one_plans(ready: PlannerProcess) 
     assert ready.is_ready(300.0) and ready.plan(LOAD, Topology(4), **TERMS).decision == "rebalance"
 
 
-def test_one_that_dies_before_it_is_ready_is_begun_again() -> None:
-    process = PlannerProcess(60.0)
-    send(process, signal.SIGKILL)
-    assert not process.is_ready(300.0)
-    assert process.is_ready(300.0)
-    process.close()
-
-
 def test_closing_ends_a_plan_and_asks_for_no_other_child(ready: PlannerProcess) -> None:
     send(ready, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as thread:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.harness import table
 from benchmarks.planner import loads, suite
 from benchmarks.planner.__main__ import run
 from benchmarks.planner.suite import Family
 from benchmarks.planner.windows import judge
 from benchmarks.rollouts import run as play
-from benchmarks.scale import run as scale
 
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import PlanError
 from eplb_runtime.tools.formats.loads import write_load
 
-ROOT = Path(__file__).parents[3]
 IN_ORDER = """
 import torch
 
@@ -70,15 +65,3 @@ def test_a_step_without_doubt_is_played_as_computed_by_hand(tmp_path: Path) -> N
     assert found["declared"]["moved_homes"] == 1.0, "two at the first of two decisions, none at the second"
     with pytest.raises(PlanError, match="no two steps of 2 micro-batches"):
         play([tmp_path / "load.npz"], ranks_of_job=2, micro_batches=2)
-
-
-def test_a_rebalance_is_measured_part_by_part() -> None:
-    (row,) = scale(1, replica_slots=1, layers=3, sizes=((4, 8),))["scale"]
-    assert row["rounds"] >= 3 and row["slowest_over_bound"] >= 1 and row["pause_seconds"] > 0
-
-
-def test_results_are_printed_as_tables_or_json() -> None:
-    assert table([{"a": 1, "b": 0.123456}, {"a": None}]) == "| a | b |\n| --- | --- |\n| 1 | 0.1235 |\n|  |  |"
-    command = [sys.executable, "-m", "tests.benchmarks.rollouts", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0 and len(json.loads(done.stdout)["rollouts"]) == 7, done.stderr[-2000:]

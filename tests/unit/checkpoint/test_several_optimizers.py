@@ -60,15 +60,6 @@ def test_a_folder_keeps_all_of_them(format: str, tmp_path: Path, caplog: pytest.
     assert fresh_optimizers[0].param_groups[0]["lr"] == 0.1
 
 
-def test_a_state_for_dcp_sees_what_load_state_dict_has_put_in_the_place_of_the_old() -> None:
-    model, (adam, _) = trained(0)
-    state = eplb.checkpoint.LogicalState(model, adam)
-    other = adam.state_dict()
-    other["state"][0]["exp_avg"] = torch.full_like(other["state"][0]["exp_avg"], 5.0)
-    adam.load_state_dict(other)
-    assert bool(state.state_dict()["optimizer"]["state"]["0.weight"]["exp_avg"].eq(5.0).all())
-
-
 def test_what_is_no_optimizer_is_refused_in_one_line() -> None:
     model, optimizers = trained(0, 0)
     with pytest.raises(TypeError, match="optimizer 1 of the list is a Linear"):

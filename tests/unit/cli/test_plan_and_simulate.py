@@ -50,12 +50,6 @@ def test_layers_without_tokens_are_pointed_out_wherever_they_are(
     assert "leaves out" not in capsys.readouterr().err, "nothing would be left"
 
 
-def test_one_window_cannot_be_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_load(tmp_path / "load.npz", np.ones((1, 2, 8)))
-    assert main(["simulate", str(tmp_path / "load.npz"), *CLUSTER, "--every", "1"]) == 2
-    assert "a series of one window has none that comes next" in capsys.readouterr().err
-
-
 def test_a_folder_says_what_is_not_given_and_a_file_does_not(
     load: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,10 +82,3 @@ def test_the_seconds_of_a_plan_are_not_those_of_loading_compiled_code(
     monkeypatch.setattr(planner, "plan", lambda *args, **terms: made.append(own(*args, **terms)) or made[-1])
     assert main(["plan", load, *CLUSTER, "--json"]) == 0
     assert len(made) == 2 and json.loads(capsys.readouterr().out)["seconds"] == made[1].plan_seconds
-
-
-@pytest.mark.parametrize("policies", ["incremental", "incremental,static", "deepseek"])
-def test_no_policy_is_shown_without_static(load: str, capsys: pytest.CaptureFixture[str], policies: str) -> None:
-    assert main(["simulate", load, *CLUSTER, "--every", "2", "--policies", policies, "--json"]) == 0
-    shown = [row["policy"] for row in json.loads(capsys.readouterr().out)["policies"]]
-    assert sorted(shown) == sorted({"static", *policies.split(",")})

@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-
 import pytest
 
-from eplb_runtime.cli import main, printing
-
-
-@pytest.fixture
-def its_logger() -> Iterator[logging.Logger]:
-    logger = logging.getLogger("eplb_runtime")
-    before = logger.level
-    yield logger
-    logger.setLevel(before)
+from eplb_runtime.cli import printing
 
 
 def test_markup_in_a_cell_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,10 +26,7 @@ def test_a_wide_table_is_turned(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f" {123456.789 * n:.4g} " in lines[4 + n] and f"a long number {n}" in lines[4 + n] for n in range(9))
 
 
-@pytest.mark.parametrize(("flags", "level"), [((), 0), (("-v",), logging.INFO), (("-vv",), logging.DEBUG)])
-def test_verbose_says_more(
-    flags: tuple[str, ...], level: int, its_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
-) -> None:
-    its_logger.setLevel(logging.NOTSET)
-    assert main(["bubbles", "--schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--json", *flags]) == 0
-    assert its_logger.level == level
+def test_a_turned_table_that_is_too_wide_comes_in_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    printing.print_table("t", wide(*map(str, range(20))))
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80 and shown.count(f" {123456.789:.4g} ") == 20

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from eplb_runtime.distributed import consensus
 from eplb_runtime.distributed.store import JobStore, StoreError, name_of_job
 from eplb_runtime.utils.worker import Worker
+
+
+def test_a_group_without_a_backend_for_cpus_waits_as_long_as_its_own_backend() -> None:
+    backend = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=7)))
+    group = SimpleNamespace(_get_backend=lambda device: {"cuda": backend}[device.type])
+    assert consensus.timeout_of(group, torch.device("cuda")).total_seconds() == 7  # type: ignore[arg-type]
 
 
 def test_work_that_never_ends_is_not_waited_for_and_what_nobody_waits_for_is_left_out() -> None:
@@ -35,15 +43,6 @@ def test_what_work_returns_and_raises_is_handed_back() -> None:
     assert worker.close(10.0)
     with pytest.raises(RuntimeError, match="closed"):
         worker.submit(lambda: 7)
-
-
-def test_a_worker_that_nobody_has_any_more_leaves_no_thread() -> None:
-    worker = Worker("a test's own")
-    worker.do(lambda: None, 10.0)
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "a test's own"]
-    del worker
-    thread.join(10.0)
-    assert not thread.is_alive()
 
 
 class Stuck:
@@ -86,17 +85,6 @@ def test_the_lives_of_a_job_and_its_attaches_have_names_of_their_own(monkeypatch
     assert len(set(names)) == 6
 
 
-def test_hosts_that_count_lives_differently_find_the_same_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in an elastic job: a launcher that follows the others into a new life does not count it."""
-    for own_store, names in (("False", 1), ("True", 2)):
-        store, said = dist.HashStore(), set()
-        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", own_store)
-        for rank, life in enumerate(("2", "1")):
-            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", life)
-            said.add(name_of_job(store, (0, 1), rank))
-        assert len(said) == names
-
-
 @pytest.mark.parametrize(("what", "patient"), [("attach", True), ("rebalance()", False)])
 def test_a_meeting_over_a_silent_store_ends_and_a_slow_store_is_waited_for(
     what: str, patient: bool, monkeypatch: pytest.MonkeyPatch
@@ -110,12 +98,3 @@ def test_a_meeting_over_a_silent_store_ends_and_a_slow_store_is_waited_for(
         consensus.barrier([0], what, 0.01, patient=patient)
     threading.Timer(0.2, stuck.release.set).start()
     consensus.barrier([0], what, 0.01, patient=patient)  # what timed out may have been counted: it meets all the same
-
-
-def test_a_wait_for_a_word_ends_with_the_word_or_its_time() -> None:
-    store = JobStore(dist.HashStore(), "job", 10.0)
-    assert not store.wait("a key", 0.01)
-    store.compare_set("a key", "a word")
-    assert store.wait("a key", 0.01)
-    store.delete("a key")
-    assert not store.word_of("a key")

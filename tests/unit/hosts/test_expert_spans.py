@@ -90,16 +90,6 @@ def test_a_call_and_its_backward_pass_count_and_nothing_around_them(
     assert clock.take() == (), "undone"
 
 
-def test_without_a_gradient_for_the_hidden_states_the_forward_counts() -> None:
-    clock = FakeClock()
-    experts = Experts(clock)
-    mark_calls(experts, "hidden_states", clock)
-    clock.begin_step()
-    experts(torch.ones(2))
-    clock.end_step()
-    assert [step.time() for step in clock.take()] == [ExpertTime(1.0, 1.0)]
-
-
 def test_evaluation_is_not_measured() -> None:
     clock = FakeClock()
     experts = Experts(clock).eval()

@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 import eplb_runtime as eplb
 from eplb_runtime.hosts import AttachError
+from eplb_runtime.hosts.module import MoE, _UsersCompute
 
 EXPERTS, WIDTH = 4, 16
 ODD = 2
@@ -102,10 +104,26 @@ def test_an_expert_with_another_setting_is_named(kept_as: str) -> None:
     eplb.stack_experts(model_of(*[way(1.0)] * EXPERTS, slope_of=slope_of), LAYERS)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes(dtype: torch.dtype) -> None:
-    assert f"experts.{ODD}" in refusal(odd_one(*WAYS["a dict"]).to(dtype))
-    eplb.stack_experts(model_of(*[1.0] * EXPERTS).to(dtype), LAYERS)
+def test_what_differs_of_stacked_experts_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    eplb.stack_experts(model_of(*[1.0] * EXPERTS), LAYERS)
+    assert caplog.text.count("momentum and decay go on for those without tokens, too") == 1
+
+
+def test_what_a_compute_sorts_it_sorts_stably() -> None:
+    keys, asked = torch.arange(1000) % 3, []
+
+    class Asked(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append((kwargs or {}).get("stable"))
+            return func(*args, **(kwargs or {}))
+
+    def compute(rows: torch.Tensor, *_: object) -> torch.Tensor:
+        return rows[torch.argsort(keys)] + rows[keys.sort(0).indices]
+
+    rows = torch.arange(1000)
+    with Asked():
+        found = _UsersCompute(MoE("experts", "run_experts", compute), ())(rows, (), ())
+    assert torch.equal(found, 2 * rows[keys.argsort(stable=True)]) and asked.count(True) >= 2
 
 
 def test_a_rebound_forward_computes_with_another_experts_weights() -> None:
@@ -153,26 +171,3 @@ def test_dropout_is_tried_in_training_and_draws_nothing() -> None:
         state = torch.get_rng_state(), random.getstate()
         eplb.stack_experts(alike, LAYERS)
         assert torch.equal(state[0], torch.get_rng_state()) and state[1] == random.getstate()
-
-
-class Counting(nn.Module):
-    """Sets attributes while it computes."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(WIDTH, WIDTH))
-        self._number = number
-        self._calls = 0
-
-    def forward(self, rows: Tensor) -> Tensor:
-        self._calls += 1
-        self._seen = rows
-        return rows @ self.weight
-
-
-def test_a_setting_without_effect_is_no_difference_and_no_trace_is_left() -> None:
-    model = nn.Module()
-    model.experts = nn.ModuleList(map(Counting, range(EXPERTS)))
-    experts = list(model.experts)
-    eplb.stack_experts(model, LAYERS)
-    assert all(expert._calls == 0 and not hasattr(expert, "_seen") for expert in experts)

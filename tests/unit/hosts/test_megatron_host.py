@@ -85,12 +85,6 @@ def installed(**own: Any) -> Any:
     return layer
 
 
-def test_a_routers_map_of_another_kind_is_refused() -> None:
-    layer = installed()
-    with pytest.raises(RuntimeError, match=r"bool \[tokens, 4\]"):
-        layer.preprocess(torch.zeros(3, 8), torch.zeros(3, 4), torch.zeros(3, 2, dtype=torch.int64))
-
-
 def test_what_a_newer_megatron_routes_by_besides_reaches_its_router() -> None:
     """It gives the ids of tokens, too, of which layers with hash routing choose experts."""
     from eplb_runtime.hosts.megatron.layer import watch

@@ -89,11 +89,6 @@ def test_what_is_spoiled_is_another_and_finite_and_zero_stays(make: Callable[...
         assert value.spoil([]) == (value.content() != before) == (times == 1)
 
 
-def test_a_tensor_that_cannot_say_its_shape_is_passed_over() -> None:
-    held = torch.nested.nested_tensor([torch.ones(2, 13), torch.ones(3, 13)])
-    assert held.is_nested and found(torch.ones(SHAPE))
-
-
 def test_what_is_a_files_is_never_written(tmp_path: Path) -> None:
     held = np.memmap(tmp_path / "features", np.float32, "w+", shape=SHAPE)
     held[:] = 1

@@ -38,12 +38,6 @@ def test_padding_can_be_counted_inside_inference_mode_and_outside() -> None:
     assert counter.counts.tolist() == [[2, 2, 0, 0]]
 
 
-def test_an_empty_batch_counts_nothing() -> None:
-    counter = LoadCounter(1, 4, interval=4, device=CPU)
-    counter.count(0, torch.empty(0, 2, dtype=torch.int64))
-    assert counter.counts.sum() == 0
-
-
 def test_every_step_is_a_row_and_taking_starts_anew() -> None:
     counter = LoadCounter(1, 2, interval=3, device=CPU)
     for step in range(3):
@@ -65,17 +59,6 @@ def test_long_intervals_add_up_several_steps_a_row() -> None:
     assert len(rows) <= MAX_BUCKETS
     assert rows.sum().item() == 100
     assert rows[0].tolist() == [[counter.steps_per_bucket, 0]]
-
-
-def test_counters_stay_where_they_are() -> None:
-    counter = LoadCounter(1, 2, interval=2, device=CPU)
-    address = counter.counts.data_ptr()
-    for _ in range(5):
-        counter.count(0, torch.tensor([[0]]))
-        counter.advance()
-        counter.take()
-    assert counter.counts.data_ptr() == address
-    assert counter.counts.sum() == 0
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -118,13 +101,3 @@ def test_without_an_interval_all_steps_between_two_takes_are_one_row() -> None:
         assert (counter.buckets, counter.open_steps) == (1, steps)
         assert counter.take().tolist() == [[[steps, 0]]]
     assert counter.buckets == 0 and counter.take().shape == (0, 1, 2)
-
-
-def test_without_an_interval_another_run_is_gone_on_from() -> None:
-    counter = LoadCounter(1, 2, interval=None, device=CPU)
-    counter.resume(torch.tensor([[[5, 1]]]), 9)
-    counter.count(0, torch.tensor([[1]]))
-    counter.advance()
-    assert counter.open_steps == 10 and counter.take().tolist() == [[[5, 2]]]
-    with pytest.raises(ValueError, match="do not fit"):
-        counter.resume(torch.zeros(2, 1, 2, dtype=torch.int64), 2)

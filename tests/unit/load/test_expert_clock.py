@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 
-from eplb_runtime.load.expert_clock import (
-    ASSUMED_SHARE,
-    ExpertClock,
-    ExpertShare,
-    ExpertTime,
-    SampledStep,
-    median_time,
-)
+from eplb_runtime.load.expert_clock import ASSUMED_SHARE, ExpertClock, ExpertShare, ExpertTime, SampledStep, median_time
 
 
 class FakeClock(ExpertClock):
@@ -51,13 +44,6 @@ def test_a_step_adds_up_forwards_and_backwards() -> None:
     assert clock.take() == (), "taken once"
 
 
-def test_nothing_is_recorded_while_it_is_off() -> None:
-    clock = FakeClock()
-    run_layer(clock, 2.0)
-    clock.end_step()
-    assert not clock.on and clock.take() == ()
-
-
 def test_a_backward_pass_that_does_not_end_is_left_out() -> None:
     clock, metadata = FakeClock(), object()
     for ends in (False, True):
@@ -71,21 +57,6 @@ def test_a_backward_pass_that_does_not_end_is_left_out() -> None:
             clock.backward_ends(metadata)
         clock.end_step()
     assert [step.time().expert_seconds for step in clock.take()] == [2.0, 6.0]  # type: ignore[union-attr]
-
-
-def test_a_step_without_layers_says_nothing() -> None:
-    clock = FakeClock()
-    clock.begin_step()
-    clock.now += 1.0
-    clock.end_step()
-    assert clock.take() == ()
-
-
-@pytest.mark.parametrize("spans, seconds", [([(1, 3), (2, 5)], 4), ([(2, 5), (1, 3)], 4), ([(1, 9), (2, 3)], 8)])
-def test_spans_that_overlap_count_once(spans: list[tuple[float, float]], seconds: float) -> None:
-    """Two micro-batches at once."""
-    marks = [(float(begin), float(end)) for begin, end in spans]
-    assert SampledStep(0.0, 10.0, marks).time() == ExpertTime(10.0, seconds)
 
 
 def test_an_odd_step_does_not_count() -> None:

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from eplb_runtime.load import series
 from eplb_runtime.load.series import RecordedJob, SeriesWriter, read_series
 from eplb_runtime.observe import recording as recorder_module
 from eplb_runtime.observe.recording import Recorder
@@ -82,16 +81,6 @@ def test_other_files_are_refused_in_one_line(line: str, said: str, tmp_path: Pat
         read_load(tmp_path)
 
 
-def test_a_line_that_unpacks_to_more_than_it_says_is_refused(tmp_path: Path) -> None:
-    written(tmp_path, windows(0, 1))
-    path = tmp_path / "load" / "000001.jsonl"
-    line = {"steps": 1, **series.encode(np.zeros((1000, LAYERS, EXPERTS), dtype=np.int64))}
-    with open(path, "a") as file:
-        file.write(json.dumps({**line, "shape": [1, LAYERS, EXPERTS]}) + "\n")
-    with pytest.raises(FileError, match="another size than it says"):
-        read_series(tmp_path)
-
-
 def test_a_run_of_another_model_is_not_mixed_in(tmp_path: Path) -> None:
     written(tmp_path, windows(0, 1))
     with pytest.raises(FileError, match="holds the load of 2 layers of 3 experts, not 2 of 4: name another folder"):
@@ -143,14 +132,6 @@ def test_a_disk_that_hangs_makes_nobody_wait(
     assert any("the disk is too slow" in record.getMessage() for record in caplog.records)
 
 
-def test_a_sample_comes_along_unless_something_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    load = read_load("sample")
-    assert load.shape == (60, 4, 64) and (load.sum(axis=2) == 16_384).all()
-    written(tmp_path / "sample", windows(0, 1))
-    assert read_load("sample").shape == (1, LAYERS, EXPERTS)
-
-
 def test_what_is_known_of_the_job_grows_from_line_to_line(tmp_path: Path) -> None:
     writer = SeriesWriter(tmp_path, LAYERS, EXPERTS, RecordedJob(ranks=2, interval=5))
     for seconds, hidden_size in ((9.0, 0), (0.5, 64), (0.25, 64)):
@@ -167,18 +148,3 @@ def test_the_newest_start_with_windows_says_what_the_job_is(tmp_path: Path) -> N
             writer.append(windows(0, count), 1)
         writer.close()
     assert read_series(tmp_path)[2].ranks == 4
-
-
-def test_a_series_that_says_nothing_of_its_job_is_read_all_the_same(tmp_path: Path) -> None:
-    written(tmp_path, windows(0, 1))
-    assert "job" not in (tmp_path / "load" / "000001.jsonl").read_text()
-    assert read_series(tmp_path)[2] == RecordedJob()
-
-
-@pytest.mark.parametrize("said", [[], {"ranks": -1}, {"ranks": "8"}, {"ranks": True}, {"ranks": 1e999}, {"dtype": 3}])
-def test_what_no_job_says_of_itself_is_left_out(tmp_path: Path, said: object) -> None:
-    written(tmp_path, windows(0, 1))
-    path = tmp_path / "load" / "000001.jsonl"
-    header, *rest = path.read_text().splitlines()
-    path.write_text("\n".join([json.dumps({**json.loads(header), "job": said}), *rest]) + "\n")
-    assert read_series(tmp_path)[2] == RecordedJob()

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_runtime.migration.pacing import Pace, StartTimes, next_batch
+from eplb_runtime.migration.pacing import Pace, next_batch
 from eplb_runtime.migration.schedule import Round
 
 MIB = 1 << 20
@@ -75,18 +75,3 @@ def test_after_some_came_too_late_less_travels_at_once() -> None:
     assert [round_.layers for round_ in batch.rounds] == [(1,), (2,), (3,)]
     batch = next_batch(rounds, sizes, {}, pace.slower(), 1 << 40)
     assert pace.slower().us_per_mib == 20 and len(batch.rounds) == 1 and not batch.waited_for
-
-
-def test_a_step_that_took_long_moves_no_deadline_far() -> None:
-    starts = StartTimes(num_layers=3)
-    for _ in range(4):
-        starts.observe(0, 0.010)
-        starts.observe(2, 0.030)
-    assert starts.microseconds() == (10_000, 20_000, 30_000), "a layer that is elsewhere stands between its neighbours"
-    starts.observe(0, 5.0)
-    assert starts.microseconds()[0] == 11_000, "the usual start is still the one to count on"
-    starts.observe(0, 0.008)
-    assert starts.microseconds()[0] == 8_000, "an earlier one counts at once"
-    for _ in range(100):
-        starts.observe(0, 0.100)
-    assert starts.microseconds()[0] == 100_000, "what stays is learnt"

@@ -158,23 +158,6 @@ def test_rounds_of_one_expert_a_rank_keep_the_busiest_rank_busy(experts: int, ra
     assert len(schedule.rounds) == taken // 600
 
 
-def test_the_last_epoch_is_the_targets_where_that_is_further_on() -> None:
-    current, target = random_placement(1, 1, 8, 4, 0), random_placement(2, 1, 8, 4, 0).with_epoch(40)
-    schedule = make_schedule(current, target, [10], 10)
-    epochs, standing = [], current
-    for round_ in schedule.rounds:
-        standing = schedule.after(standing, round_)
-        epochs.append(standing.epoch)
-    assert epochs == [*range(1, len(epochs)), 40]
-
-
-def test_copies_alone_are_one_round_without_transfers() -> None:
-    current = random_placement(1, 2, 8, 4, 2)
-    schedule = make_schedule(current, current.without_replicas(), [10, 10], 100)
-    assert [(len(round_.transfers), round_.finished) for round_ in schedule.rounds] == [(0, (0, 1))]
-    assert replay(schedule).digest() == current.without_replicas().digest()
-
-
 @pytest.mark.parametrize("cut", [cut_into_permutations, cut_into_short_cycles])
 @given(seed=seeds, ranks=st.integers(2, 7), homes=st.integers(1, 6), layers=st.integers(1, 3))
 @settings(suppress_health_check=[HealthCheck.differing_executors])

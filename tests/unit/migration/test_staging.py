@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_runtime.migration.staging import DIRECT_BYTES, chains_of, packed_bytes, runs_of
+from eplb_runtime.migration.exchange import chains_of
+from eplb_runtime.migration.records import DIRECT_BYTES, packed_bytes, runs_of
 from eplb_runtime.moe.experts.record import RecordFormat
 from eplb_runtime.moe.experts.registry import ExpertTensor
 
@@ -79,10 +80,3 @@ def test_rows_that_may_be_elsewhere_on_other_ranks_are_packed_everywhere() -> No
         record_format = RecordFormat.of([ExpertTensor("w/exp_avg", rows, "optimizer_state", varies_in_device=varies)])
         ((_, _, direct),) = runs_of(record_format, torch.device("cpu"))
         assert (direct is None) == varies
-
-
-def test_all_memory_that_holds_a_row_is_written() -> None:
-    rows, twin = (torch.zeros(2, 3), torch.zeros(2, 3)), torch.zeros(6)
-    record_format = RecordFormat.of([ExpertTensor("w", rows, "parameter", copies=((), (twin,)))])
-    record_format.unpack(torch.arange(64, dtype=torch.uint8), 1)
-    assert torch.equal(twin.view(2, 3), rows[1]) and rows[1].any() and not rows[0].any()

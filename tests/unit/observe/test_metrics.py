@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,18 +17,16 @@ from observed import (
     STEP_SECONDS,
     TOPOLOGY,
     decisions,
-    job,
     records,
     start,
 )
 
 from eplb_runtime.events import LoadMeasured, RebalanceCommitted, RebalancePlanned
 from eplb_runtime.load.clock import Progress
-from eplb_runtime.observe import metrics, trackers
-from eplb_runtime.observe.metrics import metrics_of, scalars_of
+from eplb_runtime.observe import metrics
+from eplb_runtime.observe.metrics import metrics_of
 from eplb_runtime.observe.records import Record
 from eplb_runtime.observe.run_state import MOST_DECISIONS, MOST_POINTS, RunState, state_of
-from eplb_runtime.observe.summary import summary_of
 from eplb_runtime.planner.evaluate import predicted_imbalance
 
 ROUNDS = 5
@@ -128,13 +124,6 @@ def test_the_cumulative_overload_is_that_of_the_worst_pipeline_stage() -> None:
     assert value(values(state(found)), "max_cum_overload_factor") < worst - 1e-3
 
 
-def test_a_summary_has_the_names_of_the_field() -> None:
-    balance = summary_of(state())["balance"]
-    assert balance == {name: scalars_of(state(), PROGRESS)[name] for name in balance}
-    assert {"max_vio/mean", "max_vio/max", "balancedness/mean", "max_cum_overload_factor"} <= balance.keys()
-    assert summary_of(state([job()]))["balance"] == {}
-
-
 def test_troubles_and_progress_are_counted() -> None:
     found = values(state())
     assert value(found, "aborts", phase="staged", cause="checksum") == 1
@@ -184,43 +173,3 @@ def test_prometheus_reads_back_what_stands() -> None:
         for sample in family.samples
     }
     assert read == values(of)
-
-
-class Tensorboard:
-    """A double of ``SummaryWriter``, with the signature of its method."""
-
-    def __init__(self) -> None:
-        self.logged: dict[str, float] = {}
-
-    def add_scalar(
-        self, tag: str, scalar_value: float, global_step: int | None = None, walltime: float | None = None,
-        new_style: bool = False, double_precision: bool = False,
-    ) -> None:  # fmt: skip
-        self.logged[tag] = scalar_value
-        self.step = global_step
-
-
-class Wandb:
-    """A double of a run of Weights & Biases."""
-
-    def __init__(self) -> None:
-        self.axes: dict[str, str | None] = {}
-
-    def define_metric(self, name: str, step_metric: str | None = None, hidden: bool | None = None) -> None:
-        self.axes[name] = step_metric
-
-    def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
-        assert step is None  # the user's own
-        self.logged = data
-
-
-def test_trackers_get_numbers_by_name() -> None:
-    scalars = scalars_of(state(), PROGRESS)
-    assert scalars["imbalance/measured/mean"] == state().measured["imbalance"].mean()
-    assert all(math.isfinite(number) for number in scalars.values()) and len(scalars) < 60
-    assert not any("layer_imbalance" in name or "rank_tokens" in name for name in scalars)
-    board, run = Tensorboard(), Wandb()
-    trackers.tensorboard(board)(7, scalars)
-    trackers.wandb(run)(7, scalars)
-    assert board.logged == {f"eplb/{name}": number for name, number in scalars.items()} and board.step == 7
-    assert run.logged == {**board.logged, "eplb/step": 7} and run.axes == {"eplb/step": None, "eplb/*": "eplb/step"}

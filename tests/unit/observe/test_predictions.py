@@ -34,14 +34,6 @@ def test_predictions_that_fail_are_called_so_in_summary_and_page() -> None:
     assert view_of(state)["predictions"] == SAID
 
 
-def test_a_run_without_judged_plans_says_nothing_of_them() -> None:
-    state = state_of(records(2))
-    assert summary_of(state)["predictions"] is None and view_of(state)["predictions"] is None
-    found = {**summary_of(state), "saved_seconds": {"measured": -1.5}}
-    said = summary_text(found, None).splitlines()[1].strip()
-    assert said.startswith("about 1.5 s lost: ") and said.endswith("too few to be sure")
-
-
 def shown(records: list[Record]) -> list[str]:
     """Summary and page."""
     state = state_of(records)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,10 +10,9 @@ import pytest
 from observed import job, records
 
 from eplb_runtime.cli import main
-from eplb_runtime.observe.events_file import NAME, EventWriter
+from eplb_runtime.observe.events_file import EventWriter
 from eplb_runtime.observe.page import report_of, view_of
 from eplb_runtime.observe.run_folder import state_of_run
-from eplb_runtime.observe.run_state import state_of
 
 
 @pytest.fixture
@@ -75,22 +73,3 @@ def test_the_command_writes_it_and_says_what_the_run_came_to(run: Path, capsys: 
     EventWriter(run, job()).close()  # it starts again, and has measured nothing yet
     assert main(["report", str(run), "-o", str(output)]) == 0
     assert " with moves\n" in capsys.readouterr().out
-
-
-def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "other.json").write_text("{}")
-    for source in ("other.json", ".", "nowhere"):
-        assert main(["report", str(tmp_path / source), "-o", str(tmp_path / "x.html")]) == 2
-        said = capsys.readouterr().err
-        assert re.fullmatch(r"eplb-runtime: .*\n", said) and not (tmp_path / "x.html").exists()
-    assert main(["report", str(tmp_path), "-o", str(tmp_path / "x.pdf")]) == 2
-
-
-def test_a_log_that_was_cut_is_shown_as_far_as_it_goes(run: Path) -> None:
-    whole = (run / NAME).read_bytes()
-    lines = whole.count(b"\n")
-    for cut in (2, len(whole) // 2, len(whole) - 3000):
-        (run / NAME).write_bytes(whole[:-cut])
-        assert state_of_run(run).version < lines
-        assert "imbalance" in report_of(run).html
-    assert state_of([]).version == 0

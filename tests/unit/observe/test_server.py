@@ -6,6 +6,7 @@ import http.client
 import json
 import logging
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -52,6 +53,17 @@ def guarded() -> Iterator[PageServer]:
     assert made.server is not None
     yield made.server
     made.close()
+
+
+def test_a_job_that_has_failed_ends_with_its_own_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "eplb_runtime"):
+        shown(None)[0].close()
+        assert caplog.text.count("the balancer's run: ") == 1
+        monkeypatch.setattr(sys, "last_value", RuntimeError("the job's"), raising=False)
+        shown(None)[0].close()
+    assert caplog.text.count("the balancer's run: ") == 1
 
 
 def get(server: PageServer, path: str = "/", method: str = "GET", **headers: str) -> http.client.HTTPResponse:
@@ -130,14 +142,6 @@ def test_requests_that_another_page_has_made_are_refused(server: PageServer, hea
     """Another Host is DNS rebinding."""
     response = get(server, "/state", **headers)
     assert response.status == 403 and b"decisions" not in response.content
-
-
-@pytest.mark.parametrize("host", ["localhost:{}", "127.0.0.1:{}", "[::1]:{}", "192.0.2.7:{}", "LOCALHOST"])
-def test_its_own_names_and_addresses_are_let_in(server: PageServer, host: str) -> None:
-    host = host.format(server.port)
-    assert get(server, "/state", Host=host, Origin=f"http://{host}", Sec_Fetch_Site="same-origin").status == 200
-    link = {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate"}
-    assert get(server, "/", Host=host, **link).status == 200, "a link on another page"
 
 
 @pytest.mark.parametrize(

@@ -130,25 +130,3 @@ def test_a_declared_load_takes_the_place_of_the_forecast() -> None:
     assert made.imbalance_after.mean() < 1.01 < predicted_imbalance(past, made.placement).mean()
     with pytest.raises(PlanError, match="declared"):
         plan(past, Topology(8), slots_per_rank=5, current=current, declared=future[:2])
-
-
-def test_micro_batches_that_are_declared_are_no_doubt_about_each_other() -> None:
-    """As one forecast's scenarios they differ so much that most experts stay."""
-    future = np.random.default_rng(3).lognormal(0, 1, (4, 3, 32))
-    past, current, topology = future[:1].mean(axis=0), Placement.initial(3, 32, 8), Topology(8)
-    made = plan(past, topology, slots_per_rank=4, current=current, declared=future)
-    anew = plan(past, topology, slots_per_rank=4, declared=future)
-    after, best = (predicted_imbalance(future, one.placement).mean() for one in (made, anew))
-    assert after < 1.02 * best
-    cost = CostModel(step_seconds=1.0)
-    foretold = plan(future, topology, slots_per_rank=4, current=current, cost=cost, gate="payoff")
-    assert predicted_imbalance(future, foretold.placement).mean() > 1.05 * best, "control"
-
-
-def test_the_static_policy_never_moves_and_needs_something_to_keep() -> None:
-    load = np.random.default_rng(1).lognormal(0, 1, (3, 32))
-    current = Placement.initial(3, 32, 8, 1)
-    made = plan(load, Topology(8), slots_per_rank=5, current=current, policy="static")
-    assert (made.decision, made.placement) == ("stay", current)
-    with pytest.raises(PlanError, match="current"):
-        plan(load, Topology(8), slots_per_rank=5, policy="static", layout="free")

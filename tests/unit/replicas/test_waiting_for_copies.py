@@ -7,8 +7,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from eplb_runtime.replicas.broadcast_plan import BroadcastPlan
 from eplb_runtime.replicas.row_transport import TransferStage
 from eplb_runtime.replicas.sync import ReplicaSync
@@ -56,17 +54,3 @@ def test_both_of_two_batches_wait_for_copies_that_are_handed_on() -> None:
     sync.wait(0)
     other.join()
     assert seen == ["arrived", "the other goes on"], "and they are posted once"
-
-
-def test_rows_that_could_not_be_handed_on_are_not_posted_a_second_time() -> None:
-    posted: list[str] = []
-
-    def fail() -> None:
-        raise RuntimeError("connection closed")
-
-    sync = made(Rows(lambda: None, lambda: None), Rows(lambda: posted.append("rows"), fail))
-    sync.refresh()
-    with pytest.raises(RuntimeError, match="connection closed"):
-        sync.wait(0)
-    sync.wait(0)
-    assert posted == ["rows"]

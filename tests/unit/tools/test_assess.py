@@ -16,7 +16,7 @@ from eplb_runtime.load.series import RecordedJob, SeriesWriter
 from eplb_runtime.observe.events_file import EventWriter
 from eplb_runtime.observe.run_folder import JobRecord
 from eplb_runtime.tools import assess as room
-from eplb_runtime.tools.assess import MOE_SHARE, Assessment, assess
+from eplb_runtime.tools.assess import Assessment, assess
 from eplb_runtime.tools.formats.loads import read_record
 
 JOB = RecordedJob(
@@ -93,18 +93,6 @@ def test_the_refresh_of_replicas_is_no_gift() -> None:
     assert found.replicas is not None and found.replicas.step_saved < 0 and found.best is found.homes
 
 
-def test_advice_with_which_the_worst_windows_get_worse_names_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a plan with replicas alone: what it saves elsewhere is more."""
-    load, percentile = even(), np.percentile
-    load[:, :, 0] = 2000
-    by_homes = judged(load, given=HOMES).homes
-    assert by_homes is not None
-    monkeypatch.setattr(np, "percentile", lambda of, q: 9.87 if of.mean() < 1.5 else percentile(of, q))
-    found = judged(load)
-    assert found.best is found.replicas
-    assert found.verdict == f"It pays, but the 95th percentile is 9.87x, as it is {by_homes.worst:.2f}x."
-
-
 def test_a_balanced_load_does_not_pay() -> None:
     found = judged(even())
     assert found.pays is False and "It does not pay: the load is balanced" in found.paragraph()
@@ -118,14 +106,6 @@ def test_moves_that_cost_more_than_they_save_do_not_pay(monkeypatch: pytest.Monk
     assert found.advice == "Try a longer interval: --every 8."
     short = judged(skewed(12))
     assert short.advice == "Record 48 steps or more, and try a longer interval: --every 16."
-
-
-def test_a_range_is_shown_where_nobody_says_the_share() -> None:
-    found = judged(skewed(), given=HOMES | {"moe_share": None})
-    assert found.saved is not None and found.figures.shares == (MOE_SHARE, 0.2, 0.6)
-    share, low, high = found.saved
-    assert low == pytest.approx(share / 2) and high == pytest.approx(1.5 * share)
-    assert "a step takes 15 % less (8 to 23 % for 20 to 60 %)" in found.paragraph()
 
 
 def test_a_data_parallel_job_is_compared_where_its_step_is_known() -> None:
@@ -197,12 +177,6 @@ def test_a_record_that_cannot_say_says_what_would_help(
     assert shown["advice"] == found.paragraph() != ""
 
 
-def test_each_rank_keeps_its_tokens_where_other_ranks_are_asked_about() -> None:
-    few, many = (judged(skewed(), given=GIVEN | {"ranks": ranks}) for ranks in (2, 4))
-    assert few.figures.ranks == 2 and few.now is not None and many.now is not None
-    assert few.now.imbalance == pytest.approx(10 / 7) and many.now.imbalance == pytest.approx(16 / 7)
-
-
 def test_a_folder_says_what_was_recorded_of_its_job(tmp_path: Path) -> None:
     writer = SeriesWriter(tmp_path, 2, 8, replace(JOB, step_seconds=0.0, optimizer_bytes=0))
     for seconds in (9.0, 0.5, 0.4):
@@ -250,8 +224,3 @@ def test_a_balanced_run_says_its_links_and_the_imbalance_that_its_steps_were_mea
     assert way is not None
     seconds = way.move_seconds / way.moving / assessed.figures.every
     assert seconds == pytest.approx(STEP_SECONDS / (0.6 + 0.4 * found.job.imbalance / 2.5), rel=1e-3)
-
-
-def test_more_replicas_than_there_are_experts_are_refused_by_their_option() -> None:
-    with pytest.raises(ValueError, match=r"--replica-slots 7: .* give at most 6"):
-        judged(skewed(), given=GIVEN | {"replica_slots": 7})

@@ -29,13 +29,6 @@ def test_bubbles_are_those_of_the_published_formulas(name: str) -> None:
         assert np.ptp(played.busy_R) == 0
 
 
-@pytest.mark.parametrize(("name", "stages", "more"), [("1f1b", 1, 0), ("zb1p", 1, 0), ("dualpipev", 2, 1)])
-def test_memory_is_that_of_the_announcement(name: str, stages: int, more: int) -> None:
-    for ranks in RANKS:
-        summary = follow(table_of(name, ranks, 32), UNIT).summary()
-        assert summary["parameters"] == stages and summary["activations"] == stages * ranks + more
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_micro_batch_passes_every_stage_once_each_way(name: str) -> None:
     for ranks, microbatches in ((2, 8), (4, 16), (6, 24)):

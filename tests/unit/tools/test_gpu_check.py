@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from importlib import util
@@ -40,13 +39,6 @@ def test_a_dry_run_runs_what_a_cpu_can_and_lists_the_rest(check: ModuleType, tmp
     assert len(listed) == len(check.STAGES) - len(on_cpu) > 0
 
 
-def test_a_repeated_call_goes_on_with_what_has_not_run(check: ModuleType, tmp_path: Path) -> None:
-    result, ran = tmp_path / "result.md", tmp_path / "ran"
-    stages = [stage(check, name, f"open({str(ran)!r}, 'a').write({name!r})") for name in "abc"]
-    check.run_call(stages[:2], result, 60)
-    assert set(check.run_call(stages, result, 60).values()) == {"passed"} and ran.read_text() == "abc"
-
-
 def test_what_failed_or_was_cut_is_in_the_status_of_every_call_and_runs_when_asked_again(
     check: ModuleType, tmp_path: Path
 ) -> None:
@@ -75,19 +67,6 @@ def test_a_stage_that_the_end_of_a_call_cuts_runs_again_in_the_next(
     stages = [stage(check, "long", code), stage(check, "late", "pass")]
     assert check.run_call(stages, result, 3.0) == {"long": "unfinished", "late": "not run"}
     assert set(check.run_call(stages, result, 60).values()) == {"passed"}
-
-
-def test_stages_of_training_take_tests_of_one_rank_and_of_two_apart(check: ModuleType) -> None:
-    file = ROOT / "tests" / "gpu" / "test_training_on_cuda.py"
-    tests = [one for one in ast.parse(file.read_text()).body if isinstance(one, ast.FunctionDef)]
-    words = check._ONE_RANK.split(" or ")
-    of_one = {one.name for one in tests if one.name.startswith("test_") and any(word in one.name for word in words)}
-    assert len(of_one) == len(words), "a test was renamed"
-    for one in tests:
-        if one.name in of_one:
-            assert "ranks_on_gpu(1, " in ast.unparse(one) and "ranks_on_gpu(2, " not in ast.unparse(one)
-    commands = [one.command for one in check.STAGES if one.call and str(file.relative_to(ROOT)) in one.command]
-    assert [command[-1] for command in commands] == [check._ONE_RANK, f"not ({check._ONE_RANK})"]
 
 
 def test_each_call_fits_its_limit_and_names_files_that_are_there(check: ModuleType) -> None:

@@ -121,11 +121,3 @@ def test_a_device_or_pipe_is_not_read(tmp_path: Path) -> None:
             require_readable(tmp_path / name, 1)
         with pytest.raises(PlacementError, match="not a regular file"):
             Placement.load(tmp_path / name)
-
-
-@pytest.mark.parametrize("ending", [".json", ".safetensors"])
-def test_a_placement_file_too_large_to_be_one_is_not_read(tmp_path: Path, ending: str) -> None:
-    with (tmp_path / f"huge{ending}").open("wb") as file:
-        file.truncate(2**40)
-    with pytest.raises(PlacementError, match="is read up to 256 MiB"):
-        Placement.load(tmp_path / f"huge{ending}")

@@ -8,12 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numba
-import numpy as np
 import pytest
 
 from eplb_runtime.utils import jit as module
-from eplb_runtime.utils.jit import cache_folder, folder_for, jit, remove_older
+from eplb_runtime.utils.jit import folder_for, remove_older
 
 CALLEE = "from .utils.jit import jit\n\n\n@jit\ndef twice(x):\n    return {} * x\n"
 CALLER = "from .utils.jit import jit\nfrom .callee import twice\n\n\n@jit\ndef thrice(x):\n    return twice(x) + x\n"
@@ -80,15 +78,3 @@ def test_what_earlier_sources_left_is_removed_and_nothing_else(package: Path, mo
     monkeypatch.setattr(module, "cache_folder", lambda: here)
     remove_older()
     assert not earlier.exists() and here.exists() and of_another_python.exists()
-
-
-def test_others_functions_are_cached_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = numba.config.CACHE_DIR
-
-    @jit(error_model="numpy")
-    def quotient(x: float) -> float:
-        return 1.0 / x
-
-    assert quotient(np.float64(0.0)) == np.inf
-    assert cache_folder() in Path(quotient._cache.cache_path).parents  # type: ignore[attr-defined]
-    assert before == numba.config.CACHE_DIR

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from eplb_runtime.distributed import node_memory
-from eplb_runtime.distributed.node import identity_of
 from eplb_runtime.distributed.node_memory import SHARING, NodeMemory
 from eplb_runtime.tools import launch
 
@@ -71,7 +70,3 @@ def test_torchs_refusal_of_gpus_of_one_number_says_what_to_set() -> None:
     with pytest.MonkeyPatch.context() as alone, pytest.raises(RuntimeError, match=f"overlapping .*set {SHARING}=1"):
         alone.setattr(node_memory, "gather_bytes", lambda word, *_: [word])
         memory.open()
-
-
-def test_what_is_no_gpu_has_no_name() -> None:
-    assert identity_of(torch.device("cpu")) == ""

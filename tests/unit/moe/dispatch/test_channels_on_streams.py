@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -84,20 +83,3 @@ def test_what_both_write_is_written_one_after_the_other(shared: bool) -> None:
 
     channels.both(count, count)
     assert bool(memory.races) != shared
-
-
-def test_autocast_of_the_device_is_that_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)  # as with a GPU
-    channels = MicroBatchChannels(
-        MicroBatchChannel(None, None), torch.device("cuda"), streams=TwoStreams(DEVICE, Module())
-    )
-    channels.open(MicroBatchChannel(None, None))
-
-    def modes() -> tuple[Any, ...]:
-        kinds = ("cpu", "cuda")
-        return *map(torch.is_autocast_enabled, kinds), *map(torch.get_autocast_dtype, kinds), torch.is_grad_enabled()
-
-    with torch.autocast("cpu"), torch.autocast("cuda", dtype=torch.float16), torch.no_grad():
-        here, beside = channels.both(modes, modes)
-    assert here == beside == (True, True, torch.bfloat16, torch.float16, False)
-    assert channels.both(modes, modes)[1][:2] == (False, False)

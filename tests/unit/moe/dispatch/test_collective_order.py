@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -84,16 +83,6 @@ def test_who_fails_is_not_waited_for(fails: str) -> None:
     assert seen.count("here") == (4 if fails == "beside" else 1)
     assert seen.count("beside") == (1 if fails == "beside" else 4)
     assert both.both(lambda: 1, lambda: 2) == (1, 2)
-
-
-@pytest.mark.parametrize("in_order", [True, False])
-def test_alone_nobody_takes_turns(in_order: bool) -> None:
-    one = channels(in_order)
-    seen: list[Any] = []
-    for _ in range(3):
-        with one.launching():
-            seen.append(one.current())
-    assert seen == [one.first] * 3
 
 
 def test_a_way_that_does_not_come_is_waited_for_until_the_deadline_and_said() -> None:

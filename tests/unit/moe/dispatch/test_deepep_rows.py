@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import os
-from contextlib import nullcontext
 from importlib import util
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +19,9 @@ from eplb_runtime.config import (
     BalancerConfig,
     ConfigError,
     DispatchConfig,
-    MigrationConfig,
 )
 from eplb_runtime.distributed.transports import deepep_package, nvshmem
-from eplb_runtime.moe.dispatch import choosing, float8, row_bytes
-from eplb_runtime.moe.dispatch.base import DispatchContext
-from eplb_runtime.moe.dispatch.deepep import DeepEPByRank
-from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer
+from eplb_runtime.moe.dispatch import float8, row_bytes
 from eplb_runtime.moe.dispatch.deepep_low_latency import LowLatency
 
 SOURCE = "EPLB_RUNTIME_DEEPEP_SOURCE"
@@ -76,24 +71,6 @@ def test_rows_and_their_weights_keep_every_bit_on_the_way_there(dtype: torch.dty
     assert torch.equal(back.view(torch.uint8), hidden[[2, 0]].view(torch.uint8))
     behind = row_bytes.unpack_weights(rows, dtype, hidden.shape[1], 1, torch.float64)
     assert torch.equal(behind.view(3, 2), weights)
-
-
-ODDLY_LYING = {
-    "one column": torch.rand(1, 5).T,
-    "one value": torch.rand(1, 1, 2)[..., 0],
-    "one for all": torch.rand(1, 1).expand(4, 2),
-    "none": torch.rand(1, 1).expand(0, 2),
-    "in a row": torch.rand(4, 2),
-}
-
-
-@pytest.mark.parametrize("weights", ODDLY_LYING.values(), ids=ODDLY_LYING)
-def test_router_weights_keep_every_bit_however_they_lie(weights: torch.Tensor) -> None:
-    (tokens, choices), odd = weights.shape, 33
-    rows = row_bytes.pack(torch.rand(tokens, odd).bfloat16(), weights)
-    assert torch.equal(row_bytes.unpack_weights(rows, torch.bfloat16, odd, choices, weights.dtype), weights)
-    in_float8 = float8.pack(torch.rand(tokens, 128).bfloat16(), weights.double())
-    assert torch.equal(float8.unpack_weights(in_float8, choices, torch.float64), weights.double())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
@@ -148,66 +125,6 @@ def test_hidden_states_that_float8_does_not_carry_are_refused(
 def test_ranks_that_deepep_cannot_serve_are_named(ranks: int, per_node: int, said: str) -> None:
     found = deepep_package.why_not_between(ranks, per_node)
     assert said in found and bool(found) == bool(said)
-
-
-@pytest.mark.parametrize(("ranks", "most"), [(8, 128), (16, 1024)])
-def test_more_slots_than_the_kernels_count_are_refused_at_attach(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, most: int
-) -> None:
-    """Threads of `intranode::notify_dispatch`, NUM_MAX_LOCAL_EXPERTS (`deepep_asserts.md`)."""
-    monkeypatch.setattr(deepep_package, "imported", lambda: deepep_double)
-    group = SimpleNamespace(size=lambda: ranks)
-    DeepEPBuffer(group, most, 20)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=f"up to {most} slots a rank here, not {most + 1}"):
-        DeepEPBuffer(group, most + 1, 20)  # type: ignore[arg-type]
-
-
-LOW_LATENCY_CONFIG = DispatchConfig("deepep", combine_order="by_rank", low_latency_tokens=64)
-
-
-@pytest.mark.parametrize(
-    ("width", "top_k", "dtype", "fits"),
-    [
-        (2048, 11, torch.bfloat16, True),
-        (8192, 8, torch.bfloat16, True),
-        (2048, 12, torch.bfloat16, False),
-        (512, 8, torch.bfloat16, False),
-        (4608, 8, torch.bfloat16, False),
-        (2048, 8, torch.float32, False),
-    ],
-)
-def test_low_latency_is_refused_where_no_kernel_was_built(
-    monkeypatch: pytest.MonkeyPatch, width: int, top_k: int, dtype: torch.dtype, fits: bool
-) -> None:
-    monkeypatch.setattr(deepep_package, "imported", lambda: deepep_double)
-    group = SimpleNamespace(size=lambda: 8, rank=lambda: 0)
-    dispatcher = DeepEPByRank(DispatchContext.of(group, 4), LOW_LATENCY_CONFIG)  # type: ignore[arg-type]
-    hidden, weights = torch.empty(2, width, dtype=dtype), torch.empty(2, top_k)
-    with torch.no_grad(), nullcontext() if fits else pytest.raises(ConfigError):
-        dispatcher.check(hidden, weights)
-    if dtype == torch.bfloat16:
-        dispatcher.check(hidden, weights)  # what learns goes by other kernels
-
-
-@pytest.mark.parametrize(
-    ("transport", "ranks", "low_latency", "said"),
-    [
-        ("nvshmem", 16, False, "a process starts it once"),
-        ("nvshmem", 8, True, "a process starts it once"),
-        ("nvshmem", 8, False, ""),
-        ("torch", 16, False, ""),
-        ("torch", 8, True, ""),
-    ],
-)
-def test_two_users_of_nvshmem_in_a_process_are_refused(
-    monkeypatch: pytest.MonkeyPatch, transport: str, ranks: int, low_latency: bool, said: str
-) -> None:
-    monkeypatch.setattr(deepep_package, "no_infiniband", lambda: "")
-    dispatch = LOW_LATENCY_CONFIG if low_latency else DispatchConfig("deepep")
-    found = choosing.unfit_settings(
-        BalancerConfig(dispatch=dispatch, migration=MigrationConfig(transport=transport)), ranks
-    )
-    assert said in found and bool(said) == bool(found)
 
 
 def test_nvshmem_is_started_once_whoever_makes_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:

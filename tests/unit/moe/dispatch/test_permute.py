@@ -124,21 +124,3 @@ def test_a_token_is_sent_once_to_each_rank_that_it_visits(tokens: int) -> None:
     for token in range(tokens):
         for rank in (slots[token] // 2).tolist():
             assert sent[begin[rank] + within[token, rank]] == token
-
-
-def test_no_tokens_and_no_rows_are_no_special_case() -> None:
-    rows, place, stacked = rows_and_places(0, 2, 8, torch.float32)
-    assert torch.equal(permute.sum_choices(rows, place, RowMemory()), stacked.sum(dim=1))
-    found = permute.arriving(np.zeros((2, 3), dtype=np.int64), 1, 3, torch.device("cpu"))
-    assert found.arrived_M.numel() == found.slot_place_M.numel() == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_choices_that_are_elsewhere_are_left_out_of_a_sum(dtype: torch.dtype) -> None:
-    rows = torch.tensor([[1.0, 2.0], [10.0, 20.0], [float("nan"), float("inf")]])
-    place = torch.tensor([[1, -1, 0], [-1, -1, -1]])
-    weights = torch.tensor([2.0, 0.5, float("nan")])
-    found = permute.sum_here(rows, place, weights, dtype)
-    assert found.dtype == dtype and found.tolist() == [[7.0, 14.0], [0.0, 0.0]]
-    assert permute.sum_here(rows, place, None, dtype).tolist() == [[11.0, 22.0], [0.0, 0.0]]
-    assert permute.sum_here(rows[:0], place[1:], None, dtype).tolist() == [[0.0, 0.0]]

@@ -40,14 +40,6 @@ def test_a_graph_keeps_its_buffer_until_its_backward() -> None:
     assert memory.like(EXAMPLE, 1000).data_ptr() == address
 
 
-def test_a_buffer_that_is_too_small_gives_way_to_a_larger_one() -> None:
-    memory = RowMemory()
-    for rows in (1000, 2000, 4000):
-        memory.like(EXAMPLE, rows)
-    assert len(memory._storages) == 1
-    assert memory._storages[0].nbytes() >= 4000 * WIDTH * 4
-
-
 def test_what_is_computed_in_place_on_a_buffer_is_not_a_view_for_autograd() -> None:
     class Rows(torch.autograd.Function):
         @staticmethod

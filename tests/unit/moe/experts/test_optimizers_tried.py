@@ -42,21 +42,6 @@ class MixesIn(Steps):
         return parameter.grad / parameter.grad.norm() if group["mixes"] else parameter.grad
 
 
-class InTraining(Steps):
-    """As schedule-free ones: steps in a mode of its own alone."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
-        super().__init__(params, lr, train_mode=False)
-
-    def train(self) -> None:
-        for group in self.param_groups:
-            group["train_mode"] = True
-
-    def change(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        assert group["train_mode"]
-        return parameter.grad
-
-
 class Inside(Steps):
     def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
         super().__init__(params, lr)
@@ -89,10 +74,6 @@ def test_an_optimizer_that_draws_random_numbers_is_warned_of_and_not_called_mixi
     assert ["it draws random numbers" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_an_optimizer_with_a_mode_of_its_own_is_tried_in_training() -> None:
-    check_elementwise(InTraining([experts()]))
-
-
 @pytest.mark.parametrize("name", ["Adafactor", "AdamW"])
 def test_small_steps_hide_no_mixing(name: str) -> None:
     optimizer = getattr(torch.optim, name)([experts()], lr=1e-9)
@@ -111,24 +92,8 @@ def test_an_optimizer_around_another_is_refused_unless_they_share_their_state() 
     check_elementwise(shared)
 
 
-def test_what_the_user_knows_is_not_tried(caplog: pytest.LogCaptureFixture) -> None:
-    check_elementwise(MixesIn([experts()], mixes=True), known=True)
-    check_elementwise(Rounds([experts()]), known=True)
-    assert not caplog.records
-
-
 def test_a_trial_leaves_random_numbers_as_they_were() -> None:
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]  # noqa: NPY002
     check_elementwise(Rounds([experts()]))
     assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
     assert np.array_equal(states[2], np.random.get_state()[1])  # noqa: NPY002
-
-
-def test_a_step_that_asks_for_more_than_a_closure_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    class Scaled(Steps):
-        @torch.no_grad()
-        def step(self, scale: float, other: float) -> None:  # type: ignore[override]
-            pass
-
-    check_elementwise(Scaled([experts()]))
-    assert ["BalancerConfig(elementwise=True)" in record.getMessage() for record in caplog.records] == [True]

@@ -9,14 +9,9 @@ from torch import nn
 
 from eplb_runtime.migration.records import formats_of
 from eplb_runtime.moe.experts.elementwise import check_elementwise
-from eplb_runtime.moe.experts.optimizer_state import (
-    OptimizerStateError,
-    expert_state,
-    is_per_expert,
-    replace_parameter,
-)
+from eplb_runtime.moe.experts.optimizer_state import OptimizerStateError, expert_state, is_per_expert, replace_parameter
 from eplb_runtime.moe.experts.record import ALIGNMENT, RecordFormat
-from eplb_runtime.moe.experts.registry import ExpertTensor, ExpertTensors, RegistryError, why_not_written
+from eplb_runtime.moe.experts.registry import ExpertTensor, ExpertTensors, why_not_written
 from eplb_runtime.utils.checksums import as_bytes, checksum
 
 ELEMENT_WISE = {
@@ -51,17 +46,6 @@ def test_every_tensor_that_an_optimizer_keeps_per_element_is_found(name: str) ->
     assert found.keys() == kept.keys()
     assert found
     assert all(found[key] is kept[key] for key in kept), "state must be written in place"
-
-
-def test_state_that_does_not_exist_yet_is_not_in_the_record() -> None:
-    parameter = nn.Parameter(torch.randn(4, 3))
-    optimizer = torch.optim.AdamW([parameter])
-    registry = ExpertTensors(1, 4, [optimizer])
-    registry.add(0, "w", parameter)
-    assert [t.name for t in registry.of_home(0)] == ["w"]
-    parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    assert [t.name for t in registry.of_home(0)] == ["w", "w/exp_avg", "w/exp_avg_sq"]
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "LBFGS"])
@@ -99,15 +83,6 @@ def test_an_optimizer_is_judged_by_what_it_does_and_not_by_its_name() -> None:
     for mixing in (PerTensorTrust(parameters, lr=0.1), transformers.Adafactor(parameters)):
         with pytest.raises(OptimizerStateError, match="mixes the experts"):
             check_elementwise(mixing)
-
-
-@pytest.mark.parametrize(
-    "options", [{"fused": True}, {"lr": torch.tensor(1e-3)}, {"amsgrad": True}, {"lr": 0.0}, {"maximize": True}]
-)
-def test_options_of_an_elementwise_optimizer_change_nothing(options: dict, caplog: pytest.LogCaptureFixture) -> None:
-    parameters = [nn.Parameter(torch.randn(4, 3, 5))]
-    check_elementwise(torch.optim.AdamW(parameters, **options))
-    assert not caplog.records and all(p.grad is None for p in parameters)
 
 
 def test_an_optimizer_that_cannot_be_tried_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -178,16 +153,6 @@ def test_a_replaced_parameter_keeps_group_options_and_its_rows_of_state() -> Non
     assert one not in optimizer.state
     with pytest.raises(OptimizerStateError, match="does not hold"):
         replace_parameter(optimizer, one, local, lambda tensor: tensor)
-
-
-def test_wrong_rows_and_taken_names_are_refused() -> None:
-    registry = ExpertTensors(2, 4)
-    registry.add(0, "w", torch.zeros(4, 3))
-    registry.add(1, "w", torch.zeros(4, 3))
-    with pytest.raises(RegistryError, match="registered already"):
-        registry.add(0, "w", torch.zeros(4, 3))
-    with pytest.raises(RegistryError, match="first dimension must be the 4 experts"):
-        registry.add(0, "v", torch.zeros(3, 4))
 
 
 def test_tensors_that_no_expert_could_be_written_into_are_refused_before_ranks_agree() -> None:
@@ -270,14 +235,6 @@ def test_a_record_carries_every_bit_of_every_dtype() -> None:
         assert torch.equal(as_bytes(new[0]), as_bytes(old[2]))
         assert torch.equal(as_bytes(new[1:]), as_bytes(old[1:])), "another expert's row was touched"
     assert all(field.offset % ALIGNMENT == 0 for field in record_format.fields)
-
-
-def test_layouts_that_cannot_be_exchanged_have_other_digests() -> None:
-    record_format, tensors = layout_of()
-    fewer = RecordFormat.of([f.source for f in record_format.fields][:-1])
-    other_type = RecordFormat.of([ExpertTensor("t0", tensors[0].float(), "buffer")])
-    same = RecordFormat.of([ExpertTensor("t0", tensors[0], "buffer")])
-    assert len({record_format.digest(), fewer.digest(), other_type.digest(), same.digest()}) == 4
 
 
 def test_a_checksum_notices_every_single_bit() -> None:

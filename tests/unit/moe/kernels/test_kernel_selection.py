@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eplb_runtime.moe.dispatch import permute
-from eplb_runtime.moe.kernel_selection import CheckedKernel, _of_leaving
+from eplb_runtime.moe.kernel_selection import CheckedKernel
 from eplb_runtime.moe.routing.kernels import torch_count_and_map
 from eplb_runtime.moe.routing.splitter import count_choices
 
@@ -51,17 +50,3 @@ def test_a_kernel_is_used_once_a_batch_with_rows_was_the_same() -> None:
     assert count(IDS[:0], 0)[0].shape == (0,)
     assert count(IDS, 3)[0].tolist() == count(IDS, 3)[0].tolist() == [1, 1, 2]
     assert count(IDS, 3)[0].tolist() == [2, 2, 3] and len(calls) == 4, "it is not compared again"
-
-
-@pytest.mark.parametrize("dedup", [True, False])
-def test_what_is_left_uninitialised_is_not_compared(dedup: bool) -> None:
-    def leaving(*args: Any, **options: Any) -> permute.Leaving:
-        found = permute.leaving(*args, **options)
-        found.counts_2RW[1] = 7
-        if dedup:
-            found.token_N[int(found.counts_2RW[0, :, 2].sum()) :] = -9
-        return found
-
-    order = CheckedKernel("order", leaving, permute.leaving, _of_leaving)
-    order(torch.tensor([[0, 1], [2, 3]]), 0, 2, 2, dedup=dedup, tag=3)
-    assert order._chosen is leaving

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traces import GEMM, cpu_events, gpu_events, of_rank, span, write
+from traces import GEMM, cpu_events, gpu_events, of_rank, write
 
 from eplb_runtime.observe.traces import analyse
 from eplb_runtime.observe.traces.intervals import length, overlap, union
@@ -55,26 +55,6 @@ def test_the_trace_of_a_cpu_gives_its_known_answer(tmp_path: Path) -> None:
     assert (phases["combine", "B"].communication_us, phases["combine", "B"].exposed_us) == (40, 40)
     # An operator inside another counts once, a node of autograd that waits not at all.
     assert found.kinds["compute"] == {"count": 3, "us": 65}
-
-
-def test_phases_without_a_layer_are_numbered_in_each_step(tmp_path: Path) -> None:
-    events = cpu_events()
-    for step in range(2):
-        begin = 200.0 + 100 * step
-        events.append(span(f"ProfilerStep#{2 + step}", "user_annotation", begin, begin + 90))
-        events += [span("attn(F)", "user_annotation", begin + 10 * n, begin + 10 * n + 5) for n in range(3)]
-    attention = [p for p in analyse(write(tmp_path / "trace.json", events)).phases if p.phase == "attn"]
-    assert [(p.layer, p.spans, p.host_us) for p in attention] == [(0, 2, 10), (1, 2, 10), (2, 2, 10)]
-
-
-def test_phases_are_told_by_micro_batch(tmp_path: Path) -> None:
-    events = [
-        *cpu_events(),
-        span("PP:0F3", "user_annotation", 20, 58.5),
-        span("PP:1B2", "user_annotation", 58.6, 105),
-    ]
-    found = {(p.phase, p.micro_batch) for p in analyse(write(tmp_path / "trace.json", events)).phases}
-    assert found == {("dispatch", 3), ("combine", 2)}
 
 
 def test_the_published_trace_gives_its_published_numbers(shared_data: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from traces import GEMM, gpu_events, kernel, launch, of_rank, span
+from traces import gpu_events, of_rank
 
 from eplb_runtime.cli import main
 
@@ -25,24 +25,6 @@ def said(capsys: pytest.CaptureFixture[str]) -> Any:
     return run
 
 
-def a_job(folder: Path, busy: list[float]) -> Path:
-    """Two steps of each rank that compute so long, and send from then to 100 us after the busiest."""
-    folder.mkdir()
-    for rank, us in enumerate(busy):
-        events = []
-        for step in range(2):
-            begin = 1000.0 * step
-            events += [
-                span(f"ProfilerStep#{step}", "user_annotation", begin, begin + max(busy) + 200),
-                span("eplb_runtime compute(F) layer=0 epoch=0", "user_annotation", begin, begin + 10),
-                launch(begin + 1, 10 * step + 1),
-                kernel(GEMM, begin, begin + us, 7, 10 * step + 1),
-                kernel("ncclDevKernel_AllReduce_Sum", begin + us, begin + max(busy) + 100, 8, 10 * step + 2),
-            ]
-        of_rank(folder / f"rank{rank}.json.gz", rank, events)
-    return folder
-
-
 def test_analyse_prints_tables_and_one_json_object(said: Any, tmp_path: Path) -> None:
     path = of_rank(tmp_path / "a.json", 0, gpu_events())
     shown = said("trace", "analyse", path, "--layers")
@@ -52,14 +34,6 @@ def test_analyse_prints_tables_and_one_json_object(said: Any, tmp_path: Path) ->
     assert found["span_us"] == 400
     assert found["communication"] == {"us": 210, "hidden_us": 60, "exposed_us": 150, "hidden_share": 0.285714}
     assert {"streams", "kernels", "phases", "idle_us"} <= found.keys()
-
-
-def test_a_folder_is_the_ranks_of_a_job(said: Any, tmp_path: Path) -> None:
-    folder = a_job(tmp_path / "job", [100, 300])
-    found = json.loads(said("trace", "analyse", folder, "--json"))
-    assert [one["rank"] for one in found["traces"]] == [0, 1]
-    # 100 and 300 us of computing in each of two steps, nothing hidden: all ranks send until 400 us.
-    assert (found["compute_us"], found["communication"]["exposed_us"]) == (400, 400)
 
 
 def test_what_cannot_work_is_said_in_one_line(said: Any, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from eplb_runtime.placement import EMPTY, Placement, PlacementError
 from eplb_runtime.tools.formats.convert import FORMATS, convert, fill_empty_slots, read_placement, write_placement
-from eplb_runtime.tools.formats.loads import read_load, write_load
+from eplb_runtime.tools.formats.loads import write_load
 from eplb_runtime.tools.formats.reading import FormatError
 
 LAYERS, EXPERTS, RANKS, DENSE = 3, 8, 4, 2
@@ -149,11 +149,7 @@ ANYTHING = st.recursive(
 )
 @settings(max_examples=100, deadline=None)
 def test_no_content_gets_more_than_a_refusal(
-    tmp_path_factory: pytest.TempPathFactory,
-    content: object,
-    to: str,
-    dense: int | None,
-    ranks: int | None,
+    tmp_path_factory: pytest.TempPathFactory, content: object, to: str, dense: int | None, ranks: int | None
 ) -> None:
     folder = tmp_path_factory.mktemp("anything")
     (folder / "in.json").write_text(json.dumps(content))
@@ -164,15 +160,3 @@ def test_no_content_gets_more_than_a_refusal(
             convert(folder / source, out, to=to, num_ranks=ranks, dense_layers=dense)
         except (FormatError, PlacementError) as refusal:
             assert "\n" not in str(refusal)
-
-
-def test_the_sample_that_comes_along_is_converted_unless_a_file_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = convert("sample", "series.npz")
-    assert (done.kind, done.shape) == ("load", (60, 4, 64))
-    assert np.array_equal(read_load("series.npz"), read_load("sample"))
-    (tmp_path / "sample").write_text('{"load": [[1, 2]]}')
-    with pytest.raises(FormatError):
-        convert("sample", "other.npz")  # a file without an ending is no load

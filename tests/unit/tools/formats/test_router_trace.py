@@ -50,20 +50,9 @@ def test_a_step_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     assert read_load(folder).shape == (1, 2, 2)
 
 
-def test_experts_nobody_chose_are_known_where_logits_were_captured(tmp_path: Path) -> None:
-    assert read_load(write(tmp_path / "a", [line(0, 1, [[0, 1]])])).shape == (1, 1, 2)
-    assert read_load(write(tmp_path / "b", [line(0, 1, [[0, 1]], logit_shape=[1, 8])])).shape == (1, 1, 8)
-
-
 def test_dropped_tokens_and_other_stages_do_not_count(tmp_path: Path) -> None:
     lines = [line(0, 1, [[0, -1], [-1, -1]]), line(0, 1, [[1, 1]], stage="post_dispatch"), line(0, 1, [[1, 0]])]
     assert read_load(write(tmp_path, lines)).tolist() == [[[2, 1]]]
-
-
-def test_router_weights_beside_a_trace_are_left_alone(tmp_path: Path) -> None:
-    folder = write(tmp_path, [line(0, 1, [[0, 1]])])
-    (folder / "router_state_rank0.pt").write_bytes(b"weights")
-    assert read_load(folder).tolist() == [[[1, 1]]]
 
 
 @pytest.mark.parametrize(
@@ -112,10 +101,3 @@ def test_a_trace_is_assessed_with_as_many_ranks_as_wrote_it_and_without_replicas
     shown = json.loads(capsys.readouterr().out)
     assert shown["pays"] is True and shown["imbalance"]["now"] > 2 and shown["imbalance"]["homes"] < 1.5
     assert shown["imbalance"]["replicas"] is None and shown["advice"] == "Next: BalancerConfig(interval=4)"
-
-
-def test_a_trace_is_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = skewed(tmp_path / "trace")
-    assert main(["convert", str(folder), str(tmp_path / "load.npz")]) == 0
-    assert "load of 24 windows x 2 layers x 8 experts: megatron -> eplb-runtime" in capsys.readouterr().out
-    assert np.array_equal(read_load(tmp_path / "load.npz"), read_load(folder))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_runtime.load.forecast import coarsen, foretell
+from eplb_runtime.planner.forecast import coarsen, foretell
 
 MEAN = np.linspace(10, 200, 64).reshape(2, 32)
 
@@ -56,17 +56,6 @@ def test_windows_without_tokens_are_left_out_of_that_layer_alone() -> None:
     assert np.allclose(expected[1], load[:, 1].mean(axis=0), rtol=0.05)
     load[:, 0] = 0
     assert not foretell(load).scenarios[:, 0].any()
-
-
-def test_one_window_is_its_own_forecast_and_only_scenario() -> None:
-    come = foretell(MEAN[None])
-    assert np.allclose(come.expected, MEAN)
-    assert np.array_equal(come.scenarios[0], come.expected) and len(come.scenarios) == 1 and len(come.mixes) == 0
-
-
-@pytest.mark.filterwarnings("error")
-def test_one_expert_is_foretold_without_a_warning() -> None:
-    assert forecast(np.full((8, 2, 1), 5.0)).tolist() == [[5.0], [5.0]]
 
 
 def test_a_long_history_is_merged_into_means_that_keep_the_newest() -> None:
