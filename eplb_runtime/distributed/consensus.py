@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..utils.errors import one_line
-from .ballot import Act, Ballot, Heard, State, Verdict
+from .ballot import Ballot, Heard, State, Verdict
 from .points import Phase, Probe, unobserved
 from .private_groups import hang_up
 from .store import SETUP_SECONDS, JobStore, StoreError
@@ -373,37 +373,32 @@ class Agreement:
 
     def _follow(self, ballot: Ballot, heard: Heard, verdict: Verdict) -> Verdict:
         """Do what the table says until it is known what all ranks do."""
-        began, act = time.monotonic(), ballot.hear(heard, verdict)
+        began, proposes = time.monotonic(), ballot.hear(heard, verdict)
         while ballot.verdict is None:
-            if act is not Act.RECORD:
-                self._wait_for_another(ballot, began)  # thread of this rank, which has refused, or is in a meeting
-                continue
-            try:
-                patient = ballot.state is State.DOUBT
-                said = self._store.compare_set(ballot.key, verdict.word, patient=patient, passing=True)
-                answer = Verdict.of_word(said)
-                act = ballot.hear(Heard.COMMIT if answer.commit else Heard.ABORT, answer)
-            except StoreError as error:
-                act = ballot.hear(Heard.SILENCE, replace(verdict, cause=verdict.cause or one_line(error)))
-                logger.warning("%s; it is asked for what became of a migration", one_line(error))
-                if act is Act.RECORD:
-                    self._wait_for_another(ballot, began)
+            if proposes:
+                try:
+                    answer = self._first_word(ballot.key, verdict, patient=ballot.state is State.DOUBT)
+                    proposes = ballot.hear(Heard.COMMIT if answer.commit else Heard.ABORT, answer)
+                    continue
+                except StoreError as error:
+                    proposes = ballot.hear(Heard.SILENCE, replace(verdict, cause=verdict.cause or one_line(error)))
+                    logger.warning("%s; it is asked for what became of a migration", one_line(error))
+            # For another thread of this rank, which has refused or is in a meeting, or for an answer that may come.
+            if not ballot.wait(_PAUSE_SECONDS) and time.monotonic() - began > self._most_seconds:
+                raise InDoubt("this rank has said yes to a migration, and cannot learn what became of it")
         return ballot.verdict
-
-    def _wait_for_another(self, ballot: Ballot, began: float) -> None:
-        """Wait for another thread of this rank, or an answer that may come; InDoubt: it never will."""
-        if time.monotonic() - began > self._most_seconds:
-            raise InDoubt("this rank has said yes to a migration, and cannot learn what became of it")
-        ballot.wait(_PAUSE_SECONDS)
 
     def record(self, key: str, verdict: Verdict) -> Verdict:
         """Write down the verdict on a decision, unless another stands already; what stands. A rank that the store does
         not answer follows its own: so only for what moves nothing before another vote."""
         try:
-            return Verdict.of_word(self._store.compare_set(key, verdict.word, passing=True))
+            return self._first_word(key, verdict)
         except StoreError as error:
             logger.error("%s; this rank follows its own vote", one_line(error))
             return replace(verdict, cause=verdict.cause or one_line(error), connections_broken=True)
+
+    def _first_word(self, key: str, verdict: Verdict, patient: bool = False) -> Verdict:
+        return Verdict.of_word(self._store.compare_set(key, verdict.word, patient=patient, passing=True))
 
     def _count(self, problem: str) -> tuple[Heard, Verdict]:
         """Say this rank's word and hear those of all."""
