@@ -44,7 +44,6 @@ def cpu() -> None:
         return norm
 
     WrappedTorchNorm.__new__ = staticmethod(new)
-    norm.BLOCK = 256  # elements of a block of the norm: these experts have several
 
 
 def _gathered_attention() -> type:
