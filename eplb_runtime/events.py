@@ -1,16 +1,17 @@
 """What the balancer tells the world: small frozen records, and the log that hands them to listeners.
 
-Rooms emit events; metrics, traces and reports read them on threads of their own. A listener is called where the event
-is emitted, on the training thread: it has to return at once; one that raises cannot hurt the job. Arrays come along
-with an event, but only as far as the listeners: the log would keep them for too long.
+Rooms emit events and wait for nobody: each listener is called on a thread of its own, with a bounded queue. Arrays come
+along with an event, but only as far as the listeners: the log would keep them for too long.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -18,19 +19,22 @@ from numpy.typing import NDArray
 
 from .placement import Placement
 from .utils.tables import counted, text_table
+from .utils.worker import Worker
 
 logger = logging.getLogger("eplb_runtime")
 
 
-_SEEN = {"for_listeners": True}
-"""Marks a field that listeners see; in the log it is None."""
-
-
 @dataclass(frozen=True)
 class Event:
-    """Base of all events. ``step`` counts optimizer steps since attach."""
+    """Base of all events. ``step`` counts optimizer steps since attach. Fields that are not compared are for listeners;
+    in the log they are None."""
 
     step: int
+
+    @property
+    def label(self) -> str:
+        """Kind of event, in tables."""
+        return str(re.findall("[A-Z][a-z]+", self.name)[-1]).lower()
 
     @property
     def name(self) -> str:
@@ -38,12 +42,16 @@ class Event:
 
     def to_dict(self) -> dict[str, Any]:
         """Name and fields, without arrays."""
-        kept = {own.name: getattr(self, own.name) for own in fields(self) if "for_listeners" not in own.metadata}
+        kept = {own.name: getattr(self, own.name) for own in fields(self) if own.compare}
         return {"event": self.name, **kept}
 
+    def brief(self) -> str:
+        """Return what happened, in a line: the last field, where a class does not say it otherwise."""
+        return str(getattr(self, fields(self)[-1].name))
+
     def without_arrays(self) -> Event:
-        """As the log keeps it."""
-        arrays: dict[str, Any] = {own.name: None for own in fields(self) if "for_listeners" in own.metadata}
+        """Return it as the log keeps it."""
+        arrays: dict[str, Any] = {own.name: None for own in fields(self) if not own.compare}
         return replace(self, **arrays) if arrays else self
 
 
@@ -65,10 +73,13 @@ class LoadMeasured(Event):
     step_seconds: float = 0.0
     moe_share: float | None = None
     moe_share_source: str = ""
-    load: NDArray[np.int64] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
-    placements: tuple[tuple[int, Placement], ...] | None = field(
-        default=None, compare=False, repr=False, metadata=_SEEN
-    )
+    load: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
+    placements: tuple[tuple[int, Placement], ...] | None = field(default=None, compare=False, repr=False)
+
+    def brief(self) -> str:
+        by_layer = self.without_arrays().imbalance[0] if self.imbalance else (1.0,)
+        mean, worst = sum(by_layer) / len(by_layer), max(by_layer)
+        return f"imbalance {mean:.3f}, worst layer {worst:.3f}, in {counted(self.steps, 'step')}"
 
     def without_arrays(self) -> LoadMeasured:
         rows = len(self.imbalance)
@@ -103,7 +114,12 @@ class RebalancePlanned(Event):
     predicted_seconds: float = 0.0
     true_seconds: float = 0.0
     code: str = ""
-    by_layer: NDArray[np.float64] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
+    by_layer: NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
+
+    def brief(self) -> str:
+        to = f"{self.imbalance_before:.3f} -> {self.imbalance_after:.3f}"
+        forecast = f", forecast imbalance {to}" if self.moves and to not in self.reason else ""
+        return f"{self.decision}: {self.reason}{forecast}"
 
 
 @dataclass(frozen=True)
@@ -122,10 +138,18 @@ class RebalanceCommitted(Event):
     received_bytes: int
     pause_seconds: float
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
-    placement: Placement | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
-    transfers: NDArray[np.int64] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
-    expert_bytes: tuple[int, ...] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
+    placement: Placement | None = field(default=None, compare=False, repr=False)
+    transfers: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
+    expert_bytes: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
     placed_replicas: int = 0
+
+    def brief(self) -> str:
+        moved = [f"{counted(self.moved_experts, 'expert')} moved"] if self.moved_experts else []
+        moved += [f"{counted(self.placed_replicas, 'replica')} placed"] if self.placed_replicas else []
+        return (
+            f"epoch {self.epoch}: {', '.join(moved) or 'replicas changed, no expert moved'}, "
+            f"{self.received_bytes / 2**20:.1f} MiB came here, {self.pause_seconds * 1e3:.1f} ms pause"
+        )
 
 
 @dataclass(frozen=True)
@@ -142,6 +166,9 @@ class RebalanceAborted(Event):
     committed_layers: tuple[int, ...] = ()
     left_layers: tuple[int, ...] = ()
 
+    def brief(self) -> str:
+        return f"{self.phase}: {self.cause}"
+
 
 @dataclass(frozen=True)
 class BalancingPaused(Event):
@@ -156,6 +183,9 @@ class BalancingResumed(Event):
 
     tries: int
 
+    def brief(self) -> str:
+        return f"connected after {self.tries} tries"
+
 
 @dataclass(frozen=True)
 class Suspended(Event):
@@ -163,12 +193,18 @@ class Suspended(Event):
 
     freed_bytes: int
 
+    def brief(self) -> str:
+        return f"a rollout begins, {self.freed_bytes / 2**20:.1f} MiB are freed here"
+
 
 @dataclass(frozen=True)
 class SuspensionEnded(Event):
     """A rollout is over, and the job trains. ``seconds``: how long the balancer was suspended."""
 
     seconds: float
+
+    def brief(self) -> str:
+        return f"a rollout ends after {self.seconds:.3g} s"
 
 
 @dataclass(frozen=True)
@@ -185,69 +221,28 @@ class GuardFinding(Event):
     finding: str
 
 
-def brief(event: Event) -> str:
-    """What happened, in a line."""
-    if isinstance(event, LoadMeasured):
-        by_layer = event.without_arrays().imbalance[0] if event.imbalance else ()
-        mean = sum(by_layer) / len(by_layer) if by_layer else 1.0
-        worst = max(by_layer, default=1.0)
-        return f"imbalance {mean:.3f}, worst layer {worst:.3f}, in {counted(event.steps, 'step')}"
-    if isinstance(event, RebalancePlanned):
-        to = f"{event.imbalance_before:.3f} -> {event.imbalance_after:.3f}"
-        forecast = f", forecast imbalance {to}" if event.moves and to not in event.reason else ""
-        return f"{event.decision}: {event.reason}{forecast}"
-    if isinstance(event, RebalanceCommitted):
-        return (
-            f"epoch {event.epoch}: {_moved(event.moved_experts, event.placed_replicas)}, "
-            f"{event.received_bytes / 2**20:.1f} MiB came here, {event.pause_seconds * 1e3:.1f} ms pause"
-        )
-    if isinstance(event, RebalanceAborted):
-        return f"{event.phase}: {event.cause}"
-    if isinstance(event, BalancingResumed):
-        return f"connected after {event.tries} tries"
-    if isinstance(event, Suspended):
-        return f"a rollout begins, {event.freed_bytes / 2**20:.1f} MiB are freed here"
-    if isinstance(event, SuspensionEnded):
-        return f"a rollout ends after {event.seconds:.3g} s"
-    if isinstance(event, BalancingPaused | BalancingEnded):
-        return event.cause
-    return event.finding if isinstance(event, GuardFinding) else ""
-
-
-def _moved(experts: int, replicas: int) -> str:
-    moved = f"{counted(experts, 'expert')} moved" if experts else ""
-    placed = f"{counted(replicas, 'replica')} placed" if replicas else ""
-    return ", ".join(filter(None, (moved, placed))) or "replicas changed, no expert moved"
-
-
-def _row(event: Event) -> tuple[str, str, str]:
-    """Row of a table: the step, the kind of event, and what happened."""
-    return str(event.step), _IN_TABLES.get(type(event), event.name), brief(event)
-
-
-_IN_TABLES: dict[type[Event], str] = {
-    LoadMeasured: "measured",
-    RebalancePlanned: "planned",
-    RebalanceCommitted: "committed",
-    RebalanceAborted: "dropped",
-    BalancingPaused: "paused",
-    BalancingResumed: "resumed",
-    Suspended: "suspended",
-    SuspensionEnded: "training",
-    BalancingEnded: "ended",
-    GuardFinding: "guard",
-}
 SHOWN = 30  # events of a table, the newest
+MOST_WAITING = 256  # events for a listener; it misses more
+CLOSING_SECONDS = 10.0
+
+
+def _tell(listener: Callable[[Event], None], event: Event) -> None:
+    try:
+        listener(event)
+    except Exception:
+        logger.exception("an event listener failed on %s; the job goes on", event.name)
 
 
 class EventLog:
     """Keeps the last ``capacity`` events and calls every listener with each new one.
 
     Example:
-        >>> log = EventLog()
-        >>> log.subscribe(lambda event: print(event.name, event.step))
+        >>> log, heard = EventLog(), []
+        >>> log.subscribe(heard.append)
         >>> log.emit(BalancingPaused(7, "rank 2 has not answered for 30 s"))
-        BalancingPaused 7
+        >>> log.close()
+        >>> heard[0].name, heard[0].step
+        ('BalancingPaused', 7)
         >>> len(log.of_type(BalancingPaused)), len(log.of_type(RebalanceCommitted))
         (1, 0)
     """
@@ -255,38 +250,41 @@ class EventLog:
     def __init__(self, capacity: int = 10_000) -> None:
         self._events: deque[Event] = deque(maxlen=capacity)
         self._emitted = 0
-        self._newest_rebalance: tuple[int, Event] | None = None
-        self._listeners: list[Callable[[Event], None]] = []
+        self._threads: list[Worker] = []
+        self.called_at_once: list[Callable[[Event], None]] = []  # ours, which wait for nothing
 
     def subscribe(self, listener: Callable[[Event], None]) -> None:
-        self._listeners.append(listener)
+        """Call a function with each new event, on a thread of its own: one that is too slow misses events."""
+        thread = Worker("eplb_runtime listener")
+        warn = cache(lambda: logger.warning("the event listener %r is too slow and misses events", listener))
+        self._threads.append(thread)
+
+        def hear(event: Event) -> None:
+            if thread.waiting >= MOST_WAITING:
+                warn()
+            elif not thread.closed:
+                thread.submit(partial(_tell, listener, event))
+
+        self.called_at_once.append(hear)
 
     def emit(self, event: Event) -> None:
         self._events.append(event.without_arrays())
         self._emitted += 1
-        if isinstance(event, RebalanceCommitted):
-            self._newest_rebalance = self._emitted, self._events[-1]
-        for listener in self._listeners:
-            try:
-                listener(event)
-            except Exception:
-                logger.exception("an event listener failed on %s; the job goes on", event.name)
+        for listener in self.called_at_once:
+            _tell(listener, event)
+
+    def close(self) -> None:
+        """Let listeners hear what they have not yet, each for ten seconds at most."""
+        for thread in self._threads:
+            thread.close(CLOSING_SECONDS)
 
     def of_type(self, kind: type[Event]) -> list[Event]:
         return [event for event in self._events if isinstance(event, kind)]
 
     def __str__(self) -> str:
-        """The newest events as a table of 80 columns; an older rebalance leads them, if it is the newest one."""
-        newest = list(self._events)[-SHOWN:]
-        earlier = len(self._events) - len(newest)
-        rows = [_row(event) for event in newest]
-        if self._newest_rebalance is not None:
-            number, rebalance = self._newest_rebalance
-            between = self._emitted - len(newest) - number
-            if between >= 0:
-                rows = [_row(rebalance), *([("...", "", f"{between} more")] if between else []), *rows]
-                earlier = max(0, earlier - between - 1)
-        text = text_table(("step", "event", "what"), rows)
+        """Return the newest events as a table of 80 columns."""
+        rows = [(str(event.step), event.label, event.brief()) for event in list(self._events)[-SHOWN:]]
+        text, earlier = text_table(("step", "event", "what"), rows), self._emitted - len(rows)
         return f"{text}\n({earlier} earlier)" if earlier else text
 
     def __iter__(self) -> Iterator[Event]:

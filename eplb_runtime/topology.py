@@ -1,8 +1,5 @@
-"""How ranks sit on nodes and how fast the links between them are.
-
-A value type of the ground floor: no torch.distributed here. Measuring a live cluster is the balancer's business;
-this room only holds the result.
-"""
+"""How ranks sit on nodes and how fast the links between them are. Measuring a live cluster is the balancer's business:
+here is the result."""
 
 from __future__ import annotations
 
@@ -21,19 +18,16 @@ class Topology:
 
     Args:
         num_ranks: ranks R of the EP group.
-        ranks_per_node: how many consecutive ranks share a node; divides ``num_ranks``.
-            Defaults to all of them (one node).
-        intra_node_bandwidth: bytes/s that one rank can send to a rank of its own node
-            (default 400e9: NVLink, one direction).
-        inter_node_bandwidth: bytes/s that one rank can send to a rank of another node
-            (default 50e9: one 400 Gbit/s NIC a GPU).
+        ranks_per_node: how many consecutive ranks share a node; divides ``num_ranks``. 0: all of them (one node).
+        intra_node_bandwidth: bytes/s that a rank can send to one of its own node (400e9: NVLink, one direction).
+        inter_node_bandwidth: bytes/s that a rank can send to one of another node (50e9: one 400 Gbit/s NIC a GPU).
 
     Raises:
         ValueError: a number is not positive, or ``ranks_per_node`` does not divide ``num_ranks``.
 
     Example:
         >>> topology = Topology(8, ranks_per_node=4)
-        >>> topology.num_nodes, topology.node_of(5), topology.bandwidth(3, 4)  # another node: bytes/s of one NIC
+        >>> topology.num_nodes, topology.node_of(5), topology.slowest_bandwidth  # bytes/s of one NIC
         (2, 1, 50000000000.0)
     """
 
@@ -86,17 +80,10 @@ class Topology:
     def node_of(self, rank: int) -> int:
         return rank // self.ranks_per_node
 
-    def same_node(self, a: int, b: int) -> bool:
-        return self.node_of(a) == self.node_of(b)
-
     @property
     def slowest_bandwidth(self) -> float:
         """Bytes/s that any rank can send to any other, at least."""
         return min(self.intra_node_bandwidth, self.inter_node_bandwidth)
-
-    def bandwidth(self, source: int, destination: int) -> float:
-        """Bytes/s between two different ranks."""
-        return self.intra_node_bandwidth if self.same_node(source, destination) else self.inter_node_bandwidth
 
 
 def _ranks_per_node(node_of_rank: Sequence[int]) -> int:

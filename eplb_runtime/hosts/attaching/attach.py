@@ -28,7 +28,7 @@ from ...balancer.balancer import Balancer
 from ...balancer.model_check import ModelCheck
 from ...balancer.rebalancer import new_transport
 from ...balancer.runtime import Barrier, Divisors, Runtime
-from ...checkpoint.exporter import Exporter
+from ...checkpoint.stream import Exporter
 from ...checkpoint.weights import weights_of
 from ...config import BalancerConfig, launcher_environment, take_trial
 from ...distributed.bandwidth import measure
@@ -61,7 +61,7 @@ from ...topology import Topology
 from ...utils.errors import one_line
 from .checks import check, raise_on_all, rollback, wait_for_ranks, why_not_single
 from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
-from .optimizers import Optimizers, follow_forwards, homes_of
+from .optimizers import Optimizers, follow_forwards, homes_of, refuse_on_all
 from .replicas import local_experts, transport_of_copies
 from .self_test import LayerTest, problems_of
 from .sharding import (
@@ -402,7 +402,8 @@ def install(made: Checked, shards: Shards, balancer: Balancer) -> None:
     for index, name, layer in made.layers:
         homes = partial(homes_of, balancer, index)
         made_with = homes().here if layer.slots else None
-        mark_state(layer.experts, name, homes, made_with=made_with, on_partial=on_partial)
+        refuse = partial(refuse_on_all, balancer, f"load_state_dict of {name}")
+        mark_state(layer.experts, name, homes, refuse, made_with=made_with, on_partial=on_partial)
         for own_name in layer.parameters if made.job.ep_size > 1 and made_with is None else ():
             mark_parameter(layer.parameter(own_name))
     for stage in made.stages:
