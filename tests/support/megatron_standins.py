@@ -20,8 +20,6 @@ import torch.distributed as dist
 from examples import FOLDER, load_example
 from torch import Tensor, nn
 
-from eplb_runtime.balancer.gradients import norm
-
 
 def cpu() -> None:
     """Let Megatron's modules of torch work, also under context and sequence parallelism. Before all others."""
