@@ -34,7 +34,7 @@ class Restorer:
         self._counter = runtime.counter
 
     def measured(self) -> dict[str, Any]:
-        """Load for the next decisions, in the form of `load.saved`; equal on every rank. Collective."""
+        """Load for the next decisions, in the form of `saved_load`; equal on every rank. Collective."""
         self._rebalancer.wait_for_decision()
         control = self._groups.control
         return saved_load(
