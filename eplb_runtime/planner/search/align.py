@@ -97,6 +97,8 @@ def names(now_RS: NDArray[np.integer], new_RS: NDArray[np.integer], node_ranks: 
     within_N = np.arange(holders_P.sum()) - np.repeat(holders_P.cumsum() - holders_P, holders_P)
     holder_N = order[np.repeat(first_P, holders_P) + within_N] // slots
     new_N = np.repeat(np.arange(new_RS.size) // slots, holders_P)
+    if node_ranks == ranks:
+        return _match(new_N, holder_N, ranks)
     name_R = np.empty(ranks, dtype=np.int64)
     for node, name in enumerate(_match(new_N // node_ranks, holder_N // node_ranks, ranks // node_ranks).tolist()):
         here_N = (new_N // node_ranks == node) & (holder_N // node_ranks == name)
