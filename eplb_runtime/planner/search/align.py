@@ -63,8 +63,7 @@ def settle(
     named_LRS = np.empty_like(new_LRS)
     for now_RS, new_RS, named_RS in zip(now_LRS, new_LRS, named_LRS, strict=True):
         named_RS[names(now_RS, new_RS, node_ranks)] = new_RS
-    kept_LRS = keep_slots(_numbered(now_LRS), _numbered(named_LRS)) // current.slots_per_rank
-    slots_LP = kept_LRS.reshape(planned.shape)
+    slots_LP = (keep_slots(_numbered(now_LRS), _numbered(named_LRS)) // current.slots_per_rank).reshape(planned.shape)
     moved_L = (named_LRS[..., :, None] != now_LRS[..., None, :]).all(axis=-1).sum(axis=(1, 2))
     gain_L = predicted_imbalance(request.forecast, current) - predicted_imbalance(
         request.forecast, Placement(slots_LP, experts, topology.num_ranks)
