@@ -117,6 +117,6 @@ class ControlChannel:
         groups before them, which the caller gives back once nothing uses them; None: there are none yet."""
         if (link := self.reconnection.at_boundary(boundary)) is None:
             return None
-        before = self._groups.take_over(link.control, link.migration)
+        before = self._groups.take_over(link.groups)
         self.agreement = self._new_agreement()
         return link.transport, before

@@ -37,10 +37,9 @@ LEAD_STEPS = 2
 
 
 class Link(NamedTuple):
-    """New groups, and the transport of experts on them."""
+    """New groups of control and migration, and the transport of experts on them."""
 
-    control: dist.ProcessGroup
-    migration: dist.ProcessGroup
+    groups: list[dist.ProcessGroup]
     transport: Transport
 
 
@@ -135,15 +134,12 @@ class Reconnection:
 
     def _make(self, seconds: float, undo: ExitStack) -> Link:
         """Make the groups and the transport; ``undo`` takes them back."""
-        groups = self._groups
-        control = groups.new_control(self._attempt, seconds)
-        undo.callback(groups.give_back, control)
-        migration = groups.new_migration(self._attempt, seconds)
-        undo.callback(groups.give_back, migration)
-        transport = self._make_transport(migration, seconds)
+        made = self._groups.make_again(self._attempt, seconds)
+        undo.callback(self._groups.give_back, *made)
+        transport = self._make_transport(made[1], seconds)
         undo.callback(transport.close)
         self._probe(Phase.CONNECTED, self._attempt)
-        return Link(control, migration, transport)
+        return Link(made, transport)
 
     def _meet(self, word: str, problem: str, seconds: float) -> str:
         """Wait for all ranks. Returns why they cannot go on, the same on all of them; empty: they can."""
