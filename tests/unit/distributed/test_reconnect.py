@@ -42,6 +42,9 @@ class Groups:
         self.held += made
         return made
 
+    def take_over(self, made: Any) -> list[Any]:
+        return []
+
     def give_back(self, *groups: Any) -> None:
         for group in groups:
             self.held.remove(group)
