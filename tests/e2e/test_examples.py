@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from examples import FOLDER
+from ranks import compile_once
 from scripts import run_script
 
 from eplb_runtime.config import Trial, set_trial
@@ -98,3 +99,29 @@ def test_ray_train_runs_the_example(tmp_path: Path) -> None:
     for rank, (loss, moved) in balanced.items():
         assert moved > 0 == static[rank][1]
         assert loss == static[rank][0], "not bit-identical"
+
+
+# -- torchtitan's example runs as the README says, and moves experts
+
+
+pytest.importorskip("torchtitan", reason="torchtitan's Trainer: pip install '.[torchtitan]'")
+
+
+@pytest.mark.long
+def test_balanced_and_static_end_with_the_same_loss(tmp_path: Path) -> None:
+    compile_once()  # a run this short would end before the planner is compiled
+    balanced, static = (ended(tmp_path, *options) for options in ([], ["--static"]))
+    assert balanced.keys() == static.keys() == {0, 1, 2, 3}
+    assert {loss for loss, _ in balanced.values()} == {loss for loss, _ in static.values()}
+    assert all(moved > 0 for _, moved in balanced.values())
+    assert all(moved == 0 for _, moved in static.values())
+
+
+def ended(folder: Path, *options: str) -> dict[int, tuple[str, int]]:
+    """Loss and experts moved, by rank."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    command = [*torchrun, str(FOLDER / "torchtitan_moe.py"), "--output", str(folder), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"rank (\d): loss (\S+) after 20 steps, (\d+) experts moved", done.stdout)
+    return {int(rank): (loss, int(moved)) for rank, loss, moved in lines}

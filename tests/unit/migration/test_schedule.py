@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import json
+from itertools import combinations
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from placements import pairs_of_home_placements
 
 from eplb_runtime.migration.cycles import cut_into_permutations, cut_into_short_cycles
-from eplb_runtime.migration.schedule import TransferSchedule, make_schedule
-from eplb_runtime.placement import EMPTY, Placement
+from eplb_runtime.migration.difference import apply, difference
+from eplb_runtime.migration.pacing import Pace, next_batch
+from eplb_runtime.migration.schedule import Round, TransferSchedule, make_schedule
+from eplb_runtime.placement import EMPTY, Placement, PlacementError
 
 
 def random_placement(seed: int, layers: int, experts: int, ranks: int, replica_slots: int) -> Placement:
@@ -180,3 +187,119 @@ def test_cycles_visit_a_rank_at_most_once(cut: object, seed: int, ranks: int, ho
             visited.add(rank)
             rank = following[rank]
         assert len(visited) == own.sum(), "two cycles under one number"
+
+
+# -- A plan on the wire brings the placement it was made of, and nothing that is none
+
+
+@given(pairs_of_home_placements())
+def test_what_arrives_is_what_was_sent(pair: tuple[Placement, Placement]) -> None:
+    current, target = pair
+    assert apply(current, json.loads(json.dumps(difference(current, target)))) == target
+
+
+def test_only_layers_that_change_travel_two_bytes_a_slot() -> None:
+    current = Placement.initial(58, 256, 64, 1)
+    home = current.home.copy()
+    home[7, [0, 9]] = home[7, [9, 0]]
+    map_ = current.physical_to_logical.copy()
+    map_[7, home[7]] = np.arange(256)
+    fields = difference(current, Placement(map_, 256, 64, home))
+    assert fields["layers"] == [7]
+    assert len(base64.b64decode(fields["slots"])) == 2 * 320
+
+
+def altered(**changes: object) -> dict:
+    return difference(Placement.initial(2, 8, 4, 1), Placement.initial(2, 8, 4, 1).with_epoch(1)) | changes
+
+
+def in_slots(values: list[int]) -> str:
+    return base64.b64encode(np.array(values, dtype="<i2").tobytes()).decode()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        altered(slots="&"),
+        altered(slots=in_slots([1, 2, 3])),
+        altered(layers=[0, 5]),
+        altered(layers="no"),
+        altered(layers=[0], slots=in_slots([0] * 12)),
+        altered(layers=[0], slots=in_slots([8, *range(1, 12)])),
+        altered(layers=[0], slots=in_slots([-7, *range(1, 12)])),
+        altered(epoch="x"),
+    ],
+)
+def test_what_is_no_placement_is_refused(fields: dict) -> None:
+    with pytest.raises(PlacementError):
+        apply(Placement.initial(2, 8, 4, 1), fields)
+
+
+# -- As many rounds as can be there in time travel beside a step, by brute force over all subsets
+
+
+MIB = 1 << 20
+
+
+def round_of(number: int, layer: int) -> Round:
+    return Round(number, np.zeros((0, 4), dtype=np.int64), (layer,), (layer,))
+
+
+def most_in_time(jobs: list[tuple[int, int]]) -> int:
+    """The largest number of ``(microseconds, deadline)`` that are all in time, one after another."""
+    for count in range(len(jobs), 0, -1):
+        for chosen in combinations(jobs, count):
+            by_deadline = sorted(chosen, key=lambda job: job[1])
+            if all(end <= job[1] for end, job in zip(np.cumsum([j[0] for j in by_deadline]), by_deadline, strict=True)):
+                return count
+    return 0
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=7))
+def test_the_largest_number_that_comes_in_time_travels(jobs: list[tuple[int, int]]) -> None:
+    rounds = {layer: [round_of(layer, layer)] for layer in range(len(jobs))}
+    nbytes = {layer: size * MIB for layer, (size, _) in enumerate(jobs)}
+    pace = Pace(tuple(deadline for _, deadline in jobs), us_per_mib=1)
+    batch = next_batch(rounds, nbytes, {}, pace, in_flight_bytes=1000 * MIB)
+    most = most_in_time(jobs)
+    assert batch.waited_for == (most == 0)
+    assert len(batch.rounds) == max(most, 1)
+    if most:
+        end = 0
+        for round_ in batch.rounds:
+            end += jobs[round_.number][0]
+            assert end <= jobs[round_.number][1], "in the order in which they travel, each is in time"
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(9, 20))
+def test_no_more_bytes_than_a_rank_may_receive_in_a_step(sizes: list[int], most: int) -> None:
+    rounds = {layer: [round_of(layer, layer)] for layer in range(len(sizes))}
+    nbytes = {layer: size * MIB for layer, size in enumerate(sizes)}
+    batch = next_batch(rounds, nbytes, {}, Pace((1 << 30,) * len(sizes), 1), in_flight_bytes=most * MIB)
+    assert sum(nbytes[round_.number] for round_ in batch.rounds) <= most * MIB
+    assert not batch.waited_for
+
+
+def test_a_layer_of_several_rounds_sends_one_after_another() -> None:
+    batch = next_batch({0: [round_of(3, 0), round_of(4, 0)]}, {3: MIB, 4: MIB}, {}, Pace((100,), 1), 100 * MIB)
+    assert [round_.number for round_ in batch.rounds] == [3]
+
+
+def test_what_was_late_twice_is_waited_for_when_nothing_else_is_left() -> None:
+    rounds = {0: [round_of(0, 0)], 1: [round_of(1, 1)]}
+    nbytes, pace = {0: MIB, 1: MIB}, Pace((100, 200), 1)
+    first = next_batch(rounds, nbytes, {1: 2}, pace, 100 * MIB)
+    assert [round_.number for round_ in first.rounds] == [0] and not first.waited_for
+    last = next_batch({1: rounds[1]}, nbytes, {1: 2}, pace, 100 * MIB)
+    assert [round_.number for round_ in last.rounds] == [1] and last.waited_for
+
+
+def test_after_some_came_too_late_less_travels_at_once() -> None:
+    pace = Pace((0, 50, 60, 70), us_per_mib=10)
+    sizes = dict.fromkeys(range(4), 2 * MIB)
+    rounds = {layer: [round_of(layer, layer)] for layer in range(4)}
+    batch = next_batch(rounds, sizes, {}, pace, 1 << 40)
+    assert [round_.layers for round_ in batch.rounds] == [(1,), (2,), (3,)]
+    batch = next_batch(rounds, sizes, {}, pace.slower(), 1 << 40)
+    assert pace.slower().us_per_mib == 20 and len(batch.rounds) == 1 and not batch.waited_for
