@@ -195,17 +195,17 @@ def test_a_list_of_experts_is_recorded_as_it_is(tmp_path: Path) -> None:
 # -- A resumed job foresees what it would have foreseen: the load that was measured is saved with the placement
 
 
-INTERVAL, SAVED_AT, STEPS = 4, 10, 13
+RESUMED_INTERVAL, SAVED_AT, RESUMED_STEPS = 4, 10, 13
 
 
-def train_saved(rank: int, first: int, saved: str | None, ranks: int) -> tuple[str, list[list]]:
+def train_and_save(rank: int, first: int, saved: str | None, ranks: int) -> tuple[str, list[list]]:
     """Steps ``first`` to 13 of a model that does not change: the state after step 10, and what planners were given."""
     if rank >= ranks:
         return "", []
     model = make_model("olmoe", experts=6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     balancer = training.attach(
-        model, optimizer, ranks=Ranks(job=tuple(range(ranks))), interval=INTERVAL, policy="static"
+        model, optimizer, ranks=Ranks(job=tuple(range(ranks))), interval=RESUMED_INTERVAL, policy="static"
     )
     seen: list[list] = []
 
@@ -221,7 +221,7 @@ def train_saved(rank: int, first: int, saved: str | None, ranks: int) -> tuple[s
             assert ranks == 1, "only another number of ranks keeps the placement from being taken over"
     model.train()
     state = ""
-    for step in range(first, STEPS + 1):
+    for step in range(first, RESUMED_STEPS + 1):
         training.step(
             model, optimizer, torch.cat([batch_of(share, step) for share in range(2) if share % ranks == rank])
         )
@@ -232,21 +232,21 @@ def train_saved(rank: int, first: int, saved: str | None, ranks: int) -> tuple[s
 
 
 def test_a_forecast_after_a_resume_is_what_it_would_have_been() -> None:
-    (state, whole), (other, _) = run_ranks(2, train_saved, 1, None, 2)
+    (state, whole), (other, _) = run_ranks(2, train_and_save, 1, None, 2)
     assert state == other, "every rank saves the same"
-    (_, resumed), _ = run_ranks(2, train_saved, SAVED_AT + 1, state, 2)
+    (_, resumed), _ = run_ranks(2, train_and_save, SAVED_AT + 1, state, 2)
     assert [len(load) for load in whole] == [4, 8, 12]
     assert resumed == whole[2:], "steps 1 to 8 of the history, 9 and 10 counted before, 11 and 12 after"
     without = json.loads(state)
     del without["load"]
-    (_, forgotten), _ = run_ranks(2, train_saved, SAVED_AT + 1, json.dumps(without), 2)
+    (_, forgotten), _ = run_ranks(2, train_and_save, SAVED_AT + 1, json.dumps(without), 2)
     assert forgotten != resumed, "control: without the saved load the forecast is another"
 
 
 # -- The share of a step in expert work is measured in a few steps, agreed on by all ranks, shown and recorded
 
 
-INTERVAL, STEPS, LAYERS = 8, 16, 2
+MEASURED_INTERVAL, MEASURED_STEPS, LAYERS = 8, 16, 2
 FORWARD, BACKWARD = 1.0, 2.0
 """Seconds of a layer's expert work; everything else in a step takes REST."""
 REST = {0: 14.0, 1: 34.0}
@@ -279,7 +279,7 @@ class FakeTime:
         _Dispatch.backward = staticmethod(slow_backward)  # type: ignore[method-assign]
 
 
-def train_expert(
+def train_measured(
     rank: int, run: str | None, options: dict[str, Any], checkpointing: bool = False, rollouts: bool = False
 ) -> dict[str, Any]:
     time = FakeTime()
@@ -289,12 +289,12 @@ def train_expert(
     if checkpointing:
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    interval = None if rollouts else INTERVAL
+    interval = None if rollouts else MEASURED_INTERVAL
     balancer = training.attach(model, optimizer, interval=interval, policy="static", run=run, **options)
     clock = balancer._runtime.expert_clock
     model.train()
     sampled, marked = [], []
-    for step in range(STEPS):
+    for step in range(MEASURED_STEPS):
         sampled += [step] if clock.on else []
         marks = time.marks
         ids = batch_of(rank, step)
@@ -317,7 +317,7 @@ def train_expert(
 def test_the_share_is_what_the_clock_says_on_every_rank(tmp_path: Path) -> None:
     """6 s of expert work in steps of 20 s and of 40 s: of 60 s, 12 s."""
     run = str(tmp_path / "run")
-    found = run_ranks(2, train_expert, run, {})
+    found = run_ranks(2, train_measured, run, {})
     for of_rank in found:
         assert of_rank["marked"] == of_rank["sampled"], "nothing is marked in other steps"
         assert 2 <= len(of_rank["sampled"]) <= 3 and set(of_rank["sampled"]) <= {4, 5, 6}
@@ -329,14 +329,14 @@ def test_the_share_is_what_the_clock_says_on_every_rank(tmp_path: Path) -> None:
 
 def test_forwards_that_are_repeated_are_expert_work() -> None:
     """Activation checkpointing: 2 s more of each step on each rank, 16 of 64 s."""
-    found = run_ranks(2, train_expert, None, {}, True)
+    found = run_ranks(2, train_measured, None, {}, True)
     for of_rank in found:
         assert of_rank["shares"][0] == (pytest.approx(16 / 64), "measured")
 
 
 def test_rollouts_between_steps_are_no_part_of_a_step() -> None:
     """Without an interval: the three steps after a decision, each from its first forward in training."""
-    found = run_ranks(2, train_expert, None, {}, False, True)
+    found = run_ranks(2, train_measured, None, {}, False, True)
     for of_rank in found:
         assert of_rank["sampled"] == [1, 2, 3], "the first begins ahead of the first step's end"
         assert of_rank["shares"] == [(pytest.approx(0.2), "measured")]

@@ -5,15 +5,19 @@ from __future__ import annotations
 import base64
 import json
 from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from placements import pairs_of_home_placements
 
 from eplb_runtime.migration.cycles import cut_into_permutations, cut_into_short_cycles
 from eplb_runtime.migration.difference import apply, difference
+from eplb_runtime.migration.overlapped import Overlapped
 from eplb_runtime.migration.pacing import Pace, next_batch
 from eplb_runtime.migration.schedule import Round, TransferSchedule, make_schedule
 from eplb_runtime.placement import EMPTY, Placement, PlacementError
@@ -303,3 +307,36 @@ def test_after_some_came_too_late_less_travels_at_once() -> None:
     assert [round_.layers for round_ in batch.rounds] == [(1,), (2,), (3,)]
     batch = next_batch(rounds, sizes, {}, pace.slower(), 1 << 40)
     assert pace.slower().us_per_mib == 20 and len(batch.rounds) == 1 and not batch.waited_for
+
+
+# -- The thread that carries experts beside training has one stream of a GPU for good, after what training has queued
+
+
+def test_every_migration_works_on_one_stream_after_what_was_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch hands out 32 in turn: with one for each migration a later one would be the model's own."""
+    made: list[Any] = []
+    taken: list[Any] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.waits: list[str] = []
+            made.append(self)
+
+        def wait_event(self, event: Any) -> None:
+            self.waits.append(event.of)
+
+    class Event:
+        of = ""
+
+        def record(self, stream: str) -> None:
+            self.of = stream
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "training's")
+    monkeypatch.setattr(torch.cuda, "set_stream", taken.append)
+    driver: Any = SimpleNamespace(_device=torch.device("cuda", 0), _stream=None)
+    for _ in range(40):
+        Overlapped._after_what_is_queued(driver)()
+    assert len(made) == 1 and taken == made * 40
+    assert made[0].waits == ["training's"] * 40

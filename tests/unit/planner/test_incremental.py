@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +13,9 @@ from hypothesis import strategies as st
 from support.shuffle import plan_shuffle
 
 from eplb_runtime.placement import EMPTY, Placement
-from eplb_runtime.planner import CostModel, Plan, plan
+from eplb_runtime.planner import CostModel, Plan, PlanError, plan
 from eplb_runtime.planner.cost import HYSTERESIS
-from eplb_runtime.planner.evaluate import predicted_imbalance
+from eplb_runtime.planner.evaluate import predicted_imbalance, rank_load
 from eplb_runtime.planner.policies.deepseek import balance
 from eplb_runtime.planner.shuffle import shuffled
 from eplb_runtime.topology import Topology
@@ -187,3 +189,105 @@ def test_one_rank_changes_slots() -> None:
     made = plan_shuffle(np.ones((1, 1, 4)), Topology(1), slots_per_rank=4, current=current).placement
     assert made.home is not None and current.home is not None
     assert (made.home != current.home).all()
+
+
+# -- Homes dealt out by DeepSeek's rule near the current ones: what plans while the planner is compiled
+
+
+RULE_LAYERS, RULE_EXPERTS, RULE_RANKS = 6, 64, 8
+CURRENT = Placement.initial(RULE_LAYERS, RULE_EXPERTS, RULE_RANKS)
+SKEWED = np.random.default_rng(3).lognormal(0.0, 1.0, (RULE_LAYERS, RULE_EXPERTS)) * 1000
+QUESTION = {"slots_per_rank": RULE_EXPERTS // RULE_RANKS, "current": CURRENT, "policy": "deepseek", "layout": "home"}
+
+
+@given(st.integers(0, 1000), st.sampled_from([(8, 2), (12, 4), (16, 16), (5, 1)]), st.integers(1, 3))
+def test_a_plan_is_valid_and_never_worse(seed: int, shape: tuple[int, int], layers: int) -> None:
+    experts, ranks = shape
+    load = np.random.default_rng(seed).integers(0, 100, (layers, experts))
+    current = Placement.initial(layers, experts, ranks, 1)
+    made = plan(load, Topology(ranks), **QUESTION | {"slots_per_rank": experts // ranks + 1, "current": current})
+    assert (np.bincount(made.placement.home_rank[0], minlength=ranks) == experts // ranks).all()
+    assert made.imbalance_before is not None and (made.imbalance_after <= made.imbalance_before + 1e-12).all()
+
+
+def test_limits_hold_and_are_used_where_they_gain_most() -> None:
+    whole = plan(SKEWED, Topology(RULE_RANKS), **QUESTION)
+    assert whole.imbalance_before is not None
+    assert whole.imbalance_after.mean() < whole.imbalance_before.mean() - 0.5
+    half = plan(SKEWED, Topology(RULE_RANKS), **QUESTION, max_moves=whole.moved_slots // 2)
+    assert 0 < half.moved_slots <= whole.moved_slots // 2
+    cost = CostModel(home_bytes=10, step_seconds=1.0)
+    of_bytes = plan(SKEWED, Topology(RULE_RANKS), **QUESTION, cost=cost, max_bytes=700)
+    assert 0 < of_bytes.moved_slots <= 70
+    again = plan(SKEWED, Topology(RULE_RANKS), **QUESTION | {"current": whole.placement})
+    assert again.decision == "stay", "ranks are named as those that hold the experts"
+
+
+def test_where_replicas_stand_it_says_what_to_choose() -> None:
+    asked = {**QUESTION, "slots_per_rank": 9}
+    standing = plan(SKEWED, Topology(RULE_RANKS), slots_per_rank=9).placement
+    with pytest.raises(PlanError, match="choose incremental"):
+        plan(SKEWED, Topology(RULE_RANKS), **asked | {"current": standing})
+
+
+ALONE = """
+import numpy as np
+from numba.core.dispatcher import Dispatcher
+from eplb_runtime.balancer.planner_process import _homes_alone
+from eplb_runtime.placement import Placement
+from eplb_runtime.planner import CostModel, plan
+from eplb_runtime.topology import Topology
+
+def refuse(self, signature):
+    raise AssertionError(f"{self.py_func.__name__} was compiled")
+
+Dispatcher.compile = refuse
+load = np.random.default_rng(3).lognormal(0.0, 1.0, (32, 6, 64)).cumsum(axis=0) * 1000
+cost = CostModel(home_bytes=1000, step_seconds=1.0)
+question = {"slots_per_rank": 9, "current": Placement.initial(6, 64, 8, 1), "gate": "payoff", "cost": cost}
+made = _homes_alone(load, Topology(8, 4), policy="incremental", layout="home", **question)
+assert made.moved_slots and made.decision == "rebalance", made
+plan(load, Topology(8, 4), policy="incremental", **question)
+"""
+
+
+def test_nothing_of_it_is_compiled() -> None:
+    """The control: the last line, by another policy."""
+    ended = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
+    assert "line 18" in ended.stderr and "was compiled" in ended.stderr, ended.stderr
+
+
+# -- Slow ranks get less, ranks that are gone get nothing and lose no expert
+
+
+SLOW_RANKS, SLOW_EXPERTS, SLOW_LAYERS = 8, 64, 3
+SLOW_TOPOLOGY = Topology(SLOW_RANKS, 4)
+SLOW_LOAD = np.random.default_rng(0).lognormal(0.0, 0.6, (SLOW_LAYERS, SLOW_EXPERTS)) * 1000
+SPEED = np.array([1.0, 1, 0.5, 1, 1, 1, 0.8, 1])
+THERE = np.array([True, True, False, True, True, True, False, True])
+
+
+def seconds(placement: Placement, speed: np.ndarray | None) -> np.ndarray:
+    """By the split that knows these speeds, the time of the slowest rank at the true speeds, per layer."""
+    return np.asarray((rank_load(SLOW_LOAD, placement, speed) / SPEED).max(axis=1))
+
+
+@pytest.mark.parametrize("replicas", [0, 1, 2])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_slow_rank_gets_tokens_by_its_speed(replicas: int, first: bool) -> None:
+    current = None if first else Placement.initial(SLOW_LAYERS, SLOW_EXPERTS, SLOW_RANKS, replicas)
+    asked = {"slots_per_rank": SLOW_EXPERTS // SLOW_RANKS + replicas, "current": current}
+    blind, made = plan(SLOW_LOAD, SLOW_TOPOLOGY, **asked), plan(SLOW_LOAD, SLOW_TOPOLOGY, rank_speed=SPEED, **asked)
+    assert np.allclose(made.imbalance_after, predicted_imbalance(SLOW_LOAD, made.placement, SPEED))
+    assert made.imbalance_after.max() < 1.05
+    assert seconds(made.placement, SPEED).sum() < 0.6 * seconds(blind.placement, None).sum()
+    assert (made.imbalance_after >= made.lower_bound - 1e-9).all()
+    loads = rank_load(SLOW_LOAD, made.placement, SPEED).sum(axis=0)
+    assert loads[2] < 0.6 * loads[0] and 0.7 < loads[6] / loads[0] < 0.9
+
+
+def test_ranks_of_one_speed_are_planned_for_as_ever() -> None:
+    current = Placement.initial(SLOW_LAYERS, SLOW_EXPERTS, SLOW_RANKS, 1)
+    plain = plan(SLOW_LOAD, SLOW_TOPOLOGY, slots_per_rank=9, current=current)
+    alike = plan(SLOW_LOAD, SLOW_TOPOLOGY, slots_per_rank=9, current=current, rank_speed=[0.7] * SLOW_RANKS)
+    assert alike.placement == plain.placement and np.array_equal(alike.imbalance_after, plain.imbalance_after)
