@@ -150,11 +150,6 @@ class Balancer:
             self.closing.callback(end)
         self.optimizer_hooks = hook_optimizers(self)
 
-    # Names of before, for what still has them.
-    _runtime = property(lambda self: self.runtime)
-    _rebalancer = property(lambda self: self.rebalancer)
-    _guard = property(lambda self: self.guard)
-
     @cached_property
     def _export(self) -> WeightExport:
         """Exports of this balancer; made when the first one is asked for."""

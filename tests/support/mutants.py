@@ -204,7 +204,7 @@ def norm_of_each_rank_alone() -> None:
     """Squares are summed over what a rank has of an expert, wherever that is cut."""
     from eplb_runtime.balancer.gradients import norm
 
-    norm._cut_blocks = lambda ranges: []
+    norm.maxima = lambda values, group: values
 
 
 def norm_by_rank() -> None:
