@@ -179,7 +179,7 @@ def test_a_resumed_job_goes_on_with_the_load_and_the_gap_that_were_saved() -> No
 # -- Generating and training in turn on one model: the rollout's routing is declared, and moving changes no bit
 
 
-ROUNDS_rollouts = 4
+GENERATED = 4
 
 
 def both(rank: int) -> list[tuple]:
@@ -187,7 +187,7 @@ def both(rank: int) -> list[tuple]:
     found = []
     for policy in ("static", "incremental"):
         config = eplb.BalancerConfig(policy=policy, interval=None, gate="always", dense_gradients="allreduce")
-        losses, balancer, model = load_example("rollouts").train(config, ROUNDS_rollouts, rank)
+        losses, balancer, model = load_example("rollouts").train(config, GENERATED, rank)
         moved = sum(event.moved_experts for event in balancer.events if hasattr(event, "moved_experts"))
         found.append((losses, eplb.logical_state_dict(model), moved))
         balancer.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
 from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +11,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from placements import pairs_of_home_placements
 
 from eplb_runtime.migration.cycles import cut_into_permutations, cut_into_short_cycles
-from eplb_runtime.migration.difference import apply, difference
 from eplb_runtime.migration.overlapped import Overlapped
 from eplb_runtime.migration.pacing import Pace, next_batch
 from eplb_runtime.migration.schedule import Round, TransferSchedule, make_schedule
-from eplb_runtime.placement import EMPTY, Placement, PlacementError
+from eplb_runtime.placement import EMPTY, Placement
 
 
 def random_placement(seed: int, layers: int, experts: int, ranks: int, replica_slots: int) -> Placement:
@@ -191,53 +187,6 @@ def test_cycles_visit_a_rank_at_most_once(cut: object, seed: int, ranks: int, ho
             visited.add(rank)
             rank = following[rank]
         assert len(visited) == own.sum(), "two cycles under one number"
-
-
-# -- A plan on the wire brings the placement it was made of, and nothing that is none
-
-
-@given(pairs_of_home_placements())
-def test_what_arrives_is_what_was_sent(pair: tuple[Placement, Placement]) -> None:
-    current, target = pair
-    assert apply(current, json.loads(json.dumps(difference(current, target)))) == target
-
-
-def test_only_layers_that_change_travel_two_bytes_a_slot() -> None:
-    current = Placement.initial(58, 256, 64, 1)
-    home = current.home.copy()
-    home[7, [0, 9]] = home[7, [9, 0]]
-    map_ = current.physical_to_logical.copy()
-    map_[7, home[7]] = np.arange(256)
-    fields = difference(current, Placement(map_, 256, 64, home))
-    assert fields["layers"] == [7]
-    assert len(base64.b64decode(fields["slots"])) == 2 * 320
-
-
-def altered(**changes: object) -> dict:
-    return difference(Placement.initial(2, 8, 4, 1), Placement.initial(2, 8, 4, 1).with_epoch(1)) | changes
-
-
-def in_slots(values: list[int]) -> str:
-    return base64.b64encode(np.array(values, dtype="<i2").tobytes()).decode()
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        altered(slots="&"),
-        altered(slots=in_slots([1, 2, 3])),
-        altered(layers=[0, 5]),
-        altered(layers="no"),
-        altered(layers=[0], slots=in_slots([0] * 12)),
-        altered(layers=[0], slots=in_slots([8, *range(1, 12)])),
-        altered(layers=[0], slots=in_slots([-7, *range(1, 12)])),
-        altered(epoch="x"),
-    ],
-)
-def test_what_is_no_placement_is_refused(fields: dict) -> None:
-    with pytest.raises(PlacementError):
-        apply(Placement.initial(2, 8, 4, 1), fields)
 
 
 # -- As many rounds as can be there in time travel beside a step, by brute force over all subsets
