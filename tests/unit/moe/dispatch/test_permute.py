@@ -11,7 +11,7 @@ from host_waits import HostWaitsError, no_waits
 from torch import Tensor
 
 from eplb_runtime.moe.dispatch import permute
-from eplb_runtime.moe.dispatch.memory import RowMemory
+from eplb_runtime.moe.dispatch.permute import RowMemory
 
 DTYPES = [
     (torch.float64, torch.float64),
