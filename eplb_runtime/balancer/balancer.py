@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..distributed.transports.base import Transport
 from ..events import EventLog
-from ..load.declared import checked_declaration, padding_in
+from ..load.declared import checked_declaration
 from ..moe.dispatch import choosing
 from ..moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ..moe.experts.gathering import in_logical_order
@@ -130,9 +130,7 @@ class Balancer:
         if runtime.job.is_planner:
             self.events.called_at_once.append(DecisionLine())
         if runtime.maps.replicas is not None:
-            runtime.maps.replicas.adds = self.gradients.arrives
-            runtime.maps.replicas.follow(runtime.placement)
-        self._said_padding = False
+            runtime.maps.replicas.follow(runtime.placement, self.gradients.arrives)
         self.shown: Any = None
         self._listeners: list[Callable[[], None]] = []
         self._process = os.getpid()
@@ -244,10 +242,7 @@ class Balancer:
         if self.rebalancer.has_planned_ahead:
             raise RuntimeError("declare() after plan_ahead(), whose decision rebalance() acts on: call it before")
         sizes = self.placement.num_layers, self.placement.num_experts
-        self.rebalancer.declared, tokens = checked_declaration(load, *sizes)
-        if not self._said_padding and self.runtime.job.is_planner and (said := padding_in(tokens)):
-            self._said_padding = True
-            logger.warning("%s", said)
+        self.rebalancer.declared = checked_declaration(load, *sizes)
 
     @torch.compiler.disable
     def plan_ahead(self) -> None:
@@ -571,11 +566,11 @@ class Balancer:
         if not channels.is_open:
             if why := choosing.micro_batch_overlap_problem(self.config, runtime.device, runtime.model_check.is_sharded):
                 raise RuntimeError(f"two batches at once on a device: {why}; or run one batch after the other")
-            if (replicas := runtime.maps.replicas) is not None:
-                replicas.launching = channels.launching
-                if runtime.device.type != "cpu":
-                    channels.ahead = replicas.wait_all  # both streams wait for what the caller's has waited for
-            channels.open(MicroBatchChannel(*runtime.groups.second_channel))
+            second, replicas = MicroBatchChannel(*runtime.groups.second_channel), runtime.maps.replicas
+            if replicas is None or runtime.device.type == "cpu":
+                channels.open(second)
+            else:  # both streams wait for what the caller's has waited for
+                channels.open(second, replicas.wait_all)
         return channels
 
     def _enter(self, what: str) -> None:

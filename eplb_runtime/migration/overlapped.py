@@ -34,7 +34,7 @@ from ..distributed.points import Phase
 from ..distributed.transports.base import TransportError
 from ..moe.experts.registry import ExpertTensors
 from ..placement import Placement
-from ..replicas.placement_maps import Maps
+from ..replicas.sync import Maps
 from ..utils.errors import one_line
 from ..utils.worker import Worker
 from .engine import Formats, MigrationEngine, PostedRound, PreparedMigration, layers_that_differ

@@ -15,11 +15,12 @@ import transport_contract as contract
 from ranks import run_ranks
 from transport_contract import RANKS, Case, hear, others, random_bytes, run_cases, soon, tell
 
-from eplb_runtime.config import BalancerConfig, ConfigError, MigrationConfig
+from eplb_runtime.config import BalancerConfig, ConfigError, DispatchConfig, MigrationConfig
 from eplb_runtime.distributed.transports import TRANSPORTS, deepep, deepep_package
 from eplb_runtime.distributed.transports.base import Message, Transport, TransportError
 from eplb_runtime.distributed.transports.deepep import ROW_BYTES, DeepEP
-from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer, RecvCounts
+from eplb_runtime.moe.dispatch.base import DispatchContext
+from eplb_runtime.moe.dispatch.deepep import DeepEPDispatcher
 
 pytestmark = pytest.mark.long
 
@@ -100,13 +101,13 @@ def a_lost_row_is_noticed(rank: int, transport: Transport) -> None:
 
 def experts_go_by_the_buffer_of_tokens(rank: int, transport: Transport) -> None:
     deepep_package.imported = lambda *_: PACKAGE
-    carrier = DeepEPBuffer(dist.group.WORLD, 2, 20)
+    carrier = DeepEPDispatcher(DispatchContext.of(dist.group.WORLD, 2), DispatchConfig("deepep"))
     assert transport._buffer is carrier._buffer()  # type: ignore[attr-defined]
     CALLS.clear()
     rows = torch.full((3, 16), float(rank + 1), dtype=torch.bfloat16)
-    received = carrier.dispatch(rows, carrier.layout(torch.tensor([[0], [2], [4]])), RecvCounts(3, [3, 0]))
+    arrived = carrier.dispatch(rows, torch.ones(3, 1), carrier.plan(torch.tensor([[0], [2], [4]])))
     assert torch.equal(exchange(rank, transport), random_bytes((rank - 1) % RANKS, 5000, CPU))
-    assert torch.equal(carrier.combine(received.rows_UC, received.handle), rows)
+    assert torch.equal(carrier.combine(arrived.rows_MD, arrived), rows)
     assert CALLS == ["tokens", "experts", "back"]
 
 
