@@ -15,7 +15,7 @@ from ranks import run_ranks
 import eplb_runtime as eplb
 
 PACKAGE = str(Path(eplb.__file__).parent)
-MOST = {"attach": (84, 95), "forward": (28, 29), "rebalance": (43, 49)}
+MOST = {"attach": (82, 89), "forward": (26, 29), "rebalance": (42, 46)}
 """Without and with replica slots."""
 
 
