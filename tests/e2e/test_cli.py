@@ -212,10 +212,10 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("policy", ["static", "deepseek", "free", "hierarchical", "incremental"])
-def test_more_slots_a_rank_than_experts(refusal_cli: Callable[..., str], load_file_cli: Path, policy: str) -> None:
+def test_more_slots_a_rank_than_experts(refused: Callable[..., str], small_load: Path, policy: str) -> None:
     cluster = ["--ranks", "2", "--ranks-per-node", "2", "--slots-per-rank", "1000000"]
-    assert "give at most 4" in refusal_cli("plan", load_file_cli, *cluster, "--policy", policy)
-    assert "give at most 4" in refusal_cli("simulate", load_file_cli, *cluster, "--every", "2", "--policies", policy)
+    assert "give at most 4" in refused("plan", small_load, *cluster, "--policy", policy)
+    assert "give at most 4" in refused("simulate", small_load, *cluster, "--every", "2", "--policies", policy)
 
 
 # -- files ---------------------------------------------------------------------------------------------------------
@@ -235,15 +235,15 @@ def test_more_slots_a_rank_than_experts(refusal_cli: Callable[..., str], load_fi
     ],
 )
 def test_names_and_places_are_looked_at_first(
-    refusal_cli: Callable[..., str],
-    load_file_cli: Path,
+    refused: Callable[..., str],
+    small_load: Path,
     command: list[str],
     says: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert says in refusal_cli(command[0], load_file_cli, *CLUSTER_cli, *command[1:])
+    assert says in refused(command[0], small_load, *TWO_RANKS, *command[1:])
     assert [path.name for path in tmp_path.iterdir()] == ["load.npz"]
 
 
@@ -251,13 +251,13 @@ def test_names_and_places_are_looked_at_first(
 
 
 def test_dense_layers_are_left_out_of_a_load_and_of_an_engines_map(
-    refusal_cli: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    refused: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_placement(tmp_path / "sglang.json", Placement.initial(2, 4, 2, replica_slots=1), "sglang", dense_layers=3)
     write_load(tmp_path / "all.npz", np.concatenate([np.zeros((6, 3, 4)), LOAD], axis=1))
-    command = ["plan", str(tmp_path / "all.npz"), *CLUSTER_cli, "--current", str(tmp_path / "sglang.json")]
+    command = ["plan", str(tmp_path / "all.npz"), *TWO_RANKS, "--current", str(tmp_path / "sglang.json")]
     assert main([*command, "--policy", "free", "--dense-layers", "3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layers"] == 2
     write_load(tmp_path / "moe.npz", LOAD)
-    other = ["plan", tmp_path / "moe.npz", *CLUSTER_cli, "--policy", "free", "--current", tmp_path / "sglang.json"]
-    assert "layers" in refusal_cli(*other)
+    other = ["plan", tmp_path / "moe.npz", *TWO_RANKS, "--policy", "free", "--current", tmp_path / "sglang.json"]
+    assert "layers" in refused(*other)
