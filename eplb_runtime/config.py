@@ -254,8 +254,8 @@ class BalancerConfig(_Settings):
     """A collective or transfer of the balancer that takes longer is given up, the rebalance dropped; each step of
     attaching has two minutes at least."""
     run: str | Path | None = None
-    """A folder to which rank 0 adds the measured load (``load/``, for ``eplb-runtime simulate``), ``events.jsonl`` and,
-    at the end, ``summary.json``. None: none."""
+    """A folder to which rank 0 adds the measured load (``load.jsonl``, for ``eplb-runtime simulate``), ``events.jsonl``
+    and, at the end, ``summary.json``. None: none."""
     listen: int | str | None = None
     """Where rank 0 shows a live page and metrics for Prometheus (``/metrics``): a port of this machine alone (0: any
     that is free), or ``"host:port"``. None: nothing listens."""
