@@ -237,11 +237,12 @@ class EventLog:
     """Keeps the last ``capacity`` events and calls every listener with each new one.
 
     Example:
-        >>> log = EventLog()
-        >>> log.subscribe(lambda event: print(event.name, event.step))
+        >>> log, heard = EventLog(), []
+        >>> log.subscribe(heard.append)
         >>> log.emit(BalancingPaused(7, "rank 2 has not answered for 30 s"))
         >>> log.close()
-        BalancingPaused 7
+        >>> heard[0].name, heard[0].step
+        ('BalancingPaused', 7)
         >>> len(log.of_type(BalancingPaused)), len(log.of_type(RebalanceCommitted))
         (1, 0)
     """
