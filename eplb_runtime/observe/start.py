@@ -194,6 +194,6 @@ class Shown(Observer):
 
     def _metrics(self, query: Mapping[str, str]) -> Answer:
         try:
-            return Answer(*exposition(self.metrics))
+            return Answer(*exposition(self.metrics()))
         except ImportError:
             return Answer(f"{NOT_INSTALLED}\n".encode(), status=HTTPStatus.NOT_IMPLEMENTED)
