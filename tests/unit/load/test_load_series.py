@@ -87,19 +87,6 @@ def test_a_run_of_another_model_is_not_mixed_in(tmp_path: Path) -> None:
         Recorder(tmp_path, LAYERS, EXPERTS + 1)
 
 
-def test_of_two_recorders_in_one_folder_the_older_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    older = Recorder(tmp_path, LAYERS, EXPERTS)
-    newer = Recorder(tmp_path, LAYERS, EXPERTS)
-    older.write(windows(0, 1), 1)
-    newer.write(windows(7, 1), 1)
-    older.close()
-    newer.close()
-    assert np.array_equal(read_series(tmp_path)[0], windows(7, 1))
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}: load is not recorded any more: another job writes to {tmp_path / NAME} now"
-    ]
-
-
 def test_a_full_disk_ends_the_recording_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
