@@ -33,12 +33,13 @@ def add(commands: Any) -> None:
 
 
 def _analyse(arguments: argparse.Namespace) -> None:
-    from ..observe.traces import analyse, together, traces_in
+    from ..observe.traces import analyse, traces_in
 
     with spinner():
         analyses = [analyse(path) for given in arguments.traces for path in traces_in(Path(given))]
     if arguments.json:
-        print_json(together(analyses))
+        each = [one.to_dict() for one in analyses]
+        print_json(each[0] if len(each) == 1 else {"traces": each})
         return
     for one in analyses:
         _print_one(one, arguments.layers)
