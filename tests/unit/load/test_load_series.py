@@ -81,6 +81,12 @@ def test_other_files_are_refused_in_one_line(line: str, said: str, tmp_path: Pat
         read_load(tmp_path)
 
 
+def test_a_folder_of_an_earlier_release_says_how_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "load").mkdir()
+    with pytest.raises(FormatError, match=r"cat load/\*.jsonl > load.jsonl"):
+        read_load(tmp_path)
+
+
 def test_a_run_of_another_model_is_not_mixed_in(tmp_path: Path) -> None:
     written(tmp_path, windows(0, 1))
     with pytest.raises(FileError, match="holds the load of 2 layers of 3 experts, not 2 of 4: name another folder"):
