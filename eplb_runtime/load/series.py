@@ -10,11 +10,10 @@ also have ``"job"``, fields of `RecordedJob` that are known by then. Who counts 
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from pathlib import Path
 from statistics import median
@@ -31,10 +30,8 @@ LONGEST = 1 << 20
 """Windows of one line; far more than anybody keeps."""
 MOST_BYTES = 8 << 30
 """Of a series in memory."""
-_WIDEST = 1 << 24
-"""L x E of any model."""
-_MOST = 1 << 53
-"""No number of a job is larger."""
+_WIDEST, _MOST = 1 << 24, 1 << 53
+"""L x E of any model; no number of a job is larger than the second."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +74,6 @@ class RecordedJob:
     intra_node_bandwidth: float = 0.0
     inter_node_bandwidth: float = 0.0
 
-    def known(self) -> dict[str, Any]:
-        """The fields that say something, as a line holds them."""
-        values = ((entry.name, getattr(self, entry.name)) for entry in fields(self))
-        return {name: value for name, value in values if value}
-
 
 def lines_of(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield numbers and values of a file's lines; None in the place of one that is no JSON, as a crash leaves it."""
@@ -95,12 +87,12 @@ def lines_of(path: Path) -> Iterator[tuple[int, Any]]:
 
 def first_line(num_layers: int, num_experts: int, job: RecordedJob | None = None) -> dict[str, Any]:
     """Return the line of a start of the job, whose windows are ``[T, L, E]``, and what is known of it by then."""
-    return {"format": FORMAT, "version": 1, "layers": num_layers, "experts": num_experts, **_job_entry(job)}
+    return {"format": FORMAT, "version": 1, "layers": num_layers, "experts": num_experts, **_entry(job)}
 
 
 def line_of(load_TLE: NDArray[np.int64], steps: int, job: RecordedJob | None = None) -> dict[str, Any]:
     """Return the line of windows, oldest first, of so many training steps each."""
-    return {"steps": steps, **_job_entry(job), **encode(load_TLE)}
+    return {"steps": steps, **_entry(job), **encode(load_TLE)}
 
 
 def holds_series(folder: Path) -> bool:
@@ -131,7 +123,7 @@ def read_series(folder: Path) -> tuple[NDArray[np.int64], list[int], RecordedJob
                 if (here := _shape_in(line)) != shape and starts:
                     raise ValueError(f"its layers x experts are {here}, those before {shape}")
                 shape, broken = here, 0
-                starts.append([_job_of(line)])
+                starts.append([_known_of_job(line)])
                 continue
             if broken:
                 raise ValueError(f"the one before, line {broken}, is not JSON")
@@ -143,7 +135,7 @@ def read_series(folder: Path) -> tuple[NDArray[np.int64], list[int], RecordedJob
         if (nbytes := nbytes + windows[-1].nbytes) > MOST_BYTES:
             raise FileError(f"more than {MOST_BYTES >> 30} GiB of load: give a part of the lines")
         steps += [line["steps"]] * len(windows[-1])
-        starts[-1].append(_job_of(line))
+        starts[-1].append(_known_of_job(line))
     if not windows:
         raise FileError("no load has been recorded here yet")
     header, *said = next(lines for lines in reversed(starts) if len(lines) > 1)
@@ -164,49 +156,42 @@ def decode(saved: Any, num_layers: int, num_experts: int, most_windows: int) -> 
     try:
         windows, layers, experts = (int(length) for length in saved["shape"])
         data = base64.b64decode(saved["data"], validate=True)
-    except (KeyError, TypeError, OverflowError, binascii.Error) as error:
-        raise ValueError(f"not a saved load: {type(error).__name__}: {error}") from None
-    if (layers, experts) != (num_layers, num_experts) or not 0 <= windows <= LONGEST:
-        raise ValueError(f"the saved load has shape {saved['shape']}, not [windows, {num_layers}, {num_experts}]")
-    nbytes = 8 * windows * layers * experts
-    inflate = zlib.decompressobj()
-    try:
-        raw = inflate.decompress(data, nbytes + 1)
-    except zlib.error as error:
-        raise ValueError(f"the saved load cannot be read: {error}") from None
+        if (layers, experts) != (num_layers, num_experts) or not 0 <= windows <= LONGEST:
+            raise ValueError(f"it has shape {saved['shape']}, not [windows, {num_layers}, {num_experts}]")
+        nbytes = 8 * windows * layers * experts
+        raw = zlib.decompressobj().decompress(data, nbytes + 1)
+    except (KeyError, TypeError, ValueError, OverflowError, zlib.error) as error:
+        raise ValueError(f"the saved load cannot be read: {type(error).__name__}: {error}") from None
     if len(raw) != nbytes:
         raise ValueError("the saved load has another size than it says")
     load = np.frombuffer(raw, dtype="<i8").astype(np.int64).reshape(windows, layers, experts)
     return load[max(0, windows - most_windows) :]
 
 
-def _job_entry(job: RecordedJob | None) -> dict[str, Any]:
-    known = {} if job is None else job.known()
-    return {"job": known} if known else {}
+def _entry(job: RecordedJob | None) -> dict[str, Any]:
+    return {} if job is None else {"job": {name: value for name, value in asdict(job).items() if value}}
 
 
-def _job_of(line: Any) -> dict[str, Any]:
-    """Return what a line says of the job: usable values of fields of `RecordedJob`."""
-    said = line.get("job") if isinstance(line, Mapping) else None
-    if not isinstance(said, Mapping):
+def _known_of_job(line: Any) -> dict[str, Any]:
+    """Return usable values of fields of `RecordedJob` that a line says: of its kind, and within bounds."""
+    said: Any = line.get("job") if isinstance(line, dict) else None
+    if not isinstance(said, dict):
         return {}
-    kinds = {entry.name: type(entry.default) for entry in fields(RecordedJob)}
-    return {name: value for name, value in said.items() if name in kinds and _is_usable(value, kinds[name])}
-
-
-def _is_usable(value: Any, kind: type) -> bool:
-    if kind is str or type(value) not in (int, kind):
-        return kind is str and type(value) is str
-    return bool(0 < value < _MOST)
+    known: dict[str, Any] = {}
+    for entry in fields(RecordedJob):
+        kind: type = type(entry.default)
+        value: Any = said.get(entry.name)
+        if type(value) is str if kind is str else type(value) in (int, kind) and 0 < value < _MOST:
+            known[entry.name] = value
+    return known
 
 
 def _shape_in(line: Any) -> tuple[int, int]:
     """Return L and E by the first line of a start."""
     try:
         layers, experts = int(line["layers"]), int(line["experts"])
-        known = line["format"] == FORMAT and line["version"] == 1
+        if (line["format"], line["version"]) == (FORMAT, 1) and 0 < layers * experts <= _WIDEST and layers > 0:
+            return layers, experts
     except (ValueError, KeyError, TypeError):
-        known, layers, experts = False, 0, 0
-    if not known or layers < 1 or experts < 1 or layers * experts > _WIDEST:
-        raise FileError(f"no recorded load: it does not begin with {FORMAT!r}, version 1")
-    return layers, experts
+        pass
+    raise FileError(f"no recorded load: it does not begin with {FORMAT!r}, version 1")

@@ -223,6 +223,6 @@ class Recording:
             return
         if self._recorder is not None and job is not None:
             if (found := median_time(sampled)) is not None:
-                share = found.expert_seconds / found.step_seconds
-                job = replace(job, expert_seconds=share * job.step_seconds)
+                step_seconds, expert_seconds = found
+                job = replace(job, expert_seconds=expert_seconds / step_seconds * job.step_seconds)
             self._recorder.write(total.numpy(), self._counter.steps_per_bucket, job)

@@ -9,7 +9,7 @@ import pytest
 
 import eplb_runtime
 
-WITH_EXAMPLES = "events hosts placement planner.drop_in planner.planning topology"
+WITH_EXAMPLES = "events hosts placement planner.api planner.drop_in topology"
 """Rooms that would lose their examples unnoticed."""
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from typing import Any
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -27,15 +24,6 @@ def test_padding_does_not_count() -> None:
     counter.count(0, ids, torch.tensor([True, False, True]))
     assert counter.counts.tolist() == [[1, 1, 1, 1]]
     assert ids.tolist() == [[0, 1], [1, 3], [2, 3]], "the router's choices were changed"
-
-
-def test_padding_can_be_counted_inside_inference_mode_and_outside() -> None:
-    counter = LoadCounter(1, 4, interval=1, device=torch.device("cpu"))
-    ids, real = torch.tensor([[0, 1], [1, 2]]), torch.tensor([True, False])
-    with torch.inference_mode():
-        counter.count(0, ids, real)
-    counter.count(0, ids, real)
-    assert counter.counts.tolist() == [[2, 2, 0, 0]]
 
 
 def test_every_step_is_a_row_and_taking_starts_anew() -> None:
@@ -72,23 +60,6 @@ def test_the_repeated_forward_of_activation_checkpointing_is_known(use_reentrant
     checkpoint(block, torch.ones(3, requires_grad=True), use_reentrant=use_reentrant).sum().backward()
     assert seen == [False, True]
     assert not in_recompute()
-
-
-def test_two_threads_count_padding_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two batches at once may be in two layers: what one has masked is not written by the other."""
-    counter = LoadCounter(2, 4, interval=1, device=CPU)
-    where, other = torch.where, threading.Thread(target=counter.count, args=(1, torch.tensor([[3]]), torch.ones(1) > 0))
-
-    def interrupted(*args: Any, **kwargs: Any) -> torch.Tensor:
-        masked = where(*args, **kwargs)
-        monkeypatch.setattr(torch, "where", where)
-        other.start()
-        other.join()
-        return masked
-
-    monkeypatch.setattr(torch, "where", interrupted)
-    counter.count(0, torch.tensor([[0]]), torch.ones(1) > 0)
-    assert counter.counts.tolist() == [[1, 0, 0, 0], [0, 0, 0, 1]]
 
 
 def test_without_an_interval_all_steps_between_two_takes_are_one_row() -> None:

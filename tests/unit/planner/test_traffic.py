@@ -9,7 +9,7 @@ from eplb_runtime.moe.routing import sources
 from eplb_runtime.moe.routing.tables import SplitTables
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, plan
-from eplb_runtime.planner.checks import checked_sources
+from eplb_runtime.planner.api import checked_sources
 from eplb_runtime.planner.evaluate import predicted_imbalance
 from eplb_runtime.planner.traffic import crossing_share, received
 from eplb_runtime.tools.simulate import StepModel
