@@ -38,7 +38,7 @@ LONGEST_FIRST = (
     "test_bits",
     "test_demo",
     "test_setting_up",
-    "test_kernels_interpreted",
+    "test_kernels",
     "test_static_policies",
 )
 """Files whose tests take longest: they begin first, so that no worker waits at the end for another's long file."""

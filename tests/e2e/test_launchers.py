@@ -13,7 +13,7 @@ import pytest
 import yaml
 from observed import records
 
-from eplb_runtime.observe.events_file import EventWriter
+from eplb_runtime.observe.events_file import NAME, LineFile
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/*.sbatch"), ROOT / ".ci/run"])
@@ -203,7 +203,7 @@ def test_its_commands_run_without_the_project(wheel: Path, tmp_path: Path) -> No
     alone, run = tmp_path / "alone", tmp_path / "run"
     zipfile.ZipFile(wheel).extractall(alone)
     first, *others = records()
-    writer = EventWriter(run, first)
+    writer = LineFile(run / NAME, first)
     for record in others:
         writer.write(record)
     writer.close()

@@ -16,7 +16,8 @@ import pytest
 from eplb_runtime import planner
 from eplb_runtime.balancer import planner_process
 from eplb_runtime.cli import main
-from eplb_runtime.load.series import RecordedJob, SeriesWriter
+from eplb_runtime.load.series import RecordedJob
+from eplb_runtime.observe.recording import Recorder
 from eplb_runtime.tools.formats.loads import write_load
 from eplb_runtime.utils import jit
 
@@ -60,8 +61,8 @@ def test_a_folder_says_what_is_not_given_and_a_file_does_not(
     load: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = RecordedJob(4, 2, ep_size=4, interval=2, expert_bytes=10**9, optimizer_bytes=2 * 10**9, takes_no_replicas=1)
-    writer = SeriesWriter(tmp_path / "run", 3, 8, job)
-    writer.append(np.load(load)["load"], 1)
+    writer = Recorder(tmp_path / "run", 3, 8, job)
+    writer.write(np.load(load)["load"], 1)
     writer.close()
     shown = []
     for given in ([], ["--ranks", "4", "--ranks-per-node", "2", "--slots-per-rank", "2", "--every", "2"]):

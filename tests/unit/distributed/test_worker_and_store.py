@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from eplb_runtime.distributed import consensus
+from eplb_runtime.distributed import consensus, private_groups
 from eplb_runtime.distributed.ranks import Job
 from eplb_runtime.distributed.store import JobStore, StoreError, name_of_job
 from eplb_runtime.utils.worker import Worker
@@ -136,3 +138,56 @@ def test_divided_state_travels_among_all_ranks_of_a_stage() -> None:
     assert divided.row_sets == plain.row_sets and divided.state_holders == 4 and plain.state_holders == 1
     assert divided.migration_sets == [(0, 2, 4, 6, 1, 3, 5, 7), (8, 10, 12, 14, 9, 11, 13, 15)]
     assert divided.migration_rank == divided.ep_rank * 4 + divided.edp_ranks.index(divided.rank) == 6
+
+
+# -- Process groups that torch has not made, and its functions know
+
+
+WORLD = dist.distributed_c10d._world
+
+
+@pytest.fixture
+def store() -> Iterator[dist.Store]:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield store
+    dist.destroy_process_group()
+
+
+def reduced(store: dist.Store) -> dist.ProcessGroup:
+    group = private_groups.make(store, "a name", [0], 0, "gloo", timedelta(seconds=10), "a test's")
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    assert total.item() == 1
+    return group
+
+
+def test_a_group_is_listed_with_its_name_and_not_counted(store: dist.Store) -> None:
+    named = len(WORLD.pg_names)
+    group = reduced(store)
+    assert "a name" in [one["pg_name"] for one in WORLD.pg_config_info]
+    assert len(WORLD.pg_names) == named
+    private_groups.forget(group)
+    assert "a name" not in [one["pg_name"] for one in WORLD.pg_config_info]
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_nccl_groups_are_made_with_a_watchdog_that_ends_nothing(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    name, seen = "TORCH_NCCL_BLOCKING_WAIT", []
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+
+    class Nccl:
+        Options = SimpleNamespace
+
+        def __init__(self, *arguments: object) -> None:
+            seen.append(os.environ.get(name))
+            raise RuntimeError("there is no NCCL here")
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    with pytest.raises(RuntimeError, match="no NCCL here"):
+        private_groups.make(store, "a name", [0], 0, "nccl", timedelta(seconds=9), "a test's")
+    assert seen == ["1"] and os.environ.get(name) == before

@@ -14,7 +14,7 @@ from observed import decisions, job, records, start
 from eplb_runtime.cli import main
 from eplb_runtime.events import Event, LoadMeasured, RebalancePlanned, Suspended, SuspensionEnded
 from eplb_runtime.load.clock import Progress
-from eplb_runtime.observe.events_file import EventWriter
+from eplb_runtime.observe.events_file import NAME, LineFile
 from eplb_runtime.observe.metrics import scalars_of
 from eplb_runtime.observe.page import report_of, view_of
 from eplb_runtime.observe.records import Record, record_of
@@ -26,7 +26,7 @@ from eplb_runtime.observe.summary import summary_of, summary_text
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     folder = tmp_path / "first"
-    writer = EventWriter(folder, job())
+    writer = LineFile(folder / NAME, job())
     for record in records()[1:]:
         writer.write(record)
     writer.close()
@@ -64,7 +64,7 @@ def test_a_report_holds_the_whole_view_and_fetches_nothing(run: Path) -> None:
 
 
 def test_what_events_say_cannot_end_the_data(run: Path) -> None:
-    writer = EventWriter(run, job())
+    writer = LineFile(run / NAME, job())
     writer.write({"event": "GuardFinding", "step": 1, "time": 1.0, "finding": "</script><script>alert(1)</script>"})
     writer.close()
     page = report_of(run).html
@@ -78,7 +78,7 @@ def test_the_command_writes_it_and_says_what_the_run_came_to(run: Path, capsys: 
     assert "2 rebalances" in capsys.readouterr().out and output.stat().st_size > 10_000
     assert main(["report", str(run), "-o", str(output), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["summary"]["rebalances"] == 2
-    EventWriter(run, job()).close()  # it starts again, and has measured nothing yet
+    LineFile(run / NAME, job()).close()  # it starts again, and has measured nothing yet
     assert main(["report", str(run), "-o", str(output)]) == 0
     assert " with moves\n" in capsys.readouterr().out
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -81,3 +82,10 @@ def test_a_kernel_is_used_once_a_batch_with_rows_was_the_same() -> None:
     assert count(IDS[:0], 0)[0].shape == (0,)
     assert count(IDS, 3)[0].tolist() == count(IDS, 3)[0].tolist() == [1, 1, 2]
     assert count(IDS, 3)[0].tolist() == [2, 2, 3] and len(calls) == 4, "it is not compared again"
+
+
+# -- Kernels in Triton's interpreter
+
+
+def test_kernels_give_what_their_references_give(interpreted: Callable[..., None]) -> None:
+    interpreted("interpreted.py", "interpreted_moves.py")
