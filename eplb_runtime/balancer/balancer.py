@@ -610,7 +610,7 @@ class Balancer:
 
     def _after_move(self) -> None:
         """Follow a change of the placement."""
-        self._runtime.model_check.moved()
+        self._runtime.model_check.keep_slices()
         self._gradients.moved()
         for layer, mark in self._marks:
             mark.copy_(torch.tensor([self._runtime.job.ep_rank, *self.placement.homes_LRH[layer].ravel().tolist()]))
@@ -776,6 +776,7 @@ class Balancer:
         self._state.require("optimizer.step()")
         self._end_stream("optimizer.step()")
         self._rebalancer.overlapped.withdraw()
+        self._runtime.model_check.keep_slices()
         self._guard.before_reduction()
         self.reduce_gradients()
         self._guard.before_step()
