@@ -10,21 +10,29 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ..distributed.ballot import Verdict
-from ..distributed.consensus import Agreement, is_one_value, two_sided
-from ..moe.experts.record import RecordFormat, RowField
-from ..moe.experts.registry import ExpertTensors, RegistryError, why_not_written
+from ..distributed.consensus import Agreement, has_another
+from ..moe.experts.record import Record, RecordFormat, Shard
+from ..moe.experts.registry import ExpertTensor, ExpertTensors, RegistryError, why_not_written
 from ..utils.errors import one_line
 
 DIRECT_BYTES = 1 << 20
 """Rows of this many bytes or more are sent from their place; smaller ones are packed (measured on gloo: packing loses
 from 1 MiB on)."""
 
-Run = tuple[int, int, RowField | None]
-"""One message of a record: first byte, end, and the field of a row that is sent from its place (None: packed)."""
+
+class Segment(NamedTuple):
+    """One message of a record: a shard that is sent from its place, or neighbours that are packed."""
+
+    shards: Sequence[Shard]
+    first: int
+    end: int
+    direct: bool
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ def formats_of(registry: ExpertTensors, layers: Sequence[int]) -> tuple[dict[int
                     problem = "its ranges are not contiguous, so they cannot be sent by themselves"
                 if problem:
                     raise RegistryError(f"layer {layer}: {tensor.name}: {problem}")
-        formats = {layer: RecordFormat.of(of_layer) for layer, of_layer in tensors.items()}
+        formats = {layer: RecordFormat(tuple(of_layer)) for layer, of_layer in tensors.items()}
         for record_format in formats.values():
             record_format.state_digest()  # raises for what cannot be exchanged
         return formats, ""
@@ -66,61 +74,61 @@ def agree_on_records(
 ) -> tuple[Records | None, Verdict]:
     """Agree on the records of the layers that are to change; None if there are none. Collective; never raises."""
     formats, problem = found
-    digests = {layer: _digest(record_format, device) for layer, record_format in formats.items()}
     # A row for every layer, whatever this rank believes will change: messages of other sizes would end the process.
-    words = torch.zeros(num_layers + 1, 10, dtype=torch.int64)
+    mine_L5 = np.zeros((num_layers, 5), dtype=np.int64)
     for layer, record_format in formats.items():
-        state = record_format.state_digest()
-        words[layer, :4] = two_sided(digests[layer])
-        words[layer, 4:8] = two_sided(state) if state else 0
-        words[layer, 8:] = torch.tensor([record_format.nbytes, agreement.rank_priority])
-    words[-1, 0] = agreement.rank_priority if problem else 0
+        digests = _digest(record_format, device) + (record_format.state_digest() or bytes(16))
+        mine_L5[layer] = [*np.frombuffer(digests, dtype=np.int64), record_format.nbytes]
     try:
-        highest = agreement.highest(words)
-        if highest[-1, 0]:
-            return None, Verdict(False, agreement.problem_of(int(highest[-1, 0]), problem))
-        for layer in (~is_one_value(highest[:-1, :4])).nonzero().flatten().tolist()[:1]:
-            return None, agreement.who_differs(digests.get(layer), f"record of layer {layer}")
-        for layer in (~is_one_value(highest[:-1, 4:8])).nonzero().flatten().tolist()[:1]:
-            state = formats[layer].state_digest() if layer in formats else b""
-            return None, agreement.who_differs(state or None, f"optimizer state of layer {layer}")
+        words, cause = agreement.gather_words(mine_L5.tobytes(), problem)
     except RuntimeError as error:
         return None, Verdict(False, f"the ranks could not compare their records: {one_line(error)}", True)
-    nbytes, holders = highest[:-1, 8:].T.tolist()
+    ranks = list(words)
+    said_RL5 = np.frombuffer(b"".join(words.values()), dtype=np.int64).reshape(len(ranks), num_layers, 5)
+    for what, said_RL2 in (("record", said_RL5[..., :2]), ("optimizer state", said_RL5[..., 2:4])):
+        has_RL = said_RL2.any(axis=2)
+        first_L = has_RL.argmax(axis=0)
+        differs_RL = has_RL & (said_RL2 != said_RL2[first_L, range(num_layers)]).any(axis=2)
+        if not cause and differs_RL.any():
+            layer = int(differs_RL.any(axis=0).argmax())
+            odd = [ranks[index] for index in differs_RL[:, layer].nonzero()[0]]
+            cause = has_another(odd, f"{what} of layer {layer}", ranks[first_L[layer]])
+    if cause:
+        return None, Verdict(False, cause)
+    nbytes_RL = said_RL5[..., 4]
+    nbytes, holders = nbytes_RL.max(axis=0).tolist(), nbytes_RL.argmax(axis=0).tolist()
     return Records(formats, tuple(nbytes), tuple(holders)), Verdict(True)
 
 
 def _digest(record_format: RecordFormat, device: torch.device) -> bytes:
     """16 bytes, equal on two ranks when their records look the same and travel in the same messages."""
-    ends = [] if record_format.is_divided else [end for _, end, _ in runs_of(record_format, device)]
+    ends = [] if record_format.is_divided else [run.end for run in segments_of(record_format.row(0), device)]
     return hashlib.blake2b(record_format.digest() + str(ends).encode(), digest_size=16).digest()
 
 
-def runs_of(record_format: RecordFormat, device: torch.device) -> list[Run]:
-    """Messages of one record, in the order of its bytes."""
-    runs: list[Run] = []
-    packed_from = None
-    for field in record_format.fields:
-        if field.nbytes >= DIRECT_BYTES and _can_send_rows(field, device):
-            if packed_from is not None:
-                runs.append((packed_from, field.offset, None))
-                packed_from = None
-            runs.append((field.offset, field.offset + field.nbytes, field))
-        elif packed_from is None:
-            packed_from = field.offset
-    if packed_from is not None:
-        runs.append((packed_from, record_format.nbytes, None))
-    return runs
+def segments_of(record: Record, device: torch.device) -> list[Segment]:
+    """Messages of a record, in the order of its bytes."""
+    found: list[tuple[bool, list[Shard]]] = []
+    for shard in record.shards:
+        direct = shard.memory.nbytes >= DIRECT_BYTES and _can_send_rows(shard.tensor, device)
+        if direct or not found or found[-1][0]:
+            found.append((direct, []))
+        found[-1][1].append(shard)
+    ends = [*(shards[0].offset for _, shards in found[1:]), record.nbytes]
+    return [
+        Segment(shards, shards[0].offset, shards[0].end if direct else end, direct)
+        for (direct, shards), end in zip(found, ends, strict=True)
+    ]
 
 
-def _can_send_rows(field: RowField, device: torch.device) -> bool:
+def _can_send_rows(tensor: ExpertTensor, device: torch.device) -> bool:
     """Return whether each of its rows is contiguous and on the device of the messages, on every rank."""
-    if field.source.varies_in_device:  # ranks must agree on the messages of a record
+    if tensor.varies_in_device:  # ranks must agree on the messages of a record
         return False
-    rows = field.source.memory if isinstance(field.source.tensor, tuple) else (field.source.tensor[:1],)
+    rows = tensor.memory if isinstance(tensor.tensor, tuple) else (tensor.tensor[:1],)
     return all(row.device == device and row.is_contiguous() for row in rows)
 
 
-def packed_bytes(runs: Sequence[Run]) -> int:
+def packed_bytes(runs: Sequence[Segment]) -> int:
     """Bytes of a record that are copied before they are sent."""
-    return sum(end - first for first, end, field in runs if field is None)
+    return sum(run.end - run.first for run in runs if not run.direct)

@@ -88,7 +88,7 @@ def moved_inside_a_block_of_autocast(rank: int) -> float:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         before = model(tokens)
         load = torch.ones(placement.num_layers, placement.num_experts).numpy()
-        balancer._place(shuffled(placement, load).with_epoch(placement.epoch + 1))
+        balancer.place(shuffled(placement, load).with_epoch(placement.epoch + 1))
         return float((model(tokens) - before).abs().max() / before.abs().max())
 
 
@@ -297,7 +297,7 @@ def padded(rank: int) -> tuple[list[list[float]], list[int], Tensor]:
     weights[3] = 0
     out = model.layers[0].run_experts(torch.ones(4, ours.HIDDEN), ids, weights)
     torch.testing.assert_close(out[:1], torch.tensor(alone))
-    return out.tolist(), balancer._runtime.counter.counts[0].tolist(), balancer._runtime.counter.padding
+    return out.tolist(), balancer.runtime.counter.counts[0].tolist(), balancer.runtime.counter.padding
 
 
 def test_padding_in_a_routing_that_is_given_is_told_by_real_tokens() -> None:

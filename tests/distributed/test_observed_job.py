@@ -35,16 +35,16 @@ def train(rank: int, run: str) -> dict[str, object]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     balancer = training.attach(model, optimizer, interval=INTERVAL, gate="always", run=run, listen=0)
     model.train()
-    hanging = [] if balancer._shown is None else browsers_that_hang(balancer._shown)
+    hanging = [] if balancer.shown is None else browsers_that_hang(balancer.shown)
     chosen, placements = [], []
     for step in range(STEPS):
         ids = batch_of(rank, step // 4)
         model(input_ids=ids, labels=ids).loss.backward()
-        chosen.append(balancer._runtime.counter.counts.clone().numpy())
+        chosen.append(balancer.runtime.counter.counts.clone().numpy())
         placements.append(balancer.placement)
         optimizer.step()
         optimizer.zero_grad()
-    shown = balancer._shown
+    shown = balancer.shown
     seen = None if shown is None else looked_at(shown)
     dist.barrier()
     balancer.close()
@@ -72,7 +72,7 @@ def browsers_that_hang(shown: Shown) -> list[socket.socket]:
 
 def looked_at(shown: Shown) -> dict[str, object]:
     """What rank 0's server gives when all has been heard."""
-    shown._observer._worker.submit(lambda: None).result(60)
+    shown._worker.submit(lambda: None).result(60)
     with urlopen(f"{shown.server.url}state", timeout=60) as answer:
         state = json.load(answer)
     samples = {f"{m.name} {' '.join(labels.values())}".strip(): x for m in shown.metrics() for labels, x in m.samples}

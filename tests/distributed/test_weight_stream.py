@@ -260,7 +260,7 @@ def stops(balancer: eplb.Balancer, whole: Named) -> dict[str, Any]:
         taken(tensors)
 
     def freed() -> None:
-        memory = balancer._runtime.registry.parameters()[0].untyped_storage()
+        memory = balancer.runtime.registry.parameters()[0].untyped_storage()
         before = torch.empty(0, dtype=torch.uint8).set_(memory).clone()
         if rank == 2:
             memory.resize_(0)
@@ -311,7 +311,7 @@ def late(model: nn.Module, optimizer: torch.optim.Optimizer, balancer: eplb.Bala
     train(model, optimizer, 1)
     for step in range(2, 200):
         train(model, optimizer, step)
-        apart = torch.tensor([float(balancer._rebalancer._reconnection.under_way)])
+        apart = torch.tensor([float(balancer.rebalancer.control.reconnection.under_way)])
         dist.all_reduce(apart)
         if not apart.item():
             break
@@ -388,9 +388,8 @@ def test_a_rank_holds_a_bucket_and_its_consumer_one_tensor(results: list[dict[st
         whole = sum(tensor.nbytes for tensor in of_rank["one tensor for each expert"]["moved"].values())
         # Besides, one expert as the library converts it, and some words. gloo's threads may hold a bucket longer.
         assert LARGER_BUCKET - largest <= peak <= 2 * LARGER_BUCKET + 2 * largest + 4096 < whole
-        copies = shares.count(False)
-        assert whole // LARGER_BUCKET <= copies <= len(shares) / 4 and not shares[-1], "the last of each bucket is one"
-        assert hoarded > whole, "control: who keeps all tensors is seen"
+        assert not any(shares), "who keeps one tensor keeps no others"
+        assert hoarded >= whole, "control: who keeps all tensors is seen"
 
 
 def test_a_consumer_that_stops_or_fails_ends_the_stream_on_all_ranks(results: list[dict[str, Any]]) -> None:

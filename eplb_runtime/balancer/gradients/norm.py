@@ -1,12 +1,15 @@
 """Parts of one gradient norm over a model whose experts and stages are spread over ranks.
 
-Each logical expert counts once, and sums are taken in logical order: the norm does not depend on the placement.
+Each logical expert counts once, and sums are taken in logical order: the norm does not depend on the placement. An
+expert whose gradient is cut over ranks has one that is equal to the bit wherever the cuts are: its squares are added as
+whole numbers, which is exact in any order.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,8 +17,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ...distributed.consensus import maxima
 from ...distributed.process_groups import ProcessGroups
-from .norm_of_ranges import RangesOfSlots, squares_of_slots
+from ...moe.experts.optimizer_state import Ranges
+
+_CHUNK = 1 << 24
+"""Elements whose squares are in memory at once."""
+_STEPS = 2.0**31
+"""Steps of a square below one: sums of 2^32 squares are exact in int64."""
+_MOST_EXPONENT = 500
+"""Factors up to two to this power can be squared."""
+
+
+@dataclass(frozen=True)
+class RangesOfSlots:
+    """This rank's ranges of the gradients of each slot of a layer, flat; None or empty: it has none."""
+
+    gradients: Sequence[Tensor | None]
+    ranges: Sequence[Ranges]
+
+    def kept_at(self, place: int) -> Iterator[tuple[Tensor | None, tuple[int, int]]]:
+        """The gradient and the range of each slot at this place among the ranks."""
+        return zip(self.gradients, (ranges[place] for ranges in self.ranges), strict=True)
+
 
 Gradient = Tensor | Sequence[Tensor | None] | RangesOfSlots
 """Gradients of all experts of a layer that are here, for one of their tensors; empty: there are none."""
@@ -101,3 +125,42 @@ def over_stages(powers: Sequence[Tensor], groups: ProcessGroups, device: torch.d
         of_stages[job.stage_sets.index(job.stages)] = of_stage
     dist.all_reduce(of_stages, group=groups.everyone)
     return combined(of_stages, norm_type)
+
+
+@torch.no_grad()
+def squares_of_slots(
+    layers: Sequence[RangesOfSlots], place: int, group: dist.ProcessGroup, device: torch.device
+) -> list[Tensor]:
+    """Return for each of ``layers`` float64 ``[slots]``: squared 2-norms, equal on all ranks of the group.
+    Collective."""
+    flats = []
+    for gradient, (first, end) in (pair for one in layers for pair in one.kept_at(place)):
+        if gradient is not None and gradient.numel() not in (0, end - first):
+            raise RuntimeError(
+                f"a gradient has {gradient.numel()} elements, and {end - first} of its expert are stepped here"
+            )
+        flats.append(
+            gradient.reshape(-1) if gradient is not None and gradient.numel() else torch.zeros(1, device=device)
+        )
+    largest = torch.stack([torch.linalg.vector_norm(flat, math.inf, dtype=torch.float64) for flat in flats])
+    largest, is_nan = maxima(torch.stack([largest.nan_to_num(math.inf, math.inf), largest.isnan().double()]), group)
+    # Powers of two from their bits: a function may round, and otherwise in another place of a vector.
+    exponents = torch.frexp(largest).exponent.long().clamp(-_MOST_EXPONENT, _MOST_EXPONENT)
+    factors = ((1023 - exponents) << 52).view(torch.float64)
+    numbers = torch.stack([_whole_numbers(flat, factor) for flat, factor in zip(flats, factors, strict=True)])
+    dist.all_reduce(numbers, group=group)
+    whole, rest = numbers.double().unbind(1)
+    squares = (whole + rest / _STEPS) / _STEPS / factors / factors
+    squares = torch.where(largest.isfinite(), squares, largest).masked_fill_(is_nan > 0, math.nan)
+    return list(squares.split([len(one.ranges) for one in layers]))
+
+
+def _whole_numbers(flat: Tensor, factor: Tensor) -> Tensor:
+    """int64 ``[2]``: the sum of squares, of elements that the factor brings below one, in steps and in steps of
+    these."""
+    total = torch.zeros(2, dtype=torch.int64, device=flat.device)
+    for part in flat.split(_CHUNK):
+        squares = part.double().mul_(factor).square_().mul_(_STEPS)
+        steps = squares.floor()
+        total += torch.stack([steps.long().sum(), squares.sub_(steps).mul_(_STEPS).long().sum()])
+    return total

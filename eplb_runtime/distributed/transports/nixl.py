@@ -9,24 +9,64 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import importlib
+import importlib.util
 import json
+import logging
+import os
 import secrets
 import struct
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .base import TransportError, gather_bytes
-from .nixl_agent import new_agent
-from .side_stream import SideStream
+from ...utils.errors import one_line
+from ..consensus import gather_bytes
+from .base import TransportError
+from .progress import SideStream
 from .windows import ARRIVED, GOODBYE, HALVES, KINDS, Window, Windows, piece_bytes_for
 
+PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
+_DEVICES = Path("/sys/class/infiniband")
+_WITHOUT_SHARED_MEMORY = "TLS=^sm"
+"""UCX must not write into another process without its help: nothing could end that."""
 _NOTE = struct.Struct("<BQ")
 _ASK = KINDS
 """A kind of note that says nothing: only a write or a note finds out that a rank is gone."""
+
+
+def rdma_devices() -> list[str]:
+    """Return the names of this host's RDMA devices."""
+    return sorted(device.name for device in _DEVICES.iterdir()) if _DEVICES.is_dir() else []
+
+
+def why_not() -> str:
+    """Return what this process lacks to use NIXL, or "". Makes an agent and destroys it."""
+    try:
+        new_agent(f"probe {secrets.token_hex(8)}")
+    except Exception as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def new_agent(name: str) -> Any:
+    """Return an agent of NIXL's with the UCX back end; TransportError: it cannot be made."""
+    found = next((package for package in PACKAGES if importlib.util.find_spec(package)), None)
+    if found is None:
+        raise TransportError("the nixl package is not installed: pip install 'eplb-runtime[nixl]'")
+    try:
+        api = importlib.import_module(f"{found}._api")
+        api.logger.setLevel(logging.WARNING)  # else each agent says so on the standard output
+        agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
+        agent.create_backend("UCX", {} if "UCX_TLS" in os.environ else {"engine_config": _WITHOUT_SHARED_MEMORY})
+    except Exception as error:
+        raise TransportError(f"nixl cannot be used: {one_line(error)}") from error
+    return agent
 
 
 class Nixl(Windows):
@@ -38,12 +78,7 @@ class Nixl(Windows):
         super().__init__(group, backend, device, timeout_seconds)
         self.one_by_one = device.type == "cpu"
         self._name = f"eplb_runtime {self._rank} {secrets.token_hex(8)}"
-        try:
-            self._agent: Any = new_agent(self._name)
-        except TransportError:
-            raise
-        except Exception as error:
-            raise TransportError(f"nixl cannot be used: {error}") from error
+        self._agent: Any = new_agent(self._name)
 
     def _open(self, deadline: float) -> Window:
         ranks = self._group.size()
@@ -74,16 +109,6 @@ class Nixl(Windows):
         self._agent = None
 
 
-class _Note:
-    """A number for a peer, which leaves when the device has ``done`` what is before it, and with a piece where
-    ``piece`` says one: its half and its bytes."""
-
-    def __init__(self, note: bytes, done: Callable[[], bool], piece: tuple[int, int] | None) -> None:
-        self.note, self.done, self.piece = note, done, piece
-        self.write: Any = None
-        self.has_left = False
-
-
 class _AgentWindow(Window):
     """A window that others write into through their agents: notes are notifications, which may overtake each other."""
 
@@ -96,7 +121,7 @@ class _AgentWindow(Window):
         self._kind = "VRAM" if memory.is_cuda else "DRAM"
         self._peers: dict[int, tuple[str, int, int]] = {}  # name, address of the window, its device
         self._rank_of: dict[str, int] = {}
-        self._leaving: dict[int, list[_Note]] = {}
+        self._leaving: dict[int, list[Generator[None, None, None]]] = {}
         self._written: dict[int, tuple[int, int]] = {}
         self._came: set[tuple[int, int]] = set()  # pieces, with those before them on their way
         self._newest = [[0] * (KINDS + 1) for _ in range(ranks)]
@@ -110,18 +135,18 @@ class _AgentWindow(Window):
         self._written[peer] = half, data.numel()
 
     def tell(self, peer: int, kind: int, number: int) -> Callable[[], bool]:
-        note = _Note(_NOTE.pack(kind, number), self._stream.mark(), self._written.pop(peer, None))
-        self._leaving[peer].append(note)
+        note, has_left, piece = _NOTE.pack(kind, number), threading.Event(), self._written.pop(peer, None)
+        self._leaving[peer].append(self._leave(peer, note, self._stream.mark(), piece, has_left))
         if kind == GOODBYE:
             with contextlib.suppress(Exception):
                 self._listen()
                 if not self._newest[peer][GOODBYE]:  # else its agent is gone, and the library would print an error
-                    self.ask(peer, note.note)
-        return lambda: note.has_left
+                    self.ask(peer, note)
+        return has_left.is_set
 
     def notes(self) -> Sequence[Sequence[int]]:
         for peer, notes in self._leaving.items():
-            self._leaving[peer] = [note for note in notes if not self._leaves(peer, note)]
+            self._leaving[peer] = [note for note in notes if next(note, True) is None]
         self._listen()
         return self._newest
 
@@ -139,34 +164,37 @@ class _AgentWindow(Window):
                 newest[ARRIVED] += 1
                 self._came.remove((peer, newest[ARRIVED]))
 
-    def _leaves(self, peer: int, note: _Note) -> bool:
-        """Return whether a note has left, after it was begun where it can be."""
-        if note.write is None and not note.done():
-            return False
-        if note.piece is None:
-            self.ask(peer, note.note)
-        elif note.write is None:
-            name, address, index = self._peers[peer]
-            half, nbytes = note.piece
-            own = self._outbox_RHB[peer, half]
-            theirs = address + self.inbox_RHB[self._rank, half].data_ptr() - self._memory.data_ptr()
-            note.write = self._agent.initialize_xfer(
-                "WRITE",
-                self._agent.get_xfer_descs([(own.data_ptr(), nbytes, max(0, own.get_device()))], self._kind),
-                self._agent.get_xfer_descs([(theirs, nbytes, index)], self._kind),
-                name,
-                note.note,
-            )
-            if self._agent.transfer(note.write) == "ERR":
-                raise TransportError(f"a write to EP rank {peer} failed")
-        if note.write is not None:
-            if (state := self._agent.check_xfer_state(note.write)) == "PROC":
-                return False
+    def _leave(
+        self, peer: int, note: bytes, done: Callable[[], bool], piece: tuple[int, int] | None, has_left: threading.Event
+    ) -> Generator[None, None, None]:
+        """Send a note when the device has done what is before it, with a piece (its half and bytes) where there is one.
+        Goes on each time it is asked."""
+        while not done():
+            yield
+        if piece is None:
+            self.ask(peer, note)
+            has_left.set()
+            return
+        name, address, index = self._peers[peer]
+        half, nbytes = piece
+        own = self._outbox_RHB[peer, half]
+        theirs = address + self.inbox_RHB[self._rank, half].data_ptr() - self._memory.data_ptr()
+        write = self._agent.initialize_xfer(
+            "WRITE",
+            self._agent.get_xfer_descs([(own.data_ptr(), nbytes, max(0, own.get_device()))], self._kind),
+            self._agent.get_xfer_descs([(theirs, nbytes, index)], self._kind),
+            name,
+            note,
+        )
+        try:
+            state = self._agent.transfer(write)
+            while state != "ERR" and (state := self._agent.check_xfer_state(write)) == "PROC":
+                yield
             if state != "DONE":
                 raise TransportError(f"a write to EP rank {peer} failed")
-            self._agent.release_xfer_handle(note.write)
-        note.has_left = True
-        return True
+            has_left.set()
+        finally:
+            self._agent.release_xfer_handle(write)
 
     def ask(self, peer: int, note: bytes = _NOTE.pack(_ASK, 0)) -> None:
         self._agent.send_notif(self._peers[peer][0], note)
@@ -175,9 +203,8 @@ class _AgentWindow(Window):
         """Give up what has not left."""
         for notes in self._leaving.values():
             for note in notes:
-                if note.write is not None:
-                    with contextlib.suppress(Exception):
-                        self._agent.release_xfer_handle(note.write)
+                with contextlib.suppress(Exception):
+                    note.close()
             notes.clear()
 
     def end(self) -> None:

@@ -1,37 +1,41 @@
-"""Messages that a thread of a transport carries: what is left of them, their end, and their failure."""
+"""What transports carry messages with: their state while a thread carries them, a stream beside the one that trains,
+and waits with a deadline."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import torch
+
+from ...utils.worker import Worker
 from .base import Message, Pending, Transport, TransportError
 
 
 class PendingMessages(Pending):
-    """Messages in flight, counted by the transport's thread: how many are left, until when, which have arrived
-    (``here``; empty: it cannot tell), why they have failed. ``finished`` is set when all are done, or none will be."""
+    """Messages in flight, counted by the transport's thread: how many are left, until when, why they have failed.
+    ``awaited``: numbers of those received that are not here. ``finished`` is set when all are done, or none will be."""
 
-    def __init__(self, left: int, end: float, give_up: Callable[[PendingMessages, str], None]) -> None:
+    def __init__(
+        self, left: int, awaited: Iterable[int], end: float, give_up: Callable[[PendingMessages, str], None]
+    ) -> None:
         self._give_up = give_up
+        self._awaited = set(awaited)
         self.left = left
         self.end = end
         self.problem = ""
-        self.here = bytearray()
         self.finished = threading.Event()
         if not left:
             self.finished.set()
 
-    def expect(self, rank: int, receives: Sequence[Message]) -> list[int]:
-        """Return the numbers of those of them that come from other ranks and are not empty."""
-        self.here = bytearray(message.peer == rank or not message.data.numel() for message in receives)
-        return [number for number, here in enumerate(self.here) if not here]
-
     def has(self, index: int) -> bool:
-        return self.poll() or (bool(self.here) and bool(self.here[index]))
+        return self.poll() or index not in self._awaited
 
-    def one_done(self) -> None:
+    def one_done(self, number: int | None) -> None:
+        """Count a message that was sent, or this one of those received."""
+        self._awaited.discard(-1 if number is None else number)
         self.left -= 1
         if self.left == 0:
             self.finished.set()
@@ -62,15 +66,16 @@ class PendingMessages(Pending):
             raise TransportError(self.problem)
 
 
-def to_others(rank: int, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """Return those of them that go to and come from other ranks and are not empty; this rank's own are copied at
-    once."""
+def to_others(
+    rank: int, sends: Sequence[Message], receives: Sequence[Message]
+) -> tuple[list[Message], dict[int, Message]]:
+    """Return those of them that go to and come from other ranks and are not empty, the latter by their numbers; this
+    rank's own are copied at once."""
     own = ([message.data for message in messages if message.peer == rank] for messages in (receives, sends))
     for arrived, sent in zip(*own, strict=True):
         arrived.copy_(sent)
-    others = ([m for m in messages if m.peer != rank and m.data.numel()] for messages in (sends, receives))
-    out, into = others
-    return out, into
+    out = [message for message in sends if message.peer != rank and message.data.numel()]
+    return out, {n: message for n, message in enumerate(receives) if message.peer != rank and message.data.numel()}
 
 
 def try_out(transport: Transport, peers: Iterable[int], deadline: float) -> None:
@@ -81,3 +86,55 @@ def try_out(transport: Transport, peers: Iterable[int], deadline: float) -> None
         [Message(peer, out) for peer in others],
         [Message(peer, arrived[index : index + 1]) for index, peer in enumerate(others)],
     ).wait(deadline)
+
+
+# -- on a device -------------------------------------------------------------------------------------------------------
+
+LEFT_SECONDS = 5.0
+"""Longest wait for work that is still on a stream, as when a rank gives up."""
+
+
+class SideStream:
+    """Where writes and copies run in order; on a CPU they are done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.pointer = 0 if self._stream is None else self._stream.cuda_stream
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+            yield
+
+    def after_current(self) -> None:
+        """What comes from here on runs after what the current stream has to do now."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def mark(self) -> Callable[[], bool]:
+        """Asks whether all so far is done."""
+        if self._stream is None:
+            return lambda: True
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event.query
+
+
+def wait_until(done: Callable[[], bool], deadline: float, what: str) -> None:
+    """Ask again and again until it is done; TransportError: the deadline passed."""
+    while not done():
+        if time.monotonic() > deadline:
+            raise TransportError(f"{what} was not done in time")
+        time.sleep(0.0002)
+
+
+def synchronize(device: torch.device, deadline: float) -> None:
+    """Wait until all that the device has to do is done; TransportError: the deadline passed."""
+    if device.type == "cuda":
+        worker = Worker("eplb_runtime transport")
+        try:
+            worker.do(lambda: torch.cuda.synchronize(device), max(0.0, deadline - time.monotonic()))
+        except TimeoutError as error:
+            raise TransportError("what the device has to do was not done in time") from error
+        finally:
+            worker.close(0.0)

@@ -39,12 +39,12 @@ def write(view: LogicalView, folder: Path, **options: Any) -> None:
             raise CheckpointError(f"export_pretrained does not take {name}: {mend}")
     balancer = view.balancer
     assert balancer is not None
-    _refuse(view, balancer._runtime.job)
+    _refuse(view, balancer.runtime.job)
     size = options.pop("max_shard_size", "5GB")
     shard_bytes = parse_size_to_int(size) if isinstance(size, str) else size  # as save_pretrained understands it
     variant = options.pop("variant", None)
     weights = folder_weights(view, as_in_model=not options.pop("save_original_format", True))
-    tensors = TensorList(balancer, {balancer._runtime.job.stages[0]: weights})
+    tensors = TensorList(balancer, {balancer.runtime.job.stages[0]: weights})
     to = _destinations(tensors, at_once=sum(piece.spec.nbytes for piece in tensors.pieces) <= shard_bytes)
     joint = JointAccess.of(view)
     failed = f"{folder} was not exported"
@@ -87,11 +87,10 @@ def _destinations(tensors: TensorList, at_once: bool) -> list[int]:
         if rank is not None:
             nbytes[rank] += piece.spec.nbytes
     to: list[int] = []
+    of_stacked: dict[str, int] = {}
     for rank, piece in zip(own, pieces, strict=True):
-        if rank is None and piece.rows and piece.expert:
-            rank = to[-1]  # where the tensor's first row goes
-        elif rank is None:
-            rank = min(nbytes, key=lambda rank: nbytes[rank])
+        if rank is None and (rank := of_stacked.get(piece.name)) is None:
+            rank = of_stacked[piece.name] = min(nbytes, key=lambda rank: nbytes[rank])
             nbytes[rank] += piece.whole.nbytes
         to.append(rank)
     return to
