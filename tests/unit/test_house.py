@@ -49,7 +49,7 @@ RATCHET = {
     "planner": 2929,
     "replicas": 1223,
     "migration": 2251,
-    "balancer": 4127,
+    "balancer": 4124,
     "observe": 2262,
     "checkpoint": 2292,
     "hosts": 9126,
