@@ -43,7 +43,7 @@ COMPILED = ("jit", "triton", "custom_op", "register_fake", "kernel")
 RATCHET = {
     "(root)": 1308,
     "utils": 629,
-    "distributed": 3827,
+    "distributed": 3789,
     "load": 760,
     "moe": 5155,
     "planner": 2929,
@@ -55,7 +55,7 @@ RATCHET = {
     "hosts": 9126,
     "tools": 3410,
     "cli": 1073,
-    "package": 40596,
+    "package": 40560,
     "files of the package": 254,
     "page": 664,
     "tests": 41140,
