@@ -606,7 +606,7 @@ class Balancer:
         """End a stream of weights that is still open on this rank, which goes on to something else."""
         stream, self._stream = self._stream() if self._stream is not None else None, None
         if stream is not None:
-            stream.close(f"it went on to {what} with its stream of weights open", True)
+            stream.close(f"it went on to {what} with its stream of weights open")
 
     def _after_move(self) -> None:
         """Follow a change of the placement."""

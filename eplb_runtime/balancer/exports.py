@@ -37,13 +37,9 @@ class TensorStream(Iterator[tuple[str, Tensor]]):
     experts: Mapping[str, tuple[int, int | None]]
     num_experts: int
 
-    def close(self, reason: str = "", refuses: bool = False) -> None:
-        """Stop on this rank, without waiting for the others, which learn it at their next bucket.
-
-        Args:
-            reason: for the other ranks, in a line.
-            refuses: a loop that goes on with the stream raises, and does not only end.
-        """
+    def close(self, reason: str = "") -> None:
+        """Stop on this rank, without waiting for the others, which learn it at their next bucket. ``reason``: for the
+        other ranks, in a line; a loop here that goes on with the stream raises it, and does not only end."""
         raise NotImplementedError
 
     def __enter__(self) -> TensorStream:

@@ -8,7 +8,8 @@ that has stopped or failed is known to the others before they wait for its data.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,8 +22,9 @@ import xxhash
 from torch import Tensor
 
 from ..balancer.exports import TensorStream
-from ..distributed.consensus import all_equal, first_problem, gather_bytes
+from ..distributed.consensus import all_equal, first_problem, gather_bytes, maxima
 from ..moe.experts.gathering import whole_row
+from ..utils.checksums import as_bytes, checksum
 from ..utils.errors import one_line
 from .weights import TensorSpec, Weight, value_of
 
@@ -30,10 +32,12 @@ if TYPE_CHECKING:
     from ..balancer.balancer import Balancer
 
 NamedTensor = tuple[str, Tensor]
-ALIGNMENT = 64
-"""Each piece begins at a multiple of so many bytes of its bucket."""
 BUCKET_BYTES = 1 << 26
 """Of a bucket, where no consumer says how much it takes."""
+_EQUAL, _ANOTHER, _DIFFERS = 1, 2, 3
+"""State of a chunk that was given, of which the largest over ranks counts: as in the model, as another expert there,
+as neither. 0: it was not given."""
+_MOST_NAMED = 8
 
 
 class ExportError(RuntimeError):
@@ -248,79 +252,60 @@ def _piece_of(fields: Sequence[Any]) -> Piece:
 
 
 class Bucket:
-    """Pieces that travel together, and the memory of this rank for them.
+    """Pieces that travel together, each in memory of its own.
 
     Args:
         to: by a piece's number, the rank that it goes to; None: to all. All go to all, or each to one.
-        copies: of what goes nowhere; else it is handed out in live memory.
+        copies: of what stays here; else it is handed out in live memory.
     """
 
     def __init__(self, tensors: TensorList, to: Mapping[int, int | None], copies: bool) -> None:
         self._tensors, self._to, self._copies = tensors, to, copies
+        self._rank = tensors.job.rank
         self._owner = {number: tensors.owner_of(number, rank) for number, rank in to.items()}
         self._parts: dict[int, Tensor] = {}
 
     def begin(self) -> None:
-        """Take all memory, and write the pieces that this rank makes alone."""
-        rank, owner = self._tensors.job.rank, self._owner
-        self._sent = self._take({n: to for n, to in self._to.items() if owner[n] == rank and to not in (None, rank)})
-        self._received = self._take(
-            {n: owner[n] for n, to in self._to.items() if to is None or (to == rank != owner[n])}
-        )
-        self._write(plain=True)
+        """Take the memory of what arrives, and read the pieces that this rank makes alone."""
+        for number, to in self._to.items():
+            if to in (None, self._rank) and self._owner[number] not in (None, self._rank):
+                spec, device = self._tensors.pieces[number].spec, self._tensors.balancer._runtime.device
+                self._parts[number] = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        self._read(plain=True)
 
     def end(self) -> list[tuple[Piece, Tensor]]:
-        """Write the pieces that ranks make together and send each to the ranks that need it. Collective. Returns what
+        """Make the pieces that ranks make together, and send each to the ranks that need it. Collective. Returns what
         this rank has of the bucket, which holds on to none of it."""
-        self._write(plain=False)
-        self._travel()
-        pieces, rank = self._tensors.pieces, self._tensors.job.rank
-        found = [(pieces[number], self._parts[number]) for number, to in self._to.items() if to in (None, rank)]
-        self._parts.clear()
-        del self._sent, self._received
-        return found
+        self._read(plain=False)
+        for work in self._travelling():
+            work.wait()
+        parts, self._parts = self._parts, {}
+        return [(self._tensors.pieces[n], parts[n]) for n, to in self._to.items() if to in (None, self._rank)]
 
-    def _take(self, peers: Mapping[int, int | None]) -> tuple[Tensor, list[int]]:
-        """Take memory for pieces, by the rank at their other end. Returns it with the bytes of no rank and of each."""
-        ranks, at = [None, *self._tensors.job.ranks], 0
-        specs = {number: self._tensors.pieces[number].spec for number in peers}
-        nbytes = dict.fromkeys(ranks, 0)
-        for number, peer in peers.items():
-            nbytes[peer] += aligned(specs[number].nbytes)
-        memory = torch.empty(sum(nbytes.values()), dtype=torch.uint8, device=self._tensors.balancer._runtime.device)
-        place = {rank: number for number, rank in enumerate(ranks)}
-        for number in sorted(peers, key=lambda number: place[peers[number]]):
-            spec = specs[number]
-            self._parts[number] = memory[at : at + spec.nbytes].view(spec.dtype).view(spec.shape)
-            at += aligned(spec.nbytes)
-        return memory, list(nbytes.values())
-
-    def _write(self, plain: bool) -> None:
+    def _read(self, plain: bool) -> None:
         for number, to in self._to.items():
             piece = self._tensors.pieces[number]
             if self._tensors.is_plain(piece) != plain:
                 continue
-            if (value := self._tensors.value(piece, self._owner[number])) is None:
-                continue
-            if to == self._tensors.job.rank:
-                self._parts[number] = value.to(piece.spec.dtype, copy=self._copies)
-            else:
-                self._parts[number].copy_(value)
+            if (value := self._tensors.value(piece, self._owner[number])) is not None:
+                copied = self._copies and to in (None, self._rank)
+                self._parts[number] = value.to(piece.spec.dtype, copy=copied).contiguous()
         self._tensors.forget()
 
-    def _travel(self) -> None:
-        group, ranks = self._tensors.balancer._runtime.groups.everyone, self._tensors.job.ranks
-        (sent, leaving), (received, arriving) = self._sent, self._received
-        if None in self._to.values():
-            for rank, part in zip((None, *ranks), received.split(arriving), strict=True):
-                if rank is not None and len(part):
-                    dist.broadcast(part, rank, group=group)
-        elif self._owner != self._to:
-            dist.all_to_all_single(received, sent, arriving[1:], leaving[1:], group=group)
-
-
-def aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    def _travelling(self) -> Sequence[dist.Work]:
+        group = self._tensors.balancer._runtime.groups.everyone
+        works: list[dist.Work] = []
+        messages: list[dist.P2POp] = []
+        for number, to in self._to.items():
+            owner = self._owner[number]
+            if to is None and owner is not None:
+                work = dist.broadcast(as_bytes(self._parts[number]), owner, group=group, async_op=True)
+                assert work is not None
+                works.append(work)
+            elif owner != to and self._rank in (owner, to):
+                send, peer = (dist.isend, to) if owner == self._rank else (dist.irecv, owner)
+                messages.append(dist.P2POp(send, as_bytes(self._parts[number]), peer, group))
+        return works or (dist.batch_isend_irecv(messages) if messages else [])
 
 
 def cut(pieces: Sequence[Piece], bucket_bytes: int) -> list[range]:
@@ -328,34 +313,27 @@ def cut(pieces: Sequence[Piece], bucket_bytes: int) -> list[range]:
     cuts: list[range] = []
     first = total = 0
     for number, piece in enumerate(pieces):
-        size = aligned(piece.spec.nbytes)
-        if number > first and total + size > bucket_bytes:
+        if number > first and total + piece.spec.nbytes > bucket_bytes:
             cuts.append(range(first, number))
             first, total = number, 0
-        total += size
+        total += piece.spec.nbytes
     return [*cuts, range(first, len(pieces))] if pieces else cuts
 
 
-def _assembled(parts: list[tuple[Piece, Tensor]], stacks: dict[str, Tensor], on_host: bool) -> Iterator[NamedTensor]:
-    """Yield the tensors of a bucket, and hold none. Rows are put together in ``stacks``, over several buckets.
-
-    Args:
-        on_host: rows are put together there; else where they are, and the last tensor is a copy: who still has it, as
-            a loop has, would hold all of the bucket while the next one comes.
-    """
-    alone = len(parts) == 1
+def _assembled(
+    parts: list[tuple[Piece, Tensor]], stacks: dict[str, Tensor], device: torch.device | None = None
+) -> Iterator[NamedTensor]:
+    """Yield the tensors of a bucket, and hold none. Rows are put together in ``stacks``, over several buckets, on a
+    device (None: where they are)."""
     while parts:
         piece, tensor = parts.pop(0)
         if piece.rows and piece.expert is not None:
             if piece.expert == 0:
-                device = torch.device("cpu") if on_host else tensor.device
-                stacks[piece.name] = torch.empty(piece.whole.shape, dtype=tensor.dtype, device=device)
+                stacks[piece.name] = torch.empty(piece.whole.shape, dtype=tensor.dtype, device=device or tensor.device)
             stacks[piece.name][piece.expert] = tensor[0]
             if piece.expert < piece.rows - 1:
                 continue
             tensor = stacks.pop(piece.name)
-        elif not (parts or alone or on_host):
-            tensor = tensor.clone()
         yield piece.name, tensor
         del tensor
 
@@ -367,7 +345,7 @@ def brought(tensors: TensorList, to: Sequence[int]) -> Iterator[NamedTensor]:
     for numbers in cut(tensors.pieces, BUCKET_BYTES):
         bucket = Bucket(tensors, {number: to[number] for number in numbers}, copies=False)
         bucket.begin()
-        yield from _assembled(bucket.end(), stacks, on_host=True)
+        yield from _assembled(bucket.end(), stacks, torch.device("cpu"))
 
 
 # -- the stream --------------------------------------------------------------------------------------------------------
@@ -415,13 +393,13 @@ class LogicalTensors(TensorStream):
         with suppress(Exception):
             self.close()
 
-    def close(self, reason: str = "", refuses: bool = False) -> None:
+    def close(self, reason: str = "") -> None:
         """`TensorStream.close`."""
         if not self._open:
             return
         left = self._next < len(self._cuts)
         self._end()
-        if refuses:
+        if reason:
             self._refusal = (
                 f"this stream of weights has ended: {reason}; begin a new one (a function begins it in time for "
                 "verify_export: lambda: balancer.named_logical_tensors())"
@@ -447,7 +425,7 @@ class LogicalTensors(TensorStream):
                 problem = one_line(error, with_type=True)
         self._agree(problem)
         self._next += 1
-        return _assembled(bucket.end(), self._stacks, on_host=False)  # without a reference to the stream
+        return _assembled(bucket.end(), self._stacks)  # without a reference to the stream
 
     def _agree(self, problem: str) -> None:
         where, seconds = f"bucket {self._next + 1} of {len(self._cuts)}", self._seconds
@@ -463,3 +441,128 @@ class LogicalTensors(TensorStream):
         if outcome:
             self._end()
             raise ExportError(f"weights were not exported past {where}: {outcome}")
+
+
+# -- exports of a balancer -------------------------------------------------------------------------------------------
+
+
+class Exporter:
+    """The exports of one balancer. Both methods are collective, between steps.
+
+    Args:
+        weights_of_stages: lists the tensors of each pipeline stage of this rank, as they are now.
+    """
+
+    def __init__(self, balancer: Balancer, weights_of_stages: Mapping[int, Callable[[], Sequence[Weight]]]) -> None:
+        self._balancer = balancer
+        self._weights_of_stages = weights_of_stages
+
+    def stream(self, bucket_bytes: int, dtype: torch.dtype | None, rank: int | None, seconds: float) -> LogicalTensors:
+        """`Balancer.named_logical_tensors`."""
+        ranks, problem = self._balancer._runtime.job.ranks, ""
+        if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+            problem = f"bucket_bytes is {bucket_bytes!r}: give a whole number of bytes from 1 on"
+        if rank is not None and rank not in ranks:
+            problem = f"rank is {rank!r}: give a rank of the job ({ranks[0]} to {ranks[-1]}), or None for all"
+        tensors = self._listed(dtype, repr((bucket_bytes, dtype, rank, seconds)), problem)
+        return LogicalTensors(tensors, bucket_bytes, rank, seconds)
+
+    @torch.no_grad()
+    def verify(self, given: object, dtype: torch.dtype | None, seconds: float) -> str:
+        """`Balancer.verify_export`: what is given is compared with a stream, by a checksum for each logical expert."""
+        is_stream = isinstance(given, LogicalTensors)
+        tensors = self._listed(dtype, f"{dtype}{', a stream' if is_stream else ''}", "")
+        theirs, problem = _given(tensors, given)
+        if problem and isinstance(given, LogicalTensors):
+            given.close(problem)  # the caller holds it, and the others wait at its next bucket
+        rebalancer, control = self._balancer._rebalancer, self._balancer._runtime.groups.control
+        # A rank that takes longer to walk its weights is waited for here.
+        outcome = rebalancer.run(lambda: rebalancer.agreement.go_on("", False, seconds), seconds)
+        if found := outcome or rebalancer.run(lambda: first_problem(problem, control)):
+            raise ExportError(str(found))
+        pieces, numbers, ours = tensors.pieces, tensors.by_name(), dict[int, bytes]()
+        for name, tensor in LogicalTensors(tensors, BUCKET_BYTES, None, seconds):
+            ours.update(_checksums(pieces, numbers[name], tensor))
+        experts = {own for number, own in ours.items() if pieces[number].expert is not None}
+        states = torch.zeros(len(pieces), dtype=torch.uint8)
+        for number, their in theirs.items():
+            other = pieces[number].expert is not None and their in experts
+            states[number] = _EQUAL if their == ours[number] else _ANOTHER if other else _DIFFERS
+        return _said(pieces, rebalancer.run(lambda: maxima(states, control)).tolist())
+
+    def _listed(self, dtype: torch.dtype | None, options: str, problem: str) -> TensorList:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            problem, dtype = f"dtype is {dtype!r}: give one of floating point, or None", None
+        tensors = TensorList(self._balancer, {}, dtype)
+        try:
+            problem = problem or self._balancer._why_freed()  # first: a list of empty weights may fail in other words
+            weights = {stage: listed() for stage, listed in self._weights_of_stages.items()}
+            tensors = TensorList(self._balancer, weights, dtype)
+        except Exception as error:
+            problem = problem or one_line(error, with_type=True)
+        if found := self._balancer._rebalancer.run(lambda: tensors.agree(options, problem)):
+            raise ExportError(f"weights cannot be exported: {found}")
+        return tensors
+
+
+def _checksums(pieces: Sequence[Piece], numbers: Sequence[int], tensor: Tensor) -> Iterator[tuple[int, bytes]]:
+    """Yield the checksum of each piece of a tensor."""
+    for number, part in zip(numbers, tensor if pieces[numbers[0]].rows else [tensor], strict=True):
+        yield number, checksum([as_bytes(part.detach().contiguous())])
+
+
+def _given(tensors: TensorList, given: object) -> tuple[dict[int, bytes], str]:
+    """The checksums of what was given here, by the pieces' numbers; and what is wrong with it."""
+    theirs: dict[int, bytes] = {}
+    pieces, numbers, device = tensors.pieces, tensors.by_name(), tensors.balancer._runtime.device
+    try:
+        found: Any = given() if callable(given) else given
+        for name, tensor in found.items() if isinstance(found, Mapping) else found:
+            if name not in numbers:
+                some = next((known for known in numbers if known.rpartition(".")[2] in name), "")
+                some = some or next(iter(numbers), "none")
+                return theirs, f"verify_export was given {name}, and the model has no tensor of that name ({some})"
+            spec = pieces[numbers[name][0]].whole
+            if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
+                return theirs, (
+                    f"verify_export was given {name} as {tensor.dtype} {list(tensor.shape)}; the model's is "
+                    f"{spec.dtype} {list(spec.shape)} (dtype= says to which the export casts)"
+                )
+            theirs.update(_checksums(pieces, numbers[name], tensor.to(device)))
+    except Exception as error:
+        return theirs, f"the weights to verify could not be walked: {one_line(error, with_type=True)}"
+    return theirs, ""
+
+
+def _said(pieces: Sequence[Piece], states: Sequence[int]) -> str:
+    """Return the line that all is equal; ExportError: it is not."""
+    found = list(zip(pieces, states, strict=True))
+    wrong = [piece for piece, state in found if state > _EQUAL and piece.expert is not None]
+    others = [piece.name for piece, state in found if state > _EQUAL and piece.expert is None]
+    if wrong or others:
+        parts = [f"experts that are not the model's: {_listed(wrong)}"] if wrong else []
+        parts += [f"tensors that are not the model's: {', '.join(others[:_MOST_NAMED])}"] if others else []
+        if wrong and _DIFFERS not in states:
+            parts.append(
+                "each has the weights of another expert, as a walk by local index (ep_rank * E/R + i) exports them "
+                "once experts have moved: take balancer.named_logical_tensors(), walk inside "
+                "balancer.logical_order(), or let the walk be followed (launch/examples/rl_weights.py)"
+            )
+        raise ExportError(f"verify_export: {'; '.join(parts)}")
+    if missing := [piece for piece, state in found if piece.expert is not None and not state]:
+        raise ExportError(f"verify_export: experts that no rank has given: {_listed(missing)}")
+    equal = {piece.name for piece, state in found if state}
+    experts = {(piece.layer, piece.expert) for piece in pieces if piece.expert is not None}
+    return f"{len(equal)} tensors are equal to the model's, among them those of all {len(experts)} experts"
+
+
+def _listed(pieces: Sequence[Piece]) -> str:
+    """Name layers and experts."""
+    found: dict[Any, set[Any]] = defaultdict(set)
+    for piece in pieces:
+        found[piece.layer].add(piece.expert)
+    parts = []
+    for layer, experts in sorted(found.items())[:4]:
+        more = f" and {len(experts) - _MOST_NAMED} more" if len(experts) > _MOST_NAMED else ""
+        parts.append(f"layer {layer}: {', '.join(map(str, sorted(experts)[:_MOST_NAMED]))}{more}")
+    return "; ".join(parts) + (f"; and of {len(found) - 4} more layers" if len(found) > 4 else "")

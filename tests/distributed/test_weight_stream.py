@@ -392,8 +392,7 @@ def test_a_rank_holds_a_bucket_and_its_consumer_one_tensor(results: list[dict[st
         whole = sum(tensor.nbytes for tensor in of_rank["one tensor for each expert"]["moved"].values())
         # Besides, one expert as the library converts it, and some words. gloo's threads may hold a bucket longer.
         assert LARGER_BUCKET - largest <= peak <= 2 * LARGER_BUCKET + 2 * largest + 4096 < whole
-        copies = shares.count(False)
-        assert whole // LARGER_BUCKET <= copies <= len(shares) / 4 and not shares[-1], "the last of each bucket is one"
+        assert not any(shares), "who keeps one tensor keeps no others"
         assert hoarded > whole, "control: who keeps all tensors is seen"
 
 

@@ -28,7 +28,7 @@ from ...balancer.gradients.division import Divisors
 from ...balancer.model_check import ModelCheck
 from ...balancer.rebalancer import new_transport
 from ...balancer.runtime import Barrier, Runtime
-from ...checkpoint.exporter import Exporter
+from ...checkpoint.stream import Exporter
 from ...checkpoint.weights import weights_of
 from ...config import BalancerConfig, launcher_environment, take_trial
 from ...distributed.bandwidth import measure
