@@ -1,7 +1,7 @@
 """Count tokens per logical expert while the model runs, one bucket of history per step, for several, or for all.
 
 What stands here: device-side counting without host sync, and its short history. Not here: sums over ranks
-(`aggregate.py`) and what to expect next (`forecast.py`).
+(`aggregate.py`).
 """
 
 from __future__ import annotations

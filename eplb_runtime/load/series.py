@@ -14,7 +14,9 @@ import binascii
 import json
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -100,8 +102,8 @@ class SeriesWriter:
         self._folder.mkdir(parents=True, exist_ok=True)
         files = _files(self._folder)
         for path in files[-1:]:
-            before = _shape(path, _first_line(path))
-            if before is not None and before != (num_layers, num_experts):
+            before = _shape(path, next(_lines(path), None))
+            if before not in (None, (num_layers, num_experts)):
                 raise FileError(
                     f"{run} holds the load of {before[0]} layers of {before[1]} experts, not {num_layers} of "
                     f"{num_experts}: name another folder for this run"
@@ -109,11 +111,9 @@ class SeriesWriter:
         self._number = int(files[-1].stem) if files else 0
         while True:  # a file of our own: a crash may have left another with half a line
             self._number += 1
-            try:
+            with suppress(FileExistsError):
                 self._file = _path(self._folder, self._number).open("xb", buffering=0)
                 break
-            except FileExistsError:
-                continue
         self._write({"format": FORMAT, "version": 1, "layers": num_layers, "experts": num_experts, **_job_entry(job)})
 
     def append(self, load_TLE: NDArray[np.int64], steps: int, job: RecordedJob | None = None) -> None:
@@ -143,37 +143,34 @@ def read_series(folder: Path) -> tuple[NDArray[np.int64], list[int], RecordedJob
     windows: list[NDArray[np.int64]] = []
     steps: list[int] = []
     job = RecordedJob()
-    shape: tuple[int, int] | None = None
+    before: tuple[int, int] | None = None
     nbytes = 0
     for path in _files_of(folder):
         require_readable(path, MOST_BYTES)
-        header = _first_line(path)
-        here = _shape(path, header)
-        if here is None:
+        lines = _lines(path)
+        shape = _shape(path, header := next(lines, None))
+        if shape is None:
             continue  # the job ended before it could say what it is
-        if shape is not None and here != shape:
-            raise FileError(
-                f"{path.name} is of {here[0]} x {here[1]} experts, the files before of {shape[0]} x {shape[1]}"
-            )
-        shape, known, lines = here, _job_of(header), list[dict[str, Any]]()
-        for number, line in _lines(path):
+        if before not in (None, shape):
+            raise FileError(f"{path.name} is of {shape} layers x experts, the files before of {before}")
+        before, said = shape, []
+        for number, line in enumerate(lines, 2):
             try:
-                load = decode(line, *here, LONGEST)
-                of_window = line["steps"]
-                if type(of_window) is not int or not 0 < of_window < 2**53:
-                    raise ValueError(f"steps is {of_window!r}: a window is of 1 or more training steps")
+                windows.append(decode(line, *shape, LONGEST))
+                if type(line["steps"]) is not int or not 0 < line["steps"] < _MOST:
+                    raise ValueError(f"steps is {line['steps']!r}: a window is of 1 or more training steps")
             except (ValueError, KeyError, TypeError) as error:
                 raise FileError(f"{path.name}, line {number}: {error}") from None
-            nbytes += load.nbytes
-            if nbytes > MOST_BYTES:
+            if (nbytes := nbytes + windows[-1].nbytes) > MOST_BYTES:
                 raise FileError(f"more than {MOST_BYTES >> 30} GiB of load: give a part of the files")
-            windows.append(load)
-            steps += [of_window] * len(load)
-            lines.append(_job_of(line))
-            known |= lines[-1]
-        if lines:
+            steps += [line["steps"]] * len(windows[-1])
+            said.append(_job_of(line))
+        if said:
+            known = _job_of(header)
+            for entry in said:
+                known |= entry
             for name in ("step_seconds", "expert_seconds"):
-                known[name] = median([line[name] for line in lines if name in line] or [0.0])
+                known[name] = median([entry[name] for entry in said if name in entry] or [0.0])
             job = RecordedJob(**known)
     if not windows:
         raise FileError("no load has been recorded here yet")
@@ -213,22 +210,18 @@ def _job_entry(job: RecordedJob | None) -> dict[str, Any]:
 
 
 def _job_of(line: Any) -> dict[str, Any]:
-    """What a line says of the job: fields of `RecordedJob`, without any that are none of its."""
-    values = line.get("job") if isinstance(line, Mapping) else None
-    if not isinstance(values, Mapping):
+    """Return what a line says of the job: usable values of fields of `RecordedJob`."""
+    said = line.get("job") if isinstance(line, Mapping) else None
+    if not isinstance(said, Mapping):
         return {}
-    return {
-        entry.name: value
-        for entry in fields(RecordedJob)
-        if _is_usable(value := values.get(entry.name), type(entry.default))
-    }
+    kinds = {entry.name: type(entry.default) for entry in fields(RecordedJob)}
+    return {name: value for name, value in said.items() if name in kinds and _is_usable(value, kinds[name])}
 
 
 def _is_usable(value: Any, kind: type) -> bool:
-    if kind is str:
-        return isinstance(value, str)
-    is_number = isinstance(value, int) if kind is int else isinstance(value, int | float)
-    return is_number and not isinstance(value, bool) and 0 < value < _MOST
+    if kind is str or type(value) not in (int, kind):
+        return kind is str and type(value) is str
+    return bool(0 < value < _MOST)
 
 
 def _path(folder: Path, number: int) -> Path:
@@ -244,7 +237,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _shape(path: Path, header: Any) -> tuple[int, int] | None:
-    """L and E of a file by its first line; None: it has no whole line."""
+    """Return L and E of a file by its first line; None: it has no whole line."""
     if header is None:
         return None
     try:
@@ -257,25 +250,13 @@ def _shape(path: Path, header: Any) -> tuple[int, int] | None:
     return layers, experts
 
 
-def _first_line(path: Path) -> Any:
-    """Its value, empty where it is not JSON; None: it is not whole."""
-    with open(path, "rb") as file:
-        line = file.readline(4096)
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-
-
-def _lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Numbers and values of the lines after the first, without one that was cut off."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if number == 1 or not line.endswith(b"\n"):
-                continue
+def _lines(path: Path) -> Iterator[Any]:
+    """Yield the values of a file's whole lines, of which the first is short; an empty one where it is not JSON."""
+    with path.open("rb") as file:
+        for line in chain([file.readline(4096)], file):
+            if not line.endswith(b"\n"):
+                return
             try:
-                yield number, json.loads(line)
+                yield json.loads(line)
             except (ValueError, RecursionError):
-                raise FileError(f"{path.name}, line {number}: not JSON") from None
+                yield {}

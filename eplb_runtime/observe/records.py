@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from ..config import BalancerConfig
 from ..events import Event, LoadMeasured, RebalanceCommitted, RebalancePlanned
 from ..load.expert_clock import ExpertShare
-from ..moe.routing.tables import SplitTables
-from ..placement import EMPTY, Placement
-from ..planner.evaluate import even_split_rank_load, filled_rank_load, predicted_imbalance
+from ..placement import Placement
+from ..planner.evaluate import has_no_copies, predicted_imbalance, rank_load
 from ..topology import Topology
 
 Record = dict[str, Any]
@@ -149,24 +148,10 @@ def _rank_load(
     ``total_1LE``."""
     first, total = 0, np.zeros((load_TLE.shape[1], placements[-1][1].num_ranks))
     for end, placement in placements:
-        rows = load_TLE[first:end]
-        if _is_split_by_batch(placement):
-            tables = SplitTables.of(placement)
-            for load_LE in rows.astype(np.float64):
-                filled_LR, tokens_L1 = filled_rank_load(load_LE, tables, speed_R), load_LE.sum(axis=1, keepdims=True)
-                units_L1 = filled_LR.sum(axis=1, keepdims=True)
-                total += np.divide(filled_LR * tokens_L1, units_L1, out=np.zeros_like(filled_LR), where=units_L1 > 0)
-        elif len(rows):
-            load_LE = (total_1LE[0] if len(rows) == len(load_TLE) else rows.sum(axis=0)).astype(np.float64)
-            total += even_split_rank_load(load_LE, placement)
+        rows_TLE = load_TLE[first:end]
+        if placement.home is None or has_no_copies(placement):  # else no sum of batches is split as each of them
+            rows_TLE = total_1LE if len(rows_TLE) == len(load_TLE) else rows_TLE.sum(axis=0, keepdims=True)
+        if len(rows_TLE):
+            total += rank_load(rows_TLE.astype(np.float64), placement, speed_R).sum(axis=0)
         first = end
     return total
-
-
-def _is_split_by_batch(placement: Placement) -> bool:
-    """Return whether tokens are split by water-filling: then the load of two batches is not the sum of their loads."""
-    return placement.home is not None and _has_copies(placement)
-
-
-def _has_copies(placement: Placement) -> bool:
-    return bool((placement.physical_to_logical != EMPTY).sum() > placement.num_layers * placement.num_experts)

@@ -81,24 +81,20 @@ def rebalance_experts(
     slots_per_rank = num_replicas // num_gpus
     within_reach = load.shape[-1] // (num_nodes if groups > 1 else 1)
     if slots_per_rank > within_reach and policy in (None, "deepseek") and current is None:
-        planned = balance(known.mean(axis=0), num_replicas, groups, num_nodes, num_gpus)
-        slots, copies, count = (torch.from_numpy(map_.astype(np.int64)) for map_ in planned)
-        return slots, copies, count
-    if policy is None:
-        policy = "hierarchical" if groups > 1 else "free"
-    standing = None
-    if current is not None:
-        standing = Placement(torch.as_tensor(current).cpu().numpy(), load.shape[-1], num_gpus)
-    made = plan(
-        load,
-        Topology(num_gpus, num_gpus // num_nodes),
-        slots_per_rank=slots_per_rank,
-        current=standing,
-        policy=policy,
-        layout="free",
-        groups=groups,
-    )
-    placement = made.placement
-    maps = (placement.physical_to_logical, placement.logical_to_physical, placement.copy_count)
+        maps = balance(known.mean(axis=0), num_replicas, groups, num_nodes, num_gpus)
+    else:
+        standing = None
+        if current is not None:
+            standing = Placement(torch.as_tensor(current).cpu().numpy(), load.shape[-1], num_gpus)
+        placement = plan(
+            load,
+            Topology(num_gpus, num_gpus // num_nodes),
+            slots_per_rank=slots_per_rank,
+            current=standing,
+            policy=policy or ("hierarchical" if groups > 1 else "free"),
+            layout="free",
+            groups=groups,
+        ).placement
+        maps = (placement.physical_to_logical, placement.logical_to_physical, placement.copy_count)
     slots, copies, count = (torch.from_numpy(map_.astype(np.int64)) for map_ in maps)
     return slots, copies, count

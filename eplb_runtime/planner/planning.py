@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..load.checks import checked_load
-from ..load.forecast import coarsen
 from ..placement import Placement
 from ..topology import Topology
 from .checks import check, check_kinds, checked_declaration, checked_layout, checked_sources, checked_speed
 from .cost import CostModel
+from .forecast import coarsen
 from .policies import POLICIES
 from .types import Gate, Plan, PlanError, PlanRequest
 from .weighing import weigh

@@ -71,14 +71,3 @@ def _computed(load: FloatArray, placement: Placement) -> Iterator[FloatArray]:
         place = expert * ranks + placement.rank_of(slot_EC[expert, copy])
         tokens = np.bincount(place, tokens_EC[expert, copy], minlength=len(slot_EC) * ranks)
         yield tokens.astype(np.float64).reshape(-1, ranks)
-
-
-def choose(first_L: NDArray[np.bool_], one: Placement, other: Placement) -> Placement:
-    """Return layers of ``one`` where ``first_L`` (bool ``[L]``) holds, of ``other`` elsewhere; both of one layout."""
-    if not first_L.any():
-        return other
-    slots = np.where(first_L[:, None], one.physical_to_logical, other.physical_to_logical)
-    home = None
-    if one.home is not None and other.home is not None:
-        home = np.where(first_L[:, None], one.home, other.home)
-    return Placement(slots, one.num_experts, one.num_ranks, home, other.epoch)

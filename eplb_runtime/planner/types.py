@@ -9,10 +9,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..load.forecast import ExpectedLoad, foretell
 from ..placement import Placement
 from ..topology import Topology
 from .cost import MOVE_DESTINATION_SLOT, MOVE_IS_HOME, MOVE_SOURCE_RANK, CostModel
+from .forecast import ExpectedLoad, foretell
 
 Gate = Literal["payoff", "always", "off"]
 
@@ -164,7 +164,7 @@ class Plan:
 
     @property
     def moved_homes(self) -> int:
-        """Home slots among the moved: these carry optimizer state."""
+        """Moved homes, which carry optimizer state."""
         return int(np.count_nonzero(self.moves[:, MOVE_IS_HOME]))
 
     def __str__(self) -> str:
@@ -186,10 +186,10 @@ class Plan:
                 f"  predicted: {self.seconds_saved:.3g} s saved over the horizon for {self.seconds_spent:.3g} s spent"
             )
         lines.append(f"  {'imbalance (max / mean)':<24}{'mean':>8}{'worst':>8}  worst layer")
-        rows = [("before", self.imbalance_before), ("after", self.imbalance_after), ("lower bound", self.lower_bound)]
-        for name, values in rows:
-            if values is not None:
-                lines.append(f"  {name:<24}{values.mean():>8.3f}{values.max():>8.3f}  {int(values.argmax())}")
+        rows = {"before": self.imbalance_before, "after": self.imbalance_after, "lower bound": self.lower_bound}
+        for name, values_L in rows.items():
+            if values_L is not None:
+                lines.append(f"  {name:<24}{values_L.mean():>8.3f}{values_L.max():>8.3f}  {int(values_L.argmax())}")
         if self.crossing_after is not None:
             before = "" if self.crossing_before is None else f"{self.crossing_before.mean():.1%} -> "
             lines.append(f"  tokens that cross nodes: {before}{self.crossing_after.mean():.1%}")

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from ..placement import Placement
 from .cost import HYSTERESIS, MOVE_LAYER, CostModel
-from .evaluate import expected_lower_bound, moves_between, predicted_imbalance
-from .traffic import choose, crossing_share
+from .evaluate import moves_between, predicted_imbalance
+from .search.bounds import lower_bound
+from .traffic import crossing_share
 from .types import Plan, PlanRequest
 
 FloatArray = NDArray[np.float64]
@@ -44,7 +45,7 @@ def weigh(request: PlanRequest, placement: Placement, began: float) -> Plan:
             pays_L = _paying(request, cost, moves[taken_L[moves[:, MOVE_LAYER]]], np.maximum(gain_L, 0.0))
             taken_L &= pays_L | ~pays_L.any()  # where none pays the plan is refused whole
         if not taken_L.all():
-            placement, moves = choose(taken_L, placement, current), moves[taken_L[moves[:, MOVE_LAYER]]]
+            placement, moves = _layers_of(taken_L, placement, current), moves[taken_L[moves[:, MOVE_LAYER]]]
             after, gain_L = np.where(taken_L, after, before), np.where(taken_L, gain_L, 0.0)
             crossing_after = _crossing(request, placement)
         falls = float(gain_L.mean()) > 0
@@ -70,7 +71,7 @@ def weigh(request: PlanRequest, placement: Placement, began: float) -> Plan:
         moves=moves,
         imbalance_before=before,
         imbalance_after=after,
-        lower_bound=expected_lower_bound(request),
+        lower_bound=_bound(request),
         bytes_intra_node=intra,
         bytes_inter_node=inter,
         seconds_saved=saved,
@@ -90,13 +91,30 @@ def _expected(request: PlanRequest, placement: Placement) -> tuple[FloatArray | 
     if current is None:
         return None, predicted_imbalance(windows, placement, request.speed_R).mean(axis=0)
     before = predicted_imbalance(windows, current, request.speed_R).mean(axis=0)
-    changed = np.flatnonzero((placement.physical_to_logical != current.physical_to_logical).any(axis=1))
-    after = before.copy()
-    if len(changed):
-        home = None if placement.home is None else placement.home[changed]
-        part = Placement(placement.physical_to_logical[changed], placement.num_experts, placement.num_ranks, home)
-        after[changed] = predicted_imbalance(windows[:, changed], part, request.speed_R).mean(axis=0)
+    after, changed_L = before.copy(), (placement.physical_to_logical != current.physical_to_logical).any(axis=1)
+    if changed_L.any():
+        home = None if placement.home is None else placement.home[changed_L]
+        part = Placement(placement.physical_to_logical[changed_L], placement.num_experts, placement.num_ranks, home)
+        after[changed_L] = predicted_imbalance(windows[:, changed_L], part, request.speed_R).mean(axis=0)
     return before, after
+
+
+def _bound(request: PlanRequest) -> FloatArray:
+    """float64 ``[L]``: mean over the scenarios, what no placement gets below: ranks below full speed take no less time
+    than fast ones would."""
+    ranks, windows, speed_R = request.topology.num_ranks, request.to_come.windows, request.speed_R
+    bounds = lower_bound(windows.reshape(-1, request.num_experts), ranks, request.slots_per_rank)
+    speeds = ranks if speed_R is None else speed_R.sum()
+    return np.asarray(np.maximum(bounds * speeds / ranks, 1.0).reshape(windows.shape[:2]).mean(axis=0))
+
+
+def _layers_of(first_L: NDArray[np.bool_], one: Placement, other: Placement) -> Placement:
+    """Return layers of ``one`` where ``first_L`` (bool ``[L]``) holds, of ``other`` elsewhere; both of one layout."""
+    home = None
+    if one.home is not None and other.home is not None:
+        home = np.where(first_L[:, None], one.home, other.home)
+    slots = np.where(first_L[:, None], one.physical_to_logical, other.physical_to_logical)
+    return Placement(slots, one.num_experts, one.num_ranks, home, other.epoch)
 
 
 def _crossing(request: PlanRequest, placement: Placement | None) -> FloatArray | None:

@@ -18,10 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb_runtime.config import BalancerConfig
-from eplb_runtime.moe.routing.tables import SplitTables
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import Plan, PlanError, plan
-from eplb_runtime.planner.evaluate import UNITS, filled_rank_load, has_no_copies, home_rank_load
+from eplb_runtime.planner.evaluate import rank_load
 from eplb_runtime.planner.search.bounds import lower_bound
 from eplb_runtime.tools.formats.loads import SAMPLE, read_load
 from eplb_runtime.topology import Topology
@@ -145,7 +144,7 @@ def _play(policy: _Policy, steps: FloatArray, ranks: int, parameters: int) -> di
             seconds.append(time.perf_counter() - began)
             moved += int((current.home_rank != made.placement.home_rank).sum())
             current = made.placement
-        judged.append([_rank_load(window_LE, current) for window_LE in steps[number]])
+        judged.append([rank_load(window_LE, current) for window_LE in steps[number]])
     load_NMLR = np.array(judged)
     busiest, even = load_NMLR.max(axis=3), load_NMLR.mean(axis=3)
     of_step = load_NMLR.sum(axis=1)
@@ -164,15 +163,6 @@ def _play(policy: _Policy, steps: FloatArray, ranks: int, parameters: int) -> di
         "copies_gib": copies * COPY_BYTES * parameters * gib,
         "plan_ms": float(np.median(seconds)) * 1e3 if seconds else None,
     }
-
-
-def _rank_load(load_LE: FloatArray, placement: Placement) -> FloatArray:
-    """float64 ``[L, R]``, tokens of each rank in a micro-batch, split over copies as a job splits them."""
-    if has_no_copies(placement):
-        units_LR = home_rank_load(load_LE, placement)
-    else:
-        units_LR = filled_rank_load(load_LE, SplitTables.of(placement))
-    return np.asarray(units_LR / UNITS * load_LE.sum(axis=1, keepdims=True))
 
 
 if __name__ == "__main__":

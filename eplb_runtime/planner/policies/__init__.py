@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...placement import Placement
-from ..types import PlanRequest
+from ..types import PlanError, PlanRequest
 from .deepseek import deepseek
 from .free import free, hierarchical
 from .incremental import incremental
-from .static import static
+
+
+def static(request: PlanRequest) -> Placement:
+    """The current placement, or experts in logical order where there is none: PlanError, in the free layout."""
+    if request.current is None and request.layout == "free":
+        raise PlanError("policy 'static' has no free placement to keep: give current=, or layout='home'")
+    request.held.update(dict.fromkeys(range(request.num_layers), "static"))
+    return request.start
+
 
 POLICIES: dict[str, Callable[[PlanRequest], Placement]] = {
     "static": static,

@@ -1,8 +1,8 @@
-"""DeepSeek's EPLB at compiled speed, equal except for ties: the reference that other planners are compared with.
+"""DeepSeek's EPLB, equal except for ties: the reference that other planners are compared with.
 
 Source of the algorithm: deepseek-ai/EPLB, ``rebalance_experts`` (hierarchical and global policy). Written from its
 behaviour, with float32 arithmetic as there. Equal loads go to the lower id here and, after torch's sort, which is not
-stable, to any of them there.
+stable, to any of them there. Nothing is compiled.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ...load.forecast import deal_homes
 from ...placement import EMPTY, Placement
-from ...utils.jit import jit
+from ..forecast import deal
 from ..search.align import align, settle
 from ..types import PlanError
 
@@ -30,7 +29,7 @@ def deepseek(request: PlanRequest) -> Placement:
     """The policy ``deepseek``: what DeepSeek's EPLB plans for the forecast, except for ties.
 
     In the free layout only a budget of moves makes it look at what stands: then layers wait their turn (`settle`). In
-    the home layout, without replicas, homes are dealt out near the current ones, by nothing that is compiled.
+    the home layout, without replicas, homes are dealt out near the current ones.
 
     Raises:
         PlanError: replica slots of the current placement hold experts.
@@ -42,7 +41,7 @@ def deepseek(request: PlanRequest) -> Placement:
         return settle(request, planned, request.current if is_limited else None)
     if (start.replicas_LRK != EMPTY).any():
         raise PlanError("policy 'deepseek' moves homes alone, and replicas stand: choose incremental")
-    planned = deal_homes(request.forecast, ranks)
+    planned = deal(request.forecast, ranks)
     near = settle(request, planned, Placement(start.homes_LRH.reshape(planned.shape), request.num_experts, ranks))
     return align(start, near.rank_of(near.logical_to_physical[:, :, 0]), start.replicas_LRK)
 
@@ -70,12 +69,12 @@ def balance(
     Raises:
         PlanError: sizes that do not divide each other, or fewer slots than experts.
     """
-    weight = np.minimum(np.asarray(load, dtype=np.float64), MOST).astype(np.float32)
-    if weight.ndim != 2:
-        raise PlanError(f"load has shape {weight.shape}; it must be [layers, experts]")
+    weight_LE = np.minimum(np.asarray(load, dtype=np.float64), MOST).astype(np.float32)
+    if weight_LE.ndim != 2:
+        raise PlanError(f"load has shape {weight_LE.shape}; it must be [layers, experts]")
     if num_groups % num_nodes:
         num_groups, num_nodes = 1, 1
-    layers, experts = weight.shape
+    layers, experts = weight_LE.shape
     for whole, whole_name, part, part_name in (
         (experts, "experts", num_groups, "groups"),
         (num_ranks, "ranks", num_nodes, "nodes"),
@@ -86,105 +85,36 @@ def balance(
     if num_slots < experts:
         raise PlanError(f"{num_slots} slots cannot hold {experts} experts: give each expert at least one slot")
 
-    group_load = weight.reshape(layers, num_groups, -1).sum(axis=2)
-    physical_to_logical = np.empty((layers, num_slots), dtype=np.int32)
-    copy_index = np.empty((layers, num_slots), dtype=np.int32)
+    group_LG = deal(weight_LE.reshape(layers, num_groups, -1).sum(axis=2), num_nodes)
+    of_group_GE = np.arange(experts).reshape(num_groups, -1)
+    expert_NE = of_group_GE[group_LG].reshape(layers * num_nodes, -1)  # N: each node of each layer
+    weight_NE = np.take_along_axis(weight_LE, expert_NE.reshape(layers, experts), axis=1).reshape(expert_NE.shape)
+    which_NP, copy_NP, count_NE = _replicate(weight_NE, num_slots // num_nodes)
+    each_NE = np.asarray(np.divide(weight_NE, count_NE, dtype=np.float32))
+    slot_NP = deal(np.take_along_axis(each_NE, which_NP, axis=1), num_ranks // num_nodes)
+    which_NP, copy_NP = np.take_along_axis(which_NP, slot_NP, axis=1), np.take_along_axis(copy_NP, slot_NP, axis=1)
+    physical_to_logical = np.take_along_axis(expert_NE, which_NP, axis=1).astype(np.int32).reshape(layers, num_slots)
     copy_count = np.empty((layers, experts), dtype=np.int32)
-    _balance(weight, group_load, num_nodes, num_ranks, physical_to_logical, copy_index, copy_count)
-    logical_to_physical = np.full((layers, experts, int(copy_count.max())), -1, dtype=np.int32)
-    logical_to_physical[np.arange(layers)[:, None], physical_to_logical, copy_index] = np.arange(num_slots)
+    np.put_along_axis(copy_count, expert_NE.reshape(layers, experts), count_NE.reshape(layers, experts), axis=1)
+    logical_to_physical = np.full((layers, experts, int(copy_count.max())), EMPTY, dtype=np.int32)
+    copy_LP = copy_NP.reshape(layers, num_slots)
+    logical_to_physical[np.arange(layers)[:, None], physical_to_logical, copy_LP] = np.arange(num_slots)
     return physical_to_logical, logical_to_physical, copy_count
 
 
-@jit
-def pack(weight: NDArray[np.float32], num_packs: int, item_pack: Array, position: Array) -> None:
-    """Put equally many items into each pack, heaviest first, each into the lightest pack that has room.
+def _replicate(weight_NE: NDArray[np.float32], slots: int) -> tuple[Array, Array, Array]:
+    """Give every expert a copy, then each spare slot to the expert with most tokens a copy.
 
-    Args:
-        weight: float32 ``[n]``; n is a multiple of ``num_packs``.
-        item_pack: out, int32 ``[n]``, the pack of each item.
-        position: out, int32 ``[n]``, its place within the pack.
+    Returns:
+        int32 ``[N, P]``, the expert of each slot and which of its copies that is; int32 ``[N, E]``, copies.
     """
-    capacity = weight.size // num_packs
-    filled, total = np.zeros(num_packs, dtype=np.int32), np.zeros(num_packs, dtype=np.float32)
-    order = np.argsort(-weight, kind="mergesort") if capacity > 1 else np.arange(num_packs)
-    for item in order:
-        lightest = np.argmin(total)
-        item_pack[item] = lightest
-        position[item] = filled[lightest]
-        filled[lightest] += 1
-        total[lightest] = total[lightest] + weight[item] if filled[lightest] < capacity else np.inf
-
-
-@jit
-def replicate(weight: NDArray[np.float32], num_slots: int, slot_expert: Array, slot_copy: Array, count: Array) -> None:
-    """Give each spare slot to the expert whose copies are hottest; ties to the lower id.
-
-    Args:
-        weight: float32 ``[n]``.
-        slot_expert: out, int32 ``[num_slots]``; first the experts in order, then the spare copies as they are given.
-        slot_copy: out, int32 ``[num_slots]``: which copy of its expert a slot holds.
-        count: out, int32 ``[n]``.
-    """
-    each = weight.copy()
-    for slot in range(num_slots):
-        expert = slot if slot < weight.size else np.argmax(each)
-        if slot < weight.size:
-            count[expert] = 0
-        slot_expert[slot] = expert
-        slot_copy[slot] = count[expert]
-        count[expert] += 1
-        each[expert] = np.float32(weight[expert] / np.float32(count[expert]))
-
-
-@jit
-def _balance(
-    weight: NDArray[np.float32],
-    group_load: NDArray[np.float32],
-    num_nodes: int,
-    num_ranks: int,
-    physical_to_logical: Array,
-    copy_index: Array,
-    copy_count: Array,
-) -> None:
-    layers, experts = weight.shape
-    groups = group_load.shape[1]
-    group_size = experts // groups
-    node_groups = groups // num_nodes
-    node_experts = experts // num_nodes
-    node_slots = physical_to_logical.shape[1] // num_nodes
-    node_ranks = num_ranks // num_nodes
-    rank_slots = node_slots // node_ranks
-
-    group_node = np.empty(groups, dtype=np.int32)
-    group_position = np.empty(groups, dtype=np.int32)
-    member = np.empty(experts, dtype=np.int32)  # the experts, node by node
-    node_weight = np.empty(node_experts, dtype=np.float32)
-    slot_expert = np.empty(node_slots, dtype=np.int32)
-    slot_copy = np.empty(node_slots, dtype=np.int32)
-    count = np.empty(node_experts, dtype=np.int32)
-    slot_weight = np.empty(node_slots, dtype=np.float32)
-    slot_rank = np.empty(node_slots, dtype=np.int32)
-    slot_position = np.empty(node_slots, dtype=np.int32)
-
-    for layer in range(layers):
-        pack(group_load[layer], num_nodes, group_node, group_position)
-        for group in range(groups):
-            start = (group_node[group] * node_groups + group_position[group]) * group_size
-            for offset in range(group_size):
-                member[start + offset] = group * group_size + offset
-        for node in range(num_nodes):
-            first = node * node_experts
-            for index in range(node_experts):
-                node_weight[index] = weight[layer, member[first + index]]
-            replicate(node_weight, node_slots, slot_expert, slot_copy, count)
-            for slot in range(node_slots):
-                index = slot_expert[slot]
-                slot_weight[slot] = np.float32(node_weight[index] / np.float32(count[index]))
-            pack(slot_weight, node_ranks, slot_rank, slot_position)
-            for slot in range(node_slots):
-                place = node * node_slots + slot_rank[slot] * rank_slots + slot_position[slot]
-                physical_to_logical[layer, place] = member[first + slot_expert[slot]]
-                copy_index[layer, place] = slot_copy[slot]
-            for index in range(node_experts):
-                copy_count[layer, member[first + index]] = count[index]
+    nodes, experts = weight_NE.shape
+    which_NP = np.tile(np.arange(slots, dtype=np.int32), (nodes, 1))
+    copy_NP, count_NE = np.zeros_like(which_NP), np.ones(weight_NE.shape, dtype=np.int32)
+    each_NE, node_N = weight_NE.copy(), np.arange(nodes)
+    for slot in range(experts, slots):
+        expert_N = each_NE.argmax(axis=1)
+        which_NP[:, slot], copy_NP[:, slot] = expert_N, count_NE[node_N, expert_N]
+        count_NE[node_N, expert_N] += 1
+        each_NE[node_N, expert_N] = weight_NE[node_N, expert_N] / count_NE[node_N, expert_N].astype(np.float32)
+    return which_NP, copy_NP, count_NE

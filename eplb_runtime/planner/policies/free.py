@@ -78,103 +78,76 @@ def balance(load: ArrayLike, num_ranks: int, slots_per_rank: int, groups: int = 
         )
     planned = balance_deepseek(weight, num_ranks * slots_per_rank, groups, num_nodes, num_ranks)[0]
     for slots_P, weight_E in zip(planned, weight, strict=True):
-        _descend(slots_P.reshape(num_ranks, -1), weight_E, num_ranks // num_nodes)
+        for slot_RS in slots_P.reshape(num_nodes, -1, slots_per_rank):
+            held_RE = np.zeros((len(slot_RS), weight_E.size), dtype=np.int64)
+            np.add.at(held_RE, (np.arange(len(slot_RS))[:, None], slot_RS), 1)
+            _give_doubles_away(slot_RS, held_RE, weight_E)
+            unit_E = weight_E / np.maximum(held_RE.sum(axis=0), 1)
+            _exchange(slot_RS, held_RE, unit_E, unit_E[slot_RS].sum(axis=1))
     return planned
 
 
-@jit
-def _descend(slot_RS: IntArray, weight_E: FloatArray, node_ranks: int) -> None:
-    """Exchange experts between ranks of a node, in place, until the busiest rank finds no exchange that lowers it."""
-    ranks, slots = slot_RS.shape
-    held_RE, unit_E, load_R = np.empty((ranks, weight_E.size), dtype=np.int64), weight_E.copy(), np.empty(ranks)
-    _measure(slot_RS, weight_E, held_RE, unit_E, load_R)
-    for rank in range(ranks):
-        for slot in range(slots):
-            if held_RE[rank, slot_RS[rank, slot]] > 1 and not _exchange(
-                slot_RS, held_RE, unit_E, load_R, node_ranks, rank, slot, np.inf
-            ):
-                slot_RS[rank, slot] = _hottest_not_on(rank, slot_RS, held_RE, unit_E, node_ranks)
-                _measure(slot_RS, weight_E, held_RE, unit_E, load_R)
-    busiest = int(np.argmax(load_R))
-    while load_R[busiest] > ENOUGH * load_R.mean() and _exchange(
-        slot_RS, held_RE, unit_E, load_R, node_ranks, busiest, -1, load_R[busiest] * STRICTLY
-    ):
-        busiest = int(np.argmax(load_R))
+def _give_doubles_away(slot_RS: IntArray, held_RE: NDArray[np.int64], weight_E: FloatArray) -> None:
+    """Exchange an expert that a rank has twice, so that the busier of both ranks is least loaded; where no other rank
+    takes it, put the hottest expert there that the rank does not have."""
+    for rank, slot in np.argwhere(np.take_along_axis(held_RE, slot_RS.astype(np.int64), axis=1) > 1).tolist():
+        given = slot_RS[rank, slot]
+        if held_RE[rank, given] == 1:
+            continue
+        unit_E = weight_E / np.maximum(held_RE.sum(axis=0), 1)
+        fits_RS = (held_RE[rank] == 0)[slot_RS] & (held_RE[:, given] == 0)[:, None]
+        taken = np.where((held_RE[rank] == 0) & held_RE.any(axis=0), unit_E, -1.0).argmax()
+        if fits_RS.any():
+            load_R1, less_RS = unit_E[slot_RS].sum(axis=1, keepdims=True), unit_E[given] - unit_E[slot_RS]
+            busier_RS = np.where(fits_RS, np.maximum(load_R1[rank] - less_RS, load_R1 + less_RS), np.inf)
+            partner, place = np.unravel_index(busier_RS.argmin(), busier_RS.shape)
+            taken, slot_RS[partner, place] = slot_RS[partner, place], given
+            held_RE[partner, [taken, given]] += [-1, 1]
+        slot_RS[rank, slot] = taken
+        held_RE[rank, [given, taken]] += [-1, 1]
 
 
 @jit
-def _measure(
-    slot_RS: IntArray, weight_E: FloatArray, held_RE: NDArray[np.int64], unit_E: FloatArray, load_R: FloatArray
-) -> None:
-    """Count each rank's copies of each expert; find the tokens of a copy and of each rank."""
-    held_RE[:] = 0
-    load_R[:] = 0.0
-    for rank in range(load_R.size):
-        for expert in slot_RS[rank]:
-            held_RE[rank, expert] += 1
-    unit_E[:] = weight_E / held_RE.sum(axis=0)
-    for rank in range(load_R.size):
-        for expert in slot_RS[rank]:
-            load_R[rank] += unit_E[expert]
-
-
-@jit
-def _hottest_not_on(
-    rank: int, slot_RS: IntArray, held_RE: NDArray[np.int64], unit_E: FloatArray, node_ranks: int
-) -> int:
-    """The expert of the rank's node with most tokens a copy that the rank does not hold."""
-    best, first = -1, rank // node_ranks * node_ranks
-    for other in range(first, first + node_ranks):
-        for expert in slot_RS[other]:
-            if held_RE[rank, expert] == 0 and (best < 0 or unit_E[expert] > unit_E[best]):
-                best = expert
-    return best
-
-
-@jit
-def _exchange(
-    slot_RS: IntArray,
-    held_RE: NDArray[np.int64],
-    unit_E: FloatArray,
-    load_R: FloatArray,
-    node_ranks: int,
-    rank: int,
-    only: int,
-    below: float,
-) -> bool:
-    """Exchange one or two experts with another rank of the node, so that the busier of the two is least loaded.
+def _exchange(slot_RS: IntArray, held_RE: NDArray[np.int64], unit_E: FloatArray, load_R: FloatArray) -> None:
+    """Exchange one or two experts of the busiest rank with another rank, in place, until no exchange lowers it. The
+    exchange that is taken leaves the busier of the two ranks least loaded.
 
     Args:
-        only: the one slot that the rank gives; -1: any.
-        below: tokens that the busier of the two must stay below, or nothing is exchanged.
+        held_RE: int64, copies of each expert on each rank.
+        unit_E: tokens of a copy.
+        load_R: tokens of each rank.
     """
-    slots, first, best, partner = slot_RS.shape[1], rank // node_ranks * node_ranks, below, -1
-    gives, takes = (-1, -1), (-1, -1)
-    for there in range(first, first + node_ranks):
-        if there == rank or 0.5 * (load_R[rank] + load_R[there]) >= best:
-            continue
-        own_S, their_S = slot_RS[rank], slot_RS[there]
-        for one in range(slots):
-            if held_RE[there, own_S[one]] or (only >= 0 and one != only):
+    ranks, slots = slot_RS.shape
+    while True:
+        rank, partner, gives, takes = int(np.argmax(load_R)), -1, (-1, -1), (-1, -1)
+        best = load_R[rank] * STRICTLY
+        if load_R[rank] <= ENOUGH * load_R.mean():
+            return
+        for there in range(ranks):
+            if there == rank or 0.5 * (load_R[rank] + load_R[there]) >= best:
                 continue
-            for two in range(-1, one if only < 0 and slots <= MOST_SLOTS else 0):  # -1: one alone
-                if two >= 0 and held_RE[there, own_S[two]]:
+            own_S, their_S = slot_RS[rank], slot_RS[there]
+            for one in range(slots):
+                if held_RE[there, own_S[one]]:
                     continue
-                given = unit_E[own_S[one]] + (unit_E[own_S[two]] if two >= 0 else 0.0)
-                for three in range(slots):
-                    if held_RE[rank, their_S[three]]:
+                for two in range(-1, one if slots <= MOST_SLOTS else 0):  # -1: one alone
+                    if two >= 0 and held_RE[there, own_S[two]]:
                         continue
-                    for four in range(-1 if two < 0 else 0, 0 if two < 0 else three):
-                        change = given - unit_E[their_S[three]] - (unit_E[their_S[four]] if four >= 0 else 0.0)
-                        worst = max(load_R[rank] - change, load_R[there] + change)
-                        if worst < best and (four < 0 or held_RE[rank, their_S[four]] == 0):
-                            best, partner, gives, takes = worst, there, (one, two), (three, four)
-    for index in range(2):
-        if partner >= 0 and gives[index] >= 0:
+                    given = unit_E[own_S[one]] + (unit_E[own_S[two]] if two >= 0 else 0.0)
+                    for three in range(slots):
+                        if held_RE[rank, their_S[three]]:
+                            continue
+                        for four in range(-1 if two < 0 else 0, 0 if two < 0 else three):
+                            change = given - unit_E[their_S[three]] - (unit_E[their_S[four]] if four >= 0 else 0.0)
+                            worst = max(load_R[rank] - change, load_R[there] + change)
+                            if worst < best and (four < 0 or held_RE[rank, their_S[four]] == 0):
+                                best, partner, gives, takes = worst, there, (one, two), (three, four)
+        if partner < 0:
+            return
+        for index in range(1 if gives[1] < 0 else 2):
             own, their = slot_RS[rank, gives[index]], slot_RS[partner, takes[index]]
             slot_RS[rank, gives[index]], slot_RS[partner, takes[index]] = their, own
-            held_RE[rank, own], held_RE[partner, own] = held_RE[rank, own] - 1, held_RE[partner, own] + 1
-            held_RE[rank, their], held_RE[partner, their] = held_RE[rank, their] + 1, held_RE[partner, their] - 1
+            held_RE[rank, own], held_RE[partner, own] = 0, 1
+            held_RE[rank, their], held_RE[partner, their] = 1, 0
             load_R[rank] += unit_E[their] - unit_E[own]
             load_R[partner] += unit_E[own] - unit_E[their]
-    return partner >= 0

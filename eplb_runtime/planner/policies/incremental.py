@@ -1,7 +1,7 @@
 """Move as few experts as pay: search each layer from a few starts, and choose by gain, price and certainty.
 
-- scenarios: a placement is worth its mean imbalance over the loads that may come (`load.forecast`), tokens split over
-  replicas by water-filling.
+- scenarios: a placement is worth its mean imbalance over the loads that may come (`planner.forecast`), tokens split
+  over replicas by water-filling.
 - starts (`search.starts`): the current placement, and placements dealt again.
 - descent (`search.descent`): from the best starts, relieve the busiest rank step by step.
 - choice: the shortest way that is nearly as good as the best one, by imbalance and what its moves cost; and only where
@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,12 +17,15 @@ from numpy.typing import NDArray
 
 from ...placement import EMPTY, Placement
 from ..cost import HYSTERESIS
-from ..evaluate import SURE, error_of, error_of_one, surely_gains
+from ..forecast import shares
 from ..search.align import align
-from ..search.descent import HOMES, KIND, OTHER, REPLICAS, SLOT, SWAP, VALUE, descend, held_by, moved
+from ..search.descent import HOMES, REPLICAS, VALUE, after, descend, held_by, moved
 from ..search.layer import FloatArray, IntArray, Layer, fill_to_level, judge, split_evenly
 from ..search.starts import starts
 from ..types import PlanRequest
+
+SURE, EACH = 2.5, 1.0
+"""Errors by which all layers together must gain, and each layer then."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class _Question:
         held_RE: int8, how each rank holds each expert now.
         lead_WE, judge_WE: scenarios that lead the search, and all by which its end is judged, in units of the even rank
             load.
+        virtual_R, source_EN, crossing_price: as in `search.layer.Layer`.
         prices: imbalance that moving a home, and a replica, must be worth.
         starts_anew: other starts than the current placement are allowed.
     """
@@ -91,8 +94,30 @@ class _Question:
     virtual_R: FloatArray
     source_EN: FloatArray
     crossing_price: float
-    prices: tuple[float, float]
+    prices: FloatArray
     starts_anew: bool
+
+    def layer(self, load_WE: FloatArray) -> Layer:
+        """A layer of these scenarios, with room for the replicas of each expert; nothing is placed."""
+        ranks, experts = self.held_RE.shape
+        slots = len(self.now_P)
+        replicas = slots - ranks * self.homes
+        needed = int(np.ceil(load_WE.max(initial=0.0))) + PARAMETERS.spare_replicas
+        room = PARAMETERS.most_shares // (len(load_WE) * max(min(replicas, experts), 1))
+        return Layer(
+            np.empty(slots, dtype=np.int64),
+            self.homes,
+            slots // ranks,
+            load_WE,
+            self.virtual_R,
+            np.empty((experts, max(1, min(ranks, max(needed, room), 1 + replicas))), dtype=np.int64),
+            np.empty(experts, dtype=np.int64),
+            np.empty((len(load_WE), slots)),
+            np.empty((len(load_WE), ranks)),
+            self.source_EN,
+            np.arange(slots) // (slots // ranks),
+            self.crossing_price,
+        )
 
 
 @dataclass(frozen=True)
@@ -102,75 +127,69 @@ class _Solution:
     Args:
         begin_P: the start of the best descent.
         track_NX: its steps, as in `search.descent`, up to the chosen one.
-        slot_P: the placement there.
-        before_W, after_W: what ``now_P`` and ``slot_P`` are worth in each scenario that judges.
+        before_W, after_W: what the current placement and the last of the track are worth in each scenario that judges.
         cost: price of the moves.
     """
 
     begin_P: IntArray
     track_NX: FloatArray
-    slot_P: IntArray
     before_W: FloatArray
     after_W: FloatArray
-    cost: float
+    cost: float = 0.0
 
     @property
     def moves(self) -> bool:
         return bool(self.track_NX[-1, [HOMES, REPLICAS]].any())
 
-    def after(self, steps: int) -> IntArray:
-        """The placement after so many steps."""
-        slot_P = self.begin_P.copy()
-        for kind, slot, other in self.track_NX[1 : steps + 1, [KIND, SLOT, OTHER]].astype(np.int64).tolist():
-            slot_P[slot], swapped = (slot_P[other], slot_P[slot]) if kind == SWAP else (other, -1)
-            if kind == SWAP:
-                slot_P[other] = swapped
-        return slot_P
+    @property
+    def gain(self) -> float:
+        """Imbalance by which the layer falls, less the price of its moves."""
+        return float((self.before_W - self.after_W).mean()) - self.cost
 
 
 def incremental(request: PlanRequest) -> Placement:
     """Search in the home layout, under ``max_moves``, ``max_bytes`` and the price of a move."""
     questions = _questions(request)
     solutions = [_solve(question) for question in questions]
-    taken_L = _worth_it(request, questions, solutions)
-    return _placed(request, questions, [one if take else None for one, take in zip(solutions, taken_L, strict=True)])
+    sure_L = np.ones(len(questions), dtype=bool)
+    if request.current is not None:
+        gain_L, error_L = np.array(
+            [_surely(request, layer, questions[layer], found) for layer, found in enumerate(solutions)]
+        ).T
+        sure_L = _surely_gains(gain_L, error_L)
+        request.held.update(dict.fromkeys(np.flatnonzero((gain_L != 0.0) & ~sure_L).tolist(), "noise"))
+        if not gain_L.any() and request.seconds_per_imbalance is not None:
+            _note_price(request, questions, solutions)
+    return _placed(request, questions, solutions, sure_L)
 
 
 def _questions(request: PlanRequest) -> list[_Question]:
     start, ranks = request.start, request.topology.num_ranks
-    homes, experts = start.homes_per_rank, request.num_experts
+    homes, experts, nodes = start.homes_per_rank, request.num_experts, request.topology.num_nodes
     speed_R = np.ones(ranks) if request.speed_R is None else request.speed_R
-    nodes = request.topology.num_nodes
-    source_LNE = request.source_share_LNE
-    lead = _in_even_loads(request.to_come.scenarios, speed_R)
-    judging = np.concatenate([lead, _in_even_loads(request.to_come.mixes, speed_R)])
-    prices_L2 = _prices(request)
+    source_LEN = np.full((request.num_layers, experts, nodes), 1.0 / nodes)
+    if request.source_share_LNE is not None:
+        source_LEN[:] = request.source_share_LNE.transpose(0, 2, 1)
+    # in units of what each rank computes when all take equally long at speed 1
+    judge_LWE = np.ascontiguousarray((shares(request.to_come.windows) * speed_R.sum()).transpose(1, 0, 2))
+    lead = len(request.to_come.scenarios)
+    slot_LRS = np.concatenate([start.homes_LRH, start.replicas_LRK], axis=2).astype(np.int64)
     limited = request.max_moves is not None or request.max_bytes is not None
-    now_LP = np.concatenate([start.homes_LRH, start.replicas_LRK], axis=2).astype(np.int64).reshape(len(prices_L2), -1)
-    result = []
-    for layer, now_P in enumerate(now_LP):
-        source_EN = np.full((experts, nodes), 1.0 / nodes) if source_LNE is None else source_LNE[layer].T
-        result.append(
-            _Question(
-                now_P,
-                homes,
-                held_by(now_P.reshape(ranks, -1), homes, experts),
-                np.ascontiguousarray(lead[:, layer]),
-                np.ascontiguousarray(judging[:, layer]),
-                1.0 - speed_R,
-                np.ascontiguousarray(source_EN),
-                request.crossing_price,
-                (float(prices_L2[layer, 0]), float(prices_L2[layer, 1])),
-                not limited,
-            )
+    return [
+        _Question(
+            slot_RS.ravel(),
+            homes,
+            held_by(slot_RS, homes, experts),
+            judge_WE[:lead],
+            judge_WE,
+            1.0 - speed_R,
+            source_EN,
+            request.crossing_price,
+            prices,
+            not limited,
         )
-    return result
-
-
-def _in_even_loads(load: FloatArray, speed_R: FloatArray) -> FloatArray:
-    """Loads ``[W, L, E]`` in units of what each rank computes when all take equally long at speed 1."""
-    total = load.sum(axis=2, keepdims=True)
-    return np.asarray(np.divide(load, total, out=np.zeros_like(load), where=total > 0) * speed_R.sum())
+        for slot_RS, judge_WE, source_EN, prices in zip(slot_LRS, judge_LWE, source_LEN, _prices(request), strict=True)
+    ]
 
 
 def _prices(request: PlanRequest) -> FloatArray:
@@ -180,80 +199,52 @@ def _prices(request: PlanRequest) -> FloatArray:
     if start.replica_slots and request.current is not None and request.declared is None:
         unused_L = (start.replicas_LRK == EMPTY).all(axis=(1, 2))
         price_L = np.where(unused_L, PARAMETERS.first_price, PARAMETERS.price_of_all)
-        price_L *= np.minimum(_deviation(request) / PARAMETERS.deviation, 1.0)
+        share = shares(request.to_come.scenarios)  # the share of tokens that go to other experts than on average:
+        deviation_L = 0.5 * np.abs(share - share.mean(axis=0)).sum(axis=2).mean(axis=0)
+        price_L *= np.minimum(deviation_L / PARAMETERS.deviation, 1.0)
         price_L[request.to_come.wanders_L] *= PARAMETERS.wandering
         price_L = np.maximum(price_L, PARAMETERS.least_price)
-    bytes_2 = np.array(request.slot_bytes, dtype=np.float64)
-    if request.seconds_per_imbalance is None:
-        bytes_2[:] = 0.0
-    bandwidth = topology.inter_node_bandwidth if topology.num_nodes > 1 else topology.intra_node_bandwidth
-    seconds_2 = PARAMETERS.busiest_link * bytes_2 / bandwidth / topology.num_ranks
-    second = HYSTERESIS / max(request.seconds_per_imbalance or 0.0, 1e-300)
-    return price_L[:, None] / request.num_slots + np.where(seconds_2 > 0, seconds_2 * second, 0.0)
-
-
-def _deviation(request: PlanRequest) -> FloatArray:
-    """float64 ``[L]``: the share of tokens that go to other experts than on average, mean over the scenarios."""
-    share = _in_even_loads(request.to_come.scenarios, np.ones(1))
-    return np.asarray(0.5 * np.abs(share - share.mean(axis=0)).sum(axis=2).mean(axis=0))
+    prices_L2 = np.repeat(price_L[:, None] / request.num_slots, 2, axis=1)
+    if request.seconds_per_imbalance is not None:
+        bandwidth = topology.inter_node_bandwidth if topology.num_nodes > 1 else topology.intra_node_bandwidth
+        seconds_2 = PARAMETERS.busiest_link * np.array(request.slot_bytes) / bandwidth / topology.num_ranks
+        second = HYSTERESIS / max(request.seconds_per_imbalance, 1e-300)
+        prices_L2 += np.where(seconds_2 > 0, seconds_2 * second, 0.0)
+    return prices_L2
 
 
 def _solve(question: _Question) -> _Solution:
     """Search one layer: descend from the best starts, and keep the best end."""
     ranks, experts = question.held_RE.shape
-    lead, judging = _layer(question, question.lead_WE), _layer(question, question.judge_WE)
-    value, before_W = _worth(judging, question.now_P)
-    best = _Solution(question.now_P, np.zeros((1, 6)), question.now_P, before_W, before_W, 0.0)
+    lead, judging = question.layer(question.lead_WE), question.layer(question.judge_WE)
+    least, before_W = _worth(judging, question.now_P)
+    best = _Solution(question.now_P, np.zeros((1, 6)), before_W, before_W)
     if not question.lead_WE.any():
         return best
-    least = value
     begins = [question.now_P]
     if question.starts_anew and ranks > 1:
         load_E = question.lead_WE.mean(axis=0)
         begins += starts(load_E, question.now_P, ranks, question.homes, question.source_EN, question.crossing_price)
-    worth = [_worth(lead, begin_P)[0] + np.dot(moved(lead, question.held_RE), question.prices) for begin_P in begins]
+    held_as = (question.homes, question.held_RE)
+    worth = [_worth(lead, begin_P)[0] + moved(lead.slot_P, *held_as) @ question.prices for begin_P in begins]
     room = 2 * experts + 2 * ranks * (lead.per_rank - lead.homes) + 2
     for number in np.argsort(worth, kind="stable")[: PARAMETERS.starts].tolist():
         if number and worth[number] > least + PARAMETERS.start_margin:
             break
         _worth(lead, begins[number])
         begin_P, track_NX = lead.slot_P.copy(), np.empty((room, 6))
-        limits = (*question.prices, PARAMETERS.enough, PARAMETERS.stuck_ranks)
-        steps = descend(lead, question.held_RE, *limits, track_NX)
+        track_NX[0, [HOMES, REPLICAS]] = moved(begin_P, *held_as)
+        home_price, replica_price = question.prices.tolist()
+        enough, stuck_ranks = PARAMETERS.enough, PARAMETERS.stuck_ranks
+        steps = descend(lead, question.held_RE, home_price, replica_price, enough, stuck_ranks, track_NX)
         way_N = track_NX[: steps + 1, VALUE] + track_NX[: steps + 1, [HOMES, REPLICAS]] @ question.prices
         short = int(np.argmax(way_N <= way_N.min() + PARAMETERS.nearly * PARAMETERS.least_gain))
-        found = _Solution(begin_P, track_NX[: short + 1], begin_P, before_W, before_W, 0.0)
-        slot_P = found.after(short)
-        value, after_W = _worth(judging, slot_P)
+        value, after_W = _worth(judging, after(begin_P, track_NX[: short + 1]))
         cost = float(track_NX[short, [HOMES, REPLICAS]] @ question.prices)
         if value + cost < least - 1e-6:
             least = value + cost
-            best = _Solution(begin_P, found.track_NX, slot_P, before_W, after_W, cost)
+            best = _Solution(begin_P, track_NX[: short + 1], before_W, after_W, cost)
     return best
-
-
-def _layer(question: _Question, load_WE: FloatArray) -> Layer:
-    """A layer of these scenarios, with room for the replicas of each expert; nothing is placed."""
-    ranks, experts = question.held_RE.shape
-    scenarios, slots = len(load_WE), len(question.now_P)
-    replica_slots = slots - ranks * question.homes
-    needed = int(np.ceil(load_WE.max(initial=0.0))) + PARAMETERS.spare_replicas
-    room = PARAMETERS.most_shares // (scenarios * max(min(replica_slots, experts), 1))
-    copies = max(1, min(ranks, max(needed, room), 1 + replica_slots))
-    return Layer(
-        np.empty(slots, dtype=np.int64),
-        question.homes,
-        slots // ranks,
-        load_WE,
-        question.virtual_R,
-        np.empty((experts, copies), dtype=np.int64),
-        np.empty(experts, dtype=np.int64),
-        np.empty((scenarios, slots)),
-        np.empty((scenarios, ranks)),
-        question.source_EN,
-        np.arange(slots) // (slots // ranks),
-        question.crossing_price,
-    )
 
 
 def _worth(layer: Layer, slot_P: IntArray) -> tuple[float, FloatArray]:
@@ -265,92 +256,88 @@ def _worth(layer: Layer, slot_P: IntArray) -> tuple[float, FloatArray]:
     return judge(layer, peak_W)[0], peak_W
 
 
-def _worth_it(request: PlanRequest, questions: list[_Question], solutions: list[_Solution]) -> NDArray[np.bool_]:
-    """bool ``[L]``: layers that gain more than noise, or more than their price where certainty is not asked for."""
-    if request.current is None:
-        return np.ones(request.num_layers, dtype=bool)
-    gain_L, error_L = np.zeros(request.num_layers), np.zeros(request.num_layers)
-    for layer, (question, found) in enumerate(zip(questions, solutions, strict=True)):
-        if not found.moves:
-            continue
-        gain_W = found.before_W - found.after_W
-        if (gain := gain_W.mean() - found.cost) <= PARAMETERS.least_gain:
-            continue
-        gain_L[layer], alone = gain, len(gain_W) == 1
-        if request.gate != "payoff" or request.declared is not None or (alone and not request.one_known):
-            continue
-        if _lasts(request, question, layer):
-            error_L[layer] = 0.0 if alone else gain_W.std(ddof=1) / np.sqrt(len(gain_W)) / SURE
-        elif alone:
-            error_L[layer] = error_of_one(request.forecast[layer], request.topology.num_ranks)
-        else:
-            gain_L[layer], error_L[layer] = _unled_gain(question)
-    sure_L = surely_gains(gain_L, error_L)
-    request.held.update(dict.fromkeys(np.flatnonzero((gain_L != 0.0) & ~sure_L).tolist(), "noise"))
-    if not gain_L.any() and request.seconds_per_imbalance is not None:
-        _note_price(request, questions, solutions)
-    return sure_L
+def _surely(request: PlanRequest, layer: int, question: _Question, found: _Solution) -> tuple[float, float]:
+    """Return what a layer gains and the error of that; 0 where certainty is not asked for, or nothing is gained."""
+    gain, gain_W = found.gain, found.before_W - found.after_W
+    alone = len(gain_W) == 1
+    if not found.moves or gain <= PARAMETERS.least_gain:
+        return 0.0, 0.0
+    if request.gate != "payoff" or request.declared is not None or (alone and not request.one_known):
+        return gain, 0.0
+    replica_RK = question.now_P.reshape(len(question.held_RE), -1)[:, question.homes :]
+    first = bool(replica_RK.size and (replica_RK == EMPTY).all())
+    if first or request.to_come.wanders_L[layer]:  # little proof: first replicas, or scenarios are errors of forecasts
+        return gain, 0.0 if alone else gain_W.std(ddof=1) / np.sqrt(len(gain_W)) / SURE
+    if alone:
+        return gain, _error_of_one(request.forecast[layer], request.topology.num_ranks)
+    gains, cost = [], 0.0  # of plans for half of the scenarios on the other half
+    halves = (question.lead_WE[::2].copy(), question.lead_WE[1::2].copy())
+    for lead_WE, judge_WE in (halves, halves[::-1]):
+        half = _solve(replace(question, lead_WE=lead_WE, judge_WE=lead_WE))
+        judging = question.layer(judge_WE)
+        slot_P = after(half.begin_P, half.track_NX)
+        gains.append(_worth(judging, question.now_P)[1] - _worth(judging, slot_P)[1])
+        cost += half.cost / 2.0
+    return float(np.concatenate(gains).mean()) - cost, _error_of(np.concatenate(gains))
 
 
 def _note_price(request: PlanRequest, questions: list[_Question], solutions: list[_Solution]) -> None:
     """Note whether the worst layer would gain if plans were trusted in full, or if moves cost no seconds."""
     layer = int(np.argmax([found.before_W.mean() for found in solutions]))
     for code, terms in (("trust", replace(request, trust=1.0)), ("price", replace(request, gate="always"))):
-        home, replica = _prices(terms)[layer].tolist()
-        found = _solve(replace(questions[layer], prices=(home, replica)))
-        if (found.before_W - found.after_W).mean() - found.cost > PARAMETERS.least_gain:
+        if _solve(replace(questions[layer], prices=_prices(terms)[layer])).gain > PARAMETERS.least_gain:
             request.held[layer] = code
             return
 
 
-def _lasts(request: PlanRequest, question: _Question, layer: int) -> bool:
-    """Return whether a gain needs little proof: the load wanders, so that scenarios are errors of forecasts; or the
-    layer gets its first replicas."""
-    wanders = bool(request.to_come.wanders_L[layer])
-    replica_RK = question.now_P.reshape(len(question.held_RE), -1)[:, question.homes :]
-    return wanders or bool(replica_RK.size and (replica_RK == EMPTY).all())
-
-
-def _unled_gain(question: _Question) -> tuple[float, float]:
-    """The mean gain, less its price, of plans for half of the scenarios on the other half, and its error."""
-    halves = (question.lead_WE[::2].copy(), question.lead_WE[1::2].copy())
-    gains, cost = [], 0.0
-    for lead_WE, judge_WE in (halves, halves[::-1]):
-        found = _solve(replace(question, lead_WE=lead_WE, judge_WE=lead_WE))
-        judging = _layer(question, judge_WE)
-        gains.append(_worth(judging, question.now_P)[1] - _worth(judging, found.slot_P)[1])
-        cost += found.cost / 2.0
-    return float(np.concatenate(gains).mean()) - cost, error_of(np.concatenate(gains))
-
-
-def _placed(request: PlanRequest, questions: list[_Question], solutions: list[_Solution | None]) -> Placement:
-    """The placement of these solutions, within the budgets; None: the layer stays."""
-    start, ranks = request.start, request.topology.num_ranks
-    home_LE, replica_LRK = start.home_rank.copy(), start.replicas_LRK.copy()
-    size = np.array(request.slot_bytes)
-    tracks = [np.zeros((1, 6)) if one is None else one.track_NX for one in solutions]
+def _placed(
+    request: PlanRequest, questions: list[_Question], solutions: list[_Solution], taken_L: NDArray[np.bool_]
+) -> Placement:
+    """The placement of the solutions that are taken, within the budgets."""
+    start, ranks, homes = request.start, request.topology.num_ranks, request.start.homes_per_rank
     value, cost = [], []
-    for track_NX, question in zip(tracks, questions, strict=True):
-        moved = track_NX[:, [HOMES, REPLICAS]]
-        value.append(track_NX[:, VALUE] + moved @ question.prices)
-        cost.append(np.stack([moved.sum(axis=1), moved @ size], axis=1).astype(np.int64))
+    for question, found, taken in zip(questions, solutions, taken_L, strict=True):
+        track_NX = found.track_NX if taken else np.zeros((1, 6))
+        moves_N2 = track_NX[:, [HOMES, REPLICAS]]
+        value.append(track_NX[:, VALUE] + moves_N2 @ question.prices)
+        cost.append(np.stack([moves_N2.sum(axis=1), moves_N2 @ request.slot_bytes], axis=1).astype(np.int64))
     steps_L = _share_out(value, cost, (request.max_moves, request.max_bytes))
-    for layer, found in enumerate(solutions):
-        if found is None:
-            continue
+    home_LE, replica_LRK = start.home_rank.copy(), start.replicas_LRK.copy()
+    for layer in np.flatnonzero(taken_L).tolist():
+        found = solutions[layer]
         if steps_L[layer] == 0 and found.moves:
             request.held[layer] = "limits"
-        slot_RS = found.after(int(steps_L[layer])).reshape(ranks, -1)
-        homes = start.homes_per_rank
+        slot_RS = after(found.begin_P, found.track_NX[: steps_L[layer] + 1]).reshape(ranks, -1)
         home_LE[layer, slot_RS[:, :homes].ravel()] = np.repeat(np.arange(ranks), homes)
         replica_LRK[layer] = slot_RS[:, homes:]
     return align(start, home_LE, replica_LRK)
 
 
-def _share_out(
-    value: list[NDArray[np.float64]], cost: list[NDArray[np.int64]], limits: tuple[int | None, ...]
-) -> NDArray[np.int64]:
-    """How far each layer may follow its trajectory: always the stretch with most gain per cost next, while it fits.
+def _error_of(gain_W: FloatArray) -> float:
+    """Return the standard error of a mean over windows, larger where they are few: `SURE` of them is as rare as of a
+    normal distribution (the expansion of Student's t in 1 / degrees of freedom, Abramowitz and Stegun 26.7.5)."""
+    free, square = len(gain_W) - 1, SURE**2
+    few = 1.0 + (square + 1.0) / (4.0 * free) + (5.0 * square**2 + 16.0 * square + 3.0) / (96.0 * free**2)
+    return max(few * float(gain_W.std(ddof=1)) / float(np.sqrt(len(gain_W))), 1e-12)
+
+
+def _error_of_one(load_E: FloatArray, ranks: int) -> float:
+    """Return the error of a gain that one window shows, where its tokens went to experts by chance: `SURE` of them is
+    what the busiest of all ranks has by chance, and `SURE` deviations of a rank."""
+    return float(np.sqrt(ranks / load_E.sum()) * (1.0 + np.sqrt(2.0 * np.log(ranks)) / SURE))
+
+
+def _surely_gains(gain_L: FloatArray, error_L: FloatArray) -> NDArray[np.bool_]:
+    """Return the layers that surely gain: by `EACH` errors where all together are sure, and else alone. Of many layers
+    some gain much by chance, so that one alone must gain by more."""
+    doubted_L = error_L > 0
+    together = gain_L[doubted_L].sum() > SURE * np.sqrt((error_L[doubted_L] ** 2).sum())
+    alone = np.sqrt(SURE**2 + 2.0 * np.log(max(doubted_L.sum(), 1)))
+    return np.asarray(gain_L > (EACH if together else alone) * error_L)
+
+
+def _share_out(value: list[FloatArray], cost: list[IntArray], limits: tuple[int | None, ...]) -> IntArray:
+    """Return how far each layer may follow its way: always the stretch with most gain per cost next, while it fits.
 
     Args:
         value: for each layer float64 ``[N + 1]``, what to lower, after 0, 1, ... N steps.
@@ -359,30 +346,24 @@ def _share_out(
         limits: for each currency, over all layers; None: no limit.
 
     Returns:
-        int64 ``[L]``, steps to take in each layer; equal rates go to the lower layer. Without limits each layer goes to
-        its end.
+        int64 ``[L]``, steps to take in each layer; equal rates go to the lower layer.
     """
-    taken = np.zeros(len(value), dtype=np.int64)
     if all(limit is None for limit in limits):
-        return np.array([len(layer) - 1 for layer in value], dtype=np.int64)
-    left = np.array([np.inf if limit is None else limit for limit in limits])
-    queue: list[tuple[float, int, int]] = []
+        return np.array([len(value_N) - 1 for value_N in value], dtype=np.int64)
+    left_B = np.array([np.inf if limit is None else limit for limit in limits])
+    taken_L = np.zeros(len(value), dtype=np.int64)
+    offers = [_next_stretch(*one, 0, left_B) for one in zip(value, cost, strict=True)]
+    while (best := max(offers, key=lambda offer: offer[0]))[0] > 0.0:
+        layer = offers.index(best)
+        price_B = cost[layer][best[1]] - cost[layer][taken_L[layer]]
+        if (price_B <= left_B).all():
+            left_B, taken_L[layer] = left_B - price_B, best[1]
+        offers[layer] = _next_stretch(value[layer], cost[layer], int(taken_L[layer]), left_B)
+    return taken_L
 
-    def offer(layer: int) -> None:
-        at = int(taken[layer])
-        gain = value[layer][at] - value[layer][at + 1 :]
-        price = cost[layer][at + 1 :] - cost[layer][at]
-        rate = np.where((price <= left).all(axis=1), gain / np.maximum(price[:, 0], 1), 0.0)
-        if rate.size and rate.max() > 0:
-            heapq.heappush(queue, (-float(rate.max()), layer, at + 1 + int(rate.argmax())))
 
-    for layer in range(len(value)):
-        offer(layer)
-    while queue:
-        _, layer, step = heapq.heappop(queue)
-        price = cost[layer][step] - cost[layer][taken[layer]]
-        if (price <= left).all():
-            left -= price
-            taken[layer] = step
-        offer(layer)
-    return taken
+def _next_stretch(value_N: FloatArray, cost_NB: IntArray, at: int, left_B: FloatArray) -> tuple[float, int]:
+    """Return the largest gain per cost of a stretch from step ``at`` on that fits, and where it ends; 0: none gains."""
+    price_NB = cost_NB[at + 1 :] - cost_NB[at]
+    rate_N = (value_N[at] - value_N[at + 1 :]) / np.maximum(price_NB[:, 0], 1) * (price_NB <= left_B).all(axis=1)
+    return (float(rate_N.max()), at + 1 + int(rate_N.argmax())) if rate_N.size else (0.0, at)

@@ -59,7 +59,9 @@ def settle(
     shape = (len(planned), topology.num_ranks, -1)
     now_LRS, new_LRS = current.physical_to_logical.reshape(shape), planned.reshape(shape)
     node_ranks = topology.ranks_per_node if keep_nodes else topology.num_ranks
-    named_LRS = np.stack([_named(*of_layer, node_ranks) for of_layer in zip(now_LRS, new_LRS, strict=True)])
+    named_LRS = np.empty_like(new_LRS)
+    for now_RS, new_RS, named_RS in zip(now_LRS, new_LRS, named_LRS, strict=True):
+        named_RS[names(now_RS, new_RS, node_ranks)] = new_RS
     kept_LRS = keep_slots(_numbered(now_LRS), _numbered(named_LRS)) // current.slots_per_rank
     slots_LP = kept_LRS.reshape(planned.shape)
     moved_L = (named_LRS[..., :, None] != now_LRS[..., None, :]).all(axis=-1).sum(axis=(1, 2))
@@ -85,9 +87,11 @@ def _numbered(slot_LRS: NDArray[np.int32]) -> NDArray[np.int32]:
     return np.asarray(slot_LRS * slot_LRS.shape[-1] + before.sum(axis=-1), dtype=np.int32)
 
 
-def _named(now_RS: NDArray[np.int32], new_RS: NDArray[np.int32], node_ranks: int) -> NDArray[np.int32]:
-    """``new_RS`` with its nodes, and within them its ranks, renamed to those that hold most of their experts now."""
+def names(now_RS: NDArray[np.integer], new_RS: NDArray[np.integer], node_ranks: int | None = None) -> NDArray[np.int64]:
+    """int64 ``[R]``: for each rank of ``new_RS`` one that holds most of its experts in ``now_RS``, each once; ranks of
+    a node (``node_ranks``; None: all are of one) together."""
     ranks, slots = now_RS.shape
+    node_ranks = node_ranks or ranks
     order = np.argsort(now_RS, axis=None, kind="stable")
     sorted_P = now_RS.ravel()[order]
     first_P, last_P = (np.searchsorted(sorted_P, new_RS.ravel(), side=side) for side in ("left", "right"))
@@ -95,19 +99,15 @@ def _named(now_RS: NDArray[np.int32], new_RS: NDArray[np.int32], node_ranks: int
     within_N = np.arange(holders_P.sum()) - np.repeat(holders_P.cumsum() - holders_P, holders_P)
     holder_N = order[np.repeat(first_P, holders_P) + within_N] // slots
     new_N = np.repeat(np.arange(new_RS.size) // slots, holders_P)
-    nodes = ranks // node_ranks
-    node_name = match(new_N // node_ranks, holder_N // node_ranks, nodes)
     name_R = np.empty(ranks, dtype=np.int64)
-    for node, name in enumerate(node_name.tolist()):
+    for node, name in enumerate(_match(new_N // node_ranks, holder_N // node_ranks, ranks // node_ranks).tolist()):
         here_N = (new_N // node_ranks == node) & (holder_N // node_ranks == name)
-        within_R = match(new_N[here_N] % node_ranks, holder_N[here_N] % node_ranks, node_ranks)
+        within_R = _match(new_N[here_N] % node_ranks, holder_N[here_N] % node_ranks, node_ranks)
         name_R[node * node_ranks : (node + 1) * node_ranks] = name * node_ranks + within_R
-    named_RS = np.empty_like(new_RS)
-    named_RS[name_R] = new_RS
-    return named_RS
+    return name_R
 
 
-def match(one_N: NDArray[np.integer], other_N: NDArray[np.integer], size: int) -> NDArray[np.int64]:
+def _match(one_N: NDArray[np.integer], other_N: NDArray[np.integer], size: int) -> NDArray[np.int64]:
     """For each of ``size`` numbers another of its own: pairs ``(one, other)`` that are most frequent first."""
     pair, shared = np.unique(one_N.astype(np.int64) * size + other_N, return_counts=True)
     name, is_free = np.full(size, -1), np.ones(size, dtype=bool)

@@ -1,9 +1,5 @@
-"""What no placement can beat: lower bounds on imbalance, so that a report can say how far a plan is from the best.
-
-Two reasons hold a rank up: the mean (somebody has at least that) and the hottest copy (spare slots are few; where there
-are none, the hottest experts stand whole, with the lightest beside them at best). The bounds hold for every split of an
-expert's tokens over its copies and for both layouts.
-"""
+"""What no placement can beat: lower bounds on imbalance, by the mean and by the hottest copies, for every split of an
+expert's tokens over its copies and for both layouts."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def descend(
         held_RE: how each rank holds each expert where the layer is now.
         home_price, replica_price: imbalance that moving one must be worth.
         stuck_ranks: ranks without a step that helps, one after the other, after which the search ends.
-        track_NX: out, float64 ``[N + 1, 6]``, row n after n steps.
+        track_NX: out, float64 ``[N + 1, 6]``, row n after n steps; the first has the homes and replicas moved by now.
 
     Returns:
         N, the steps taken.
@@ -58,7 +58,7 @@ def descend(
     step_M3, gain_M = np.empty((1 + TRIED_REPLICAS, 3), dtype=np.int64), np.empty(1 + TRIED_REPLICAS)
     token_WP, load_WR = np.empty_like(layer.token_WP), np.empty_like(layer.load_WR)
     best_token_WP, best_load_WR = np.empty_like(layer.token_WP), np.empty_like(layer.load_WR)
-    homes, replicas = moved(layer, held_RE)
+    homes, replicas = int(track_NX[0, HOMES]), int(track_NX[0, REPLICAS])
     value, goal = judge(layer, peak_W)
     goal += home_price * homes + replica_price * replicas
     _note(track_NX[0], value, homes, replicas, 0, 0, 0)
@@ -122,6 +122,17 @@ def take(layer: Layer, kind: int, slot: int, other: int) -> None:
         set_replica(layer, slot, other)
 
 
+def after(begin_P: IntArray, track_NX: FloatArray) -> IntArray:
+    """The placement at the end of a track that begins there."""
+    slot_P = begin_P.copy()
+    for kind, slot, other in track_NX[1:, [KIND, SLOT, OTHER]].astype(np.int64).tolist():
+        if kind == SWAP:
+            slot_P[[slot, other]] = slot_P[[other, slot]]
+        else:
+            slot_P[slot] = other
+    return slot_P
+
+
 def held_by(now_RS: IntArray, homes: int, experts: int) -> NDArray[np.int8]:
     """int8 ``[R, E]``: how each rank holds each expert, by its slots, homes first."""
     held_RE = np.full((len(now_RS), experts), NOT_HERE, dtype=np.int8)
@@ -131,19 +142,12 @@ def held_by(now_RS: IntArray, homes: int, experts: int) -> NDArray[np.int8]:
     return held_RE
 
 
-@jit
-def moved(layer: Layer, held_RE: NDArray[np.int8]) -> tuple[int, int]:
-    """Homes and replicas on ranks that did not hold them so."""
-    homes, replicas = 0, 0
-    for slot in range(layer.slot_P.size):
-        rank, expert = slot // layer.per_rank, layer.slot_P[slot]
-        if expert == EMPTY:
-            continue
-        if slot % layer.per_rank < layer.homes:
-            homes += held_RE[rank, expert] != AS_HOME
-        else:
-            replicas += held_RE[rank, expert] == NOT_HERE
-    return homes, replicas
+def moved(slot_P: IntArray, homes: int, held_RE: NDArray[np.int8]) -> NDArray[np.int64]:
+    """int64 ``[2]``: homes and replicas on ranks that did not hold them so."""
+    slot_RS = slot_P.reshape(len(held_RE), -1)
+    held_RS = np.take_along_axis(held_RE, np.maximum(slot_RS, 0), axis=1)
+    came_RK = (held_RS[:, homes:] == NOT_HERE) & (slot_RS[:, homes:] != EMPTY)
+    return np.array([(held_RS[:, :homes] != AS_HOME).sum(), came_RK.sum()])
 
 
 @jit

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...placement import EMPTY
 from ...utils.jit import jit
-from .align import match
+from .align import names
 from .layer import FloatArray, IntArray
 
 HOME_SLACKS = (1.0, 0.5, 0.25, 0.12, 0.05, 0.0)
@@ -39,7 +39,11 @@ def starts(
         for keep in (True, False):
             slots_P = deal(load_E, now_P, homes, per_rank, hottest, keep, -1.0, nowhere_EN)
             add_rings(load_E, homes, per_rank, distance_K, slots_P)
-            yield slots_P if keep else renamed(now_P, slots_P, ranks, homes)
+            if not keep:
+                slot_RS = slots_P.reshape(ranks, per_rank).copy()
+                name_R = names(now_P.reshape(ranks, per_rank)[:, :homes], slot_RS[:, :homes])
+                slots_P.reshape(ranks, per_rank)[name_R] = slot_RS
+            yield slots_P
     if crossing_price > 0.0:
         for hottest in sorted({0, ranks * replicas}):
             slots_P = deal(load_E, now_P, homes, per_rank, hottest, False, 0.0, near_EN)
@@ -52,24 +56,10 @@ def starts(
 
 
 def ring_distances(ranks: int, replicas: int) -> IntArray:
-    """int64 ``[K]``, how far back the rank is whose expert a replica slot takes.
-
-    These distances connect all ranks in few hops, as in LPLB's graphs.
-    """
-    wanted = (1, ranks // 4 + 1, 5, 7, *range(2, ranks))
-    distances = list(dict.fromkeys(one % ranks for one in wanted if one % ranks)) or [0]
-    return np.array([distances[slot % len(distances)] for slot in range(replicas)], dtype=np.int64)
-
-
-def renamed(now_P: IntArray, slots_P: IntArray, ranks: int, homes: int) -> IntArray:
-    """``slots_P`` with its ranks renamed to those that they share most homes with."""
-    home_now_E = np.empty(ranks * homes, dtype=np.int64)
-    home_now_E[now_P.reshape(ranks, -1)[:, :homes].ravel()] = np.repeat(np.arange(ranks), homes)
-    slot_RS = slots_P.reshape(ranks, -1)
-    name_R = match(np.repeat(np.arange(ranks), homes), home_now_E[slot_RS[:, :homes].ravel()], ranks)
-    result_RS = np.empty_like(slot_RS)
-    result_RS[name_R] = slot_RS
-    return result_RS.ravel()
+    """int64 ``[K]``, how far back the rank is whose expert a replica slot takes; as in LPLB's graphs, few hops connect
+    all ranks."""
+    distances = list(dict.fromkeys(one % ranks for one in (1, ranks // 4 + 1, 5, 7, *range(2, ranks)) if one % ranks))
+    return np.resize(np.array(distances or [0], dtype=np.int64), replicas)
 
 
 @jit(error_model="numpy")

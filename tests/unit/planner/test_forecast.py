@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_runtime.load.forecast import coarsen, foretell
+from eplb_runtime.planner.forecast import coarsen, foretell
 
 MEAN = np.linspace(10, 200, 64).reshape(2, 32)
 

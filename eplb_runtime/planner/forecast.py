@@ -107,7 +107,7 @@ def foretell(load: Load, ranks: int = 8) -> ExpectedLoad:
 def shares(load: Load) -> Load:
     """``load`` ``[..., E]`` over its sum; zeros where there is none."""
     total = load.sum(axis=-1, keepdims=True)
-    return np.divide(load, total, out=np.zeros_like(load), where=total > 0)
+    return np.asarray(np.divide(load, total, out=np.zeros_like(load), where=total > 0))
 
 
 def _deviations(share_TLE: Load) -> Load:
@@ -126,7 +126,7 @@ def _blended(made_FCLE: Load, came_CLE: Load, ranks: int) -> Load:
     made_NE = made_FCLE[:, :-1].reshape(-1, experts)
     came_NE = np.tile(came_CLE.reshape(-1, experts), (len(made_FCLE), 1))
     whole = ((0, 0), (0, -experts % ranks))
-    dealt_NE = deal_homes(np.pad(made_NE, whole), ranks)
+    dealt_NE = deal(np.pad(made_NE, whole), ranks)
     came_NR = np.take_along_axis(np.pad(came_NE, whole), dealt_NE, axis=1).reshape(len(made_NE), ranks, -1).sum(axis=2)
     loss_N = came_NR.max(axis=1) / came_NR.mean(axis=1)
     loss_N += PARAMETERS.between_equals * 0.5 * np.abs(made_NE - came_NE).sum(axis=1)
@@ -136,20 +136,23 @@ def _blended(made_FCLE: Load, came_CLE: Load, ranks: int) -> Load:
     return np.asarray(np.einsum("fl,fcle->cle", weight_FL / weight_FL.sum(axis=0), made_FCLE))
 
 
-def deal_homes(load_LE: NDArray[np.floating], ranks: int) -> NDArray[np.int32]:
-    """int32 ``[L, E]``, the experts of each layer rank by rank, E/R each: heaviest first, each to the lightest rank."""
-    layers, experts = load_LE.shape
-    homes, first_L = experts // ranks, np.arange(layers) * ranks
-    load_LR, held_LR = np.zeros((layers, ranks), dtype=load_LE.dtype), np.zeros(layers * ranks, dtype=np.int64)
-    dealt_LRH = np.empty(layers * experts, dtype=np.int32)
-    order_EL = np.argsort(-load_LE, axis=1, kind="stable").T
-    for expert_L, each_L in zip(order_EL, np.take_along_axis(load_LE.T, order_EL, axis=0), strict=True):
-        rank_L = first_L + load_LR.argmin(axis=1)
-        held_L = held_LR[rank_L]
-        dealt_LRH[rank_L * homes + held_L] = expert_L
-        held_LR[rank_L] = held_L + 1
-        load_LR.reshape(-1)[rank_L] += np.where(held_L + 1 == homes, np.inf, each_L)
-    return dealt_LRH.reshape(layers, experts)
+def deal(load_NE: NDArray[np.floating], ranks: int) -> NDArray[np.int32]:
+    """int32 ``[N, E]``, the items of each row rank by rank, E/R each: heaviest first, each to the lightest rank with
+    room; one for each rank: in their order."""
+    rows, items = load_NE.shape
+    room, first_N = items // ranks, np.arange(rows) * ranks
+    if room == 1:
+        return np.tile(np.arange(items, dtype=np.int32), (rows, 1))
+    load_NR, held_NR = np.zeros((rows, ranks), dtype=load_NE.dtype), np.zeros(rows * ranks, dtype=np.int64)
+    dealt_NE = np.empty(rows * items, dtype=np.int32)
+    order_EN = np.argsort(-load_NE, axis=1, kind="stable").T
+    for item_N, each_N in zip(order_EN, np.take_along_axis(load_NE.T, order_EN, axis=0), strict=True):
+        rank_N = first_N + load_NR.argmin(axis=1)
+        held_N = held_NR[rank_N]
+        dealt_NE[rank_N * room + held_N] = item_N
+        held_NR[rank_N] = held_N + 1
+        load_NR.reshape(-1)[rank_N] += np.where(held_N + 1 == room, np.inf, each_N)
+    return dealt_NE.reshape(rows, items)
 
 
 def _forecasts(share_TLE: Load, after: NDArray[np.int64]) -> Load:
