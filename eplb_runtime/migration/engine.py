@@ -291,7 +291,7 @@ class MigrationEngine:
                 posted.take_over()
             torch.clear_autocast_cache()  # inside of a block, casts of what was in these rows
             migration.committed += 1
-            migration.received_bytes += sum(s.record_format.payload_bytes for s in posted.exchange.staged)
+            migration.received_bytes += posted.exchange.received_bytes
             self.probe(Phase.COMMITTED, posted.round_)
 
     @contextlib.contextmanager

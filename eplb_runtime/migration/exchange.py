@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product, takewhile
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,47 +17,40 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..distributed.transports.base import Message, Pending, PendingGroup, Transport
-from ..moe.experts.record import End, RecordFormat, piece
+from ..moe.experts.record import End, Record, RecordFormat
 from ..placement import HomeRows
 from ..utils.checksums import CHECKSUM_BYTES, as_bytes, checksum_of
 from .records import Records, packed_bytes, runs_of
 from .schedule import Ints, Round, Transfer, TransferSchedule
 
 
-@dataclass(frozen=True)
-class Shipment:
-    """What of a transfer goes from one rank to another: the whole record, or a piece, with its row at either end."""
+class Shipment(NamedTuple):
+    """What of a transfer goes from one rank to another: the whole record, or a piece; with the live memory of it at
+    this rank's end."""
 
     transfer: Transfer
     source: int
     destination: int
-    leaves: tuple[RecordFormat, int]
-    arrives: tuple[RecordFormat, int]
+    leaves: Record | None
+    arrives: Record | None
 
 
-@dataclass(frozen=True)
-class Staged:
-    """A record from another rank, or a piece of one, staged until the commit."""
+class Staged(NamedTuple):
+    """A record from another rank, or a piece of one, staged until the commit.
 
-    shipment: Shipment
+    Args:
+        record: its bytes.
+        target: the live memory that it goes to.
+        messages: its bytes by message.
+        last: number of its last message among the received ones.
+    """
+
+    transfer: Transfer
+    source: int
     record: Tensor
-    messages: list[Tensor]
-    """Pieces of the record, one for each message."""
-    last: int
-    """Number of its last message among the received ones."""
-
-    @property
-    def transfer(self) -> Transfer:
-        return self.shipment.transfer
-
-    @property
-    def record_format(self) -> RecordFormat:
-        return self.shipment.arrives[0]
-
-    def unpack(self) -> None:
-        """Copy it into its live row."""
-        record_format, row = self.shipment.arrives
-        record_format.unpack(self.record, row)
+    target: Record
+    messages: Sequence[Tensor] = ()
+    last: int = -1
 
 
 @dataclass
@@ -80,6 +74,10 @@ class Exchange:
     incoming: Pending | None = None
     arrived_checksums: list[Tensor] = field(default_factory=list)
     sent_checksums: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(s.target.payload_bytes for s in self.staged)
 
 
 class Arena:
@@ -186,12 +184,13 @@ class RoundExecutor:
             of_layer = schedule.transfers[schedule.transfers[:, 1] == layer]
             for number, *row in of_layer[self._concerns(of_layer[:, 3:])].tolist():
                 for shipment in self._shipments(Transfer(*row), record_format):
-                    if shipment.source == self._row_rank != shipment.destination:
-                        leaving[number] += packed_bytes(runs_of(shipment.leaves[0], self.device))
-                    elif shipment.source != shipment.destination or record_format.is_divided:
-                        arriving[number] += shipment.arrives[0].nbytes
+                    if shipment.arrives is None:
+                        assert shipment.leaves is not None
+                        leaving[number] += packed_bytes(runs_of(shipment.leaves, self.device))
+                    elif shipment.leaves is None or record_format.is_divided:
+                        arriving[number] += shipment.arrives.nbytes
             if not record_format.is_divided:
-                spare = max(spare, *(part.nbytes for part in record_format.fields))
+                spare = max(spare, *(one.row_bytes for one in record_format.tensors))
         if at_once is not None:
             arriving, leaving = (np.minimum(nbytes.sum(keepdims=True), at_once) for nbytes in (arriving, leaving))
         self._arrivals.reserve(int(arriving.max(initial=0)))
@@ -207,12 +206,12 @@ class RoundExecutor:
     def post(self, round_: Round, records: Records, exchange: Exchange) -> None:
         """Begin to exchange the experts of a round."""
         own = list(self._own(round_, records))
-        receives = self._expect(own, exchange)
+        receives = self._expect(own, records, exchange)
         departing: dict[int, list[list[Message]]] = defaultdict(list)
         # Pairs of ranks send in the order of the schedule, and then the checksums of all of it.
         for shipment in own:
-            if shipment.source == self._row_rank != shipment.destination:
-                departing[shipment.destination].append(self._departing(shipment))
+            if shipment.leaves is not None and shipment.arrives is None:
+                departing[shipment.destination].append(self._departing(shipment.destination, shipment.leaves))
         sends = [message for experts in departing.values() for expert in experts for message in expert]
         if self._transport.one_by_one:
             exchange.incoming = self._add(exchange, [], receives)
@@ -237,7 +236,7 @@ class RoundExecutor:
         if not exchange.staged:
             return ""
         sums_of = {peer: iter(sums.view(-1, CHECKSUM_BYTES)) for peer, sums in exchange.sent_checksums.items()}
-        sent = torch.stack([next(sums_of[s.shipment.source]) for s in exchange.staged])
+        sent = torch.stack([next(sums_of[s.source]) for s in exchange.staged])
         differs = (sent != torch.stack(exchange.arrived_checksums)).any(dim=1).tolist()
         if not any(differs):
             return ""
@@ -259,7 +258,7 @@ class RoundExecutor:
             self._move_within(record_format, chain)
         for s in (*exchange.staged, *exchange.copied):
             if s.transfer.layer == layer:
-                s.unpack()
+                s.target.unpack(s.record)
 
     @property
     def _ep_rank(self) -> int:
@@ -284,69 +283,50 @@ class RoundExecutor:
         (first_of_source, source_row), (first_of_destination, destination_row) = (
             (int(rows.rank_of(slot)) * rows.holders, int(rows.row_of(slot))) for slot in slots
         )
-        if not record_format.is_divided:
-            part = self._row_rank % rows.holders
-            ends = first_of_source + part, first_of_destination + part
-            yield Shipment(transfer, *ends, (record_format, source_row), (record_format, destination_row))
-            return
         for source_part, destination_part in product(range(rows.holders), repeat=2):
             source, destination = first_of_source + source_part, first_of_destination + destination_part
-            if self._row_rank not in (source, destination):
-                continue
-            ends_of_piece = End(source_row, source_part), End(destination_row, destination_part)
-            pieces = [
-                piece(record_format, *ends_of_piece, here=end)
-                for end, rank in zip(ends_of_piece, (source, destination), strict=True)
-                if rank == self._row_rank
-            ]
-            if pieces[0].fields:
-                yield Shipment(transfer, source, destination, (pieces[0], 0), (pieces[-1], 0))
+            ends = End(source_row, source_part), End(destination_row, destination_part)
+            leaves, arrives = (
+                record_format.piece(*ends, here=end) if rank == self._row_rank else None
+                for end, rank in zip(ends, (source, destination), strict=True)
+            )
+            if any(record is not None and record.shards for record in (leaves, arrives)):
+                yield Shipment(transfer, source, destination, leaves, arrives)
 
-    def _expect(self, own: Sequence[Shipment], exchange: Exchange) -> list[Message]:
+    def _expect(self, own: Sequence[Shipment], records: Records, exchange: Exchange) -> list[Message]:
         """Messages of the experts that arrive here. Notes the moves within the rank, and reads pieces of them."""
         receives: list[Message] = []
-        for shipment in own:
-            record_format, _ = shipment.arrives
-            if shipment.source == shipment.destination:
-                if shipment.leaves[0] is record_format:
-                    exchange.within.append(shipment.transfer)
-                else:
-                    exchange.copied.append(self._copied(shipment))
-            elif shipment.destination == self._row_rank:
-                record = self._arrivals.take(record_format.nbytes)
-                messages = [record[first:end] for first, end, _ in runs_of(record_format, self.device)]
-                receives += [Message(shipment.source, part) for part in messages]
-                exchange.staged.append(Staged(shipment, record, messages, len(receives) - 1))
-        of_peer = Counter(s.shipment.source for s in exchange.staged)
-        for peer, experts in of_peer.items():
+        for transfer, source, _, leaves, target in own:
+            if target is None:
+                continue
+            if leaves is not None and not records.formats[transfer.layer].is_divided:
+                exchange.within.append(transfer)
+                continue
+            record = self._arrivals.take(target.nbytes)
+            if leaves is not None:  # others may be about to write over it
+                leaves.pack(record)
+                exchange.copied.append(Staged(transfer, source, record, target))
+                continue
+            messages = [record[run.first : run.end] for run in runs_of(target, self.device)]
+            receives += [Message(source, part) for part in messages]
+            exchange.staged.append(Staged(transfer, source, record, target, messages, len(receives) - 1))
+        for peer, experts in Counter(s.source for s in exchange.staged).items():
             sums = torch.empty(experts * CHECKSUM_BYTES, dtype=torch.uint8, device=self.device)
             exchange.sent_checksums[peer] = sums
             receives.append(Message(peer, sums))
         return receives
 
-    def _copied(self, shipment: Shipment) -> Staged:
-        """A piece that stays on this rank, and that others may be about to write over."""
-        record_format, row = shipment.leaves
-        record = self._arrivals.take(record_format.nbytes)
-        for part in record_format.fields:
-            part.in_bytes(record[part.offset : part.offset + part.nbytes]).copy_(part.live_row(row))
-        return Staged(shipment, record, [], -1)
-
-    def _departing(self, shipment: Shipment) -> list[Message]:
+    def _departing(self, peer: int, record: Record) -> list[Message]:
         """Messages of one expert that leaves."""
-        record_format, row = shipment.leaves
         messages = []
-        for first, end, direct in runs_of(record_format, self.device):
-            if direct is not None:
-                messages.append(Message(shipment.destination, as_bytes(direct.live_row(row))))
+        for run in runs_of(record, self.device):
+            if run.direct:
+                messages.append(Message(peer, as_bytes(run.shards[0].memory)))
                 continue
-            packed = self._departures.take(end - first)
-            for part in record_format.fields:
-                if first <= part.offset < end:
-                    part.in_bytes(packed[part.offset - first : part.offset - first + part.nbytes]).copy_(
-                        part.live_row(row)
-                    )
-            messages.append(Message(shipment.destination, packed))
+            packed = self._departures.take(run.end - run.first)
+            for shard in run.shards:
+                shard.within(packed, run.first).copy_(shard.memory)
+            messages.append(Message(peer, packed))
         return messages
 
     def _checksums(self, departing: Mapping[int, Sequence[Sequence[Message]]]) -> list[Message]:
@@ -363,14 +343,14 @@ class RoundExecutor:
 
     def _move_within(self, record_format: RecordFormat, chain: Sequence[tuple[int, int]]) -> None:
         """Carry out moves of one rank front to back; in a ring the first row is in spare memory until the last move."""
-        end = chain[0][1]
-        ring = chain[-1][0] == end
-        for part in record_format.fields:
-            spare = part.in_bytes(self._spare.memory[: part.nbytes])
+        end, ring = chain[0][1], chain[-1][0] == chain[0][1]
+        rows = {slot: record_format.row(slot).shards for move in chain for slot in move}
+        for number, last in enumerate(rows[end]):
+            spare = self._spare.memory[: last.memory.nbytes].view(last.memory.dtype).view(last.memory.shape)
             if ring:
-                spare.copy_(part.live_row(end))
+                spare.copy_(last.memory)
             for source, to in chain:
-                part.write(to, spare if ring and source == end else part.live_row(source))
+                rows[to][number].write(spare if ring and source == end else rows[source][number].memory)
 
 
 def chains_of(moves: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:

@@ -98,7 +98,7 @@ class InFlightRound:
 
     @property
     def received_bytes(self) -> int:
-        return sum(s.record_format.payload_bytes for s in self.posted.exchange.staged) if self.posted is not None else 0
+        return self.posted.exchange.received_bytes if self.posted is not None else 0
 
 
 class Overlapped:
@@ -407,10 +407,7 @@ class Overlapped:
         for layer, found in now.items():
             agreed = self._migration.records.formats[layer]
             places = [
-                [
-                    (field.source.name, [t.data_ptr() for t in field.source.memory], field.nbytes)
-                    for field in record.fields
-                ]
+                [(one.name, [t.data_ptr() for t in one.memory], one.row_bytes) for one in record.tensors]
                 for record in (found, agreed)
             ]
             if places[0] != places[1]:

@@ -10,21 +10,28 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 
 from ..distributed.ballot import Verdict
 from ..distributed.consensus import Agreement, is_one_value, two_sided
-from ..moe.experts.record import RecordFormat, RowField
-from ..moe.experts.registry import ExpertTensors, RegistryError, why_not_written
+from ..moe.experts.record import Record, RecordFormat, Shard
+from ..moe.experts.registry import ExpertTensor, ExpertTensors, RegistryError, why_not_written
 from ..utils.errors import one_line
 
 DIRECT_BYTES = 1 << 20
 """Rows of this many bytes or more are sent from their place; smaller ones are packed (measured on gloo: packing loses
 from 1 MiB on)."""
 
-Run = tuple[int, int, RowField | None]
-"""One message of a record: first byte, end, and the field of a row that is sent from its place (None: packed)."""
+
+class Run(NamedTuple):
+    """One message of a record: a shard that is sent from its place, or neighbours that are packed."""
+
+    shards: Sequence[Shard]
+    first: int
+    end: int
+    direct: bool
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,7 @@ def formats_of(registry: ExpertTensors, layers: Sequence[int]) -> tuple[dict[int
                     problem = "its ranges are not contiguous, so they cannot be sent by themselves"
                 if problem:
                     raise RegistryError(f"layer {layer}: {tensor.name}: {problem}")
-        formats = {layer: RecordFormat.of(of_layer) for layer, of_layer in tensors.items()}
+        formats = {layer: RecordFormat(tuple(of_layer)) for layer, of_layer in tensors.items()}
         for record_format in formats.values():
             record_format.state_digest()  # raises for what cannot be exchanged
         return formats, ""
@@ -92,35 +99,33 @@ def agree_on_records(
 
 def _digest(record_format: RecordFormat, device: torch.device) -> bytes:
     """16 bytes, equal on two ranks when their records look the same and travel in the same messages."""
-    ends = [] if record_format.is_divided else [end for _, end, _ in runs_of(record_format, device)]
+    ends = [] if record_format.is_divided else [run.end for run in runs_of(record_format.row(0), device)]
     return hashlib.blake2b(record_format.digest() + str(ends).encode(), digest_size=16).digest()
 
 
-def runs_of(record_format: RecordFormat, device: torch.device) -> list[Run]:
-    """Messages of one record, in the order of its bytes."""
-    runs: list[Run] = []
-    packed_from = None
-    for field in record_format.fields:
-        if field.nbytes >= DIRECT_BYTES and _can_send_rows(field, device):
-            if packed_from is not None:
-                runs.append((packed_from, field.offset, None))
-                packed_from = None
-            runs.append((field.offset, field.offset + field.nbytes, field))
-        elif packed_from is None:
-            packed_from = field.offset
-    if packed_from is not None:
-        runs.append((packed_from, record_format.nbytes, None))
-    return runs
+def runs_of(record: Record, device: torch.device) -> list[Run]:
+    """Messages of a record, in the order of its bytes."""
+    found: list[tuple[bool, list[Shard]]] = []
+    for shard in record.shards:
+        direct = shard.memory.nbytes >= DIRECT_BYTES and _can_send_rows(shard.tensor, device)
+        if direct or not found or found[-1][0]:
+            found.append((direct, []))
+        found[-1][1].append(shard)
+    ends = [*(shards[0].offset for _, shards in found[1:]), record.nbytes]
+    return [
+        Run(shards, shards[0].offset, shards[0].end if direct else end, direct)
+        for (direct, shards), end in zip(found, ends, strict=True)
+    ]
 
 
-def _can_send_rows(field: RowField, device: torch.device) -> bool:
+def _can_send_rows(tensor: ExpertTensor, device: torch.device) -> bool:
     """Return whether each of its rows is contiguous and on the device of the messages, on every rank."""
-    if field.source.varies_in_device:  # ranks must agree on the messages of a record
+    if tensor.varies_in_device:  # ranks must agree on the messages of a record
         return False
-    rows = field.source.memory if isinstance(field.source.tensor, tuple) else (field.source.tensor[:1],)
+    rows = tensor.memory if isinstance(tensor.tensor, tuple) else (tensor.tensor[:1],)
     return all(row.device == device and row.is_contiguous() for row in rows)
 
 
 def packed_bytes(runs: Sequence[Run]) -> int:
     """Bytes of a record that are copied before they are sent."""
-    return sum(end - first for first, end, field in runs if field is None)
+    return sum(run.end - run.first for run in runs if not run.direct)

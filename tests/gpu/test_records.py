@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from device import DEVICE
-from records import pack
 
 from eplb_runtime.moe.experts.record import RecordFormat
 from eplb_runtime.moe.experts.registry import ExpertTensor
@@ -36,13 +35,13 @@ def tensors() -> list[ExpertTensor]:
 @pytest.mark.parametrize("pinned", [False, True], ids=["on the device", "through pinned memory"])
 def test_a_record_brings_every_bit_to_another_slot(pinned: bool) -> None:
     experts = tensors()
-    record_format = RecordFormat.of(experts)
+    record_format = RecordFormat(tuple(experts))
     device = torch.device("cpu") if pinned else DEVICE
     record = torch.empty(record_format.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
     before = [t.tensor.clone() for t in experts]
     addresses = [t.tensor.data_ptr() for t in experts]
-    pack(record_format, 1, record)
-    record_format.unpack(record, 3)
+    record_format.row(1).pack(record)
+    record_format.row(3).unpack(record)
     for t, old in zip(experts, before, strict=True):
         for slot, source in enumerate((0, 1, 2, 1)):
             assert torch.equal(as_bytes(t.tensor[slot]), as_bytes(old[source])), f"{t.name}, slot {slot}"

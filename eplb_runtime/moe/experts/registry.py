@@ -111,17 +111,6 @@ class ExpertTensor:
         return self.row_shape.numel() * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class _Registered:
-    name: str
-    tensor: Tensor | tuple[Tensor, ...]
-    kind: Kind
-
-    @property
-    def memory(self) -> tuple[Tensor, ...]:
-        return self.tensor if isinstance(self.tensor, tuple) else (self.tensor,)
-
-
 def _names_of_state(tensors: Sequence[ExpertTensor]) -> frozenset[str]:
     return frozenset(tensor.name for tensor in tensors if tensor.kind == "optimizer_state")
 
@@ -137,7 +126,7 @@ class ExpertTensors:
         optimizers: Sequence[torch.optim.Optimizer | StateOwner] = (),
         move_gradients: bool = False,
     ) -> None:
-        self._layers: list[list[_Registered]] = [[] for _ in range(num_layers)]
+        self._layers: list[list[ExpertTensor]] = [[] for _ in range(num_layers)]
         self._memory = [WeightMemory() for _ in range(num_layers)]
         self.homes_per_rank = homes_per_rank
         self._optimizers = list(optimizers)
@@ -178,7 +167,7 @@ class ExpertTensors:
         if any(entry.name == name for entry in self._layers[layer]):
             raise RegistryError(f"layer {layer}: {name} is registered already")
         memory = tensor if isinstance(tensor, tuple) else (tensor,)
-        self._layers[layer].append(_Registered(name, tensor, kind))
+        self._layers[layer].append(ExpertTensor(name, tensor, kind))
         self._memory[layer].add(name, *memory)
 
     def stepped_by(self, optimizer: torch.optim.Optimizer | StateOwner) -> None:

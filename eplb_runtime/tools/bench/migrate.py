@@ -16,7 +16,6 @@ from ...distributed.ranks import Ranks
 from ...distributed.transports import TRANSPORTS
 from ...migration.between_steps import BetweenSteps
 from ...migration.engine import MigrationEngine
-from ...moe.experts.record import RecordFormat
 from ...moe.experts.registry import ExpertTensors
 from ...placement import Placement
 from .timing import slowest, synchronize
@@ -65,7 +64,7 @@ def _row(
     rows, agreement = placement.home_rows(1, job.state_holders), Agreement(groups.control)
     engine = MigrationEngine(registry, transport, agreement, rows, job.migration_rank, STAGING_BYTES, DEADLINE_SECONDS)
     migration = BetweenSteps(engine, lambda *_: lambda: None)
-    payload = RecordFormat.of(registry.of_home(0)).payload_bytes
+    payload = sum(tensor.row_bytes for tensor in registry.of_home(0))
     # Memory that was never written is read from one page of zeros, faster than any other.
     messages = [torch.ones(payload, dtype=torch.uint8, device=device) for _ in range(2 * HOMES)]
     seconds = torch.zeros(repeats, 2, dtype=torch.float64)

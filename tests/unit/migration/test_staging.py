@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from eplb_runtime.migration.exchange import chains_of
 from eplb_runtime.migration.records import DIRECT_BYTES, packed_bytes, runs_of
-from eplb_runtime.moe.experts.record import RecordFormat
+from eplb_runtime.moe.experts.record import Record, RecordFormat
 from eplb_runtime.moe.experts.registry import ExpertTensor
 
 CPU = torch.device("cpu")
@@ -43,8 +43,8 @@ def test_chains_bring_every_slot_where_it_goes(example: tuple[int, list[tuple[in
     assert [rows[slot] for slot in written] == [expected[slot] for slot in written]
 
 
-def record_of(*widths: int) -> RecordFormat:
-    return RecordFormat.of([ExpertTensor(f"t{i}", torch.zeros(2, width), "buffer") for i, width in enumerate(widths)])
+def record_of(*tensors: ExpertTensor) -> Record:
+    return RecordFormat(tensors).row(1)
 
 
 LARGE = DIRECT_BYTES // 4
@@ -62,21 +62,20 @@ LARGE = DIRECT_BYTES // 4
 def test_large_rows_are_sent_from_their_place_and_small_ones_together(
     widths: tuple[int, ...], direct: list[bool]
 ) -> None:
-    record_format = record_of(*widths)
-    runs = runs_of(record_format, CPU)
-    assert [field is not None for _, _, field in runs] == direct
-    covered = torch.zeros(record_format.nbytes, dtype=torch.int64)
-    for first, end, _ in runs:
-        covered[first:end] += 1
-    for field in record_format.fields:
-        assert (covered[field.offset : field.offset + field.nbytes] == 1).all()
-    assert packed_bytes(runs) == sum(end - first for first, end, field in runs if field is None)
-    assert [field for _, _, field in runs_of(record_format, torch.device("meta"))] == [None], "rows of another device"
+    record = record_of(*(ExpertTensor(f"t{i}", torch.zeros(2, width), "buffer") for i, width in enumerate(widths)))
+    runs = runs_of(record, CPU)
+    assert [run.direct for run in runs] == direct
+    covered = torch.zeros(record.nbytes, dtype=torch.int64)
+    for run in runs:
+        covered[run.first : run.end] += 1
+    for shard in record.shards:
+        assert (covered[shard.offset : shard.end] == 1).all()
+    assert packed_bytes(runs) == sum(run.end - run.first for run in runs if not run.direct)
+    assert [run.direct for run in runs_of(record, torch.device("meta"))] == [False], "rows of another device"
 
 
 def test_rows_that_may_be_elsewhere_on_other_ranks_are_packed_everywhere() -> None:
     rows = tuple(torch.zeros(DIRECT_BYTES, dtype=torch.uint8) for _ in range(2))
     for varies in (False, True):
-        record_format = RecordFormat.of([ExpertTensor("w/exp_avg", rows, "optimizer_state", varies_in_device=varies)])
-        ((_, _, direct),) = runs_of(record_format, torch.device("cpu"))
-        assert (direct is None) == varies
+        (run,) = runs_of(record_of(ExpertTensor("w/exp_avg", rows, "optimizer_state", varies_in_device=varies)), CPU)
+        assert run.direct != varies

@@ -6,10 +6,9 @@ from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
 
 from eplb_runtime.moe.experts.optimizer_state import OptimizerStateError
-from eplb_runtime.moe.experts.record import End, RecordFormat, piece
+from eplb_runtime.moe.experts.record import End, Record, RecordFormat
 from eplb_runtime.moe.experts.registry import ExpertTensor
 
 RANGES = (((0, 12), (0, 0)), ((0, 5), (5, 12)), ((0, 0), (0, 12)))
@@ -33,14 +32,18 @@ def record_of(rank: int, place: int) -> RecordFormat:
         ExpertTensor("w/exp_avg", tuple(state), "optimizer_state", ranges=RANGES, part="range"),
         ExpertTensor("w/step", tuple(steps), "optimizer_state", ranges=RANGES, part="number"),
     ]
-    return RecordFormat.of(tensors)
+    return RecordFormat(tuple(tensors))
 
 
-def packed(one: RecordFormat) -> Tensor:
-    record = torch.zeros(one.nbytes, dtype=torch.uint8)
-    for field in one.fields:
-        field.in_bytes(record[field.offset : field.offset + field.nbytes]).copy_(field.live_row(0))
-    return record
+def travelled(leaves: Record, arrives: Record) -> None:
+    """Take a piece from one rank to another."""
+    looks = [
+        [(s.tensor.name, s.memory.dtype, s.memory.shape, s.offset) for s in one.shards] for one in (leaves, arrives)
+    ]
+    assert looks[0] == looks[1] and leaves.nbytes == arrives.nbytes
+    staged = torch.zeros(leaves.nbytes, dtype=torch.uint8)
+    leaves.pack(staged)
+    arrives.unpack(staged)
 
 
 @pytest.mark.parametrize(("source", "destination"), list(product(range(3), repeat=2)))
@@ -49,19 +52,18 @@ def test_each_element_comes_once_from_the_rank_that_steps_it(source: int, destin
     arrived, state_bytes = torch.zeros(2, 12), 0
     for source_part, part in product(range(2), repeat=2):
         ends = End(source, source_part), End(destination, part)
-        leaves = piece(here[source_part], *ends, here=ends[0])
-        arrives = piece(there[part], *ends, here=ends[1])
-        assert leaves.digest() == arrives.digest() and leaves.nbytes == arrives.nbytes
-        if not leaves.fields:
+        leaves = here[source_part].piece(*ends, here=ends[0])
+        arrives = there[part].piece(*ends, here=ends[1])
+        travelled(leaves, arrives)
+        if not leaves.shards:
             continue
-        arrives.unpack(packed(leaves), 0)
         first, end = RANGES[source][source_part]
         arrived[part, first:end] += 1
-        state_bytes += sum(field.nbytes for field in leaves.fields if field.source.name == "w/exp_avg")
+        state_bytes += sum(one.memory.nbytes for one in leaves.shards if one.tensor.name == "w/exp_avg")
     assert arrived.eq(1).all() and state_bytes == 12 * 4
     expert = 100.0 * source + torch.arange(12.0)
     for part, record in enumerate(there):
-        weight, state, step = (field.source for field in record.fields)
+        weight, state, step = record.tensors
         first, end = RANGES[destination][part]
         assert torch.equal(weight.row(destination).flatten(), expert)
         assert torch.equal(state.row(destination), expert[first:end] + 0.5)
@@ -70,10 +72,10 @@ def test_each_element_comes_once_from_the_rank_that_steps_it(source: int, destin
 
 def test_a_rank_that_keeps_no_state_can_exchange_weights_with_those_that_do() -> None:
     with_state = record_of(0, 0)
-    weights = RecordFormat.of([with_state.fields[0].source])
+    weights = RecordFormat(with_state.tensors[:1])
     assert weights.digest() == with_state.digest() and weights.state_digest() == b""
     assert with_state.state_digest() == record_of(1, 1).state_digest() != b""
-    assert weights.is_divided and not RecordFormat.of([ExpertTensor("w", torch.ones(2, 3), "parameter")]).is_divided
+    assert weights.is_divided and not RecordFormat((ExpertTensor("w", torch.ones(2, 3), "parameter"),)).is_divided
 
 
 @pytest.mark.parametrize(("source", "destination"), list(product(range(3), repeat=2)))
@@ -82,20 +84,18 @@ def test_what_is_not_divided_comes_whole_from_the_same_place(source: int, destin
         ours = 10.0 * rank + place
         frozen = ExpertTensor("frozen", tuple(torch.full((2, 3), ours + slot) for slot in range(3)), "parameter")
         buffer = ExpertTensor("count", ours + torch.arange(3.0), "buffer")
-        return RecordFormat.of([frozen, *(field.source for field in record_of(rank, place).fields), buffer])
+        return RecordFormat((frozen, *record_of(rank, place).tensors, buffer))
 
     here, there = [with_whole(0, place) for place in range(2)], [with_whole(1, place) for place in range(2)]
     for source_part, part in product(range(2), repeat=2):
         ends = End(source, source_part), End(destination, part)
-        leaves = piece(here[source_part], *ends, here=ends[0])
-        arrives = piece(there[part], *ends, here=ends[1])
-        assert leaves.digest() == arrives.digest() and leaves.nbytes == arrives.nbytes
-        whole = [field.source.name for field in leaves.fields if field.source.name in ("frozen", "count")]
+        leaves = here[source_part].piece(*ends, here=ends[0])
+        arrives = there[part].piece(*ends, here=ends[1])
+        travelled(leaves, arrives)
+        whole = [one.tensor.name for one in leaves.shards if one.tensor.name in ("frozen", "count")]
         assert whole == (["frozen", "count"] if source_part == part else [])
-        if leaves.fields:
-            arrives.unpack(packed(leaves), 0)
     for part, record in enumerate(there):
-        frozen, *_, count = (field.source for field in record.fields)
+        frozen, *_, count = record.tensors
         for slot in range(3):
             expected = part + source if slot == destination else 10 + part + slot
             assert frozen.row(slot).eq(expected).all() and count.row(slot) == expected
@@ -104,13 +104,13 @@ def test_what_is_not_divided_comes_whole_from_the_same_place(source: int, destin
 def test_state_that_is_not_all_here_is_refused_before_anything_is_sent() -> None:
     state = ExpertTensor("w/exp_avg", (torch.ones(3),) * 3, "optimizer_state", ranges=RANGES, part="range")
     with pytest.raises(OptimizerStateError, match="elements 0 to 12 of an expert are not all here"):
-        piece(RecordFormat.of([state]), End(0, 0), End(0, 0), here=End(0, 0))
+        RecordFormat((state,)).piece(End(0, 0), End(0, 0), here=End(0, 0))
 
 
 def test_other_state_for_some_tensors_of_an_expert_is_refused() -> None:
     def state(name: str) -> ExpertTensor:
         return ExpertTensor(name, (torch.ones(12),) * 3, "optimizer_state", ranges=RANGES, part="range")
 
-    assert RecordFormat.of([state("v/exp_avg"), state("w/exp_avg")]).state_digest()
+    assert RecordFormat((state("v/exp_avg"), state("w/exp_avg"))).state_digest()
     with pytest.raises(OptimizerStateError, match="keeps other state for some"):
-        RecordFormat.of([state("v/momentum"), state("w/exp_avg")]).state_digest()
+        RecordFormat((state("v/momentum"), state("w/exp_avg"))).state_digest()

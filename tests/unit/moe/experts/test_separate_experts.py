@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from records import pack
 from torch import nn
 
 from eplb_runtime.moe.experts.optimizer_state import OptimizerStateError
@@ -34,16 +33,16 @@ def test_a_record_takes_an_expert_with_all_its_state_to_another_slot() -> None:
     for rows in (here, there):
         optimizer = torch.optim.AdamW(rows, lr=0.1)
         step(rows, optimizer)
-        formats.append(RecordFormat.of(registered(rows, optimizer).of_home(0)))
+        formats.append(RecordFormat(tuple(registered(rows, optimizer).of_home(0))))
     record = torch.zeros(formats[0].nbytes, dtype=torch.uint8)
     assert formats[0].digest() == formats[1].digest()
-    pack(formats[0], 2, record)
-    formats[1].unpack(record, 0)
-    names = [field.source.name for field in formats[1].fields]
+    formats[0].row(2).pack(record)
+    formats[1].row(0).unpack(record)
+    names = [one.name for one in formats[1].tensors]
     assert names == ["weight", "weight/exp_avg", "weight/exp_avg_sq", "weight/step"]
-    for source, target in zip(formats[0].fields, formats[1].fields, strict=True):
-        assert torch.equal(source.live_row(2), target.live_row(0))
-        assert torch.equal(source.live_row(1), target.live_row(1))
+    for source, target in zip(formats[0].tensors, formats[1].tensors, strict=True):
+        assert torch.equal(source.row(2), target.row(0))
+        assert torch.equal(source.row(1), target.row(1))
     assert not torch.equal(there[0], there[1]) and torch.equal(there[0], here[2])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from records import pack
 from torch import nn
 
 from eplb_runtime.migration.records import formats_of
@@ -227,19 +226,19 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, tor
 def layout_of(rows: int = 3) -> tuple[RecordFormat, list[torch.Tensor]]:
     tensors = [torch.randint(0, 100, (rows, 5, 7)).to(dtype) for dtype in DTYPES] + [torch.randn(rows)]
     named = [ExpertTensor(f"t{i}", tensor, "buffer") for i, tensor in enumerate(tensors)]
-    return RecordFormat.of(named), tensors
+    return RecordFormat(tuple(named)), tensors
 
 
 def test_a_record_carries_every_bit_of_every_dtype() -> None:
     record_format, tensors = layout_of()
     before = [tensor.clone() for tensor in tensors]
     record = torch.zeros(record_format.nbytes, dtype=torch.uint8)
-    pack(record_format, 2, record)
-    record_format.unpack(record, 0)
+    record_format.row(2).pack(record)
+    record_format.row(0).unpack(record)
     for old, new in zip(before, tensors, strict=True):
         assert torch.equal(as_bytes(new[0]), as_bytes(old[2]))
         assert torch.equal(as_bytes(new[1:]), as_bytes(old[1:])), "another expert's row was touched"
-    assert all(field.offset % ALIGNMENT == 0 for field in record_format.fields)
+    assert all(shard.offset % ALIGNMENT == 0 for shard in record_format.row(0).shards)
 
 
 def test_a_checksum_notices_every_single_bit() -> None:
