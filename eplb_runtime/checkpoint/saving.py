@@ -28,13 +28,7 @@ Format = Literal["safetensors", "dcp"]
 Result = TypeVar("Result")
 
 
-def save(
-    folder: str | Path,
-    model: nn.Module,
-    optimizer: Given = None,
-    *,
-    format: Format = "safetensors",
-) -> None:
+def save(folder: str | Path, model: nn.Module, optimizer: Given = None, *, format: Format = "safetensors") -> None:
     """Write a checkpoint in logical order; each rank its own experts. Collective, between steps.
 
     Beside its state a rank needs the memory of one expert's tensor. A checkpoint that is in the folder already is
@@ -42,11 +36,9 @@ def save(
 
     Args:
         folder: one that all ranks see.
-        format: ``"safetensors"``: files of each rank with one tensor per expert, an index as Hugging Face's, and
-            ``checkpoint.json`` with checksums of all bytes, which is written last; ``"dcp"``:
-            torch.distributed.checkpoint's, which plain DCP reads. Its ``.metadata`` is a pickle: load such folders only
-            from people you trust. It has no checksums and needs a new folder. (Other storage than a file system: by
-            ``dcp.save`` of a `LogicalState`.)
+        format: ``"safetensors"``: one tensor per expert, Hugging Face's index, and ``checkpoint.json`` with checksums
+            of all bytes, which is written last; ``"dcp"``: torch.distributed.checkpoint's, into a new folder, without
+            checksums, with a pickle as metadata. (Other storage than a file system: `LogicalState`.)
 
     Raises:
         CheckpointError: something cannot be kept in this format, or another rank failed; the folder is as it was.
@@ -64,18 +56,12 @@ def save(
 
 
 def async_save(
-    folder: str | Path,
-    model: nn.Module,
-    optimizer: Given = None,
-    *,
-    format: Format = "safetensors",
+    folder: str | Path, model: nn.Module, optimizer: Given = None, *, format: Format = "safetensors"
 ) -> Future[Any]:
-    """As ``save``, but writes in the background: when it returns, the state is copied, and training may go on.
+    """Copy what this rank writes (see ``save``) to the CPU, and write it in the background while training goes on.
 
-    The copy is on the CPU: this rank's experts and its share of the rest, with optimizer state. A commit that comes
-    while it is made waits, as the next step does; later ones touch only the live tensors. The background thread talks
-    over a group of the balancer's own, so that it cannot meet training's collectives. Whatever saves or loads this
-    model next waits for it.
+    The background thread talks over a group of the balancer's own, so that it cannot meet training's collectives.
+    Whatever saves or loads this model next waits for it.
 
     Returns:
         A future that is done when the checkpoint is whole on disk; its ``result()`` raises what went wrong.
@@ -89,7 +75,7 @@ def async_save(
         _ended(before)  # its thread talks over the same group
     access = JointAccess.of(view)
     live, numbers = access.together(f"{folder} was not saved", lambda: _content(view, access))
-    tensors = _on_host(live)
+    tensors = [(part, name, value.to("cpu", copy=True)) for part, name, value in live]
     if view.balancer is not None:
         access = JointAccess(view.balancer._runtime.groups.background, torch.device("cpu"))
 
@@ -106,27 +92,21 @@ def async_save(
 
 @torch.no_grad()
 def load(
-    folder: str | Path,
-    model: nn.Module,
-    optimizer: Given = None,
-    *,
-    key: str = "",
-    warm_start: bool = True,
+    folder: str | Path, model: nn.Module, optimizer: Given = None, *, key: str = "", warm_start: bool = True
 ) -> None:
     """Read a checkpoint, whatever placement, EP size or balancer it was saved with. Collective, between steps.
 
     Each rank reads its own experts, straight into the live tensors. Optimizer state is made where there is none yet,
-    with the saved dtype. Names, shapes and options are checked before anything is written; in our own format, so is
-    every byte (each rank reads its share for that). With DCP's format a damaged file can leave a mixture, and a folder
-    from someone else can run their code: it holds a pickle.
+    with the saved dtype. Names, shapes and options are checked before anything is written, and in our own format every
+    byte. With DCP's a damaged file can leave a mixture, and a folder from someone else can run their code.
 
     Args:
         folder: what ``save``, ``async_save`` or plain DCP wrote.
         model: attached or not.
         optimizer: one, or the list of them; None: their entries are not read.
         key: under which the state was saved with DCP, when it was one of several (``{"app": LogicalState(...)}``).
-        warm_start: migrate to the saved placement when EP size and slots are the same, else to one that is made for the
-            load that was saved with it; where there is none, say so in the log.
+        warm_start: migrate to the saved placement where EP size and slots are the same, else to one that is planned for
+            the load that was saved with it, if any.
 
     Raises:
         CheckpointError: it is damaged, entries are missing, have no place in the model, or have other shapes; nothing
@@ -177,10 +157,6 @@ def _content(view: LogicalView, access: JointAccess) -> tuple[Iterable[Named], s
     }
     text = json.dumps(numbers)
     return disk.tensors_of_rank(view, layout, ranks), text if access.ranks[access.number] == ranks[0] else ""
-
-
-def _on_host(tensors: Iterable[Named]) -> list[Named]:
-    return [(part, name, value.to("cpu", copy=True)) for part, name, value in tensors]
 
 
 @torch.no_grad()
@@ -245,9 +221,9 @@ def _is_dcp(name: str) -> bool:
 def export_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> None:
     """Write what ``save_pretrained`` of the whole model would, a piece at a time. Collective, between steps.
 
-    A model that is larger than a shard is written by all ranks, each its own experts; a smaller one is one file, of
-    rank 0. Besides its model a rank needs the memory of one expert and of one dense tensor, and on the host that of its
-    shards, where they are not its own live memory. Files get their names when all are whole, the index last.
+    A model that is larger than a shard is written by all ranks, each its own experts. Besides its model a rank needs
+    the memory of a bucket (64 MiB) or one tensor, and on the host that of its shards, where they are not its own live
+    memory. Files get their names when all are whole, the index last.
 
     Args:
         model: attached.
@@ -256,8 +232,7 @@ def export_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> N
             ``save_original_format``; not what uploads or writes something else.
 
     Raises:
-        CheckpointError: the model is not attached, its framework has no such folders, the library's own names for its
-            weights cannot be given a tensor at a time, or another rank failed.
+        CheckpointError: there are no such folders for this model, or another rank failed.
         OSError: this rank could not write; what was in the folder stays, or does not load.
     """
     view = LogicalView(model)
@@ -276,8 +251,8 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
         folder: with ``model.safetensors`` or ``model.safetensors.index.json``.
 
     Raises:
-        CheckpointError: the model is not attached, there is no safetensors file, weights are missing or have another
-            shape, or experts are stored in a way that cannot be read by expert; nothing is changed then.
+        CheckpointError: there is no such folder for this model, weights are missing or have another shape, or cannot be
+            read by expert; nothing is changed then.
     """
     view = LogicalView(model)
     view.refuse_freed("load_pretrained", patient=True)

@@ -120,17 +120,12 @@ class TensorList:
                 for name, spec in weight.made.items():
                     yield Piece(name, self._cast(spec), stage, number, name, layer, None, 0, joint, weight.shared)
                 continue
-            for key, name in weight.by_expert.items():
-                if "*" not in name:
-                    whole = self._cast(weight.made[name])
-                    row = TensorSpec((1, *whole.shape[1:]), whole.dtype)
-                    for expert in range(self.num_experts):
-                        yield Piece(name, row, stage, number, key, layer, expert, whole.shape[0], False, False)
             for expert in range(self.num_experts):
-                for key, name, row_of in weight.places_of(expert):
-                    if row_of is None:
-                        spec = self._cast(weight.made[name])
-                        yield Piece(name, spec, stage, number, key, layer, expert, 0, False, False)
+                for key, name, row in weight.places_of(expert):
+                    spec, rows = self._cast(weight.made[name]), 0
+                    if row is not None:
+                        spec, rows = TensorSpec((1, *spec.shape[1:]), spec.dtype), spec.shape[0]
+                    yield Piece(name, spec, stage, number, key, layer, expert, rows, False, False)
 
     def _cast(self, spec: TensorSpec) -> TensorSpec:
         return TensorSpec(spec.shape, self._dtype) if self._dtype is not None and spec.dtype.is_floating_point else spec

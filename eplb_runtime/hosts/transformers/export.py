@@ -87,11 +87,10 @@ def _destinations(tensors: TensorList, at_once: bool) -> list[int]:
         if rank is not None:
             nbytes[rank] += piece.spec.nbytes
     to: list[int] = []
+    of_stacked: dict[str, int] = {}
     for rank, piece in zip(own, pieces, strict=True):
-        if rank is None and piece.rows and piece.expert:
-            rank = to[-1]  # where the tensor's first row goes
-        elif rank is None:
-            rank = min(nbytes, key=lambda rank: nbytes[rank])
+        if rank is None and (rank := of_stacked.get(piece.name)) is None:
+            rank = of_stacked[piece.name] = min(nbytes, key=lambda rank: nbytes[rank])
             nbytes[rank] += piece.whole.nbytes
         to.append(rank)
     return to
