@@ -327,6 +327,8 @@ class BalancerConfig(_Settings):
     def _refusals(self) -> Iterator[str]:
         if not isinstance(self.migration, MigrationConfig):
             yield f"migration={_shown(self.migration)}: give MigrationConfig(...)"
+        if self.run is not None and not isinstance(self.run, str | Path):
+            yield f"run={_shown(self.run)}: give a folder"
         yield from self._of_listening()
         lag, interval = self.migration.lag, self.interval
         if interval is None and lag != MigrationConfig.lag:

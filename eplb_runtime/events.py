@@ -1,16 +1,17 @@
 """What the balancer tells the world: small frozen records, and the log that hands them to listeners.
 
-Rooms emit events; metrics, traces and reports read them on threads of their own. A listener is called where the event
-is emitted, on the training thread: it has to return at once; one that raises cannot hurt the job. Arrays come along
-with an event, but only as far as the listeners: the log would keep them for too long.
+Rooms emit events and wait for nobody: each listener is called on a thread of its own, with a bounded queue. Arrays come
+along with an event, but only as far as the listeners: the log would keep them for too long.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from .placement import Placement
 from .utils.tables import counted, text_table
+from .utils.worker import Worker
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -222,22 +224,19 @@ def _moved(experts: int, replicas: int) -> str:
 
 def _row(event: Event) -> tuple[str, str, str]:
     """Row of a table: the step, the kind of event, and what happened."""
-    return str(event.step), _IN_TABLES.get(type(event), event.name), brief(event)
+    return str(event.step), re.findall("[A-Z][a-z]+", event.name)[-1].lower(), brief(event)
 
 
-_IN_TABLES: dict[type[Event], str] = {
-    LoadMeasured: "measured",
-    RebalancePlanned: "planned",
-    RebalanceCommitted: "committed",
-    RebalanceAborted: "dropped",
-    BalancingPaused: "paused",
-    BalancingResumed: "resumed",
-    Suspended: "suspended",
-    SuspensionEnded: "training",
-    BalancingEnded: "ended",
-    GuardFinding: "guard",
-}
 SHOWN = 30  # events of a table, the newest
+MOST_WAITING = 256  # events for a listener; it misses more
+CLOSING_SECONDS = 10.0
+
+
+def _tell(listener: Callable[[Event], None], event: Event) -> None:
+    try:
+        listener(event)
+    except Exception:
+        logger.exception("an event listener failed on %s; the job goes on", event.name)
 
 
 class EventLog:
@@ -247,6 +246,7 @@ class EventLog:
         >>> log = EventLog()
         >>> log.subscribe(lambda event: print(event.name, event.step))
         >>> log.emit(BalancingPaused(7, "rank 2 has not answered for 30 s"))
+        >>> log.close()
         BalancingPaused 7
         >>> len(log.of_type(BalancingPaused)), len(log.of_type(RebalanceCommitted))
         (1, 0)
@@ -255,38 +255,42 @@ class EventLog:
     def __init__(self, capacity: int = 10_000) -> None:
         self._events: deque[Event] = deque(maxlen=capacity)
         self._emitted = 0
-        self._newest_rebalance: tuple[int, Event] | None = None
-        self._listeners: list[Callable[[Event], None]] = []
+        self._threads: list[Worker] = []
+        self.called_at_once: list[Callable[[Event], None]] = []  # ours, which wait for nothing
 
     def subscribe(self, listener: Callable[[Event], None]) -> None:
-        self._listeners.append(listener)
+        """Call a function with each new event, on a thread of its own: one that is too slow misses events."""
+        thread = Worker("eplb_runtime listener")
+        warn = cache(lambda: logger.warning("the event listener %r is too slow and misses events", listener))
+        self._threads.append(thread)
+
+        def hear(event: Event) -> None:
+            if thread.waiting >= MOST_WAITING:
+                warn()
+            elif not thread.closed:
+                thread.submit(partial(_tell, listener, event))
+
+        self.called_at_once.append(hear)
 
     def emit(self, event: Event) -> None:
         self._events.append(event.without_arrays())
         self._emitted += 1
-        if isinstance(event, RebalanceCommitted):
-            self._newest_rebalance = self._emitted, self._events[-1]
-        for listener in self._listeners:
-            try:
-                listener(event)
-            except Exception:
-                logger.exception("an event listener failed on %s; the job goes on", event.name)
+        for listener in self.called_at_once:
+            _tell(listener, event)
+
+    def close(self) -> None:
+        """Let listeners hear what they have not yet, each for ten seconds at most."""
+        for thread in self._threads:
+            thread.close(CLOSING_SECONDS)
 
     def of_type(self, kind: type[Event]) -> list[Event]:
         return [event for event in self._events if isinstance(event, kind)]
 
     def __str__(self) -> str:
-        """The newest events as a table of 80 columns; an older rebalance leads them, if it is the newest one."""
+        """The newest events as a table of 80 columns."""
         newest = list(self._events)[-SHOWN:]
-        earlier = len(self._events) - len(newest)
-        rows = [_row(event) for event in newest]
-        if self._newest_rebalance is not None:
-            number, rebalance = self._newest_rebalance
-            between = self._emitted - len(newest) - number
-            if between >= 0:
-                rows = [_row(rebalance), *([("...", "", f"{between} more")] if between else []), *rows]
-                earlier = max(0, earlier - between - 1)
-        text = text_table(("step", "event", "what"), rows)
+        text = text_table(("step", "event", "what"), [_row(event) for event in newest])
+        earlier = self._emitted - len(newest)
         return f"{text}\n({earlier} earlier)" if earlier else text
 
     def __iter__(self) -> Iterator[Event]:

@@ -1,8 +1,5 @@
-"""How ranks sit on nodes and how fast the links between them are.
-
-A value type of the ground floor: no torch.distributed here. Measuring a live cluster is the balancer's business;
-this room only holds the result.
-"""
+"""How ranks sit on nodes and how fast the links between them are. Measuring a live cluster is the balancer's business:
+here is the result."""
 
 from __future__ import annotations
 
@@ -21,12 +18,9 @@ class Topology:
 
     Args:
         num_ranks: ranks R of the EP group.
-        ranks_per_node: how many consecutive ranks share a node; divides ``num_ranks``.
-            Defaults to all of them (one node).
-        intra_node_bandwidth: bytes/s that one rank can send to a rank of its own node
-            (default 400e9: NVLink, one direction).
-        inter_node_bandwidth: bytes/s that one rank can send to a rank of another node
-            (default 50e9: one 400 Gbit/s NIC a GPU).
+        ranks_per_node: how many consecutive ranks share a node; divides ``num_ranks``. 0: all of them (one node).
+        intra_node_bandwidth: bytes/s that a rank can send to one of its own node (400e9: NVLink, one direction).
+        inter_node_bandwidth: bytes/s that a rank can send to one of another node (50e9: one 400 Gbit/s NIC a GPU).
 
     Raises:
         ValueError: a number is not positive, or ``ranks_per_node`` does not divide ``num_ranks``.

@@ -138,10 +138,7 @@ def train(rank: int, package: str, name: str, *, move: bool) -> tuple[dict[str, 
     model = make_model("olmoe", experts=8, layers=1)
     optimizers = made(package, name, model)
     config = eplb.BalancerConfig(
-        dense_gradients="allreduce",
-        policy="incremental" if move else "static",
-        interval=2,
-        gate="always",
+        dense_gradients="allreduce", policy="incremental" if move else "static", interval=2, gate="always"
     )
     balancer = eplb.attach(model, optimizers, config=config)
     try:

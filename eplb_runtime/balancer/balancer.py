@@ -32,7 +32,7 @@ from ..moe.experts.gathering import in_logical_order
 from ..moe.experts.matching import MARK, arrays_in, matched
 from ..moe.experts.memory import WeightMemory
 from ..moe.experts.registry import RegistryError, why_not_written
-from ..moe.experts.slices import is_sliced
+from ..moe.experts.slices import has_memory, is_sliced
 from ..placement import Placement
 from ..utils.spans import phase
 from .exports import EXPORT_SECONDS, TensorStream, WeightExport, placed_logically
@@ -138,10 +138,7 @@ class Balancer:
             runtime, self._dense, self._logical_of_rows, follow=lambda: self._optimizer_hooks.follow()
         )
         self._division = Division(
-            runtime.parameters,
-            runtime.divisors.at_parameters,
-            config.replica_slots > 0,
-            self._gradients.arrives,
+            runtime.parameters, runtime.divisors.at_parameters, config.replica_slots > 0, self._gradients.arrives
         )
         self._rebalancer = Rebalancer(runtime, transport, self._guard, self.events)
         self._rebalance_now = self._rebalancer.now
@@ -149,7 +146,7 @@ class Balancer:
         for layer in runtime.layers if config.overlap else ():
             layer.before = self._rebalancer.overlapped.before_layer
         if runtime.job.is_planner:
-            self.events.subscribe(DecisionLine())
+            self.events.called_at_once.append(DecisionLine())
         if runtime.maps.replicas is not None:
             runtime.maps.replicas.adds = self._gradients.arrives
             runtime.maps.replicas.follow(runtime.placement)
@@ -464,7 +461,10 @@ class Balancer:
         """Gather all experts of a layer in logical order, ``[E, ...]``, equal on every rank, on ``device`` (None: that
         of ``rows``), from every rank's home rows ``[E/R, ...]`` of a registered parameter or its optimizer state,
         whole or sliced. Collective over all EP groups. Experts come one after another: it takes the memory of two or
-        three besides the result."""
+        three besides the result. Raises RuntimeError: inside a schedule of stages, or rows without memory."""
+        self._state.require("gather_experts()")
+        if not has_memory(rows):
+            raise RuntimeError("gather_experts() of rows whose memory is freed: load them first")
         homes_LRH = self.placement.homes_over(len(self._runtime.job.row_ranks))
         return in_logical_order(rows, homes_LRH[layer], self._runtime.groups, device)
 
@@ -735,7 +735,7 @@ class Balancer:
         self._on_all_ranks.append(close)
 
     def _close_listeners(self) -> None:
-        for close in self._listeners:
+        for close in (self.events.close, *self._listeners):
             try:
                 close()
             except Exception:

@@ -36,17 +36,15 @@ FIRST_STEPS = 3
 MOST_NAMED = 8
 """Ranks in a line."""
 _BY_RANK = "set them alike on every rank (not by its own loss, norms of its experts or an if on the rank)"
-_BY_WRITING = (
-    "average gradients (dense_gradients='allreduce', or DDP after attach), clip by balancer.clip_grad_norm_, write on "
-    "every rank"
-)
+_BY_AVERAGING = "average gradients (dense_gradients='allreduce', or DDP after attach)"
+_BY_WRITING = {"gradients": "clip by balancer.clip_grad_norm_", "weights": "write weights on every rank alike"}
 _BY_AVERAGE = "write experts on every rank that has them, and leave averaging them to the balancer"
 FACTS = (
     ("learning rates of the optimizer", "data_sets", _BY_RANK),
     ("options of the optimizer", "data_sets", _BY_RANK),
     ("trained parameters", "data_sets", _BY_RANK),
     ("tensors given to balancer.register", "data_sets", _BY_RANK),
-    ("tensors outside the experts", "data_sets", _BY_WRITING),
+    ("tensors outside the experts", "data_sets", ""),  # by what is seen
     ("experts with the same ids", "edp_sets", _BY_AVERAGE),
 )
 """What is the same on ranks, the sets of these ranks in `Job`, and what to do where it is not."""
@@ -279,6 +277,8 @@ class Guard:
                 if odd and kind >= _TEXTS:
                     name, odd = _first_odd(sample.sums()[kind - _TEXTS], here, group)
                     what = f"{sample.what} of {name}"
+                    averaged = self._runtime.averages_dense or self._runtime.model_check.seen_in_ddp
+                    mend = mend or (_BY_WRITING[sample.what] if averaged else _BY_AVERAGING)
                 if odd:
                     listed = ", ".join(map(str, odd[:MOST_NAMED]))
                     return f"{mend}: the {what} on rank {listed} differ from rank {here[0]}'s"

@@ -39,6 +39,7 @@ CALLS: Mapping[str, tuple[Wrong, ...]] = {
     "resume()": (Wrong.CLOSED,),
     "adopt()": (Wrong.CLOSED, Wrong.IN_SCHEDULE, Wrong.IN_STEP),
     "at_once()": (Wrong.CLOSED,),
+    "gather_experts()": (Wrong.IN_SCHEDULE,),
 }
 """By the call, what it is refused in; the first is said. Others are exports and walks over the weights."""
 _EXPORTS = (Wrong.CLOSED, Wrong.IN_SCHEDULE)

@@ -44,6 +44,7 @@ class ModelCheck:
         self._held = [] if self._sharded else [_held(module, key) for _, module, keys in experts for key in keys]
         self._known = {id(parameter) for parameter in parameters}
         self._of_this_rank: set[int] = set()
+        self.seen_in_ddp = False
 
     def keep_from_ddp(self, tensors: Iterable[Tensor]) -> None:
         """Let DistributedDataParallel, put around a model later, leave these of its parameters and buffers alone: each
@@ -94,6 +95,7 @@ class ModelCheck:
             if module._parameters.get(key) is not parameter:
                 self._raise_replaced(module, key)
         wrapped = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) if thoroughly else None
+        self.seen_in_ddp |= wrapped is not None
         if wrapped is not None and wrapped.process_group.size() > 1:
             self._check_wrapped({id(tensor) for tensor in (*wrapped._module_parameters, *wrapped.modules_buffers)})
         if thoroughly and not self._sharded:

@@ -32,13 +32,7 @@ from ..distributed.process_groups import host_timeout
 from ..distributed.reconnect import Reconnection
 from ..distributed.transports import TRANSPORTS
 from ..distributed.transports.base import Transport
-from ..events import (
-    BalancingEnded,
-    BalancingPaused,
-    BalancingResumed,
-    EventLog,
-    RebalanceAborted,
-)
+from ..events import BalancingEnded, BalancingPaused, BalancingResumed, EventLog, RebalanceAborted
 from ..load.aggregate import HostCopy
 from ..load.clock import Progress, StepClock
 from ..load.expert_clock import REST_STEPS, SAMPLED_STEPS
@@ -91,13 +85,7 @@ class Rebalancer:
         decisions: makes the decisions, on the worker thread.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        transport: Transport,
-        guard: Guard,
-        events: EventLog,
-    ) -> None:
+    def __init__(self, runtime: Runtime, transport: Transport, guard: Guard, events: EventLog) -> None:
         config, groups = runtime.config, runtime.groups
         self._runtime = runtime
         self._placement = self._target = self._initial = runtime.placement

@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from .arguments import PROGRAM
 
-COLUMNS = 80
-"""Of a table where there is no terminal."""
+COLUMNS = 80  # of a table where there is no terminal
 _NUMBER = re.compile(r"^$|^[-+]?[\d.,]+(?:e[-+]\d+)?(?: ?%)?(?: \(.*\))?$|^nan$|^inf$")
 
 
@@ -25,20 +24,21 @@ def print_json(fields: Mapping[str, Any]) -> None:
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table of 80 columns, or as wide as the terminal. One that is too wide is turned."""
+    """Print a table of 80 columns, or as wide as the terminal. One that is too wide is turned, and comes in parts."""
     from rich.console import Console
 
     names = list(dict.fromkeys(name for row in rows for name in row))
     heads = [name.replace("_", " ") for name in names]
     lines = [[_shown(row.get(name)) for name in names] for row in rows]
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=COLUMNS)
+    console = own if (own := Console()).is_terminal else Console(width=COLUMNS)
     console.print(title, markup=False, highlight=False)
     columns = [list(column) for column in zip(heads, *lines, strict=True)]
     table = _table(columns)
-    is_too_wide = len(names) > 2 and console.measure(table).minimum >= console.width
-    console.print(_table([heads, *lines]) if is_too_wide else table)
+    parts, most = [table], len(lines)
+    while any(console.measure(part).minimum >= console.width for part in parts) and most and len(names) > 2:
+        parts = [_table([heads, *lines[first : first + most]]) for first in range(0, len(lines), most)]
+        most -= 1
+    console.print(*parts)
 
 
 def _least(head: str, *cells: str) -> int:

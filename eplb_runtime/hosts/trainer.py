@@ -7,7 +7,6 @@ its own; nothing here looks into a model.
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 from pathlib import Path
@@ -134,7 +133,6 @@ class BalancedTrainerMixin(_TrainerBase):
             raise AttachError(
                 "PEFT saves adapters alone, and experts are trained, too: freeze them, or train without adapters"
             )
-        atexit.register(self.balancer.close)  # a script that ends after train() leaves no thread behind
         if self.accelerator.scaler is not None:
             handler = self.accelerator.scaler_handler
             self.accelerator.scaler = GradScaler(self.balancer, **(handler.to_kwargs() if handler is not None else {}))
@@ -187,7 +185,6 @@ class BalancedTrainerMixin(_TrainerBase):
     def _close(self) -> None:
         if self.balancer is not None:
             self.balancer.close()
-            atexit.unregister(self.balancer.close)
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
@@ -382,8 +379,7 @@ def _refuse(trainer: Any) -> None:
     for name, is_on in {
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "FSDP": trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled,
-        "DistributedConfig(tp_size)": trainer._is_spread and trainer.model.config.distributed_config.tp_size > 1,
-        "ParallelismConfig": parallel is not None and parallel.total_size > 1,
+        "ParallelismConfig": not trainer._is_spread and parallel is not None and parallel.total_size > 1,
     }.items():
         if is_on:
             raise AttachError(

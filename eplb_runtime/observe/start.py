@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from .. import __version__
 from ..config import BalancerConfig
-from ..events import Event, EventLog
+from ..events import CLOSING_SECONDS, MOST_WAITING, Event, EventLog
 from ..load.clock import Progress
 from ..placement import Placement
 from ..topology import Topology
@@ -35,9 +36,6 @@ logger = logging.getLogger("eplb_runtime")
 
 SUMMARY = "summary.json"
 """In the folder of a run, written when the job ends."""
-MOST_WAITING = 256
-"""Events that wait for the thread."""
-CLOSING_SECONDS = 10.0
 
 Sink = Callable[[Record], None]
 
@@ -91,7 +89,7 @@ class Shown:
 
     def follow(self, events: EventLog) -> None:
         """Listen from now on."""
-        events.subscribe(self._observer.hear)
+        events.called_at_once.append(self._observer.hear)
 
     def track(self, tracker: Tracker) -> None:
         """Give it the numbers of each decision, on the observer's thread."""
@@ -108,7 +106,8 @@ class Shown:
         if self.server is not None:
             self.server.close()
         summary = summary_of(self.state, self._progress())
-        logger.info("%s", summary_text(summary, self._config.run))
+        if not hasattr(sys, "last_value") or hasattr(sys, "ps1"):  # else the job failed, which is the last word
+            logger.info("%s", summary_text(summary, self._config.run))
         if self._config.run is not None:
             try:
                 write_file(Path(self._config.run) / SUMMARY, json.dumps(summary, indent=2) + "\n")

@@ -255,11 +255,7 @@ def test_ranks_agree_and_nothing_is_found(states: list[dict[str, dict[str, Tenso
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [
-        ("given", "adopted"),
-        ("two_given", "second_adopted"),
-        ("another_in_mid_run_static", "another_in_mid_run_moved"),
-    ],
+    [("given", "adopted"), ("two_given", "second_adopted"), ("another_in_mid_run_static", "another_in_mid_run_moved")],
 )
 def test_an_adopted_optimizer_is_as_one_that_was_given(
     states: list[dict[str, dict[str, Tensor]]], one: str, other: str

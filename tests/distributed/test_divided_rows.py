@@ -133,11 +133,7 @@ def build(job: Job) -> tuple[Model, torch.optim.Optimizer, eplb.Balancer]:
     layers = tuple(described(f"experts.{number}", experts, ep_ranks) for number, experts in enumerate(model.experts))
     host = HostModel(layers, lambda tokens: None, lambda: RemovableHandle(OrderedDict()), lambda module: None)
     config = eplb.BalancerConfig(
-        interval=1,
-        gate="always",
-        replica_slots=job.replica_slots,
-        run=RUN,
-        migration=eplb.MigrationConfig(lag=0),
+        interval=1, gate="always", replica_slots=job.replica_slots, run=RUN, migration=eplb.MigrationConfig(lag=0)
     )
     ranks = Ranks(ep=ep_ranks, gradient_divisor=1, divided_rows=job.parts)
     device = torch.device("cpu")

@@ -250,7 +250,15 @@ def alone(rank: int) -> list[str]:
             balancer.adopt(torch.optim.SGD(model.parameters(), lr=0.1))
         said.append(str(raised.value))
     torch.distributed.barrier()
-    model(input_ids=batch_of(rank, 0))
+    balancer.adopt(optimizer := torch.optim.SGD(model.parameters(), lr=0.1))
+    if rank == 1:
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+        with pytest.raises(RuntimeError, match="rank 0 did not come to add_param_group of a SGD") as raised:
+            balancer.reduce_gradients()
+        said.append(str(raised.value))
+    torch.distributed.barrier()
+    with torch.no_grad():
+        model(input_ids=batch_of(rank, 0))
     model.model.layers[0].mlp.gate.top_k = 2 + rank
     with pytest.raises(RuntimeError, match="with top-k 2; rank 1 in") as raised:
         model(input_ids=batch_of(rank, 0))
@@ -284,7 +292,11 @@ def test_a_later_mistake_is_warned_of_at_the_next_decision(results: list[dict[st
         late = result["written on one rank"]
         assert late["error"] == "" and len(late["losses"]) == 14
         ((step, finding),) = late["findings"]
-        assert step == 9 and finding.startswith("average gradients") and "rank 1 differ from rank 0's" in finding
+        assert (
+            step == 9
+            and finding.startswith("write weights on every rank alike: ")
+            and "rank 1 differ from rank 0's" in finding
+        )
         assert "lm_head.weight" in finding
         assert finding in late["warnings"]
         raised = result["written on one rank, raising"]

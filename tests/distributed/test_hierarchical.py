@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dispatch_contract import (
-    BATCHES,
-    SLOTS,
-    Batch,
-    there_and_back,
-)
+from dispatch_contract import BATCHES, SLOTS, Batch, there_and_back
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training

@@ -55,10 +55,7 @@ MOVED = {
     "stepped twice, moved between": "BSMS Z BSMMS BS",
     "moved after a look": "BSM NBS",
 }
-ZEROED = {
-    "zeroed before the move": "BSZM BS zM BS",
-    "zeroed after the move": "BSM Z BS M z BS M z S BNS",
-}
+ZEROED = {"zeroed before the move": "BSZM BS zM BS", "zeroed after the move": "BSM Z BS M z BS M z S BNS"}
 SCRIPTS = [*LOOPS.values(), *UNZEROED.values()]
 EDP, ALONE = Layout(2, 2), Layout(2, 1, divisor=1)
 

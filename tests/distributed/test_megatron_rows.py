@@ -176,12 +176,7 @@ ROWS: dict[str, Row] = {
     # other parallelisms, recompute, precision
     "context parallelism": Row({"context_parallel_size": 2, **TOP_3}, CPU, alone=1e-5),
     "tensor and sequence parallelism": Row(
-        {
-            "tensor_model_parallel_size": 2,
-            "sequence_parallel": True,
-            "expert_tensor_parallel_size": 1,
-            **TOP_3,
-        },
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1, **TOP_3},
         CPU,
         alone=1e-5,
     ),

@@ -26,7 +26,8 @@ EXPERTS = 8
 def attached(**options: object) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
     model = make_model("olmoe", experts=EXPERTS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return model, optimizer, training.attach(model, optimizer, interval=2, lag=1, policy="static", **options)
+    settings = {"interval": 2, "lag": 1, "policy": "incremental" if options.get("moving") else "static", **options}
+    return model, optimizer, training.attach(model, optimizer, gate="always", **settings)
 
 
 def train(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> list[float]:
@@ -198,3 +199,57 @@ def test_save_pretrained_writes_the_whole_model_from_all_ranks_and_waits_for_no_
     assert f"to save_pretrained of an attached model within {training.DEADLINE:g} s: it is collective" in first[0]
     assert first[1] == second[0] and "does not take state_dict" in first[1]
     assert not (tmp_path / "alone").exists()
+
+
+def in_bfloat16(rank: int, moving: bool) -> tuple[list[float], int, object]:
+    """A float32 model that is trained where new tensors are bfloat16."""
+    model, optimizer, balancer = attached(moving=moving, interval=1, lag=0)
+    assert moving or balancer._rebalancer.decisions.process is None, "what never moves compiles nothing"
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        losses, dtypes = train(rank, model, optimizer, 4), {p.dtype for p in model.parameters()}
+    finally:
+        torch.set_default_dtype(torch.float32)
+        balancer.close()
+    return losses, balancer.placement.epoch, dtypes
+
+
+def shared_by_two_layers(rank: int, moving: bool) -> tuple[list[float], int, object]:
+    """An experts module with two parents; beside one process with all batches."""
+    plain = make_model("olmoe", experts=EXPERTS)
+    plain.model.layers[1].mlp.experts = plain.model.layers[0].mlp.experts
+    model = copy.deepcopy(plain)
+    of_plain, optimizer = (torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (plain, model))
+    balancer = training.attach(model, optimizer, moving=moving, interval=1, lag=0)
+    losses, off = train(rank, model, optimizer, 4), 0.0
+    for step in range(4):
+        mine = [plain(input_ids=ids, labels=ids).loss for ids in (batch_of(0, step), batch_of(1, step))]
+        (sum(mine) / 2).backward()
+        of_plain.step()
+        of_plain.zero_grad()
+        off = max(off, abs(float(mine[rank].detach()) - losses[step]))
+    assert off < 1e-5, off
+    balancer.close()
+    return losses, balancer.placement.epoch, balancer.placement.num_layers
+
+
+@pytest.mark.parametrize(("job", "kept"), [(in_bfloat16, {torch.float32}), (shared_by_two_layers, 1)])
+def test_it_trains_to_the_same_bits_wherever_experts_are(job: Callable[..., object], kept: object) -> None:
+    for still, moving in zip(run_ranks(2, job, False), run_ranks(2, job, True), strict=True):
+        assert still == (moving[0], 0, kept) and moving[1:] == (4, kept)
+
+
+def freed(rank: int) -> tuple[str, str]:
+    _model, _, balancer = attached()
+    rows = next(iter(balancer._runtime.registry.parameters()))
+    with balancer._uninterrupted("a schedule"):
+        within = refusal(RuntimeError, lambda: balancer.gather_experts(0, rows))
+    rows.untyped_storage().resize_(0)
+    freed = refusal(RuntimeError, lambda: balancer.gather_experts(0, rows))
+    balancer.close()
+    return within, freed
+
+
+def test_experts_are_not_gathered_in_a_schedule_or_without_memory() -> None:
+    for within, freed_rows in run_ranks(2, freed):
+        assert within.startswith("gather_experts() inside a schedule") and "memory is freed" in freed_rows

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_model_state_dict
@@ -125,6 +126,33 @@ def test_a_rollback_with_a_plain_dict_is_taken_by_all_ranks_or_by_none() -> None
         lost = [line != "loaded" for line in said["after a move back"]]
         assert lost == [False, False, False, True, False, False, True]
     assert "on rank 0 of the EP group" in results[2]["after a move"][0]
+
+
+def of_another_rank(rank: int, states: list[State]) -> list[str]:
+    model, optimizer, balancer = attached()
+    said = [
+        loaded(lambda state=state: model.load_state_dict(state)) for state in (states[(rank + 1) % RANKS], states[0])
+    ]
+    train(rank, model, optimizer)
+    shared = [optimizer.state_dict()]
+    dist.broadcast_object_list(shared)
+    said += [loaded(lambda: optimizer.load_state_dict(shared[0]))]
+    balancer.close()
+    return said
+
+
+def only_state(rank: int) -> State:
+    model, _, balancer = attached()
+    state: dict[str, Tensor] = {key: value.clone() for key, value in model.state_dict().items()}
+    balancer.close()
+    return state
+
+
+def test_a_plain_dict_that_one_rank_alone_could_take_is_refused_by_all() -> None:
+    states = run_ranks(RANKS, only_state)
+    for rank, said in enumerate(run_ranks(RANKS, of_another_rank, states)):
+        assert all("holds experts [" in line and "here stand" in line for line in said)
+        assert all(line.startswith("rank ") == (rank == 0) for line in said[1:])
 
 
 def by_dcp(rank: int, folder: str) -> list[str]:

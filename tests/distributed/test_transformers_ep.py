@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.parallelism_config import ParallelismConfig
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
@@ -23,11 +25,14 @@ from support.shuffle import plan_by, plan_shuffle
 from test_trainer import Moving, trainer_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from transformers import Trainer
 
 import eplb_runtime as eplb
+from eplb_runtime.distributed.consensus import gather_rows
 from eplb_runtime.events import LoadMeasured
 from eplb_runtime.hosts.trainer import BalancedTrainer
+from eplb_runtime.hosts.transformers.expert_parallel import InRankOrder
 from eplb_runtime.moe.experts.slices import local
 
 EXPERTS = 8
@@ -88,6 +93,7 @@ ROWS = {
     "ep 2 x fsdp 2, all together": Row(
         "gpt_oss", ranks=4, implementation="eager", dtype=torch.bfloat16, micro_batches=2, recompute=True
     ),
+    "ep 2 x fsdp 4": Row(ranks=8),
 }
 
 
@@ -165,7 +171,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.long)])
 def test_no_bit_depends_on_where_experts_are(ranks: int, root: Path) -> None:
     rows = {name: row for name, row in ROWS.items() if row.ranks == ranks}
     folders = {row.family: folder_of(row.family, root) for row in rows.values()}
@@ -174,6 +180,23 @@ def test_no_bit_depends_on_where_experts_are(ranks: int, root: Path) -> None:
             assert (static["moved"], moving["moved"] >= 2) == (0, True), name
             assert differing(static["seen"], moving["seen"]) == [], name
             assert all(line[-1] > 0.3 for line in moving["seen"]["lines"]), "clipping was not active"
+
+
+def sums(rank: int) -> list[bool]:
+    """Whether a rank's sum has the same bits in another chunk: by ours, and by torch's ring."""
+    chunks = torch.randn(4, 999, generator=torch.Generator().manual_seed(rank))
+    same = []
+    for reduce in (InRankOrder(), DefaultReduceScatter()):
+        outs = [torch.empty(999) for _ in range(2)]
+        for out, source in zip(outs, (chunks, chunks.roll(1, 0)), strict=True):
+            reduce(out, source.reshape(-1).clone(), dist.group.WORLD, dist.ReduceOp.SUM)
+        same.append(torch.equal(gather_rows(outs[0], dist.group.WORLD)[rank - 1], outs[1]))
+    return same
+
+
+def test_gradients_of_more_than_two_ranks_add_up_in_one_order_wherever_a_row_is() -> None:
+    ours, rings = zip(*run_ranks(4, sums), strict=True)
+    assert all(ours) and not all(rings)
 
 
 # -- against one process -----------------------------------------------------------------------------------------------
@@ -291,13 +314,13 @@ def test_what_the_library_saves_is_in_logical_order(row: Row, other: Row, root: 
 # -- its Trainer -------------------------------------------------------------------------------------------------------
 
 
-def by_the_trainer(rank: int, folder: str, out: Path) -> dict[str, Any]:
+def by_the_trainer(rank: int, folder: str, out: Path, row: Row) -> dict[str, Any]:
     """Padded texts, accumulated, evaluated and saved every two steps; resumed in the middle; the library's Trainer."""
 
     def train_by(kind: type[Any], name: str, *, resume: str | None = None, **settings: Any) -> Any:
         saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
         options = saving if kind is not Attaching else {"eval_strategy": "steps", "eval_steps": 2}
-        trainer = trainer_of(kind, out / name, {"lag": 0, "interval": 1, **settings}, load(folder, Row()), **options)
+        trainer = trainer_of(kind, out / name, {"lag": 0, "interval": 1, **settings}, load(folder, row), **options)
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 
@@ -311,12 +334,13 @@ def by_the_trainer(rank: int, folder: str, out: Path) -> dict[str, Any]:
             self.balancer = eplb.attach(self.model, self.optimizer, config=balancer_config)
             plan_by(self.balancer, plan_shuffle)
 
-    jobs = {
-        "still": train_by(BalancedTrainer, "still", policy="static"),
-        "moving": train_by(Moving, "moving"),
-        "resumed": train_by(Moving, "moving", resume=str(out / "moving" / "checkpoint-4")),
-        "the library's": train_by(Attaching, "plain"),
-    }
+    with patch.object(ParallelismConfig, "_validate_accelerator"):  # it knows no tensor parallelism on CPUs
+        jobs = {
+            "still": train_by(BalancedTrainer, "still", policy="static"),
+            "moving": train_by(Moving, "moving"),
+            "resumed": train_by(Moving, "moving", resume=str(out / "moving" / "checkpoint-4")),
+            "the library's": train_by(Attaching, "plain"),
+        }
     seen = {}
     for name, job in jobs.items():
         kinds, epoch = ("loss", "grad_norm", "eval_loss"), job.balancer.placement.epoch
@@ -326,8 +350,9 @@ def by_the_trainer(rank: int, folder: str, out: Path) -> dict[str, Any]:
     return seen
 
 
-def test_the_trainer_trains_evaluates_and_resumes_to_the_same_bits(root: Path, tmp_path: Path) -> None:
-    for found in run_ranks(2, by_the_trainer, folder_of("qwen3_moe", root), tmp_path):
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_trainer_trains_evaluates_and_resumes_to_the_same_bits(tp: int, root: Path, tmp_path: Path) -> None:
+    for found in run_ranks(2, by_the_trainer, folder_of("qwen3_moe", root), tmp_path, Row(tp=tp)):
         still = found.pop("still")
         assert still.pop("epoch") == 0 and len(still["eval_loss"]) == 3 and min(still["grad_norm"]) > 0.3
         for name, seen in found.items():

@@ -50,11 +50,7 @@ def shuffled(like: eplb.Placement) -> eplb.Placement:
 def attached(family: str, replica_slots: int) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
     model = make_model(family, experts=EXPERTS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return (
-        model,
-        optimizer,
-        training.attach(model, optimizer, interval=None, replica_slots=replica_slots),
-    )
+    return (model, optimizer, training.attach(model, optimizer, interval=None, replica_slots=replica_slots))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:

@@ -44,12 +44,7 @@ def over(order: str, dtype: Literal["float8", "model"] = "model", **settings: in
 
 
 def step(
-    order: str | None,
-    rank: int,
-    device: torch.device,
-    tokens: int,
-    dtype: torch.dtype,
-    in_float8: str = "",
+    order: str | None, rank: int, device: torch.device, tokens: int, dtype: torch.dtype, in_float8: str = ""
 ) -> list[torch.Tensor]:
     """Output and gradients of a forward, and of one that goes the same way again; None: over all-to-all.
 

@@ -27,7 +27,6 @@ from ranks import run_ranks
 from torch import Tensor
 
 import eplb_runtime as eplb
-from eplb_runtime.events import LoadMeasured
 from eplb_runtime.hosts import AttachError
 
 from . import megatron_standins as standins
@@ -469,7 +468,7 @@ def trained(row: Row, move: bool, folder: Path | None = None) -> Trace:
     """Train a row's job, with every expert moved after each step or none, and let Megatron save it."""
     job = row.make()
     balancer, measured = attached(job, move), []
-    balancer.events.subscribe(lambda event: measured.append(event) if isinstance(event, LoadMeasured) else None)
+    balancer.events.called_at_once.append(lambda event: measured.append(event) if hasattr(event, "load") else None)
     seen = job.train(range(row.steps))
     trace = Trace(
         seen,

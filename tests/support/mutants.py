@@ -271,6 +271,15 @@ def forget_columns() -> None:
     HostDispatchedLayer.logical_of_slots = property(lambda self: torch.arange(len(own(self))))
 
 
+def exchange_as_the_library_does() -> None:
+    """Transformers' all-to-all sorts rows and adds up their gradients by slots."""
+    from eplb_runtime.hosts.transformers.expert_parallel import AllToAllEP, BalancedEP
+
+    BalancedEP.__call__ = lambda self, hidden, ids, weights: AllToAllEP.__call__(
+        self, hidden, ids if self.layer is None else self.layer.slots(hidden, ids), weights
+    )
+
+
 def save_what_is_trained() -> None:
     """A save in the background writes tensors as they are by then."""
     from eplb_runtime.checkpoint import saving
@@ -348,6 +357,10 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
         split_otherwise_in_recompute,
     ),
     "a failed attach undoes nothing": ("test_attach_fails.py::test_an_attach_that_fails", undo_nothing),
+    "the library's own exchange": (
+        "test_transformers_ep.py::test_no_bit_depends_on_where_experts_are[2]",
+        exchange_as_the_library_does,
+    ),
     "pieces stay on their EDP rank": (DIVIDED, pieces_stay_on_their_edp_rank),
     "norm by the cut": (DIVIDED, norm_of_each_rank_alone),
     "divided state left behind": (DIVIDED, leave_behind("exp_avg")),

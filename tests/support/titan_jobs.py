@@ -163,7 +163,7 @@ class Run:
         self.balancer = self.trainer.model_parts[0].__dict__.get("_eplb_runtime_balancer")
         self.choices: set[int] = set()
         if self.balancer is not None:
-            self.balancer.events.subscribe(self._count)
+            self.balancer.events.called_at_once.append(self._count)
         if balanced:
             plan_by(self.balancer, plan_shuffle)
         if row.multiple:

@@ -12,12 +12,7 @@ import numpy as np
 import pytest
 from flat_settings import config_from_settings
 
-from eplb_runtime.config import (
-    BalancerConfig,
-    ConfigError,
-    DispatchConfig,
-    MigrationConfig,
-)
+from eplb_runtime.config import BalancerConfig, ConfigError, DispatchConfig, MigrationConfig
 
 WITHOUT_EFFECT: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"bytes_per_step": 1000}, "give overlap=True", {"overlap": True}),
@@ -64,6 +59,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"low_latency_tokens": -(10**400)}, "low_latency_tokens=-1000000"),
     ({"timeout_seconds": 10**400}, "give a number of seconds above 0"),
     ({"listen": 80.5}, "listen=80.5: give a port"),
+    ({"run": 5}, "run=5: give a folder"),
     ({"listen": 0, "listen_token": 12345678}, "listen_token must be"),
     ({"dispatch": 3}, "dispatch=3 is unknown; choose one of: all_to_all"),
     ({"dispatch": "pigeon"}, "dispatch='pigeon' is unknown"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from flat_settings import config_from_settings
 
+from eplb_runtime import events
 from eplb_runtime.config import ConfigError
 from eplb_runtime.events import EventLog, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.topology import Topology
@@ -65,8 +68,23 @@ def test_a_listener_that_raises_hurts_neither_the_job_nor_the_others(caplog: pyt
     log.subscribe(heard.append)
     event = RebalanceAborted(step=3, epoch=1, phase="staged", cause="checksum")
     log.emit(event)
+    log.close()
     assert heard == [event]
     assert "RebalanceAborted" in caplog.text
+
+
+def test_a_listener_that_never_returns_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(events, "CLOSING_SECONDS", 0.5)
+    log, heard = EventLog(), []
+    log.subscribe(lambda event: threading.Event().wait())
+    for step in range(events.MOST_WAITING + 3):
+        log.emit(RebalanceAborted(step, 0, "planned", "x"))
+    log.subscribe(heard.append)
+    log.emit(event := RebalanceAborted(7, 0, "planned", "x"))
+    log.close()
+    assert heard == [event] and caplog.text.count("misses events") == 1
 
 
 def test_the_log_keeps_the_last_events_by_type() -> None:

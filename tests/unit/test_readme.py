@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks import rollouts
 from benchmarks.harness import table
 from benchmarks.planner import suite
 
@@ -89,6 +90,15 @@ def test_the_table_of_next_windows_is_what_the_suite_says(whole: bool) -> None:
     rows = suite.run([family for family in suite.FAMILIES if whole or not family.replicas or family.ranks < 32])
     assert all(line in PLANNER.read_text() for line in table(rows).splitlines()[2:])
     assert not whole or suite.behind(rows) in " ".join(PLANNER.read_text().split())
+
+
+@pytest.mark.long
+def test_what_declared_loads_are_worth_is_what_is_played(shared_data: Path) -> None:
+    made = rollouts.run([shared_data / "gpt_oss_20b_expert_load_by_domain.npz"])["rollouts"]
+    page = " ".join((ROOT / "eplb_runtime/hosts/REINFORCEMENT_LEARNING.md").read_text().split())
+    shown = [f"{one['policy']} {one['share']:.3f}" for one in made if one["policy"] != "oracle, copies"]
+    moved = [one["moved_gib"] for one in made if one["policy"].startswith("declared")]
+    assert f"{'; '.join(shown)}. Oracle" in page and f"{min(moved):.0f} to {max(moved):.0f} GiB a step" in page
 
 
 def test_the_script_is_the_example() -> None:

@@ -73,11 +73,7 @@ class Division:
     (``training``) a backward pass is refused."""
 
     def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        divisor: float,
-        has_copies: bool,
-        arrives: Callable[[Tensor], None],
+        self, parameters: Mapping[str, Tensor], divisor: float, has_copies: bool, arrives: Callable[[Tensor], None]
     ) -> None:
         self.training = False
         self._parameters = {name: p for name, p in parameters.items() if not is_sliced(p)}

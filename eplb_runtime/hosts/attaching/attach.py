@@ -63,7 +63,7 @@ from .checks import check, raise_on_all, undone_on_failure, wait_for_ranks, why_
 from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
 from .forwards import Forwards
 from .meta import make_buffers, make_parameters
-from .optimizers import Optimizers, homes_of
+from .optimizers import Optimizers, homes_of, refuse_on_all
 from .replicas import local_experts, transport_of_copies
 from .self_test import LayerTest, problems_of, try_layers
 from .sharding import cut_rows, install, note_of_odd_rows, rows_of_rank
@@ -416,7 +416,8 @@ def _hook(made: _Connected, cut: _Cut, balancer: Balancer, hooked: Optimizers) -
     for index, name, layer in made.layers:
         homes = partial(homes_of, balancer, index)
         made_with = homes().here if layer.slots else None
-        mark_state(layer.experts, name, homes, made_with=made_with, on_partial=on_partial)
+        refuse = partial(refuse_on_all, balancer, f"load_state_dict of {name}")
+        mark_state(layer.experts, name, homes, refuse, made_with=made_with, on_partial=on_partial)
         for own_name in layer.parameters if made.job.ep_size > 1 and made_with is None else ():
             mark_parameter(layer.parameter(own_name))
     for stage in made.stages:

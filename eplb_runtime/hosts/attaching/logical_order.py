@@ -64,12 +64,7 @@ class LogicalOrder:
             )
         moved = rearranged(local(tensor), here_E, wanted_E, self._balancer._runtime.groups)
         return DTensor.from_local(
-            moved,
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
+            moved, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
 
 

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ...balancer.balancer import Balancer
+from ...distributed.consensus import barrier
 from ...moe.experts.elementwise import check_elementwise
 from ...moe.experts.optimizer_state import OptimizerStateError
 from .description import AnyOptimizer, AttachError, HostOptimizer
@@ -153,7 +154,8 @@ class Optimizers:
         if self._balancer._runtime.job.divided_rows:  # the framework saves it
             marks = order_optimizer(optimizer, self._experts, LogicalOrder(self._balancer))
         else:
-            marks = mark_optimizer(optimizer, self._experts, self._homes_of)
+            refuse = partial(refuse_on_all, self._balancer, "load_state_dict of the optimizer")
+            marks = mark_optimizer(optimizer, self._experts, self._homes_of, refuse)
         self._hooks[number] = [*marks, before, after]
 
     def add_container(self, container: torch.optim.Optimizer, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -319,6 +321,15 @@ def homes_of(balancer: Balancer, layer: int) -> Homes:
     """Where the experts of a layer stand now."""
     homes_RH, has_moved = balancer.placement.homes_LRH[layer], balancer._rebalancer.has_moved(layer)
     return Homes(homes_RH.ravel().tolist(), balancer._runtime.job.ep_rank, len(homes_RH), has_moved)
+
+
+def refuse_on_all(balancer: Balancer, what: str, why: str) -> None:
+    """Raise on every rank of an EP group if one of them has a reason. Collective over it until ``close``."""
+    ranks, problem = balancer._runtime.job.ep_ranks, RuntimeError(why) if why else None
+    if len(ranks) > 1 and not balancer.closed:
+        why = barrier(ranks, what, balancer.config.timeout_seconds, problem, patient=True)
+    if why:
+        raise RuntimeError(why)
 
 
 def _count(optimizer: AnyOptimizer) -> int:

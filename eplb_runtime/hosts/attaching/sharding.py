@@ -71,11 +71,7 @@ def cut_rows(layer: MoELayer, name: str, rows: Tensor, device: torch.device, kee
 
 
 def install(
-    layer: MoELayer,
-    name: str,
-    local: nn.Parameter,
-    rows: Tensor | None,
-    optimizers: Sequence[torch.optim.Optimizer],
+    layer: MoELayer, name: str, local: nn.Parameter, rows: Tensor | None, optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
     """Put a parameter in the place of an expert parameter, in module and optimizer; ``rows`` of what was there are its
     own."""

@@ -127,13 +127,15 @@ def mark_state(
     experts: nn.Module,
     name: str,
     homes: Callable[[], Homes],
+    refuse: Callable[[str], None],
     *,
     made_with: list[int] | None = None,
     on_partial: Callable[[Homes], None] = lambda homes: None,
 ) -> None:
     """Let the state of an experts module say which logical experts its rows are, by a tensor beside the weights, which
-    goes wherever they go. ``made_with``: the experts of this rank where the host made them as tensors of their own.
-    ``on_partial`` is called when a state dict takes this rank's rows, and not live parameters."""
+    goes wherever they go. ``refuse``: raises on all ranks that load if one gives it a reason. ``made_with``: the
+    experts of this rank where the host made them as tensors of their own. ``on_partial`` is called when a state dict
+    takes this rank's rows, and not live parameters."""
 
     def rows_of(module: nn.Module, state: Mapping[str, Any], prefix: str) -> set[int]:
         own = [state.get(prefix + key) for key, _ in module.named_parameters()]
@@ -152,20 +154,22 @@ def mark_state(
                 on_partial(now)
 
     def loading(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-        now = homes()
-        marked = state.pop(prefix + MARK, None)
+        refuse(why_not(module, state, prefix, metadata))
+        state.pop(prefix + MARK, None)
+
+    def why_not(module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any]) -> str:
+        now, marked = homes(), state.get(prefix + MARK)
         if made_with is not None:
             # Without a version the framework has put it together, from a checkpoint that names experts.
             theirs = metadata.get(MARK, made_with if "version" in metadata else now.here)
             theirs = theirs if marked is None else marked.tolist()
             if theirs != now.here and any(prefix + key in state for key, _ in module.named_parameters()):
-                raise RuntimeError(refusal("state dict", name, theirs, now.here, BY_THE_FRAMEWORK))
-            return
+                return refusal("state dict", name, theirs, now.here, BY_THE_FRAMEWORK)
+            return ""
         rows, own = rows_of(module, state, prefix), [state.get(prefix + key) for key, _ in module.named_parameters()]
         if rows == {len(now.order)} and now.num_ranks > 1 and not any(isinstance(one, DTensor) for one in own):
-            raise RuntimeError(f"the state dict holds all experts of {name}: load it before attach, or use {OURS}")
-        if rows == {len(now.here)} and (why := now.why_not(marked, "state dict", name)):
-            raise RuntimeError(why)
+            return f"the state dict holds all experts of {name}: load it before attach, or use {OURS}"
+        return now.why_not(marked, "state dict", name) if rows == {len(now.here)} else ""
 
     experts._register_state_dict_hook(saved)
     experts._register_load_state_dict_pre_hook(loading, with_module=True)
@@ -173,9 +177,13 @@ def mark_state(
 
 
 def mark_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], homes_of: Callable[[str], Homes]
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    homes_of: Callable[[str], Homes],
+    refuse: Callable[[str], None],
 ) -> list[RemovableHandle]:
-    """Let the state of an optimizer say which logical experts its rows are; returns how to end it."""
+    """Let the state of an optimizer say which logical experts its rows are; ``refuse`` as for `mark_state`. Returns how
+    to end it."""
 
     def held(state: dict[str, Any]) -> dict[int, tuple[str, Tensor]]:
         """Experts that the optimizer holds, by their number in a state dict, as far as that has numbers."""
@@ -190,23 +198,23 @@ def mark_optimizer(
         state[MARK] = {name: homes_of(name).mark().as_subclass(kinds[number]) for number, (name, _) in experts.items()}
         state["state"] = {n: _as(kinds[n], of) if n in kinds else of for n, of in state["state"].items()}
 
-    def loading(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        experts = held(state)
+    def why_not(state: dict[str, Any], experts: Mapping[int, tuple[str, Tensor]]) -> str:
         for number, (name, parameter) in experts.items():
             values = (state["state"].get(number) or {}).values()
             now, what = homes_of(name), "optimizer's state dict"
             tensors = [value for value in values if isinstance(value, Tensor) and value.ndim == parameter.ndim]
             rows = {value.shape[0] for value in tensors if value.numel() > 1 or value.shape == parameter.shape}
             if rows and rows != {len(now.here)}:
-                raise RuntimeError(refusal(what, name, list(range(max(rows))), now.here))
+                return refusal(what, name, list(range(max(rows))), now.here)
             if rows and (why := now.why_not(state.get(MARK, {}).get(name), what, name)):
-                raise RuntimeError(why)
+                return why
+        return ""
+
+    def loading(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        refuse(why_not(state, experts := held(state)))
         return state | {"state": {n: _as(Tensor, of) if n in experts else of for n, of in state["state"].items()}}
 
-    return [
-        optimizer.register_state_dict_post_hook(saved),
-        optimizer.register_load_state_dict_pre_hook(loading),
-    ]
+    return [optimizer.register_state_dict_post_hook(saved), optimizer.register_load_state_dict_pre_hook(loading)]
 
 
 def _as(kind: type[Tensor], state: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,15 +19,7 @@ from torch import nn
 
 from ...config import BalancerConfig, DispatchConfig
 from ...distributed.ranks import Ranks
-from ..attaching.description import (
-    AttachError,
-    HostModel,
-    MoELayer,
-    Spread,
-    WatchedLayer,
-    WatchedModel,
-    mark_spread,
-)
+from ..attaching.description import AttachError, HostModel, MoELayer, Spread, WatchedLayer, WatchedModel, mark_spread
 from .graphs import check_not_captured
 from .layer import QUANTIZE_AGAIN, install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of

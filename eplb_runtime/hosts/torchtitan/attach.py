@@ -158,9 +158,7 @@ def _host(part: nn.Module, ep_ranks: tuple[int, ...], settings: TitanSettings) -
         mark_spread(layer.experts, Spread(layer.num_experts // len(ep_ranks), "", ep_ranks))
     # Batches are packed: every token is real.
     return HostModel(
-        tuple(layers),
-        saves_itself="torchtitan's own checkpointer (config.checkpoint)",
-        dispatches=backend != STANDARD,
+        tuple(layers), saves_itself="torchtitan's own checkpointer (config.checkpoint)", dispatches=backend != STANDARD
     )
 
 

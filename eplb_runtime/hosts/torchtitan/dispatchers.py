@@ -19,13 +19,7 @@ Forward = Callable[..., Tensor]
 
 
 def forward_by_slots(
-    routed: Any,
-    columns: Any,
-    own: Forward,
-    hidden_BLD: Tensor,
-    scores_BLK: Tensor,
-    ids_BLK: Tensor,
-    counts_E: Tensor,
+    routed: Any, columns: Any, own: Forward, hidden_BLD: Tensor, scores_BLK: Tensor, ids_BLK: Tensor, counts_E: Tensor
 ) -> Tensor:
     """Return one batch through torchtitan's own forward, with ids, and what is counted by them, renamed to slots."""
     clock, call = columns.expert_clock, None

@@ -37,11 +37,7 @@ class BalancedRoutedExperts(RoutedExperts):
     only_shapes = False
 
     def forward(
-        self,
-        x_BLD: Tensor,
-        topk_scores_BLK: Tensor,
-        topk_expert_ids_BLK: Tensor,
-        num_local_tokens_per_expert_E: Tensor,
+        self, x_BLD: Tensor, topk_scores_BLK: Tensor, topk_expert_ids_BLK: Tensor, num_local_tokens_per_expert_E: Tensor
     ) -> Tensor:
         """As `RoutedExperts.forward`; ids are logical, and the sum over K is taken in their order."""
         if self._layer is None:

@@ -176,12 +176,7 @@ def _grouped_mm(
 
 
 def _linear(
-    experts: Any,
-    offsets_S: Tensor,
-    slot_M: Tensor | None,
-    rows_MI: Tensor,
-    name: str,
-    weights_M: Tensor | None,
+    experts: Any, offsets_S: Tensor, slot_M: Tensor | None, rows_MI: Tensor, name: str, weights_M: Tensor | None
 ) -> Tensor:
     from transformers.integrations.moe import _grouped_linear
 

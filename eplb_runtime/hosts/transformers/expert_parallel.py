@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.distributed.expert_parallel import AllToAllEP
 
@@ -28,7 +29,7 @@ from ..attaching.description import AttachError, HostModel, MoELayer, Spread, ma
 from ..attaching.expert_spans import call_begins, call_ends
 from ..attaching.logical_order import LogicalOrder, keep_order, synchronize_state
 from ..module import StableSort
-from .settings import EXACT_IN_ONE_SUM, added_up, refusals
+from .settings import exact, refusals, replicas_of
 
 RealTokens = Callable[[int], Tensor | None]
 _OF = "_eplb_runtime_expert_parallel"
@@ -72,6 +73,29 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
 
     def install(self, layer: HostDispatchedLayer) -> None:
         self.layer = layer
+        if isinstance(self.experts, FSDPModule):
+            self.experts.set_custom_reduce_scatter(InRankOrder())  # type: ignore[arg-type]
+
+
+class InRankOrder:
+    """FSDP's sum of gradients of experts over the ranks that divide them, added up in the order of ranks whatever a
+    row's place: a ring begins at another rank for each. As many bytes travel; the rows of all ranks are here at once.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        if op != dist.ReduceOp.SUM:  # with a divisor the library asks for sums
+            raise RuntimeError(f"gradients of experts are reduced by {op}, not by a sum: leave FSDP's divisors alone")
+        rows = torch.empty_like(input_tensor)
+        dist.all_to_all_single(rows, input_tensor, group=group)
+        first, *others = rows.view(group.size(), -1)
+        output_tensor.copy_(first)
+        for row in others:
+            output_tensor.add_(row)
 
 
 def describe_spread(model: nn.Module, padding: Any) -> HostModel:
@@ -93,10 +117,9 @@ def describe_spread(model: nn.Module, padding: Any) -> HostModel:
     layers, ranks = [layer for layer, _ in described], {of_layer for _, of_layer in described}
     if len(ranks) > 1:
         raise AttachError("the library has spread the layers of the model in different ways: leave ep_plan out")
-    summed = added_up(given)
     note = (
-        f"FSDP adds up gradients of experts over {summed} ranks, perhaps in an order that follows a row's place: "
-        "results with other placements are equal to rounding; with at most 2 they are to the bit"
+        f"FSDP adds up gradients of experts over {replicas_of(given)} replicas, perhaps in an order that follows a "
+        "row's place: results with other placements are equal to rounding; with at most 2 they are to the bit"
     )
     return HostModel(
         tuple(layers),
@@ -107,7 +130,7 @@ def describe_spread(model: nn.Module, padding: Any) -> HostModel:
         ranks=ranks.pop(),
         dispatches=True,
         refuses=_refusal,
-        notes=(note,) if summed > EXACT_IN_ONE_SUM else (),
+        notes=(note,) if exact(given) != "bit" else (),
     )
 
 

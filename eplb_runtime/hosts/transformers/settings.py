@@ -10,7 +10,7 @@ from ..megatron.settings import Exact, Refusal
 
 VERSION = "Transformers 5.23 or newer"
 EXACT_IN_ONE_SUM = 2
-"""Ranks whose gradients FSDP adds up: the sum of two does not depend on their order."""
+"""Replicas of the model whose gradients FSDP adds up: the sum of two does not depend on their order."""
 LOAD = 'load the model with DistributedConfig(fsdp_size=..., ep_size=..., ep_implementation="eplb")'
 _SIZES = ("ep_size", "fsdp_size", "tp_size", "pp_size", "dp_replicate_size")
 _WRAPPERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "TP")
@@ -47,15 +47,14 @@ def refusals(given: Mapping[str, Any]) -> Iterator[Refusal]:
         yield Refusal("pp_size", stages, "Transformers has no expert parallelism in pipelines", "leave it out")
 
 
-def added_up(given: Mapping[str, Any]) -> int:
-    """Return the most ranks over which FSDP adds up a gradient of experts at once."""
-    ranks = _size(given, "fsdp_size") * _size(given, "tp_size")
-    return max(ranks // _size(given, "ep_size"), _size(given, "dp_replicate_size"))
+def replicas_of(given: Mapping[str, Any]) -> int:
+    """Return over how many replicas of the model FSDP adds up gradients."""
+    return _size(given, "dp_replicate_size")
 
 
 def exact(given: Mapping[str, Any]) -> Exact:
     """Return how equal results are with other placements."""
-    return "bit" if added_up(given) <= EXACT_IN_ONE_SUM else "rounding"
+    return "bit" if replicas_of(given) <= EXACT_IN_ONE_SUM else "rounding"
 
 
 def _size(given: Mapping[str, Any], name: str) -> int:

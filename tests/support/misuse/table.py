@@ -88,12 +88,17 @@ def group_of(line: dict[str, Any]) -> str:
     return f"{live}; verify: wrong by {shown}"
 
 
+def named(script: str, case: str) -> str:
+    """The case as the table shows it; of models of one's own with the script."""
+    return case if script == "loop" else f"{script}.{case}"
+
+
 def table(lines: Iterable[dict[str, Any]]) -> str:
     """Jobs by what has found them, as Markdown; of one that was run more than once the last run."""
     last = {(line["kind"], line["script"], line["case"]): group_of(line) for line in lines}
     rows = ["| loops that are | found | |", "|---|---|---|"]
     for kind, group in sorted({(kind, group) for (kind, _, _), group in last.items()}, reverse=True):
-        cases = [case for (of_kind, _, case), found in last.items() if (of_kind, found) == (kind, group)]
+        cases = [named(*of) for (of_kind, *of), found in last.items() if (of_kind, found) == (kind, group)]
         rows.append(f"| {kind} | {group} | {len(cases)}: {', '.join(cases)} |")
     return "\n".join(rows)
 

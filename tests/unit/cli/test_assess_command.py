@@ -42,6 +42,14 @@ def test_what_cannot_be_judged_is_two_sentences(skewed: Path, capsys: pytest.Cap
     )
 
 
+def test_counts_of_one_rank_alone_are_no_load_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load = np.zeros((40, 3, 8), dtype=np.int64)
+    load[:, :, 5] = 4000
+    np.savez(tmp_path / "load.npz", load=load)
+    assert "It cannot be said: no more than 1 of 8 experts" in printed(capsys, tmp_path / "load.npz", "--ranks", "4")
+    assert json.loads(printed(capsys, tmp_path / "load.npz", "--ranks", "4", "--json"))["pays"] is None
+
+
 def test_json_is_the_verdict_alone(skewed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = json.loads(printed(capsys, skewed, "--ranks", "4", "--every", "3", "--json"))
     assert list(shown) == ["pays", "imbalance", "step_saved", "move_seconds", "data_parallel", "advice"]

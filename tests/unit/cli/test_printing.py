@@ -24,3 +24,9 @@ def test_a_wide_table_is_turned(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, lines)) <= 80
     assert [line for line in lines if "policy" in line] == ["┃ policy          ┃       one ┃       two ┃"]
     assert all(f" {123456.789 * n:.4g} " in lines[4 + n] and f"a long number {n}" in lines[4 + n] for n in range(9))
+
+
+def test_a_turned_table_that_is_too_wide_comes_in_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    printing.print_table("t", wide(*map(str, range(20))))
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80 and shown.count(f" {123456.789:.4g} ") == 20

@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 import eplb_runtime as eplb
 from eplb_runtime.hosts import AttachError
+from eplb_runtime.hosts.module import MoE, _UsersCompute
 
 EXPERTS, WIDTH = 4, 16
 ODD = 2
@@ -100,6 +102,28 @@ def test_an_expert_with_another_setting_is_named(kept_as: str) -> None:
     said = refusal(odd_one(way, slope_of))
     assert f"experts.{ODD} gives other results" in said
     eplb.stack_experts(model_of(*[way(1.0)] * EXPERTS, slope_of=slope_of), LAYERS)
+
+
+def test_what_differs_of_stacked_experts_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    eplb.stack_experts(model_of(*[1.0] * EXPERTS), LAYERS)
+    assert caplog.text.count("momentum and decay go on for those without tokens, too") == 1
+
+
+def test_what_a_compute_sorts_it_sorts_stably() -> None:
+    keys, asked = torch.arange(1000) % 3, []
+
+    class Asked(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append((kwargs or {}).get("stable"))
+            return func(*args, **(kwargs or {}))
+
+    def compute(rows: torch.Tensor, *_: object) -> torch.Tensor:
+        return rows[torch.argsort(keys)] + rows[keys.sort(0).indices]
+
+    rows = torch.arange(1000)
+    with Asked():
+        found = _UsersCompute(MoE("experts", "run_experts", compute), ())(rows, (), ())
+    assert torch.equal(found, 2 * rows[keys.argsort(stable=True)]) and asked.count(True) >= 2
 
 
 def test_a_rebound_forward_computes_with_another_experts_weights() -> None:

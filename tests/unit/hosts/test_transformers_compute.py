@@ -174,10 +174,7 @@ def test_low_rank_matrices_give_what_they_give_on_the_matrices(family: str, rank
     router = torch.rand(sum(COUNTS), generator=torch.Generator().manual_seed(5)) + 0.5
     own = folded(compute)
     wanted = run_weighing(lambda rows, counts, of, w: weigh_gradients(own(rows, counts, of), w), weights, FLOAT, router)
-    for found in (
-        run_weighing(compute.weighing, weights, FLOAT, router),
-        [*run(compute, weights, FLOAT), None],
-    ):
+    for found in (run_weighing(compute.weighing, weights, FLOAT, router), [*run(compute, weights, FLOAT), None]):
         plain = run(own, weights, FLOAT) if found[-1] is None else wanted
         for one, other in zip(found[: len(plain)], plain, strict=True):
             torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)

@@ -98,6 +98,10 @@ def test_what_is_neither_a_load_nor_experts_of_tokens_is_refused_in_a_line(load:
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_a_token_may_choose_an_expert_twice() -> None:
+    assert declaration(torch.tensor([[[1, 1], [3, 0]]]), 2, 4).tolist() == [[[0, 2, 0, 0], [1, 0, 0, 1]]]
+
+
 def test_what_is_padding_or_looks_like_it_is_said() -> None:
     ids = torch.full((3, 2, 2), -1)
     assert not declaration([ids, ids[:0]], 2, 4).any(), "a rank may have nothing else"

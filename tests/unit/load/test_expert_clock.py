@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 
-from eplb_runtime.load.expert_clock import (
-    ASSUMED_SHARE,
-    ExpertClock,
-    ExpertShare,
-    ExpertTime,
-    SampledStep,
-    median_time,
-)
+from eplb_runtime.load.expert_clock import ASSUMED_SHARE, ExpertClock, ExpertShare, ExpertTime, SampledStep, median_time
 
 
 class FakeClock(ExpertClock):

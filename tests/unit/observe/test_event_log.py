@@ -15,13 +15,7 @@ from observed import job, records, start, troubles
 
 from eplb_runtime.events import EventLog
 from eplb_runtime.observe import start as observer_module
-from eplb_runtime.observe.events_file import (
-    NAME,
-    EventWriter,
-    holds_events,
-    read_events,
-    to_json,
-)
+from eplb_runtime.observe.events_file import NAME, EventWriter, holds_events, read_events, to_json
 from eplb_runtime.observe.records import Record
 from eplb_runtime.observe.start import Observer
 from eplb_runtime.utils.files import FileError
@@ -126,7 +120,7 @@ def test_who_shows_a_job_never_holds_it_up(monkeypatch: pytest.MonkeyPatch, capl
     observer.add("the one that fails", fails, close=lambda: fails({}))
     observer.add("the one that hangs", hangs)
     observer.add("the one that works", got.append)
-    log.subscribe(observer.hear)
+    log.called_at_once.append(observer.hear)
     log.emit(troubles(1)[0])
     assert begun.wait(30)
     for step in range(10):

@@ -6,6 +6,7 @@ import http.client
 import json
 import logging
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -52,6 +53,17 @@ def guarded() -> Iterator[PageServer]:
     assert made.server is not None
     yield made.server
     made.close()
+
+
+def test_a_job_that_has_failed_ends_with_its_own_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "eplb_runtime"):
+        shown(None)[0].close()
+        assert caplog.text.count("the balancer's run: ") == 1
+        monkeypatch.setattr(sys, "last_value", RuntimeError("the job's"), raising=False)
+        shown(None)[0].close()
+    assert caplog.text.count("the balancer's run: ") == 1
 
 
 def get(server: PageServer, path: str = "/", method: str = "GET", **headers: str) -> http.client.HTTPResponse:

@@ -143,19 +143,13 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
         ({"fp4": "nvfp4"}, "fp4"),
         ({"moe_pad_expert_input_to_capacity": True}, "moe_pad_expert_input_to_capacity"),
         ({"num_distributed_optimizer_instances": 2}, "num_distributed_optimizer_instances"),
-        (
-            {"overlap_param_gather_with_optimizer_step": True},
-            "overlap_param_gather_with_optimizer_step",
-        ),
+        ({"overlap_param_gather_with_optimizer_step": True}, "overlap_param_gather_with_optimizer_step"),
         ({"mtp_detach_heads": True}, "mtp_detach_heads"),
         ({"moe_use_legacy_grouped_gemm": True}, "moe_use_legacy_grouped_gemm"),
         ({"moe_expert_rank_capacity_factor": 1.5}, "moe_expert_rank_capacity_factor"),
         ({"moe_single_grouped_weight": True}, "moe_single_grouped_weight"),
         ({"optimizer_cuda_graph": True}, "optimizer_cuda_graph"),
-        (
-            {"overlap_dispatch_backward_with_experts_wgrad": True},
-            "gradient_accumulation_fusion",
-        ),
+        ({"overlap_dispatch_backward_with_experts_wgrad": True}, "gradient_accumulation_fusion"),
         (
             {
                 "gradient_accumulation_fusion": True,
@@ -164,22 +158,13 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
             },
             "overlap_grad_reduce",
         ),
-        (
-            {"expert_tensor_parallel_num_weight_shards": 2},
-            "expert_tensor_parallel_num_weight_shards",
-        ),
+        ({"expert_tensor_parallel_num_weight_shards": 2}, "expert_tensor_parallel_num_weight_shards"),
         ({"optimizer": "lion"}, "optimizer"),
         ({"optimizer": "muon", "use_distributed_optimizer": True}, "use_distributed_optimizer"),
-        (
-            {"optimizer": "dist_muon", "gpus": 16, **BF16},
-            "optimizer",
-        ),
+        ({"optimizer": "dist_muon", "gpus": 16, **BF16}, "optimizer"),
         ({"optimizer": "dist_muon"}, "bf16"),
         ({"ep": 1}, "expert_model_parallel_size"),
-        (
-            {"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "fp8"},
-            "exp_avg_sq_dtype",
-        ),
+        ({"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "fp8"}, "exp_avg_sq_dtype"),
         (
             {
                 "use_precision_aware_optimizer": True,
@@ -210,17 +195,10 @@ def test_each_rule_of_megatron_refuses_its_setting_and_no_other(
         ({"compiled": True}, "compiled"),
         ({"moe_comm_backend": "nccl_ep"}, "moe_comm_backend"),
         (
-            {
-                "moe_comm_backend": "hybridep",
-                **GRAPHS_OFF,
-                "non_blocking_capacity_factor": 0.5,
-            },
+            {"moe_comm_backend": "hybridep", **GRAPHS_OFF, "non_blocking_capacity_factor": 0.5},
             "non_blocking_capacity_factor",
         ),
-        (
-            {"moe_comm_backend": "hybridep", "non_blocking_capacity_factor": 1.0},
-            "disable_cuda_graphs",
-        ),
+        ({"moe_comm_backend": "hybridep", "non_blocking_capacity_factor": 1.0}, "disable_cuda_graphs"),
         ({"moe_comm_backend": "minimal_async_ep"}, "disable_cuda_graphs"),
         ({"optimizers": ("Muon",)}, "optimizers"),
     ],
@@ -239,15 +217,7 @@ def test_each_rule_of_torchtitan_refuses_its_setting_and_no_other(fields: Mappin
         ({"moe_comm_backend": "deepep", "top_k": 2}, "rounding"),
         ({"moe_comm_backend": "deepep", "top_k": 2, "deterministic": True}, "bit"),
         ({"moe_comm_backend": "minimal_async_ep", "top_k": 8, **GRAPHS_OFF}, "bit"),
-        (
-            {
-                "moe_comm_backend": "hybridep",
-                "top_k": 2,
-                **GRAPHS_OFF,
-                "non_blocking_capacity_factor": 1.0,
-            },
-            "bit",
-        ),
+        ({"moe_comm_backend": "hybridep", "top_k": 2, **GRAPHS_OFF, "non_blocking_capacity_factor": 1.0}, "bit"),
     ],
 )
 def test_torchtitans_own_dispatchers_attach_with_homes_alone(fields: Mapping[str, Any], exact: str) -> None:

@@ -19,9 +19,7 @@ from eplb_runtime.tools.verification.records import Closeness
 
 
 @pytest.mark.parametrize(
-    "of_replicas",
-    [{}, {"copies_by": "copy_engine"}, {"initial_placement": "placement.json"}],
-    ids=str,
+    "of_replicas", [{}, {"copies_by": "copy_engine"}, {"initial_placement": "placement.json"}], ids=str
 )
 def test_runs_without_replicas_leave_out_what_is_of_use_to_replicas_alone(of_replicas: dict) -> None:
     config = config_from_settings({"interval": 7, "replica_slots": 1, **of_replicas})

@@ -63,11 +63,7 @@ def kernels() -> list[tuple[Any, list[str], dict[str, Any]]]:
                     {"TOP_K": 8, "PADDED": ids == INT, **OF_EXPERTS},
                 ),
                 (routing.count_slots, [ids, INT, *[NUMBER] * 3], {"TOP_K": 8, "SLOTS": 256, "RANKS": 0, "BLOCK": 256}),
-                (
-                    routing._deal,
-                    [ids, INT, LONG, LONG, LONG, NUMBER],
-                    {"COPIES": 3, **OF_EXPERTS},
-                ),
+                (routing._deal, [ids, INT, LONG, LONG, LONG, NUMBER], {"COPIES": 3, **OF_EXPERTS}),
             )
         ),
         *(
@@ -80,11 +76,7 @@ def kernels() -> list[tuple[Any, list[str], dict[str, Any]]]:
                     [INT, LONG, NUMBER, "i64", *[NUMBER] * 3],
                     {"SLOTS": 512, "RANKS": 64 * dedup, "HAS_TAG": dedup, "WIDE": 32, "AT_ONCE": 128},
                 ),
-                (
-                    moves._place,
-                    [LONG, INT, *[LONG] * 5, *[NUMBER] * 5],
-                    {**_of_slots(dedup), "SOME": 64},
-                ),
+                (moves._place, [LONG, INT, *[LONG] * 5, *[NUMBER] * 5], {**_of_slots(dedup), "SOME": 64}),
                 (
                     moves._arrive,
                     [*[LONG] * 5, INT, *[NUMBER] * 4],

@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-MODULES = (
-    "moe.dispatch.kernels",
-    "moe.routing.kernels",
-)
+MODULES = ("moe.dispatch.kernels", "moe.routing.kernels")
 
 
 @pytest.mark.skipif(util.find_spec("triton") is None, reason="no triton: pip install triton")

@@ -17,12 +17,7 @@ FREE_WITH_AN_EXPERT_TWICE_ON_A_RANK = Placement([[0, 0, 1, 2, 3, 0]], 4, 2)
 @pytest.mark.parametrize("least_tokens", [0, 10**6], ids=["split", "all at home"])
 def test_every_choice_goes_to_a_slot_of_its_expert_that_expects_it(placement: Placement, least_tokens: int) -> None:
     splitters = [
-        BatchSplitter(
-            placement,
-            torch.device("cpu"),
-            rank,
-            SplitSettings(ranks_per_node=1, least_tokens=least_tokens),
-        )
+        BatchSplitter(placement, torch.device("cpu"), rank, SplitSettings(ranks_per_node=1, least_tokens=least_tokens))
         for rank in range(2)
     ]
     chosen = [torch.from_numpy(np.random.default_rng(rank).integers(0, 4, (50, 2))) for rank in range(2)]
@@ -37,12 +32,7 @@ def test_every_choice_goes_to_a_slot_of_its_expert_that_expects_it(placement: Pl
 
 
 def splitter(placement: Placement, rank: int = 0) -> BatchSplitter:
-    return BatchSplitter(
-        placement,
-        torch.device("cpu"),
-        rank,
-        SplitSettings(ranks_per_node=1),
-    )
+    return BatchSplitter(placement, torch.device("cpu"), rank, SplitSettings(ranks_per_node=1))
 
 
 PLACEMENTS = (

@@ -149,11 +149,7 @@ ANYTHING = st.recursive(
 )
 @settings(max_examples=100, deadline=None)
 def test_no_content_gets_more_than_a_refusal(
-    tmp_path_factory: pytest.TempPathFactory,
-    content: object,
-    to: str,
-    dense: int | None,
-    ranks: int | None,
+    tmp_path_factory: pytest.TempPathFactory, content: object, to: str, dense: int | None, ranks: int | None
 ) -> None:
     folder = tmp_path_factory.mktemp("anything")
     (folder / "in.json").write_text(json.dumps(content))
