@@ -23,6 +23,9 @@ if [ $# = 0 ]; then
     .venv/bin/python -m pip install --quiet --retries 1 --no-deps "${of_torchtitan[@]}" ||
         say "without torchtitan 0.3.0 its tests are skipped"
     of_newer_python emerging-optimizers 0.3.0 || say "without emerging-optimizers 0.3.0 tests of Megatron's Muon are skipped"
+    deepep=$(sed -n 's/^tokenspeed-deepep==//p' docker/cuda.txt)
+    export EPLB_RUNTIME_DEEPEP_SOURCE="$PWD/.venv/tokenspeed-deepep-$deepep/deep_ep"
+    of_newer_python tokenspeed-deepep "$deepep" || say "without DeepEP's wheel the double is not held to its signatures"
     command -v ip >/dev/null || debian_package iproute2 "hosts of network namespaces for the multi-node tests" ||
         say "without iproute2 the multi-node tests are skipped"
     command -v chromium >/dev/null || debian_package chromium "a browser for the tests of the live page" ||

@@ -177,7 +177,6 @@ class Buffer:
             assert scales.dim() == 2 and len(scales) == len(x) and x.shape[1] // 128 <= scales.shape[1] <= 128
         else:
             assert x.dtype == torch.bfloat16
-        assert num_worst_tokens == 0 or self.nodes == 1, "between nodes the host is told"
         CALLS.append("again" if handle is not None else "dispatch")
         DTYPES.append(x.dtype)
         if handle is not None:
@@ -193,9 +192,15 @@ class Buffer:
         assert topk_idx.shape[1] <= 32
         if self.nodes > 1:
             assert num_tokens_per_rdma_rank is not None and num_tokens_per_rdma_rank.dtype == torch.int32
-            assert torch.equal(num_tokens_per_rdma_rank.long(), self._by_node(is_token_in_rank).sum(0))
+            to_nodes = self._by_node(is_token_in_rank).sum(0)
+            assert torch.equal(num_tokens_per_rdma_rank.long(), to_nodes)
+            all_RN = torch.empty(self.group_size, self.nodes, dtype=torch.int64)
+            dist.all_gather_into_tensor(all_RN, to_nodes, group=self.group)
+            of_node = self.group_size // self.nodes
+            passing = int(all_RN[self.rank % of_node :: of_node, self.rank // of_node].sum())
+            assert not 0 < num_worst_tokens < passing, "the real one writes past its memory"
         local = len(num_tokens_per_expert) // self.group_size
-        assert local <= (128 if self.nodes == 1 else 1024), "intranode.cu:123, deep_ep.cpp:348"
+        assert local <= (128 if self.nodes == 1 else 1024), "intranode.cu:154, deep_ep.cpp:522"
         self._notify(waits=num_worst_tokens == 0 and self.nodes == 1)
         rows, received = self._exchange(x, is_token_in_rank)
         ids, _ = self._exchange(topk_idx, is_token_in_rank)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from eplb_runtime.distributed import private_groups
 from eplb_runtime.distributed.transports import TRANSPORTS
 from eplb_runtime.distributed.transports.base import Message, Transport, TransportError
-from eplb_runtime.utils.checksums import as_bytes
 
 RANKS = 3
 TIMEOUT = 30.0
@@ -61,11 +60,11 @@ def group_of_all(rank: int, backend: str, name: str) -> dist.ProcessGroup:
     if backend != "nccl":
         return dist.new_group(backend=backend, timeout=timeout)
     ranks, store = list(range(RANKS)), dist.distributed_c10d._get_default_store()
-    return private_groups.make(store, name, ranks, rank, backend, 4 * timeout, "a test's")
+    return private_groups.make(store, name, ranks, rank, backend, timeout, "a test's")
 
 
 def give_back(group: dist.ProcessGroup) -> None:
-    if not private_groups.is_private(group):
+    if group.name() != "nccl":
         dist.destroy_process_group(group)
         return
     group.abort()
@@ -138,20 +137,6 @@ def many_small_messages(rank: int, transport: Transport) -> None:
 def messages_to_itself(rank: int, transport: Transport) -> None:
     exchange_with_all(rank, transport, [rank], [1, 0, 4096, 3])
     exchange_with_all(rank, transport, range(RANKS), [100, 200])
-
-
-def rows_of_every_dtype(rank: int, transport: Transport) -> None:
-    dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
-    dtypes += [torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool, torch.complex64]
-    rows = [random_bytes(number, 24 * dtype.itemsize, torch.device("cpu")) for number, dtype in enumerate(dtypes)]
-    rows = [(row % 2 if dtype == torch.bool else row).view(dtype) for row, dtype in zip(rows, dtypes, strict=True)]
-    rows = [row.to(transport.device) for row in rows]
-    arrived = [torch.zeros_like(row) for row in rows]
-    to, source = (rank + 1) % RANKS, (rank - 1) % RANKS
-    sends = [Message(to, as_bytes(row)) for row in rows]
-    transport.post(sends, [Message(source, as_bytes(row)) for row in arrived]).wait(soon())
-    for row, copy in zip(rows, arrived, strict=True):
-        assert torch.equal(as_bytes(copy), as_bytes(row)), row.dtype
 
 
 def several_posts_at_once_in_any_order_of_waiting(rank: int, transport: Transport) -> None:
@@ -293,7 +278,6 @@ CASES: list[Case] = [
     empty_messages_between_others,
     many_small_messages,
     messages_to_itself,
-    rows_of_every_dtype,
     several_posts_at_once_in_any_order_of_waiting,
     a_thread_waits_while_the_first_asks,
     a_peer_that_is_later_than_the_deadline,

@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from ..topology import Topology
 from ..utils.errors import one_line
-from .consensus import maxima
-from .transports.base import Message, Transport, TransportError
+from .consensus import TransportError, maxima
+from .transports.base import Message, Transport
 
 FIRST_BYTES = 8 << 20
-LEAST_SECONDS = 0.002
+LEAST_SECONDS = 0.004
 """Messages grow until they take so long. Shorter ones tell how ranks start, not how fast a link is: 8 MiB are through
 NVLink in 20 microseconds, and ranks leave a barrier up to 100 apart."""
-MOST_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+MOST_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
 SHARE_OF_FREE_MEMORY = 8
 """On a device, a probe takes at most one part in so many of what is free, for each of its two buffers."""
 REPEATS = 3
@@ -35,6 +35,7 @@ def measure(
     """Return the topology with measured bandwidths: the slowest rank's, every rank sending and receiving at once, in a
     ring inside each node, then one across nodes. A link class that does not exist keeps its default. Collective."""
     size, node = topology.num_ranks, topology.ranks_per_node
+    peers = range(size) if peers is None else peers
     first, local = ep_rank - ep_rank % node, ep_rank % node
     rings = {
         "intra_node_bandwidth": (first + (local + 1) % node, first + (local - 1) % node),
@@ -43,11 +44,13 @@ def measure(
     deadline = time.monotonic() + timeout_seconds
     measured: dict[str, float] = {}
     try:
-        most = _most_bytes(transport.device, control)
-        for name, (destination, source) in rings.items():
-            if destination != ep_rank:
-                to, of = (destination, source) if peers is None else (peers[destination], peers[source])
-                measured[name] = _bandwidth(transport, to, of, most, control, deadline)
+        most = MOST_BYTES[transport.device.type]
+        if transport.device.type == "cuda":
+            most = min(most, torch.cuda.mem_get_info(transport.device)[0] // SHARE_OF_FREE_MEMORY)
+        most = max(1, -int(maxima(torch.tensor(-most), control)))  # what the rank with the least memory can spare
+        for name, (to, source) in rings.items():
+            if to != ep_rank:
+                measured[name] = _bandwidth(transport, peers[to], peers[source], most, control, deadline)
     except RuntimeError as error:
         if isinstance(error, TransportError):
             raise
@@ -58,7 +61,7 @@ def measure(
 def _bandwidth(
     transport: Transport, destination: int, source: int, most: int, control: dist.ProcessGroup, deadline: float
 ) -> float:
-    """Bytes a second, by messages large enough to trust the clock; equal on all ranks."""
+    """Return bytes a second, by messages large enough to trust the clock; equal on all ranks."""
     nbytes = min(FIRST_BYTES, most)
     while True:
         out, arrived = transport.empty(nbytes).zero_(), transport.empty(nbytes)
@@ -67,7 +70,9 @@ def _bandwidth(
             if transport.device.type == "cuda":
                 torch.cuda.synchronize(transport.device)  # what is queued is no part of it, on no rank
             dist.barrier(group=control)
-            seconds.append(transport.seconds([Message(destination, out)], [Message(source, arrived)], deadline))
+            began = time.perf_counter()
+            transport.post([Message(destination, out)], [Message(source, arrived)]).wait(deadline)
+            seconds.append(time.perf_counter() - began)
         del out, arrived
         # Every rank takes the same way from here: the slowest one's time.
         slowest = float(maxima(torch.tensor(min(seconds), dtype=torch.float64), control))
@@ -75,11 +80,3 @@ def _bandwidth(
         if slowest >= LEAST_SECONDS or larger == nbytes:
             return nbytes / slowest
         nbytes = larger
-
-
-def _most_bytes(device: torch.device, control: dist.ProcessGroup) -> int:
-    """What the rank with the least memory can spare for one buffer."""
-    most = MOST_BYTES["cuda" if device.type == "cuda" else "cpu"]
-    if device.type == "cuda":
-        most = min(most, torch.cuda.mem_get_info(device)[0] // SHARE_OF_FREE_MEMORY)
-    return max(1, -int(maxima(torch.tensor(-most), control)))

@@ -26,8 +26,7 @@ from ..utils.errors import one_line
 from .ballot import Act, Ballot, Heard, State, Verdict
 from .points import Phase, Probe, unobserved
 from .private_groups import hang_up
-from .setting_up import SETUP_SECONDS
-from .store import JobStore, StoreError
+from .store import SETUP_SECONDS, JobStore, StoreError
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -46,7 +45,11 @@ all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 """torch 2.13 has a new name for it and warns of the old one, which 2.11 alone knows."""
 
 
-class ConsensusError(RuntimeError):
+class TransportError(RuntimeError):
+    """Bytes did not arrive: a peer is gone or too slow. Transport and groups may be unusable now."""
+
+
+class ConsensusError(TransportError):
     """A rank did not arrive in time, or its connection is gone."""
 
 

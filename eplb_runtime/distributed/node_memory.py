@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import launcher_environment
+from ..utils.errors import one_line
 from .consensus import gather_bytes
-from .node import identity_of, node_of_this_rank
+from .node import node_of_this_rank
 
 _CPU = torch.device("cpu")
 _OF_TORCH = "torch.distributed._symmetric_memory"
@@ -28,7 +28,7 @@ LEAST_CHANNELS = 4
 """Two signals each way, for weights and for gradients."""
 _BYTES_OF_A_SIGNAL = 4
 SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-"""torch compares the GPUs of ranks by their numbers unless the environment has this."""
+"""torch compares the GPUs of ranks by their numbers, and refuses equal ones, unless the environment has this."""
 
 
 def why_not(device: torch.device) -> str:
@@ -41,18 +41,6 @@ def why_not(device: torch.device) -> str:
     if backend != BACKEND:
         return f"torch's symmetric memory must be of the back end {BACKEND!r} here, and is of {backend!r}"
     return ""
-
-
-def _taken_for_one_gpu(numbers: Sequence[int | None], names: Sequence[str]) -> str:
-    """Return why torch refuses the memory of these GPUs, or ""."""
-    if not all(names) or len(set(numbers)) == len(numbers):
-        return ""
-    if len(set(names)) < len(names):
-        return f"ranks of one node share a GPU: start as many as there are GPUs, or set {SHARING}=1 on all"
-    return (
-        "each rank has a GPU of its own, and several call theirs by one number, so that torch's symmetric memory takes "
-        f"them for one: let each rank see all GPUs of its node, or set {SHARING}=1 on all"
-    )
 
 
 @dataclass
@@ -93,25 +81,22 @@ class NodeMemory:
         self._group = group
         self._device, self._group_device = device, group_device
         self._timeout_ms = int(timeout_seconds * 1000)
+        self._why_not = why_not(device) if package is None else ""
         self._package = package or import_module(_OF_TORCH)
         self._blocks: list[_SymmetricBlock] = []
-        try:
-            torch._C._distributed_c10d._resolve_process_group(group.group_name)
-        except RuntimeError:  # torch does not know groups that it has not made
-            torch._C._distributed_c10d._register_process_group(group.group_name, group)
 
     def meet(self, deadline: float) -> None:
         """Compare what ranks see of their node. Collective; waits on the host."""
         pad = int(self._package.get_signal_pad_size())
-        shares = launcher_environment().get(SHARING) == "1"
-        word = json.dumps([node_of_this_rank(), pad, self._device.index, identity_of(self._device), shares]).encode()
-        said = [json.loads(one) for one in gather_bytes(word, self._group, self._group_device, deadline)]
-        if len({node for node, *_ in said}) > 1:
+        word = json.dumps([node_of_this_rank(), pad, self._why_not]).encode()
+        words = gather_bytes(word, self._group, self._group_device, deadline)
+        nodes, pads, whys = zip(*map(json.loads, words), strict=True)
+        for rank, why in enumerate(whys):
+            if why:
+                raise RuntimeError(f"rank {rank} of the group: {why}")
+        if len(set(nodes)) > 1:
             raise RuntimeError("ranks that the launcher counts to one node see different ones")
-        problem = _taken_for_one_gpu([number for _, _, number, *_ in said], [gpu for *_, gpu, _ in said])
-        if problem and not all(shares for *_, shares in said):
-            raise RuntimeError(problem)
-        if len({pad for _, pad, *_ in said}) > 1:
+        if len(set(pads)) > 1:
             raise RuntimeError("ranks have signal pads of different sizes (set_signal_pad_size)")
 
     def connect(self, deadline: float) -> None:
@@ -154,7 +139,11 @@ class NodeMemory:
         if len(set(said)) > 1:
             raise RuntimeError("ranks of one node have different rows of experts, so they cannot open each other's")
         for block in new:
-            block.handle = self._package.rendezvous(block.own, self._group)
+            try:
+                block.handle = self._package.rendezvous(block.own, self._group)
+            except RuntimeError as error:  # on all ranks: torch compares all of them
+                hint = f" (ranks that see one GPU each: set {SHARING}=1 on all)" if "overlapping" in str(error) else ""
+                raise RuntimeError(f"{one_line(error)}{hint}") from error
             for peer in range(self.size):
                 block.of_peer[peer] = block.handle.get_remote_tensor(peer, (block.own.nbytes,), torch.uint8)
 

@@ -1,4 +1,4 @@
-"""Process groups under names of our own.
+"""Process groups under names of our own, made by their members alone.
 
 `torch.distributed.new_group` counts the groups of a process to name the next one. A rank that fails in it alone would
 give the host's later groups other names than the other ranks do. torch's functions and profilers know the groups made
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 _CLOSING = timedelta(milliseconds=1)
+_WATCHDOG_MARGIN = timedelta(seconds=60)
 _NOBODYS_TAG = 0x7FFFFF
 """Of a message that is never sent: one that met a real message of another size would end the process."""
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
@@ -37,10 +38,18 @@ def make(
     ranks: Sequence[int],
     rank: int,
     backend: str,
-    timeout: timedelta,
+    making: timedelta,
     description: str,
+    calls: timedelta | None = None,
 ) -> dist.ProcessGroup:
-    """Make a group of these ranks, each of which calls it with the same new name, in any order with other calls."""
+    """Make a group of these ranks, each of which calls it with the same new name, in any order with other calls.
+
+    Args:
+        backend: ``gloo`` or ``nccl``.
+        making: most time for making it.
+        calls: most time for a call, after which NCCL's watchdog ends the process. None: as for making, and who waits on
+            it has a deadline of its own, before which NCCL's watchdog does nothing.
+    """
     place = list(ranks).index(rank)
     prefixed = dist.PrefixStore(name, store)
     group = dist.ProcessGroup(prefixed, place, len(ranks))
@@ -48,16 +57,24 @@ def make(
     inner: Any
     if backend == "gloo":
         kind, device = kinds.GLOO, torch.device("cpu")
-        inner = dist.ProcessGroupGloo(prefixed, place, len(ranks), timeout=timeout)
+        inner = dist.ProcessGroupGloo(prefixed, place, len(ranks), timeout=making)
+        inner._set_default_timeout(calls or making)
     else:
         kind, device = kinds.NCCL, torch.device("cuda")
-        inner = _nccl(prefixed, name, ranks, place, timeout)
+        options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
+        options.is_high_priority_stream = False
+        options._timeout = calls or making * 4 + _WATCHDOG_MARGIN
+        options.global_ranks_in_group = list(ranks)
+        options.group_name = name  # type: ignore[assignment]
+        with contextlib.nullcontext() if calls else _harmless_watchdog():
+            inner = dist.ProcessGroupNCCL(prefixed, place, len(ranks), options)  # type: ignore[attr-defined]
     inner._set_sequence_number_for_group()
     group._set_default_backend(kind)
     group._register_backend(device, kind, inner)
     group._set_group_name(name)  # type: ignore[arg-type]
     group._set_group_desc(description)
     # What torch's functions look up in a group.
+    torch._C._distributed_c10d._register_process_group(group.group_name, group)
     known = dist.distributed_c10d._world
     names = getattr(known, "pg_names", None)  # torch's own business: without it, lists of groups lack names
     if names is not None and not isinstance(names, _Names):
@@ -68,17 +85,13 @@ def make(
     return group
 
 
-def _nccl(store: dist.Store, name: str, ranks: Sequence[int], place: int, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
-    options.is_high_priority_stream = False
-    options._timeout = timeout
-    options.global_ranks_in_group = list(ranks)
-    options.group_name = name  # type: ignore[assignment]
-    # Who waits on it has a deadline: its watchdog must not end the process, which it reads in the environment alone.
+@contextlib.contextmanager
+def _harmless_watchdog() -> Any:
+    """NCCL's watchdog must not end the process, which it reads in the environment alone."""
     before = os.environ.get(_BLOCKING)
     os.environ[_BLOCKING] = "1"
     try:
-        return dist.ProcessGroupNCCL(store, place, len(ranks), options)  # type: ignore[attr-defined]
+        yield
     finally:
         del os.environ[_BLOCKING]
         if before is not None:
@@ -88,15 +101,10 @@ def _nccl(store: dist.Store, name: str, ranks: Sequence[int], place: int, timeou
 def forget(group: dist.ProcessGroup) -> None:
     """Let torch's functions not know it any more; with the last reference its threads and connections go."""
     known = dist.distributed_c10d._world
-    known.pg_map.pop(group, None)
+    if known.pg_map.pop(group, None) is not None:
+        torch._C._distributed_c10d._unregister_process_group(group.group_name)
     known.pg_backend_config.pop(group, None)
     known.pg_group_ranks.pop(group, None)
-
-
-def is_private(group: dist.ProcessGroup) -> bool:
-    """Return whether it was made here and is in use."""
-    known = dist.distributed_c10d._world
-    return group in known.pg_map and group not in getattr(known, "pg_names", ())
 
 
 def hang_up(group: dist.ProcessGroup) -> None:

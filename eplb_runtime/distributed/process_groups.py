@@ -1,4 +1,4 @@
-"""The balancer's own process groups: made once, at attach, and shared with nobody (design rule 9).
+"""The balancer's own process groups, shared with nobody (design rule 7), and made by their ranks alone.
 
 A timeout on gloo closes the connections of the group it happened on, and no other. `reconnect.py` makes control and
 migration again at a step boundary, so that one slow moment does not end balancing for ever.
@@ -6,6 +6,7 @@ migration again at a step boundary, so that one slow moment does not end balanci
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections import Counter
@@ -18,36 +19,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..utils.errors import one_line
 from . import private_groups
 from .consensus import wait_on_host
 from .ranks import GroupError, Ranks, gather_job, job_ranks
-from .setting_up import SETUP_SECONDS, allow_open_files, why_attach_failed
-from .store import JobStore, name_of_job
+from .store import SETUP_SECONDS, JobStore, StoreError, name_of_job
 
 logger = logging.getLogger("eplb_runtime")
 
-_WATCHDOG_MARGIN = timedelta(seconds=60)
+ACCOUNT_SECONDS = 10.0
+"""A rank that has lost the others at attach waits so long for the one that says why."""
+_ECHOES = "gloo/", "gloo: ", "did not come", "not through in time", "does not answer", "timed out"
+_AT_ATTACH = ("data", "dispatch", "counts", "expert_data", "parts", "twins")
+"""Made at once: a rank that fails alone ends the waits of others in a group that is there, not in making one."""
 _OF_BALANCING = ("control", "migration", "background")
 """Purposes of groups that a closed model does not compute with."""
 
 
 class ProcessGroups:
-    """The process groups of one balancer.
+    """The process groups of one balancer. A group is made by its ranks, which ask for it at the same place.
 
-    * ``control``: gloo, all ranks of the job: counts, plans, votes. Made again after a failure.
-    * ``migration``: the device's backend, `Job.migration_ranks`: those that have each row of an expert tensor once (one
-      EP group, unless rows or the optimizer's state are divided), in the order of the rows: experts on their way. Made
-      again with ``control``.
-    * ``data``: the device's backend, ranks that hold the same stages: gradients outside the experts.
-    * ``expert_data``: the device's backend, ranks that hold the same experts; None when there is one.
-    * ``parts``: the device's backend, ranks that have the homes of this EP rank together; None when it is this one.
-    * ``twins``: the device's backend, ranks that have the same part of them; None when it is this one.
-    * ``dispatch``: the device's backend, one EP group: tokens.
-    * ``counts``: the device's backend, one EP group: what goes where, ahead of tokens. Apart from ``dispatch`` on gloo,
-      which ends the process where messages that meet differ in size, as those of a forward and a backward would.
-
-    Every group of a device backend is used by all its ranks as soon as it is made: NCCL builds a communicator of the
-    whole group at its first call, and ranks that have nothing to send would never come to that call.
+    It is used by all of them as soon as it is made: NCCL builds a communicator of the whole group at its first call,
+    and ranks that have nothing to send would never come to that call.
 
     Args:
         ranks: what the host said of this rank.
@@ -57,6 +50,9 @@ class ProcessGroups:
         only_control: make ``control`` alone, for ranks that compare what they have and exchange nothing.
 
     Attributes:
+        control: gloo, all ranks of the job: counts, plans, votes. Made again after a failure.
+        migration: the device's backend, `Job.migration_ranks`, in the order of the rows: experts on their way. Made
+            again with ``control``.
         store: the launcher's, under a name that no other balancer has.
         timeout_seconds: as given.
         setup_seconds: for each step until `settle`, making these groups among them.
@@ -79,39 +75,26 @@ class ProcessGroups:
             raise GroupError("torch.distributed is not initialised: call init_process_group (or use torchrun) first")
         self.timeout_seconds = timeout_seconds
         self.setup_seconds = max(timeout_seconds, SETUP_SECONDS)
-        self._setup = timedelta(seconds=self.setup_seconds)
-        self._device = device
         self.backend = backend_for(device)
+        self._device = device
         self._members = job_ranks(ranks)
         self._made: list[dist.ProcessGroup] = []
         self._times_made: Counter[str] = Counter()
         self._is_balancing = True
-        self._whole_world = len(self._members) == dist.get_world_size()
         world = dist.distributed_c10d._get_default_group().get_group_store()
         # Ranks meet in it when they connect, perhaps on a thread of ours: nobody else may have to wait for that.
         self._launcher_store = world.clone()  # type: ignore[attr-defined]
         self._name = name_of_job(self._launcher_store, self._members, dist.get_rank())
         self.store = JobStore(world, self._name, timeout_seconds)
-        self._launcher_store.set_timeout(self._setup)
+        self._launcher_store.set_timeout(timedelta(seconds=self.setup_seconds))
         try:
-            allow_open_files()
-            self.control = self._new([self._members], "gloo", "control", self._setup)
-            self.job = job = gather_job(ranks, self._members, stage_layers, self.control)
-            if only_control:
-                return
-            self.data = self._new(job.data_sets, self.backend, "data")
-            self.dispatch = self._new(job.ep_sets, self.backend, "dispatch")
-            self.counts = self._new(job.ep_sets, "gloo", "counts") if self.backend == "gloo" else self.dispatch
-            self.expert_data: dist.ProcessGroup | None = None
-            self.twins: dist.ProcessGroup | None = None
-            if len(job.ep_sets) > len(job.stage_sets):
-                group = self._new(job.edp_sets, self.backend, "expert data")
-                self.expert_data = group if len(job.edp_ranks) > 1 else None
-            self.parts = self.expert_data
-            if any(len(ranks) > 1 for ranks in job.twin_sets):
-                self.parts = self._new(job.part_sets, self.backend, "parts") if job.row_division > 1 else None
-                self.twins = self._new(job.twin_sets, self.backend, "twins")
-            self.migration = self._new_migration("migration", self._setup)
+            _allow_open_files()
+            self.control = self._new([self._members], "control", "gloo", self.setup_seconds)
+            self.job = gather_job(ranks, self._members, stage_layers, self.control)
+            if not only_control:
+                for purpose in _AT_ATTACH:
+                    getattr(self, purpose)
+                self.migration = self._new_migration("migration", self.setup_seconds)
         except BaseException as error:
             cause = self.explain(error)
             self.close()
@@ -120,25 +103,40 @@ class ProcessGroups:
             raise
 
     def explain(self, error: BaseException) -> str:
-        """Tell the others that setting up has failed here; returns why it did on all, or "": by this error."""
-        return why_attach_failed(self.store, self._members, dist.get_rank(), error, self._hang_up_on_all)
+        """Tell the others that setting up has failed here; returns why it did on all ranks, in a line, or "": by this
+        rank's own error."""
+        store, rank, own = self.store, dist.get_rank(), not _is_echo(error)
+        try:
+            store.compare_set(f"failed/{rank}", "failed")
+            if own:
+                store.compare_set("failed", f"rank {rank} failed at attach: {one_line(error, with_type=True)}")
+            for group in self._made:  # others wait for this rank
+                if group.name() == "gloo":
+                    private_groups.hang_up(group)
+            if own or store.wait("failed", ACCOUNT_SECONDS):
+                return "" if own else store.word_of("failed")
+            lost = [str(other) for other in self._members if not store.word_of(f"failed/{other}")]
+        except StoreError:
+            return ""
+        return f"rank {', '.join(lost[:8])} was lost at attach: it has died, or does not answer" if lost else ""
 
     def settle(self) -> None:
         """All is set up: from here on, control and migration have the balancer's timeout."""
-        seconds = timedelta(seconds=self.timeout_seconds)
-        _give_time(self.control, "gloo", seconds)
-        _give_time(self.migration, self.backend, self._of_migration(seconds))
+        for group in (self.control, self.migration):
+            _give_time(group, self.timeout_seconds)
+
+    # -- connections made anew -----------------------------------------------------------------------------------------
 
     def new_control(self, attempt: int, seconds: float) -> dist.ProcessGroup:
         """Make another control group, which is not used until `take_over`. Collective."""
-        control = self._new([self.job.ranks], "gloo", f"control {attempt}", timedelta(seconds=seconds))
-        _give_time(control, "gloo", timedelta(seconds=self.timeout_seconds))
+        control = self._new([self.job.ranks], f"control {attempt}", "gloo", seconds)
+        _give_time(control, self.timeout_seconds)
         return control
 
     def new_migration(self, attempt: int, seconds: float) -> dist.ProcessGroup:
         """Make another migration group, as `new_control` does."""
-        migration = self._new_migration(f"migration {attempt}", timedelta(seconds=seconds))
-        _give_time(migration, self.backend, self._of_migration(timedelta(seconds=self.timeout_seconds)))
+        migration = self._new_migration(f"migration {attempt}", seconds)
+        _give_time(migration, self.timeout_seconds)
         return migration
 
     def take_over(self, control: dist.ProcessGroup, migration: dist.ProcessGroup) -> list[dist.ProcessGroup]:
@@ -156,41 +154,74 @@ class ProcessGroups:
         """End these groups."""
         self._retire(*groups)
 
-    # -- made where they are first asked for, which all ranks of the job do at the same place --------------------------
+    # -- made where they are first asked for; over the device's backend unless they say otherwise ----------------------
+
+    @cached_property
+    def data(self) -> dist.ProcessGroup:
+        """Ranks that hold the same stages: gradients outside the experts."""
+        return self._new(self.job.data_sets, "data")
 
     @cached_property
     def everyone(self) -> dist.ProcessGroup:
-        """The device's backend, all ranks of the job: norms over stages, agreement on a gradient's overflow."""
-        if len(self.job.stage_sets) == 1:
-            return self.data
-        return self._new([self.job.ranks], self.backend, "everyone")
+        """All ranks of the job: norms over stages, agreement on a gradient's overflow."""
+        return self.data if len(self.job.stage_sets) == 1 else self._new([self.job.ranks], "everyone")
 
     @cached_property
-    def rows(self) -> dist.ProcessGroup:
-        """The device's backend, ranks that have each row of an expert tensor once: `dispatch`, unless divided."""
-        return self._new(self.job.row_sets, self.backend, "rows") if self.job.divided_rows else self.dispatch
+    def expert_data(self) -> dist.ProcessGroup | None:
+        """Ranks that hold the same experts; None: there is one."""
+        return self._new(self.job.edp_sets, "expert data") if len(self.job.edp_ranks) > 1 else None
 
     @cached_property
-    def replicas(self) -> dist.ProcessGroup:
-        """The device's backend, the ranks of ``rows``: weights to copies, gradients back."""
-        return self._new(self.job.row_sets, self.backend, "replicas")
+    def parts(self) -> dist.ProcessGroup | None:
+        """Ranks that have the homes of this EP rank together; None: it is this one."""
+        if self.twins is None:
+            return self.expert_data
+        return self._new(self.job.part_sets, "parts") if self.job.row_division > 1 else None
 
     @cached_property
-    def background(self) -> dist.ProcessGroup:
-        """A gloo group over all ranks, for work in a thread beside training."""
-        return self._new([self.job.ranks], "gloo", "background")
+    def twins(self) -> dist.ProcessGroup | None:
+        """Ranks that have the same part of them; None: it is this one."""
+        return self._new(self.job.twin_sets, "twins") if len(self.job.twin_sets[0]) > 1 else None
+
+    @cached_property
+    def dispatch(self) -> dist.ProcessGroup:
+        """One EP group: tokens."""
+        return self._new(self.job.ep_sets, "dispatch")
+
+    @cached_property
+    def counts(self) -> dist.ProcessGroup:
+        """One EP group: what goes where, ahead of tokens. Apart from ``dispatch`` on gloo, which ends the process where
+        messages that meet differ in size, as those of a forward and a backward would."""
+        return self._new(self.job.ep_sets, "counts") if self.backend == "gloo" else self.dispatch
 
     @cached_property
     def second_channel(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """``dispatch`` and ``counts`` once more, for a second batch at once."""
-        dispatch = self._new(self.job.ep_sets, self.backend, "dispatch 2")
-        return dispatch, self._new(self.job.ep_sets, "gloo", "counts 2") if self.backend == "gloo" else dispatch
+        dispatch = self._new(self.job.ep_sets, "dispatch 2")
+        return dispatch, self._new(self.job.ep_sets, "counts 2") if self.backend == "gloo" else dispatch
+
+    @cached_property
+    def rows(self) -> dist.ProcessGroup:
+        """Ranks that have each row of an expert tensor once: `dispatch`, unless divided."""
+        return self._new(self.job.row_sets, "rows") if self.job.divided_rows else self.dispatch
+
+    @cached_property
+    def replicas(self) -> dist.ProcessGroup:
+        """The ranks of ``rows``: weights to replicas, gradients back."""
+        return self._new(self.job.row_sets, "replicas")
+
+    @cached_property
+    def background(self) -> dist.ProcessGroup:
+        """A gloo group over all ranks, for work in a thread beside training."""
+        return self._new([self.job.ranks], "background", "gloo")
 
     def of_nodes(self, ranks_per_node: int) -> dist.ProcessGroup:
         """Return a gloo group of the ranks of ``replicas`` that share this rank's node, to meet in. Collective."""
         each = ranks_per_node * self.job.row_division
         sets = [ranks[first : first + each] for ranks in self.job.row_sets for first in range(0, len(ranks), each)]
-        return self._new(sets, "gloo", "node")
+        return self._new(sets, "node", "gloo")
+
+    # -- the end -------------------------------------------------------------------------------------------------------
 
     def go_with(self, models: Sequence[nn.Module]) -> None:
         """Note when the last of these models is gone, for `give_back_dropped`: a closed model still computes with some
@@ -231,102 +262,44 @@ class ProcessGroups:
 
     # -- making and giving back ----------------------------------------------------------------------------------------
 
-    def _new_migration(self, purpose: str, timeout: timedelta) -> dist.ProcessGroup:
-        return self._new(self.job.migration_sets, self.backend, purpose, self._of_migration(timeout), private=True)
-
-    def _of_migration(self, timeout: timedelta) -> timedelta:
-        """On a device backend the transport gives up by itself; the backend's own watchdog ends the process, so it must
-        not be first, nor act at all."""
-        return timeout if self.backend == "gloo" else timeout * 4 + _WATCHDOG_MARGIN
-
-    def _hang_up_on_all(self) -> None:
-        for group in self._made:
-            if group.name() == "gloo":
-                private_groups.hang_up(group)
+    def _new_migration(self, purpose: str, seconds: float) -> dist.ProcessGroup:
+        return self._new(self.job.migration_sets, purpose, self.backend, seconds)
 
     def _new(
-        self,
-        sets: Sequence[Sequence[int]],
-        backend: str,
-        purpose: str,
-        timeout: timedelta | None = None,
-        private: bool = False,
+        self, sets: Sequence[Sequence[int]], purpose: str, backend: str = "", seconds: float | None = None
     ) -> dist.ProcessGroup:
-        """Return this rank's group of several that part the job's ranks; every rank of the job asks for all of them.
-        ``timeout`` is also that of making it; ``private``: also over NCCL under a name of our own, as over gloo
-        always."""
-        rank = dist.get_rank()
+        """Return a group of those of ``sets`` with this rank, made by its ranks. ``seconds`` are for making it and,
+        over gloo, for each call; None: who waits for its calls waits as long as for the host's own."""
+        rank, backend = dist.get_rank(), backend or self.backend
         # The store keeps the addresses of a group that is gone: one made again needs another name.
         self._times_made[purpose] += 1
-        ranks = next((tuple(together) for together in sets if rank in together), None)
-        if ranks is None:
-            raise GroupError(f"rank {rank} is in no group for {purpose}")
-        description, making = f"eplb_runtime {purpose.rstrip('0123456789 ')}", timeout or self._setup
-        if backend == "gloo" or (private and backend == "nccl"):
-            name = f"{self._name}/{purpose}/{self._times_made[purpose]} of {ranks[0]}"
-            group = private_groups.make(self._launcher_store, name, ranks, rank, backend, making, description)
-            if timeout is None:
-                _give_time(group, backend, host_timeout(backend))
-        else:
-            # They share the world's communicator where they can.
-            group = self._new_of_torch(sets, backend, description, timeout)
+        ranks = next(together for together in sets if rank in together)
+        name = f"{self._name}/{purpose}/{self._times_made[purpose]} of {ranks[0]}"
+        description = f"eplb_runtime {purpose.rstrip('0123456789 ')}"
+        making = timedelta(seconds=self.setup_seconds if seconds is None else seconds)
+        calls = host_timeout(backend) if seconds is None else None
+        group = private_groups.make(self._launcher_store, name, ranks, rank, backend, making, description, calls)
         self._made.append(group)
         try:
-            self._first_call(group, backend, making)
+            token = torch.zeros(1, device="cpu" if backend == "gloo" else self._device)
+            work = dist.all_reduce(token, group=group, async_op=True)
+            assert work is not None
+            wait_on_host([work], group, making.total_seconds(), on_device=backend != "gloo")
         except BaseException:
             self._retire(group)
             raise
         return group
 
-    def _new_of_torch(
-        self, sets: Sequence[Sequence[int]], backend: str, description: str, timeout: timedelta | None
-    ) -> dist.ProcessGroup:
-        mine: dist.ProcessGroup | None = None
-        timeout = timeout if timeout is not None else host_timeout(backend)
-        if backend == "nccl" and self._whole_world and dist.distributed_c10d._get_default_group().bound_device_id:
-            # One split of the world's communicator makes them all; new_group would split it once for each.
-            mine = dist.split_group(split_ranks=[list(s) for s in sets], timeout=timeout, group_desc=description)
-            sets = ()
-        for ranks in sets:
-            # Every rank of the world must call new_group, unless its members alone agree on a name. They can only
-            # if they have made equally many groups before; so that is for jobs that leave part of the world out.
-            if self._whole_world or dist.get_rank() in ranks:
-                group = dist.new_group(
-                    list(ranks),
-                    timeout=timeout,
-                    backend=backend,
-                    use_local_synchronization=not self._whole_world,
-                    group_desc=description,
-                )
-                mine = group if dist.get_rank() in ranks else mine
-        assert mine is not None
-        return mine
-
-    def _first_call(self, group: dist.ProcessGroup, backend: str, timeout: timedelta) -> None:
-        """The first call on a group, by all its ranks, within the timeout."""
-        token = torch.zeros(1, device="cpu" if backend == "gloo" else self._device)
-        work = dist.all_reduce(token, group=group, async_op=True)
-        assert work is not None
-        wait_on_host([work], group, timeout.total_seconds(), on_device=backend != "gloo")
-
     def _retire(self, *groups: dist.ProcessGroup) -> None:
         for group in groups:
-            private = private_groups.is_private(group)
-            if not private and not self._whole_world:
-                # torch names such groups by their ranks and the number of groups that there are: with one less, the
-                # next would take a name, and addresses in the store, that were used before. So they stay to the end.
-                continue
             self._made = [other for other in self._made if other is not group]
             try:
                 if group.name() != "gloo":
                     group.abort()  # what is under way would hold the communicator, and the host, for ever
-                if private:
-                    private_groups.forget(group)
-                else:
-                    dist.destroy_process_group(group)
+                private_groups.forget(group)
             except Exception as error:
                 # After a failure some are broken already; that is not worth an error any more.
-                logger.debug("a process group could not be destroyed: %s", error)
+                logger.debug("a process group could not be ended: %s", error)
 
 
 _dropped: list[ProcessGroups] = []
@@ -340,10 +313,10 @@ def give_back_dropped() -> None:
         _dropped.pop(0)._end_dropped()
 
 
-def _give_time(group: dist.ProcessGroup, backend: str, timeout: timedelta) -> None:
+def _give_time(group: dist.ProcessGroup, seconds: float) -> None:
     """Set how long collectives of a gloo group wait from here on. Other backends have no such wait."""
-    if backend == "gloo":
-        group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+    if group.name() == "gloo":
+        group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=seconds))
 
 
 def host_timeout(backend: str) -> timedelta:
@@ -359,12 +332,31 @@ def host_timeout(backend: str) -> timedelta:
 
 
 def backend_for(device: torch.device) -> str:
-    """Return the backend that the world uses for this kind of device (``gloo``, ``nccl``, ...)."""
+    """Return the backend that the world uses for this kind of device: ``gloo`` or ``nccl``."""
     per_device = dict(part.split(":") for part in dist.get_backend_config().split(",") if ":" in part)
     backend = per_device.get(device.type)
-    if backend is None:
+    if backend not in ("gloo", "nccl"):
+        has = "has no backend" if backend is None else f"has {backend}, and not gloo or nccl,"
         raise GroupError(
-            f"the process group has no backend for {device.type} tensors ({dist.get_backend_config()}): initialise it "
+            f"the process group {has} for {device.type} tensors ({dist.get_backend_config()}): initialise it "
             f"with one, such as backend='{dist.get_default_backend_for_device(device.type)}'"
         )
     return backend
+
+
+def _is_echo(error: BaseException | None) -> bool:
+    """Return whether an error only says that another rank did not come, or has gone."""
+    while error is not None:
+        if isinstance(error, dist.DistNetworkError | dist.DistStoreError) or any(s in str(error) for s in _ECHOES):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _allow_open_files() -> None:
+    """Raise this process's soft limit of open files to its hard one: gloo ends a process that has none left."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -7,15 +7,20 @@ from these, in `process_groups.py`.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
+import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from .consensus import gather_bytes
+
+Sets = list[tuple[int, ...]]
+"""Ranks in sets, each rank in one of them."""
 
 
 class GroupError(ValueError):
@@ -59,7 +64,11 @@ class Ranks:
 @dataclass(frozen=True)
 class Job:
     """All that follows from what the ranks of a job said; equal on all of them but for ``rank``. The first of ``ranks``
-    plans; EP groups are ordered by first rank, and layers are numbered over the whole model, stage by stage."""
+    plans; EP groups are ordered by first rank, and layers are numbered over the whole model, stage by stage.
+
+    Ranks that hold the same stages are a grid ``[H, D, R]``: R ranks of an EP group, D ranks that divide its homes
+    (``divided_rows``; all that hold the same experts where rows are not divided), and H of those.
+    """
 
     ranks: tuple[int, ...]
     rank: int
@@ -74,19 +83,14 @@ class Job:
     def is_planner(self) -> bool:
         return self.rank == self.ranks[0]
 
-    @cached_property
-    def ep_ranks(self) -> tuple[int, ...]:
-        """The EP group of this rank."""
-        return next(ranks for ranks in self.ep_sets if self.rank in ranks)
-
-    @cached_property
-    def ep_rank(self) -> int:
-        """This rank's place in its EP group."""
-        return self.ep_ranks.index(self.rank)
-
     @property
-    def ep_size(self) -> int:
-        return len(self.ep_ranks)
+    def num_layers(self) -> int:
+        """L, MoE layers of the whole model."""
+        return sum(self.layers_of_stage)
+
+    def first_layer(self, stage: int) -> int:
+        """The number of a stage's first MoE layer."""
+        return sum(self.layers_of_stage[:stage])
 
     @cached_property
     def stages(self) -> tuple[int, ...]:
@@ -98,54 +102,6 @@ class Job:
         """Which stages ranks hold together, each tuple once, ascending."""
         return tuple(sorted(set(self.stages_of_set)))
 
-    def ep_sets_of(self, stages: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The EP groups that hold these stages, in order."""
-        return [ep_set for ep_set, held in zip(self.ep_sets, self.stages_of_set, strict=True) if held == stages]
-
-    @cached_property
-    def edp_sets(self) -> list[tuple[int, ...]]:
-        """Ranks that hold the same experts, for all of the job."""
-        return [ranks for stages in self.stage_sets for ranks in zip(*self.ep_sets_of(stages), strict=True)]
-
-    @cached_property
-    def edp_ranks(self) -> tuple[int, ...]:
-        """Ranks that hold the same experts as this one, in the order of the EP groups."""
-        return next(ranks for ranks in self.edp_sets if self.rank in ranks)
-
-    @cached_property
-    def row_sets(self) -> list[tuple[int, ...]]:
-        """Ranks that have each row of an expert tensor once, in the order of the rows: the EP groups, or, with divided
-        rows, as many of those that hold the same stages as rows are divided over."""
-        if not self.divided_rows:
-            return list(self.ep_sets)
-        sets = [self.ep_sets_of(stages) for stages in self.stage_sets]
-        return [
-            tuple(rank for same in zip(*ep_sets[first : first + self.divided_rows], strict=True) for rank in same)
-            for ep_sets in sets
-            for first in range(0, len(ep_sets), self.divided_rows)
-        ]
-
-    @cached_property
-    def migration_sets(self) -> list[tuple[int, ...]]:
-        """Ranks among which experts travel: those that have each row once, or, with divided state, all that hold the
-        same stages, the EDP ranks of the first EP rank first."""
-        if not self.divided_state:
-            return self.row_sets
-        return [
-            tuple(rank for same in zip(*self.ep_sets_of(stages), strict=True) for rank in same)
-            for stages in self.stage_sets
-        ]
-
-    @cached_property
-    def migration_ranks(self) -> tuple[int, ...]:
-        """Those with this one."""
-        return next(ranks for ranks in self.migration_sets if self.rank in ranks)
-
-    @cached_property
-    def migration_rank(self) -> int:
-        """This rank's place among ``migration_ranks``."""
-        return self.migration_ranks.index(self.rank)
-
     @property
     def state_holders(self) -> int:
         """Over how many ranks the optimizer's state of an expert is divided; 1 where it is not."""
@@ -156,22 +112,87 @@ class Job:
         """D, over how many ranks the homes of an EP rank are divided; 1 where they are not."""
         return self.divided_rows or 1
 
-    @cached_property
-    def part_sets(self) -> list[tuple[int, ...]]:
-        """Ranks that have the homes of one EP rank together: all of an EDP set, or as many as rows are divided over."""
-        size = self.divided_rows or len(self.ranks)
-        return [ranks[first : first + size] for ranks in self.edp_sets for first in range(0, len(ranks), size)]
+    # -- sets of ranks, for all of the job -----------------------------------------------------------------------------
+
+    def ep_sets_of(self, stages: tuple[int, ...]) -> Sets:
+        """The EP groups that hold these stages, in order."""
+        return [ep_set for ep_set, held in zip(self.ep_sets, self.stages_of_set, strict=True) if held == stages]
+
+    def _sets(self, laid_out: Callable[[NDArray[np.int64]], NDArray[np.int64]]) -> Sets:
+        """Return the rows of each grid as ``laid_out`` returns it, ``[sets, ranks]``."""
+        grids = [np.array(self.ep_sets_of(stages)) for stages in self.stage_sets]
+        grids = [grid_GR.reshape(-1, self.divided_rows or len(grid_GR), self.ep_size) for grid_GR in grids]
+        return [tuple(ranks) for grid_HDR in grids for ranks in laid_out(grid_HDR).tolist()]
 
     @cached_property
-    def twin_sets(self) -> list[tuple[int, ...]]:
+    def edp_sets(self) -> Sets:
+        """Ranks that hold the same experts."""
+        return self._sets(lambda grid_HDR: grid_HDR.transpose(2, 0, 1).reshape(self.ep_size, -1))
+
+    @cached_property
+    def row_sets(self) -> Sets:
+        """Ranks that have each row of an expert tensor once, in the order of the rows: the EP groups, or, with divided
+        rows, as many of those that hold the same stages as rows are divided over."""
+        if not self.divided_rows:
+            return list(self.ep_sets)
+        return self._sets(lambda grid_HDR: grid_HDR.transpose(0, 2, 1).reshape(len(grid_HDR), -1))
+
+    @cached_property
+    def migration_sets(self) -> Sets:
+        """Ranks among which experts travel: those that have each row once, or, with divided state, all that hold the
+        same stages, the EDP ranks of the first EP rank first."""
+        if not self.divided_state:
+            return self.row_sets
+        return self._sets(lambda grid_HDR: grid_HDR.transpose(2, 0, 1).reshape(1, -1))
+
+    @cached_property
+    def part_sets(self) -> Sets:
+        """Ranks that have the homes of one EP rank together: all of an EDP set, or as many as rows are divided over."""
+        return self._sets(lambda grid_HDR: grid_HDR.transpose(2, 0, 1).reshape(-1, grid_HDR.shape[1]))
+
+    @cached_property
+    def twin_sets(self) -> Sets:
         """Ranks of an EDP set that have the same part of its homes: several where there are replicas of the model."""
-        size = self.divided_rows or len(self.ranks)
-        return [ranks[part::size] for ranks in self.edp_sets for part in range(min(size, len(ranks)))]
+        return self._sets(lambda grid_HDR: grid_HDR.transpose(2, 1, 0).reshape(-1, len(grid_HDR)))
+
+    @cached_property
+    def data_sets(self) -> Sets:
+        """Ranks that hold the same stages, ascending."""
+        return self._sets(lambda grid_HDR: np.sort(grid_HDR.reshape(1, -1)))
+
+    # -- those with this rank ------------------------------------------------------------------------------------------
+
+    def _with_this(self, sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        return next(ranks for ranks in sets if self.rank in ranks)
+
+    @cached_property
+    def ep_ranks(self) -> tuple[int, ...]:
+        """The EP group of this rank."""
+        return self._with_this(self.ep_sets)
+
+    @cached_property
+    def ep_rank(self) -> int:
+        """This rank's place in its EP group."""
+        return self.ep_ranks.index(self.rank)
+
+    @property
+    def ep_size(self) -> int:
+        return len(self.ep_ranks)
+
+    @cached_property
+    def edp_ranks(self) -> tuple[int, ...]:
+        """Ranks that hold the same experts as this one, in the order of the EP groups."""
+        return self._with_this(self.edp_sets)
+
+    @cached_property
+    def data_ranks(self) -> tuple[int, ...]:
+        """Ranks that hold the same stages as this one, ascending."""
+        return self._with_this(self.data_sets)
 
     @cached_property
     def row_ranks(self) -> tuple[int, ...]:
-        """Those that have each row once, with this one."""
-        return next(ranks for ranks in self.row_sets if self.rank in ranks)
+        """Those of ``row_sets`` with this one."""
+        return self._with_this(self.row_sets)
 
     @cached_property
     def row_rank(self) -> int:
@@ -179,29 +200,21 @@ class Job:
         return self.row_ranks.index(self.rank)
 
     @cached_property
-    def data_sets(self) -> list[tuple[int, ...]]:
-        """Ranks that hold the same stages, ascending, for all of the job."""
-        return [tuple(sorted(sum(self.ep_sets_of(stages), ()))) for stages in self.stage_sets]
+    def migration_ranks(self) -> tuple[int, ...]:
+        """Those of ``migration_sets`` with this one."""
+        return self._with_this(self.migration_sets)
 
     @cached_property
-    def data_ranks(self) -> tuple[int, ...]:
-        """Ranks that hold the same stages as this one, ascending."""
-        return next(ranks for ranks in self.data_sets if self.rank in ranks)
-
-    @property
-    def num_layers(self) -> int:
-        """L, MoE layers of the whole model."""
-        return sum(self.layers_of_stage)
-
-    def first_layer(self, stage: int) -> int:
-        """The number of a stage's first MoE layer."""
-        return sum(self.layers_of_stage[:stage])
+    def migration_rank(self) -> int:
+        """This rank's place among ``migration_ranks``."""
+        return self.migration_ranks.index(self.rank)
 
 
 # -- from what each rank says to the job -------------------------------------------------------------------------------
 
 
 def job_ranks(ranks: Ranks) -> tuple[int, ...]:
+    """Return the ranks of the job, ascending; GroupError: they are not all there, or this one is none of them."""
     world, rank = dist.get_world_size(), dist.get_rank()
     job = tuple(range(world)) if ranks.job is None else tuple(sorted(set(ranks.job)))
     if rank not in job:
@@ -211,111 +224,85 @@ def job_ranks(ranks: Ranks) -> tuple[int, ...]:
     return job
 
 
-@dataclass(frozen=True)
-class _Said:
-    """One rank's word. ``ep_first`` and ``ep_name`` tell EP groups apart without listing them."""
+class _Said(NamedTuple):
+    """One rank's word. ``ep`` is empty where it names no EP group: then all ranks with its stages are one."""
 
-    rank: int
-    ep_first: int
-    ep_size: int
-    ep_name: str
+    stages: Sequence[int]
+    layers: Sequence[int]
+    ep: Sequence[int]
     divisor: int
     divided_rows: int
     divided_state: bool
-    stages: tuple[int, ...]
-    layers: tuple[int, ...]
+
+
+_EQUAL = {
+    "divisor": "the ranks give different gradient divisors, {}",
+    "divided_rows": "some ranks say that rows of experts are divided over EDP ranks, and others that they are not",
+    "divided_state": "some ranks say that EDP ranks divide the optimizer's state, and others that they do not",
+}
 
 
 def gather_job(ranks: Ranks, everyone: tuple[int, ...], stage_layers: Sequence[int], control: dist.ProcessGroup) -> Job:
-    """One small all-gather, and the same conclusions on all ranks."""
-    said = _exchange(ranks, stage_layers, control)
-    for one in said:
-        if one.stages == (-1,):
+    """Return the job, by one small all-gather on ``control``, whose ranks are ``everyone``. Raises GroupError on all
+    ranks where they contradict each other."""
+    divisor, divided = ranks.gradient_divisor or 0, (ranks.divided_rows, ranks.divided_state)
+    mine = _Said(ranks.stages, list(stage_layers), sorted(ranks.ep or ()), divisor, *divided)
+    words = map(json.loads, gather_bytes(json.dumps(mine).encode(), control))
+    said = {rank: _Said(*word) for rank, word in zip(everyone, words, strict=True)}
+    layers = _layers_of_stage(said)
+    for name, complaint in _EQUAL.items():
+        if len(values := {getattr(one, name) for one in said.values()}) > 1:
+            raise GroupError(complaint.format(sorted(values)))
+    if all(divided):
+        raise GroupError("EDP ranks divide rows of experts or the optimizer's state, not both")
+    sets = _ep_sets(said)
+    stages_of_set = tuple(tuple(said[ep_set[0]].stages) for ep_set in sets)
+    job = Job(everyone, dist.get_rank(), sets, stages_of_set, layers, divisor, *divided)
+    holders = len(job.ep_sets_of(job.stages))
+    if holders % job.row_division:
+        raise GroupError(
+            f"rows of experts are divided over {job.row_division} ranks, and {holders} hold the same ones: give a "
+            "number that divides those"
+        )
+    return job if divisor else replace(job, gradient_divisor=len(job.data_ranks))
+
+
+def _layers_of_stage(said: dict[int, _Said]) -> tuple[int, ...]:
+    """Return the MoE layers of each stage of the model."""
+    layers: dict[int, int] = {}
+    held: dict[int, set[tuple[int, ...]]] = {}
+    for rank, one in said.items():
+        if len(one.stages) != len(one.layers) or sorted(set(one.stages)) != one.stages:
             raise GroupError(
-                f"rank {one.rank} does not name one stage for each model that it attaches: give Ranks(stages=...), "
+                f"rank {rank} does not name one stage for each model that it attaches: give Ranks(stages=...), "
                 "ascending"
             )
-    layers: dict[int, int] = {}
-    for one in said:
         for stage, count in zip(one.stages, one.layers, strict=True):
+            held.setdefault(stage, set()).add(tuple(one.stages))
             if layers.setdefault(stage, count) != count:
                 raise GroupError(f"stage {stage} has {layers[stage]} MoE layers on one rank and {count} on another")
-    together = {stage: {one.stages for one in said if stage in one.stages} for stage in layers}
-    for stage, held in together.items():
-        if len(held) > 1:
-            raise GroupError(f"stage {stage} is held together with other stages on some ranks: {sorted(held)}")
+    for stage, together in held.items():
+        if len(together) > 1:
+            raise GroupError(f"stage {stage} is held together with other stages on some ranks: {sorted(together)}")
     if sorted(layers) != list(range(len(layers))):
         raise GroupError(f"the ranks hold the pipeline stages {sorted(layers)}: every stage from 0 on must be there")
-    sets = _ep_sets(said, everyone)
-    stages_of = {one.rank: one.stages for one in said}
-    rank = dist.get_rank()
-    divisors = {one.divisor for one in said}
-    if len(divisors) > 1:
-        raise GroupError(f"the ranks give different gradient divisors, {sorted(divisors)}")
-    if len({one.divided_rows for one in said}) > 1:
-        raise GroupError("some ranks say that rows of experts are divided over EDP ranks, and others that they are not")
-    if len({one.divided_state for one in said}) > 1:
-        raise GroupError("some ranks say that EDP ranks divide the optimizer's state, and others that they do not")
-    if ranks.divided_rows and ranks.divided_state:
-        raise GroupError("EDP ranks divide rows of experts or the optimizer's state, not both")
-    job = Job(
-        ranks=everyone,
-        rank=rank,
-        ep_sets=sets,
-        stages_of_set=tuple(stages_of[ep_set[0]] for ep_set in sets),
-        layers_of_stage=tuple(layers[stage] for stage in range(len(layers))),
-        gradient_divisor=divisors.pop(),
-        divided_rows=ranks.divided_rows,
-        divided_state=ranks.divided_state,
-    )
-    if len(job.edp_ranks) % job.row_division:
-        raise GroupError(
-            f"rows of experts are divided over {job.row_division} ranks, and {len(job.edp_ranks)} hold the same "
-            "ones: give a number that divides those"
-        )
-    return job if job.gradient_divisor else replace(job, gradient_divisor=len(job.data_ranks))
+    return tuple(layers[stage] for stage in range(len(layers)))
 
 
-def _exchange(ranks: Ranks, stage_layers: Sequence[int], control: dist.ProcessGroup) -> list[_Said]:
-    stages, layers = ranks.stages, tuple(stage_layers)
-    if len(stages) != len(layers) or sorted(set(stages)) != list(stages):
-        stages, layers = (-1,), (0,)
-    # Without an EP group: all ranks with the same stages, which are not known yet; they are told apart by their stages.
-    ep = tuple(sorted(ranks.ep)) if ranks.ep is not None else ()
-    name = hashlib.blake2b(repr((ep, () if ep else stages)).encode(), digest_size=8).hexdigest()
-    mine = _Said(
-        rank=dist.get_rank(),
-        ep_first=ep[0] if ep else -1,
-        ep_size=len(ep),
-        ep_name=name,
-        divisor=ranks.gradient_divisor or 0,
-        divided_rows=ranks.divided_rows,
-        divided_state=ranks.divided_state,
-        stages=stages,
-        layers=layers,
-    )
-    said = [json.loads(text) for text in gather_bytes(json.dumps(asdict(mine)).encode(), control)]
-    return [_Said(**{**one, "stages": tuple(one["stages"]), "layers": tuple(one["layers"])}) for one in said]
-
-
-def _ep_sets(said: Sequence[_Said], everyone: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The EP groups of the job, ordered by first rank."""
-    members: dict[str, list[_Said]] = {}
-    for one in said:
-        members.setdefault(one.ep_name, []).append(one)
-    sets = []
-    for together in members.values():
-        ranks = tuple(sorted(one.rank for one in together))
-        first, size = together[0].ep_first, together[0].ep_size
-        if first >= 0 and (ranks[0] != first or len(ranks) != size):
+def _ep_sets(said: dict[int, _Said]) -> tuple[tuple[int, ...], ...]:
+    """Return the EP groups of the job, ordered by first rank."""
+    members: dict[tuple[Sequence[int], ...], list[int]] = {}
+    for rank, one in said.items():
+        members.setdefault((tuple(one.ep), () if one.ep else tuple(one.stages)), []).append(rank)
+    for (ep, _), together in members.items():
+        if ep and together != list(ep):
             raise GroupError(
-                f"the EP groups do not partition the ranks {list(everyone)} of the job: ranks {list(ranks)} name a "
-                f"group of {size} whose first rank is {first}"
+                f"the EP groups do not partition the ranks {list(said)} of the job: ranks {together} name a "
+                f"group of {len(ep)} whose first rank is {ep[0]}"
             )
-        if len({one.stages for one in together}) > 1:
-            raise GroupError(f"the EP group of ranks {list(ranks)} holds different pipeline stages")
-        sets.append(ranks)
-    sets.sort()
+        if len({tuple(said[rank].stages) for rank in together}) > 1:
+            raise GroupError(f"the EP group of ranks {together} holds different pipeline stages")
+    sets = sorted(map(tuple, members.values()))
     if len({len(ranks) for ranks in sets}) > 1:
         raise GroupError(
             f"the EP groups {[list(ranks) for ranks in sets]} differ in size: every EP group must hold all experts once"

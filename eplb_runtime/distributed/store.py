@@ -19,6 +19,9 @@ from ..utils.worker import Worker
 logger = logging.getLogger("eplb_runtime")
 T = TypeVar("T")
 
+SETUP_SECONDS = 120.0
+"""For each step of setting up, or the balancer's own timeout where that is longer: a busy machine may be slow."""
+
 
 class StoreError(RuntimeError):
     """The launcher's store did not answer in time, or not at all."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from eplb_runtime.distributed import bandwidth
-from eplb_runtime.distributed.transports.base import Message, Pending, Transport, TransportError
+from eplb_runtime.distributed.transports.base import Message, Pending, PendingGroup, Transport, TransportError
 from eplb_runtime.topology import Topology
 
 START_SECONDS = 50e-6
@@ -30,21 +32,20 @@ class Modelled(Transport):
     def __init__(self, rank: int, inside: float, between: float, fails: bool = False) -> None:
         self.rank, self.inside, self.between, self.fails = rank, inside, between, fails
         self.sizes: list[int] = []
+        self.clock = 0.0
 
     def warm_up(self, deadline: float) -> None: ...
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        raise NotImplementedError
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
-
-    def seconds(self, sends: Sequence[Message], receives: Sequence[Message], deadline: float) -> float:
         if self.fails:
             raise TransportError("point-to-point messages were not through in time")
         self.sizes.append(sends[0].data.shape[0])
         speed = self.inside if sends[0].peer // 2 == self.rank // 2 else self.between
-        return START_SECONDS + self.sizes[-1] / speed
+        self.clock += START_SECONDS + self.sizes[-1] / speed
+        return PendingGroup()
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
     def close(self) -> None: ...
 
@@ -56,6 +57,7 @@ SIZES = bandwidth.FIRST_BYTES, bandwidth.LEAST_SECONDS
 def measure_modelled(rank: int, inside: float, between: float, sizes: tuple[int, float]) -> tuple[Topology, list[int]]:
     bandwidth.FIRST_BYTES, bandwidth.LEAST_SECONDS = sizes
     transport = Modelled(rank, inside * (1 + rank), between)  # the slowest rank counts
+    bandwidth.time = SimpleNamespace(monotonic=time.monotonic, perf_counter=lambda: transport.clock)
     control = dist.new_group(backend="gloo")
     return bandwidth.measure(Topology(4, 2), transport, rank, control, 30.0), transport.sizes
 

@@ -159,7 +159,6 @@ CASES: list[Case] = [
     contract.messages_of_any_size,
     contract.empty_messages_between_others,
     contract.messages_to_itself,
-    contract.rows_of_every_dtype,
     contract.several_posts_at_once_in_any_order_of_waiting,
     contract.what_is_done_stays_done_after_an_abort,
     a_rank_without_messages_takes_part,

@@ -14,7 +14,7 @@ from moe_models import make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.distributed import process_groups, setting_up
+from eplb_runtime.distributed import process_groups
 from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.hosts import AttachError
 from eplb_runtime.hosts.attaching import attach as attaching
@@ -120,7 +120,7 @@ def dies(rank: int, place: str) -> str:
     owner, name = PLACES[place]
     if rank == RANKS - 1:
         at(owner, name, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    process_groups.SETUP_SECONDS, setting_up.ACCOUNT_SECONDS = 8.0, 8.0
+    process_groups.SETUP_SECONDS, process_groups.ACCOUNT_SECONDS = 8.0, 8.0
     with pytest.raises(AttachError) as refused:
         attach(rank, 8.0)
     return str(refused.value)

@@ -3,12 +3,14 @@ doubles of their libraries, which are themselves in `tests/gpu`; ``"auto"`` is o
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,8 +36,8 @@ from transport_contract import (
 from eplb_runtime.config import TRANSPORTS as NAMES
 from eplb_runtime.distributed import node_memory
 from eplb_runtime.distributed.node import node_of_this_rank
-from eplb_runtime.distributed.transports import TRANSPORTS, cuda_ipc, nixl_agent, nvshmem, windows
-from eplb_runtime.distributed.transports.automatic import TransportChoice, choose, choose_together, probe, why_not
+from eplb_runtime.distributed.transports import TRANSPORTS, nixl, nvshmem, windows
+from eplb_runtime.distributed.transports.automatic import TransportChoice, choose, choose_together, why_not
 from eplb_runtime.distributed.transports.base import Message, TransportError
 from eplb_runtime.distributed.transports.cuda_ipc import CudaIpc
 from eplb_runtime.distributed.transports.nvshmem import Nvshmem
@@ -58,7 +60,7 @@ def run_chosen_cases(rank: int, name: str, chosen: set[str], folder: Path) -> di
     if name in DOUBLES:
         windows.MOST_PIECE_BYTES = 64 << 10  # a message of a megabyte goes in many pieces
         made = {"cuda_ipc": partial(CudaIpc, package=symmetric_memory_double)}
-        made["nvshmem"] = partial(Nvshmem, library=double.library())
+        made["nvshmem"] = partial(Nvshmem, package=double.library())
         TRANSPORTS[name] = made[name]
         cases = [case for case in cases if case not in (large_messages, many_small_messages)]
     said: dict[str, Any] = run_cases(rank, name, "gloo", lambda rank: CPU, cases)
@@ -215,7 +217,8 @@ def test_a_peer_that_stands_still_is_given_up_and_writes_nothing_later(one_sided
 
 
 def test_a_model_on_a_cpu_is_refused() -> None:
-    assert "GPU" in cuda_ipc.why_not(CPU) and "GPU" in nvshmem.why_not(CPU)
+    assert why_not("torch", CPU) == ""
+    assert all("GPU" in why_not(name, CPU) for name in ("cuda_ipc", "nvshmem", "deepep"))
 
 
 def test_a_missing_package_is_one_line_that_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,10 +237,10 @@ def test_a_missing_package_is_one_line_that_says_how_to_get_it(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("nodes", "lacking", "name", "why"),
     [
-        ("aaaa", {}, "cuda_ipc", "no nixl: one node"),
-        ("aabb", {}, "nixl", "no cuda_ipc: several nodes"),
-        ("aaaa", {"cuda_ipc": {2: "a CPU"}}, "torch", "no cuda_ipc: rank 2: a CPU; no nixl: one node"),
-        ("aabb", {"nixl": {1: "no RDMA"}}, "torch", "no cuda_ipc: several nodes; no nixl: rank 1: no RDMA"),
+        ("aaaa", {}, "cuda_ipc", "one node"),
+        ("aabb", {}, "nixl", "several nodes"),
+        ("aaaa", {"cuda_ipc": {2: "a CPU"}}, "torch", "one node; no cuda_ipc: rank 2: a CPU"),
+        ("aabb", {"nixl": {1: "no RDMA"}}, "torch", "several nodes; no nixl: rank 1: no RDMA"),
     ],
 )
 def test_the_choice(nodes: str, lacking: dict[str, dict[int, str]], name: str, why: str) -> None:
@@ -245,11 +248,21 @@ def test_the_choice(nodes: str, lacking: dict[str, dict[int, str]], name: str, w
     assert choose(nodes, said) == TransportChoice(name, why)
 
 
-def test_every_transport_says_whether_it_can_be_used() -> None:
-    found = {finding.name: finding for finding in probe(CPU)}
-    assert set(found) == {"torch", "cuda_ipc", "nixl", "nvshmem", "deepep"}
-    assert found["torch"].usable and all(finding.why for finding in found.values())
-    assert "not on cpu" in found["cuda_ipc"].why
+def test_what_ucx_may_use_is_not_told_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may read it at that moment. The user's own choice stands."""
+    told: list[tuple[str, dict[str, str]]] = []
+
+    def agent(*_: object) -> SimpleNamespace:
+        assert os.environ.get("UCX_TLS") == before
+        return SimpleNamespace(create_backend=lambda *of: told.append(of))
+
+    api = SimpleNamespace(logger=logging.getLogger("a test's"), nixl_agent=agent, nixl_agent_config=dict)
+    monkeypatch.setattr(nixl.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(nixl.importlib, "import_module", lambda name: api)
+    for before in (None, "tcp"):
+        monkeypatch.delenv("UCX_TLS", raising=False) if before is None else monkeypatch.setenv("UCX_TLS", before)
+        nixl.new_agent("a name")
+    assert told == [("UCX", {"engine_config": "TLS=^sm"}), ("UCX", {})]
 
 
 def in_three_places(rank: int) -> list[tuple[str, TransportChoice]]:
@@ -261,7 +274,7 @@ def in_three_places(rank: int) -> list[tuple[str, TransportChoice]]:
     seen = []
     for node, devices, broken in ((0, [], False), (rank // 2, ["mlx5_0"], False), (rank // 2, ["mlx5_0"], True)):
         os.environ["GROUP_RANK"] = str(node)
-        nixl_agent.rdma_devices = lambda devices=devices: devices
+        nixl.rdma_devices = lambda devices=devices: devices
         if broken:
             windows.try_out = refuse if rank == 2 else lambda *_: None
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
@@ -274,8 +287,8 @@ def in_three_places(rank: int) -> list[tuple[str, TransportChoice]]:
 
 
 def test_all_ranks_choose_alike_and_fall_back_together() -> None:
-    if nixl_agent.why_not():
-        pytest.skip(nixl_agent.why_not())
+    if nixl.why_not():
+        pytest.skip(nixl.why_not())
     results = run_ranks(3, in_three_places)
     assert results[0] == results[1] == results[2]
     (one, chosen), (two, over_nixl), (back, at_last) = results[0]

@@ -43,9 +43,9 @@ COMPILED = ("jit", "triton", "custom_op", "register_fake", "kernel")
 RATCHET = {
     "(root)": 1392,
     "utils": 671,
-    "distributed": 4039,
+    "distributed": 3826,
     "load": 924,
-    "moe": 5747,
+    "moe": 5746,
     "planner": 2976,
     "replicas": 1454,
     "migration": 2317,
@@ -55,12 +55,12 @@ RATCHET = {
     "hosts": 9126,
     "tools": 3457,
     "cli": 1088,
-    "package": 42579,
-    "files of the package": 276,
+    "package": 42366,
+    "files of the package": 273,
     "page": 664,
     "tests": 41874,
     "files of tests": 303,
-    "Markdown, KB": 154,
+    "Markdown, KB": 149,
 }
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from .. import consensus
-
-
-class TransportError(RuntimeError):
-    """Bytes did not arrive: a peer is gone or too slow. Transport and groups may be unusable now."""
+from ..consensus import TransportError as TransportError
 
 
 @dataclass(frozen=True)
@@ -87,24 +81,6 @@ class PendingGroup(Pending):
             raise
 
 
-def gather_bytes(mine: bytes, group: dist.ProcessGroup, device: torch.device, deadline: float) -> list[bytes]:
-    """`consensus.gather_bytes`, for transports."""
-    try:
-        return consensus.gather_bytes(mine, group, device, deadline)
-    except consensus.ConsensusError as error:
-        raise TransportError(str(error)) from error
-
-
-def first_problem(
-    problem: str, group: dist.ProcessGroup, device: torch.device, deadline: float
-) -> consensus.RankProblem | None:
-    """`consensus.first_problem`, for transports."""
-    try:
-        return consensus.first_problem(problem, group, device, deadline)
-    except consensus.ConsensusError as error:
-        raise TransportError(str(error)) from error
-
-
 class Transport(ABC):
     """One way to move bytes between the ranks of an EP group. A table in this package's ``__init__`` names them all.
 
@@ -140,12 +116,6 @@ class Transport(ABC):
     @abstractmethod
     def empty(self, nbytes: int) -> Tensor:
         """Uninitialised uint8 memory that messages may live in (pinned where that is faster)."""
-
-    def seconds(self, sends: Sequence[Message], receives: Sequence[Message], deadline: float) -> float:
-        """Return how long these messages take, by the device's own clock where there is one. Waits for the end."""
-        began = time.perf_counter()
-        self.post(sends, receives).wait(deadline)
-        return time.perf_counter() - began
 
     @abstractmethod
     def close(self) -> None:

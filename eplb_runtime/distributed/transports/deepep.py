@@ -24,11 +24,11 @@ from torch import Tensor
 
 from ...config import ConfigError
 from ...utils.errors import one_line
+from ..consensus import gather_bytes
 from ..node import node_of_this_rank
 from . import deepep_package
-from .base import Message, Pending, Transport, TransportError, gather_bytes
-from .progress import to_others
-from .side_stream import SideStream, wait_until
+from .base import Message, Pending, Transport, TransportError
+from .progress import SideStream, to_others, try_out, wait_until
 
 ROW_BYTES = 14336
 """A multiple of 32 that one call takes, and the width that DeepEP's own tables are for."""
@@ -109,18 +109,14 @@ class DeepEP(Transport):
         if self._num_ranks == 1:
             return
         try:
-            package.Buffer.set_num_sms(deepep_package.NUM_SMS)
+            sms = deepep_package.NUM_SMS
+            package.Buffer.set_num_sms(sms)
             self._there, back = deepep_package.settings(package, self._num_ranks)
             deepep_package.refuse_filled_memory()
-            shared = deepep_package.shared_between(package, self._group)
-            self._buffer = shared.buffer(self._group, deepep_package.NUM_SMS, self._there, back)
+            self._buffer = deepep_package.shared_buffer(package, self._group, sms, self._there, back)
         except (RuntimeError, AssertionError, ConfigError) as error:
             raise TransportError(f"transport 'deepep': {one_line(error)}") from error
-        peers = [peer for peer in range(self._num_ranks) if peer != self._rank]
-        out, arrived = self.empty(1).zero_(), self.empty(self._num_ranks)
-        self.post(
-            [Message(peer, out) for peer in peers], [Message(peer, arrived[peer : peer + 1]) for peer in peers]
-        ).wait(deadline)
+        try_out(self, (peer for peer in range(self._num_ranks) if peer != self._rank), deadline)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         if self._problem:
@@ -209,7 +205,11 @@ class DeepEP(Transport):
             numbers_N1.zero_()  # its memory may be somebody else's by now: these rows are no expert's
         to_N1, numbers_N1 = (t.to(self.device, non_blocking=True) for t in (to_N1, numbers_N1))
         expected_M = torch.cat([self._numbers(source, rows) for source, rows in enumerate(coming_R)])
-        numbers_M, arrived_MC = self._dispatch(rows_NC, to_N1, numbers_N1, len(expected_M))
+        of_node = deepep_package.RANKS_OF_A_NODE
+        here = self._rank // of_node * of_node  # what crosses to a node comes by the rank of the same place there
+        passing = sum(sum(rows_R[here : here + of_node]) for rows_R in rows_RR[self._rank % of_node :: of_node])
+        room = max(1, len(expected_M), passing)
+        numbers_M, arrived_MC = self._dispatch(rows_NC, to_N1, numbers_N1, len(expected_M), room)
         on_host = numbers_M.to("cpu", non_blocking=True)
         wait_until(self._stream.mark(), deadline, "an exchange by DeepEP")
         if post.problem or not torch.equal(on_host, expected_M):
@@ -226,13 +226,12 @@ class DeepEP(Transport):
         """Return float32 ``[rows]``: numbers from 1 of rows of a rank in one call, ascending with the rank."""
         return torch.arange(1, rows + 1, dtype=torch.float32) + source * self._most_rows
 
-    def _dispatch(self, rows_NC: Tensor, to_N1: Tensor, numbers_N1: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def _dispatch(
+        self, rows_NC: Tensor, to_N1: Tensor, numbers_N1: Tensor, count: int, room: int
+    ) -> tuple[Tensor, Tensor]:
         """Send rows of bytes to ranks. Returns what arrives in the order of its numbers: these, float32 ``[M]``, and
-        rows of bytes. Collective."""
+        rows of bytes; ``room``: of those, and of rows that pass through. Collective."""
         to_ranks, to_nodes, to_experts, in_rank, _ = self._buffer.get_dispatch_layout(to_N1, self._num_ranks)
-        # Who knows how many rows come need not wait for DeepEP's word on the host, which is waited for with Python
-        # locked; DeepEP takes that inside a node only, and waits with it unlocked between nodes.
-        known = {"num_worst_tokens": max(1, count)} if to_nodes is None else {}
         arrived_MC, _, weights_M1, *_ = self._buffer.dispatch(
             rows_NC.view(torch.bfloat16),
             num_tokens_per_rank=to_ranks,
@@ -241,8 +240,8 @@ class DeepEP(Transport):
             num_tokens_per_expert=to_experts,
             topk_idx=to_N1,
             topk_weights=numbers_N1,
+            num_worst_tokens=room,  # with 0 the host would wait with Python locked
             config=self._there,
-            **known,
         )
         numbers_M, order_M = weights_M1[:count, 0].sort()
         return numbers_M, arrived_MC.index_select(0, order_M).view(torch.uint8)

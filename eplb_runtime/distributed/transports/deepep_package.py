@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ...config import ConfigError
 from ...utils.errors import one_line
+from .nvshmem import claim
 
 INSTALL = "build it from github.com/deepseek-ai/DeepEP for this torch and CUDA (dispatch/README.md)"
 NUM_SMS = 20
@@ -25,8 +26,6 @@ RANKS_OF_A_NODE = 8
 SIZED_FOR_ROW_BYTES = 16 << 10
 """So that one buffer serves rows of all widths."""
 INFINIBAND = Path("/sys/class/infiniband")
-_between_nodes: list[tuple[int, ...]] = []
-"""Ranks of this process's buffer that goes beyond a node: NVSHMEM, which it needs, is started once in a process."""
 
 
 def why_not(device: torch.device | None = None) -> str:
@@ -102,11 +101,10 @@ def refuse_filled_memory() -> None:
 def new_buffer(package: Any, group: dist.ProcessGroup, there: Any, back: Any) -> Any:
     """Return a buffer between the ranks of a group, for rows of any width that one call takes. Collective."""
     ranks = group.size()
-    if ranks > RANKS_OF_A_NODE and _between_nodes:
+    if ranks > RANKS_OF_A_NODE and (why := claim("DeepEP between nodes", group)):
         raise ConfigError(
-            f"DeepEP carries between nodes by NVSHMEM, which this process has started between ranks "
-            f"{list(_between_nodes[0])}, and it is started once: no second buffer for two batches at once, for "
-            "another EP group or for other sms"
+            f"DeepEP carries between nodes by NVSHMEM: {why}; no buffer for two batches at once, for other "
+            "sms or another EP group"
         )
     sizes = [
         (
@@ -116,29 +114,16 @@ def new_buffer(package: Any, group: dist.ProcessGroup, there: Any, back: Any) ->
         for config in (there, back)
     ]
     nvlink, rdma = (max(column) for column in zip(*sizes, strict=True))
-    buffer = package.Buffer(group, num_nvl_bytes=nvlink, num_rdma_bytes=rdma)
-    if rdma:
-        _between_nodes.append(tuple(dist.get_process_group_ranks(group)))
-    return buffer
+    return package.Buffer(group, num_nvl_bytes=nvlink, num_rdma_bytes=rdma)
 
 
-class Shared:
-    """What a process has of DeepEP between the same ranks, whoever uses it."""
-
-    def __init__(self, package: Any) -> None:
-        self._package = package
-        self._buffers: dict[int, Any] = {}
-
-    def buffer(self, group: dist.ProcessGroup, num_sms: int, there: Any, back: Any) -> Any:
-        """The one for so many multiprocessors; made by the first who asks. Collective then."""
-        if num_sms not in self._buffers:
-            self._buffers[num_sms] = new_buffer(self._package, group, there, back)
-        return self._buffers[num_sms]
+def shared_buffer(package: Any, group: dist.ProcessGroup, num_sms: int, there: Any, back: Any) -> Any:
+    """Return the buffer of so many multiprocessors that this process has between these ranks, whoever uses it; made by
+    the first who asks. Collective then."""
+    key = id(package), tuple(dist.get_process_group_ranks(group)), num_sms
+    if key not in _buffers:
+        _buffers[key] = new_buffer(package, group, there, back)
+    return _buffers[key]
 
 
-_shared: dict[tuple[int, tuple[int, ...]], Shared] = {}
-
-
-def shared_between(package: Any, group: dist.ProcessGroup) -> Shared:
-    """What this process has between the ranks of a group; kept until it ends."""
-    return _shared.setdefault((id(package), tuple(dist.get_process_group_ranks(group))), Shared(package))
+_buffers: dict[tuple[int, tuple[int, ...], int], Any] = {}

@@ -9,24 +9,63 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import importlib
+import importlib.util
 import json
+import logging
+import os
 import secrets
 import struct
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .base import TransportError, gather_bytes
-from .nixl_agent import new_agent
-from .side_stream import SideStream
+from ...utils.errors import one_line
+from ..consensus import gather_bytes
+from .base import TransportError
+from .progress import SideStream
 from .windows import ARRIVED, GOODBYE, HALVES, KINDS, Window, Windows, piece_bytes_for
 
+PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
+_DEVICES = Path("/sys/class/infiniband")
+_WITHOUT_SHARED_MEMORY = "TLS=^sm"
+"""UCX must not write into another process without its help: nothing could end that."""
 _NOTE = struct.Struct("<BQ")
 _ASK = KINDS
 """A kind of note that says nothing: only a write or a note finds out that a rank is gone."""
+
+
+def rdma_devices() -> list[str]:
+    """Return the names of this host's RDMA devices."""
+    return sorted(device.name for device in _DEVICES.iterdir()) if _DEVICES.is_dir() else []
+
+
+def why_not() -> str:
+    """Return what this process lacks to use NIXL, or "". Makes an agent and destroys it."""
+    try:
+        new_agent(f"probe {secrets.token_hex(8)}")
+    except Exception as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def new_agent(name: str) -> Any:
+    """Return an agent of NIXL's with the UCX back end; TransportError: it cannot be made."""
+    found = next((package for package in PACKAGES if importlib.util.find_spec(package)), None)
+    if found is None:
+        raise TransportError("the nixl package is not installed: pip install 'eplb-runtime[nixl]'")
+    try:
+        api = importlib.import_module(f"{found}._api")
+        api.logger.setLevel(logging.WARNING)  # else each agent says so on the standard output
+        agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
+        agent.create_backend("UCX", {} if "UCX_TLS" in os.environ else {"engine_config": _WITHOUT_SHARED_MEMORY})
+    except Exception as error:
+        raise TransportError(f"nixl cannot be used: {one_line(error)}") from error
+    return agent
 
 
 class Nixl(Windows):
@@ -38,12 +77,7 @@ class Nixl(Windows):
         super().__init__(group, backend, device, timeout_seconds)
         self.one_by_one = device.type == "cpu"
         self._name = f"eplb_runtime {self._rank} {secrets.token_hex(8)}"
-        try:
-            self._agent: Any = new_agent(self._name)
-        except TransportError:
-            raise
-        except Exception as error:
-            raise TransportError(f"nixl cannot be used: {error}") from error
+        self._agent: Any = new_agent(self._name)
 
     def _open(self, deadline: float) -> Window:
         ranks = self._group.size()

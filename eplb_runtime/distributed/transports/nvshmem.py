@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...utils.errors import one_line
-from .base import TransportError, gather_bytes
-from .side_stream import SideStream
+from ..consensus import gather_bytes
+from .base import TransportError
+from .progress import SideStream
 from .windows import StreamWindow, Window, Windows, piece_bytes_for
 
 
@@ -83,35 +84,43 @@ class HeapWindow(StreamWindow):
         self._library.bindings.putmem_on_stream(place.data_ptr(), source.data_ptr(), source.nbytes, peer, on)
 
 
-class _Process:
-    """NVSHMEM of this process, which has one world and never a second."""
-
-    def __init__(self) -> None:
-        self.members: tuple[int, ...] = ()
-        self.memories: list[Tensor] = []
-        self.users: list[Callable[[], Window | None]] = []
-
-    def free(self) -> list[int]:
-        """Numbers of windows that nobody uses here."""
-        users = [user() for user in self.users]
-        return [number for number, user in enumerate(users) if user is None or user.released]
+_world: list[tuple[str, tuple[int, ...]]] = []
+"""Who has started NVSHMEM in this process, and between which ranks: there is one world and never a second."""
 
 
-_process = _Process()
+def claim(by: str, group: dist.ProcessGroup, *, again: bool = False) -> str:
+    """Return why NVSHMEM cannot be started for a user between these ranks, or "" and note that it is. Asked by all who
+    start it, DeepEP's buffers among them; ``again``: this user may share its world."""
+    user = by, tuple(dist.get_process_group_ranks(group))
+    if _world and not (again and _world[0] == user):
+        first, ranks = _world[0]
+        return f"{first} has started NVSHMEM between ranks {list(ranks)}, and a process starts it once"
+    _world[:] = [user]
+    return ""
+
+
+_running: list[Library] = []
+_windows: list[tuple[Tensor, Callable[[], Window | None]]] = []
+"""Memory on the heap of this process, and who uses it."""
+
+
+def _free() -> list[int]:
+    """Numbers of windows that nobody uses here."""
+    users = [user() for _, user in _windows]
+    return [number for number, user in enumerate(users) if user is None or user.released]
 
 
 def window_of(
     group: dist.ProcessGroup, device: torch.device, on: SideStream, deadline: float, library: Library | None
 ) -> Window:
     """Return a window between the ranks of a group, of the caller alone until it is released. Collective."""
-    members, problem = tuple(dist.get_process_group_ranks(group)), ""
+    problem = ""
     try:
         library = library or load()
-        if _process.members not in ((), members):
-            problem = f"NVSHMEM is started between ranks {list(_process.members)} in this process, not {list(members)}"
+        problem = claim("transport='nvshmem'", group, again=True)
     except TransportError as error:
         problem = str(error)
-    word = json.dumps([problem, _process.free()]).encode()
+    word = json.dumps([problem, _free()]).encode()
     said = [json.loads(word) for word in gather_bytes(word, group, device, deadline)]
     for rank, (text, _) in enumerate(said):
         if text:
@@ -119,17 +128,15 @@ def window_of(
     assert library is not None
     ranks = group.size()
     piece_bytes = piece_bytes_for(ranks)
-    if not _process.members:
+    if not _running:
         _start(group, device, library, deadline)
-        _process.members = members
-    free_everywhere = set.intersection(*(set(free) for _, free in said))
-    number = min(free_everywhere, default=len(_process.memories))
-    if number == len(_process.memories):
+    number = min(set.intersection(*(set(free) for _, free in said)), default=len(_windows))
+    if number == len(_windows):
         memory: Tensor = library.core.tensor((StreamWindow.nbytes(ranks, piece_bytes),), dtype=torch.uint8)
-        _process.memories.append(memory.zero_())
-        _process.users.append(lambda: None)
-    window = HeapWindow(_process.memories[number], library, group.rank(), ranks, piece_bytes, on)
-    _process.users[number] = weakref.ref(window)
+        _windows.append((memory.zero_(), lambda: None))
+    memory = _windows[number][0]
+    window = HeapWindow(memory, library, group.rank(), ranks, piece_bytes, on)
+    _windows[number] = memory, weakref.ref(window)
     return window
 
 
@@ -141,25 +148,15 @@ def _start(group: dist.ProcessGroup, device: torch.device, library: Library, dea
     on = library.device_of(torch.cuda.current_device() if torch.cuda.is_available() else 0)
     on.set_current()
     library.core.init(device=on, uid=identity, rank=group.rank(), nranks=group.size(), initializer_method="uid")
+    _running.append(library)
 
 
 class Nvshmem(Windows):
-    """Writes into the windows of other ranks; ``library``: nvshmem4py."""
+    """Writes into the windows of other ranks."""
 
     by = "NVSHMEM"
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        backend: str,
-        device: torch.device,
-        timeout_seconds: float,
-        library: Library | None = None,
-    ) -> None:
-        if library is None and device.type != "cuda":
-            raise TransportError(f"transport 'nvshmem': {why_not(device)}")
-        super().__init__(group, backend, device, timeout_seconds)
-        self._library = library
-
     def _open(self, deadline: float) -> Window:
-        return window_of(self._group, self._group_device, self._stream, deadline, self._library)
+        if self._package is None and self.device.type != "cuda":
+            raise TransportError(f"transport 'nvshmem': {why_not(self.device)}")
+        return window_of(self._group, self._group_device, self._stream, deadline, self._package)

@@ -1,11 +1,16 @@
-"""Messages that a thread of a transport carries: what is left of them, their end, and their failure."""
+"""What transports carry messages with: their state while a thread carries them, a stream beside the one that trains,
+and waits with a deadline."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import torch
+
+from ...utils.worker import Worker
 from .base import Message, Pending, Transport, TransportError
 
 
@@ -81,3 +86,55 @@ def try_out(transport: Transport, peers: Iterable[int], deadline: float) -> None
         [Message(peer, out) for peer in others],
         [Message(peer, arrived[index : index + 1]) for index, peer in enumerate(others)],
     ).wait(deadline)
+
+
+# -- on a device -------------------------------------------------------------------------------------------------------
+
+LEFT_SECONDS = 5.0
+"""Longest wait for work that is still on a stream, as when a rank gives up."""
+
+
+class SideStream:
+    """Where writes and copies run in order; on a CPU they are done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.pointer = 0 if self._stream is None else self._stream.cuda_stream
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+            yield
+
+    def after_current(self) -> None:
+        """What comes from here on runs after what the current stream has to do now."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def mark(self) -> Callable[[], bool]:
+        """Asks whether all so far is done."""
+        if self._stream is None:
+            return lambda: True
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event.query
+
+
+def wait_until(done: Callable[[], bool], deadline: float, what: str) -> None:
+    """Ask again and again until it is done; TransportError: the deadline passed."""
+    while not done():
+        if time.monotonic() > deadline:
+            raise TransportError(f"{what} was not done in time")
+        time.sleep(0.0002)
+
+
+def synchronize(device: torch.device, deadline: float) -> None:
+    """Wait until all that the device has to do is done; TransportError: the deadline passed."""
+    if device.type == "cuda":
+        worker = Worker("eplb_runtime transport")
+        try:
+            worker.do(lambda: torch.cuda.synchronize(device), max(0.0, deadline - time.monotonic()))
+        except TimeoutError as error:
+            raise TransportError("what the device has to do was not done in time") from error
+        finally:
+            worker.close(0.0)

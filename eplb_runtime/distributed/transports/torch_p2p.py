@@ -55,23 +55,6 @@ class TorchPointToPoint(Transport):
             return _OnHost(works, time.monotonic() + self._timeout, self._rank, receives)
         return _OnDevice(works, self._group)
 
-    def seconds(self, sends: Sequence[Message], receives: Sequence[Message], deadline: float) -> float:
-        if self.device.type != "cuda":
-            return super().seconds(sends, receives, deadline)
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        # A stream of its own: if a peer never comes, training's stream does not wait for it.
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            began.record(stream)
-            pending = self.post(sends, receives)
-            assert isinstance(pending, _OnDevice)
-            pending.hold_stream()
-            ended.record(stream)
-            pending.wait(deadline)
-        ended.synchronize()
-        return float(began.elapsed_time(ended)) / 1e3
-
     def close(self) -> None:
         """Nothing is ours: the group belongs to who made it."""
 
@@ -153,11 +136,6 @@ class _OnDevice(Pending):
         if not self._aborted and not all(work.is_completed() for work in self._works):
             self._group.abort()
         self._aborted = True
-
-    def hold_stream(self) -> None:
-        """Let the current stream go on only when all has arrived; the host does not wait."""
-        for work in self._works:
-            work.synchronize()
 
 
 def _failed(error: Exception) -> TransportError:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from ...utils.errors import one_line
 from ...utils.worker import ignore_captures_of_others
-from .base import Message, Pending, Transport, TransportError, gather_bytes
-from .progress import PendingMessages, to_others, try_out
-from .side_stream import LEFT_SECONDS, SideStream, wait_until
+from ..consensus import gather_bytes
+from .base import Message, Pending, Transport, TransportError
+from .progress import LEFT_SECONDS, PendingMessages, SideStream, synchronize, to_others, try_out, wait_until
 
 LOOK_SECONDS = 0.0002
 INBOX_BYTES, LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 512 << 20, 64 << 10, 16 << 20
@@ -159,12 +159,15 @@ class _Peer:
 
 class Windows(Transport):
     """Writes into the windows of other ranks; the group is only used to meet. A thread runs while anything is pending;
-    `_state` guards all of it. ``by`` is what carries, in words."""
+    `_state` guards all of it. ``by`` is what carries, in words; ``package`` is used in the place of its library."""
 
     by: ClassVar[str]
 
-    def __init__(self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float, package: Any = None
+    ) -> None:
         self.device = device
+        self._package = package
         self._group = group
         self._group_device = torch.device("cpu") if backend == "gloo" else device
         self._rank = group.rank()
@@ -189,8 +192,7 @@ class Windows(Transport):
             return
         window = self._open(deadline)
         # What another transport has left on its way is over on every rank before notes begin anew.
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device, deadline)
         gather_bytes(b"", self._group, self._group_device, deadline)
         window.begin(deadline)
         gather_bytes(b"", self._group, self._group_device, deadline)

@@ -111,6 +111,7 @@ def attach_stages(
         balancer._begin()
         for problem in problems_of([layer for _, _, layer in made.layers], made.tests):
             balancer._guard.report(problem)
+        raise_on_all("", groups)  # one that failed since the last exchange hangs up, which ends it on all
     groups.settle()
     made.transport.wait_at_most(config.timeout_seconds)
     of_bits = _notes(made, cut)

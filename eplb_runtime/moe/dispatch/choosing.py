@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ...config import BalancerConfig, ConfigError
+from ...distributed.consensus import gather_bytes
 from ...distributed.transports import deepep_package
-from ...distributed.transports.base import gather_bytes
 from ...topology import Topology
 from .all_to_all import AllToAll, OneRank
 from .base import DispatchContext, Dispatcher

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...config import ConfigError, DispatchConfig
+from ...distributed.transports import deepep_package
 from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
 from . import float8, permute, row_bytes
@@ -193,20 +194,19 @@ class DeepEPDispatcher(Dispatcher):
 
     # -- for both ------------------------------------------------------------------------------------------------------
 
-    def _recv_counts(self, sent: SendTokens, top_k: int, known: RowCounts | None) -> RecvCounts | None:
-        """Return what arrives here, or None where DeepEP tells the host; compares forwards."""
-        nothing, slots = sent.slots_NK.new_empty(0), self._slots_per_rank
-        if self._buffer.tells_the_host:
-            if self._forward_tag is not None and known is None:
-                self._exchange_counts(nothing)
-            return None
-        if known is not None and self._rows_per_token(top_k) == top_k:  # then a row is a choice
+    def _recv_counts(self, sent: SendTokens, top_k: int, known: RowCounts | None) -> RecvCounts:
+        """Return what arrives here; compares forwards."""
+        slots = self._slots_per_rank
+        if known is not None and sent.to_nodes is None and self._rows_per_token(top_k) == top_k:  # a row is a choice
             choices_S = known.received_RS.sum(axis=0).tolist()
             return RecvCounts(sum(choices_S), choices_S)
-        counts_RW = self._exchange_counts(torch.cat([sent.to_ranks, sent.to_experts]).to(torch.int64))
-        rows_W = counts_RW.sum(axis=0)
+        to_nodes = sent.to_ranks[:0] if sent.to_nodes is None else sent.to_nodes
+        counts_RW = self._exchange_counts(torch.cat([to_nodes, sent.to_ranks, sent.to_experts]).to(torch.int64))
+        rows_RN, rows_W = counts_RW[:, : len(to_nodes)], counts_RW[:, len(to_nodes) :].sum(axis=0)
         first = counts_RW.shape[0] + self._rank * slots
-        return RecvCounts(int(rows_W[self._rank]), rows_W[first : first + slots].tolist())
+        node, place = divmod(self._rank, deepep_package.RANKS_OF_A_NODE)  # rows cross between ranks of the same place
+        passing = int(rows_RN[place :: deepep_package.RANKS_OF_A_NODE, node : node + 1].sum())
+        return RecvCounts(int(rows_W[self._rank]), rows_W[first : first + slots].tolist(), passing)
 
     def _nothing_learns(self) -> bool:
         """And nothing will: activation checkpointing repeats forwards of training that had no gradients at first."""
@@ -224,7 +224,7 @@ class DeepEPDispatcher(Dispatcher):
             rows_NC = pack(source_TD, weights_TK, self._rows_per_token(metadata.top_k))
             with self._channels.launching():
                 return self._buffer.dispatch_cached(rows_NC, metadata.handle), metadata
-        assert metadata.sent is not None
+        assert metadata.sent is not None and metadata.counts is not None
         top_k = metadata.slots_TK.shape[1]
         rows_NC = pack(source_TD, weights_TK, self._rows_per_token(top_k))
         with self._channels.launching():

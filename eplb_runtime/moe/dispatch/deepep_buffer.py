@@ -49,10 +49,12 @@ class SendTokens:
 
 @dataclass(frozen=True)
 class RecvCounts:
-    """How many rows, and how many choices for each local slot, arrive here; on the host."""
+    """How many rows, and how many choices for each local slot, arrive here; on the host. ``passing``: rows that
+    come to this node by this rank, whichever rank there they are for."""
 
     rows: int
     choices_S: list[int]
+    passing: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,26 +93,17 @@ class DeepEPBuffer:
     ) -> None:
         self._package = deepep_package.imported()
         self._channels = channels or MicroBatchChannels(MicroBatchChannel(group, group))
-        self._shared = deepep_package.shared_between(self._package, group)
         self._num_sms = num_sms
         self._num_ranks = group.size()
         self._num_experts = group.size() * slots_per_rank
-        most = _MOST_LOCAL_EXPERTS if self.tells_the_host else _MOST_LOCAL_EXPERTS_OF_A_NODE
+        between_nodes = self._num_ranks > deepep_package.RANKS_OF_A_NODE
+        most = _MOST_LOCAL_EXPERTS if between_nodes else _MOST_LOCAL_EXPERTS_OF_A_NODE
         if slots_per_rank > most:
             raise ConfigError(f"dispatch='deepep' knows up to {most} slots a rank here, not {slots_per_rank}")
         self._package.Buffer.set_num_sms(num_sms)
         # They hold the number of multiprocessors: made after it was set.
         self._dispatch_config, self._combine_config = deepep_package.settings(self._package, group.size())
-        self._others: dict[MicroBatchChannel, Any] = {}
-
-    @property
-    def tells_the_host(self) -> bool:
-        """Return whether DeepEP itself tells the host how many rows come: between nodes.
-
-        Inside a node it could, too, but it would wait there without releasing Python's interpreter lock
-        (csrc/deep_ep.cpp, `intranode_dispatch`): no thread of this process could answer the rank that it waits for.
-        """
-        return self._num_ranks > deepep_package.RANKS_OF_A_NODE
+        self._buffers: dict[MicroBatchChannel, Any] = {}
 
     def layout(self, slots_NK: Tensor) -> SendTokens:
         """Count the rows to each rank and slot on the device. No other rank is waited for."""
@@ -118,15 +111,15 @@ class DeepEPBuffer:
         to_ranks, to_nodes, to_experts, in_rank, _ = self._buffer().get_dispatch_layout(slots_NK, self._num_experts)
         return SendTokens(slots_NK, to_ranks, to_nodes, to_experts, in_rank)
 
-    def dispatch(self, rows_NC: Any, sent: SendTokens, counts: RecvCounts | None) -> RecvTokens:
-        """Send each row once to every rank where it has a slot. With ``counts``, what arrives here, the host does not
-        wait; None where DeepEP `tells_the_host`."""
-        assert (counts is None) == self.tells_the_host
+    def dispatch(self, rows_NC: Any, sent: SendTokens, counts: RecvCounts) -> RecvTokens:
+        """Send each row once to every rank where it has a slot. DeepEP need not tell the host what arrives: inside a
+        node it would wait with Python's interpreter locked (csrc/deep_ep.cpp, `intranode_dispatch`), and no thread of
+        this process could answer the rank that it waits for."""
         buffer, slots_NK = self._buffer(), sent.slots_NK
         first, *more = split_columns(rows_NC, MOST_ROW_BYTES)
         # Weights go behind the rows' other bytes: those given here would not go when a handle is used again.
         unused = torch.zeros(slots_NK.shape, dtype=torch.float32, device=slots_NK.device)
-        rows, slots_UK, _, told, handle, _ = buffer.dispatch(
+        rows, slots_UK, _, _, handle, _ = buffer.dispatch(
             first,
             num_tokens_per_rank=sent.to_ranks,
             num_tokens_per_rdma_rank=sent.to_nodes,
@@ -134,11 +127,11 @@ class DeepEPBuffer:
             num_tokens_per_expert=sent.to_experts,
             topk_idx=slots_NK,
             topk_weights=unused,
-            num_worst_tokens=0 if counts is None else max(1, counts.rows),  # with 0 it would wait
+            num_worst_tokens=max(1, counts.rows, counts.passing),  # with 0 it would wait
             config=self._dispatch_config,
         )
         rows = cat_columns([rows, *self._columns_again(buffer, more, handle)])
-        return RecvTokens(rows, slots_UK, told if counts is None else counts.choices_S, handle)
+        return RecvTokens(rows, slots_UK, counts.choices_S, handle)
 
     def dispatch_cached(self, rows_NC: Any, handle: Any) -> Any:
         """Send other rows the way of an earlier `dispatch`; no host sync."""
@@ -166,12 +159,15 @@ class DeepEPBuffer:
         """
         deepep_package.refuse_filled_memory()
         channel = self._channels.current()
-        configs = self._dispatch_config, self._combine_config
-        if channel is self._channels.first:
-            return self._shared.buffer(channel.tokens, self._num_sms, *configs)
-        if channel not in self._others:
-            self._others[channel] = deepep_package.new_buffer(self._package, channel.tokens, *configs)
-        return self._others[channel]
+        if channel not in self._buffers:
+            given = self._package, channel.tokens
+            configs = self._dispatch_config, self._combine_config
+            self._buffers[channel] = (
+                deepep_package.shared_buffer(*given, self._num_sms, *configs)
+                if channel is self._channels.first
+                else deepep_package.new_buffer(*given, *configs)
+            )
+        return self._buffers[channel]
 
 
 def split_columns(rows_NC: Any, most_bytes: int) -> list[Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...config import ConfigError
 from ...distributed.transports import deepep_package
+from ...distributed.transports.nvshmem import claim
 from ..experts.compute import SlotCounts
 from . import float8, row_bytes
 from .base import Dispatched
@@ -137,6 +138,8 @@ class LowLatency:
     def _buffer(self, width: int) -> Any:
         deepep_package.refuse_filled_memory()
         if self._made is None:
+            if why := claim("low_latency_tokens", self._group, again=True):
+                raise ConfigError(f"low_latency_tokens: {why}; leave low_latency_tokens out")
             nbytes = self._package.Buffer.get_low_latency_rdma_size_hint(
                 self.most_tokens, width, self._group.size(), self._num_experts
             )

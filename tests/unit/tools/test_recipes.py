@@ -164,6 +164,7 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
         ({"optimizer": "dist_muon", "gpus": 16, **BF16}, "optimizer"),
         ({"optimizer": "dist_muon"}, "bf16"),
         ({"ep": 1}, "expert_model_parallel_size"),
+        ({"pp": 16, "gpus": 200}, "world_size"),
         ({"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "fp8"}, "exp_avg_sq_dtype"),
         (
             {
@@ -353,9 +354,10 @@ def test_the_defaults_are_megatrons_own() -> None:
     ("name", "text", "setting", "exact"),
     [
         ("a.json", '{"fsdp_size": 8, "ep_size": 4, "ep_implementation": "eplb"}', "", "bit"),
+        ("a.json", '{"distributed_config": {"fsdp_size": 8, "ep_size": 2, "ep_implementation": "eplb"}}', "", "bit"),
         (
             "a.json",
-            '{"distributed_config": {"fsdp_size": 8, "ep_size": 2, "ep_implementation": "eplb"}}',
+            '{"fsdp_size": 2, "dp_replicate_size": 4, "ep_size": 2, "ep_implementation": "eplb"}',
             "",
             "rounding",
         ),

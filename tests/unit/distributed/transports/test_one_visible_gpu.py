@@ -59,36 +59,14 @@ def test_ranks_that_share_a_gpu_are_refused_and_equal_numbers_are_not(
     assert "\n" not in str(error.value)
 
 
-def meet(monkeypatch: pytest.MonkeyPatch, others: tuple[int, str], shares: bool) -> None:
-    """Ranks of one node meet, as far as they get without torch's symmetric memory."""
+def test_torchs_refusal_of_gpus_of_one_number_says_what_to_set() -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("CUDASymmetricMemoryAllocator::rendezvous: detected allocations from overlapping devices")
 
-    def gather(word: bytes, group: Any, device: Any, deadline: float) -> list[bytes]:
-        node, pad, _, _, shares = json.loads(word)
-        return [word, json.dumps([node, pad, *others, shares]).encode()]
-
-    class Package:
-        def get_signal_pad_size(self) -> int:
-            return 0  # too small: refused, after GPUs were compared
-
-    memory = NodeMemory.__new__(NodeMemory)
-    memory.size, memory._package, memory._group = 2, Package(), None  # type: ignore[assignment]
-    memory._device, memory._group_device = torch.device("cuda", 0), torch.device("cpu")
-    monkeypatch.setattr(node_memory, "gather_bytes", gather)
-    monkeypatch.setattr(node_memory, "launcher_environment", lambda: {SHARING: "1"} if shares else {})
-    memory.connect(0.0)
-
-
-def test_symmetric_memory_takes_two_gpus_of_one_number_for_one_unless_it_is_told(
-    gpus: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    room = "signal pad has room for 0 signals"
-    for others, shares, said in (
-        ((0, "GPU-b"), False, f"a GPU of its own, and several call theirs .* or set {SHARING}=1 on all"),
-        ((0, "GPU-b"), True, room),
-        ((1, "GPU-b"), False, room),
-        ((0, "GPU-a"), False, "ranks of one node share a GPU"),
-        ((0, "GPU-a"), True, room),
-    ):
-        with pytest.raises(RuntimeError, match=said) as error:
-            meet(monkeypatch, others, shares)
-        assert "\n" not in str(error.value)
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    package = SimpleNamespace(empty=torch.empty, rendezvous=refuse)
+    memory = NodeMemory(group, torch.device("cpu"), 1.0, package)  # type: ignore[arg-type]
+    memory.zeros((2,), torch.float32, torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as alone, pytest.raises(RuntimeError, match=f"overlapping .*set {SHARING}=1"):
+        alone.setattr(node_memory, "gather_bytes", lambda word, *_: [word])
+        memory.open()

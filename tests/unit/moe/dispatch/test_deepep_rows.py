@@ -7,10 +7,12 @@ import inspect
 import os
 from importlib import util
 from pathlib import Path
+from types import SimpleNamespace
 
 import deepep_double
 import pytest
 import torch
+import torch.distributed as dist
 from flat_settings import config_from_settings
 
 from eplb_runtime.config import (
@@ -18,8 +20,9 @@ from eplb_runtime.config import (
     ConfigError,
     DispatchConfig,
 )
-from eplb_runtime.distributed.transports import deepep_package
+from eplb_runtime.distributed.transports import deepep_package, nvshmem
 from eplb_runtime.moe.dispatch import float8, row_bytes
+from eplb_runtime.moe.dispatch.deepep_low_latency import LowLatency
 
 SOURCE = "EPLB_RUNTIME_DEEPEP_SOURCE"
 """A folder with DeepEP's Python sources, if the package is not installed."""
@@ -122,6 +125,24 @@ def test_hidden_states_that_float8_does_not_carry_are_refused(
 def test_ranks_that_deepep_cannot_serve_are_named(ranks: int, per_node: int, said: str) -> None:
     found = deepep_package.why_not_between(ranks, per_node)
     assert said in found and bool(found) == bool(said)
+
+
+def test_nvshmem_is_started_once_whoever_makes_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvshmem, "_world", [])
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(range(group.size())))
+    monkeypatch.setattr(deepep_package, "imported", lambda: deepep_double)
+    monkeypatch.setattr(deepep_package, "refuse_filled_memory", lambda: None)
+    node, nodes = (SimpleNamespace(size=lambda size=size: size, rank=lambda: 0) for size in (8, 16))
+    config = deepep_double.Config(20)
+    for _ in range(2):  # a new connection of the transport shares its world
+        assert nvshmem.claim("transport='nvshmem'", nodes, again=True) == ""  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"transport='nvshmem' has started .* a process starts it once"):
+        deepep_package.new_buffer(deepep_double, nodes, config, config)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"transport='nvshmem' has started .*leave low_latency_tokens out"):
+        LowLatency(node, 4, 8)._buffer(2048)  # type: ignore[arg-type]
+    nvshmem._world[:] = []
+    assert nvshmem.claim("DeepEP between nodes", nodes) == ""  # type: ignore[arg-type]
+    assert "DeepEP between nodes has started" in nvshmem.claim("transport='nvshmem'", nodes, again=True)  # type: ignore[arg-type]
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

@@ -65,6 +65,12 @@ def test_what_is_no_routing_is_one_line(tmp_path: Path, samples: list[Any], said
         read_load(write(tmp_path / "0.pt", *samples))
 
 
+def test_arrays_are_read_and_a_sample_a_row_short_is_named(tmp_path: Path) -> None:
+    assert read_load(write(tmp_path / "0.pt", np.uint8([[[0, 1]]]), tokens=2)).tolist() == [[[1, 1]]]
+    with pytest.raises(FormatError, match="sample 0 has 1 rows of rollout_routed_experts and 3 tokens"):
+        read_load(write(tmp_path / "0.pt", chosen([[0, 1]]), tokens=3))
+
+
 def test_rollouts_of_different_models_are_one_line(tmp_path: Path) -> None:
     write(tmp_path / "0.pt", chosen([[0, 1]]))
     write(tmp_path / "1.pt", chosen([[0, 1], [0, 1]]))
