@@ -389,7 +389,7 @@ def test_a_rank_holds_a_bucket_and_its_consumer_one_tensor(results: list[dict[st
         # Besides, one expert as the library converts it, and some words. gloo's threads may hold a bucket longer.
         assert LARGER_BUCKET - largest <= peak <= 2 * LARGER_BUCKET + 2 * largest + 4096 < whole
         assert not any(shares), "who keeps one tensor keeps no others"
-        assert hoarded > whole, "control: who keeps all tensors is seen"
+        assert hoarded >= whole, "control: who keeps all tensors is seen"
 
 
 def test_a_consumer_that_stops_or_fails_ends_the_stream_on_all_ranks(results: list[dict[str, Any]]) -> None:
