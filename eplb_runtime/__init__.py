@@ -14,75 +14,42 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import checkpoint as checkpoint
-    from .balancer.balancer import Balancer
-    from .balancer.gradients.scaler import GradScaler
-    from .checkpoint import load_logical_state_dict, logical_state_dict
-    from .config import BalancerConfig, DispatchConfig, MigrationConfig
-    from .hosts import MoE, attach, shard_experts, stack_experts
-    from .hosts.recording import record
-    from .hosts.trainer import BalancedTrainer
-    from .placement import Placement
-    from .planner import Plan, plan, rebalance_experts
-    from .tools.verification import verify
-    from .topology import Topology
+    from .balancer.balancer import Balancer as Balancer
+    from .balancer.gradients.scaler import GradScaler as GradScaler
+    from .checkpoint import load_logical_state_dict as load_logical_state_dict
+    from .checkpoint import logical_state_dict as logical_state_dict
+    from .config import BalancerConfig as BalancerConfig
+    from .config import DispatchConfig as DispatchConfig
+    from .config import MigrationConfig as MigrationConfig
+    from .hosts import MoE as MoE
+    from .hosts import attach as attach
+    from .hosts import shard_experts as shard_experts
+    from .hosts import stack_experts as stack_experts
+    from .hosts.recording import record as record
+    from .hosts.trainer import BalancedTrainer as BalancedTrainer
+    from .placement import Placement as Placement
+    from .planner import Plan as Plan
+    from .planner import plan as plan
+    from .planner import rebalance_experts as rebalance_experts
+    from .tools.verification import verify as verify
+    from .topology import Topology as Topology
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "BalancedTrainer",
-    "Balancer",
-    "BalancerConfig",
-    "DispatchConfig",
-    "GradScaler",
-    "MigrationConfig",
-    "MoE",
-    "Placement",
-    "Plan",
-    "Topology",
-    "attach",
-    "load_logical_state_dict",
-    "logical_state_dict",
-    "plan",
-    "rebalance_experts",
-    "record",
-    "shard_experts",
-    "stack_experts",
-    "verify",
-]
 
 _ROOM_OF = {
     "BalancedTrainer": "hosts.trainer",
     "Balancer": "balancer.balancer",
-    "BalancerConfig": "config",
-    "DispatchConfig": "config",
     "GradScaler": "balancer.gradients.scaler",
-    "MigrationConfig": "config",
-    "MoE": "hosts",
     "Placement": "placement",
-    "Plan": "planner",
     "Topology": "topology",
-    "attach": "hosts",
-    "load_logical_state_dict": "checkpoint",
-    "logical_state_dict": "checkpoint",
-    "plan": "planner",
-    "rebalance_experts": "planner",
     "record": "hosts.recording",
-    "shard_experts": "hosts",
-    "stack_experts": "hosts",
     "verify": "tools.verification",
+    **dict.fromkeys(("BalancerConfig", "DispatchConfig", "MigrationConfig"), "config"),
+    **dict.fromkeys(("MoE", "attach", "shard_experts", "stack_experts"), "hosts"),
+    **dict.fromkeys(("load_logical_state_dict", "logical_state_dict"), "checkpoint"),
+    **dict.fromkeys(("Plan", "plan", "rebalance_experts"), "planner"),
 }
-
-
-class _Simulate(ModuleType):
-    """`eplb_runtime.simulate`, whose file is ``tools/simulate.py``: imported when a name of it is first used."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.tools.simulate"), name)
-
-
-simulate = sys.modules[f"{__name__}.simulate"] = _Simulate(f"{__name__}.simulate")
+__all__ = sorted(_ROOM_OF)
 
 
 class _WhenImported(MetaPathFinder):

@@ -24,15 +24,17 @@ from .utils.worker import Worker
 logger = logging.getLogger("eplb_runtime")
 
 
-_SEEN = {"for_listeners": True}
-"""Marks a field that listeners see; in the log it is None."""
-
-
 @dataclass(frozen=True)
 class Event:
-    """Base of all events. ``step`` counts optimizer steps since attach."""
+    """Base of all events. ``step`` counts optimizer steps since attach. Fields that are not compared are for listeners;
+    in the log they are None."""
 
     step: int
+
+    @property
+    def label(self) -> str:
+        """Kind of event, in tables."""
+        return str(re.findall("[A-Z][a-z]+", self.name)[-1]).lower()
 
     @property
     def name(self) -> str:
@@ -40,12 +42,16 @@ class Event:
 
     def to_dict(self) -> dict[str, Any]:
         """Name and fields, without arrays."""
-        kept = {own.name: getattr(self, own.name) for own in fields(self) if "for_listeners" not in own.metadata}
+        kept = {own.name: getattr(self, own.name) for own in fields(self) if own.compare}
         return {"event": self.name, **kept}
 
+    def brief(self) -> str:
+        """Return what happened, in a line: the last field, where a class does not say it otherwise."""
+        return str(getattr(self, fields(self)[-1].name))
+
     def without_arrays(self) -> Event:
-        """As the log keeps it."""
-        arrays: dict[str, Any] = {own.name: None for own in fields(self) if "for_listeners" in own.metadata}
+        """Return it as the log keeps it."""
+        arrays: dict[str, Any] = {own.name: None for own in fields(self) if not own.compare}
         return replace(self, **arrays) if arrays else self
 
 
@@ -67,10 +73,13 @@ class LoadMeasured(Event):
     step_seconds: float = 0.0
     moe_share: float | None = None
     moe_share_source: str = ""
-    load: NDArray[np.int64] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
-    placements: tuple[tuple[int, Placement], ...] | None = field(
-        default=None, compare=False, repr=False, metadata=_SEEN
-    )
+    load: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
+    placements: tuple[tuple[int, Placement], ...] | None = field(default=None, compare=False, repr=False)
+
+    def brief(self) -> str:
+        by_layer = self.without_arrays().imbalance[0] if self.imbalance else (1.0,)
+        mean, worst = sum(by_layer) / len(by_layer), max(by_layer)
+        return f"imbalance {mean:.3f}, worst layer {worst:.3f}, in {counted(self.steps, 'step')}"
 
     def without_arrays(self) -> LoadMeasured:
         rows = len(self.imbalance)
@@ -105,7 +114,12 @@ class RebalancePlanned(Event):
     predicted_seconds: float = 0.0
     true_seconds: float = 0.0
     code: str = ""
-    by_layer: NDArray[np.float64] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
+    by_layer: NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
+
+    def brief(self) -> str:
+        to = f"{self.imbalance_before:.3f} -> {self.imbalance_after:.3f}"
+        forecast = f", forecast imbalance {to}" if self.moves and to not in self.reason else ""
+        return f"{self.decision}: {self.reason}{forecast}"
 
 
 @dataclass(frozen=True)
@@ -124,10 +138,18 @@ class RebalanceCommitted(Event):
     received_bytes: int
     pause_seconds: float
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
-    placement: Placement | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
-    transfers: NDArray[np.int64] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
-    expert_bytes: tuple[int, ...] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
+    placement: Placement | None = field(default=None, compare=False, repr=False)
+    transfers: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
+    expert_bytes: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
     placed_replicas: int = 0
+
+    def brief(self) -> str:
+        moved = [f"{counted(self.moved_experts, 'expert')} moved"] if self.moved_experts else []
+        moved += [f"{counted(self.placed_replicas, 'replica')} placed"] if self.placed_replicas else []
+        return (
+            f"epoch {self.epoch}: {', '.join(moved) or 'replicas changed, no expert moved'}, "
+            f"{self.received_bytes / 2**20:.1f} MiB came here, {self.pause_seconds * 1e3:.1f} ms pause"
+        )
 
 
 @dataclass(frozen=True)
@@ -144,6 +166,9 @@ class RebalanceAborted(Event):
     committed_layers: tuple[int, ...] = ()
     left_layers: tuple[int, ...] = ()
 
+    def brief(self) -> str:
+        return f"{self.phase}: {self.cause}"
+
 
 @dataclass(frozen=True)
 class BalancingPaused(Event):
@@ -158,6 +183,9 @@ class BalancingResumed(Event):
 
     tries: int
 
+    def brief(self) -> str:
+        return f"connected after {self.tries} tries"
+
 
 @dataclass(frozen=True)
 class Suspended(Event):
@@ -165,12 +193,18 @@ class Suspended(Event):
 
     freed_bytes: int
 
+    def brief(self) -> str:
+        return f"a rollout begins, {self.freed_bytes / 2**20:.1f} MiB are freed here"
+
 
 @dataclass(frozen=True)
 class SuspensionEnded(Event):
     """A rollout is over, and the job trains. ``seconds``: how long the balancer was suspended."""
 
     seconds: float
+
+    def brief(self) -> str:
+        return f"a rollout ends after {self.seconds:.3g} s"
 
 
 @dataclass(frozen=True)
@@ -185,46 +219,6 @@ class GuardFinding(Event):
     """A check in the running job found a mistake that would spoil training; the same on every rank that looked."""
 
     finding: str
-
-
-def brief(event: Event) -> str:
-    """What happened, in a line."""
-    if isinstance(event, LoadMeasured):
-        by_layer = event.without_arrays().imbalance[0] if event.imbalance else ()
-        mean = sum(by_layer) / len(by_layer) if by_layer else 1.0
-        worst = max(by_layer, default=1.0)
-        return f"imbalance {mean:.3f}, worst layer {worst:.3f}, in {counted(event.steps, 'step')}"
-    if isinstance(event, RebalancePlanned):
-        to = f"{event.imbalance_before:.3f} -> {event.imbalance_after:.3f}"
-        forecast = f", forecast imbalance {to}" if event.moves and to not in event.reason else ""
-        return f"{event.decision}: {event.reason}{forecast}"
-    if isinstance(event, RebalanceCommitted):
-        return (
-            f"epoch {event.epoch}: {_moved(event.moved_experts, event.placed_replicas)}, "
-            f"{event.received_bytes / 2**20:.1f} MiB came here, {event.pause_seconds * 1e3:.1f} ms pause"
-        )
-    if isinstance(event, RebalanceAborted):
-        return f"{event.phase}: {event.cause}"
-    if isinstance(event, BalancingResumed):
-        return f"connected after {event.tries} tries"
-    if isinstance(event, Suspended):
-        return f"a rollout begins, {event.freed_bytes / 2**20:.1f} MiB are freed here"
-    if isinstance(event, SuspensionEnded):
-        return f"a rollout ends after {event.seconds:.3g} s"
-    if isinstance(event, BalancingPaused | BalancingEnded):
-        return event.cause
-    return event.finding if isinstance(event, GuardFinding) else ""
-
-
-def _moved(experts: int, replicas: int) -> str:
-    moved = f"{counted(experts, 'expert')} moved" if experts else ""
-    placed = f"{counted(replicas, 'replica')} placed" if replicas else ""
-    return ", ".join(filter(None, (moved, placed))) or "replicas changed, no expert moved"
-
-
-def _row(event: Event) -> tuple[str, str, str]:
-    """Row of a table: the step, the kind of event, and what happened."""
-    return str(event.step), re.findall("[A-Z][a-z]+", event.name)[-1].lower(), brief(event)
 
 
 SHOWN = 30  # events of a table, the newest
@@ -243,11 +237,12 @@ class EventLog:
     """Keeps the last ``capacity`` events and calls every listener with each new one.
 
     Example:
-        >>> log = EventLog()
-        >>> log.subscribe(lambda event: print(event.name, event.step))
+        >>> log, heard = EventLog(), []
+        >>> log.subscribe(heard.append)
         >>> log.emit(BalancingPaused(7, "rank 2 has not answered for 30 s"))
         >>> log.close()
-        BalancingPaused 7
+        >>> heard[0].name, heard[0].step
+        ('BalancingPaused', 7)
         >>> len(log.of_type(BalancingPaused)), len(log.of_type(RebalanceCommitted))
         (1, 0)
     """
@@ -287,10 +282,9 @@ class EventLog:
         return [event for event in self._events if isinstance(event, kind)]
 
     def __str__(self) -> str:
-        """The newest events as a table of 80 columns."""
-        newest = list(self._events)[-SHOWN:]
-        text = text_table(("step", "event", "what"), [_row(event) for event in newest])
-        earlier = self._emitted - len(newest)
+        """Return the newest events as a table of 80 columns."""
+        rows = [(str(event.step), event.label, event.brief()) for event in list(self._events)[-SHOWN:]]
+        text, earlier = text_table(("step", "event", "what"), rows), self._emitted - len(rows)
         return f"{text}\n({earlier} earlier)" if earlier else text
 
     def __iter__(self) -> Iterator[Event]:

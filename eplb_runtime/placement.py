@@ -7,27 +7,23 @@ whoever holds a ``Placement`` holds a valid one.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .utils import placement_file
 from .utils.files import FileError
+from .utils.placement_file import PlacementError as PlacementError
 
 EMPTY = -1
 """What stands in a replica slot that holds no expert (``home`` layout only). Functions of @jit have it compiled in."""
 
 IntArray = NDArray[np.int32]
-
-
-class PlacementError(ValueError):
-    """A placement that breaks a rule, or a file that is not a placement for this model."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +107,11 @@ class Placement:
         home: ArrayLike | None = None,
         epoch: int = 0,
     ) -> None:
-        object.__setattr__(self, "physical_to_logical", _frozen_copy(physical_to_logical, "physical_to_logical"))
-        object.__setattr__(self, "num_experts", int(num_experts))
-        object.__setattr__(self, "num_ranks", int(num_ranks))
-        object.__setattr__(self, "home", None if home is None else _frozen_copy(home, "home"))
-        object.__setattr__(self, "epoch", int(epoch))
-        self._check()
+        map_ = _frozen_copy(physical_to_logical, "physical_to_logical")
+        homes = None if home is None else _frozen_copy(home, "home")
+        self._set(map_, int(num_experts), int(num_ranks), homes, int(epoch))
+        for problem in self._problems():
+            raise PlacementError(problem)
 
     @classmethod
     def initial(cls, num_layers: int, num_experts: int, num_ranks: int, replica_slots: int = 0) -> Placement:
@@ -197,36 +192,27 @@ class Placement:
         table[layers, experts, copy] = slots
         return _read_only(table)
 
-    @overload
-    def rank_of(self, slot: int) -> int: ...
-
-    @overload
-    def rank_of(self, slot: NDArray[np.integer]) -> NDArray[np.integer]: ...
-
-    def rank_of(self, slot: int | NDArray[np.integer]) -> int | NDArray[np.integer]:
-        """The rank of a slot, or of an array of slots; -1 for `EMPTY`."""
+    def rank_of(self, slot: Any) -> Any:
+        """Return the rank of a slot, or of each slot of an array; -1 for `EMPTY`."""
         return slot // self.slots_per_rank
 
     def local_slot(self, slot: int) -> int:
-        """The place of a slot on its rank, 0 .. S - 1."""
+        """Return the place of a slot on its rank, 0 .. S - 1."""
         return slot % self.slots_per_rank
-
-    @property
-    def slots_LRS(self) -> IntArray:
-        """int32 ``[L, R, S]``: the logical expert of each slot, rank by rank."""
-        return self.physical_to_logical.reshape(self.num_layers, self.num_ranks, self.slots_per_rank)
 
     @property
     def homes_LRH(self) -> IntArray:
         """int32 ``[L, R, E/R]``: the logical experts at home on each rank (``home`` layout)."""
-        self.require_homes()
-        return self.slots_LRS[:, :, : self.homes_per_rank]
+        return self._by_rank()[:, :, : self.homes_per_rank]
 
     @property
     def replicas_LRK(self) -> IntArray:
         """int32 ``[L, R, k]``: the logical experts copied to each rank, or `EMPTY` (``home`` layout)."""
+        return self._by_rank()[:, :, self.homes_per_rank :]
+
+    def _by_rank(self) -> IntArray:
         self.require_homes()
-        return self.slots_LRS[:, :, self.homes_per_rank :]
+        return self.physical_to_logical.reshape(self.num_layers, self.num_ranks, self.slots_per_rank)
 
     def require_homes(self) -> IntArray:
         """``home``, int32 ``[L, E]``.
@@ -260,12 +246,12 @@ class Placement:
         were made (a migration's rounds). The arrays, ``[L, P]`` and ``[L, E]``, are its own from now on.
         """
         step = object.__new__(Placement)
-        fields = (physical_to_logical, self.num_experts, self.num_ranks, home, epoch)
-        names = ("physical_to_logical", "num_experts", "num_ranks", "home", "epoch")
-        step.__dict__.update(zip(names, fields, strict=True))
-        physical_to_logical.setflags(write=False)
-        home.setflags(write=False)
+        step._set(_read_only(physical_to_logical), self.num_experts, self.num_ranks, _read_only(home), epoch)
         return step
+
+    def _set(self, *values: Any) -> None:
+        names = ("physical_to_logical", "num_experts", "num_ranks", "home", "epoch")
+        self.__dict__.update(zip(names, values, strict=True))  # it is frozen for others
 
     def without_replicas(self) -> Placement:
         """The same homes, every replica slot empty (``home`` layout)."""
@@ -293,24 +279,18 @@ class Placement:
         return hash((self.digest(), self.epoch))
 
     def __str__(self) -> str:
-        lines = [
+        return (
             f"{self.layout} placement, epoch {self.epoch}: {self.num_layers} layers, {self.num_experts} experts, "
             f"{self.num_ranks} ranks x {self.slots_per_rank} slots, digest {self.digest()[:12]}"
-        ]
-        width = len(str(self.num_experts - 1))
-        for layer in range(min(self.num_layers, 4)):
-            ranks = self.physical_to_logical[layer].reshape(self.num_ranks, -1)
-            shown = [" ".join("." * width if e == EMPTY else f"{e:>{width}}" for e in row) for row in ranks[:8]]
-            more = f" | ... {self.num_ranks - 8} ranks more" if self.num_ranks > 8 else ""
-            lines.append(f"  layer {layer}: " + " | ".join(shown) + more)
-        if self.num_layers > 4:
-            lines.append(f"  ... {self.num_layers - 4} layers more")
-        return "\n".join(lines)
+        )
 
     # -- files ---------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        return placement_file.to_json(self._fields())
+        numbers = {"layers": self.num_layers, "experts": self.num_experts, "ranks": self.num_ranks}
+        numbers |= {"slots_per_rank": self.slots_per_rank, "epoch": self.epoch}
+        maps = {"physical_to_logical": self.physical_to_logical, "home": self.home}
+        return placement_file.to_json({**numbers, **maps})
 
     @classmethod
     def from_json(cls, text: str) -> Placement:
@@ -319,18 +299,16 @@ class Placement:
         Raises:
             PlacementError: not JSON, not a placement, another version, or fields that contradict each other.
         """
-        with _placement_errors():
-            return cls.from_fields(placement_file.from_json(text))
+        return cls.from_fields(placement_file.from_json(text))
 
     def save(self, path: str | Path) -> None:
-        """Write ``.json`` or ``.safetensors``, by the file's ending; see :func:`utils.files.replacing`.
+        """Write a ``.json`` file; see :func:`utils.files.replacing`.
 
         Raises:
             PlacementError: another ending.
             OSError: it cannot be written; the old file stands.
         """
-        with _placement_errors(f"{path}: "):
-            placement_file.write(Path(path), self._fields())
+        placement_file.write(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Placement:
@@ -340,20 +318,20 @@ class Placement:
             PlacementError: the file is missing or is not a valid placement; the message names the file.
         """
         try:
-            with _placement_errors(f"{path}: "):
-                return cls.from_fields(placement_file.read(Path(path)))
+            return cls.from_json(placement_file.read(Path(path)))
         except OSError as error:
             raise PlacementError(f"{path}: cannot be read: {error.strerror or error}") from None
+        except FileError as error:
+            raise PlacementError(f"{path}: {error}") from None
 
     @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> Placement:
-        """The placement of a file's fields; whole numbers may be texts.
+    def from_fields(cls, fields: Any) -> Placement:
+        """Return the placement of a file's fields.
 
         Raises:
             PlacementError: a field is missing or of another type, or they contradict each other.
         """
-        with _placement_errors():
-            known = placement_file.checked(fields)
+        known = placement_file.checked(fields)
         placement = cls(known["physical_to_logical"], known["experts"], known["ranks"], known["home"], known["epoch"])
         said = (known["layers"], known["slots_per_rank"])
         if said != (placement.num_layers, placement.slots_per_rank):
@@ -362,17 +340,6 @@ class Placement:
                 f"{placement.num_layers} and {placement.slots_per_rank}"
             )
         return placement
-
-    def _fields(self) -> dict[str, Any]:
-        return {
-            "layers": self.num_layers,
-            "experts": self.num_experts,
-            "ranks": self.num_ranks,
-            "slots_per_rank": self.slots_per_rank,
-            "epoch": self.epoch,
-            "physical_to_logical": self.physical_to_logical,
-            "home": self.home,
-        }
 
     def require_model(self, num_layers: int, num_experts: int, num_ranks: int, replica_slots: int) -> None:
         """Check that this is a ``home`` placement for such a model and EP group.
@@ -393,79 +360,51 @@ class Placement:
 
     # -- rules ---------------------------------------------------------------------------------------------------
 
-    def _check(self) -> None:
-        map_ = self.physical_to_logical
+    def _problems(self) -> Iterator[str]:
+        """Yield the rules that it breaks; what comes later may fail where an earlier one is broken."""
+        map_, experts, ranks = self.physical_to_logical, self.num_experts, self.num_ranks
         if map_.ndim != 2 or map_.size == 0:
-            raise PlacementError(f"physical_to_logical has shape {map_.shape}; it must be [layers, slots], not empty")
-        if self.num_experts < 1 or self.num_ranks < 1:
-            raise PlacementError(f"{self.num_experts} experts on {self.num_ranks} ranks: both must be positive")
-        if self.num_slots % self.num_ranks:
-            raise PlacementError(f"{self.num_slots} slots cannot be spread evenly over {self.num_ranks} ranks")
-        if self.num_experts > self.num_slots:
-            raise PlacementError(f"{self.num_experts} experts do not fit in {self.num_slots} slots; each needs one")
+            yield f"physical_to_logical has shape {map_.shape}; it must be [layers, slots], not empty"
+        if experts < 1 or ranks < 1:
+            yield f"{experts} experts on {ranks} ranks: both must be positive"
+        if self.num_slots % ranks:
+            yield f"{self.num_slots} slots cannot be spread evenly over {ranks} ranks"
+        if experts > self.num_slots:
+            yield f"{experts} experts do not fit in {self.num_slots} slots; each needs one"
         lowest = 0 if self.home is None else EMPTY
-        self._refuse((map_ < lowest) | (map_ >= self.num_experts), f"no such expert; ids are 0..{self.num_experts - 1}")
-        missing = np.argwhere(self.copy_count == 0)
-        if len(missing):
-            layer, expert = missing[0]
-            raise PlacementError(f"layer {layer}: expert {expert} stands in no slot; every expert needs one")
+        for layer, slot in np.argwhere((map_ < lowest) | (map_ >= experts)):
+            held = f"{self._at(layer, slot)}: slot {slot} holds expert {map_[layer, slot]}"
+            yield f"{held}: no such expert; ids are 0..{experts - 1}"
+        for layer, expert in np.argwhere(self.copy_count == 0):
+            yield f"layer {layer}: expert {expert} stands in no slot; every expert needs one"
         if self.home is not None:
-            self._check_home(self.home)
+            yield from self._problems_of_homes(self.home)
 
-    def _check_home(self, home: IntArray) -> None:
-        layers, experts, ranks = self.num_layers, self.num_experts, self.num_ranks
+    def _problems_of_homes(self, home: IntArray) -> Iterator[str]:
+        map_, experts, ranks = self.physical_to_logical, self.num_experts, self.num_ranks
         if experts % ranks:
-            raise PlacementError(f"home layout: {ranks} ranks do not divide {experts} experts")
+            yield f"home layout: {ranks} ranks do not divide {experts} experts"
         if self.replica_slots < 0:
-            raise PlacementError(f"home layout: {self.slots_per_rank} slots per rank hold fewer than {experts}/{ranks}")
-        if home.shape != (layers, experts):
-            raise PlacementError(f"home has shape {home.shape}; it must be [{layers}, {experts}]")
-        outside = np.argwhere((home < 0) | (home >= self.num_slots))
-        if len(outside):
-            layer, expert = outside[0]
-            raise PlacementError(f"layer {layer}: expert {expert} has home slot {home[layer, expert]}, which is none")
-        wrong = np.argwhere(np.take_along_axis(self.physical_to_logical, home, 1) != np.arange(experts))
-        if len(wrong):
-            layer, expert = wrong[0]
+            yield f"home layout: {self.slots_per_rank} slots per rank hold fewer than {experts}/{ranks}"
+        if home.shape != (self.num_layers, experts):
+            yield f"home has shape {home.shape}; it must be [{self.num_layers}, {experts}]"
+        for layer, expert in np.argwhere((home < 0) | (home >= self.num_slots)):
+            yield f"layer {layer}: expert {expert} has home slot {home[layer, expert]}, which is none"
+        for layer, expert in np.argwhere(np.take_along_axis(map_, home, 1) != np.arange(experts)):
             slot = home[layer, expert]
-            raise PlacementError(
-                f"layer {layer}, rank {slot // self.slots_per_rank}: slot {slot} is said to be the home of expert "
-                f"{expert} but holds {self.physical_to_logical[layer, slot]}"
-            )
-        in_replica_slot = np.argwhere(home % self.slots_per_rank >= self.homes_per_rank)
-        if len(in_replica_slot):
-            layer, expert = in_replica_slot[0]
-            raise PlacementError(
-                f"layer {layer}, rank {home[layer, expert] // self.slots_per_rank}: the home of expert {expert} is "
-                f"local slot {home[layer, expert] % self.slots_per_rank}, but homes are local slots "
-                f"0..{self.homes_per_rank - 1}"
-            )
-        by_rank = np.sort(self.physical_to_logical.reshape(layers, ranks, -1), axis=2)
-        twice = (by_rank[:, :, 1:] == by_rank[:, :, :-1]) & (by_rank[:, :, 1:] != EMPTY)
-        if twice.any():
-            layer, rank, slot = np.argwhere(twice)[0]
-            raise PlacementError(
-                f"layer {layer}, rank {rank}: expert {by_rank[layer, rank, slot]} stands there twice; "
-                "a rank holds an expert once"
-            )
+            said = f"slot {slot} is said to be the home of expert {expert} but holds {map_[layer, slot]}"
+            yield f"{self._at(layer, slot)}: {said}"
+        for layer, expert in np.argwhere(home % self.slots_per_rank >= self.homes_per_rank):
+            slot = home[layer, expert]
+            said = f"the home of expert {expert} is local slot {slot % self.slots_per_rank}"
+            yield f"{self._at(layer, slot)}: {said}, but homes are local slots 0..{self.homes_per_rank - 1}"
+        by_rank = np.sort(self._by_rank(), axis=2)
+        for layer, rank, slot in np.argwhere((by_rank[:, :, 1:] == by_rank[:, :, :-1]) & (by_rank[:, :, 1:] != EMPTY)):
+            said = f"expert {by_rank[layer, rank, slot]} stands there twice; a rank holds an expert once"
+            yield f"layer {layer}, rank {rank}: {said}"
 
-    def _refuse(self, bad: NDArray[np.bool_], why: str) -> None:
-        where = np.argwhere(bad)
-        if len(where):
-            layer, slot = where[0]
-            raise PlacementError(
-                f"layer {layer}, rank {slot // self.slots_per_rank}: slot {slot} holds expert "
-                f"{self.physical_to_logical[layer, slot]}: {why}"
-            )
-
-
-@contextmanager
-def _placement_errors(start: str = "") -> Iterator[None]:
-    """Inside, what is wrong with a file or its fields is a PlacementError that starts so."""
-    try:
-        yield
-    except (FileError, PlacementError) as error:
-        raise PlacementError(f"{start}{error}") from None
+    def _at(self, layer: int, slot: int) -> str:
+        return f"layer {layer}, rank {self.rank_of(slot)}"
 
 
 def _frozen_copy(values: ArrayLike, name: str) -> IntArray:

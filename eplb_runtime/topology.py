@@ -27,7 +27,7 @@ class Topology:
 
     Example:
         >>> topology = Topology(8, ranks_per_node=4)
-        >>> topology.num_nodes, topology.node_of(5), topology.bandwidth(3, 4)  # another node: bytes/s of one NIC
+        >>> topology.num_nodes, topology.node_of(5), topology.slowest_bandwidth  # bytes/s of one NIC
         (2, 1, 50000000000.0)
     """
 
@@ -80,17 +80,10 @@ class Topology:
     def node_of(self, rank: int) -> int:
         return rank // self.ranks_per_node
 
-    def same_node(self, a: int, b: int) -> bool:
-        return self.node_of(a) == self.node_of(b)
-
     @property
     def slowest_bandwidth(self) -> float:
         """Bytes/s that any rank can send to any other, at least."""
         return min(self.intra_node_bandwidth, self.inter_node_bandwidth)
-
-    def bandwidth(self, source: int, destination: int) -> float:
-        """Bytes/s between two different ranks."""
-        return self.intra_node_bandwidth if self.same_node(source, destination) else self.inter_node_bandwidth
 
 
 def _ranks_per_node(node_of_rank: Sequence[int]) -> int:

@@ -48,17 +48,6 @@ def gpu_events() -> list[dict[str, Any]]:
     60-70, dispatch 70-150) and 290-400 (combine); stream 24 140-160 (all-reduce): communication 60-160 and 290-400,
     210; hidden 60-100, 150-160, 290-300: 60; exposed 150. Idle: 250-260.
     """
-    names = [
-        {
-            "ph": "M",
-            "name": "thread_name",
-            "pid": GPU,
-            "tid": stream,
-            "ts": FIRST,
-            "args": {"name": f"stream {stream} "},
-        }
-        for stream in (7, 20, 24)
-    ]
     host = [
         span("ProfilerStep#3", "user_annotation", -50, 300),
         span("eplb_runtime compute(F) layer=2 epoch=1", "user_annotation", -40, -30),
@@ -84,7 +73,7 @@ def gpu_events() -> list[dict[str, Any]]:
         kernel(GEMM, 260, 300, 7, 7),
         kernel(COMBINE, 290, 400, 20, 8),
     ]
-    return [*names, *host, *device]
+    return [*host, *device]
 
 
 def cpu_events() -> list[dict[str, Any]]:

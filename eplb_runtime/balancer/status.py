@@ -7,7 +7,7 @@ import re
 from textwrap import shorten
 
 from ..config import BalancerConfig
-from ..events import Event, EventLog, LoadMeasured, RebalanceAborted, RebalanceCommitted, RebalancePlanned, brief
+from ..events import Event, EventLog, LoadMeasured, RebalanceAborted, RebalanceCommitted, RebalancePlanned
 from ..placement import Placement
 from ..topology import Topology
 from ..utils.tables import counted, text_table
@@ -34,7 +34,7 @@ def balancer_table(
         ("policy", f"{config.policy}, {cadence}, gate {config.gate}"),
         ("steps", str(step)),
         ("placement", f"epoch {placement.epoch}, {copies} copies stand"),
-        ("measured last", brief(measured[-1]) if measured else "nothing yet"),
+        ("measured last", measured[-1].brief() if measured else "nothing yet"),
         ("rebalances", f"{len(committed)}, {counted(moved, 'expert')} moved, {replicas}{pause:.3g} s pause"),
         ("dropped", str(len(events.of_type(RebalanceAborted)))),
     ]
@@ -59,12 +59,12 @@ class DecisionLine:
             if reason and reason == self._reason:
                 self._alike += 1
                 return
-            before = brief(measured) if measured is not None else ""
+            before = measured.brief() if measured is not None else ""
             alike = f"{counted(self._alike, 'decision')} more like that" if self._alike else ""
             self._reason, self._alike = reason, 0
-            _log(event.step, *filter(None, (alike, before, brief(event))))
+            _log(event.step, *filter(None, (alike, before, event.brief())))
         elif isinstance(event, RebalanceCommitted):
-            _log(event.step, f"{brief(event)}{self._predicted()}")
+            _log(event.step, f"{event.brief()}{self._predicted()}")
 
     def _predicted(self) -> str:
         planned, self._planned = self._planned, None

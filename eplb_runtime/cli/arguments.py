@@ -12,7 +12,7 @@ BAD_INPUT = 2
 """Exit status of every refusal."""
 
 LOAD = (
-    "tokens per expert: .npz or .safetensors with `load`, .json, a run's folder, a serving engine's dump, Megatron's "
+    "tokens per expert: .npz or .json with `load`, a run's folder, a serving engine's dump, Megatron's "
     "router trace, slime's rollouts, or the word `sample`"
 )
 POLICIES = ("static", "deepseek", "free", "hierarchical", "incremental")

@@ -11,72 +11,62 @@ from typing import Any
 from .arguments import LOAD, InputError, Option, add_command, choice, option, positive
 from .printing import print_json, print_table, spinner
 
-SUMMARIES = {
-    "dispatch": "carrying tokens between ranks, beside plain all-to-alls",
-    "migrate": "moving experts between ranks, beside plain messages",
-    "train": "training steps, static, balanced and ideal; takes minutes",
-}
-"""Files of ``tools/bench/`` that need ranks."""
-
 
 def add(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure on this machine: planning, dispatch, migration, training")
     benches = bench.add_subparsers(title="what to measure", metavar="WHAT", required=True)
-    loads = option("loads", "LOAD", str, f"{LOAD} (default: sample)", nargs="*")
-    examples = "\n  eplb-runtime bench planner load.npz --json"
-    add_command(benches, "planner", _planner, "balance and time of the policies", examples, [loads, _repeats(5)])
     device = choice("--device", ("cpu", "cuda"), "of the ranks (default: cpu)", "cpu")
     ways = choice("--transport", ("auto", "torch", "cuda_ipc", "nixl"), "of experts (default: auto)", "auto")
-    own: dict[str, list[Option]] = {
-        "dispatch": [_repeats(20), device],
-        "migrate": [_repeats(10), device, ways],
-        "train": [option("--repeats", "N", positive, "timed blocks of each variant, of ten steps (default: 8)", 8)],
+    blocks = option("--repeats", "N", positive, "timed blocks of each variant, of ten steps (default: 8)", 8)
+    loads = option("loads", "LOAD", str, f"{LOAD} (default: sample)", nargs="*")
+    each: dict[str, tuple[str, list[Option]]] = {
+        "planner": ("balance and time of the policies", [loads, _repeats(5)]),
+        "dispatch": ("carrying tokens between ranks, beside plain all-to-alls", [_repeats(20), device]),
+        "migrate": ("moving experts between ranks, beside plain messages", [_repeats(10), device, ways]),
+        "train": ("training steps, static, balanced and ideal; takes minutes", [blocks]),
     }
-    for what, options in own.items():
-        examples = f"""
+    for what, (summary, options) in each.items():
+        examples, ranks = "\n  eplb-runtime bench planner load.npz --json", list[Option]()
+        if what != "planner":
+            examples = f"""
   eplb-runtime bench {what}                                             # starts two ranks on this machine
   torchrun --nproc-per-node 4 -m eplb_runtime.cli bench {what} --json   # on these
 """
-        ranks = option("--ranks", "R", positive, "ranks to start when not under torchrun (default: 2)", 2)
-        command = add_command(benches, what, _on_ranks, SUMMARIES[what], examples, [ranks, *options])
-        command.set_defaults(what=what, own=[names[0][2:] for names, _ in options])
+            ranks = [option("--ranks", "R", positive, "ranks to start when not under torchrun (default: 2)", 2)]
+        command = add_command(benches, what, _run, summary, examples, [*ranks, *options])
+        command.set_defaults(what=what, own=[names[0].lstrip("-") for names, _ in options])
 
 
 def _repeats(default: int) -> Option:
     return option("--repeats", "N", positive, f"timings taken, the median counts (default: {default})", default)
 
 
-def _planner(arguments: argparse.Namespace) -> None:
-    from ..tools.bench.planner import run
-
-    with spinner():
-        result = run(arguments.loads, arguments.repeats)
-    _print(result, arguments.json)
-
-
-def _on_ranks(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     """Measure on the ranks of a launcher, or start some that run this same command."""
     what, options = arguments.what, {name: getattr(arguments, name) for name in arguments.own}
     if what == "train" and find_spec("transformers") is None:
         raise InputError("bench train needs transformers: pip install 'eplb-runtime[transformers]'")
     from ..tools.launch import is_first, launched, process_group, start_ranks
 
+    run = import_module(f"..tools.bench.{what}", __package__).run
+    if what == "planner":
+        with spinner():
+            return _print(run(**options), arguments.json)
     if not launched():
         return start_ranks(arguments.given, arguments.ranks)
     with process_group(options.pop("device", "cpu")) as here, spinner() if is_first() else nullcontext():
-        result = import_module(f"..tools.bench.{what}", __package__).run(here, **options)
-    if is_first():
-        _print(result, arguments.json)
-    return 0
+        result = run(here, **options)
+    return _print(result, arguments.json) if is_first() else 0
 
 
-def _print(result: dict[str, Any], as_json: bool) -> None:
+def _print(result: dict[str, Any], as_json: bool) -> int:
     """Print lists of rows as tables, single values as lines."""
     if as_json:
         print_json(result)
-        return
+        return 0
     for name, value in result.items():
         if isinstance(value, list):
             print_table(name, value)
         else:
             print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
+    return 0

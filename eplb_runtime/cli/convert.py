@@ -13,7 +13,7 @@ EXAMPLES = """
   eplb-runtime convert placement.json eplb.yaml --dense-layers 3                 # for TensorRT-LLM's load_balancer
   eplb-runtime convert sglang.json placement.json --ranks 32 --dense-layers 3
   eplb-runtime convert expert_distribution_recorder_1.pt load.npz --dense-layers 3
-  eplb-runtime convert sample load.safetensors                                   # the series that comes along
+  eplb-runtime convert sample load.npz                                           # the series that comes along
 """
 
 

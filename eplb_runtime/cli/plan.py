@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
         *cluster(),
         option("--policy", "NAME", policy, f"{', '.join(POLICIES)} (default: incremental)", "incremental"),
         option("--current", "PLACEMENT", str, current),
-        option("-o", "FILE", Path, "write the placement, .json or .safetensors", dest="output"),
+        option("-o", "FILE", Path, "write the placement, .json", dest="output"),
     ]
     add_command(commands, "plan", _run, "plan a placement for a measured load", EXAMPLES, options)
 
@@ -39,7 +39,7 @@ def _run(arguments: argparse.Namespace) -> None:
     from ..utils.files import require_writable
 
     if arguments.output is not None:
-        require_writable(arguments.output, (".json", ".safetensors"))
+        require_writable(arguments.output, (".json",))
     topology, current = topology_of(arguments), None
     if arguments.current is not None:
         current = read_placement(arguments.current, arguments.ranks, arguments.dense_layers or 0)

@@ -19,16 +19,6 @@ from .run_state import LINKS, RunState
 PREFIX = "eplb_"
 NOT_INSTALLED = "prometheus_client is not installed on rank 0: pip install 'eplb-runtime[metrics]'"
 
-Samples = list[tuple[dict[str, str], float]]
-_COUNTERS = {
-    "rebalances": "Rebalances that were carried out.",
-    "pause_seconds": "Seconds that training stopped for rebalances.",
-    "rollouts": "How often the balancer was suspended.",
-    "rollout_seconds": "Seconds of rollouts that are over.",
-    "pauses": "How often the ranks lost each other.",
-}
-"""Totals of a state under the same name."""
-
 
 @dataclass(frozen=True)
 class Metric:
@@ -59,7 +49,6 @@ def metrics_of(state: RunState, progress: Progress, now: float, left_out: int = 
             *_of_load(state),
             *_balance(state),
             *_of_decisions(state, progress),
-            *(_counter(name, told, getattr(state, name)) for name, told in _COUNTERS.items()),
             _counter("left_out_events", "Events that could not be shown: a listener was too slow.", left_out),
             _gauge("steps", "Optimizer steps so far.", progress.step),
             _gauge("step_seconds", "Seconds of a training step, smoothed.", progress.step_seconds),
@@ -89,48 +78,49 @@ def _flat(metrics: Iterable[Metric]) -> dict[str, float]:
 
 
 def _of_load(state: RunState) -> list[Metric]:
-    measured = state.measured or {}
     rows: dict[str, NDArray[np.float64]] = {}
-    violation: Sequence[float] | NDArray[np.float64] = []
-    ranks: Sequence[float] | NDArray[np.float64] = []
-    if measured:
+    ranks: dict[Any, float] = {}
+    violation: dict[Any, float] = {}
+    if (measured := state.measured) is not None:
         rows = {"measured": measured["imbalance"], "start": measured["imbalance_start"]}
-        ranks = measured["rank_load"][0].sum(axis=0) / max(1, measured["steps"])
-        violation = measured["max_vio"]
+        ranks = dict(enumerate(measured["rank_load"][0].sum(axis=0) / max(1, measured["steps"])))
+        violation = dict(enumerate(measured["max_vio"]))
     if state.by_layer is not None:
         rows |= {"predicted": state.by_layer[1], "bound": state.by_layer[2]}
-    over = [({"kind": kind, **labels}, x) for kind, row_L in rows.items() for labels, x in _over(row_L, "max")]
-    layers = [({"layer": str(layer), "kind": kind}, x) for kind, row_L in rows.items() for layer, x in enumerate(row_L)]
-    share = [({"source": state.share.source}, state.share.value)]
+    over = {(kind, of): value for kind, row_L in rows.items() for of, value in _over(row_L, "max").items()}
+    layers = {(layer, kind): value for kind, row_L in rows.items() for layer, value in enumerate(row_L)}
+    of_over = "Max / mean rank load over layers: measured, at the start, predicted, the bound."
+    tokens, share = "(token, choice) pairs a step of each rank of the EP group, all layers.", state.share
     return [
-        _gauge("imbalance", "Max / mean rank load over layers: measured, at the start, predicted, the bound.", over),
-        _gauge("layer_imbalance", "Max / mean rank load of a layer.", layers),
-        _gauge("layer_max_vio", "Max / mean - 1 of a layer's experts' loads.", _by("layer", enumerate(violation))),
+        _gauge("imbalance", of_over, over, "kind", "over"),
+        _gauge("layer_imbalance", "Max / mean rank load of a layer.", layers, "layer", "kind"),
+        _gauge("layer_max_vio", "Max / mean - 1 of a layer's experts' loads.", violation, "layer"),
+        _gauge("rank_tokens_per_step", tokens, ranks, "rank"),
         _gauge(
-            "rank_tokens_per_step",
-            "(token, choice) pairs a step of each rank of the EP group, all layers.",
-            _by("rank", enumerate(ranks)),
+            "moe_share",
+            "Share of a step from dispatch to combine: measured, given or assumed.",
+            {share.source: share.value},
+            "source",
         ),
-        _gauge("moe_share", "Share of a step from dispatch to combine: measured, given or assumed.", share),
     ]
 
 
 def _balance(state: RunState) -> list[Metric]:
-    measured = state.measured
     average = most = cumulative = None
-    violation: Samples = []
-    balancedness: Samples = []
-    if measured is not None:
+    violation: dict[Any, float] = {}
+    balancedness: dict[Any, float] = {}
+    if (measured := state.measured) is not None:
         average, most = float(measured["imbalance"].mean()), float(measured["imbalance"].max())
         cumulative = _cumulative_overload(measured["rank_load"][0], state.job.get("layers_of_stage"))
-        balancedness = _over(measured["balancedness"], "min")
-        violation = _over(measured["max_vio"], "max")
+        balancedness, violation = _over(measured["balancedness"], "min"), _over(measured["max_vio"], "max")
+    of_violation = "Max / mean - 1 of experts' loads in a step: the same under any placement."
+    of_balance = "Mean / max rank load of a step: mean over steps and layers, and worst."
     return [
         _gauge("avg_overload_factor", "Mean over layers of the busiest rank's tokens over the mean.", average),
         _gauge("max_overload_factor", "Worst layer's busiest rank's tokens over the mean.", most),
         _gauge("max_cum_overload_factor", "Busiest rank's tokens over its stage's layers, over the mean.", cumulative),
-        _gauge("max_vio", "Max / mean - 1 of experts' loads in a step: the same under any placement.", violation),
-        _gauge("balancedness", "Mean / max rank load of a step: mean over steps and layers, and worst.", balancedness),
+        _gauge("max_vio", of_violation, violation, "over"),
+        _gauge("balancedness", of_balance, balancedness, "over"),
     ]
 
 
@@ -146,48 +136,48 @@ def _cumulative_overload(rank_load_LR: NDArray[np.int64], layers_of_stage: Seque
 
 
 def _of_decisions(state: RunState, progress: Progress) -> list[Metric]:
-    decided: Samples = [({"decision": d, "reason": r}, n) for (d, r), n in sorted(state.decided.items())]
-    aborts: Samples = [({"phase": p, "cause": c}, n) for (p, c), n in sorted(state.aborts.items())]
     saved = {"measured": state.saved_seconds, "predicted": state.promised_seconds}
-    judged = state.predictions or {}
-    predicted = {kind: judged[f"{kind}_seconds"] for kind in ("predicted", "true") if judged}
+    judged = {kind: (state.predictions or {}).get(f"{kind}_seconds") for kind in ("predicted", "true")}
+    judged = {kind: seconds for kind, seconds in judged.items() if seconds is not None}
     experts, nbytes = ({link: moved[link] for link in LINKS} for moved in (state.moved_experts, state.moved_bytes))
-    phases = dict(sorted(state.phase_seconds.items()))
     balancing = state.standing == "balancing"
     return [
         _gauge("placement_epoch", "Commits so far.", state.epoch),
         _gauge("placement_age_steps", "Steps since experts moved.", max(0, progress.step - state.placed_at)),
-        _counter("decisions", "Decisions, by what was decided and why.", decided),
-        _counter("phase_seconds", "Seconds of rank 0 in each phase of planning and moving.", _by("phase", phases)),
-        _gauge("saved_seconds", "Seconds saved: by the measured imbalance; as plans predicted.", _by("kind", saved)),
-        _gauge("judged_seconds", "Gains of judged plans: as predicted, and come true.", _by("kind", predicted)),
-        _counter("moved_experts", "Experts that changed their home slot, in one EP group.", _by("link", experts)),
-        _counter("moved_bytes", "Bytes of experts with their state, in one EP group.", _by("link", nbytes)),
+        _counter("decisions", "Decisions, by what was decided and why.", state.decided, "decision", "reason"),
+        _counter(
+            "phase_seconds", "Seconds of rank 0 in each phase of planning and moving.", state.phase_seconds, "phase"
+        ),
+        _gauge("saved_seconds", "Seconds saved: by the measured imbalance; as plans predicted.", saved, "kind"),
+        _gauge("judged_seconds", "Gains of judged plans: as predicted, and come true.", judged, "kind"),
+        _counter("moved_experts", "Experts that changed their home slot, in one EP group.", experts, "link"),
+        _counter("moved_bytes", "Bytes of experts with their state, in one EP group.", nbytes, "link"),
         _gauge("balancing", "1 while ranks balance, 0 in rollouts, pauses and at the end.", balancing),
-        _counter("aborts", "Rebalances that were dropped, by where and why.", aborts),
+        _counter("aborts", "Rebalances that were dropped, by where and why.", state.aborts, "phase", "cause"),
         _counter("guard_findings", "Mistakes that the guard found.", state.findings),
+        _counter("rebalances", "Rebalances that were carried out.", state.rebalances),
+        _counter("pause_seconds", "Seconds that training stopped for rebalances.", state.pause_seconds),
+        _counter("rollouts", "How often the balancer was suspended.", state.rollouts),
+        _counter("rollout_seconds", "Seconds of rollouts that are over.", state.rollout_seconds),
+        _counter("pauses", "How often the ranks lost each other.", state.pauses),
     ]
 
 
-def _gauge(name: str, told: str, value: float | Samples | None, kind: str = "gauge") -> Metric:
-    """Return a metric of labelled samples, of one value, or of none yet."""
-    if not isinstance(value, list):
-        value = [] if value is None else [({}, value)]
-    return Metric(PREFIX + name, kind, told, [(labels, float(number)) for labels, number in value])
+def _gauge(name: str, told: str, value: float | Mapping[Any, Any] | None, *labels: str, kind: str = "gauge") -> Metric:
+    """Return a metric of one value, of none yet, or of values by the words of its labels."""
+    if not isinstance(value, Mapping):
+        return Metric(PREFIX + name, kind, told, [] if value is None else [({}, float(value))])
+    words = {key if isinstance(key, tuple) else (key,): number for key, number in sorted(value.items())}
+    samples = [(dict(zip(labels, map(str, key), strict=True)), float(number)) for key, number in words.items()]
+    return Metric(PREFIX + name, kind, told, samples)
 
 
-def _counter(name: str, told: str, value: float | Samples) -> Metric:
-    return _gauge(name, told, value, "counter")
+def _counter(name: str, told: str, value: float | Mapping[Any, Any], *labels: str) -> Metric:
+    return _gauge(name, told, value, *labels, kind="counter")
 
 
-def _by(label: str, values: Mapping[Any, float] | Iterable[tuple[Any, float]]) -> Samples:
-    """Return samples with one label each."""
-    return [({label: str(name)}, value) for name, value in dict(values).items()]
-
-
-def _over(by_layer: NDArray[np.float64], worst: str) -> Samples:
-    extreme = by_layer.max() if worst == "max" else by_layer.min()
-    return [({"over": "mean"}, float(by_layer.mean())), ({"over": worst}, float(extreme))]
+def _over(by_layer: NDArray[np.float64], worst: str) -> dict[Any, float]:
+    return {"mean": float(by_layer.mean()), worst: float(by_layer.max() if worst == "max" else by_layer.min())}
 
 
 # -- Prometheus, by its own client library ---------------------------------------------------------------------------

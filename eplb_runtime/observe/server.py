@@ -16,9 +16,10 @@ import socketserver
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
+from typing import NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 logger = logging.getLogger("eplb_runtime")
@@ -27,7 +28,7 @@ MOST_CONNECTIONS = 16
 REQUEST_SECONDS, CLOSING_SECONDS = 10.0, 5.0
 """Longest wait for a client, and for the server's thread to end."""
 COOKIE = "eplb_runtime_token"
-TOKEN_MISSING = "a token is required: open /?token=... once, or send it as 'Authorization: Bearer ...'"
+TOKEN_MISSING = "a token is required: open /?token=... once, or send it as 'Authorization: Bearer ...'\n"
 _HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -37,14 +38,13 @@ _HEADERS = {
 }
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """Content of a path."""
 
     content: bytes
     content_type: str = "text/plain; charset=utf-8"
     status: HTTPStatus = HTTPStatus.OK
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = MappingProxyType({})
 
 
 Route = Callable[[Mapping[str, str]], Answer]
@@ -75,8 +75,7 @@ class PageServer(ThreadingHTTPServer):
         super().__init__((host, port), Handler)
         self.port = int(self.server_address[1])
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/"
-        self.thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="eplb_runtime page", daemon=True)
-        self.thread.start()
+        threading.Thread(target=self.serve_forever, args=(0.1,), name="eplb_runtime page", daemon=True).start()
 
     def server_bind(self) -> None:
         """Bind without the look-up of this machine's full name, which may take long."""
@@ -84,7 +83,7 @@ class PageServer(ThreadingHTTPServer):
 
     def close(self) -> None:
         """Stop listening. A thread that does not end in time dies with the process."""
-        closing = threading.Thread(target=self.shutdown, name="eplb_runtime page closes", daemon=True)
+        closing = threading.Thread(target=self.shutdown, daemon=True)
         closing.start()
         closing.join(CLOSING_SECONDS)
         self.server_close()
@@ -116,11 +115,11 @@ class Handler(BaseHTTPRequestHandler):
     error_message_format, error_content_type = "%(code)d %(message)s\n", "text/plain; charset=utf-8"
 
     def do_GET(self) -> None:
-        answer = self._answer()
-        content, headers = answer.content, {**_HEADERS, **answer.headers, "Content-Type": answer.content_type}
+        content, content_type, status, more = self._answer()
+        headers = {**_HEADERS, **more, "Content-Type": content_type}
         if len(content) > 1000 and "gzip" in self.headers.get("Accept-Encoding", ""):
             content, headers["Content-Encoding"] = gzip.compress(content, compresslevel=1), "gzip"
-        self.send_response(answer.status)
+        self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(content))}.items():
             self.send_header(name, value)
         self.end_headers()
@@ -138,50 +137,45 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> Answer:
         if not self._is_for_this_server():
-            return _text(HTTPStatus.FORBIDDEN, "this address serves its own page only")
+            return Answer(b"this address serves its own page only\n", status=HTTPStatus.FORBIDDEN)
         try:
             parts = urlsplit(self.path)
             query = {name: values[-1] for name, values in parse_qs(parts.query, max_num_fields=10).items()}
         except ValueError:
-            return _text(HTTPStatus.BAD_REQUEST, "no such request")
+            return Answer(b"no such request\n", status=HTTPStatus.BAD_REQUEST)
         if self.path.startswith("/?") and self._is_token(query.get("token", "")):
             # A cookie takes the token out of the address, which histories keep.
             cookie = f"{COOKIE}={self.server.token}; Path=/; HttpOnly; SameSite=Strict"
-            return _text(HTTPStatus.SEE_OTHER, "let in", {"Location": "/", "Set-Cookie": cookie})
+            headers = {"Location": "/", "Set-Cookie": cookie}
+            return Answer(b"let in\n", status=HTTPStatus.SEE_OTHER, headers=headers)
         bearer = self.headers.get("Authorization", "").removeprefix("Bearer ")
         cookies = [part.strip().removeprefix(f"{COOKIE}=") for part in self.headers.get("Cookie", "").split(";")]
         if self.server.token is not None and not any(map(self._is_token, [bearer, *cookies])):
-            return _text(HTTPStatus.UNAUTHORIZED, TOKEN_MISSING, {"WWW-Authenticate": "Bearer"})
-        route = self.server.routes.get(parts.path)
-        if route is None:
-            return _text(HTTPStatus.NOT_FOUND, "nothing here")
+            headers = {"WWW-Authenticate": "Bearer"}
+            return Answer(TOKEN_MISSING.encode(), status=HTTPStatus.UNAUTHORIZED, headers=headers)
+        if parts.path not in self.server.routes:
+            return Answer(b"nothing here\n", status=HTTPStatus.NOT_FOUND)
         try:
-            return route(query)
+            return self.server.routes[parts.path](query)
         except Exception:
             logger.debug("%s cannot be shown", parts.path, exc_info=True)
-            return _text(HTTPStatus.INTERNAL_SERVER_ERROR, "this cannot be shown; the job goes on")
+            said = b"this cannot be shown; the job goes on\n"
+            return Answer(said, status=HTTPStatus.INTERNAL_SERVER_ERROR)
 
     def _is_for_this_server(self) -> bool:
         hosts, origin = self.headers.get_all("Host") or [], self.headers.get("Origin")
-        if len(hosts) != 1 or not (_is_address(hosts[0]) or hosts[0].lower().partition(":")[0] in self.server.names):
-            return False
-        if origin is not None and origin.lower() != f"http://{hosts[0].lower()}":
+        if len(hosts) != 1 or not (self._is_ours(hosts[0]) and origin in (None, f"http://{hosts[0]}")):
             return False
         site = self.headers.get("Sec-Fetch-Site", "none")
         return site in ("none", "same-origin") or self.headers.get("Sec-Fetch-Mode") == "navigate"
 
+    def _is_ours(self, host: str) -> bool:
+        """Return whether it is a name of this server, or an IP address, which no foreign name (DNS rebinding) is."""
+        with suppress(ValueError):
+            name = urlsplit(f"//{host}").hostname or ""
+            return name in self.server.names or bool(ipaddress.ip_address(name))
+        return False
+
     def _is_token(self, token: str) -> bool:
         expected = self.server.token
         return expected is not None and hmac.compare_digest(token.encode("utf-8", "replace"), expected.encode())
-
-
-def _text(status: HTTPStatus, text: str, headers: Mapping[str, str] | None = None) -> Answer:
-    return Answer(f"{text}\n".encode(), status=status, headers=headers or {})
-
-
-def _is_address(host: str) -> bool:
-    """Return whether a host is an IP address, which no foreign name (DNS rebinding) is."""
-    bare = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
-    with suppress(ValueError):
-        return bool(ipaddress.ip_address(bare))
-    return False

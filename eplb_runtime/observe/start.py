@@ -11,6 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +41,69 @@ SUMMARY = "summary.json"
 Sink = Callable[[Record], None]
 
 
-class Shown:
+class Observer:
+    """Makes a record of each event on its own thread and hands it to sinks, in order. Training never waits for it.
+
+    A sink that fails is named once in the log, and tried again with the next record.
+
+    Args:
+        start: where the experts are without a balancer.
+        speed_R: of the ranks, as the planner knows it.
+
+    Attributes:
+        sinks: by name.
+        left_out: events that were dropped because too many were waiting.
+    """
+
+    def __init__(self, start: Placement, speed_R: NDArray[np.float64] | None = None) -> None:
+        self._record_of = partial(record_of, start=start, speed_R=speed_R)
+        self._worker = Worker("eplb_runtime observer")
+        self.sinks: dict[str, Sink] = {}
+        self._closers: list[Callable[[], None]] = []
+        self._failing: set[str] = set()
+        self.left_out = 0
+
+    def add(self, name: str, sink: Sink, close: Callable[[], None] | None = None) -> None:
+        """Give a function the records from now on, on the observer's thread; ``close`` ends it."""
+        self.sinks = {**self.sinks, name: sink}
+        self._closers += [] if close is None else [close]
+
+    def follow(self, events: EventLog) -> None:
+        """Listen from now on."""
+        events.called_at_once.append(self.hear)
+
+    def hear(self, event: Event) -> None:
+        """Take an event; never waits, never raises."""
+        if self._worker.waiting >= MOST_WAITING:
+            self.left_out += 1
+        elif not self._worker.closed:
+            self._worker.submit(partial(self._hand_on, event, time.time()))
+
+    def close(self) -> None:
+        """Hand on all that was heard, if that is quick enough, and close the sinks."""
+        if not self._worker.closed:
+            for close in self._closers:
+                self._worker.submit(close)
+            self._worker.close(CLOSING_SECONDS)
+
+    def _hand_on(self, event: Event, now: float) -> None:
+        try:
+            record = self._record_of(event, now=now)
+        except Exception:
+            logger.exception("the event %s cannot be shown; the job goes on", event.name)
+            return
+        for name, sink in self.sinks.items():
+            try:
+                sink(record)
+            except Exception as error:
+                if name not in self._failing:
+                    logger.warning("%s: %s: %s; the job goes on", name, type(error).__name__, error)
+                self._failing.add(name)
+            else:
+                self._failing.discard(name)
+
+
+class Shown(Observer):
     """What shows a job, on its rank 0: its state, kept up by the observer, and a server where one is asked for.
 
     Args:
@@ -67,29 +130,16 @@ class Shown:
         progress: Callable[[], Progress],
         layers_of_stage: Sequence[int] = (),
     ) -> None:
-        self._config = config
-        self._progress = progress
-        self._observer = Observer(placement, config.speed_R)
-        job = job_record(
-            config,
-            topology,
-            placement,
-            world_size=world_size,
-            now=time.time(),
-            version=__version__,
-            layers_of_stage=layers_of_stage,
-        )
-        self.state = RunState()
+        super().__init__(placement, config.speed_R)
+        self._config, self._progress, self.state = config, progress, RunState()
+        fixed: dict[str, Any] = {"world_size": world_size, "version": __version__, "layers_of_stage": layers_of_stage}
+        job = job_record(config, topology, placement, now=time.time(), **fixed)
         self.state.apply(job)
-        self._observer.add("the state of the run", self.state.apply)
+        self.add("the state of the run", self.state.apply)
         if config.run is not None:
             writer = EventWriter(Path(config.run), job)
-            self._observer.add("the event log", writer.write, writer.close)
+            self.add("the event log", writer.write, writer.close)
         self.server = self._serve()
-
-    def follow(self, events: EventLog) -> None:
-        """Listen from now on."""
-        events.called_at_once.append(self._observer.hear)
 
     def track(self, tracker: Tracker) -> None:
         """Give it the numbers of each decision, on the observer's thread."""
@@ -98,11 +148,11 @@ class Shown:
             if record["event"] == "RebalancePlanned":
                 tracker(record["step"], scalars_of(self.state, self._progress()))
 
-        self._observer.add(f"the tracker {len(self._observer.sinks)}", sink)
+        self.add(f"the tracker {len(self.sinks)}", sink)
 
     def close(self) -> None:
         """Write what was heard, close the page, and log what the run has come to."""
-        self._observer.close()
+        super().close()
         if self.server is not None:
             self.server.close()
         summary = summary_of(self.state, self._progress())
@@ -114,18 +164,13 @@ class Shown:
             except OSError as error:
                 logger.warning("the summary of the run is not written: %s", error)
 
-    @property
-    def left_out(self) -> int:
-        """Return the number of events that could not be taken."""
-        return self._observer.left_out
-
     def balance(self) -> dict[str, float]:
         """Return how even the newest measured load was, by the field's names; empty before anything was measured."""
         with self.state.locked():
             return balance_of(self.state)
 
     def metrics(self) -> list[Metric]:
-        return metrics_of(self.state, self._progress(), time.time(), self._observer.left_out)
+        return metrics_of(self.state, self._progress(), time.time(), self.left_out)
 
     def _serve(self) -> PageServer | None:
         if self._config.listen is None:
@@ -152,62 +197,3 @@ class Shown:
             return Answer(*exposition(self.metrics))
         except ImportError:
             return Answer(f"{NOT_INSTALLED}\n".encode(), status=HTTPStatus.NOT_IMPLEMENTED)
-
-
-class Observer:
-    """Makes a record of each event on its own thread and hands it to sinks, in order. Training never waits for it.
-
-    A sink that fails is named once in the log, and tried again with the next record.
-
-    Args:
-        start: where the experts are without a balancer.
-        speed_R: of the ranks, as the planner knows it.
-
-    Attributes:
-        sinks: by name.
-        left_out: events that were dropped because too many were waiting.
-    """
-
-    def __init__(self, start: Placement, speed_R: NDArray[np.float64] | None = None) -> None:
-        self._start = start
-        self._speed_R = speed_R
-        self._worker = Worker("eplb_runtime observer")
-        self.sinks: dict[str, Sink] = {}
-        self._closers: list[Callable[[], None]] = []
-        self._failing: set[str] = set()
-        self.left_out = 0
-
-    def add(self, name: str, sink: Sink, close: Callable[[], None] | None = None) -> None:
-        """Give a function the records from now on, on the observer's thread; ``close`` ends it."""
-        self.sinks = {**self.sinks, name: sink}
-        self._closers += [] if close is None else [close]
-
-    def hear(self, event: Event) -> None:
-        """Take an event; never waits, never raises."""
-        if self._worker.waiting >= MOST_WAITING:
-            self.left_out += 1
-        elif not self._worker.closed:
-            self._worker.submit(partial(self._hand_on, event, time.time()))
-
-    def close(self) -> None:
-        """Hand on all that was heard, if that is quick enough, and close the sinks."""
-        if not self._worker.closed:
-            for close in self._closers:
-                self._worker.submit(close)
-            self._worker.close(CLOSING_SECONDS)
-
-    def _hand_on(self, event: Event, now: float) -> None:
-        try:
-            record = record_of(event, self._start, now, self._speed_R)
-        except Exception:
-            logger.exception("the event %s cannot be shown; the job goes on", event.name)
-            return
-        for name, sink in self.sinks.items():
-            try:
-                sink(record)
-            except Exception as error:
-                if name not in self._failing:
-                    logger.warning("%s: %s: %s; the job goes on", name, type(error).__name__, error)
-                self._failing.add(name)
-            else:
-                self._failing.discard(name)

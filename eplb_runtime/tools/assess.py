@@ -7,7 +7,7 @@ nothing, by how much a step would be shorter, and the verdict in words. No file 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from ..planner.evaluate import predicted_imbalance
 from ..topology import DEFAULT_INTER_NODE_BANDWIDTH, DEFAULT_INTRA_NODE_BANDWIDTH, Topology
 from ..utils.tables import counted
 from .formats.loads import looks_partial
-from .simulate import PolicyRun, Series, StepModel, simulate, start_placement
+from .simulate import Series, StepModel, simulate, start_placement
 
 FloatArray = NDArray[np.float64]
 
@@ -52,8 +52,7 @@ class Figures:
     every: int  # training steps between plans
     steps_per_window: int
     step_seconds: float  # as the job is now
-    moe_share: float  # of that step in expert work, dispatch to combine, in (0, 1]
-    shares: tuple[float, float, float]  # it, the least and the most; all the same where it was given or recorded
+    shares: tuple[float, float, float]  # of that step in expert work: as known, the least and the most
     share_source: str  # how the text names a recorded share; "": it was given or assumed
     expert_parameters: int  # of one expert, as the bytes
     expert_bytes: int
@@ -69,6 +68,10 @@ class Figures:
     def every_windows(self) -> int:
         return self.every // self.steps_per_window
 
+    @property
+    def share_is_assumed(self) -> bool:
+        return self.shares[1] != self.shares[2]
+
 
 @dataclass(frozen=True)
 class Scenario:
@@ -78,7 +81,6 @@ class Scenario:
     imbalance: float  # max / mean rank load over judged windows and layers: mean, and 95th percentile
     worst: float
     expert_seconds: float  # of a step in expert work, relative to "as it is"
-    step_saved: float  # share of a step that it takes less, replicas' refresh counted
     refresh: float  # for replicas, as a share of a step
     move_seconds: float  # of a plan on average; the first one counts as one of `HORIZON_INTERVALS` at least
     moving: float  # as a share of all steps
@@ -93,9 +95,8 @@ class Scenario:
         """Return the share of a step that expert work must take less."""
         return max(self.moving + LEAST_SAVED, HYSTERESIS * self.moving) + self.refresh
 
-    @property
-    def pays(self) -> bool:
-        return self.step_saved + self.refresh >= self.cost
+    def pays(self, moe_share: float) -> bool:
+        return moe_share * (1 - self.expert_seconds) >= self.cost
 
 
 @dataclass(frozen=True)
@@ -106,16 +107,6 @@ class DataParallel:
     spread_step_seconds: float  # with the best placement and its moves, and with tokens that travel, as if not hidden
     freed_bytes: int  # of a rank: weights and optimizer state of the experts that other ranks hold
 
-    @classmethod
-    def of(cls, figures: Figures, load: FloatArray, model: StepModel, way: Scenario, seconds: float) -> DataParallel:
-        """Return the comparison with one way to place experts; ``seconds``: of a step that places them in order."""
-        tokens_L = way.imbalance * load.sum(axis=2).mean(axis=0) / figures.ranks / figures.steps_per_window
-        sending = replace(model, activation_bytes=max(1, figures.expert_bytes // figures.expert_parameters))
-        travel = sending.seconds(tokens_L, figures.topology) - model.seconds(tokens_L, figures.topology)
-        elsewhere = load.shape[1] * (load.shape[2] - load.shape[2] // figures.ranks)
-        freed = (figures.expert_bytes + figures.optimizer_bytes) * elsewhere
-        return cls(figures.step_seconds, seconds * (1 - way.step_saved + way.moving) + travel, freed)
-
     def __str__(self) -> str:
         seconds = f"takes {self.spread_step_seconds:.3g} s, data parallelism as recorded {self.step_seconds:.3g} s"
         held = f"a rank holds {self.freed_bytes / 1e9:.2g} GB less"
@@ -125,47 +116,52 @@ class DataParallel:
 
 @dataclass(frozen=True)
 class Assessment:
-    """The verdict and what it rests on; None: the record cannot say, or it was not judged."""
+    """The verdict and what it rests on."""
 
-    pays: bool | None
     figures: Figures
     verdict: str  # a sentence that says whether it pays
     advice: str  # and what to do next
     left_out: int = 0  # recorded windows that are of other numbers of steps than most
     windows: int = 0  # that were judged
-    now: Scenario | None = None
-    homes: Scenario | None = None
-    replicas: Scenario | None = None
-    best: Scenario | None = None  # the one that the advice is of
-    saved: tuple[float, float, float] | None = None  # share of a step that it takes less, for each of `shares`
-    beside: DataParallel | None = None  # None: another job was recorded, or its seconds are not known
+    ways: Mapping[str, Scenario] = field(default_factory=dict)  # "now", "homes" and "replicas"; those that were judged
+    best: Scenario | None = None  # the one that the advice is of; None: the record cannot say
+    data_parallel: DataParallel | None = None  # None: another job was recorded, or its seconds are not known
     notes: tuple[str, ...] = ()  # sentences on what is compared, said ahead of the answer
+
+    @property
+    def pays(self) -> bool | None:
+        return None if self.best is None else self.best.pays(self.figures.shares[0])
+
+    @property
+    def saved(self) -> tuple[float, float, float] | None:
+        """Return the share of a step that it takes less: for the share that is known, the least and the most."""
+        if self.best is None:
+            return None
+        share, low, high = map(self.best.saved, self.figures.shares)
+        return share, min(low, high), max(low, high)
 
     def fields(self) -> dict[str, Any]:
         """Return what ``eplb-runtime assess --json`` prints; what was not judged is null."""
-        ways = {"now": self.now, "homes": self.homes, "replicas": self.replicas}
-        saved = (None, None, None) if self.saved is None else self.saved
+        names = ("now", "homes", "replicas")
         return {
             "pays": self.pays,
-            "imbalance": {name: None if way is None else way.imbalance for name, way in ways.items()},
-            "step_saved": dict(zip(("share", "low", "high"), saved, strict=True)),
+            "imbalance": {name: self.ways[name].imbalance if name in self.ways else None for name in names},
+            "step_saved": dict(zip(("share", "low", "high"), self.saved or (None,) * 3, strict=True)),
             "move_seconds": None if self.best is None else self.best.move_seconds,
-            "data_parallel": None if self.beside is None else asdict(self.beside),
-            "advice": self.advice if self.pays is not None else f"{self.verdict} {self.advice}",
+            "data_parallel": None if self.data_parallel is None else asdict(self.data_parallel),
+            "advice": self.advice if self.best is not None else self.paragraph(),
         }
 
     def paragraph(self) -> str:
         """Return the answer in words, on one line."""
-        if self.now is None or self.homes is None or self.best is None or self.saved is None:
+        if self.best is None or self.saved is None:
             return f"{self.verdict} {self.advice}"
-        figures = self.figures
-        ways = f"with homes moved {self.homes.imbalance:.2f}x"
-        if self.replicas is not None:
-            ways += f", {self.replicas.name} {self.replicas.imbalance:.2f}x"
+        figures, now, homes, replicas = self.figures, self.ways["now"], self.ways["homes"], self.ways.get("replicas")
+        ways = f"with homes moved {homes.imbalance:.2f}x"
+        ways += "" if replicas is None else f", {replicas.name} {replicas.imbalance:.2f}x"
         share, low, high = self.saved
-        word, sign = ("less", 1) if share >= 0 else ("more", -1)
-        span = ""
-        if low != high:
+        word, sign, span = ("less", 1, "") if share >= 0 else ("more", -1, "")
+        if figures.share_is_assumed:
             least, most = sorted((sign * low, sign * high))
             digits = 0 if max(abs(least), abs(most)) >= 0.0195 else 1
             span = f" ({least * 100:.{digits}f} to {most:.{digits}%} for {figures.shares[1] * 100:.0f} to "
@@ -175,21 +171,24 @@ class Assessment:
             work = f"With {figures.shares[0]:.0%} of a step in expert work ({figures.share_source})"
         seconds = self.best.move_seconds
         moving = f"{seconds:.2g} s" if seconds >= 0.1 or seconds == 0 else f"{seconds * 1e3:.2g} ms"
-        notes = "".join(f"{note} " for note in self.notes)
-        return (
-            f"{notes}{figures.ranks} ranks: the busiest rank has {self.now.imbalance:.2f}x the mean load; {ways} "
-            f"(planned on the past, judged on what came next, {self.windows} windows). {work}, a step takes "
-            f"{_percent(sign * share)} {word}{span}; moving costs {moving} every {_steps(figures.every)}. "
-            f"{f'{self.beside} ' if self.beside else ''}{self.verdict} {self.advice}"
-        ).replace("%", " %")
+        said = [
+            *self.notes,
+            f"{figures.ranks} ranks: the busiest rank has {now.imbalance:.2f}x the mean load; {ways} (planned on the "
+            f"past, judged on what came next, {self.windows} windows). {work}, a step takes {_percent(sign * share)} "
+            f"{word}{span}; moving costs {moving} every {_steps(figures.every)}.",
+            *([] if self.data_parallel is None else [str(self.data_parallel)]),
+            self.verdict,
+            self.advice,
+        ]
+        return " ".join(said).replace("%", " %")
 
 
 def assess(record: JobRecord, given: Mapping[str, Any]) -> Assessment:
     """Would balancing have paid in the steps that were recorded?
 
     Experts stay in logical order, or their homes move, or each rank has replica slots besides; each plan sees the past
-    alone, is judged on the windows until the next, and goes through the default gate. Expert work takes ``moe_share``
-    of a step as the job is now, and grows with the busiest rank's tokens, as for the gate of a running job.
+    alone, is judged on the windows until the next, and goes through the default gate. Expert work takes its share of a
+    step as the job is now, and grows with the busiest rank's tokens, as for the gate of a running job.
 
     Args:
         record: the series.
@@ -203,54 +202,20 @@ def assess(record: JobRecord, given: Mapping[str, Any]) -> Assessment:
     left_out = whole - len(record.load)
     figures = figures_of(record, given)
     if why := _why_not(record, figures):
-        return Assessment(None, figures, *why, left_out)
+        return Assessment(figures, *why, left_out)
     # The newest windows with tokens in them, of the ranks that are asked about: each has as many as it had.
     load = record.load[record.load.any(axis=(1, 2))][-(MOST_INTERVALS + 1) * figures.every_windows :]
     load = load * (figures.ranks / figures.ranks_of_load)
-    figures, model, now_seconds = _calibrated(record, load, figures)
-    slots, share, experts = figures.replica_slots, figures.moe_share, load.shape[2]
-    homes = experts // figures.ranks
-    if slots > experts - homes:
-        have = f"a rank has homes for {homes} of {experts} experts"
-        raise ValueError(f"--replica-slots {slots}: {have}; give at most {experts - homes}")
-    series = Series(load, figures.every_windows, figures.steps_per_window, gate="payoff")
-
-    def play(policy: str, slots_per_rank: int) -> PolicyRun:
-        return simulate(series, figures.topology, slots_per_rank=slots_per_rank, policies=[policy], step_model=model)[0]
-
-    def judge(name: str, run: PolicyRun, refresh_seconds: float = 0.0) -> Scenario:
-        relative = sum(window.step_seconds for window in run.windows) / static_seconds
-        first, *others = [replan.migration_seconds for replan in run.replans]
-        plans = max(len(run.replans), HORIZON_INTERVALS)
-        move_seconds = (first + (plans - 1) * float(np.mean(others))) / plans
-        refresh = refresh_seconds / now_seconds
-        return Scenario(
-            name=name,
-            imbalance=float(run.imbalance.mean()),
-            worst=float(np.percentile(run.imbalance, 95)),
-            expert_seconds=relative,
-            step_saved=share * (1 - relative) - refresh,
-            refresh=refresh,
-            move_seconds=move_seconds,
-            moving=move_seconds / figures.every / now_seconds,
-            rebalances=sum(replan.decision == "rebalance" for replan in run.replans),
-        )
-
-    static = play("static", homes)
-    static_seconds = sum(window.step_seconds for window in static.windows)
-    now = judge("as it is", static)
-    by_homes = best = judge("homes moved", play("incremental", homes))
-    by_replicas = None
-    if slots:
-        named = f"with {'one' if slots == 1 else slots} replica slot{'s' if slots > 1 else ''}"
-        refresh_seconds = model.refresh_seconds(load.shape[1], slots, figures.topology)
-        by_replicas = judge(named, play("incremental", homes + slots), refresh_seconds)
-        gain = by_replicas.step_saved - by_replicas.moving - (by_homes.step_saved - by_homes.moving)
-        if gain > LEAST_SAVED or (by_replicas.pays and not by_homes.pays):
-            best = by_replicas
-    if best.pays:
-        verdict, advice = _why_it_pays(figures, best, with_replicas=best is by_replicas)
-        least = min((now, by_homes), key=lambda way: way.worst)
+    figures, model, step_seconds = _calibrated(record, load, figures)
+    ways = _ways(load, figures, model, step_seconds)
+    share, now, homes, replicas = figures.shares[0], ways["now"], ways["homes"], ways.get("replicas")
+    best = homes
+    if replicas is not None:
+        gain = replicas.saved(share) - replicas.moving - (homes.saved(share) - homes.moving)
+        best = replicas if gain > LEAST_SAVED or (replicas.pays(share) and not homes.pays(share)) else homes
+    if best.pays(share):
+        verdict, advice = _why_it_pays(figures, best, with_replicas=best is replicas)
+        least = min((now, homes), key=lambda way: way.worst)
         if f"{best.worst:.2f}" > f"{least.worst:.2f}":
             verdict = f"{verdict[:-1]}, but the 95th percentile is {best.worst:.2f}x, {least.name} {least.worst:.2f}x."
     else:
@@ -258,67 +223,92 @@ def assess(record: JobRecord, given: Mapping[str, Any]) -> Assessment:
         hottest = float((load.max(axis=2) * figures.ranks / np.maximum(load.sum(axis=2), 1)).mean())
         steps = int(record.load.any(axis=(1, 2)).sum()) * figures.steps_per_window
         verdict, advice = _why_it_does_not_pay(figures, steps, now, best, hottest)
-    low, high = sorted(best.saved(share) for share in figures.shares[1:])
     notes, beside = [], None
     if record.job.ep_size == 1:
-        if figures.step_seconds == record.job.step_seconds and figures.shares[1] == figures.shares[2]:
-            beside = DataParallel.of(figures, load, model, best if best.pays else now, now_seconds)
+        if figures.step_seconds == record.job.step_seconds and not figures.share_is_assumed:
+            beside = _data_parallel(figures, load, model, best if best.pays(share) else now, step_seconds)
         notes.append(
             "The recorded job has no expert parallelism; compared is the same job with its experts spread over "
             f"{figures.ranks} ranks in logical order, before and after balancing."
         )
-    if record.job.takes_no_replicas and not slots:
+    if record.job.takes_no_replicas and not figures.replica_slots:
         notes.append("The framework's layers hold no replicas, so homes alone are tried.")
-    return Assessment(
-        pays=best.pays,
-        figures=figures,
-        verdict=verdict,
-        advice=advice,
-        left_out=left_out,
-        windows=len(static.windows),
-        now=now,
-        homes=by_homes,
-        replicas=by_replicas,
-        best=best,
-        saved=(best.saved(share), low, high),
-        beside=beside,
-        notes=tuple(notes),
-    )
+    windows = len(load) - figures.every_windows
+    return Assessment(figures, verdict, advice, left_out, windows, ways, best, beside, tuple(notes))
+
+
+def _ways(load: FloatArray, figures: Figures, model: StepModel, step_seconds: float) -> dict[str, Scenario]:
+    """Return each way to place experts, played; ``step_seconds``: of a step that places them in order."""
+    layers, experts, slots = load.shape[1], load.shape[2], figures.replica_slots
+    homes = experts // figures.ranks
+    if slots > experts - homes:
+        have = f"a rank has homes for {homes} of {experts} experts"
+        raise ValueError(f"--replica-slots {slots}: {have}; give at most {experts - homes}")
+    series = Series(load, figures.every_windows, figures.steps_per_window, gate="payoff")
+    named = f"with {'one' if slots == 1 else slots} replica slot{'s' if slots > 1 else ''}"
+    tried = {"now": ("as it is", "static", 0), "homes": ("homes moved", "incremental", 0)}
+    tried |= {"replicas": (named, "incremental", slots)} if slots else {}
+    found, static_seconds = {}, 0.0
+    for key, (name, policy, more) in tried.items():
+        (run,) = simulate(series, figures.topology, slots_per_rank=homes + more, policies=[policy], step_model=model)
+        seconds = sum(window.step_seconds for window in run.windows)
+        static_seconds = static_seconds or seconds  # of the first
+        first, *others = [replan.migration_seconds for replan in run.replans]
+        plans = max(len(run.replans), HORIZON_INTERVALS)
+        move_seconds = (first + (plans - 1) * float(np.mean(others))) / plans
+        found[key] = Scenario(
+            name=name,
+            imbalance=float(run.imbalance.mean()),
+            worst=float(np.percentile(run.imbalance, 95)),
+            expert_seconds=seconds / static_seconds,
+            refresh=model.refresh_seconds(layers, more, figures.topology) / step_seconds,
+            move_seconds=move_seconds,
+            moving=move_seconds / figures.every / step_seconds,
+            rebalances=sum(replan.decision == "rebalance" for replan in run.replans),
+        )
+    return found
+
+
+def _data_parallel(
+    figures: Figures, load: FloatArray, model: StepModel, way: Scenario, step_seconds: float
+) -> DataParallel:
+    """Return the comparison with one way to place experts; ``step_seconds``: of a step that places them in order."""
+    tokens_L = way.imbalance * load.sum(axis=2).mean(axis=0) / figures.ranks / figures.steps_per_window
+    sending = replace(model, activation_bytes=max(1, figures.expert_bytes // figures.expert_parameters))
+    travel = sending.seconds(tokens_L, figures.topology) - model.seconds(tokens_L, figures.topology)
+    elsewhere = load.shape[1] * (load.shape[2] - load.shape[2] // figures.ranks)
+    freed = (figures.expert_bytes + figures.optimizer_bytes) * elsewhere
+    spread = step_seconds * (1 - way.saved(figures.shares[0]) + way.moving) + travel
+    return DataParallel(figures.step_seconds, spread, freed)
 
 
 def figures_of(record: JobRecord, given: Mapping[str, Any]) -> Figures:
     """Return the figures that were given, else recorded, else assumed."""
-    job = record.job
+    job, (windows, _, experts) = record.job, record.load.shape
 
     def resolve(name: str, known: Any, default: Any) -> Any:
         """Return the figure that was given, else what was recorded, else a default."""
         chosen = given.get(name)
         return chosen if chosen is not None else known or default
 
-    windows, _, experts = record.load.shape
     fitting = next((ranks for ranks in (8, 4, 2) if experts % ranks == 0), 1)
     ranks = resolve("ranks", job.ep_size if job.ep_size > 1 else job.ranks, fitting)
-    node = 0
-    if ranks <= max(1, job.ranks_per_node):
-        node = ranks
-    elif job.ranks > job.ranks_per_node and ranks % max(1, job.ranks_per_node) == 0:
+    node = ranks if ranks <= max(1, job.ranks_per_node) else 0
+    if job.ranks > job.ranks_per_node and not node and ranks % max(1, job.ranks_per_node) == 0:
         node = job.ranks_per_node  # a job on one node does not say how many ranks another may have there
-    whole_nodes = next(size for size in range(min(ranks, 8), 0, -1) if ranks % size == 0)
-    node = resolve("ranks_per_node", node, whole_nodes)
+    node = resolve("ranks_per_node", node, next(size for size in range(min(ranks, 8), 0, -1) if ranks % size == 0))
     steps = max(1, round(float(record.load.sum(axis=2).mean()) / ranks / STEP_CHOICES))
     steps = resolve("steps_per_window", record.steps_per_window, steps)
     cut = steps * max(1, windows // DEFAULT_INTERVALS, min(SHORT_INTERVAL // steps, windows // FEW_INTERVALS))
     every = resolve("every", job.interval, cut)
-    recorded_share = min(1.0, job.expert_seconds / job.step_seconds) if job.step_seconds else 0.0
-    share = resolve("moe_share", recorded_share, MOE_SHARE)
-    is_given = given.get("moe_share") is not None
+    measured = min(1.0, job.expert_seconds / job.step_seconds) if job.step_seconds else 0.0
+    share, is_given = resolve("moe_share", measured, MOE_SHARE), given.get("moe_share") is not None
     parameters = resolve("expert_parameters", job.expert_parameters, EXPERT_PARAMETERS)
     known = job.expert_bytes and job.expert_parameters
     weights = round(parameters * job.expert_bytes / job.expert_parameters) if known else 2 * parameters
     of_adam = (8 if weights >= 4 * parameters else 12) * parameters  # float32 moments, and weights beside bfloat16 ones
-    giga, on_cpu = 1e9, job.device == "cpu"
     intra, inter = (
-        resolve(name, getattr(job, name), CPU_BANDWIDTH if on_cpu else default / giga)
+        1e9 * resolve(name, getattr(job, name), CPU_BANDWIDTH if job.device == "cpu" else default / 1e9)
         for name, default in (
             ("intra_node_bandwidth", DEFAULT_INTRA_NODE_BANDWIDTH),
             ("inter_node_bandwidth", DEFAULT_INTER_NODE_BANDWIDTH),
@@ -326,13 +316,12 @@ def figures_of(record: JobRecord, given: Mapping[str, Any]) -> Figures:
     )
     slots = given.get("replica_slots")
     return Figures(
-        topology=Topology(ranks, node, giga * intra, giga * inter),
+        topology=Topology(ranks, node, intra, inter),
         every=steps * max(1, every // steps),  # plans are made between windows
         steps_per_window=steps,
         step_seconds=resolve("step_seconds", job.step_seconds, STEP_SECONDS),
-        moe_share=share,
-        shares=(share, share, share) if is_given or recorded_share else (share, LOW_SHARE, HIGH_SHARE),
-        share_source="measured" if recorded_share and not is_given else "",
+        shares=(share, share, share) if is_given or measured else (share, LOW_SHARE, HIGH_SHARE),
+        share_source="measured" if measured and not is_given else "",
         expert_parameters=parameters,
         expert_bytes=weights,
         optimizer_bytes=job.optimizer_bytes or of_adam,
@@ -373,12 +362,11 @@ def _why_not(record: JobRecord, figures: Figures) -> tuple[str, str] | None:
 
 
 def _calibrated(record: JobRecord, load: FloatArray, figures: Figures) -> tuple[Figures, StepModel, float]:
-    """Return the step model whose expert work is ``moe_share`` of a step as it is now, and the seconds of such a step.
+    """Return the step model whose expert work is its share of a step as it is now, and the seconds of such a step.
 
-    All of expert work goes with the busiest rank's tokens, so the model exchanges nothing besides, and its FLOP/s are
-    what makes the seconds right. A step that was measured with another imbalance than that of experts in logical order
-    (without expert parallelism, or balanced) would take longer with it; a share that was measured in such a step would
-    be larger, as in the figures figures that are returned.
+    All of expert work goes with the busiest rank's tokens, so the model exchanges nothing besides. A step that was
+    measured with another imbalance than that of experts in logical order (without expert parallelism, or balanced)
+    would take longer with it; a share that was measured in such a step would be larger, as in the figures returned.
     """
     load = load[figures.every_windows :]
     start = start_placement("static", load.shape[1], load.shape[2], figures.ranks, load.shape[2] // figures.ranks)
@@ -386,14 +374,14 @@ def _calibrated(record: JobRecord, load: FloatArray, figures: Figures) -> tuple[
     imbalance = np.array([predicted_imbalance(window, start) for window in load])
     now, even = float((busiest * imbalance).sum(axis=1).mean()), float(busiest.sum(axis=1).mean())
     measured_at = record.job.imbalance or (1.0 if record.job.ep_size == 1 else now / even)
-    share = figures.moe_share
+    share = figures.shares[0]
     if figures.share_source:
         longer = share * now / even / measured_at
         share = longer / (1 - share + longer)
         source = figures.share_source
-        if f"{share:.0%}" != f"{figures.moe_share:.0%}":
-            source = f"worked out from {figures.moe_share:.0%} measured, with other imbalance"
-        figures = replace(figures, moe_share=share, shares=(share, share, share), share_source=source)
+        if f"{share:.0%}" != f"{figures.shares[0]:.0%}":
+            source = f"worked out from {figures.shares[0]:.0%} measured, with other imbalance"
+        figures = replace(figures, shares=(share, share, share), share_source=source)
     seconds = figures.step_seconds
     if record.job.step_seconds and figures.step_seconds == record.job.step_seconds:
         seconds /= 1 - share + share * measured_at * even / now
@@ -416,8 +404,8 @@ def _why_it_pays(figures: Figures, best: Scenario, with_replicas: bool) -> tuple
     verdict = "It pays." if least_share <= figures.shares[1] else f"It pays from {least_share:.0%} of expert work on."
     settings = f"interval={figures.every}"
     settings += f", replica_slots={figures.replica_slots}" if with_replicas else ""
-    if not figures.share_source and figures.shares[1] == figures.shares[0]:  # given: the job's gate counts with it
-        settings += f", migration=MigrationConfig(moe_share={figures.moe_share:g})"
+    if not figures.share_source and not figures.share_is_assumed:  # given: the job's gate counts with it
+        settings += f", migration=MigrationConfig(moe_share={figures.shares[0]:g})"
     return verdict, f"Next: BalancerConfig({settings})"
 
 
@@ -432,16 +420,16 @@ def _why_it_does_not_pay(
         rarer = f"Record {LEAST_INTERVALS * longer} steps or more, and try a longer interval: --every {longer}."
     again = "Ask again when the router's load has changed."
     even = 1 - 1 / now.imbalance
-    if figures.moe_share * even < LEAST_SAVED:
+    if figures.shares[0] * even < LEAST_SAVED:
         reason = "the load is balanced" if MOE_SHARE * even < LEAST_SAVED else "expert work is a small share of a step"
-        saved = _percent(figures.moe_share * even)
+        saved = _percent(figures.shares[0] * even)
         return f"It does not pay: {reason}, and even load would save {saved} of a step.", again
-    if best.step_saved < LEAST_SAVED and not figures.replica_slots and hottest > CLOSE * best.imbalance:
+    if best.saved(figures.shares[0]) < LEAST_SAVED and not figures.replica_slots and hottest > CLOSE * best.imbalance:
         reason = f"the hottest expert alone has {hottest:.2f}x the tokens of a rank, and homes cannot share it"
         return f"It does not pay: {reason}.", "Try --replica-slots 1, where the framework takes replicas."
     if not best.rebalances:
         return "It does not pay: no move would have saved what it costs.", rarer
-    if best.step_saved < LEAST_SAVED:
+    if best.saved(figures.shares[0]) < LEAST_SAVED:
         return "It does not pay: the load that comes is too unlike the past that plans are made for.", again
     return f"It does not pay: moving takes {_percent(best.moving)} of the time of all steps.", rarer
 

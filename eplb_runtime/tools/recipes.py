@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..hosts.megatron import settings as megatron
-from ..hosts.megatron.settings import Exact, Refusal, Unknown
+from ..hosts.megatron.settings import Unknown
+from ..hosts.refusals import Exact, Refusal
 from ..hosts.transformers import settings as transformers
 from ..utils.files import FileError, require_readable
 

@@ -9,7 +9,7 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
 
-from eplb_runtime.events import RebalanceCommitted, brief
+from eplb_runtime.events import RebalanceCommitted
 from eplb_runtime.observe.run_folder import state_of_run
 from eplb_runtime.observe.summary import summary_of
 from eplb_runtime.placement import EMPTY
@@ -28,7 +28,7 @@ def train(rank: int, run: str) -> dict[str, object]:
     table, committed = str(balancer), balancer.events.of_type(RebalanceCommitted)
     balancer.close()
     return {"replicas": replicas, "told": [event.placed_replicas for event in committed], "table": table} | {
-        "lines": [brief(event) for event in committed]
+        "lines": [event.brief() for event in committed]
     }
 
 

@@ -189,7 +189,7 @@ def setting(part: str, name: str, value: Any) -> Mistake:
 
 
 MISTAKES: list[tuple[str, Row, Mistake]] = [
-    ("replica_slots=1 with parallelism.tensor_parallel_degree=2", PLAIN, copies_beside_tensor_parallelism),
+    ("replica_slots=1 with tensor_parallel_degree=2", PLAIN, copies_beside_tensor_parallelism),
     ("initial_placement", PLAIN, partial(with_settings, initial_placement="other.json")),
     ("every rank has all experts", PLAIN, setting("parallelism", "expert_parallel_degree", 1)),
     ("set parallelism.spmd_backend=", PLAIN, setting("parallelism", "spmd_backend", NOT_TRIED)),

@@ -158,7 +158,7 @@ def test_bad_input_is_refused_in_one_line(load_file: Path, tmp_path: Path, capsy
         (["plan", load_file, *CLUSTER, "--policy", "best"], "policy 'best' is unknown"),
         (["plan", load_file, *CLUSTER, "--current", tmp_path / "other.json"], "is for 2 ranks, not 4"),
         (["plan", load_file, *CLUSTER, "-o", tmp_path / "none" / "p.json"], "No such file or directory"),
-        (["plan", load_file, *CLUSTER, "-o", tmp_path / "p.txt"], "the name must end in .json or .safetensors"),
+        (["plan", load_file, *CLUSTER, "-o", tmp_path / "p.txt"], "the name must end in .json"),
         (["plan", load_file, *CLUSTER, "--dense-layers", "3"], "none would be left"),
         (["convert", tmp_path / "broken.json", tmp_path / "out.json"], "not JSON"),
         (["convert", load_file, tmp_path / "out.yaml"], "tensorrt-llm reads no load file"),

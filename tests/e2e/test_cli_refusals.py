@@ -72,7 +72,7 @@ def test_more_slots_a_rank_than_experts(refusal: Callable[..., str], load_file: 
         (["plan", "--policy", "best"], "policy 'best' is unknown; choose one of: static"),
         (["simulate", "--every", "2", "--policies", "static,best"], "policy 'best' is unknown; choose one of: static"),
         (["plan", "-o", "none/p.json"], "none: No such file or directory"),
-        (["plan", "-o", "p.txt"], "p.txt: the name must end in .json or .safetensors"),
+        (["plan", "-o", "p.txt"], "p.txt: the name must end in .json"),
     ],
 )
 def test_names_and_places_are_looked_at_first(

@@ -40,7 +40,7 @@ def test_a_topology_knows_nodes_and_links() -> None:
     topology = Topology(8, 4, intra_node_bandwidth=100.0, inter_node_bandwidth=10.0)
     assert topology.num_nodes == 2
     assert [topology.node_of(rank) for rank in (0, 3, 4, 7)] == [0, 0, 1, 1]
-    assert (topology.bandwidth(0, 3), topology.bandwidth(3, 4)) == (100.0, 10.0)
+    assert topology.slowest_bandwidth == 10.0
     assert Topology(6).ranks_per_node == 6
 
 

@@ -8,11 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placements import free_placements, home_placements
-from safetensors.torch import save_file
 
 from eplb_runtime.placement import Placement, PlacementError
 
@@ -29,12 +27,11 @@ def refusal(make: Callable[[], object]) -> str:
     return said
 
 
-@pytest.mark.parametrize("ending", [".json", ".safetensors"])
 @given(placement=placements)
 @settings(deadline=None)
-def test_what_is_saved_is_what_is_loaded(placement: Placement, ending: str) -> None:
+def test_what_is_saved_is_what_is_loaded(placement: Placement) -> None:
     with TemporaryDirectory() as folder:
-        file = Path(folder) / f"placement{ending}"
+        file = Path(folder) / "placement.json"
         placement.save(file)
         loaded = Placement.load(file)
         assert list(Path(folder).iterdir()) == [file]
@@ -78,30 +75,21 @@ def test_a_field_that_is_wrong_is_one_line_that_names_the_file(tmp_path: Path, c
 
 
 @pytest.mark.parametrize("field", sorted(FIELDS.keys() - {"format"}))
-@pytest.mark.parametrize("ending", [".json", ".safetensors"])
-def test_a_missing_field_is_named(tmp_path: Path, field: str, ending: str) -> None:
-    file = tmp_path / f"broken{ending}"
-    fields = {key: value for key, value in FIELDS.items() if key != field}
-    if ending == ".json":
-        file.write_text(json.dumps(fields))
-    elif field == "home":
-        pytest.skip("without homes a safetensors file holds a free placement, whose map is checked")
-    else:
-        arrays = {key: torch.tensor(fields.pop(key)) for key in ("physical_to_logical", "home") if key in fields}
-        save_file(arrays, file, metadata={key: str(value) for key, value in fields.items()})
+def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
+    file = tmp_path / "broken.json"
+    file.write_text(json.dumps({key: value for key, value in FIELDS.items() if key != field}))
     said = refusal(lambda: Placement.load(file))
     assert said.startswith(f"{file}: ")
     assert f"'{field}' is missing" in said
 
 
-@pytest.mark.parametrize("ending", [".json", ".safetensors"])
 @pytest.mark.parametrize(
     "content",
     [b"", b"null", b"[]", b"{", b"\0" * 40, bytes(range(256)), b"[" * 100_000, b"\xff\xfe"],
     ids=["empty", "null", "list", "cut", "zeros", "binary", "nested", "utf16"],
 )
-def test_a_file_that_is_something_else_is_one_line_that_names_it(tmp_path: Path, content: bytes, ending: str) -> None:
-    file = tmp_path / f"broken{ending}"
+def test_a_file_that_is_something_else_is_one_line_that_names_it(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "broken.json"
     file.write_bytes(content)
     assert refusal(lambda: Placement.load(file)).startswith(f"{file}: not a ")
 
@@ -109,29 +97,24 @@ def test_a_file_that_is_something_else_is_one_line_that_names_it(tmp_path: Path,
 @given(st.data())
 @settings(deadline=None)
 def test_a_file_that_breaks_off_is_never_a_placement(data: st.DataObject) -> None:
-    ending = data.draw(st.sampled_from([".json", ".safetensors"]))
     with TemporaryDirectory() as folder:
-        file = Path(folder) / f"cut{ending}"
+        file = Path(folder) / "cut.json"
         STANDING.save(file)
         whole = file.read_bytes()
         file.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
         assert refusal(lambda: Placement.load(file)).startswith(f"{file}: ")
 
 
-@pytest.mark.parametrize("ending", [".json", ".safetensors"])
-def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, ending: str) -> None:
-    missing = tmp_path / f"none{ending}"
+def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+    missing = tmp_path / "none.json"
     assert refusal(lambda: Placement.load(missing)) == f"{missing}: cannot be read: No such file or directory"
-    folder = tmp_path / f"folder{ending}"
+    folder = tmp_path / "folder.json"
     folder.mkdir()
     assert refusal(lambda: Placement.load(folder)) == f"{folder}: cannot be read: Is a directory"
 
 
-@pytest.mark.parametrize("ending", [".json", ".safetensors"])
-def test_a_write_that_breaks_off_leaves_the_old_file(
-    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / f"placement{ending}"
+def test_a_write_that_breaks_off_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "placement.json"
     STANDING.save(file)
     before = file.read_bytes()
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import subprocess
-import sys
 
 import pytest
 
@@ -31,16 +29,3 @@ def test_examples_in_docstrings_print_what_they_say(name: str) -> None:
         failed, tried = doctest.testmod(importlib.import_module(module))
         assert failed == 0, module
         assert tried > 0 or module.removeprefix("eplb_runtime.") not in WITH_EXAMPLES.split()
-
-
-def test_the_step_model_of_simulate_has_its_public_path() -> None:
-    from eplb_runtime.simulate import StepModel
-
-    from eplb_runtime.tools import simulate
-
-    assert StepModel is simulate.StepModel is eplb_runtime.simulate.StepModel
-    with pytest.raises(ImportError, match="StepModels"):
-        from eplb_runtime.simulate import StepModels  # noqa: F401
-    work = "import sys, eplb_runtime.simulate; print('eplb_runtime.tools.simulate' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout == "False\n", "it waits for numpy although nobody has used it"

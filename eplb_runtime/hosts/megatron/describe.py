@@ -20,10 +20,11 @@ from torch import nn
 from ...config import BalancerConfig, DispatchConfig
 from ...distributed.ranks import Ranks
 from ..attaching.description import AttachError, HostModel, MoELayer, Spread, WatchedLayer, WatchedModel, mark_spread
+from ..refusals import STAND_IN, sums_of_gradients, sums_of_results
 from .graphs import check_not_captured
 from .layer import QUANTIZE_AGAIN, install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of
-from .settings import EXACT_IN_ONE_SUM, STAND_IN, STAND_INS, JobSettings, refusals, settings_of
+from .settings import STAND_INS, JobSettings, refusals, settings_of
 from .weights import weights
 
 logger = logging.getLogger("eplb_runtime")
@@ -222,21 +223,13 @@ def _check_layer(name: str, module: nn.Module) -> None:
 
 def _notes(layers: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
     """Return lines that say which sums, of results or of gradients, depend on where experts are."""
-    notes = []
-    if inexact := [(name, module) for name, module in layers if not keeps_every_bit(module)]:
-        name, module = inexact[0]
-        notes.append(
-            f"{name} and {len(inexact) - 1} other layers: the {module.config.moe_token_dispatcher_type} dispatcher "
-            f"sums the results of a token's {module.config.moe_router_topk} experts in an order that depends on where "
-            "they are: with experts moved, training is equal to rounding, not to the bit"
-        )
+    inexact = [(name, module.config) for name, module in layers if not keeps_every_bit(module)]
+    of_results = [
+        sums_of_results(f"{name} ({config.moe_token_dispatcher_type})", config.moe_router_topk)
+        for name, config in inexact[:1]
+    ]
     holders = dist.get_world_size(parallel_state.get_expert_data_parallel_group()) if layers else 0
-    if holders > EXACT_IN_ONE_SUM:
-        notes.append(
-            f"{holders} ranks hold the same experts, and the sum of their gradients depends on where an expert is: "
-            "with experts moved, training is equal to rounding, not to the bit"
-        )
-    return tuple(notes)
+    return (*of_results, *sums_of_gradients(holders))
 
 
 def _describe_layer(name: str, module: Any) -> MoELayer:

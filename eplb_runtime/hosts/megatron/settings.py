@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
-Exact = Literal["bit", "rounding"]
-STAND_IN = "%s=%s was tested with a stand-in, and not on a GPU yet: prove it by `eplb-runtime verify -- JOB`"
+from ..refusals import EXACT_BY_ITSELF, EXACT_IN_ONE_SUM, Exact, Refusal
 
 VERSION = "Megatron-Core 0.16.1 to 0.19.2"
 """Versions whose defaults these are; settings that an older one lacks are off there."""
-EXACT_BY_ITSELF = 2
-"""Experts a token: the sum of two does not depend on their order."""
-EXACT_IN_ONE_SUM = 2
-"""Ranks that hold the same experts: the sum of two gradients does not depend on their order."""
 WHOLE_LAYER = "full"
 """Megatron's word for a CUDA graph of all that a layer does."""
 WITHOUT_EXPERTS = frozenset(("attn", "mamba", "mlp", "moe_router", "moe_preprocess"))
@@ -98,24 +92,6 @@ class JobSettings:
         return self._defaults[name]
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A setting that cannot be balanced, its value in this job, the reason, and what to write."""
-
-    setting: str
-    value: Any
-    why: str
-    instead: str
-
-    def __str__(self) -> str:
-        return f"{self.setting}={self.value}: {self.why}; {self.instead}"
-
-
-def refuse(job: JobSettings, setting: str, why: str, instead: str) -> Refusal:
-    """Return the refusal of a setting, with its value in this job."""
-    return Refusal(setting, job.values[setting], why, instead)
-
-
 def settings_of(options: Mapping[str, Any]) -> JobSettings:
     """Return settings of options in any of the forms that Megatron takes; ``world_size`` too, if known."""
     options = {name: value for name, value in options.items() if value is not None}
@@ -180,79 +156,71 @@ def refusals(job: JobSettings) -> Iterator[Refusal]:
     """Yield what cannot be balanced."""
     for setting, (default, why) in MUST_BE_DEFAULT.items():
         if getattr(job, setting) != default:
-            yield refuse(job, setting, why, f"leave {setting} out" if default is None else f"set {setting}={default}")
-    yield from _of_model(job)
-    yield from _of_optimizer(job)
+            instead = f"leave {setting} out" if default is None else f"set {setting}={default}"
+            yield Refusal(setting, job.values[setting], why, instead)
+    for setting, why, instead in (*_of_model(job), *_of_optimizer(job)):
+        yield Refusal("--save" if setting == "saves_by_place" else setting, job.values[setting], why, instead)
 
 
-def _of_model(job: JobSettings) -> Iterator[Refusal]:
+def _of_model(job: JobSettings) -> Iterator[tuple[str, str, str]]:
+    """Yield a setting, the reason, and what to write."""
     if job.expert_model_parallel_size == 1:
         why = "each rank holds all experts of its stage (and before 2026-07-21 Megatron lets them drift apart, #5916)"
-        instead = "spread the experts over ranks, or train without the balancer"
-        yield refuse(job, "expert_model_parallel_size", why, instead)
-    for setting, cut in (
-        ("tensor_parallel_num_weight_shards", job.tensor_model_parallel_size),
-        ("expert_tensor_parallel_num_weight_shards", job.expert_tensor_parallel_size),
-    ):
-        if (getattr(job, setting) or 0) > cut:
-            why = "weights that are cut over ranks and gathered to compute have not been run"
-            yield refuse(job, setting, why, f"leave {setting} out")
+        yield "expert_model_parallel_size", why, "spread the experts over ranks, or train without the balancer"
+    for kind, cut in (("tensor", job.tensor_model_parallel_size), ("expert_tensor", job.expert_tensor_parallel_size)):
+        if (getattr(job, name := f"{kind}_parallel_num_weight_shards") or 0) > cut:
+            yield name, "weights that are cut over ranks and gathered to compute have not been run", f"leave {name} out"
     if job.moe_token_dispatcher_type == "flex" and job.moe_flex_dispatcher_backend not in FLEX_BACKENDS:
         instead = f"set moe_flex_dispatcher_backend to {' or '.join(FLEX_BACKENDS)}"
-        yield refuse(job, "moe_flex_dispatcher_backend", "nothing has been run with it", instead)
+        yield "moe_flex_dispatcher_backend", "nothing has been run with it", instead
     if job.overlap_dispatch_backward_with_experts_wgrad:
         late = "with overlap_dispatch_backward_with_experts_wgrad gradients of experts come late, and Megatron's DDP"
         instead = "or overlap_dispatch_backward_with_experts_wgrad=False"
         if not job.gradient_accumulation_fusion:
-            why, instead_of_it = f"{late} would add them up before", f"set gradient_accumulation_fusion=True, {instead}"
-            yield refuse(job, "gradient_accumulation_fusion", why, instead_of_it)
+            fused = f"set gradient_accumulation_fusion=True, {instead}"
+            yield "gradient_accumulation_fusion", f"{late} would add them up before", fused
         if job.overlap_grad_reduce:
-            why, instead_of_it = f"{late} would reduce them before", f"set overlap_grad_reduce=False, {instead}"
-            yield refuse(job, "overlap_grad_reduce", why, instead_of_it)
+            yield "overlap_grad_reduce", f"{late} would reduce them before", f"set overlap_grad_reduce=False, {instead}"
     if job.cuda_graph_impl not in ("none", "transformer_engine"):
-        why = "its CUDA graphs may hold experts, which move, or the end of their layer"
         instead = "set cuda_graph_impl='transformer_engine', with cuda_graph_modules of parts without experts"
-        yield refuse(job, "cuda_graph_impl", why, instead)
+        yield "cuda_graph_impl", "its CUDA graphs may hold experts, which move, or the end of their layer", instead
     elif job.cuda_graph_impl != "none" and not WITHOUT_EXPERTS.issuperset(job.cuda_graph_modules.split(",")):
         instead = f"name parts without experts ({', '.join(sorted(WITHOUT_EXPERTS))})"
-        yield refuse(job, "cuda_graph_modules", "a CUDA graph of whole MoE layers holds experts, which move", instead)
+        yield "cuda_graph_modules", "a CUDA graph of whole MoE layers holds experts, which move", instead
     if job.fp8 is not None and (job.fp8_param_gather or job.fp8_param):
-        why = "weights that are FP8 themselves cannot be moved yet"
-        yield refuse(job, "fp8_param_gather", why, "set fp8_param_gather=False")
+        yield "fp8_param_gather", "weights that are FP8 themselves cannot be moved yet", "set fp8_param_gather=False"
     if job.fp8 is not None and job.fp8_recipe not in SCALED_NOW:
         why = "its scales come from the largest numbers of earlier steps, taken over ranks that hold other experts"
-        yield refuse(job, "fp8_recipe", why, f"set fp8_recipe to {', '.join(SCALED_NOW)}")
+        yield "fp8_recipe", why, f"set fp8_recipe to {', '.join(SCALED_NOW)}"
     if job.lora and any(part in str(job.lora_target_modules) for part in ("fc", "all", "*")):
         why = "one adapter is shared by all experts of a rank: an expert would have another one on another rank"
-        yield refuse(job, "lora", why, "give adapters to layers of attention alone, as linear_qkv and linear_proj")
+        yield "lora", why, "give adapters to layers of attention alone, as linear_qkv and linear_proj"
 
 
-def _of_optimizer(job: JobSettings) -> Iterator[Refusal]:
+def _of_optimizer(job: JobSettings) -> Iterator[tuple[str, str, str]]:
     if job.optimizer not in ("adam", "sgd", *MUON):
-        why = "its state of an expert cannot be moved yet"
-        yield refuse(job, "optimizer", why, "set optimizer='adam', 'sgd' or 'muon'")
+        yield "optimizer", "its state of an expert cannot be moved yet", "set optimizer='adam', 'sgd' or 'muon'"
     if job.optimizer in MUON and job.use_distributed_optimizer:
         why = "Muon on Megatron's shards of buffers has not been run"
-        yield refuse(job, "use_distributed_optimizer", why, "set use_distributed_optimizer=False")
+        yield "use_distributed_optimizer", why, "set use_distributed_optimizer=False"
     if job.saves_by_place and job.use_distributed_optimizer:
         why = "--save keeps the optimizer's state by its place in buffers, which does not say of which expert it is"
         instead = "give --dist-ckpt-optim-fully-reshardable, and no --ckpt-format torch (or --no-save-optim)"
-        yield Refusal("--save", job.saves_by_place, why, instead)
+        yield "saves_by_place", why, instead
     instead = "optimizer='muon', without use_layer_wise_distributed_optimizer (without --use-distributed-optimizer)"
     if job.optimizer == LAYER_WISE and not job.bf16:
-        why = "Megatron's layer-wise optimizer itself steps bf16 alone"
-        yield refuse(job, "bf16", why, f"set bf16=True, or {instead}")
+        yield "bf16", "Megatron's layer-wise optimizer itself steps bf16 alone", f"set bf16=True, or {instead}"
     if job.optimizer == LAYER_WISE and job.expert_data_parallel_size > 1:
         why = "what steps an expert is one of the ranks that hold it, which depends on where it is"
-        yield refuse(job, "optimizer", why, f"set {instead}")
+        yield "optimizer", why, f"set {instead}"
     for dtype in DTYPES if _is_aware_on_device(job) else ():
         if getattr(job, dtype) == "uint8":
             why = "moments in FP8 are objects of TransformerEngine's, which cannot be moved yet"
-            yield refuse(job, dtype, why, f"set {dtype} to bf16, fp16 or fp32")
+            yield dtype, why, f"set {dtype} to bf16, fp16 or fp32"
         is_divided = getattr(job, dtype) == "float16" and job.use_distributed_optimizer
         if is_divided and job.expert_data_parallel_size > 1:
             why = "float16 has one scale for a rank's part of an expert, and other ranks would keep other parts of it"
-            yield refuse(job, dtype, why, f"set {dtype} to bf16 or fp32, or optimizer_cpu_offload=True")
+            yield dtype, why, f"set {dtype} to bf16 or fp32, or optimizer_cpu_offload=True"
 
 
 def _is_aware_on_device(job: JobSettings) -> bool:

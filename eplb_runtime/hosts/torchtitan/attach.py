@@ -24,18 +24,17 @@ from ..attaching.attach import attach_stages
 from ..attaching.checks import device_of
 from ..attaching.description import AttachError, HostModel, Spread, Stage, mark_spread
 from ..attaching.logical_order import LogicalOrder, keep_order, synchronize_state
+from ..refusals import STAND_IN
 from .experts import balanced_experts, describe, routed_experts
 from .pipeline import accompany, build_pipeline, numbers_of
 from .settings import (
     BACKENDS,
     NEEDED_TORCH,
-    STAND_IN,
     STANDARD,
     TitanSettings,
     backend_of,
     notes,
     refusals,
-    without_replicas,
 )
 from .state import BalancedOptimizers, balanced_optimizers
 
@@ -164,9 +163,9 @@ def _host(part: nn.Module, ep_ranks: tuple[int, ...], settings: TitanSettings) -
 
 def _refuse(settings: TitanSettings, optimizers: Any, config: BalancerConfig) -> None:
     """Raises AttachError for all that would go another way than the balancer knows; ranks have the same settings."""
-    refused = list(refusals(settings))
+    refused = [str(one) for one in refusals(settings)]
     if config.replica_slots:
-        refused += [f"replica_slots={config.replica_slots} with {why}" for why in without_replicas(settings)]
+        refused += [f"replica_slots={config.replica_slots} with {one}" for one in refusals(settings, True)]
     if settings.moe_comm_backend != STANDARD and replace(config.dispatch, kernels=True) != DispatchConfig():
         refused.append(
             f"dispatch with moe_comm_backend='{settings.moe_comm_backend}': torchtitan's dispatcher sends tokens; "

@@ -6,13 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..refusals import EXACT_BY_ITSELF, Refusal, sums_of_gradients, sums_of_results
+
 BACKENDS = {"spmd_types": "2.14", "partial_dtensor": "2.11"}
 """``spmd_backend`` -> the torch that it needs."""
-EXACT_IN_ONE_SUM = 2
-"""Ranks whose gradients FSDP adds up: the sum of two does not depend on their order."""
-EXACT_BY_ITSELF = 2
-"""Experts a token whose results DeepEP and HybridEP add up by place, likewise."""
-STAND_IN = "%s=%s was tested with a stand-in, and not on a GPU yet: prove it by `eplb-runtime verify -- JOB`"
 STANDARD = "standard"
 OWN_BACKENDS = {
     "deepep": "DeepEPTokenDispatcher",
@@ -53,69 +50,52 @@ def backend_of(dispatchers: Iterable[Any]) -> str:
 
 def notes(job: TitanSettings) -> Iterator[str]:
     """Yield lines that say what makes bits depend on where experts are."""
-    backend = job.moe_comm_backend
+    backend, replicated = job.moe_comm_backend, job.data_parallel_replicate_degree
     if backend in ("deepep", "hybridep") and job.top_k > EXACT_BY_ITSELF:
-        yield (
-            f"moe_comm_backend='{backend}' adds up the results of a token's {job.top_k} experts in an order that "
-            "depends on where they are: with experts moved, training is equal to rounding, not to the bit"
-        )
+        yield sums_of_results(f"moe_comm_backend='{backend}'", job.top_k)
     if backend == "deepep" and not job.deterministic:
         yield (
             "DeepEP receives tokens in any order unless debug.deterministic is set: no two trainings are equal to the "
             "bit, with experts moved or not"
         )
-    replicated = job.data_parallel_replicate_degree
-    if (added_up := max(job.expert_data_parallel_size // replicated, replicated)) > EXACT_IN_ONE_SUM:
-        yield (
-            f"FSDP adds up gradients of experts over {added_up} ranks, perhaps in an order that follows a row's place: "
-            "results with other placements are equal to rounding; with at most 2 they are to the bit"
-        )
+    yield from sums_of_gradients(max(job.expert_data_parallel_size // replicated, replicated))
 
 
-def refusals(job: TitanSettings) -> Iterator[str]:
-    """Yield what cannot be balanced, why, and what to write."""
-    backend, capacity = job.moe_comm_backend, job.non_blocking_capacity_factor
+def refusals(job: TitanSettings, with_replicas: bool = False) -> Iterator[Refusal]:
+    """Yield what cannot be balanced, or what is refused for replica slots alone."""
+    for setting, why, instead in (_for_replicas if with_replicas else _refused)(job):
+        yield Refusal(setting, getattr(job, setting), why, instead)
+
+
+def _refused(job: TitanSettings) -> Iterator[tuple[str, str, str]]:
+    """Yield a setting, the reason, and what to write."""
+    backend = job.moe_comm_backend
+    capacity = job.non_blocking_capacity_factor if backend == "hybridep" else None
     if job.expert_parallel_degree == 1:
-        yield (
-            "expert_parallel_degree=1: every rank has all experts, nothing to balance; set "
-            "parallelism.expert_parallel_degree"
-        )
+        why = "every rank has all experts, nothing to balance"
+        yield "expert_parallel_degree", why, "set parallelism.expert_parallel_degree"
     if job.compiled:
-        yield (
-            "compiled: a block is compiled as one graph, and a batch meets other ranks in the middle of it; leave "
-            "'model' out of compile.components, or set compile.enable=False"
-        )
+        why = "a block is compiled as one graph, and a batch meets other ranks in the middle of it"
+        yield "compiled", why, "leave 'model' out of compile.components, or set compile.enable=False"
     if backend not in (STANDARD, *OWN_BACKENDS):
-        yield (
-            f"moe_comm_backend={backend}: nothing has been run with it; choose the model with "
-            f"moe_comm_backend='standard', or one of {', '.join(OWN_BACKENDS)}"
-        )
-    capacity = capacity if backend == "hybridep" else None
+        instead = f"choose the model with moe_comm_backend='standard', or one of {', '.join(OWN_BACKENDS)}"
+        yield "moe_comm_backend", "nothing has been run with it", instead
     if capacity is not None and capacity < 1:
-        yield (
-            f"non_blocking_capacity_factor={capacity}: HybridEP drops tokens of a rank that receives many, so which "
-            "ones would follow the placement; set it to 1.0, or to None"
-        )
+        why = "HybridEP drops tokens of a rank that receives many, so which ones would follow the placement"
+        yield "non_blocking_capacity_factor", why, "set it to 1.0, or to None"
     # torchtitan captures forward and backward with these; with others it refuses that itself.
     if (backend == "minimal_async_ep" or capacity is not None) and not job.disable_cuda_graphs:
-        yield (
-            "disable_cuda_graphs=False: a CUDA graph of forward and backward would begin no forward when it is "
-            "replayed, and nothing would be counted; set training.disable_cuda_graphs"
-        )
+        why = "a CUDA graph of forward and backward would begin no forward as it is replayed, and nothing would count"
+        yield "disable_cuda_graphs", why, "set training.disable_cuda_graphs"
     if any("muon" in name.lower() for name in job.optimizers):
-        yield (
-            f"optimizers={job.optimizers}: it multiplies the experts of a rank as one batch on a GPU, and no test "
-            "shows that an expert's update has the same bits at another place in the batch; use AdamW"
-        )
+        why = "it multiplies a rank's experts as one batch on a GPU, and no test shows an update's bits at other places"
+        yield "optimizers", why, "use AdamW"
 
 
-def without_replicas(job: TitanSettings) -> Iterator[str]:
-    """Yield what is refused for replica slots alone."""
+def _for_replicas(job: TitanSettings) -> Iterator[tuple[str, str, str]]:
     if job.moe_comm_backend in OWN_BACKENDS:
-        yield (
-            f"moe_comm_backend={job.moe_comm_backend}: its dispatcher knows one place for an expert; set "
-            "replica_slots=0, or choose the model with moe_comm_backend='standard'"
-        )
+        instead = "set replica_slots=0, or choose the model with moe_comm_backend='standard'"
+        yield "moe_comm_backend", "its dispatcher knows one place for an expert", instead
     for degree in ("pipeline_parallel_degree", "tensor_parallel_degree"):
-        if (size := getattr(job, degree)) > 1:
-            yield f"parallelism.{degree}={size}: copies of experts are not there for it yet; set replica_slots=0"
+        if getattr(job, degree) > 1:
+            yield degree, "copies of experts are not there for it yet", "set replica_slots=0"

@@ -29,7 +29,8 @@ from ..attaching.description import AttachError, HostModel, MoELayer, Spread, ma
 from ..attaching.expert_spans import call_begins, call_ends
 from ..attaching.logical_order import LogicalOrder, keep_order, synchronize_state
 from ..module import StableSort
-from .settings import exact, refusals, replicas_of
+from ..refusals import sums_of_gradients
+from .settings import refusals, replicas_of
 
 RealTokens = Callable[[int], Tensor | None]
 _OF = "_eplb_runtime_expert_parallel"
@@ -117,10 +118,6 @@ def describe_spread(model: nn.Module, padding: Any) -> HostModel:
     layers, ranks = [layer for layer, _ in described], {of_layer for _, of_layer in described}
     if len(ranks) > 1:
         raise AttachError("the library has spread the layers of the model in different ways: leave ep_plan out")
-    note = (
-        f"FSDP adds up gradients of experts over {replicas_of(given)} replicas, perhaps in an order that follows a "
-        "row's place: results with other placements are equal to rounding; with at most 2 they are to the bit"
-    )
     return HostModel(
         tuple(layers),
         padding.real_tokens,
@@ -130,7 +127,7 @@ def describe_spread(model: nn.Module, padding: Any) -> HostModel:
         ranks=ranks.pop(),
         dispatches=True,
         refuses=_refusal,
-        notes=(note,) if exact(given) != "bit" else (),
+        notes=sums_of_gradients(replicas_of(given)),
     )
 
 

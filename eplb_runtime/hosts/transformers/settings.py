@@ -6,11 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..megatron.settings import Exact, Refusal
+from ..refusals import EXACT_IN_ONE_SUM, Exact, Refusal
 
 VERSION = "Transformers 5.23 or newer"
-EXACT_IN_ONE_SUM = 2
-"""Replicas of the model whose gradients FSDP adds up: the sum of two does not depend on their order."""
 LOAD = 'load the model with DistributedConfig(fsdp_size=..., ep_size=..., ep_implementation="eplb")'
 _SIZES = ("ep_size", "fsdp_size", "tp_size", "pp_size", "dp_replicate_size")
 _WRAPPERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "TP")

@@ -1,8 +1,5 @@
-"""What a rank did with its time, from its trace: busy and idle per stream, communication under compute and exposed, and
-both for each phase of each layer.
-
-On a GPU that is what its streams ran. On a CPU streams are threads: operators compute, the spans of gloo communicate.
-"""
+"""What a rank did with its time, from its trace: busy and idle, communication under compute and exposed, and both for
+each phase of each layer. On a CPU operators compute, and the spans of gloo communicate."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ import numpy as np
 from .intervals import length, overlap, union
 from .kinds import ANNOTATIONS, COMPUTE, DEVICE_CATEGORIES, computes, is_step, kind_of, kind_of_gloo
 from .phases import PhaseTime, phases_of
-from .reading import Place, Span, Trace, TraceError, read_trace
+from .reading import Place, Span, TraceError, read_trace
 
 
 @dataclass(frozen=True)
@@ -31,16 +28,6 @@ class Communication:
     hidden_us: float
     exposed_us: float
     hidden_share: float
-
-
-@dataclass(frozen=True)
-class StreamTimes:
-    """A stream of a GPU or a thread of a CPU. ``kinds``: microseconds by kind."""
-
-    name: str
-    busy_us: float
-    idle_us: float
-    kinds: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -76,7 +63,6 @@ class Analysis:
     step_us: float
     communication: Communication
     kinds: dict[str, dict[str, float]]
-    streams: tuple[StreamTimes, ...]
     kernels: tuple[Kernel, ...]
     phases: tuple[PhaseTime, ...]
 
@@ -121,7 +107,6 @@ def analyse(path: Path) -> Analysis:
             round(hidden / travelled, 6) if travelled else 0.0,
         ),
         kinds={one.kind: {"count": one.count, "us": one.us} for one in _summed(runs, lambda run: run.kind)},
-        streams=_streams(work, trace, span),
         kernels=kernels,
         phases=phases_of(trace.spans, spans, computes_N, computing),
     )
@@ -158,24 +143,6 @@ def _work_of(spans: Sequence[Span]) -> list[tuple[Span, str]]:
         reach[one.place] = max(reach[one.place], one.end)
     sent = ((one, kind_of_gloo(one.name)) for one in spans if one.category in ANNOTATIONS)
     return found + [(one, kind) for one, kind in sent if kind is not None]
-
-
-def _streams(work: Iterable[tuple[Span, str]], trace: Trace, span: float) -> tuple[StreamTimes, ...]:
-    unit, spans = "thread", defaultdict[Place, defaultdict[str, list[Any]]](lambda: defaultdict(list))
-    for one, kind in work:
-        spans[one.place][kind].append(one[3:5])
-        unit = "stream" if one.category in DEVICE_CATEGORIES else unit
-    several = len({process for process, _ in spans}) > 1
-    found = []
-    for place, of_kind in spans.items():
-        name = trace.names.get(place) or f"{unit} {place[1]}"
-        kinds = {kind: union(np.array(times)) for kind, times in sorted(of_kind.items())}
-        busy = length(union(np.concatenate([*kinds.values()])))
-        each = {kind: _rounded(length(times)) for kind, times in kinds.items()}
-        found.append(
-            StreamTimes(f"{place[0]}: {name}" if several else name, _rounded(busy), _rounded(span - busy), each)
-        )
-    return tuple(sorted(found, key=lambda stream: -stream.busy_us))
 
 
 def _summed(runs: Iterable[Kernel], by: Callable[[Kernel], Any]) -> tuple[Kernel, ...]:

@@ -40,10 +40,9 @@ class Span(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Spans of a trace in the order of the file, names of places, and the rank that it names; None: none."""
+    """Spans of a trace in the order of the file, and the rank that it names; None: none."""
 
     spans: list[Span]
-    names: dict[Place, str]
     rank: int | None
 
 
@@ -73,7 +72,7 @@ def read_trace(path: Path) -> Trace:
     events, head = _events(path)
     info = head.get("distributedInfo")
     rank = info.get("rank") if isinstance(info, dict) else None
-    found = Trace([], {}, rank if type(rank) is int and 0 <= rank < 2**20 else None)
+    found = Trace([], rank if type(rank) is int and 0 <= rank < 2**20 else None)
     origin = None
     for event in events:
         if not isinstance(event, dict):
@@ -81,9 +80,7 @@ def read_trace(path: Path) -> Trace:
         place = str(event.get("pid", ""))[:80], str(event.get("tid", ""))[:80]
         name, arguments = event.get("name"), event.get("args")
         arguments = arguments if isinstance(arguments, dict) else {}
-        if event.get("ph") == "M" and name == "thread_name" and isinstance(named := arguments.get("name"), str):
-            found.names.setdefault(place, named.strip()[:80])
-        elif event.get("ph") == "X":
+        if event.get("ph") == "X":
             begin, duration = _microseconds(path, event, "ts", "missing"), _microseconds(path, event, "dur", 0.0)
             if duration < 0:
                 raise TraceError(f"{path}: an event lasts {duration:g} us: times run forwards")

@@ -18,7 +18,7 @@ from ...migration.between_steps import BetweenSteps
 from ...migration.engine import MigrationEngine
 from ...moe.experts.registry import ExpertTensors
 from ...placement import Placement
-from .timing import slowest, synchronize
+from .timing import timed
 
 SHAPES = ((256, 512), (1024, 1024))
 """(hidden, width) of an expert: 3 x hidden x width parameters, three times that with Adam's state."""
@@ -32,8 +32,6 @@ def run(
     device: torch.device, repeats: int = 10, transport: str = "auto", shapes: tuple[tuple[int, int], ...] = SHAPES
 ) -> dict[str, Any]:
     """All experts of one layer go to the next rank, again and again; float32 with Adam's state. Collective.
-
-    Engine and plain messages take turns; a repeat takes as long as its slowest rank, the median counts.
 
     Returns:
         JSON-able; a ``"migrate"`` row for each shape has ``expert_mib`` (with state), GB/s that a rank receives
@@ -56,8 +54,7 @@ def run(
 def _row(
     groups: ProcessGroups, device: torch.device, repeats: int, name: str, shape: tuple[int, int]
 ) -> dict[str, Any]:
-    job = groups.job
-    registry = _experts(*shape, device)
+    job, registry = groups.job, _experts(*shape, device)
     transport = TRANSPORTS[name](groups.migration, groups.backend, device, DEADLINE_SECONDS)
     transport.warm_up(time.monotonic() + DEADLINE_SECONDS)
     placement = Placement.initial(1, HOMES * job.ep_size, job.ep_size, 0)
@@ -67,27 +64,23 @@ def _row(
     payload = sum(tensor.row_bytes for tensor in registry.of_home(0))
     # Memory that was never written is read from one page of zeros, faster than any other.
     messages = [torch.ones(payload, dtype=torch.uint8, device=device) for _ in range(2 * HOMES)]
-    seconds = torch.zeros(repeats, 2, dtype=torch.float64)
-    for repeat in range(-1, repeats):  # the first one warms up
-        dist.barrier(group=groups.control)
-        migration.begin(placement, _next_rank(placement), f"bench/{shape}/{repeat}")
+
+    def migrate() -> None:
+        nonlocal placement
+        migration.begin(placement, _next_rank(placement), f"bench/{shape}/{placement.epoch}")
         outcome = migration.advance()
         if outcome.failed_phase is not None:
             raise RuntimeError(f"the migration was dropped: {outcome.cause}")
         placement = outcome.placement
-        dist.barrier(group=groups.control)
-        began = time.perf_counter()
-        _send_on(messages, groups)
-        synchronize(device)
-        if repeat >= 0:
-            seconds[repeat] = torch.tensor([outcome.pause_seconds, time.perf_counter() - began])
+
+    seconds = timed([migrate, lambda: _send_on(messages, groups)], repeats, device, groups.control)
     engine.close()
-    pause, plain = slowest(seconds, groups.control).median(dim=0).values.tolist()
+    ours, plain = (HOMES * payload / 1e9 / seconds.median(dim=0).values).tolist()
     return {
         "expert_mib": payload / 2**20,
-        "gb_per_second": HOMES * payload / pause / 1e9,
-        "plain_gb_per_second": HOMES * payload / plain / 1e9,
-        "ratio": plain / pause,
+        "gb_per_second": ours,
+        "plain_gb_per_second": plain,
+        "ratio": ours / plain,
     }
 
 

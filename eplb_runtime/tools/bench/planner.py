@@ -42,11 +42,11 @@ Planner = Callable[[FloatArray, PlanShape], Placement]
 """Plans a window ``[L, E]``."""
 
 
-def run(load_files: Sequence[str | Path] = (), repeats: int = 5) -> dict[str, Any]:
+def run(loads: Sequence[str | Path] = (), repeats: int = 5) -> dict[str, Any]:
     """Plan every load for about four experts a rank, without replicas and with one replica slot a rank.
 
     Args:
-        load_files: load files; none: the series that comes with the package.
+        loads: load files; none: the series that comes with the package.
         repeats: timings of a load's first window; each further window is timed once. The median counts.
 
     Returns:
@@ -55,8 +55,7 @@ def run(load_files: Sequence[str | Path] = (), repeats: int = 5) -> dict[str, An
     Raises:
         PlanError, FormatError: a planner or a file cannot be used.
     """
-    loads = read_loads(load_files or ["sample"]).items()
-    each = ((name, load, shape) for name, load in loads for shape in shapes_for(load.shape[2]))
+    each = ((name, load, shape) for name, load in read_loads(loads or ["sample"]).items() for shape in shapes_for(load))
     return {"planner": [row for one in each for row in measure(*one, {}, repeats)]}
 
 
@@ -65,9 +64,9 @@ def read_loads(files: Sequence[str | Path]) -> dict[str, FloatArray]:
     return {Path(path).name: read_load(path)[-MAX_WINDOWS:] for path in files}
 
 
-def shapes_for(experts: int) -> list[PlanShape]:
+def shapes_for(load: FloatArray) -> list[PlanShape]:
     """Return clusters of about four experts a rank, without replicas and with one replica slot a rank."""
-    ranks = 1
+    experts, ranks = load.shape[2], 1
     while ranks * 2 <= min(64, experts // 4) and experts % (ranks * 2) == 0:
         ranks *= 2
     homes = experts // ranks

@@ -30,16 +30,14 @@ def timed(
             synchronize(device)
             if repeat >= 0:
                 seconds[repeat, index] = time.perf_counter() - began
-    return seconds if group is None else slowest(seconds, group, device)
+    return seconds if group is None else slowest(seconds, group)
 
 
-def slowest(
-    seconds: Tensor | Sequence[float], group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
-) -> Tensor:
-    """Return the largest value over ranks of each number, on the host. Collective; None: the default group."""
-    over_ranks = torch.as_tensor(seconds, dtype=torch.float64, device=device).clone()
+def slowest(seconds: Tensor | Sequence[float], group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the largest value over ranks of each number. Collective over gloo; None: the default group."""
+    over_ranks = torch.as_tensor(seconds, dtype=torch.float64).clone()
     dist.all_reduce(over_ranks, op=dist.ReduceOp.MAX, group=group)
-    return over_ranks.cpu()
+    return over_ranks
 
 
 def ratio(one: Sequence[float], other: Sequence[float]) -> float:

@@ -132,18 +132,6 @@ def run(device: torch.device, repeats: int = Workload.blocks, work: Workload | N
         _Variant("even", work, 1.0, policy="static", interval=None),
         _Variant("attached", work, 1.0),
     ]
-    taken = _alternate(variants, work)
-    rows = [_row(*one, work, taken[0]) for one in zip(variants, taken, strict=True)]
-    for variant in variants:
-        variant.balancer.close()
-    timed = f"medians of {work.blocks} blocks of {work.interval} steps"
-    timed += f": {work.blocks * work.interval} calls of each variant, in turns"
-    overhead = ratio(taken[-1], taken[-2]) - 1
-    return {"ranks": dist.get_world_size(), "timed": timed, "train": rows, "overhead": overhead}
-
-
-def _alternate(variants: Sequence[_Variant], work: Workload) -> list[list[float]]:
-    """Return the seconds of the timed blocks of each variant, on the slowest rank. Collective."""
     for variant in variants:
         # Half a block more: decisions fall into the middle of blocks, and with them what they do in the background.
         variant.steps(work.settle_blocks * work.interval + work.interval // 2)
@@ -151,7 +139,13 @@ def _alternate(variants: Sequence[_Variant], work: Workload) -> list[list[float]
     for block in range(work.blocks):
         for variant in variants if block % 2 == 0 else reversed(variants):
             taken[variant].append(variant.steps(work.interval))
-    return [slowest(seconds).tolist() for seconds in taken.values()]
+    static, *_, even, attached = blocks = [slowest(seconds).tolist() for seconds in taken.values()]
+    rows = [_row(*one, work, static) for one in zip(variants, blocks, strict=True)]
+    for variant in variants:
+        variant.balancer.close()
+    timed = f"medians of {work.blocks} blocks of {work.interval} steps"
+    timed += f": {work.blocks * work.interval} calls of each variant, in turns"
+    return {"ranks": dist.get_world_size(), "timed": timed, "train": rows, "overhead": ratio(attached, even) - 1}
 
 
 def _row(variant: _Variant, blocks: Sequence[float], work: Workload, static: Sequence[float]) -> dict[str, Any]:

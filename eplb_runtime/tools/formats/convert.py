@@ -171,8 +171,7 @@ def fill_empty_slots(placement: Placement) -> NDArray[np.int32]:
 
 def _map_in(content: Content) -> str | None:
     """Return the format of the placement in a file; None: it holds none."""
-    format_of = content.metadata if content.kind == "safetensors" else content.value if content.holds("format") else {}
-    if content.kind in ("json", "safetensors") and format_of.get("format") == FILE_FORMAT:
+    if content.kind == "json" and content.holds("format") and content.value["format"] == FILE_FORMAT:
         return OWN
     if content.kind in ("json", "pt") and content.holds("physical_to_logical_map"):
         return "sglang"
@@ -182,12 +181,7 @@ def _map_in(content: Content) -> str | None:
 def _placement_in(content: Content, num_ranks: int | None, skipped: int) -> Placement:
     """Return the placement for so many ranks, without the first ``skipped`` rows of an engine's map."""
     if _map_in(content) == OWN:
-        fields = content.value
-        if content.kind == "safetensors":
-            names = ("physical_to_logical", "home")
-            arrays = {name: expert_ids(content.value[name], name) if content.holds(name) else None for name in names}
-            fields = {**content.metadata, **arrays}
-        placement = Placement.from_fields(fields)
+        placement = Placement.from_fields(content.value)
         if num_ranks not in (None, placement.num_ranks):
             raise FormatError(f"the placement is for {placement.num_ranks} ranks, not {num_ranks}")
         return placement

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +11,12 @@ from numpy.typing import ArrayLike
 
 from ...load.series import holds_series
 from ...observe.run_folder import JobRecord, read_run
-from ...utils.files import replacing, require_writable, write_file
+from ...utils.files import replacing, require_writable
 from . import megatron, slime
 from .reading import Content, FormatError, LoadArray, about, names_in, numbers, open_content
 
 SAMPLE = "sample"
-ENDINGS = (".npz", ".safetensors", ".json")
+ENDINGS = (".npz",)
 """Of load files that are written."""
 ENOUGH, FEW = 4, 0.25
 """Tokens for each expert with which all get some, as a rule, and the share of them that is too few."""
@@ -37,7 +36,7 @@ def read_record(path: str | Path, dense_layers: int = 0) -> JobRecord:
 
     Understood, by the name's ending and then by content:
 
-    * ``.npz`` or ``.safetensors`` with an array ``load`` of shape [L, E] or [T, L, E], oldest window first;
+    * ``.npz`` with an array ``load`` of shape [L, E] or [T, L, E], oldest window first;
     * ``.json``: ``{"load": ...}``, the same shapes as nested lists;
     * ``.pt`` or ``.json`` with ``logical_count``: dumps of SGLang's expert distribution recorder in mode ``stat``;
     * a folder in which a run or ``eplb.record`` has recorded its load, see `load.series`;
@@ -83,7 +82,7 @@ def held_in(content: Content) -> str:
 
 
 def write_load(path: str | Path, load: ArrayLike) -> None:
-    """Write tokens per logical expert, [L, E] or [T, L, E], as ``.npz``, ``.safetensors`` or ``.json``.
+    """Write tokens per logical expert, [L, E] or [T, L, E], as ``.npz``.
 
     Raises:
         FormatError: another ending, or values that are no token counts.
@@ -93,15 +92,8 @@ def write_load(path: str | Path, load: ArrayLike) -> None:
         require_writable(path, ENDINGS)
         counts = checked_load(load, 0)
         array = counts.astype(np.int64) if np.array_equal(counts, np.floor(counts)) else counts
-        if path.suffix == ".npz":
-            with replacing(path) as file:
-                np.savez_compressed(file, load=array)
-        elif path.suffix == ".safetensors":
-            from safetensors.numpy import save
-
-            write_file(path, save({"load": array}))
-        else:
-            write_file(path, json.dumps({"load": array.tolist()}))
+        with replacing(path) as file:
+            np.savez_compressed(file, load=array)
 
 
 def looks_partial(load: LoadArray) -> str:

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from errno import ENOENT
 from os import strerror
 from pathlib import Path
@@ -27,8 +27,6 @@ MOST_EXPERTS = 1 << 16
 """Experts of a layer: larger ids are none of it."""
 MOST_TEXT_BYTES, MOST_BYTES = 128 * MIB, 4096 * MIB
 """Of JSON, whose objects take some twenty times that, and of other files."""
-WANTED = ("load", "physical_to_logical", "home")
-"""Names of the arrays that are read."""
 
 
 class FormatError(FileError):
@@ -114,15 +112,12 @@ class Content:
 
     Args:
         kind: the ending without its dot, or ``"directory"``.
-        value: of ``npz`` and ``safetensors`` arrays by name, None for those of no name in ``WANTED``; of a directory
-            and of ``jsonl`` nothing.
-        metadata: the texts in a safetensors file's header.
+        value: of ``npz`` arrays by name, None for those that are no ``load``; of a directory and of ``jsonl`` nothing.
     """
 
     path: Path
     kind: str
     value: Any = None
-    metadata: Mapping[str, str] = field(default_factory=dict)
 
     def holds(self, *names: str) -> bool:
         """Return whether it is a mapping with all these names."""
@@ -140,19 +135,10 @@ def open_content(path: Path) -> Content:
         return Content(path, "directory")
     if not path.exists():
         raise FileNotFoundError(ENOENT, strerror(ENOENT), str(path))
-    kind = path.suffix[1:]
-    if kind == "safetensors":
-        return Content(path, kind, *_read_safetensors(path))
-    readers: dict[str, Callable[[Path], Any]] = {
-        "npz": _read_npz,
-        "json": _read_json,
-        "pt": read_pt,
-        "jsonl": lambda path: None,
-    }
-    if kind not in readers:
-        endings = ".npz, .safetensors, .json, .pt, .jsonl"
+    if path.suffix not in READERS:
+        endings = ", ".join(READERS)
         raise FormatError(f"cannot tell what kind of file this is by its ending; give {endings}")
-    return Content(path, kind, readers[kind](path))
+    return Content(path, path.suffix[1:], READERS[path.suffix](path))
 
 
 def _read_json(path: Path) -> Any:
@@ -201,22 +187,17 @@ def _read_npz(path: Path) -> dict[str, Any]:
     try:
         opened = np.load(path, allow_pickle=False)
         with opened:
-            return {name: opened[name] if name in WANTED else None for name in opened.files}
+            return {name: opened[name] if name == "load" else None for name in opened.files}
     except (OSError, MemoryError):
         raise
     except Exception as error:  # numpy and zipfile raise ValueError, EOFError, BadZipFile, KeyError, ...
         raise FormatError(f"not an .npz of plain numbers ({first_line(error)})") from None
 
 
-def _read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    from safetensors import SafetensorError, safe_open
-
-    require_readable(path, MOST_BYTES)
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = dict.fromkeys(file.keys())
-            for name in found.keys() & set(WANTED):
-                found[name] = file.get_tensor(name)
-            return found, dict(file.metadata() or {})
-    except SafetensorError as error:
-        raise FormatError(f"not a safetensors file ({first_line(error)})") from None
+READERS: dict[str, Callable[[Path], Any]] = {
+    ".npz": _read_npz,
+    ".json": _read_json,
+    ".pt": read_pt,
+    ".jsonl": lambda path: None,
+}
+"""By the ending of the name."""

@@ -54,7 +54,7 @@ def _plans(files: Sequence[str], repeats: int, others: dict[str, planner.Planner
     rows = []
     for name, load in (planner.read_loads(files) or made_loads.generated()).items():
         served = () if files else made_loads.SERVED.get(load.shape[2], ())
-        for shape in (*(PlanShape(*one) for one in served), *planner.shapes_for(load.shape[2])):
+        for shape in (*(PlanShape(*one) for one in served), *planner.shapes_for(load)):
             rows += planner.measure(name, load, shape, others, repeats)
     return rows
 

@@ -105,7 +105,7 @@ def test_each_metric_is_what_its_name_says() -> None:
     for event in committed:
         for _, _, source, destination in event.transfers:
             ends = start().rank_of(source), start().rank_of(destination)
-            away = "inside a node" if TOPOLOGY.same_node(*ends) else "between nodes"
+            away = "inside a node" if len(set(map(TOPOLOGY.node_of, ends))) == 1 else "between nodes"
             links["inside a rank" if ends[0] == ends[1] else away] += 1
     for link in ("inside a rank", "inside a node", "between nodes"):
         assert value(found, "moved_experts", link=link) == links[link]

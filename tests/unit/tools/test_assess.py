@@ -64,8 +64,9 @@ def judged(load: np.ndarray, job: RecordedJob = JOB, given: dict[str, Any] = GIV
 
 def test_a_skewed_load_pays_and_the_next_step_is_named() -> None:
     found = judged(skewed(), given=HOMES)
-    assert found.pays is True and found.homes is not None and found.now is not None and found.saved is not None
-    assert found.now.imbalance == pytest.approx(16 / 7) and found.homes.imbalance == pytest.approx(10 / 7)
+    assert found.pays is True and found.saved is not None
+    now, homes = (found.ways[name].imbalance for name in ("now", "homes"))
+    assert now == pytest.approx(16 / 7) and homes == pytest.approx(10 / 7)
     assert found.saved[0] == pytest.approx(0.4 * (1 - 10 / 16), abs=1e-3)
     assert found.advice == f"Next: BalancerConfig(interval=4, {SHARE})", "the job's gate counts with it, too"
     assert found.paragraph().startswith("4 ranks: the busiest rank has 2.29x the mean load; with homes moved 1.43x (")
@@ -77,10 +78,10 @@ def test_one_hot_expert_asks_for_a_replica_slot() -> None:
     load = even()
     load[:, :, 0] = 2000
     found = judged(load)
-    assert found.best is found.replicas and found.best is not None and found.best.imbalance < 1.5
+    assert found.best is found.ways["replicas"] and found.best is not None and found.best.imbalance < 1.5
     assert found.advice == f"Next: BalancerConfig(interval=4, replica_slots=1, {SHARE})"
     without = judged(load, given=HOMES)
-    assert without.replicas is None and without.fields()["imbalance"]["replicas"] is None
+    assert "replicas" not in without.ways and without.fields()["imbalance"]["replicas"] is None
     assert "replica slot" not in without.paragraph() and "--replica-slots 1" in without.advice
 
 
@@ -90,7 +91,7 @@ def test_the_refresh_of_replicas_is_no_gift() -> None:
     load[:, :, 0] = 2000
     slow = GIVEN | {"intra_node_bandwidth": 1e-3, "inter_node_bandwidth": 1e-4}
     found = judged(load, given=slow)
-    assert found.replicas is not None and found.replicas.step_saved < 0 and found.best is found.homes
+    assert found.ways["replicas"].saved(0.4) < 0 and found.best is found.ways["homes"]
 
 
 def test_a_balanced_load_does_not_pay() -> None:
@@ -114,9 +115,10 @@ def test_a_data_parallel_job_is_compared_where_its_step_is_known() -> None:
     given = HOMES | {"moe_share": None, "intra_node_bandwidth": 1.0, "inter_node_bandwidth": 1.0}
     found = judged(skewed(), job, given)
     travel = 2 * 350 * 10 / 7 * 2 / 4 * 4 * 2 * job.hidden_size / 1e9
-    assert found.beside is not None and found.best is not None and found.pays
-    assert found.beside.spread_step_seconds == pytest.approx(0.3 + 0.2 * 10 / 7 + travel, rel=1e-3)
-    said = f"a step takes {found.beside.spread_step_seconds:.3g} s, data parallelism as recorded 0.5 s, so spread only"
+    assert found.data_parallel is not None and found.pays
+    spread = found.data_parallel.spread_step_seconds
+    assert spread == pytest.approx(0.3 + 0.2 * 10 / 7 + travel, rel=1e-3)
+    said = f"a step takes {spread:.3g} s, data parallelism as recorded 0.5 s, so spread only"
     assert f"Spread, with tokens that travel, {said}" in found.paragraph()
     freed = 2 * 6 * (JOB.expert_bytes + JOB.optimizer_bytes)
     assert found.fields()["data_parallel"]["freed_bytes"] == freed
@@ -220,7 +222,6 @@ def test_a_balanced_run_says_its_links_and_the_imbalance_that_its_steps_were_mea
     assert found.job.inter_node_bandwidth == TOPOLOGY.inter_node_bandwidth / 1e9
     assert 1 < found.job.imbalance < 1.5
     assessed = assess(found, GIVEN)
-    way = assessed.replicas
-    assert way is not None
+    way = assessed.ways["replicas"]
     seconds = way.move_seconds / way.moving / assessed.figures.every
     assert seconds == pytest.approx(STEP_SECONDS / (0.6 + 0.4 * found.job.imbalance / 2.5), rel=1e-3)

@@ -25,10 +25,7 @@ def to_engine(name: str) -> Callable[[Path], object]:
 
 WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "placement.json": ("p.json", PLACEMENT.save),
-    "placement.safetensors": ("p.safetensors", PLACEMENT.save),
     "load.npz": ("l.npz", lambda path: write_load(path, LOAD)),
-    "load.safetensors": ("l.safetensors", lambda path: write_load(path, LOAD)),
-    "load.json": ("l.json", lambda path: write_load(path, LOAD)),
     "sglang map": ("m.json", to_engine("sglang")),
     "vllm": ("m.json", to_engine("vllm")),
     "tensorrt-llm": ("m.yaml", to_engine("tensorrt-llm")),

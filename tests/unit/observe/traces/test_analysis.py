@@ -27,10 +27,6 @@ def test_the_trace_of_a_gpu_gives_its_known_answer(tmp_path: Path) -> None:
         "collective": {"count": 1, "us": 20},
         "notify and layout": {"count": 1, "us": 10},
     }
-    streams = {stream.name: (stream.busy_us, stream.idle_us, stream.kinds) for stream in found.streams}
-    sent = {"compute": 20, "notify and layout": 10, "dispatch": 80, "combine": 110}
-    assert streams["stream 20"] == (220, 180, dict(sorted(sent.items())))
-    assert streams["stream 7"] == (240, 160, {"compute": 240})
     first = found.kernels[0]
     assert (first.name, first.count, first.us, first.kind) == (GEMM, 3, 240, "compute")
 

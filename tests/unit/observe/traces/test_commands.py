@@ -33,7 +33,7 @@ def test_analyse_prints_tables_and_one_json_object(said: Any, tmp_path: Path) ->
     found = json.loads(said("trace", "analyse", path, "--json"))
     assert found["span_us"] == 400
     assert found["communication"] == {"us": 210, "hidden_us": 60, "exposed_us": 150, "hidden_share": 0.285714}
-    assert {"streams", "kernels", "phases", "idle_us"} <= found.keys()
+    assert {"kernels", "phases", "idle_us"} <= found.keys()
 
 
 def test_what_cannot_work_is_said_in_one_line(said: Any, tmp_path: Path) -> None:

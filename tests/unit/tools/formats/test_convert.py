@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from eplb_runtime.placement import EMPTY, Placement, PlacementError
 from eplb_runtime.tools.formats.convert import FORMATS, convert, fill_empty_slots, read_placement, write_placement
-from eplb_runtime.tools.formats.loads import write_load
 from eplb_runtime.tools.formats.reading import FormatError
 
 LAYERS, EXPERTS, RANKS, DENSE = 3, 8, 4, 2
@@ -83,7 +82,7 @@ def test_empty_slots_get_the_rarest_experts_and_none_twice_on_a_rank() -> None:
 
 
 def test_what_a_load_has_not_is_refused_and_not_ignored(tmp_path: Path) -> None:
-    write_load(tmp_path / "load.json", [[1, 2]])
+    (tmp_path / "load.json").write_text('{"load": [[1, 2]]}')
     with pytest.raises(FormatError, match="it holds a load, which has no ranks: leave --ranks out"):
         convert(tmp_path / "load.json", tmp_path / "out.json", num_ranks=2)
     assert not (tmp_path / "out.json").exists()
@@ -98,7 +97,7 @@ def test_what_cannot_be_converted_is_refused_in_one_line_that_names_the_file(tmp
         return tmp_path / name
 
     Placement.initial(1, 4, 2).save(tmp_path / "own.json")
-    write_load(tmp_path / "load.json", [[1, 2]])
+    (tmp_path / "load.json").write_text('{"load": [[1, 2]]}')
     out, sglang = tmp_path / "out.json", '{"physical_to_logical_map": [[0, 1], [1, 0]]}'
     cases: list[tuple[Path, dict[str, object], str]] = [
         (tmp_path / "missing.json", {}, "No such file"),
@@ -112,7 +111,6 @@ def test_what_cannot_be_converted_is_refused_in_one_line_that_names_the_file(tmp
         (text("else.json", '{"weights": 1}'), {}, "neither a placement nor a load: it holds 'weights'"),
         (text("broken.json", "{"), {}, "not JSON"),
         (text("other.yaml", "num_slots: 3"), {}, "cannot tell what kind of file this is"),
-        (text("no.safetensors", "hello"), {}, "not a safetensors file"),
         (tmp_path / "own.json", {"num_ranks": 4}, "the placement is for 2 ranks, not 4"),
         (tmp_path / "load.json", {"to": "vllm"}, "vllm reads no load file"),
         (tmp_path / "own.json", {"to": "excel"}, "choose one of: eplb-runtime, sglang"),
