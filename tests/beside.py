@@ -46,8 +46,8 @@ class Job:
             }
         )
         self.balancer = eplb.attach(self.model, self.optimizer, config=config, ep_group=ep_group)
-        self.background = self.balancer._rebalancer.overlapped
-        self.engine = self.balancer._rebalancer._engine
+        self.background = self.balancer.rebalancer.overlapped
+        self.engine = self.balancer.rebalancer._engine
         if overlap:
             plan_by(self.balancer, plan_shuffle)
         self.model.train()

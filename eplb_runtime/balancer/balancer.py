@@ -10,41 +10,34 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
-from threading import Lock
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from ..distributed.transports.base import Transport
-from ..events import EventLog, GuardFinding
-from ..load.clock import Progress
-from ..load.counter import in_recompute
+from ..events import EventLog
 from ..load.declared import checked_declaration, padding_in
 from ..moe.dispatch import choosing
 from ..moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ..moe.experts.gathering import in_logical_order
-from ..moe.experts.matching import MARK, arrays_in, matched
-from ..moe.experts.memory import WeightMemory
-from ..moe.experts.registry import RegistryError, why_not_written
-from ..moe.experts.slices import has_memory, is_sliced
+from ..moe.experts.slices import has_memory
 from ..placement import Placement
 from ..utils.spans import phase
 from .exports import EXPORT_SECONDS, TensorStream, WeightExport, placed_logically
-from .gradients.division import Division
 from .gradients.reduction import Gradients
-from .guard import Guard
-from .loop_state import STEP_ENDS, LoopState
+from .guard import FirstSteps, Guard
+from .loop_state import LoopHooks, LoopState
 from .phases import Phases
 from .rebalancer import Rebalancer
 from .restore import Restorer
 from .runtime import Runtime
 from .status import DecisionLine, balancer_table
+from .tensors import ModelTensors
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -53,11 +46,11 @@ def _end_threads(of: weakref.ref[Balancer]) -> None:
     """Close a balancer at the end of its process if nobody has called ``close``: a thread that returned from a wait
     into a finalized interpreter would end the process by a signal."""
     balancer = of()
-    if balancer is not None and not balancer.closed and not balancer._in_a_child:
-        balancer._state.closed = True
-        balancer._rebalancer.leave()
-        balancer._close_listeners()
-        balancer._runtime.groups.store.close()
+    if balancer is not None and not balancer.closed and not balancer.in_a_child:
+        balancer.loop.closed = True
+        balancer.rebalancer.leave()
+        balancer.close_listeners()
+        balancer.runtime.groups.store.close()
 
 
 class OptimizerHooks(Protocol):
@@ -66,14 +59,31 @@ class OptimizerHooks(Protocol):
     def adopt(self, optimizer: torch.optim.Optimizer, instead_of: torch.optim.Optimizer | None = None) -> None:
         """`Balancer.adopt`."""
 
+    def add(self, optimizers: Sequence[Any], container: torch.optim.Optimizer | None = None) -> None:
+        """Hook optimizers that were checked, or what steps them in one step of its own."""
+
     def around_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """Inside, an optimizer steps, or is skipped on all ranks (by a scaler at an overflow)."""
 
     def follow(self) -> None:
         """Take over parameters that ``add_param_group`` has added since."""
 
-    def forward_begins(self) -> None:
-        """Note a forward in training."""
+
+class _OpenStream(LoopHooks):
+    """The stream of weights that is open on this rank; it ends when the rank goes on to something else."""
+
+    stream: weakref.ref[TensorStream] | None = None
+
+    def end(self, what: str) -> None:
+        stream, self.stream = self.stream() if self.stream is not None else None, None
+        if stream is not None:
+            stream.close(f"it went on to {what} with its stream of weights open")
+
+    def before_reduce(self) -> None:
+        self.end("optimizer.step()")
+
+    def on_step_end(self) -> None:
+        self.end("the end of a training step")
 
 
 T = TypeVar("T")
@@ -88,6 +98,8 @@ class Balancer:
         topology: ranks, nodes and measured bandwidths.
         events: history of the run (`eplb_runtime.events`).
         layer_of_parameter: MoE layer index of each expert parameter, by its name in the model.
+        runtime, tensors, loop, guard, gradients, rebalancer, optimizer_hooks: its parts, for hosts and other rooms.
+        closing: what ends at `close`, the last first.
     """
 
     def __init__(
@@ -102,75 +114,60 @@ class Balancer:
         self.topology = runtime.topology
         self.layer_of_parameter = dict(runtime.layer_of_parameter)
         self.events = EventLog()
-        self._runtime = runtime
-        self._forwards: list[Any] = []
-        self._optimizers: list[Any] = []
-        self._dense = dict(runtime.dense_parameters)
-        self._memory = WeightMemory()
-        for name, weight in {**runtime.dense_parameters, **runtime.parameters}.items():
-            self._memory.add(name, weight)
-        self._training = False
-        self._sliced = any(is_sliced(parameter) for parameter in runtime.registry.parameters())
-        self._extra_tensors: dict[str, tuple[int, Tensor]] = {}
-        self._marks: list[tuple[int, Tensor]] = []
-        self._not_by_row: list[weakref.ref[Any]] = []
-        self._said_padding = False
-        self._state = LoopState(self._have_gradients)
-        self._process = os.getpid()
-        self._one_begins = Lock()
-        self._hooks: list[Any] = []
-        self._before_steps: list[Callable[[], None]] = []
-        self._after_steps: list[Callable[[], None]] = []
-        self._listeners: list[Callable[[], None]] = []
-        self._on_all_ranks: list[Callable[[float], None]] = []
-        self._shown: Any = None
-        self._guard = Guard(
-            runtime,
-            self._dense,
-            self._optimizers,
-            self._memory,
-            self._extra_tensors,
-            run=lambda work: self._rebalancer.run(work),
-            step=lambda: self._rebalancer.step,
-            on_finding=lambda finding: self.events.emit(GuardFinding(self._rebalancer.step, finding)),
-        )
-        self._gradients = Gradients(
-            runtime, self._dense, self._logical_of_rows, follow=lambda: self._optimizer_hooks.follow()
-        )
-        self._division = Division(
-            runtime.parameters, runtime.divisors.at_parameters, config.replica_slots > 0, self._gradients.arrives
-        )
-        self._rebalancer = Rebalancer(runtime, transport, self._guard, self.events)
-        self._rebalance_now = self._rebalancer.now
-        self._restorer = Restorer(runtime, self._rebalancer)
+        self.runtime = runtime
+        self.tensors = ModelTensors(runtime)
+        self.loop = LoopState(self.tensors)
+        self.guard = Guard(runtime, self.tensors, self.loop, self.events)
+        self.gradients = Gradients(runtime, self.tensors, self.loop)
+        self.rebalancer = Rebalancer(runtime, transport, self.guard, self.events, self.loop)
+        self._rebalance_now: Callable[[], bool] = self.rebalancer.now
+        self._restorer = Restorer(runtime, self.rebalancer)
+        self._stream = _OpenStream()
+        first_steps = FirstSteps(runtime, self.tensors, self.guard, self.rebalancer.run)
+        self.loop.hooks += [self._stream, self.gradients, first_steps, self.rebalancer]
         for layer in runtime.layers if config.overlap else ():
-            layer.before = self._rebalancer.overlapped.before_layer
+            layer.before = self.rebalancer.overlapped.before_layer
         if runtime.job.is_planner:
             self.events.called_at_once.append(DecisionLine())
         if runtime.maps.replicas is not None:
-            runtime.maps.replicas.adds = self._gradients.arrives
+            runtime.maps.replicas.adds = self.gradients.arrives
             runtime.maps.replicas.follow(runtime.placement)
-        self._optimizer_hooks = hook_optimizers(self)
+        self._said_padding = False
+        self.shown: Any = None
+        self._listeners: list[Callable[[], None]] = []
+        self._process = os.getpid()
         self._export_with = export_with
-        self._stream: weakref.ref[TensorStream] | None = None
-        self._phases = Phases(runtime, self._rebalancer, self._memory, self.events, self._state)
+        self._phases = Phases(runtime, self.rebalancer, self.tensors.memory, self.events, self.loop)
+        self.closing = ExitStack()
+        for end in (
+            runtime.groups.close_balancing,
+            lambda: runtime.dispatcher.close(time.monotonic() + config.timeout_seconds),
+            self.guard.end,
+            self.close_listeners,
+            self.rebalancer.close,
+            self._phases.end,
+        ):
+            self.closing.callback(end)
+        self.optimizer_hooks = hook_optimizers(self)
+
+    # Names of before, for what still has them.
+    _runtime = property(lambda self: self.runtime)
+    _rebalancer = property(lambda self: self.rebalancer)
+    _guard = property(lambda self: self.guard)
 
     @cached_property
     def _export(self) -> WeightExport:
         """Exports of this balancer; made when the first one is asked for."""
         return self._export_with(self)
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Begin once every rank has a balancer. Collective."""
-        if self._runtime.maps.replicas is not None:
-            self._runtime.maps.replicas.refresh()
-        if self._training:
-            self._guard.begin()
+        self.rebalancer.refresh_replicas()
         atexit.register(_end_threads, weakref.ref(self))
 
     def __str__(self) -> str:
         """The model and the state of its balancing, as a table of 80 columns."""
-        return balancer_table(self.config, self.topology, self.placement, self._rebalancer.step, self.events)
+        return balancer_table(self.config, self.topology, self.placement, self.rebalancer.step, self.events)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -182,14 +179,14 @@ class Balancer:
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._state.closed
+        return self.loop.closed
 
     @property
     def placement(self) -> Placement:
         """The current placement; its ``epoch`` counts commits. During an overlapped migration it waits for other ranks'
         commits of the running step: ask on every rank at the same place."""
-        self._end_what_broke_off()
-        return self._rebalancer.placement()
+        self.loop.end_broken_off()
+        return self.rebalancer.placement()
 
     # -- ahead of training ---------------------------------------------------------------------------------------------
 
@@ -200,21 +197,7 @@ class Balancer:
         ``tensor``: ``[E/R, ...]``, rows in its current order, on its device. The same names on every rank, in the same
         order.
         Raises RegistryError: no such parameter, a name taken, other rows or device, gradients, or read-only."""
-        if parameter not in self.layer_of_parameter:
-            raise RegistryError(f"{parameter!r} is no expert parameter: take a key of balancer.layer_of_parameter")
-        if tensor.device != (device := self._runtime.device) or tensor.requires_grad:
-            raise RegistryError(
-                f"{name} of {parameter}: give a tensor on {device} without gradients (detach it); this one is on "
-                f"{tensor.device}, requires_grad={tensor.requires_grad}"
-            )
-        if problem := why_not_written(tensor):
-            raise RegistryError(f"{name} of {parameter}: {problem}")
-        layer = self.layer_of_parameter[parameter]
-        if self._sliced and not is_sliced(tensor):
-            raise RegistryError(f"{name} of {parameter}: give a DTensor placed as the parameter (torch.zeros_like(it))")
-        self._runtime.registry.add(layer, f"{parameter}/{name}", tensor, "buffer")
-        self._runtime.model_check.keep_from_ddp([tensor])
-        self._extra_tensors[f"{parameter}/{name}"] = (layer, tensor)
+        self.tensors.register(parameter, name, tensor)
 
     def register_all(self, name: str, tensors: Any, *, moves: bool = True) -> None:
         """`register` what has a tensor for each parameter of the model: an average (EMA, SWA, Lookahead), a snapshot,
@@ -223,22 +206,7 @@ class Balancer:
         or one vector; written in place from now on. ``moves=False``: it does not go by row with these experts,
         whatever its shape, and ``eplb-runtime verify`` passes over it.
         Raises RegistryError: it has nothing for an expert parameter, or other shapes; or as `register`."""
-        if not moves:
-            self._not_by_row += map(weakref.ref, arrays_in(tensors))
-            return
-        parameters = {
-            prefix + own: parameter
-            for prefix, model in self._runtime.model_check.models.items()
-            for own, parameter in model.named_parameters()
-        }
-        for parameter, tensor in matched(tensors, parameters, list(self.layer_of_parameter)).items():
-            self.register(parameter, name, tensor)
-        self._not_by_row += map(weakref.ref, arrays_in(tensors))  # the rest belongs to other parameters
-        if isinstance(tensors, Mapping):
-            # A copied state dict carries a mark of its placement.
-            layers = {parameter.rpartition(".")[0]: layer for parameter, layer in self.layer_of_parameter.items()}
-            marks = [(layers.get(str(key).removesuffix(f".{MARK}")), mark) for key, mark in tensors.items()]
-            self._marks += [(layer, mark) for layer, mark in marks if layer is not None]
+        self.tensors.register_all(name, tensors, moves)
 
     @torch.compiler.disable
     def adopt(self, optimizer: torch.optim.Optimizer, *, instead_of: torch.optim.Optimizer | None = None) -> None:
@@ -249,21 +217,21 @@ class Balancer:
         Raises AttachError: it cannot be used (inference with replica slots has no place for gradients) or replaced;
         RuntimeError: a rank did not come; with ``instead_of``, after ``close`` or between a backward pass and a step.
         """
-        began = self._training
+        began = self.loop.has_optimizer
         if instead_of is not None:
-            self._state.require("adopt()")
-        self._runtime.barrier("balancer.adopt()")
+            self.loop.require("adopt()")
+        self.runtime.barrier("balancer.adopt()")
         if instead_of is not None:
-            self._rebalancer.forget_pending()  # it was measured, and may be under way, with the state of the old one
-        self._optimizer_hooks.adopt(optimizer, instead_of)
+            self.rebalancer.forget_pending()  # it was measured, and may be under way, with the state of the old one
+        self.optimizer_hooks.adopt(optimizer, instead_of)
         if not began or instead_of is not None:
-            self._guard.begin()
+            self.guard.begin()
 
     def logical_expert_ids(self, layer: int) -> list[int]:
         """The current logical expert of each row of this rank's expert parameters, for settings of single experts (a
         learning rate, a freeze). Experts move, so ask again after each step. Not collective."""
-        rows_RH = self.placement.homes_over(len(self._runtime.job.row_ranks))[layer]
-        return [int(expert) for expert in rows_RH[self._runtime.job.row_rank]]
+        rows_RH = self.placement.homes_over(len(self.runtime.job.row_ranks))[layer]
+        return [int(expert) for expert in rows_RH[self.runtime.job.row_rank]]
 
     # -- a training step -----------------------------------------------------------------------------------------------
 
@@ -278,11 +246,11 @@ class Balancer:
         if self.closed or self.config.policy == "static":
             why = "the balancer is closed" if self.closed else "policy='static' never moves experts"
             raise RuntimeError(f"declare() has no effect: {why}")
-        if self._rebalancer.has_planned_ahead:
+        if self.rebalancer.has_planned_ahead:
             raise RuntimeError("declare() after plan_ahead(), whose decision rebalance() acts on: call it before")
         sizes = self.placement.num_layers, self.placement.num_experts
-        self._rebalancer.declared, tokens = checked_declaration(load, *sizes)
-        if not self._said_padding and self._runtime.job.is_planner and (said := padding_in(tokens)):
+        self.rebalancer.declared, tokens = checked_declaration(load, *sizes)
+        if not self._said_padding and self.runtime.job.is_planner and (said := padding_in(tokens)):
             self._said_padding = True
             logger.warning("%s", said)
 
@@ -299,12 +267,12 @@ class Balancer:
             if self.config.policy != "static":
                 why = f"with interval={self.config.interval} decisions are made beside training: set interval=None"
             raise RuntimeError(f"plan_ahead() has no effect: {why}")
-        if self._rebalancer.has_planned_ahead:
+        if self.rebalancer.has_planned_ahead:
             raise RuntimeError("plan_ahead() was called before: rebalance() acts on that decision first")
-        self._runtime.barrier("plan_ahead()")  # as in rebalance()
-        if not self._training:
-            self._runtime.counter.advance()
-        self._rebalancer.plan_ahead(self._state.suspended)
+        self.runtime.barrier("plan_ahead()")  # as in rebalance()
+        if not self.loop.has_optimizer:
+            self.runtime.counter.advance()
+        self.rebalancer.plan_ahead(self.loop.suspended)
 
     @torch.compiler.disable
     def rebalance(self) -> bool:
@@ -317,13 +285,12 @@ class Balancer:
         """
         self._enter("rebalance()")
         # Without a barrier, this rank's decision would mix with comparisons in the other ranks' steps.
-        self._runtime.barrier("rebalance()")
-        if not self._training:
-            self._runtime.counter.advance()  # without an optimizer nobody else closes what was counted
+        self.runtime.barrier("rebalance()")
+        if not self.loop.has_optimizer:
+            self.runtime.counter.advance()  # without an optimizer nobody else closes what was counted
         moved = self._rebalance_now()
         if moved:
             self._after_move()
-            self._refresh_replicas()
         return moved
 
     @torch.compiler.disable
@@ -334,10 +301,10 @@ class Balancer:
         They are added up in float32 and travel once, with the first backward outside. Those of experts that
         ``fully_shard`` slices wait for `reduce_gradients`, inside or outside.
         """
-        if self._runtime.maps.replicas is None:
+        if self.runtime.maps.replicas is None:
             yield
             return
-        with self._runtime.maps.replicas.defer():
+        with self.runtime.maps.replicas.defer():
             yield
 
     @torch.compiler.disable
@@ -348,7 +315,8 @@ class Balancer:
         `eplb_runtime.GradScaler`): each contribution is reduced once, however often, and backward passes may go on.
         Experts' need no average inside the EP group: all ranks' tokens reached them, divided by the number of ranks
         already."""
-        self._gradients.reduce()
+        self.optimizer_hooks.follow()
+        self.gradients.reduce()
 
     @torch.compiler.disable
     def clip_grad_norm_(
@@ -360,13 +328,14 @@ class Balancer:
         scalar, equal on every rank.
         Raises ValueError: one of them is no parameter of the model; RuntimeError: the framework's own optimizer clips.
         """
-        if self._host_steps:
+        if self.tensors.host_steps:
             raise RuntimeError(
                 "clip_grad_norm_ of gradients that the framework's own optimizer keeps: let that clip (it counts each "
                 "expert once, wherever it stands)"
             )
         with phase("clip"):
-            return self._gradients.clip(max_norm, parameters, norm_type)
+            self.optimizer_hooks.follow()
+            return self.gradients.clip(max_norm, parameters, norm_type)
 
     @torch.compiler.disable
     def step(self) -> None:
@@ -374,20 +343,7 @@ class Balancer:
 
         ``attach`` hooks it to the optimizer; call it yourself only without one.
         """
-        self._state.require(STEP_ENDS)
-        self._end_stream("the end of a training step")
-        self._gradients.begin()
-        self._state.has_begun = False
-        with phase("guard"):
-            self._guard.after_step()
-        with phase("step boundary", epoch=self.placement.epoch):
-            moved = self._rebalancer.at_boundary()
-        if moved:
-            self._after_move()
-        if self._training or moved:
-            self._refresh_replicas()
-        for follow in self._after_steps:
-            follow()
+        self.loop.end_step()
 
     def at_once(self, first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
         """Run two functions with a batch each at once, the second on a thread: one computes while the other's tokens
@@ -396,8 +352,8 @@ class Balancer:
         after the other.
         Raises RuntimeError: a backward pass inside, two at once already, or a device or ``fully_shard`` that cannot
         have two."""
-        self._state.require("at_once()")
-        return self._open_second_channel().both(first, second, forwards_only=True)
+        self.loop.require("at_once()")
+        return self.open_second_channel().both(first, second, forwards_only=True)
 
     # -- phases --------------------------------------------------------------------------------------------------------
 
@@ -409,12 +365,12 @@ class Balancer:
 
         A decision that becomes due meanwhile waits for the first step after.
         """
-        self._rebalancer.overlapped.withdraw()
-        self._rebalancer.quiesced += 1
+        self.rebalancer.overlapped.withdraw()
+        self.rebalancer.quiesced += 1
         try:
             yield
         finally:
-            self._rebalancer.quiesced -= 1
+            self.rebalancer.quiesced -= 1
 
     @torch.compiler.disable
     def suspend(self) -> int:
@@ -425,7 +381,7 @@ class Balancer:
         after.
         Raises RuntimeError: a rank did not come, or has no weights where there are replica slots; or as `rebalance`."""
         self._enter("suspend()")
-        return self._phases.suspend(self._after_move)
+        return self._phases.suspend()
 
     @torch.compiler.disable
     def resume(self) -> None:
@@ -437,9 +393,9 @@ class Balancer:
         then."""
         if self.closed and self._phases.resume_after_end():
             return
-        self._state.require("resume()")
+        self.loop.require("resume()")
         if self._phases.resume():
-            self._refresh_replicas()
+            self.rebalancer.refresh_replicas()
 
     @torch.compiler.disable
     def weights_changed(self) -> None:
@@ -447,11 +403,11 @@ class Balancer:
         evaluation, loaded by torch): else the next forward is refused. `eplb_runtime.checkpoint` calls it itself;
         without replica slots it does nothing. Collective, also for a rank that wrote nothing. Raises RuntimeError: a
         rank did not come."""
-        self._end_stream("weights_changed()")
-        if self._runtime.maps.replicas is None or self.closed:
+        self._stream.end("weights_changed()")
+        if self.runtime.maps.replicas is None or self.closed:
             return
-        self._runtime.barrier("weights_changed()")
-        self._refresh_replicas()
+        self.runtime.barrier("weights_changed()")
+        self.rebalancer.refresh_replicas()
 
     # -- weights and state that leave or come --------------------------------------------------------------------------
 
@@ -462,11 +418,11 @@ class Balancer:
         of ``rows``), from every rank's home rows ``[E/R, ...]`` of a registered parameter or its optimizer state,
         whole or sliced. Collective over all EP groups. Experts come one after another: it takes the memory of two or
         three besides the result. Raises RuntimeError: inside a schedule of stages, or rows without memory."""
-        self._state.require("gather_experts()")
+        self.loop.require("gather_experts()")
         if not has_memory(rows):
             raise RuntimeError("gather_experts() of rows whose memory is freed: load them first")
-        homes_LRH = self.placement.homes_over(len(self._runtime.job.row_ranks))
-        return in_logical_order(rows, homes_LRH[layer], self._runtime.groups, device)
+        homes_LRH = self.placement.homes_over(len(self.runtime.job.row_ranks))
+        return in_logical_order(rows, homes_LRH[layer], self.runtime.groups, device)
 
     @torch.compiler.disable
     def named_logical_tensors(
@@ -484,9 +440,9 @@ class Balancer:
         long (None: 120 or the config's, the longer). A rank holds a bucket or two.
         Raises ExportError (a rank stopped or failed, weights have no memory), RuntimeError (as `rebalance`)."""
         stream = self._export.stream(
-            bucket_bytes, dtype, rank, self._begin_export("named_logical_tensors()", timeout_seconds)
+            bucket_bytes, dtype, rank, self.begin_export("named_logical_tensors()", timeout_seconds)
         )
-        self._stream = weakref.ref(stream)
+        self._stream.stream = weakref.ref(stream)
         return stream
 
     @torch.compiler.disable
@@ -502,7 +458,7 @@ class Balancer:
         `named_logical_tensors`, a mapping, or a function that gives either or begins a stream; together ranks give
         every expert. ``dtype``: of the export. ``timeout_seconds``: for the slowest rank.
         Raises ExportError, on all ranks: which experts differ, are others' or missing; or another name or shape."""
-        return self._export.verify(tensors, dtype, self._begin_export("verify_export()", timeout_seconds))
+        return self._export.verify(tensors, dtype, self.begin_export("verify_export()", timeout_seconds))
 
     @torch.compiler.disable
     @contextmanager
@@ -516,29 +472,28 @@ class Balancer:
         self._enter("logical_order()")
 
         def moved() -> None:
-            self._end_stream("the end of logical_order()")
+            self._stream.end("the end of logical_order()")
             self._after_move()
-            self._refresh_replicas()
 
         seconds = max(EXPORT_SECONDS, self.config.timeout_seconds) if timeout_seconds is None else timeout_seconds
-        with placed_logically(self._rebalancer, lambda: self._runtime.barrier("logical_order()", seconds), moved):
-            self._state.in_logical_order = True
+        with placed_logically(self.rebalancer, lambda: self.runtime.barrier("logical_order()", seconds), moved):
+            self.loop.in_logical_order = True
             try:
                 yield
             finally:
-                self._state.in_logical_order = False
+                self.loop.in_logical_order = False
 
     @torch.compiler.disable
     def state_dict(self) -> dict[str, Any]:
         """Step, placement, measured load and how far predictions came true, for a later run. Collective; JSON-able,
         equal on all ranks."""
-        state = {"step": self._rebalancer.step, "placement": self.placement.to_json()}
+        state = {"step": self.rebalancer.step, "placement": self.placement.to_json()}
         if self.closed:
             return state
         # Without a barrier, this rank's sum would mix with comparisons in the other ranks' steps.
-        self._runtime.barrier("balancer.state_dict()")
+        self.runtime.barrier("balancer.state_dict()")
         state["load"] = self._restorer.measured()  # waits for the decision in flight
-        return {**state, "track_record": self._rebalancer.decisions.saved_track_record}
+        return {**state, "track_record": self.rebalancer.decisions.saved_track_record}
 
     @torch.compiler.disable
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -548,150 +503,76 @@ class Balancer:
         Raises PlacementError: it is for another model, or for other sizes and none could be made anew; RuntimeError:
         ranks have different states, the migration was dropped (the placement stays); or as `rebalance`."""
         self._enter("load_state_dict()")
-        self._restorer.restore(state, lambda: self._runtime.barrier("load_state_dict()"))
+        self._restorer.restore(state, lambda: self.runtime.barrier("load_state_dict()"))
         self._after_move()
-        self._refresh_replicas()
 
     @torch.compiler.disable
     def close(self) -> None:
         """Stop balancing; collective. The model keeps its current homes, spread over ranks. Replicas are not used any
         more, since nobody refreshes them. In a process that was forked from a rank it does nothing."""
-        if self.closed or self._in_a_child:
+        if self.closed or self.in_a_child:
             return
-        self._end_stream("close()")
-        self._state.closed = True
-        with ExitStack() as parts:  # each ends even if one raises; the last one named first
-            parts.callback(self._runtime.groups.close_balancing)
-            for close in reversed(self._on_all_ranks):
-                parts.callback(lambda close: close(time.monotonic() + self.config.timeout_seconds), close)
-            parts.callback(self._guard.end)
-            parts.callback(self._close_listeners)
-            parts.callback(self._rebalancer.close)
-            parts.callback(self._phases.end)
-            for handle in reversed(self._hooks):
-                parts.callback(handle.remove)
-            self._hooks.clear()
+        self._stream.end("close()")
+        self.loop.closed = True
+        self.closing.close()
 
     # -- for hosts and other rooms, and what the calls above share -----------------------------------------------------
 
-    def _end_what_broke_off(self) -> None:
-        """End broken-off forwards: ranks break off in different places, and must not differ in their commits."""
-        if self._rebalancer.overlapped.in_flight:
-            for forwards in self._forwards:
-                forwards.end_what_broke_off()
+    def around_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """`OptimizerHooks.around_step`."""
+        return self.optimizer_hooks.around_step(optimizer)
 
-    @contextmanager
-    def _uninterrupted(self, what: str) -> Iterator[None]:
-        """Enclose a schedule with micro-batches between their forward and their backward: the placement must not
-        change."""
-        self._state.in_schedule = what
-        try:
-            yield
-        finally:
-            self._state.in_schedule = ""
+    def rebalance_by(self, move: Callable[[], bool]) -> None:
+        """Let `rebalance` move experts by this function, which returns whether it has."""
+        self._rebalance_now = move
 
-    def _enter(self, what: str) -> None:
-        """Refuse a call where it is wrong (`loop_state`), else end a stream of weights that is open."""
-        self._state.require(what)
-        self._rebalancer.refuse_if_broken()
-        self._end_stream(what)
+    def close_with(self, close: Callable[[], None]) -> None:
+        """Call a function when there are no more events."""
+        self._listeners.append(close)
 
-    def _have_gradients(self) -> bool:
-        registry, replicas = self._runtime.registry, self._runtime.maps.replicas
-        found = self._host_steps or any(parameter.grad is not None for parameter in registry.parameters())
-        # FSDP may keep the homes' where nobody sees them.
-        return found or (self._sliced and replicas is not None and replicas.holds_gradients())
+    def close_listeners(self) -> None:
+        for close in (self.events.close, *self._listeners):
+            try:
+                close()
+            except Exception:
+                logger.exception("an event listener failed as it was closed; the job goes on")
 
-    def _end_stream(self, what: str) -> None:
-        """End a stream of weights that is still open on this rank, which goes on to something else."""
-        stream, self._stream = self._stream() if self._stream is not None else None, None
-        if stream is not None:
-            stream.close(f"it went on to {what} with its stream of weights open")
+    def show_on(self, shown: Any) -> None:
+        """Show what happens on an `observe.start.Shown`."""
+        self.shown = shown
+        shown.follow(self.events)
+        self.close_with(shown.close)
 
-    def _after_move(self) -> None:
-        """Follow a change of the placement."""
-        self._runtime.model_check.moved()
-        self._gradients.moved()
-        for layer, mark in self._marks:
-            mark.copy_(torch.tensor([self._runtime.job.ep_rank, *self.placement.homes_LRH[layer].ravel().tolist()]))
+    def place(self, target: Placement) -> None:
+        """Bring experts to a placement, at the end of a step: at once, or in the next steps where migrations overlap
+        with them, unless one is in flight. Collective."""
+        self.rebalancer.place(target)
+        self._after_move()
 
-    def _why_freed(self) -> str:
-        """Name a weight that has no memory now, or another number of elements than at attach; empty: none."""
-        return self._memory.why_freed()
-
-    def _known_tensors(self) -> Iterator[Tensor]:
-        """Tensors that move with experts besides parameters and gradients, those in which experts travel, the
-        optimizers' tensors, and those that do not go by row (`register_all`)."""
-        yield from self._rebalancer.staging
-        yield from (tensor for _, tensor in self._extra_tensors.values())
-        yield from (torch.as_tensor(one) for ref in self._not_by_row if (one := ref()) is not None)
-        for optimizer in self._optimizers:
-            yield from arrays_in(getattr(optimizer, "state", None))
-            yield from (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-    def _refresh_replicas(self) -> None:
-        if self._runtime.maps.replicas is not None:
-            self._runtime.maps.replicas.refresh()
-
-    def _trained_by(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
-        """Note an optimizer that is about to be hooked; ``outside``: its parameters outside the model, by name."""
-        self._optimizers.append(optimizer)
-        self._runtime.registry.stepped_by(optimizer)
-        self._train_outside(outside)
-        if not self._training:
-            self._training = self._division.training = True
-            for layer in self._runtime.layers:
-                layer.counts_in_evaluation = False
-
-    def _no_longer_trained_by(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
-        """Forget an optimizer that was let go; ``outside``: as for `_trained_by`."""
-        self._optimizers[:] = [other for other in self._optimizers if other is not optimizer]
-        self._runtime.registry.no_longer_stepped_by(optimizer)
-        for name in outside:
-            self._dense.pop(name, None)
-            self._memory.forget(name)
-
-    def _train_outside(self, parameters: Mapping[str, Tensor]) -> None:
-        """Take these parameters as a part of the model that is the same on every rank; by a name for messages."""
-        self._dense.update(parameters)
-        for name, parameter in parameters.items():
-            self._memory.add(name, parameter)
-        self._runtime.model_check.know(list(parameters.values()))
-
-    def _begin_export(self, what: str, timeout_seconds: float | None) -> float:
+    def begin_export(self, what: str, timeout_seconds: float | None) -> float:
         """Wait until all ranks are here; returns the seconds that they wait for each other from here on."""
         self._enter(what)
         seconds = max(EXPORT_SECONDS, self.config.timeout_seconds) if timeout_seconds is None else timeout_seconds
-        self._runtime.barrier(what, seconds)
-        if self._rebalancer.drain():
-            self._after_move()
+        self.runtime.barrier(what, seconds)
+        if self.rebalancer.drain():
+            self.loop.on_moved()
         return seconds
 
     @property
-    def _host_steps(self) -> bool:
-        """Return whether only the framework's own optimizer knows where gradients are."""
-        return any(not isinstance(optimizer, torch.optim.Optimizer) for optimizer in self._optimizers)
+    def in_a_child(self) -> bool:
+        """Whether this process was forked from the rank: it has the parent's connections and no thread of ours."""
+        return os.getpid() != self._process
 
-    def _home_experts(self, layer: int) -> list[int]:
-        """Logical expert of each home row of this rank."""
-        return [int(expert) for expert in self.placement.homes_LRH[layer, self._runtime.groups.job.ep_rank]]
-
-    def _logical_of_rows(self) -> Tensor:
-        """int64 ``[L, E/R]`` on the device: the logical expert of each row here; of divided rows ``[L, E/(R D)]``."""
-        self._end_what_broke_off()
-        rows_LH, job = self._runtime.maps.table.logical_of_rows(self._runtime.job.ep_rank), self._runtime.job
-        return rows_LH.unflatten(1, (job.row_division, -1))[:, job.row_rank % job.row_division]
-
-    def _open_second_channel(self) -> MicroBatchChannels:
+    def open_second_channel(self) -> MicroBatchChannels:
         """Let two batches of a rank exchange tokens at once (`moe.dispatch.channels`). Collective, between steps."""
-        if self._runtime.host_dispatches:
+        if self.runtime.host_dispatches:
             raise RuntimeError("two batches at once need our own dispatch, and the framework carries tokens itself")
-        if self._sliced and self._runtime.maps.replicas is not None:
+        if self.tensors.sliced and self.runtime.maps.replicas is not None:
             raise RuntimeError(
                 "whole copies of experts that fully_shard slices are gathered for one layer at a time, and two batches "
                 "at once are in two: set replica_slots=0, or run one batch after the other"
             )
-        runtime, channels = self._runtime, self._runtime.channels
+        runtime, channels = self.runtime, self.runtime.channels
         if not channels.is_open:
             if why := choosing.micro_batch_overlap_problem(self.config, runtime.device, runtime.model_check.is_sharded):
                 raise RuntimeError(f"two batches at once on a device: {why}; or run one batch after the other")
@@ -702,91 +583,12 @@ class Balancer:
             channels.open(MicroBatchChannel(*runtime.groups.second_channel))
         return channels
 
-    def _rebalance_by(self, move: Callable[[], bool]) -> None:
-        """Let `rebalance` move experts by this function, which returns whether it has."""
-        self._rebalance_now = move
+    def _enter(self, what: str) -> None:
+        """Refuse a call where it is wrong (`loop_state`), else end a stream of weights that is open."""
+        self.loop.require(what)
+        self._stream.end(what)
 
-    def _follow_steps(self, before: Callable[[], None], after: Callable[[], None]) -> None:
-        """Call functions before each optimizer's step, with gradients reduced, and at the end of each training step."""
-        self._before_steps.append(before)
-        self._after_steps.append(after)
-
-    def _place(self, target: Placement) -> None:
-        """Bring experts to a placement, at the end of a step: at once, or in the next steps where migrations overlap
-        with them, unless one is in flight. Collective."""
-        self._rebalancer.place(target)
-        self._after_move()
-        self._refresh_replicas()
-
-    def _record(self, write: Callable[[NDArray[np.int64], int, int, float], None]) -> None:
-        """Call a function with the load of each decision, as `DecisionMaker.on_load`."""
-        self._rebalancer.decisions.on_load = write
-
-    def _progress(self) -> Progress:
-        """Progress of training; on any thread."""
-        return self._rebalancer.progress
-
-    def _close_with(self, close: Callable[[], None]) -> None:
-        """Call a function when there are no more events."""
-        self._listeners.append(close)
-
-    def _close_on_all_ranks_with(self, close: Callable[[float], None]) -> None:
-        """Call a function in ``close``, on every rank, with a deadline (a time of `time.monotonic`)."""
-        self._on_all_ranks.append(close)
-
-    def _close_listeners(self) -> None:
-        for close in (self.events.close, *self._listeners):
-            try:
-                close()
-            except Exception:
-                logger.exception("an event listener failed as it was closed; the job goes on")
-
-    def _before_forward(self) -> None:
-        """Begin new gradients with a forward in training, even if the last ones never reached the optimizer."""
-        self._rebalancer.refuse_if_broken()
-        self._rebalancer.overlapped.forward_begins()
-        if not (torch.is_grad_enabled() and self._training):
-            # Replicas are copies of the model's own parameters; one of two batches may compute with them just now.
-            if self._runtime.maps.replicas is not None and not self._runtime.channels.busy:
-                self._runtime.model_check.check(thoroughly=False)
-        else:
-            self._state.require("a forward in training")
-            with self._one_begins:
-                self._division.follow()
-                self._runtime.model_check.check(thoroughly=self._guard.is_new)
-                self._state.has_begun = True
-                if self._runtime.maps.replicas is not None and not in_recompute() and not self._runtime.channels.busy:
-                    self._runtime.maps.replicas.abandon()
-                self._optimizer_hooks.forward_begins()
-                self._rebalancer.forward_begins()
-                self._gradients.forward_begins()
-
-    @torch.compiler.disable
-    def _after_forward(self, layers: Collection[int]) -> None:
-        """Note that a forward of the model with these layers has ended, or failed."""
-        self._rebalancer.overlapped.forward_ends(layers)
-
-    def _around_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """`OptimizerHooks.around_step`."""
-        return self._optimizer_hooks.around_step(optimizer)
-
-    def _before_optimizer(self) -> None:
-        """Reduce gradients for an optimizer that is about to step."""
-        self._rebalancer.refuse_if_broken()
-        self._state.require("optimizer.step()")
-        self._end_stream("optimizer.step()")
-        self._rebalancer.overlapped.withdraw()
-        self._guard.before_reduction()
-        self.reduce_gradients()
-        self._guard.before_step()
-        for follow in self._before_steps:
-            follow()
-
-    @property
-    def _in_a_child(self) -> bool:
-        """Whether this process was forked from the rank: it has the parent's connections and no thread of ours."""
-        return os.getpid() != self._process
-
-    def _end_with(self, handle: Any) -> None:
-        """Remove a hook at ``close``. Those of gradients stay: the experts stay spread, and may be trained on."""
-        self._hooks.append(handle)
+    def _after_move(self) -> None:
+        """Follow a change of the placement, and bring replicas the weights of their homes."""
+        self.loop.on_moved()
+        self.rebalancer.refresh_replicas()

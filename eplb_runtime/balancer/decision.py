@@ -1,4 +1,4 @@
-"""Makes one decision on a worker thread of every rank: sum the load, plan on rank 0, broadcast the plan, agree.
+"""Makes one decision on the control channel of every rank: sum the load, plan on rank 0, broadcast the plan, agree.
 
 Rank 0 alone plans; the others take its bytes (design rule 2).
 """
@@ -9,9 +9,10 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,14 +22,14 @@ from torch import Tensor
 
 from ..config import BalancerConfig
 from ..distributed.consensus import Agreement, maxima
-from ..distributed.points import Phase, Probe, unobserved
-from ..distributed.private_groups import hang_up
+from ..distributed.control_channel import ConnectionLost
+from ..distributed.points import Phase, Probe
 from ..events import LoadMeasured, RebalancePlanned
 from ..load.aggregate import HostCopy, aggregate
 from ..load.declared import DeclaredLoadError, summed
 from ..load.expert_clock import ASSUMED_SHARE, ExpertShare, SampledStep, median_time
 from ..migration.difference import apply, difference
-from ..placement import Placement
+from ..placement import Placement, PlacementError
 from ..planner import CostModel, Plan, plan
 from ..planner.cost import crossing_seconds
 from ..planner.evaluate import predicted_imbalance
@@ -58,51 +59,18 @@ class Decision:
 
     Args:
         failure: reason for which there is no plan; empty: there is one.
-        imbalance: float64 ``[T, L]``, max/mean rank load of each measured row under the placement of its time.
-        load: int64 ``[T, L, E]``, measured over all ranks.
-        placements: placements of its rows, each with the row that it ends before.
+        planned: the event of the plan, as rank 0 sent it; its step is 0.
+        measured: the event of the load that the decision started from; None: it failed before.
+        finding: a mistake that the guard has found; empty: none.
         stays: reason for which a plan is not carried out; empty: it is, or there is none.
-        uncounted: a line that names MoE layers in evaluation mode while others train; empty: none.
-        summary: decision, reason, moves, imbalance_before, imbalance_after, plan_seconds, as rank 0 sent them.
     """
 
     target: Placement | None = None
     failure: str = ""
-    connections_broken: bool = False
-    imbalance: NDArray[np.float64] | None = None
-    summary: dict[str, Any] | None = None
+    planned: RebalancePlanned | None = None
+    measured: LoadMeasured | None = None
     finding: str = ""
     stays: str = ""
-    uncounted: str = ""
-    load: NDArray[np.int64] | None = None
-    placements: tuple[tuple[int, Placement], ...] = ()
-    step_seconds: float = 0.0
-    share: ExpertShare | None = None
-    steps: int = 0
-
-    def measured(self, step: int) -> LoadMeasured | None:
-        """The event of the load that this decision started from; None: it failed before."""
-        if self.imbalance is None:
-            return None
-        buckets = tuple(tuple(bucket) for bucket in self.imbalance.tolist())
-        return LoadMeasured(
-            step,
-            self.steps,
-            buckets,
-            self.step_seconds,
-            None if self.share is None else self.share.value,
-            "" if self.share is None else self.share.source,
-            load=self.load,
-            placements=self.placements,
-        )
-
-    def planned(self, step: int) -> RebalancePlanned:
-        """The event of the plan, as rank 0 sent it."""
-        summary = self.summary or {}
-        sent = {own.name: summary[own.name] for own in fields(RebalancePlanned) if own.name in summary}
-        if (by_layer := summary.get("by_layer")) is not None:
-            sent["by_layer"] = np.array(by_layer, dtype=np.float64)
-        return RebalancePlanned(step, **sent)
 
 
 @dataclass(frozen=True)
@@ -115,13 +83,10 @@ class Measurement:
         earlier: ``(end, placement)``: buckets before ``end`` were counted under that placement.
         stall_seconds: cost of a rebalance besides its transfers.
         sample: of the guard, to compare over ranks; None: it is off.
-        computed: whether MoE layers ran since the last decision.
         declared: float64 ``[T, L, E]``, the load that this rank declares; None: none.
         token_bytes: that a (token, choice) pair sends in a step.
         sampled_steps: in which expert work was measured.
         even_share: of a step, expert work with even load.
-        keys_of_earlier: number of `JobStore.passing` keys from before this decision.
-        in_evaluation: names of this rank's experts modules that are in evaluation mode, by their MoE layer.
     """
 
     buckets: HostCopy
@@ -134,12 +99,9 @@ class Measurement:
     steps: int = 0
     token_bytes: int = 0
     sample: Sample | None = None
-    computed: bool = True
     declared: NDArray[np.float64] | None = None
     sampled_steps: tuple[SampledStep, ...] = ()
     even_share: float = ASSUMED_SHARE
-    keys_of_earlier: int = 0
-    in_evaluation: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def placements(self) -> tuple[tuple[int, Placement], ...]:
@@ -147,24 +109,19 @@ class Measurement:
         return (*self.earlier, (len(self.buckets.wait()), self.placement))
 
 
-class DecisionMaker:
-    """Makes decisions for one rank, on the balancer's worker thread.
+class PlanMaker:
+    """What decisions are made from on one rank, and on rank 0 the planner.
 
     Attributes:
         history: load of all ranks in the last decisions, int64 ``[L, E]`` each, equal on every rank: any of them can
             save it, though only the planner plans from it.
         saved_track_record: what came true of earlier plans, as rank 0 sent it with its last plan.
-        on_load: called with the load of all ranks since the last decision, ``[T, L, E]``, the training steps of a row,
-            the bytes of this rank's largest expert with its state, and seconds of a step in expert work, 0: not
-            measured.
         share: of a step in expert work, equal on every rank.
     """
 
-    def __init__(self, runtime: Runtime, guard: Guard, probe: Probe = unobserved) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self._config = runtime.config
         self._topology = runtime.topology
-        self._guard = guard
-        self._probe = probe
         self._steps_per_bucket = runtime.counter.steps_per_bucket
         self._last_gap = 1
         rows = self._config.window_rows(self._steps_per_bucket)
@@ -175,16 +132,19 @@ class DecisionMaker:
         self._track_record = TrackRecord(_decisions_of_horizon(self._config), self._config.speed_R)
         self.saved_track_record: list[list[float]] = []
         self._job = runtime.job
-        self._store = runtime.groups.store
         self._is_planner = self._job.is_planner
         self._planner_rank = self._job.ranks[0]
         self.process: PlannerProcess | None = None
         if self._is_planner and self._config.policy != "static":
             self.process = PlannerProcess(self._config.timeout_seconds * PLANNING)
         self.planner: Callable[..., Plan] = plan if self.process is None else self.process.plan
-        self.on_load: Callable[[NDArray[np.int64], int, int, float], None] = lambda load_TLE, steps, nbytes, seconds: (
-            None
-        )
+        self._record: Callable[[NDArray[np.int64], int, int, float], None] | None = None
+
+    def record_with(self, write: Callable[[NDArray[np.int64], int, int, float], None]) -> None:
+        """Call a function with the load of all ranks since the last decision, ``[T, L, E]``, the training steps of a
+        row, the bytes of this rank's largest expert with its state, and seconds of a step in expert work, 0: not
+        measured."""
+        self._record = write
 
     def resume_track_record(self, rows: Any) -> None:
         """Judge further predictions beside saved ones.
@@ -200,115 +160,53 @@ class DecisionMaker:
         if self.process is not None:
             self.process.close()
 
-    def decide(self, measurement: Measurement, key: str, control: dist.ProcessGroup, agreement: Agreement) -> Decision:
-        """Make a decision. Collective over the control group; never raises.
-
-        Args:
-            key: names this decision; new for each. A rank whose wait times out records that under it.
-            control: group of when the decision began; it may be replaced before the decision ends.
-            agreement: on the same group.
-        """
-        try:
-            return self._decide(measurement, key, control, agreement)
-        except Exception as error:
-            logger.debug("a decision failed", exc_info=True)
-            hang_up(control)  # later work of this rank must not mix with the others' part of this decision
-            return Decision(failure=f"{type(error).__name__}: {error}", connections_broken=True)
-
-    def _decide(self, measurement: Measurement, key: str, control: dist.ProcessGroup, agreement: Agreement) -> Decision:
-        epoch = measurement.placement.epoch
+    def add_up(self, measurement: Measurement, group: dist.ProcessGroup) -> NDArray[np.int64]:
+        """Return the load over all ranks, int64 ``[T, L, E]``, and keep it, the share of a step in expert work, and
+        where tokens came from. Collective."""
         self._last_gap = measurement.steps or self._last_gap
-        self._probe(Phase.DECIDING, key)
-        with phase("decision: add up load", epoch=epoch):
-            sources = self._by_node(measurement, control)
-            total, share = self._add_up(measurement, control)
-        comparison = (
-            SampleComparison() if measurement.sample is None else self._guard.compare(measurement.sample, control)
-        )
-        finding = comparison.finding
-        shape = (measurement.placement.num_layers, measurement.placement.num_experts)
-        try:
-            declared = summed(measurement.declared, shape, control)
-        except DeclaredLoadError as error:
-            return Decision(failure=str(error), finding=finding)
-        if not total.any() and declared is None:
-            return self._nothing_counted(finding, measurement)
-        if total.any():
-            self.history.extend(total)
-            seconds = share.value * measurement.step_seconds if share.source == "measured" else 0.0
-            self.on_load(total, self._steps_per_bucket or measurement.steps, measurement.home_bytes, seconds)
-            if sources is not None:
-                self._sources = sources + (0.0 if self._sources is None else SOURCE_MEMORY * self._sources)
-        home_bytes, token_bytes = maxima(
-            torch.tensor([measurement.home_bytes, measurement.token_bytes]), control
-        ).tolist()
-        # All ranks are in this decision, so none is in an earlier one or its migration.
-        self._store.forget(measurement.keys_of_earlier)
-        measurement = replace(measurement, home_bytes=home_bytes, token_bytes=token_bytes, declared=declared)
-        imbalance, problem = None, ""
-        try:
-            imbalance = _imbalance_as_it_was(total, measurement, self._config.speed_R) if len(total) else None
-            mean_imbalance = 1.0 if imbalance is None else float(imbalance.mean())
-            if not share.at:
-                self.share = share = share.measured_at(mean_imbalance)
-            even_share = share.even(mean_imbalance)
-            measurement = replace(measurement, even_share=even_share)
-        except Exception as error:
-            problem = self._failed_here(error)
-        with phase("decision: plan", epoch=epoch):
-            made_here = self._plan(measurement, total) if self._is_planner else b""
-            message = self._broadcast(made_here, control)
-        target, digest = None, bytes(16)
-        summary: dict[str, Any] = {}
-        try:
-            self._probe(Phase.PLANNED, message)
-            target, summary, digest = self._read(message, measurement.placement)
-            self.saved_track_record = summary.get("track_record", self.saved_track_record)
-        except Exception as error:
-            problem = self._failed_here(error)
-        made = Decision(
-            imbalance=imbalance,
-            finding=finding,
-            uncounted=_uncounted(total, measurement.in_evaluation),
-            load=total,
-            placements=measurement.placements,
-            step_seconds=measurement.step_seconds,
-            share=share,
-            steps=self._steps_of(total, measurement),
-        )
-        with phase("decision: agree", epoch=epoch):
-            verdict = agreement.check_equal(digest, "plan", problem)
-            if verdict.commit:
-                self._probe(Phase.VOTED, verdict)
-                verdict = agreement.record(key, verdict)
-        if not verdict.commit:
-            return replace(made, failure=verdict.cause, connections_broken=verdict.connections_broken)
-        if summary.get("failure"):
-            return replace(made, failure=summary["failure"])
-        if comparison.stays and target is not None:
-            return replace(made, summary=staying(measurement.placement, comparison.stays), stays=comparison.stays)
-        return replace(made, target=target, summary=summary)
-
-    def _failed_here(self, error: Exception) -> str:
-        """Log a problem of this rank, for which the others wait: it is reported when digests are compared."""
-        logger.warning("the decision failed on this rank", exc_info=error)
-        return f"{type(error).__name__}: {error}"
-
-    def _add_up(self, measurement: Measurement, control: dist.ProcessGroup) -> tuple[NDArray[np.int64], ExpertShare]:
-        """Sum the load, int64 ``[T, L, E]``, and the measured seconds of expert work and of steps, over all ranks.
-        Returns the former, and the share of a step in expert work. Collective."""
+        sources = self._by_node(measurement, group)
         measurement.buckets.wait()  # whatever was enqueued before, such as the marks of sampled steps, is over then
         here = median_time(measurement.sampled_steps)
         nanoseconds = [0, 0] if here is None else [round(1e9 * here.expert_seconds), round(1e9 * here.step_seconds)]
         padding = [0, 0] if measurement.padding is None else measurement.padding.wait().tolist()
-        total, (expert, step, padded, all_tokens) = aggregate(measurement.buckets, control, nanoseconds + padding)
+        summed_up, (expert, step, padded, all_tokens) = aggregate(measurement.buckets, group, nanoseconds + padding)
         if self._is_planner and not self._said_padding and padded >= LEAST_PADDING * all_tokens > 0:
             self._said_padding = True
             logger.info("%.0f %% of tokens are padding: computed, not counted", 100 * padded / all_tokens)
         self.share = self.share.updated(expert / 1e9, step / 1e9)
-        return total.numpy(), self.share
+        total: NDArray[np.int64] = summed_up.numpy()
+        if total.any():
+            self.history.extend(total)
+            if self._record is not None:
+                seconds = self.share.value * measurement.step_seconds if self.share.source == "measured" else 0.0
+                self._record(total, self._steps_per_bucket or measurement.steps, measurement.home_bytes, seconds)
+            if sources is not None:
+                self._sources = sources + (0.0 if self._sources is None else SOURCE_MEMORY * self._sources)
+        return total
 
-    def _by_node(self, measurement: Measurement, control: dist.ProcessGroup) -> NDArray[np.float64] | None:
+    def measured(self, total: NDArray[np.int64], measurement: Measurement) -> tuple[Measurement, LoadMeasured | None]:
+        """Return the measurement with the share of a step that expert work takes with even load, and the event of this
+        load; None: no step has ended."""
+        imbalance = _imbalance_as_it_was(total, measurement, self._config.speed_R) if len(total) else None
+        mean = 1.0 if imbalance is None else float(imbalance.mean())
+        if not self.share.at:
+            self.share = self.share.measured_at(mean)
+        measurement = replace(measurement, even_share=self.share.even(mean))
+        if imbalance is None:
+            return measurement, None
+        event = LoadMeasured(
+            0,
+            self.steps_of(total, measurement),
+            tuple(tuple(bucket) for bucket in imbalance.tolist()),
+            measurement.step_seconds,
+            self.share.value,
+            self.share.source,
+            load=total,
+            placements=measurement.placements,
+        )
+        return measurement, event
+
+    def _by_node(self, measurement: Measurement, group: dist.ProcessGroup) -> NDArray[np.float64] | None:
         """float64 ``[N, L, E]``, tokens since the last decision by source node; None: there is one node. Collective,
         ahead of the sum over ranks, which overwrites this rank's counts."""
         topology = self._topology
@@ -317,20 +215,14 @@ class DecisionMaker:
         counted_LE = measurement.buckets.wait().sum(dim=0)
         counted_NLE = counted_LE.new_zeros(topology.num_nodes, *counted_LE.shape)
         counted_NLE[topology.node_of(self._job.ep_rank)] = counted_LE
-        dist.all_reduce(counted_NLE, group=control)
+        dist.all_reduce(counted_NLE, group=group)
         return counted_NLE.numpy().astype(np.float64)
 
     def place_anew(
-        self, load: NDArray[np.int64], current: Placement, control: dist.ProcessGroup, agreement: Agreement
-    ) -> Decision:
-        """Plan a placement of the sizes of ``current`` for a load, from scratch. Collective.
-
-        Args:
-            load: int64 ``[T, L, E]``, equal on every rank.
-
-        Raises:
-            RuntimeError: a rank did not arrive within the group's timeout.
-        """
+        self, load: NDArray[np.int64], current: Placement, group: dist.ProcessGroup, agreement: Agreement
+    ) -> tuple[Placement, RebalancePlanned]:
+        """Plan a placement of the sizes of ``current`` for a load, int64 ``[T, L, E]``, from scratch. Collective.
+        Raises PlacementError: there is none; RuntimeError: a rank did not arrive within the group's timeout."""
 
         def ask() -> bytes:
             if self.process is not None:
@@ -345,15 +237,16 @@ class DecisionMaker:
             )
             return _as_message(made, current)
 
-        message = self._broadcast(_or_failure(ask) if self._is_planner else b"", control)
-        target, summary, digest = self._read(message, current)
-        verdict = agreement.check_equal(digest, "plan")
-        if not verdict.commit:
-            return Decision(failure=verdict.cause, connections_broken=verdict.connections_broken)
-        return Decision(target=target, failure=summary.get("failure", ""), summary=summary)
+        sent = self.read(self.broadcast(ask, group), current)
+        verdict = agreement.check_equal(sent.digest, "plan")
+        if verdict.connections_broken:
+            raise ConnectionLost(verdict.cause)
+        if sent.target is None or sent.planned is None or not verdict.commit:
+            raise PlacementError(f"no placement could be made for the saved load: {verdict.cause or sent.failure}")
+        return sent.target, sent.planned
 
-    def _steps_of(self, buckets: Tensor | NDArray[np.int64], measurement: Measurement) -> int:
-        """Training steps that buckets ``[T, L, E]`` cover."""
+    def steps_of(self, buckets: Tensor | NDArray[np.int64], measurement: Measurement) -> int:
+        """Return the training steps that buckets ``[T, L, E]`` cover."""
         return len(buckets) * self._steps_per_bucket if self._steps_per_bucket else measurement.steps
 
     @property
@@ -361,32 +254,19 @@ class DecisionMaker:
         """Steps over which a plan counts its gain; without periodic decisions, the steps between the last two."""
         return self._last_gap if self._config.horizon is None else self._config.horizon
 
-    def _nothing_counted(self, finding: str, measurement: Measurement) -> Decision:
-        """The decision without any token counted, and a finding that says why. Equal on every rank."""
-        steps = self._steps_of(measurement.buckets.wait(), measurement)
-        text = f"no token was counted in the last {steps} steps"
-        if measurement.computed and steps:  # none: rebalance() right after a decision
-            finding = finding or (
-                f"{text} though the MoE layers ran: the model is in evaluation mode (call model.train()), or every "
-                "token is padding; nothing can be balanced"
-            )
-        return Decision(failure=text, finding=finding)
-
-    def _plan(self, measurement: Measurement, total: NDArray[np.int64]) -> bytes:
-        """On rank 0: the plan as bytes, or why there is none. ``total``: int64 ``[T, L, E]``, new ones."""
+    def plan(self, measurement: Measurement, total: NDArray[np.int64]) -> bytes:
+        """Return the plan as bytes. ``total``: int64 ``[T, L, E]``, new ones."""
         load = np.stack(self.history) if self.history else measurement.declared
         assert load is not None
-
-        def make() -> bytes:
-            self._track_record.observe(total.sum(axis=0, dtype=np.float64))
-            made = self._make_plan(load, measurement)
-            message = _as_message(made, measurement.placement, self._predictions(self._cost(measurement)))
-            # What is declared is the next load alone: no later one says whether the plan was good.
-            if made.decision == "rebalance" and measurement.declared is None:
-                self._track_record.note(made)
-            return message
-
-        return _or_failure(make)
+        self._track_record.observe(total.sum(axis=0, dtype=np.float64))
+        made, cost = self._make_plan(load, measurement), self._cost(measurement)
+        seconds = cost.horizon_steps * cost.moe_share * cost.step_seconds
+        judged = {**self._track_record.judgement(seconds), "horizon_steps": cost.horizon_steps}
+        message = _as_message(made, measurement.placement, judged, self._track_record.saved())
+        # What is declared is the next load alone: no later one says whether the plan was good.
+        if made.decision == "rebalance" and measurement.declared is None:
+            self._track_record.note(made)
+        return message
 
     def _make_plan(self, load: NDArray[Any], measurement: Measurement) -> Plan:
         """Ask the planner; with a longest pause, again under fewer bytes until the busiest link is through in time."""
@@ -424,15 +304,6 @@ class DecisionMaker:
             made = replace(made, seconds_saved=np.nan)
         return made
 
-    def _predictions(self, cost: CostModel) -> dict[str, Any]:
-        """Predicted and true gains of earlier plans, in seconds of a plan's horizon at today's step time."""
-        seconds = cost.horizon_steps * cost.moe_share * cost.step_seconds
-        return {
-            **self._track_record.judgement(seconds),
-            "horizon_steps": cost.horizon_steps,
-            "track_record": self._track_record.saved(),
-        }
-
     def _cost(self, measurement: Measurement) -> CostModel:
         return CostModel(
             home_bytes=measurement.home_bytes,
@@ -457,29 +328,110 @@ class DecisionMaker:
         own = sum(self._job.layers_of_stage[stage] for stage in self._job.stages)
         return crossing_seconds(per_bucket_L / holders, token_bytes, self._topology) * own / len(per_bucket_L)
 
-    def _broadcast(self, message: bytes, control: dist.ProcessGroup) -> bytearray:
+    def broadcast(self, make: Callable[[], bytes], group: dist.ProcessGroup) -> bytearray:
+        """Return what rank 0 makes, or why it cannot, on every rank. Collective."""
+        message = _or_failure(make) if self._is_planner else b""
         size = torch.tensor([len(message)])
-        dist.broadcast(size, src=self._planner_rank, group=control)
+        dist.broadcast(size, src=self._planner_rank, group=group)
         buffer = bytearray(message) if self._is_planner else bytearray(int(size.item()))
-        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=self._planner_rank, group=control)
+        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=self._planner_rank, group=group)
         return buffer
 
-    def _read(self, message: bytearray, current: Placement) -> tuple[Placement | None, dict[str, Any], bytes]:
-        """Decode the plan, with the digest to compare (zeros: the bytes contradict themselves)."""
+    def read(self, message: bytearray, current: Placement) -> _Sent:
+        """Return the plan that rank 0 has sent; its digest is zeros where the bytes contradict themselves."""
         try:
             fields = json.loads(message)
-            if fields.get("failure"):
-                return None, fields, b"f" * 16
-            if fields["placement"] is None:
-                return None, fields, b"s" * 16
-            target = apply(current, fields["placement"])
-            target.require_model(current.num_layers, current.num_experts, current.num_ranks, current.replica_slots)
-            if (target.digest(), target.epoch) != (fields["digest"], fields["epoch"]):
-                raise ValueError("its digest is not the one it was sent with")
+            if failure := fields.get("failure", ""):
+                return _Sent(b"f" * 16, failure)
+            planned = RebalancePlanned(0, **fields["planned"])
+            if planned.by_layer is not None:
+                planned = replace(planned, by_layer=np.array(planned.by_layer, dtype=np.float64))
+            target = None if fields["placement"] is None else apply(current, fields["placement"])
+            if target is not None:
+                target.require_model(current.num_layers, current.num_experts, current.num_ranks, current.replica_slots)
+                if (target.digest(), target.epoch) != (fields["digest"], planned.epoch):
+                    raise ValueError("its digest is not the one it was sent with")
         except ValueError as error:
             logger.warning("the plan that arrived on this rank is not usable: %s", error)
-            return None, {}, bytes(16)
-        return target, fields, bytes.fromhex(target.digest())
+            return _Sent(bytes(16))
+        self.saved_track_record = fields["track_record"]
+        return _Sent(b"s" * 16 if target is None else bytes.fromhex(target.digest()), "", planned, target)
+
+
+class _Sent(NamedTuple):
+    """What rank 0 has sent: why there is no plan, or the plan, and where experts go (None: they stay)."""
+
+    digest: bytes
+    failure: str = ""
+    planned: RebalancePlanned | None = None
+    target: Placement | None = None
+
+
+def decide(
+    measurement: Measurement,
+    maker: PlanMaker,
+    guard: Guard,
+    key: str,
+    probe: Probe,
+    group: dist.ProcessGroup,
+    agreement: Agreement,
+) -> Decision:
+    """Make a decision. Collective over a control group.
+
+    Args:
+        agreement: on the same group.
+        key: names this decision; new for each. A rank whose wait times out records that under it.
+
+    Raises:
+        ConnectionLost: a rank did not arrive in time.
+    """
+    epoch = measurement.placement.epoch
+    probe(Phase.DECIDING, key)
+    with phase("decision: add up load", epoch=epoch):
+        total = maker.add_up(measurement, group)
+    comparison = SampleComparison() if measurement.sample is None else guard.compare(measurement.sample, group)
+    try:
+        declared = summed(measurement.declared, total.shape[1:], group)
+    except DeclaredLoadError as error:
+        return Decision(failure=str(error), finding=comparison.finding)
+    if not total.any() and declared is None:
+        steps = maker.steps_of(total, measurement)
+        return Decision(failure=f"no token was counted in the last {steps} steps", finding=comparison.finding)
+    home_bytes, token_bytes = maxima(torch.tensor([measurement.home_bytes, measurement.token_bytes]), group).tolist()
+    measurement = replace(measurement, home_bytes=home_bytes, token_bytes=token_bytes, declared=declared)
+    measured, problem = None, ""
+    try:
+        measurement, measured = maker.measured(total, measurement)
+    except Exception as error:
+        problem = _failed_here(error)
+    with phase("decision: plan", epoch=epoch):
+        message = maker.broadcast(partial(maker.plan, measurement, total), group)
+    sent = _Sent(bytes(16))
+    try:
+        probe(Phase.PLANNED, message)
+        sent = maker.read(message, measurement.placement)
+    except Exception as error:
+        problem = _failed_here(error)
+    with phase("decision: agree", epoch=epoch):
+        verdict = agreement.check_equal(sent.digest, "plan", problem)
+        if verdict.commit:
+            probe(Phase.VOTED, verdict)
+            verdict = agreement.record(key, verdict)
+    if verdict.connections_broken:
+        raise ConnectionLost(verdict.cause)
+    made = Decision(None, verdict.cause or sent.failure, sent.planned, measured, comparison.finding)
+    if made.failure or sent.target is None:
+        return made
+    if comparison.stays:
+        stays = RebalancePlanned(0, epoch + 1, 0, "stay", comparison.stays, 0.0, 0.0, 0.0)
+        return replace(made, planned=stays, stays=comparison.stays)
+    return replace(made, target=sent.target)
+
+
+def _failed_here(error: Exception) -> str:
+    """Log a problem of this rank, for which the others wait: it is reported when digests are compared."""
+    logger.warning("the decision failed on this rank", exc_info=error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _decisions_of_horizon(config: BalancerConfig) -> int:
@@ -487,25 +439,6 @@ def _decisions_of_horizon(config: BalancerConfig) -> int:
     if config.horizon is None:
         return 1
     return JUDGED if config.interval is None else -(-config.horizon // config.interval)
-
-
-def _uncounted(total: NDArray[np.int64], in_evaluation: Mapping[int, str]) -> str:
-    """Name the layers in evaluation mode without a counted token, where other layers have some: a frozen part of a
-    model is no error.
-
-    Args:
-        total: int64 ``[T, L, E]``, of all ranks.
-        in_evaluation: names of layers by index.
-    """
-    is_counted_L: NDArray[np.bool_] = np.asarray(total.any(axis=(0, 2)))
-    names = [name for layer, name in in_evaluation.items() if not is_counted_L[layer]]
-    if not names or not is_counted_L.any():
-        return ""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return (
-        "call train() on the whole model (frozen parameters stay frozen): MoE layers in evaluation mode, while others "
-        f"train, have no load to place experts by: {names[0]}{more}"
-    )
 
 
 def _or_failure(work: Callable[[], bytes]) -> bytes:
@@ -520,36 +453,32 @@ def _or_failure(work: Callable[[], bytes]) -> bytes:
     return json.dumps({"failure": why}).encode()
 
 
-def _as_message(made: Plan, current: Placement, predictions: Mapping[str, Any] | None = None) -> bytes:
-    """The plan as bytes, with what became of earlier ones."""
-    moves = made.decision == "rebalance"
-    target = made.placement.with_epoch(current.epoch + 1)
-    before = made.imbalance_before
-    return json.dumps(
-        {
-            "decision": made.decision,
-            "reason": made.reason,
-            "code": made.code,
-            "moves": made.moved_slots,
-            "imbalance_before": 0.0 if before is None else float(before.mean()),
-            "imbalance_after": float(made.imbalance_after.mean()),
-            "imbalance_bound": float(made.lower_bound.mean()),
-            "seconds_saved": None if np.isnan(made.seconds_saved) else made.seconds_saved,
-            "seconds_spent": None if np.isnan(made.seconds_spent) else made.seconds_spent,
-            "by_layer": None if before is None else np.stack([before, made.imbalance_after, made.lower_bound]).tolist(),
-            "plan_seconds": made.plan_seconds,
-            "epoch": target.epoch,
-            "digest": target.digest(),
-            "placement": difference(current, target) if moves else None,
-            **(predictions or {}),
-        }
-    ).encode()
-
-
-def staying(placement: Placement, reason: str) -> dict[str, Any]:
-    """The summary of a decision without a plan."""
-    text = {"decision": "stay", "reason": reason, "code": "", "moves": 0, "epoch": placement.epoch + 1}
-    return {**text, "imbalance_before": 0.0, "imbalance_after": 0.0, "plan_seconds": 0.0}
+def _as_message(
+    made: Plan,
+    current: Placement,
+    judged: Mapping[str, Any] | None = None,
+    track_record: Sequence[Sequence[float]] = (),
+) -> bytes:
+    """Return the plan as bytes, with what became of earlier ones."""
+    target, before = made.placement.with_epoch(current.epoch + 1), made.imbalance_before
+    planned = {
+        "epoch": target.epoch,
+        "moves": made.moved_slots,
+        "decision": made.decision,
+        "reason": made.reason,
+        "code": made.code,
+        "imbalance_before": 0.0 if before is None else float(before.mean()),
+        "imbalance_after": float(made.imbalance_after.mean()),
+        "imbalance_bound": float(made.lower_bound.mean()),
+        "seconds_saved": None if np.isnan(made.seconds_saved) else made.seconds_saved,
+        "seconds_spent": None if np.isnan(made.seconds_spent) else made.seconds_spent,
+        "by_layer": None if before is None else np.stack([before, made.imbalance_after, made.lower_bound]).tolist(),
+        "plan_seconds": made.plan_seconds,
+        **(judged or {}),
+    }
+    placement = difference(current, target) if made.decision == "rebalance" else None
+    message = {"planned": planned, "digest": target.digest(), "placement": placement, "track_record": track_record}
+    return json.dumps(message).encode()
 
 
 def _imbalance_as_it_was(

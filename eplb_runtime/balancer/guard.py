@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,11 +23,14 @@ from torch.distributed.tensor import DTensor
 
 from ..distributed.consensus import deviating, gather_bytes
 from ..distributed.store import StoreError
+from ..events import EventLog, GuardFinding
 from ..load.aggregate import HostCopy
-from ..moe.experts.memory import WeightMemory
-from .gradients.averaging import bit_sums
+from ..utils.spans import phase
+from .gradients.reduction import bit_sums
+from .loop_state import LoopHooks, LoopState
 from .model_check import Snapshot, options_of, snapshots, why_misplaced, why_not_stepped
 from .runtime import Runtime
+from .tensors import ModelTensors
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -109,40 +112,20 @@ class Sample:
 
 
 class Guard:
-    """The guard of one rank.
-
-    Args:
-        dense: parameters outside the experts, by name.
-        registered: tensors of the user's that move with experts, by name. What joins one of these later is seen.
-        run: does work on the control group, one task at a time and in the same order on every rank.
-        step: returns the number of the last step that is over.
-        on_finding: called with each finding once.
+    """The guard of one rank; `FirstSteps` is its part in the loop.
 
     Attributes:
         complete_steps: that are sampled completely, after `begin`.
         said: all findings and notices so far, in their order, each once.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        dense: Mapping[str, Tensor],
-        optimizers: Sequence[Any],
-        memory: WeightMemory,
-        registered: Mapping[str, tuple[int, Tensor]],
-        *,
-        run: Callable[[Callable[[], str]], str],
-        step: Callable[[], int],
-        on_finding: Callable[[str], None],
-    ) -> None:
+    def __init__(self, runtime: Runtime, tensors: ModelTensors, loop: LoopState, events: EventLog) -> None:
         self._runtime, self._groups, self._mode = runtime, runtime.groups, runtime.config.guard
-        self._experts = {name: runtime.parameters[name] for name in runtime.layer_of_parameter}
-        self._dense, self._optimizers, self._memory, self._registered = dense, optimizers, memory, registered
-        self._run, self._step, self._on_finding = run, step, on_finding
-        self._steps, self._comparisons, self.complete_steps = 0, 0, FIRST_STEPS
-        self._forwards = (0, 0)
-        self._snapshots: list[Snapshot] = []
-        self._passed_over: set[int] = set()
+        self._experts = runtime.parameters
+        self._tensors, self._loop, self._events = tensors, loop, events
+        self._steps, self.complete_steps = 0, FIRST_STEPS
+        self._forwards: list[tuple[int, int]] = [(0, 0)] * len(runtime.layers)
+        self._not_counted: set[str] = set()
         self._late_problem = ""
         self._is_uncounted = False
         self.said: list[str] = []
@@ -158,67 +141,60 @@ class Guard:
     @property
     def is_new(self) -> bool:
         """Return whether this is one of the steps that are sampled completely: the first ones."""
-        return self._mode != "off" and bool(self._optimizers) and self._steps < self.complete_steps
+        return self._mode != "off" and bool(self._tensors.optimizers) and self._steps < self.complete_steps
 
-    def before_reduction(self) -> None:
-        """In the first steps, compare ahead of the first collective that a rank without a step would never reach."""
-        if self.is_new:
-            self._compare_job(self._sample("weights"), "optimizer.step()")
-
-    def before_step(self) -> None:
-        """In the first steps, compare reduced gradients over ranks."""
-        if self.is_new:
-            self._compare_job(self._sample("gradients"), "the end of the reduction of gradients")
-            both = _whole({**self._experts, **self._dense})
-            self._snapshots = self._snapshots or snapshots(both, self._optimizers)  # of several, before the first one
-
-    def passed_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record that every rank skipped this optimizer's step: it will have written nothing."""
-        self._passed_over.update(id(p) for group in optimizer.param_groups for p in group["params"])
-
-    def after_step(self) -> None:
-        """Compare weights after a training step, before its counts are closed."""
-        if self.is_new:
-            problem = self._uncounted() or why_not_stepped(self._snapshots, self._optimizers, self._passed_over)
-            self._snapshots = []
-            self._compare_job(self._sample("weights", problem), "the end of a step")
-        elif self._mode != "off":
-            self._late_problem = self._late_problem or self._uncounted()
+    def count_step(self, problem: str) -> None:
+        """Count a step that is over, with a mistake that the next sample is to show."""
+        self._late_problem = self._late_problem or problem
         self._steps += 1
-        self._passed_over.clear()
 
     def sample(self, stays: str) -> Sample | None:
         """Take the sample that a decision compares while training goes on; None: the guard is off. ``stays`` says why
         no expert can move from this rank."""
-        if self._mode == "off" or not self._optimizers:
+        if self._mode == "off" or not self._tensors.optimizers:
             return None
         problem, self._late_problem = self._late_problem, ""
-        return self._sample("weights", problem, stays)
+        if names := [name for name in self._runtime.model_check.experts if name in self._not_counted]:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self.report(
+                "",
+                "call train() on the whole model (frozen parameters stay frozen): MoE layers in evaluation mode, while "
+                f"others train, have no load to place experts by: {names[0]}{more}",
+            )
+        return self.take("weights", problem, stays)
 
-    def _uncounted(self) -> str:
-        """Check that a step's tokens count. A rank may have no token in a step, or padding alone, and evaluate between
-        steps; forwards for gradients in evaluation mode alone are a mistake."""
-        layers, before = self._runtime.layers, self._forwards
-        self._forwards = sum(layer.calls for layer in layers), sum(layer.uncounted for layer in layers)
-        calls, uncounted = (now - then for now, then in zip(self._forwards, before, strict=True))
-        if not uncounted or uncounted != calls or self._is_uncounted:
+    def uncounted(self) -> str:
+        """Say why no token of a step that is over was counted; empty: some were, or none need be. A rank may have no
+        token in a step, or padding alone, and evaluate between steps; forwards for gradients in evaluation mode alone
+        are a mistake."""
+        if self._mode == "off":
+            return ""
+        before, self._forwards = self._forwards, [(one.calls, one.uncounted) for one in self._runtime.layers]
+        ran = [(now[0] - then[0], now[1] - then[1]) for now, then in zip(self._forwards, before, strict=True)]
+        job, names = self._groups.job, self._runtime.model_check.experts
+        idle = [name for name, (calls, uncounted) in zip(names, ran, strict=True) if calls and calls == uncounted]
+        if not idle or len(idle) < sum(bool(calls) for calls, _ in ran):
+            if job.rank == job.ep_sets_of(job.stages)[0][0]:  # one of those that hold these layers says it
+                self._not_counted.update(idle)
+            return ""
+        if self._is_uncounted:
             return ""
         self._is_uncounted = True  # said once
         return (
             "call model.train() before a training step, also after from_pretrained and evaluations: the MoE layers ran "
-            f"in step {self._step() + 1} in evaluation mode, and no token was counted"
+            f"in step {self._loop.step + 1} in evaluation mode, and no token was counted"
         )
 
-    def _sample(self, what: str, problem: str = "", stays: str = "") -> Sample:
+    def take(self, what: str, problem: str = "", stays: str = "") -> Sample:
         """Sum the bits of tensors that other ranks share; nothing is waited for."""
         job = self._groups.job
-        trained = [parameter.requires_grad for parameter in (*self._dense.values(), *self._experts.values())]
-        facts = [*map(_hash, (*options_of(self._optimizers), trained, list(self._registered)))]
-        problem = problem or why_misplaced(self._experts, self._optimizers)
-        if what == "weights" and (name := self._memory.name_of_freed()):
+        trained = [parameter.requires_grad for parameter in (*self._tensors.dense.values(), *self._experts.values())]
+        facts = [*map(_hash, (*options_of(self._tensors.optimizers), trained, list(self._tensors.registered)))]
+        problem = problem or why_misplaced(self._experts, self._tensors.optimizers)
+        if what == "weights" and (name := self._tensors.memory.name_of_freed()):
             stays = f"load weights ahead of decisions: {name} has no memory now, and experts stay where they are"
             return Sample(what, Digest(problem, stays, facts))
-        dense = _whole(self._dense) if len(job.data_ranks) > 1 else {}
+        dense = _whole(self._tensors.dense) if len(job.data_ranks) > 1 else {}
         twins = _whole(self._experts) if len(job.edp_ranks) > 1 and not job.divided_state else {}
         twins = twins | (self._states(twins) if what == "weights" else {})
         shared: list[Tensor | None] = [*dense.values(), *twins.values()]
@@ -232,32 +208,12 @@ class Guard:
         """Optimizer state of experts, by name."""
         return {
             f"{name} ({key} of {type(optimizer).__name__})": value
-            for optimizer in self._optimizers
+            for optimizer in self._tensors.optimizers
             if isinstance(optimizer, torch.optim.Optimizer)
             for name, parameter in experts.items()
             for key, value in optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor) and value.shape == parameter.shape and not isinstance(value, DTensor)
         }
-
-    def _compare_job(self, sample: Sample, where: str) -> None:
-        """Compare over the job, on the thread that has the control group to itself; raise or warn. Collective."""
-        self._comparisons += 1
-        groups, name = self._groups, f"guard/{self._comparisons}"
-        deadline = time.monotonic() + groups.timeout_seconds
-        try:
-            groups.store.compare_set(f"{name}/{groups.job.rank}", "here", passing=True)
-            finding = self._run(lambda: self.compare(sample, groups.control).finding)
-        except RuntimeError as error:
-            missing = list(groups.job.ranks)
-            with suppress(StoreError):  # a silent store says nothing of ranks; one that hung up may still arrive
-                while missing := [rank for rank in missing if not groups.store.word_of(f"{name}/{rank}")]:
-                    if time.monotonic() > deadline:
-                        who = ", ".join(map(str, missing[:MOST_NAMED]))
-                        limit = f"within {groups.timeout_seconds:g} s, which is collective"
-                        return self.report(f"{_SKIPS}: rank {who} did not come to {where} {limit}")
-                    time.sleep(_POLL_SECONDS)
-            return logger.info("the ranks could not compare what they see at %s: %s", where, error)
-        self.report(finding)
 
     def compare(self, sample: Sample, group: dist.ProcessGroup) -> SampleComparison:
         """Exchange samples over a group, on any thread, and find what is wrong; the same on every rank. Collective."""
@@ -298,8 +254,76 @@ class Guard:
         if not text or text in self.said or self._mode == "off":
             return False
         self.said.append(text)
-        self._on_finding(text)
+        self._events.emit(GuardFinding(self._loop.step, text))
         return True
+
+
+class FirstSteps(LoopHooks):
+    """Samples the first steps completely, with exchanges of their own; ``run`` does work on the control group."""
+
+    def __init__(self, runtime: Runtime, tensors: ModelTensors, guard: Guard, run: Callable[..., str]) -> None:
+        self._runtime, self._tensors, self._guard, self._run = runtime, tensors, guard, run
+        self._comparisons = 0
+        self._snapshots: list[Snapshot] = []
+        self._skipped: set[int] = set()
+
+    def on_forward_begin(self, trains: bool) -> None:
+        """Check that the model is as it was attached."""
+        # Replicas are copies of the model's own parameters; one of two batches may compute with them just now.
+        if trains or (self._runtime.maps.replicas is not None and not self._runtime.channels.busy):
+            self._runtime.model_check.check(thoroughly=trains and self._guard.is_new)
+
+    def before_reduce(self) -> None:
+        """Compare ahead of the first collective that a rank without a step would never reach."""
+        if self._guard.is_new:
+            self._compare(self._guard.take("weights"), "optimizer.step()")
+
+    def before_step(self) -> None:
+        """Compare reduced gradients over ranks."""
+        if self._guard.is_new:
+            self._compare(self._guard.take("gradients"), "the end of the reduction of gradients")
+            both = _whole({**self._runtime.parameters, **self._tensors.dense})
+            # With several optimizers before the first one.
+            self._snapshots = self._snapshots or snapshots(both, self._tensors.optimizers)
+
+    def on_step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
+        """It will have written nothing."""
+        self._skipped.update(id(p) for group in optimizer.param_groups for p in group["params"])
+
+    def on_step_end(self) -> None:
+        """Compare weights, before the counts of the step are closed."""
+        with phase("guard"):
+            problem = self._guard.uncounted()
+            if self._guard.is_new:
+                problem = problem or why_not_stepped(self._snapshots, self._tensors.optimizers, self._skipped)
+                self._snapshots = []
+                self._compare(self._guard.take("weights", problem), "the end of a step")
+                problem = ""
+            self._guard.count_step(problem)
+            self._skipped.clear()
+
+    def on_moved(self) -> None:
+        self._runtime.model_check.moved()
+
+    def _compare(self, sample: Sample, where: str) -> None:
+        """Compare over the job; raise or warn. Collective."""
+        self._comparisons += 1
+        groups, name = self._runtime.groups, f"guard/{self._comparisons}"
+        deadline = time.monotonic() + groups.timeout_seconds
+        try:
+            groups.store.compare_set(f"{name}/{groups.job.rank}", "here", passing=True)
+            finding = self._run(lambda: self._guard.compare(sample, groups.control).finding)
+        except RuntimeError as error:
+            missing = list(groups.job.ranks)
+            with suppress(StoreError):  # a silent store says nothing of ranks; one that hung up may still arrive
+                while missing := [rank for rank in missing if not groups.store.word_of(f"{name}/{rank}")]:
+                    if time.monotonic() > deadline:
+                        who = ", ".join(map(str, missing[:MOST_NAMED]))
+                        limit = f"within {groups.timeout_seconds:g} s, which is collective"
+                        return self._guard.report(f"{_SKIPS}: rank {who} did not come to {where} {limit}")
+                    time.sleep(_POLL_SECONDS)
+            return logger.info("the ranks could not compare what they see at %s: %s", where, error)
+        self._guard.report(finding)
 
 
 def _first_odd(sums: Mapping[str, int], here: Sequence[int], group: dist.ProcessGroup) -> tuple[str, list[int]]:

@@ -1,9 +1,16 @@
-"""What the loop of an attached model is in the middle of, and which calls are wrong there: one table."""
+"""The loop of an attached model: what it is in the middle of, which calls are wrong there (one table), and what takes
+part in its steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
+from threading import Lock, get_ident
+
+import torch
+
+from .tensors import ModelTensors
 
 
 class Wrong(Enum):
@@ -45,29 +52,131 @@ CALLS: Mapping[str, tuple[Wrong, ...]] = {
 _EXPORTS = (Wrong.CLOSED, Wrong.IN_SCHEDULE)
 
 
+class LoopHooks:
+    """What takes part in a loop. Each call comes on every rank at the same place; by itself it does nothing."""
+
+    def refuse_if_broken(self) -> None:
+        """Raise where this rank has failed after an agreement, ahead of each call and step."""
+
+    def on_forward_begin(self, trains: bool) -> None:
+        """A forward of the model begins; ``trains``: for gradients."""
+
+    def on_forward_end(self, layers: Collection[int]) -> None:
+        """A forward of the model with these layers has ended, or failed."""
+
+    def before_reduce(self) -> None:
+        """An optimizer is about to step, by gradients that are not reduced yet."""
+
+    def before_step(self) -> None:
+        """An optimizer is about to step; gradients are reduced when the first of the hooks returns."""
+
+    def on_step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Every rank skipped this optimizer's step."""
+
+    def on_step_end(self) -> None:
+        """All optimizers have stepped, or were skipped."""
+
+    def on_moved(self) -> None:
+        """Experts have moved, between steps."""
+
+
 class LoopState:
     """The state of one loop, the same on every rank at the same place; an attribute for each kind of `Wrong`.
-
-    Args:
-        have_gradients: whether experts have gradients that no optimizer has used.
 
     Attributes:
         closed, suspended, in_logical_order: as the balancer is.
         in_schedule: the schedule of pipeline stages that runs now; empty: none.
-        has_begun: whether a forward in training has begun a step.
+        step: optimizer steps since attach, or as restored.
+        hooks: what takes part, in this order.
     """
 
-    def __init__(self, have_gradients: Callable[[], bool]) -> None:
-        self._have_gradients = have_gradients
-        self.closed = self.suspended = self.in_logical_order = self.has_begun = False
+    def __init__(self, tensors: ModelTensors) -> None:
+        self._tensors = tensors
+        self.closed = self.suspended = self.in_logical_order = False
         self.in_schedule = ""
+        self.step = 0
+        self.hooks: list[LoopHooks] = []
+        self._has_begun = False
+        self._one_begins = Lock()
+        self._running: set[tuple[int, frozenset[int]]] = set()
 
     @property
     def in_step(self) -> bool:
-        return self.has_begun and self._have_gradients()
+        return self._has_begun and self._tensors.have_gradients()
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Return whether an optimizer steps the model."""
+        return bool(self._tensors.optimizers)
 
     def require(self, what: str) -> None:
         """Raise RuntimeError where a call is wrong now."""
+        for hook in self.hooks:
+            hook.refuse_if_broken()
         for wrong in CALLS.get(what, _EXPORTS):
             if getattr(self, wrong.name.lower()):
                 raise RuntimeError(wrong.value.format(what=what, schedule=self.in_schedule))
+
+    @torch.compiler.disable
+    def begin_forward(self, layers: frozenset[int]) -> None:
+        """Begin a forward of a model with these layers."""
+        self.end_broken_off(layers)
+        self._running.add((get_ident(), layers))
+        trains = torch.is_grad_enabled() and self.has_optimizer
+        if trains:
+            self.require("a forward in training")
+        with self._one_begins:
+            for hook in self.hooks:
+                hook.on_forward_begin(trains)
+            self._has_begun |= trains
+
+    @torch.compiler.disable
+    def end_forward(self, layers: frozenset[int]) -> None:
+        """End a forward that has ended, or failed."""
+        self._running.discard((get_ident(), layers))
+        for hook in self.hooks:
+            hook.on_forward_end(layers)
+
+    def end_broken_off(self, layers: frozenset[int] | None = None) -> None:
+        """End this thread's forwards, of these layers or of all: a graph of torch.compile that fails tells nobody, nor
+        does a forward that is interrupted (Ctrl-C). Ranks break off in different places, and must not differ in their
+        commits; the rest of its layers wait for the next step."""
+        for thread, of in [*self._running]:
+            if thread == get_ident() and layers in (None, of):
+                for hook in self.hooks:
+                    hook.on_forward_end(of)
+
+    @contextmanager
+    def uninterrupted(self, schedule: str) -> Iterator[None]:
+        """Enclose a schedule with micro-batches between their forward and their backward: the placement must not
+        change."""
+        self.in_schedule = schedule
+        try:
+            yield
+        finally:
+            self.in_schedule = ""
+
+    def before_step(self) -> None:
+        """Reduce gradients for an optimizer that is about to step."""
+        self.require("optimizer.step()")
+        for hook in self.hooks:
+            hook.before_reduce()
+        for hook in self.hooks:
+            hook.before_step()
+
+    def end_step(self) -> None:
+        """Close a training step."""
+        self.require(STEP_ENDS)
+        self._has_begun = False
+        for hook in self.hooks:
+            hook.on_step_end()
+
+    def skip_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record that every rank skipped this optimizer's step."""
+        for hook in self.hooks:
+            hook.on_step_skipped(optimizer)
+
+    def on_moved(self) -> None:
+        """Follow a change of the placement."""
+        for hook in self.hooks:
+            hook.on_moved()

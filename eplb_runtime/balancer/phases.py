@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 
 from ..distributed.consensus import barrier
 from ..events import EventLog, RebalanceAborted, Suspended, SuspensionEnded
@@ -42,8 +41,8 @@ class Phases:
         self._state: frozenset[tuple[int, str]] | None = None
         self._is_without_replicas = False
 
-    def suspend(self, moved: Callable[[], None]) -> int:
-        """`Balancer.suspend`; ``moved`` follows a change of the placement by what was in flight."""
+    def suspend(self) -> int:
+        """`Balancer.suspend`."""
         replicas = self._runtime.maps.replicas
         freed = self._memory.why_freed() if replicas is not None and not self._loop.suspended else ""
         if said := self._agreed("suspend()", f"{freed}, and free it after suspend() alone" if freed else ""):
@@ -51,7 +50,7 @@ class Phases:
         if self._loop.suspended:
             return 0
         if self._rebalancer.finish():
-            moved()
+            self._loop.on_moved()
         self._state = self._names_of_state()
         self._loop.suspended, self._since = True, time.perf_counter()
         nbytes = self._rebalancer.free_memory()

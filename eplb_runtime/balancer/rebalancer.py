@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -26,13 +26,11 @@ from torch import Tensor
 
 from ..config import BalancerConfig
 from ..distributed.ballot import Verdict
-from ..distributed.consensus import Agreement
+from ..distributed.control_channel import A_LITTLE_SECONDS, ConnectionLost, ControlChannel
 from ..distributed.points import Phase
-from ..distributed.process_groups import host_timeout
-from ..distributed.reconnect import Reconnection
 from ..distributed.transports import TRANSPORTS
 from ..distributed.transports.base import Transport
-from ..events import BalancingEnded, BalancingPaused, BalancingResumed, EventLog, RebalanceAborted
+from ..events import BalancingEnded, BalancingPaused, BalancingResumed, EventLog, RebalanceAborted, RebalancePlanned
 from ..load.aggregate import HostCopy
 from ..load.clock import Progress, StepClock
 from ..load.expert_clock import REST_STEPS, SAMPLED_STEPS
@@ -41,12 +39,13 @@ from ..migration.engine import MigrationBroken, MigrationEngine
 from ..migration.overlapped import Overlapped
 from ..migration.progress import MigrationProgress
 from ..moe.experts.optimizer_state import OptimizerStateError
-from ..placement import Placement, PlacementError
+from ..placement import Placement
 from ..utils.errors import one_line
-from ..utils.worker import Worker
-from .decision import Decision, DecisionMaker, Measurement
-from .gradients.division import why_rows_stay
+from ..utils.spans import phase
+from .decision import Decision, Measurement, PlanMaker, decide
+from .gradients.reduction import why_rows_stay
 from .guard import Guard
+from .loop_state import LoopHooks, LoopState
 from .planner_process import compile_split
 from .runtime import Runtime
 
@@ -56,22 +55,21 @@ logger = logging.getLogger("eplb_runtime")
 
 AHEAD = sys.maxsize
 """Step of a decision that was begun ahead: no boundary acts on it, `Rebalancer.now` alone."""
-A_LITTLE_SECONDS = 1.0
-"""Extra wait after a timeout for work that may be almost done."""
 
 
 @dataclass(frozen=True)
 class _Pending:
     """A decision in flight, and the step at whose end every rank acts on it; ``key`` names its record, ``declared`` is
-    the load that this rank declared for it."""
+    the load that this rank declared for it, ``keys_of_earlier`` the number of `JobStore.passing` keys before it."""
 
     due_step: int
     key: str
     decision: Future[Decision]
     declared: NDArray[np.float64] | None
+    keys_of_earlier: int
 
 
-class Rebalancer:
+class Rebalancer(LoopHooks):
     """The placement of one job, on one rank, and its changes.
 
     Args:
@@ -79,18 +77,18 @@ class Rebalancer:
         guard: checks the runtime's assumptions with each decision.
 
     Attributes:
-        step: optimizer steps since attach (or as restored).
         quiesced: nothing migrates while it is positive.
         declared: declared load for the next decision; None: it is forecast.
-        decisions: makes the decisions, on the worker thread.
+        control: the channel to the other ranks.
+        decisions: what decisions are made from.
     """
 
-    def __init__(self, runtime: Runtime, transport: Transport, guard: Guard, events: EventLog) -> None:
+    def __init__(self, runtime: Runtime, transport: Transport, guard: Guard, events: EventLog, loop: LoopState) -> None:
         config, groups = runtime.config, runtime.groups
         self._runtime = runtime
         self._placement = self._target = self._initial = runtime.placement
         self._moved_L = np.zeros(runtime.placement.num_layers, dtype=bool)
-        self.step = 0
+        self._loop = loop
         self.quiesced = 0
         self.declared: NDArray[np.float64] | None = None
         self._events = events
@@ -104,33 +102,29 @@ class Rebalancer:
         self._maps = runtime.maps
         self._restores = 0
         self._attempts = 0
-        self._known_home_bytes, self._calls = 0, 0
+        self._known_home_bytes = 0
         self._boundaries = 0
         self._pending: _Pending | None = None
-        self._said: Future[object] | None = None
         self._committed_layers: set[int] = set()
         self._pause_seconds = 0.0
         self._reported = self._placement
         self._earlier: list[tuple[int, Placement]] = []
-        self._agreement = self._new_agreement()
+        self.control = ControlChannel(groups, self._make_transport, partial(use_device, runtime.device), self._at_point)
         self._engine = self._new_engine(transport)
         self._clock = StepClock(self._engine.rehearse(runtime.placement))
         if config.replica_slots:
             compile_split()
-        self.decisions = DecisionMaker(runtime, guard, self._at_point)
-        use_my_device = partial(use_device, runtime.device)
-        self._worker = Worker("eplb_runtime", use_my_device)
+        self.decisions = PlanMaker(runtime)
         self._between_steps = BetweenSteps(self._engine, self._get_ready, self._wait_for_replicas)
         self.overlapped = self._new_overlapped()
         self._migration: BetweenSteps | Overlapped = self.overlapped if config.overlap else self._between_steps
-        self._reconnection = Reconnection(groups, self._make_transport, self._at_point)
 
     def _new_engine(self, transport: Transport) -> MigrationEngine:
         job = self._groups.job
         engine = MigrationEngine(
             self._registry,
             transport,
-            self._agreement,
+            self.control.agreement,
             self._placement.home_rows(job.row_division, job.state_holders),
             job.migration_rank,
             self._config.migration.staging_bytes,
@@ -140,15 +134,11 @@ class Rebalancer:
         engine.bytes_per_step = min(self._config.migration.bytes_per_step or staging, staging)
         return engine
 
-    def _new_agreement(self) -> Agreement:
-        groups = self._groups
-        return Agreement(groups.control, groups.store, self._at_point, host_timeout(groups.backend).total_seconds())
-
     def _new_overlapped(self) -> Overlapped:
         return Overlapped(
             self._engine,
-            self._agreement,
-            self._worker,
+            self.control.agreement,
+            self.control.worker,
             registry=self._registry,
             maps=self._maps,
             is_planner=self._groups.job.is_planner,
@@ -172,18 +162,50 @@ class Rebalancer:
         is_initial = np.array_equal(self.placement().homes_LRH[layer], self._initial.homes_LRH[layer])
         return bool(self._moved_L[layer]) or not is_initial
 
-    def at_boundary(self) -> bool:
-        """Close a training step, on every rank: decide or migrate if it is time. Returns whether experts moved."""
+    @property
+    def step(self) -> int:
+        """Optimizer steps since attach, or as restored."""
+        return self._loop.step
+
+    def on_forward_begin(self, trains: bool) -> None:
+        """Begin a step's clock with its first forward in training where rollouts lie between steps."""
         self.refuse_if_broken()
+        self.overlapped.forward_begins()
+        if trains and self._config.interval is None and self._clock.begin():
+            self._expert_clock.begin_anew()
+
+    def on_forward_end(self, layers: Collection[int]) -> None:
+        self.overlapped.forward_ends(layers)
+
+    def before_reduce(self) -> None:
+        """Write nothing more in this step: an optimizer does."""
+        self.overlapped.withdraw()
+
+    def on_step_end(self) -> None:
+        """Decide or migrate if it is time, and bring replicas what was stepped or moved."""
+        with phase("step boundary", epoch=self._placement.epoch):
+            moved = self._at_boundary()
+        if moved:
+            self._loop.on_moved()
+        if self._loop.has_optimizer or moved:
+            self.refresh_replicas()
+
+    def refresh_replicas(self) -> None:
+        """Bring replicas the weights of their homes. Collective."""
+        if self._maps.replicas is not None:
+            self._maps.replicas.refresh()
+
+    def _at_boundary(self) -> bool:
+        """Close a training step, on every rank. Returns whether experts moved."""
         self._expert_clock.end_step()
         before = self._placement
         decides = self._count_step()
         self._registry.note_state(self.step)
         if self._migration.in_flight:
             self._advance()
-        if self._reconnection.under_way:
+        if self.control.reconnection.under_way:
             self._rejoin()
-        if self._reconnection.under_way or self._migration.in_flight:
+        if self.control.reconnection.under_way or self._migration.in_flight:
             if decides:
                 self._discard_load()
         else:
@@ -215,7 +237,7 @@ class Rebalancer:
 
     def _count_step(self) -> bool:
         """Count the step that is over. Returns whether a decision is due."""
-        self.step += 1
+        self._loop.step += 1
         self._attempts = 0
         self._at_point(Phase.STEPPED, self.step)
         self._clock.tick()
@@ -242,10 +264,9 @@ class Rebalancer:
     def now(self) -> bool:
         """Decide on the load measured so far and act on it at once, or carry out a decision in flight. Returns whether
         experts moved; RuntimeError: ``quiesce`` holds migrations back, or the ranks have lost each other."""
-        self.refuse_if_broken()
         if self.quiesced:
             raise RuntimeError("rebalance() cannot work inside quiesce()")
-        self._refuse_alone("rebalance()")
+        self.control.require("rebalance()")
         before = self._placement
         self.drain()
         if self._pending is None:
@@ -258,18 +279,13 @@ class Rebalancer:
     def plan_ahead(self, suspended: bool) -> None:
         """Begin the decision that `now` acts on, and do not wait for it. On every rank, between steps. ``suspended``:
         weights may have no memory, so no sample is compared."""
-        self._refuse_alone("plan_ahead()")
+        self.control.require("plan_ahead()")
         self._pending = replace(self._decide(0, suspended), due_step=AHEAD)
 
     @property
     def has_planned_ahead(self) -> bool:
         """Return whether a decision was begun that `now` has not acted on yet."""
         return self._pending is not None and self._pending.due_step == AHEAD
-
-    def forward_begins(self) -> None:
-        """Begin a step's clock with its first forward in training where rollouts lie between steps."""
-        if self._config.interval is None and self._clock.begin():
-            self._expert_clock.begin_anew()
 
     @property
     def staging(self) -> list[Tensor]:
@@ -302,71 +318,44 @@ class Rebalancer:
     def compare(self, digest: bytes, what: str, subject: str) -> Verdict:
         """Return whether all ranks were given the same 16 bytes (zeros: none); ends what is in flight. Collective,
         between steps."""
-        self._refuse_alone(what)
+        self.control.require(what)
         self.forget_pending()
-        lost = self._why_not_said()
-        agreed = Verdict(False, lost, True) if lost else self._agreement.check_equal(digest, subject)
+        try:
+            agreed = self.run(lambda: self.control.agreement.check_equal(digest, subject))
+        except ConnectionLost as lost:
+            return Verdict(False, str(lost), True)
         if agreed.connections_broken:
             self._pause(agreed.cause)
         return agreed
 
     def go_to(self, step: int, target: Placement | Callable[[], Placement]) -> MigrationProgress:
         """Set the step, and migrate to a placement, or to one that is made then. Collective, between steps."""
-        self.step = step
+        self._loop.step = step
         self._next_sampled = 0
         self._restores += 1
         self._attempts = 0
         return self._migrate(target if isinstance(target, Placement) else target())
 
-    def placed_anew(self, load: NDArray[np.int64]) -> tuple[Placement, Mapping[str, Any]]:
-        """Plan a placement of these sizes for a load from scratch; returns it with rank 0's summary. Collective."""
-        control, agreement, here = self._groups.control, self._agreement, self.placement()
-        decision = self.run(lambda: self.decisions.place_anew(load, here, control, agreement))
-        if decision.connections_broken:
-            self._pause(decision.failure)
-        if decision.target is None:
-            raise PlacementError(f"no placement could be made for the saved load: {decision.failure}")
-        return decision.target, decision.summary or {}
+    def placed_anew(self, load: NDArray[np.int64]) -> tuple[Placement, RebalancePlanned]:
+        """Plan a placement of these sizes for a load from scratch; returns it with rank 0's plan. Collective."""
+        group, agreement, here = self._groups.control, self.control.agreement, self.placement()
+        return self.run(lambda: self.decisions.place_anew(load, here, group, agreement))
 
     def run(self, work: Callable[[], T], seconds: float | None = None) -> T:
-        """Do work on the control group once the decision in flight has left it, and return its result; RuntimeError: it
-        failed, or was not done in time."""
-        self._refuse_alone("a comparison of ranks")
+        """`ControlChannel.run`, ahead of which a migration beside training gives way."""
+        self.control.require("a comparison of ranks")
         self.overlapped.withdraw()  # the thread may wait for training, and training is here
-        seconds = self._config.timeout_seconds if seconds is None else seconds
         try:
-            return self._worker.do(work, seconds + A_LITTLE_SECONDS)
-        except (RuntimeError, TimeoutError) as error:
-            self._pause(one_line(error))
-            raise RuntimeError(str(error)) from error
-
-    def say(self, word: Callable[[Agreement], object]) -> None:
-        """Say a word to the other ranks on the control group, in its turn, without waiting for it."""
-        if not self._reconnection.under_way and not self._worker.closed:
-            self._said = self._worker.submit(partial(word, self._agreement))
-
-    def _why_not_said(self) -> str:
-        """Wait until the words of `say` have left the control group, ahead of work of this thread on it. Returns why
-        they have not; empty: they have."""
-        said, self._said = self._said, None
-        seconds = self._config.timeout_seconds + A_LITTLE_SECONDS
-        if said is None or wait([said], seconds).done:
-            return ""
-        return (
-            f"rank {self._groups.job.rank} has waited {seconds:g} s to tell the others that its stream of weights ended"
-        )
-
-    @property
-    def agreement(self) -> Agreement:
-        """Comparisons of ranks on the current control group; on the worker's thread (`run`)."""
-        return self._agreement
+            return self.control.run(work, seconds)
+        except ConnectionLost as lost:
+            self._pause(one_line(lost))
+            raise
 
     def move_to(self, target: Placement) -> MigrationProgress:
         """Migrate to a placement, while training waits; a decision in flight stays for later. Collective, between
         steps."""
-        self._refuse_alone("a migration")
+        self.control.require("a migration")
         self.drain()
-        self.run(lambda: None)  # a decision, or a word to the others, may be on the control group still
         return self._migrate(target)
 
     def place(self, target: Placement, *, at_once: bool = False) -> None:
@@ -375,8 +364,7 @@ class Rebalancer:
         if at_once:
             self.drain()
         if not self._migration.in_flight:
-            self._refuse_alone("a migration")
-            self.run(lambda: None)  # a decision may be on the control group still
+            self.control.require("a migration")
             self._migrate(target, None if at_once else self._migration)
             if not at_once:
                 self.overlapped.step_begins()
@@ -396,9 +384,9 @@ class Rebalancer:
         with ExitStack() as parts:  # each ends even if one raises; the last one named first
             parts.callback(self._events.emit, BalancingEnded(self.step, "closed"))
             parts.callback(self._use_no_replicas)
-            parts.callback(self._agreement.close)
+            parts.callback(self.control.agreement.close)
             parts.callback(self._engine.close)
-            parts.callback(self._worker.close, A_LITTLE_SECONDS)
+            parts.callback(self.control.worker.close, A_LITTLE_SECONDS)
             parts.callback(self.forget_pending)
             parts.callback(self.decisions.close)
 
@@ -411,7 +399,7 @@ class Rebalancer:
         """End the threads without telling the other ranks: this process ends."""
         self.overlapped.leave()
         self._groups.hang_up()  # ends waits in collectives
-        self._worker.close(A_LITTLE_SECONDS)
+        self.control.worker.close(A_LITTLE_SECONDS)
         self.decisions.close()
 
     def _at_point(self, phase: Phase, subject: Any) -> None:
@@ -421,10 +409,9 @@ class Rebalancer:
     # -- deciding --------------------------------------------------------------------------------------------------
 
     def _decide(self, lag: int, suspended: bool = False) -> _Pending:
-        steps = self._counter.open_steps
+        steps, keys_of_earlier = self._counter.open_steps, self._groups.store.passing
         home_bytes, stays = (self._known_home_bytes, "") if suspended else self._home_bytes()
         self._known_home_bytes = home_bytes
-        calls_before, self._calls = self._calls, sum(layer.calls for layer in self._runtime.layers)
         measurement = Measurement(
             buckets=HostCopy(self._counter.take()),
             padding=HostCopy(self._counter.padding),
@@ -437,27 +424,15 @@ class Rebalancer:
             token_bytes=self._counter.token_bytes,
             sampled_steps=self._expert_clock.take(),
             sample=None if suspended else self._guard.sample(why_rows_stay(self._runtime.parameters) or stays),
-            computed=self._calls > calls_before,
             declared=self.declared,
-            keys_of_earlier=self._groups.store.passing,
-            in_evaluation=self._in_evaluation(),
         )
         if measurement.sampled_steps:
             self._next_sampled = self.step + REST_STEPS
         self._earlier.clear()
         declared, self.declared = self.declared, None
         key = self._new_key("decision")
-        decide = partial(self.decisions.decide, measurement, key, self._groups.control, self._agreement)
-        return _Pending(self.step + lag, key, self._worker.submit(decide), declared)
-
-    def _in_evaluation(self) -> dict[int, str]:
-        """Names of experts modules in evaluation mode, by their MoE layer; empty on all ranks but the first of those
-        that hold these layers."""
-        job, runtime = self._groups.job, self._runtime
-        if job.rank != job.ep_sets_of(job.stages)[0][0]:
-            return {}
-        named = zip(runtime.layers, runtime.model_check.experts.items(), strict=True)
-        return {layer.index: name for layer, (name, module) in named if not module.training}
+        work = partial(decide, measurement, self.decisions, self._guard, key, self._at_point)
+        return _Pending(self.step + lag, key, self.control.submit(work), declared, keys_of_earlier)
 
     def _home_bytes(self) -> tuple[int, str]:
         """Bytes of the largest home expert; 0 with a reason where an optimizer has state that cannot move."""
@@ -468,30 +443,22 @@ class Rebalancer:
 
     def _agree_on_target(self, pending: _Pending) -> Placement | None:
         """The placement that all ranks have decided on; None: experts stay where they are."""
-        decision, self._pending = self._outcome_of(pending), None
-        self._guard.report(decision.finding, decision.stays, decision.uncounted)
-        if (measured := decision.measured(self.step)) is not None:
-            self._events.emit(measured)
-        if decision.failure:
-            self._drop("planned", decision.failure, decision.connections_broken)
+        self._pending = None
+        try:
+            decision = self.control.result(pending.decision, pending.key)
+        except ConnectionLost as lost:
+            self._drop("planned", str(lost), True)
             return None
-        if decision.target is not None and (lost := self._why_not_said()):
-            self._drop("planned", lost, True)
+        # All ranks were in this decision, so none is in an earlier one or its migration.
+        self._groups.store.forget(pending.keys_of_earlier)
+        self._guard.report(decision.finding, decision.stays)
+        if decision.measured is not None:
+            self._events.emit(replace(decision.measured, step=self.step))
+        if decision.failure or decision.planned is None:
+            self._drop("planned", decision.failure, False)
             return None
-        self._events.emit(decision.planned(self.step))
+        self._events.emit(replace(decision.planned, step=self.step))
         return decision.target
-
-    def _outcome_of(self, pending: _Pending) -> Decision:
-        """Wait for a decision, but not for long. A rank whose wait times out records that, so no rank acts on the
-        decision any more; if the others have agreed by then, this rank's own thread is almost done."""
-        seconds = self._config.timeout_seconds
-        if wait([pending.decision], seconds).done:
-            return pending.decision.result()
-        late = Verdict(False, f"rank {self._groups.job.rank} has waited {seconds:g} s for it", True)
-        verdict = self._agreement.record(pending.key, late)
-        if verdict.commit and wait([pending.decision], A_LITTLE_SECONDS).done:
-            return pending.decision.result()
-        return Decision(failure=verdict.cause or late.cause, connections_broken=True)
 
     # -- migrating -------------------------------------------------------------------------------------------------
 
@@ -501,7 +468,12 @@ class Rebalancer:
         self._target, self._committed_layers, self._pause_seconds = target, set(), 0.0
         migration.begin(self._placement, target, self._new_key("migration"))
         try:
+            if migration is self._between_steps:
+                self.control.run(lambda: None)  # a decision, or a notice, may be on the control group still
             progress = migration.advance()
+        except ConnectionLost as lost:
+            migration.drain()
+            progress = MigrationProgress(self._placement, Verdict(False, str(lost), True), Phase.PREPARED)
         except MigrationBroken as error:
             self._events.emit(BalancingEnded(self.step, str(error)))
             raise
@@ -510,10 +482,8 @@ class Rebalancer:
 
     def _advance(self) -> None:
         """Advance the migration in flight. If it cannot overlap with steps, training waits for the rest of it."""
-        hold_back = bool(self.quiesced) or self._reconnection.under_way
+        hold_back = bool(self.quiesced) or self.control.reconnection.under_way
         progress = self._migration.advance(hold_back=hold_back)
-        if progress.only_between_steps and (lost := self._why_not_said()):
-            progress = replace(progress, verdict=Verdict(False, lost, True), only_between_steps=False)
         self._take_over(progress)
         if progress.only_between_steps:
             self._migration = self._between_steps
@@ -586,13 +556,10 @@ class Rebalancer:
         rank. Returns whether the placement has changed since the last boundary."""
         before, target, was_in_flight = self._placement, self._target, self._migration.in_flight
         self.drain()
-        if not was_in_flight or self.quiesced or self._reconnection.under_way:
+        if not was_in_flight or self.quiesced or self.control.reconnection.under_way:
             return self._placement is not before
         if not np.array_equal(self._placement.physical_to_logical, target.physical_to_logical):
-            if lost := self._why_not_said():
-                self._drop("prepared", lost, True)
-            else:
-                self._migrate(target)
+            self._migrate(target)
         return self._placement is not before
 
     def _drop(
@@ -619,36 +586,31 @@ class Rebalancer:
 
     def _pause(self, cause: str) -> None:
         """Stop deciding, since this rank may have lost the others, until all ranks have new connections."""
-        if self._reconnection.under_way:
+        if self.control.reconnection.under_way:
             return
         self._pending = None
         self.drain()  # it would go on with staging memory of the old connections
         logger.warning("step %d: the ranks connect again; nothing is rebalanced until they have: %s", self.step, cause)
         self._events.emit(BalancingPaused(self.step, cause))
-        self._reconnection.begin()
+        self.control.reconnection.begin()
 
     def _rejoin(self) -> None:
-        """Make new connections where all ranks meet at the end of this step."""
-        if (link := self._reconnection.at_boundary(self._boundaries)) is None:
+        """Use new connections where all ranks meet at the end of this step."""
+        if (made := self.control.reconnect(self._boundaries)) is None:
             return
-        before = self._groups.take_over(link.control, link.migration)
-        self._agreement = self.overlapped.agreement = self._new_agreement()
-        self._engine.reconnect(link.transport, self._agreement)
+        transport, before = made
+        self.overlapped.agreement = self.control.agreement
+        self._engine.reconnect(transport, self.control.agreement)
         self._groups.give_back(*before)
+        tries = self.control.reconnection.tries
         if self._groups.job.is_planner:
-            logger.info("step %d: the ranks are connected again, after %d tries", self.step, self._reconnection.tries)
-        self._events.emit(BalancingResumed(self.step, self._reconnection.tries))
+            logger.info("step %d: the ranks are connected again, after %d tries", self.step, tries)
+        self._events.emit(BalancingResumed(self.step, tries))
         same = self.compare(bytes.fromhex(self.placement().digest()), "reconnecting", "placement")
         if not same.commit and not same.connections_broken:
             self._engine.broken = f"{same.cause}: they parted in a failure that was not agreed on; load a checkpoint"
             self._events.emit(BalancingEnded(self.step, self._engine.broken))
             self.refuse_if_broken()
-
-    def _refuse_alone(self, what: str) -> None:
-        if self._reconnection.under_way:
-            raise RuntimeError(
-                f"{what} cannot work while the ranks connect again (see the log): try again some steps later"
-            )
 
     def _make_transport(self, migration: dist.ProcessGroup, seconds: float) -> Transport:
         """Make a transport of experts on a new migration group, within so many seconds."""

@@ -102,10 +102,10 @@ class Restorer:
 
     def _anew(self, load: NDArray[np.int64]) -> Placement:
         """Plan a placement of these sizes for a load of other ranks. Collective."""
-        target, summary = self._rebalancer.placed_anew(load)
+        target, planned = self._rebalancer.placed_anew(load)
         logger.info(
             "the placement was saved for other ranks or slots; experts are placed anew for its load: imbalance %.3f",
-            summary["imbalance_after"],
+            planned.imbalance_after,
         )
         return target
 

@@ -14,6 +14,7 @@ from ..distributed.process_groups import ProcessGroups
 from ..distributed.ranks import Job
 from ..load.counter import LoadCounter
 from ..load.expert_clock import ExpertClock
+from ..moe.dispatch.base import Dispatcher
 from ..moe.dispatch.channels import MicroBatchChannels
 from ..moe.experts.registry import ExpertTensors
 from ..moe.kernel_selection import Kernels
@@ -21,7 +22,6 @@ from ..moe.layer import ExpertParallelLayer, HostDispatchedLayer
 from ..placement import Placement
 from ..replicas.placement_maps import Maps
 from ..topology import Topology
-from .gradients.division import Divisors
 from .model_check import ModelCheck
 
 
@@ -31,6 +31,29 @@ class Barrier(Protocol):
     def __call__(self, what: str, seconds: float | None = None) -> None:
         """Wait until every rank has reached a call; raise on the ranks that have, and name the others, if one does
         not."""
+
+
+@dataclass(frozen=True)
+class Divisors:
+    """Divisors of gradients of whole experts: where a layer computes with them, and at every gradient that reaches a
+    parameter. Their product is `distributed.ranks.Job.gradient_divisor`."""
+
+    in_layers: float
+    at_parameters: float
+
+    @classmethod
+    def of(cls, job: Job, *, by_host: bool, dense_is_sharded: bool) -> Divisors:
+        """Return divisors for the experts of this rank. ``by_host``: nobody sees which gradient comes from where;
+        ``dense_is_sharded``: each rank has a part of the other parameters, and gets its gradient past the sums over
+        ranks."""
+        divisor = job.gradient_divisor
+        if by_host:
+            return cls(1, divisor)
+        owners = len(job.edp_ranks)
+        if dense_is_sharded:
+            return cls(divisor / owners, owners)
+        in_layers = len(job.data_ranks) / owners
+        return cls(in_layers, divisor / in_layers)
 
 
 @dataclass(frozen=True)
@@ -58,6 +81,7 @@ class Runtime:
         kernels: the Triton and Numba kernels in use.
         divisors: of gradients of whole experts.
         barrier: of all ranks ahead of a collective call.
+        dispatcher: carries tokens; closed on all ranks together.
     """
 
     config: BalancerConfig
@@ -79,6 +103,7 @@ class Runtime:
     kernels: Kernels
     divisors: Divisors
     barrier: Barrier
+    dispatcher: Dispatcher
 
     @property
     def job(self) -> Job:

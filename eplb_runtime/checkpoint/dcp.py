@@ -124,7 +124,7 @@ def async_save(folder: str | Path, view: LogicalView) -> Future[Any]:
         if view.balancer is None:
             return dcp.async_save(state, checkpoint_id=str(folder), no_dist=alone)  # type: ignore[return-value]
         with view.balancer.quiesce():
-            group = view.balancer._runtime.groups.background
+            group = view.balancer.runtime.groups.background
             return dcp.async_save(state, checkpoint_id=str(folder), process_group=group)  # type: ignore[return-value]
 
 

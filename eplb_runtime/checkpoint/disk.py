@@ -96,11 +96,11 @@ def tensors_of_rank(view: LogicalView, layout: Mapping[str, Stored], ranks: Sequ
                 yield from ((entry.part, *part) for part in stored.cut(whole) if writer == rank)
             continue
         assert view.balancer is not None
-        holders = view.balancer._runtime.job.edp_ranks
+        holders = view.balancer.runtime.job.edp_ranks
         for row, expert in enumerate(view.experts_here(entry.layer)):
             writer = holders[expert % len(holders)]
             if writer == rank or is_sliced(entry.tensor):
-                one = whole_row(entry.tensor, row, view.balancer._runtime.groups)[0]
+                one = whole_row(entry.tensor, row, view.balancer.runtime.groups)[0]
                 yield from ((entry.part, *part) for part in stored.cut(one, expert) if writer == rank)
 
 

@@ -77,7 +77,7 @@ def async_save(
     live, numbers = access.together(f"{folder} was not saved", lambda: _content(view, access))
     tensors = [(part, name, value.to("cpu", copy=True)) for part, name, value in live]
     if view.balancer is not None:
-        access = JointAccess(view.balancer._runtime.groups.background, torch.device("cpu"))
+        access = JointAccess(view.balancer.runtime.groups.background, torch.device("cpu"))
 
     def write() -> None:
         _ended(before)
@@ -147,7 +147,7 @@ def _usable(folder: str | Path, action: Callable[[], Result]) -> Result:
 def _content(view: LogicalView, access: JointAccess) -> tuple[Iterable[Named], str]:
     """The tensors that this rank writes; and, on the first rank of a stage, what is no tensor, as JSON."""
     balancer = view.balancer.state_dict() if view.balancer is not None else None  # first: all ranks meet in it
-    ranks = view.balancer._runtime.job.data_ranks if view.balancer is not None else access.ranks
+    ranks = view.balancer.runtime.job.data_ranks if view.balancer is not None else access.ranks
     layout, tied = disk.layout_of(view)
     numbers = {
         "layout": {key: asdict(stored) for key, stored in layout.items() if stored.names != (key.partition(".")[2],)},
@@ -205,7 +205,7 @@ def _log(what: str, folder: str | Path, view: LogicalView) -> None:
     """A line on the first rank; that experts were placed anew is a line of the balancer's."""
     if dist.is_initialized() and dist.get_rank() > 0:
         return
-    step = "" if view.balancer is None else f", step {view.balancer._progress().step} of the balancer"
+    step = "" if view.balancer is None else f", step {view.balancer.rebalancer.progress.step} of the balancer"
     logger.info("checkpoint %s %s%s", what, folder, step)
 
 

@@ -65,7 +65,7 @@ class LogicalView:
 
     def __init__(self, model: nn.Module, optimizer: Given = None) -> None:
         self.model, self.balancer = _unwrapped(model)
-        if self.balancer is not None and self.balancer._runtime.host_dispatches:
+        if self.balancer is not None and self.balancer.runtime.host_dispatches:
             raise CheckpointError(
                 "the framework keeps each expert in tensors of its own and saves them by logical expert: use its own "
                 "checkpoints, and keep balancer.state_dict() with them"
@@ -106,7 +106,7 @@ class LogicalView:
             for name in self.parameters:
                 yield from self.state_entries(name, self.optimizer_state(name))
         if (not parts or "extra" in parts) and self.balancer is not None:
-            for name, (layer, tensor) in self.balancer._extra_tensors.items():
+            for name, (layer, tensor) in self.balancer.tensors.registered.items():
                 if name.startswith(self._prefix):
                     yield Entry("extra", name.removeprefix(self._prefix), "", tensor, layer)
 
@@ -155,7 +155,7 @@ class LogicalView:
     @property
     def in_stages(self) -> bool:
         """Return whether other pipeline stages have the rest of the model."""
-        return self.balancer is not None and len(self.balancer._runtime.job.layers_of_stage) > 1
+        return self.balancer is not None and len(self.balancer.runtime.job.layers_of_stage) > 1
 
     def set_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
         """Replace what the optimizer keeps for a parameter."""
@@ -171,7 +171,7 @@ class LogicalView:
         """The logical expert of each of this rank's rows."""
         if self.balancer is None:
             raise ValueError("nothing is spread in a model that is not attached")
-        return self.balancer._home_experts(layer)
+        return list(map(int, self.balancer.placement.homes_LRH[layer, self.balancer.runtime.job.ep_rank]))
 
     @property
     def num_experts(self) -> int:
@@ -188,8 +188,8 @@ class LogicalView:
         problem = self._freed() or (why_merged(self.model) if merged_too else "")
         if self.balancer is not None:
             if not patient:
-                self.balancer._runtime.barrier(what)
-            runtime = self.balancer._runtime
+                self.balancer.runtime.barrier(what)
+            runtime = self.balancer.runtime
             found = first_problem(problem, runtime.groups.everyone, runtime.device)
             problem = str(found) if found is not None else ""
         if problem:
@@ -198,10 +198,10 @@ class LogicalView:
     def _freed(self) -> str:
         """Name a tensor that has no memory now; empty: all have."""
         if self.balancer is not None:
-            registry = self.balancer._runtime.registry
+            registry = self.balancer.runtime.registry
             if changed := next(filter(None, map(registry.why_freed, registry.layers)), ""):
                 return changed
-            if changed := self.balancer._why_freed():
+            if changed := self.balancer.tensors.memory.why_freed():
                 return changed
         freed = (entry.key for entry in self.entries() if not has_memory(entry.tensor))
         return next((f"{key}: its memory is freed: load it first" for key in freed), "")
@@ -292,7 +292,7 @@ class JointAccess:
     def of(cls, view: LogicalView) -> JointAccess:
         """All ranks of the model's job; of one that is not attached, the world."""
         if view.balancer is not None:
-            return cls(view.balancer._runtime.groups.everyone, view.balancer._runtime.device)
+            return cls(view.balancer.runtime.groups.everyone, view.balancer.runtime.device)
         if not dist.is_initialized():
             return cls(None, torch.device("cpu"))
         on_cpu = any(part in dist.get_backend_config() for part in ("gloo", "cpu:"))

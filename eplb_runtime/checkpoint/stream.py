@@ -90,7 +90,7 @@ class TensorList:
         self, balancer: Balancer, weights: Mapping[int, Sequence[Weight]], dtype: torch.dtype | None = None
     ) -> None:
         self.balancer = balancer
-        self.job = balancer._runtime.job
+        self.job = balancer.runtime.job
         self._weights = weights
         self._dtype = dtype
         self._last: tuple[Any, Mapping[str, Tensor]] = (None, {})
@@ -107,7 +107,7 @@ class TensorList:
 
     def problem(self) -> str:
         """Return why tensors of this rank cannot be read now; empty: they can."""
-        if freed := self.balancer._why_freed():
+        if freed := self.balancer.tensors.memory.why_freed():
             return freed
         names = (next(iter(one.made)) for weights in self._weights.values() for one in weights if one.freed)
         return next((f"the memory of {name} is freed, as jobs do between phases: load it first" for name in names), "")
@@ -133,7 +133,7 @@ class TensorList:
     def agree(self, options: str, problem: str) -> str:
         """Learn the pieces of all stages. Collective on the control group. Returns, on all ranks, the first problem of
         a rank, that options differ, or that ranks of a stage have other tensors; empty: there is nothing of that."""
-        control, sets = self.balancer._runtime.groups.control, self.job.data_sets
+        control, sets = self.balancer.runtime.groups.control, self.job.data_sets
         if found := first_problem(problem or self.problem(), control):
             return str(found)
         if odd := all_equal(xxhash.xxh3_128(options.encode()).digest(), "choice of options", control):
@@ -193,8 +193,8 @@ class TensorList:
     @cached_property
     def _sliced(self) -> bool:
         """Return whether each EDP rank has a slice of each expert."""
-        expert_data = self.balancer._runtime.groups.expert_data
-        return self.balancer._sliced and not self.job.divided_rows and expert_data is not None
+        expert_data = self.balancer.runtime.groups.expert_data
+        return self.balancer.tensors.sliced and not self.job.divided_rows and expert_data is not None
 
     def value(self, piece: Piece, owner: int | None) -> Tensor | None:
         """Return a piece on its owner, in live memory where that is whole; else None. What is not plain is collective
@@ -221,7 +221,7 @@ class TensorList:
         row = int(self._places[weight.layer, expert]) % (self.num_experts // len(self.job.row_ranks))
         if isinstance(source, tuple):
             return source[row].detach()
-        return whole_row(source, row, self.balancer._runtime.groups)
+        return whole_row(source, row, self.balancer.runtime.groups)
 
     def forget(self) -> None:
         """Let go of what was made last."""
@@ -229,7 +229,7 @@ class TensorList:
 
     def moved(self) -> str:
         """Return that experts have moved since this list was made; empty: they have not."""
-        same = self.balancer._rebalancer.epoch_on_this_rank == self._placement.epoch
+        same = self.balancer.rebalancer.epoch_on_this_rank == self._placement.epoch
         return "" if same else "experts have moved since the export began: begin it again"
 
 
@@ -264,7 +264,7 @@ class Bucket:
         """Take the memory of what arrives, and read the pieces that this rank makes alone."""
         for number, to in self._to.items():
             if to in (None, self._rank) and self._owner[number] not in (None, self._rank):
-                spec, device = self._tensors.pieces[number].spec, self._tensors.balancer._runtime.device
+                spec, device = self._tensors.pieces[number].spec, self._tensors.balancer.runtime.device
                 self._parts[number] = torch.empty(spec.shape, dtype=spec.dtype, device=device)
         self._read(plain=True)
 
@@ -288,7 +288,7 @@ class Bucket:
         self._tensors.forget()
 
     def _travelling(self) -> Sequence[dist.Work]:
-        group = self._tensors.balancer._runtime.groups.everyone
+        group = self._tensors.balancer.runtime.groups.everyone
         works: list[dist.Work] = []
         messages: list[dist.P2POp] = []
         for number, to in self._to.items():
@@ -401,7 +401,9 @@ class LogicalTensors(TensorStream):
             )
         if left:
             seconds = self._seconds
-            self._tensors.balancer._rebalancer.say(lambda agreement: agreement.go_on(reason, True, seconds))
+            self._tensors.balancer.rebalancer.control.broadcast_notice(
+                lambda agreement: agreement.go_on(reason, True, seconds)
+            )
 
     def _end(self) -> None:
         self._open = False
@@ -424,9 +426,9 @@ class LogicalTensors(TensorStream):
 
     def _agree(self, problem: str) -> None:
         where, seconds = f"bucket {self._next + 1} of {len(self._cuts)}", self._seconds
-        rebalancer = self._tensors.balancer._rebalancer
+        rebalancer = self._tensors.balancer.rebalancer
         try:
-            outcome = rebalancer.run(lambda: rebalancer.agreement.go_on(problem, False, seconds), seconds)
+            outcome = rebalancer.run(lambda: rebalancer.control.agreement.go_on(problem, False, seconds), seconds)
         except RuntimeError as error:
             self._end()
             raise ExportError(
@@ -454,7 +456,7 @@ class Exporter:
 
     def stream(self, bucket_bytes: int, dtype: torch.dtype | None, rank: int | None, seconds: float) -> LogicalTensors:
         """`Balancer.named_logical_tensors`."""
-        ranks, problem = self._balancer._runtime.job.ranks, ""
+        ranks, problem = self._balancer.runtime.job.ranks, ""
         if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
             problem = f"bucket_bytes is {bucket_bytes!r}: give a whole number of bytes from 1 on"
         if rank is not None and rank not in ranks:
@@ -470,9 +472,9 @@ class Exporter:
         theirs, problem = _given(tensors, given)
         if problem and isinstance(given, LogicalTensors):
             given.close(problem)  # the caller holds it, and the others wait at its next bucket
-        rebalancer, control = self._balancer._rebalancer, self._balancer._runtime.groups.control
+        rebalancer, control = self._balancer.rebalancer, self._balancer.runtime.groups.control
         # A rank that takes longer to walk its weights is waited for here.
-        outcome = rebalancer.run(lambda: rebalancer.agreement.go_on("", False, seconds), seconds)
+        outcome = rebalancer.run(lambda: rebalancer.control.agreement.go_on("", False, seconds), seconds)
         if found := outcome or rebalancer.run(lambda: first_problem(problem, control)):
             raise ExportError(str(found))
         pieces, numbers, ours = tensors.pieces, tensors.by_name(), dict[int, bytes]()
@@ -490,12 +492,12 @@ class Exporter:
             problem, dtype = f"dtype is {dtype!r}: give one of floating point, or None", None
         tensors = TensorList(self._balancer, {}, dtype)
         try:
-            problem = problem or self._balancer._why_freed()  # first: a list of empty weights may fail in other words
+            problem = problem or self._balancer.tensors.memory.why_freed()  # a list of empty weights fails otherwise
             weights = {stage: listed() for stage, listed in self._weights_of_stages.items()}
             tensors = TensorList(self._balancer, weights, dtype)
         except Exception as error:
             problem = problem or one_line(error, with_type=True)
-        if found := self._balancer._rebalancer.run(lambda: tensors.agree(options, problem)):
+        if found := self._balancer.rebalancer.run(lambda: tensors.agree(options, problem)):
             raise ExportError(f"weights cannot be exported: {found}")
         return tensors
 
@@ -509,7 +511,7 @@ def _checksums(pieces: Sequence[Piece], numbers: Sequence[int], tensor: Tensor) 
 def _given(tensors: TensorList, given: object) -> tuple[dict[int, bytes], str]:
     """The checksums of what was given here, by the pieces' numbers; and what is wrong with it."""
     theirs: dict[int, bytes] = {}
-    pieces, numbers, device = tensors.pieces, tensors.by_name(), tensors.balancer._runtime.device
+    pieces, numbers, device = tensors.pieces, tensors.by_name(), tensors.balancer.runtime.device
     try:
         found: Any = given() if callable(given) else given
         for name, tensor in found.items() if isinstance(found, Mapping) else found:

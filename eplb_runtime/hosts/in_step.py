@@ -39,8 +39,8 @@ class InStep:
         while True:
             batch = next(own, None)
             rows = (find_batch_size(batch) or 0) if batch is not None else -1
-            mine = torch.tensor([rows], device=self._balancer._runtime.device)
-            self._rows_R = gather_rows(mine, self._balancer._runtime.groups.everyone).flatten().tolist()
+            mine = torch.tensor([rows], device=self._balancer.runtime.device)
+            self._rows_R = gather_rows(mine, self._balancer.runtime.groups.everyone).flatten().tolist()
             if max(self._rows_R) < 0:
                 return
             if is_first and -1 in self._rows_R:

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from ..balancer.gradients.division import foreign_hooks
+from ..balancer.gradients.reduction import foreign_hooks
 from ..load.expert_clock import ExpertClock
 from ..moe.experts.compute import SlotCounts
 from ..moe.layer import ExpertParallelLayer

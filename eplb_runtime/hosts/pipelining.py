@@ -109,7 +109,7 @@ def overlap(schedule: ScheduleDualPipeV, balancer: Balancer) -> OverlappedForwar
             f"stages {wrapped} are wrapped by fully_shard, which gathers weights for one thread: leave it out, or do "
             "not overlap"
         )
-    together = OverlappedForwardBackward(schedule, balancer._open_second_channel(), balancer)
+    together = OverlappedForwardBackward(schedule, balancer.open_second_channel(), balancer)
     together.take_forwards()
     schedule.register_custom_function(OVERLAP_F_B, together)
     own = schedule.step
@@ -147,7 +147,7 @@ class OverlappedForwardBackward:
         """Let forwards that are not of a pair run on one of the two streams as well: their backward may be of one."""
         if (streams := self._channels.streams) is None:
             return
-        if (replicas := self._balancer._runtime.maps.replicas) is not None:
+        if (replicas := self._balancer.runtime.maps.replicas) is not None:
             # In a backward pass they are added to gradients that the caller's stream has just written, see below.
             replicas.adding = streams.in_order_with_this_one()
         schedule = self._schedule
@@ -287,7 +287,7 @@ def _uninterrupted(schedule: Schedule, balancer: Balancer) -> Callable[..., Any]
 
     @wraps(own)
     def step(*args: Any, **kwargs: Any) -> Any:
-        with balancer._uninterrupted(f"{type(schedule).__name__}.step"):
+        with balancer.loop.uninterrupted(f"{type(schedule).__name__}.step"):
             return own(*args, **kwargs)
 
     return step
@@ -295,10 +295,10 @@ def _uninterrupted(schedule: Schedule, balancer: Balancer) -> Callable[..., Any]
 
 def _bring_copies_home(stage: PipelineStage, balancer: Balancer) -> None:
     """Let gradients of copies join those of their homes where the stage accumulates and scales them by itself."""
-    replicas = balancer._runtime.maps.replicas
+    replicas = balancer.runtime.maps.replicas
     if replicas is None:
         return
-    job = balancer._runtime.job
+    job = balancer.runtime.job
     first = job.first_layer(stage.stage_index)
     layers = range(first, first + job.layers_of_stage[stage.stage_index])
     weights, reduce = stage.backward_weight_one_chunk, stage.perform_reduce_grad

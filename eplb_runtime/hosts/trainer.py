@@ -178,8 +178,8 @@ class BalancedTrainerMixin(_TrainerBase):
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
         """The Trainer's; lines of training say how even the last measured load was, by the field's names."""
-        if self.balancer is not None and self.balancer._shown is not None and "loss" in logs:
-            logs.update({f"moe/{name}": round(value, 4) for name, value in self.balancer._shown.balance().items()})
+        if self.balancer is not None and self.balancer.shown is not None and "loss" in logs:
+            logs.update({f"moe/{name}": round(value, 4) for name, value in self.balancer.shown.balance().items()})
         super().log(logs, *arguments, **options)
 
     def _close(self) -> None:

@@ -30,20 +30,20 @@ class Walk:
     then on over each EP group, whose ranks walk the same parameters in the same order."""
 
     def __init__(self, balancer: Balancer, what: str) -> None:
-        balancer._begin_export(what, None)
+        balancer.begin_export(what, None)
         self._balancer = balancer
-        self._epoch = balancer._rebalancer.epoch_on_this_rank
+        self._epoch = balancer.rebalancer.epoch_on_this_rank
         self._kinds: list[tuple[int, tuple[Tensor, ...]]] = []
         self._place_of: dict[int, tuple[int, int]] = {}
         self._arrived: dict[tuple[int, int], Tensor] = {}
-        problem = balancer._why_freed() or self._list()
-        control = balancer._runtime.groups.control
-        if found := balancer._rebalancer.run(lambda: first_problem(problem, control)):
+        problem = balancer.tensors.memory.why_freed() or self._list()
+        control = balancer.runtime.groups.control
+        if found := balancer.rebalancer.run(lambda: first_problem(problem, control)):
             raise ExportError(f"{what}: {found}")
 
     def _list(self) -> str:
         """List expert parameters; returns what is wrong with them."""
-        registry = self._balancer._runtime.registry
+        registry = self._balancer.runtime.registry
         for layer in registry.layers:
             for rows in registry.by_expert(layer):
                 if not isinstance(rows, tuple) or any(map(is_sliced, rows)):
@@ -92,7 +92,7 @@ class Walk:
                     "it should be is not known: export inside balancer.logical_order()"
                 )
             return tensor
-        if self._epoch != self._balancer._rebalancer.epoch_on_this_rank:
+        if self._epoch != self._balancer.rebalancer.epoch_on_this_rank:
             raise RuntimeError("experts have moved since this export began, so its tensors are mixed: repeat it")
         kind, _ = place
         if not self._has_moved(self._kinds[kind][0]):
@@ -117,7 +117,7 @@ class Walk:
         layer, parameters = self._kinds[kind]
         with torch.inference_mode(False):
             rows = torch.stack([parameter.detach() for parameter in parameters])
-            rows = rearranged(rows, *self._experts_of_rows(layer), self._balancer._runtime.groups)
+            rows = rearranged(rows, *self._experts_of_rows(layer), self._balancer.runtime.groups)
         for row, expert in enumerate(rows):
             self._arrived[kind, row] = expert
 

@@ -28,8 +28,8 @@ def track(balancer: Balancer, tracker: Tracker) -> None:
         tracker: what `tensorboard`, `wandb` or `mlflow` below return, or a function of your own. It is called on a
             thread beside training; one that raises is warned of and called again.
     """
-    if balancer._shown is not None:
-        balancer._shown.track(tracker)
+    if balancer.shown is not None:
+        balancer.shown.track(tracker)
 
 
 def tensorboard(writer: Any, prefix: str = "eplb/") -> Tracker:

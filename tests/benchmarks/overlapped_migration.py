@@ -87,7 +87,7 @@ class _OverlapVariant:
         block more: decisions fall into the middle of blocks."""
         self.steps(INTERVAL + INTERVAL // 2)
         self._warm_events = len(list(self.balancer.events))
-        self._warm_late_bytes = self.balancer._rebalancer.overlapped.late_bytes
+        self._warm_late_bytes = self.balancer.rebalancer.overlapped.late_bytes
 
     def steps(self, count: int) -> float:
         """Seconds that this rank took; batches are made before the clock starts."""
@@ -121,7 +121,7 @@ class _OverlapVariant:
         if aborted or not planned:
             raise RuntimeError(f"a migration was dropped: {aborted}")
         mine = [sum(e.pause_seconds for e in committed), sum(e.received_bytes for e in committed)]
-        late = self.balancer._rebalancer.overlapped.late_bytes - self._warm_late_bytes
+        late = self.balancer.rebalancer.overlapped.late_bytes - self._warm_late_bytes
         pauses, received, late_bytes, *blocks = slowest([*mine, float(late), *self.block_seconds]).tolist()
         pauses /= len(planned)
         extra = [block - other for block, other in zip(blocks, still, strict=True)]

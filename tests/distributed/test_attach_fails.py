@@ -81,18 +81,18 @@ def another_model_on_one_rank(rank: int, model: nn.Module, optimizer: torch.opti
 def late_part_of_a_layer(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """The first layer is cut already when the second fails."""
     second = model.model.layers[1].mlp.experts
-    own = attaching.install
+    own = attaching.install_parameter
 
     def install(layer: Any, *args: Any) -> None:
         if rank == 0 and layer.experts is second:
             raise ValueError("made to fail")
         own(layer, *args)
 
-    attaching.install = install
+    attaching.install_parameter = install
     try:
         attach(model, optimizer)
     finally:
-        attaching.install = own
+        attaching.install_parameter = own
 
 
 CASES: dict[str, tuple[Callable[[int, nn.Module, torch.optim.Optimizer], None], str]] = {

@@ -200,7 +200,7 @@ def another_in_mid_run(policy: str) -> dict[str, Tensor]:
     for phase, make in enumerate((AdamW, torch.optim.RMSprop), 1):
         new = make(second, lr=1e-3)
         balancer.adopt(new, instead_of=old)
-        assert not any(p is whole.head.weight for p in balancer._dense.values())
+        assert not any(p is whole.head.weight for p in balancer.tensors.dense.values())
         assert "eplb_runtime_experts" not in old.state_dict() and "eplb_runtime_experts" in new.state_dict()
         old.param_groups.clear()
         train(whole.backbone, other, new, first=5 * phase)

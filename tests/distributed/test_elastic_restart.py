@@ -64,7 +64,7 @@ def go_on(rank: int, folder: str, replica_slots: int, moved: bool) -> dict[str, 
     with balancer.quiesce():
         at_end = train(rank, model, optimizer, SAVED_AT + 1, STEPS)
     assert balancer.placement is placed
-    history = [load.tolist() for load in balancer._rebalancer.decisions.history]
+    history = [load.tolist() for load in balancer.rebalancer.decisions.history]
     again = balancer.state_dict()
     balancer.load_state_dict(again)
     assert balancer.placement.digest() == placed.digest(), "one of the same sizes is taken over as it is"
@@ -104,7 +104,7 @@ def refuse(rank: int, saved: dict[str, Any]) -> list[str]:
     _, _, balancer = job(policy="static")
     with pytest.raises(PlacementError) as refused:
         balancer.load_state_dict(saved)
-    said.append(f"{len(balancer._rebalancer.decisions.history)} {refused.value}")
+    said.append(f"{len(balancer.rebalancer.decisions.history)} {refused.value}")
     balancer.close()
     _, _, balancer = job()
     stands = balancer.placement
@@ -114,7 +114,7 @@ def refuse(rank: int, saved: dict[str, Any]) -> list[str]:
             logging.disable(logging.WARNING)
         with pytest.raises((PlacementError, RuntimeError)) as refused:
             balancer.load_state_dict(state)
-        said.append(f"{len(balancer._rebalancer.decisions.history)} {refused.value}")
+        said.append(f"{len(balancer.rebalancer.decisions.history)} {refused.value}")
         assert balancer.placement is stands
     balancer.close()
     return said

@@ -38,7 +38,7 @@ def another_plan_for_the_second_group(rank: int, balancer: eplb.Balancer) -> Non
         message[:] = json.dumps(fields).encode()
 
     if rank >= 2:
-        balancer._rebalancer._engine.probe = lambda phase, subject: alter(subject) if phase is Phase.PLANNED else None
+        balancer.rebalancer._engine.probe = lambda phase, subject: alter(subject) if phase is Phase.PLANNED else None
 
 
 def test_a_group_with_another_plan_is_noticed_before_anything_moves() -> None:
@@ -77,10 +77,10 @@ def start_or_restore_apart(rank: int) -> list[str]:
         if phase is Phase.VERIFIED and rank == 0:
             raise OSError("the device went away")
 
-    balancer._rebalancer._engine.probe, probe = fail, balancer._rebalancer._engine.probe
+    balancer.rebalancer._engine.probe, probe = fail, balancer.rebalancer._engine.probe
     with pytest.raises(RuntimeError, match="could not be restored"):
         balancer.load_state_dict({"step": 8, "placement": other.to_json()})
-    balancer._rebalancer._engine.probe = probe
+    balancer.rebalancer._engine.probe = probe
     assert balancer.placement.digest() == start.digest()
     # The same step once more: what was decided then does not count now.
     balancer.load_state_dict({"step": 8, "placement": other.to_json()})

@@ -57,8 +57,8 @@ class Job:
             **settings,
         )
         self.model.train()
-        self.decisions = self.balancer._rebalancer.decisions
-        self.engine = self.balancer._rebalancer._engine
+        self.decisions = self.balancer.rebalancer.decisions
+        self.engine = self.balancer.rebalancer._engine
         if policy != "static":
             plan_by(self.balancer, plan_shuffle)
 
@@ -145,11 +145,11 @@ def one_fault_after_another(rank: int) -> dict[str, Any]:
     job.until_next(RebalanceCommitted)
     said["paused so far"] = len(balancer.events.of_type(BalancingPaused))
 
-    compare = decisions._guard.compare
+    compare = balancer.guard.compare
     if rank == 1:
-        decisions._guard.compare = raising(MemoryError, "in the middle of the collectives")
+        balancer.guard.compare = raising(MemoryError, "in the middle of the collectives")
     said["paused"] = bool(job.until_next(BalancingPaused).cause)
-    decisions._guard.compare = compare
+    balancer.guard.compare = compare
     said["while paused"] = said_by(balancer.rebalance)
     said["resumed"] = job.until_next(BalancingResumed).step
     said["committed at"] = job.until_next(RebalanceCommitted).step
@@ -157,7 +157,7 @@ def one_fault_after_another(rank: int) -> dict[str, Any]:
     # This rank alone does not come to a decision in time: the others have waited for it, and so has training here.
     gone = threading.Event()
     if rank == 0:
-        balancer._rebalancer._worker.submit(gone.wait)
+        balancer.rebalancer.control.worker.submit(gone.wait)
     said["late"] = job.until_next(RebalanceAborted).phase
     gone.set()
     job.until_next(BalancingResumed)
@@ -188,7 +188,7 @@ def test_each_fault_ends_one_rebalance_and_the_next_ones_work() -> None:
 def parted(rank: int) -> str:
     job = Job(rank, timeout_seconds=20.0)
     job.until_next(RebalanceCommitted)
-    rebalancer = job.balancer._rebalancer
+    rebalancer = job.balancer.rebalancer
     if rank == 2:
         rebalancer._placement = rebalancer._initial
     rebalancer._pause("a test wants it")
@@ -264,7 +264,7 @@ def break_many(rank: int) -> dict[str, Any]:
     for number in range(ABORTED):
         next(fault)
         if number % 20 == 7:
-            job.balancer._rebalancer._pause("a test wants it")
+            job.balancer.rebalancer._pause("a test wants it")
             job.until_next(BalancingResumed)
         job.until_next(RebalanceAborted)
         holding.append(held())
@@ -347,7 +347,7 @@ def dies_while_staging(rank: int) -> tuple[str, bool]:
     before, old = [parameter.detach().clone() for parameter in job.model.parameters()], job.balancer.placement
     if rank == 2:
         job.engine.probe = at(Phase.STAGED, lambda staged: os._exit(1))
-    job.balancer._rebalancer._migrate(job.shift())
+    job.balancer.rebalancer._migrate(job.shift())
     whole = job.balancer.placement == old and all(map(torch.equal, before, job.model.parameters()))
     return job.balancer.events.of_type(RebalanceAborted)[0].phase, whole
 
@@ -363,7 +363,7 @@ def fails_after_the_vote(rank: int) -> list[str]:
         job.engine.probe = at(Phase.COMMITTED, raising(MemoryError, "out of memory"))
     target = job.shift()
     calls: list[Callable[[], object]] = [
-        lambda: job.balancer._rebalancer._migrate(target),
+        lambda: job.balancer.rebalancer._migrate(target),
         lambda: job.model(input_ids=batch_of(rank, 0)),
         job.optimizer.step,
         job.balancer.rebalance,

@@ -38,7 +38,7 @@ def one_copy() -> eplb.Placement:
 def connecting_anew_after_the_first(balancer: eplb.Balancer, steps: int) -> Iterator[int]:
     """Steps: one, then some until the ranks have made their connections anew, then as many more as asked for."""
     yield 0
-    balancer._rebalancer._pause("a test wants it")
+    balancer.rebalancer._pause("a test wants it")
     plan_by(balancer, plan_shuffle)
     step, resumed = 1, balancer.events.of_type(BalancingResumed)
     while not resumed:

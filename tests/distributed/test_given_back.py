@@ -155,8 +155,8 @@ def closed_with_failures(rank: int) -> dict[str, Any]:
     model, optimizer, balancer = attach()
     train(rank, model, optimizer)
     ended: list[str] = []
-    balancer._close_with(failing("a listener"))
-    balancer._close_with(lambda: ended.append("the next listener"))
+    balancer.close_with(failing("a listener"))
+    balancer.close_with(lambda: ended.append("the next listener"))
     with pytest.raises(MemoryError):
         balancer.close()
     gc.collect()  # a transport of this test refers to itself

@@ -84,12 +84,12 @@ def about_layers(found: list[str]) -> list[str]:
     return [line for line in found if "MoE layers in evaluation mode, while others train" in line]
 
 
-def test_a_layer_is_named_once_at_the_first_interval_without_its_load(results: list[dict[str, list[str]]]) -> None:
+def test_a_layer_is_named_once_at_the_next_decision(results: list[dict[str, list[str]]]) -> None:
     first, second = about_layers(results[0]["one layer, late"])
-    assert first.startswith("step 10: ")
+    assert first.startswith("step 6: ")
     assert first.endswith(": model.layers.1.mlp.experts") and "\n" not in first
-    assert "step 10: call train() on the whole model" in first
-    assert second.startswith("step 13: ") and second.endswith(": model.layers.1.mlp.experts and 1 more")
+    assert "step 6: call train() on the whole model" in first
+    assert second.startswith("step 12: ") and second.endswith(": model.layers.1.mlp.experts and 1 more")
     assert results[1]["one layer, late"] == [], "one rank says it for all that hold the layer"
 
 

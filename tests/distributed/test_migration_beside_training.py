@@ -91,7 +91,7 @@ def what_happens_on_the_way(rank: int) -> dict[str, Any]:
     job.until(RebalanceCommitted)
 
     said["paused so far"] = len(balancer.events.of_type(BalancingPaused))
-    with at(job, 0, Phase.STAGED, lambda staged: balancer._runtime.groups.hang_up()):
+    with at(job, 0, Phase.STAGED, lambda staged: balancer.runtime.groups.hang_up()):
         said["lost"] = bool(job.until(BalancingPaused).cause)
     job.until(BalancingResumed, most=2000)
     job.until(RebalanceCommitted)
@@ -101,7 +101,7 @@ def what_happens_on_the_way(rank: int) -> dict[str, Any]:
     average = torch.zeros_like(dict(job.model.named_parameters())[name])
     balancer.register(name, "average", average)
     job.until_sent()
-    while balancer._rebalancer._migration is job.background:
+    while balancer.rebalancer._migration is job.background:
         average.data.add_(1.0)  # leaves no version
         job.step()
     job.until(RebalanceCommitted)
@@ -129,7 +129,7 @@ def ended_by_an_evaluation(job: Job) -> bool:
         with torch.no_grad():
             job.model(input_ids=batch_of(job.rank, 3))
     told = len(balancer.events.of_type(RebalanceCommitted))
-    balancer._rebalancer.drain()
+    balancer.rebalancer.drain()
     new = balancer.events.of_type(RebalanceCommitted)[told:]
     return [event.digest for event in new] == [balancer.placement.digest()] and new[0].moved_experts > 0
 

@@ -26,7 +26,7 @@ def train(rank: int, ranks_per_node: int, told: bool) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     balancer = training.attach(model, optimizer, interval=INTERVAL, gate="always")
     wait_until_compiled(balancer)
-    decisions, asked = balancer._rebalancer.decisions, []
+    decisions, asked = balancer.rebalancer.decisions, []
     # Between the nodes as slow as makes a token that crosses as dear as a step.
     decisions._topology = replace(decisions._topology, inter_node_bandwidth=1e4)
 
@@ -45,7 +45,7 @@ def train(rank: int, ranks_per_node: int, told: bool) -> dict[str, Any]:
         ids = torch.randint(first, first + 8, (2, 12), generator=generator)
         model(input_ids=ids, labels=ids).loss.backward()
         if step < INTERVAL:
-            counted += balancer._runtime.counter.counts.numpy()
+            counted += balancer.runtime.counter.counts.numpy()
         optimizer.step()
         optimizer.zero_grad()
     events = balancer.events.of_type(RebalancePlanned)

@@ -35,7 +35,7 @@ def train(rank: int, run: str) -> dict[str, object]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     balancer = training.attach(model, optimizer, interval=INTERVAL, gate="always", run=run, listen=0)
     model.train()
-    hanging = [] if balancer._shown is None else browsers_that_hang(balancer._shown)
+    hanging = [] if balancer.shown is None else browsers_that_hang(balancer.shown)
     chosen, placements = [], []
     for step in range(STEPS):
         ids = batch_of(rank, step // 4)
@@ -44,7 +44,7 @@ def train(rank: int, run: str) -> dict[str, object]:
         placements.append(balancer.placement)
         optimizer.step()
         optimizer.zero_grad()
-    shown = balancer._shown
+    shown = balancer.shown
     seen = None if shown is None else looked_at(shown)
     dist.barrier()
     balancer.close()

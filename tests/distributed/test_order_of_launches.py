@@ -82,7 +82,7 @@ def connected_anew(rank: int) -> list[Launch]:
     plan_by(job.balancer, plan_shuffle)
     job.until(RebalanceCommitted)
     recorded_group.launches.clear()
-    job.balancer._rebalancer._pause("a test wants it")
+    job.balancer.rebalancer._pause("a test wants it")
     job.until(BalancingResumed, most=400)
     job.until(RebalanceCommitted)
     launched = list(recorded_group.launches)

@@ -44,8 +44,8 @@ def load_of_stages(rank: int) -> list:
     balancer = training.attach([stage], [optimizer], ranks=Ranks(ep=(rank,), stages=(rank,)), interval=2, lag=1)
     totals: list = []
     decisions = balancer._rebalancer.decisions
-    plan = decisions._plan
-    decisions._plan = lambda measurement, *more: totals.append(np.stack(decisions.history)) or plan(measurement, *more)
+    plan = decisions.plan
+    decisions.plan = lambda measurement, *more: totals.append(np.stack(decisions.history)) or plan(measurement, *more)
     stage.train()
     for step in range(3):
         ids, _ = micro_batch(rank, step, 0, TOKENS)

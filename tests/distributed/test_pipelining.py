@@ -156,7 +156,7 @@ def train(rank: int, job: Job) -> dict[str, Any]:
         with run.balancer.no_sync() if job.hold_back else nullcontext():
             run.schedule.step(ids, target=labels, losses=losses, attention_mask=real)
         result["losses"].append([loss.item() for loss in losses])
-        result["counts"].append(run.balancer._runtime.counter.counts.clone())
+        result["counts"].append(run.balancer.runtime.counter.counts.clone())
         result["norms"].append(run.balancer.clip_grad_norm_(0.5).item())
         for optimizer in run.optimizers:
             optimizer.step()

@@ -21,17 +21,17 @@ ROUNDS = 3
 def watched(loop: Loop) -> tuple[threading.Event, list[int]]:
     """The planner of rank 0 waits for the event that is returned first; bytes of an expert in each decision."""
     go_on, decisions = threading.Event(), loop.balancer._rebalancer.decisions
-    planner, decide, nbytes = decisions.planner, decisions.decide, []
+    planner, add_up, nbytes = decisions.planner, decisions.add_up, []
 
     def plans(*arguments: Any, **options: Any) -> eplb.Plan:
         assert go_on.wait(60)
         return planner(*arguments, **options)
 
-    def decides(measurement: Any, *arguments: Any) -> Any:
+    def adds_up(measurement: Any, *arguments: Any) -> Any:
         nbytes.append(measurement.home_bytes)
-        return decide(measurement, *arguments)
+        return add_up(measurement, *arguments)
 
-    decisions.planner, decisions.decide = plans, decides  # type: ignore[method-assign]
+    decisions.planner, decisions.add_up = plans, adds_up  # type: ignore[method-assign]
     return go_on, nbytes
 
 

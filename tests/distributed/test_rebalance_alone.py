@@ -105,7 +105,7 @@ def test_rollouts_and_training_in_turn_decide_when_asked_and_change_no_bit() -> 
 
 def begun_by_a_forward(loop: Loop) -> list[bool]:
     """Whether a step's clock begins with a forward without gradients, and with one with them."""
-    ids, clock, found = batch_of(loop.rank, 0), loop.balancer._rebalancer._clock, []
+    ids, clock, found = batch_of(loop.rank, 0), loop.balancer.rebalancer._clock, []
     for with_gradients in (False, True):
         with torch.set_grad_enabled(with_gradients):
             loop.model(input_ids=ids)
@@ -119,7 +119,7 @@ def forecast_alone(rank: int, run: str) -> dict[str, Any]:
         loop.train(steps)
         loop.balancer.rebalance()
     loop.balancer.rebalance()  # without a step between: nothing was counted
-    history = loop.balancer._rebalancer.decisions.history
+    history = loop.balancer.rebalancer.decisions.history
     periodic = Loop(rank, interval=50)
     begun = [begun_by_a_forward(one) for one in (loop, periodic)]
     periodic.balancer.close()
@@ -158,7 +158,7 @@ def save_and_resume(rank: int) -> dict[str, Any]:
     found["resumed"] = resumed.seen()
     other = Loop(rank, interval=50)
     other.balancer.load_state_dict(saved)  # counted otherwise: forecasts begin anew there
-    found["elsewhere"] = len(other.balancer._rebalancer.decisions.history)
+    found["elsewhere"] = len(other.balancer.rebalancer.decisions.history)
     other.balancer.close()
     return {**found, "saved": saved["load"]}
 

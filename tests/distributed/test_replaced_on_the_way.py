@@ -58,11 +58,11 @@ def registered(rank: int) -> dict[str, Any]:
     names, balancer = job.balancer.layer_of_parameter, job.balancer
     numbers = {}
     for name, layer in names.items():
-        numbers[name] = torch.tensor(balancer._home_experts(layer), dtype=torch.int16)
+        numbers[name] = torch.tensor(balancer.logical_expert_ids(layer), dtype=torch.int16)
         balancer.register(name, "number", numbers[name])
 
     def kept() -> bool:
-        return all(numbers[name].tolist() == balancer._home_experts(layer) for name, layer in names.items())
+        return all(numbers[name].tolist() == balancer.logical_expert_ids(layer) for name, layer in names.items())
 
     job.step()
     said = {"at once": kept()}

@@ -55,9 +55,11 @@ PLACES: dict[str, tuple[Any, str]] = {
     "links": (attaching, "measure"),
     "checks": (attaching, "check"),
     "copies": (attaching, "transport_of_copies"),
-    "cutting": (attaching, "_cut"),
+    "cutting": (attaching, "shard"),
     "the balancer": (attaching, "Balancer"),
-    "the first comparison": (eplb.Balancer, "_begin"),
+    "installing": (attaching, "install"),
+    "replicas": (eplb.Balancer, "begin"),
+    "recording": (attaching, "_record"),
 }
 """Where a rank fails: from the start of attach to its end, between all collectives."""
 

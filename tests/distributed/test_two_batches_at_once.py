@@ -46,7 +46,7 @@ def train_and_evaluate(rank: int, at_once: bool, replica_slots: int) -> dict[str
         for loss in losses:
             loss.backward()
         seen["losses"].append([loss.item() for loss in losses])
-        seen["counts"].append(balancer._runtime.counter.counts.tolist())
+        seen["counts"].append(balancer.runtime.counter.counts.tolist())
         optimizer.step()
         optimizer.zero_grad()
         model.eval()

@@ -30,7 +30,7 @@ SECONDS = 2.0
 def silent_store(job: Job, until_unanswered: int) -> Iterator[list[str]]:
     """Inside, the launcher's store hears nothing on this rank, until it was asked in vain a few times. What it was."""
     asked, answers, ask = [], threading.Event(), JobStore._ask
-    store = job.balancer._runtime.groups.store
+    store = job.balancer.runtime.groups.store
 
     def asking(self: JobStore, *arguments: Any) -> Any:
         try:
@@ -125,7 +125,7 @@ def transport_fails_ahead_of_load_state_dict(job: Job) -> str:
 
     def fail(subject: Any) -> None:
         # What leaves after a step in which a decision is due has another step to fail in: the loop below goes on then.
-        if job.balancer._rebalancer.step % INTERVAL and not failed.is_set():
+        if job.balancer.rebalancer.step % INTERVAL and not failed.is_set():
             failed.set()
             raise TransportError("a test says: the device went away")
 
@@ -144,10 +144,10 @@ def paused_while_under_way(job: Job) -> tuple[str, bool]:
     """Connections break while experts are on their way, and a comparison notices. What it says, and whether the
     migration has ended with it."""
     job.until_sent()
-    job.balancer._runtime.groups.hang_up()
-    said, rebalancer = "", job.balancer._rebalancer
+    job.balancer.runtime.groups.hang_up()
+    said, rebalancer = "", job.balancer.rebalancer
     try:
-        rebalancer.run(lambda: rebalancer._agreement.highest(torch.zeros(1, dtype=torch.int64)))
+        rebalancer.run(lambda: rebalancer.control.agreement.highest(torch.zeros(1, dtype=torch.int64)))
     except RuntimeError as error:
         said = str(error)
     return said, not job.background.in_flight
@@ -217,14 +217,14 @@ def copies_not_refreshed(rank: int) -> str:
     """What training says where copies cannot be refreshed after a commit beside it, as when a rank has died."""
     job = Job(rank, overlap=True, staging_bytes=40_000, replica_slots=1)
     plan_by(job.balancer, plan_shuffle)
-    refresh = job.balancer._runtime.maps.replicas.refresh
+    refresh = job.balancer.runtime.maps.replicas.refresh
 
     def fail(layers: Any = None) -> None:
         if layers is not None:
             raise OSError("a test says: connection closed by peer")
         refresh()
 
-    job.balancer._runtime.maps.replicas.refresh = fail
+    job.balancer.runtime.maps.replicas.refresh = fail
     try:
         job.until(RebalanceCommitted)
     except MigrationBroken as error:

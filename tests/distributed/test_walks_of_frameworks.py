@@ -212,7 +212,7 @@ def stale(balancer: eplb.Balancer, model: Any) -> None:
 
 def stacked(balancer: eplb.Balancer, model: Any, rank: int) -> None:
     """Rank 1 has its experts in one tensor."""
-    registry = balancer._runtime.registry
+    registry = balancer.runtime.registry
     own = registry.by_expert
     if rank == 1:
         registry.by_expert = lambda layer: [torch.zeros(EXPERTS // RANKS, 2)]  # type: ignore[method-assign]

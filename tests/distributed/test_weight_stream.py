@@ -260,7 +260,7 @@ def stops(balancer: eplb.Balancer, whole: Named) -> dict[str, Any]:
         taken(tensors)
 
     def freed() -> None:
-        memory = balancer._runtime.registry.parameters()[0].untyped_storage()
+        memory = balancer.runtime.registry.parameters()[0].untyped_storage()
         before = torch.empty(0, dtype=torch.uint8).set_(memory).clone()
         if rank == 2:
             memory.resize_(0)
@@ -311,7 +311,7 @@ def late(model: nn.Module, optimizer: torch.optim.Optimizer, balancer: eplb.Bala
     train(model, optimizer, 1)
     for step in range(2, 200):
         train(model, optimizer, step)
-        apart = torch.tensor([float(balancer._rebalancer._reconnection.under_way)])
+        apart = torch.tensor([float(balancer.rebalancer.control.reconnection.under_way)])
         dist.all_reduce(apart)
         if not apart.item():
             break

@@ -46,7 +46,7 @@ def train(rank: int, way: str) -> dict:
     balancer = eplb.attach(model, optimizer, config=config)
     model.train()
     losses = [training.step(model, optimizer, batch_of(rank, step).to(device)) for step in range(STEPS)]
-    replicas = balancer._runtime.maps.replicas
+    replicas = balancer.runtime.maps.replicas
     torch.cuda.synchronize()
     torch.distributed.barrier()
     with no_host_sync() if way != "torch" else nullcontext():

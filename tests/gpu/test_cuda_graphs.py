@@ -57,7 +57,7 @@ class Job:
         old = self.balancer.placement
         map_ = np.roll(old.physical_to_logical, by, axis=1)
         new = eplb.Placement(map_, old.num_experts, 1, map_.argsort(axis=1), old.epoch + 1)
-        self.balancer._rebalancer._migrate(new)
+        self.balancer.rebalancer._migrate(new)
         assert self.balancer.placement.epoch == old.epoch + 1
 
 
@@ -82,8 +82,8 @@ def follow(rank: int, copied_map: bool) -> list[tuple[bool, bool]]:
         copied_map: control: the graph is made over a copy of the map from experts to slots.
     """
     job = Job()
-    table = job.balancer._runtime.maps.table
-    own, counter = table._home_LE, job.balancer._runtime.counter
+    table = job.balancer.runtime.maps.table
+    own, counter = table._home_LE, job.balancer.runtime.counter
     found = []
     with torch.no_grad():
         if copied_map:

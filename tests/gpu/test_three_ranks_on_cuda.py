@@ -49,7 +49,7 @@ def train(rank: int, replica_slots: int, moving: bool, steps: int | None) -> dic
         if resumed and len(losses) >= resumed[0].step + 5:
             break
         if len(losses) == 1 and steps is None:
-            balancer._rebalancer._pause("a test wants new connections")
+            balancer.rebalancer._pause("a test wants new connections")
             if moving:
                 plan_by(balancer, plan_shuffle)
         losses.append(training.step(model, optimizer, batch_of(rank, len(losses)).to(device)))

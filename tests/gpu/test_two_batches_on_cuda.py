@@ -90,7 +90,7 @@ def train_and_evaluate(rank: int, way: tuple[str, str, int], at_once: bool) -> d
     )
     balancer = eplb.attach(model, optimizer, config=config)
     plan_by(balancer, plan_shuffle)
-    lanes = balancer._open_second_channel()
+    lanes = balancer.open_second_channel()
     both = balancer.at_once if at_once else lambda first, second: (first(), second())
     pair = lanes.both if at_once else lambda first, second, turned: (first(), second())
     seen: dict[Any, Tensor] = {}

@@ -100,17 +100,17 @@ class Faults:
     """
 
     def __init__(self, balancer: Balancer, rank: int, timeout_seconds: float) -> None:
-        self.groups = balancer._runtime.groups
+        self.groups = balancer.runtime.groups
         self.timeout_seconds = timeout_seconds
         self._rank = rank
-        self._executor = balancer._rebalancer._engine._executor
+        self._executor = balancer.rebalancer._engine._executor
         self._executor._add = self._send  # type: ignore[method-assign]
         self._passed: dict[Draw, int] = {}
         self._acted: set[Draw] = set()
         self._lock = threading.Lock()
         self.corrupting = False
         self._deaf: weakref.ref[Transport] | None = None  # what nobody else holds goes
-        self._engine = balancer._rebalancer._engine
+        self._engine = balancer.rebalancer._engine
         self._engine.probe = self._at
 
     def arm(self, draws: Sequence[Draw]) -> None:

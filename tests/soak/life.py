@@ -221,7 +221,7 @@ class Soak:
         except RuntimeError as error:
             faulthandler.cancel_dump_traceback_later()
             try:
-                self._job.balancer._rebalancer.drain()
+                self._job.balancer.rebalancer.drain()
             except MigrationBroken as broken:
                 if STALE_COPIES not in str(broken):
                     raise

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from examples import FOLDER, load_example
 from torch import Tensor, nn
 
-from eplb_runtime.balancer.gradients import norm_of_ranges
+from eplb_runtime.balancer.gradients import norm
 
 
 def cpu() -> None:
@@ -44,7 +44,7 @@ def cpu() -> None:
         return norm
 
     WrappedTorchNorm.__new__ = staticmethod(new)
-    norm_of_ranges.BLOCK = 256  # elements of a block of the norm: these experts have several
+    norm.BLOCK = 256  # elements of a block of the norm: these experts have several
 
 
 def _gathered_attention() -> type:

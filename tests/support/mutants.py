@@ -53,24 +53,23 @@ def nobody_compares_plans() -> None:
 
 
 def sum_in_any_order() -> None:
-    from eplb_runtime.balancer.gradients import averaging
+    from eplb_runtime.balancer.gradients import reduction
 
     def all_reduce(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         dist.all_reduce(flat, group=group)
         return flat
 
-    averaging.sum_in_rank_order = all_reduce
+    reduction.sum_in_rank_order = all_reduce
 
 
 def reduce_again_after_every_forward() -> None:
-    from eplb_runtime.balancer.gradients.averaging import Averaging
+    from eplb_runtime.balancer.gradients.reduction import Averaging
 
     Averaging._leave_to_the_first = lambda self, parameter: None
 
 
 def overlook_new_gradients() -> None:
-    from eplb_runtime.balancer.gradients.averaging import Averaging
-    from eplb_runtime.balancer.gradients.reduction import Gradients
+    from eplb_runtime.balancer.gradients.reduction import Averaging, Gradients
 
     Averaging.has_new = Averaging.has_replaced = False
     Gradients.arrives = lambda self, parameter: None
@@ -181,7 +180,7 @@ def forget_other_edp_ranks() -> None:
 
 
 def undo_nothing() -> None:
-    from eplb_runtime.hosts.attaching.undo import Before
+    from eplb_runtime.hosts.attaching.sharding import Before
 
     Before.restore = lambda self: None
 
@@ -203,9 +202,9 @@ def pieces_stay_on_their_edp_rank() -> None:
 
 def norm_of_each_rank_alone() -> None:
     """Squares are summed over what a rank has of an expert, wherever that is cut."""
-    from eplb_runtime.balancer.gradients import norm_of_ranges
+    from eplb_runtime.balancer.gradients import norm
 
-    norm_of_ranges._cut_blocks = lambda ranges: []
+    norm._cut_blocks = lambda ranges: []
 
 
 def norm_by_rank() -> None:
@@ -256,10 +255,11 @@ def leave_copies_in_host_memory() -> None:
 
 def rows_in_slot_order() -> None:
     """Every rank writes and reads its rows as those of the experts that would be there in logical order."""
-    from eplb_runtime.balancer.balancer import Balancer
+    from eplb_runtime.checkpoint.state import LogicalView
 
-    Balancer._home_experts = lambda self, layer: [
-        self._runtime.job.ep_rank * self.placement.homes_per_rank + row for row in range(self.placement.homes_per_rank)
+    LogicalView.experts_here = lambda self, layer: [
+        self.balancer.runtime.job.ep_rank * self.balancer.placement.homes_per_rank + row
+        for row in range(self.balancer.placement.homes_per_rank)
     ]
 
 

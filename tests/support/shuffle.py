@@ -21,12 +21,12 @@ from eplb_runtime.topology import Topology
 
 def plan_by(balancer: Balancer, planner: Callable[..., Plan]) -> None:
     """Plan with a function other than `planner.plan`, of the same arguments, from the next decision on."""
-    balancer._rebalancer.decisions.planner = planner
+    balancer.rebalancer.decisions.planner = planner
 
 
 def wait_until_compiled(balancer: Balancer) -> None:
     """Wait for compiled planner code, in runs that are over before it is; without it training rebalances later."""
-    process = balancer._rebalancer.decisions.process
+    process = balancer.rebalancer.decisions.process
     assert process is None or process.is_ready(300.0)
 
 

@@ -1,45 +1,60 @@
-"""Reduces the gradients of a model with spread experts once a step, and clips them by one norm."""
+"""Gradients of a model with spread experts: divided as backward passes make them, summed over ranks once a step, and
+clipped by one norm.
+
+Tokens of all ranks reach an expert in its layer, so what a layer gives is divided there. What reaches a parameter past
+its layer (a penalty over all parameters, a second head) comes from the ranks that hold the expert alone, where a
+parameter outside the experts gets it from all ranks: so gradients of experts are divided at their parameters, too.
+
+The sum over ranks is linear. One rank alone brings what all have from an earlier sum to the next one; where sums are
+divided by the number of ranks, all may bring it. So a loop may look at gradients as often as it likes, go on adding to
+them, and never zero them.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ...distributed.consensus import extremes, gather_rows, maxima
+from ...load.counter import in_recompute
 from ...moe.experts.slices import is_sliced, local
 from ...utils.spans import phase
+from ..loop_state import LoopHooks, LoopState
 from ..runtime import Runtime
-from .averaging import Averaging
-from .norm import Gradient, over_stages, powers_of_dense, powers_of_experts
-from .norm_of_ranges import RangesOfSlots
+from ..tensors import ModelTensors
+from .norm import Gradient, RangesOfSlots, over_stages, powers_of_dense, powers_of_experts
+
+BUCKET_BYTES = 32 << 20
+"""Size up to which gradients of one dtype travel together."""
+NONE, TAKEN, ALIKE, REPLACED, NEW = range(5)
+"""Kinds of a parameter's gradient on a rank: none, none since the loop has taken it, the same as on all ranks, a tensor
+of the loop's in its place, or one with contributions that the other ranks do not have."""
 
 
-class Gradients:
-    """Gradients of one model: each contribution is reduced once, and all are clipped by one norm. ``follow`` is called
-    before each reduction, to learn of parameters that have joined; ``logical_of_rows`` gives int64 ``[L, E/R]`` on the
-    model's device, the logical expert of each row here."""
+class Gradients(LoopHooks):
+    """Gradients of one model: each contribution is reduced once, and all are clipped by one norm.
+    Without an optimizer a backward pass through experts is refused."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        dense_parameters: Mapping[str, Tensor],
-        logical_of_rows: Callable[[], Tensor],
-        *,
-        follow: Callable[[], None],
-    ) -> None:
+    def __init__(self, runtime: Runtime, tensors: ModelTensors, loop: LoopState) -> None:
         groups = runtime.groups
+        self._runtime, self._loop = runtime, loop
         self._registry = runtime.registry
         self._replicas = runtime.maps.replicas
-        self._dense_parameters = dense_parameters
-        self._logical_of_rows, self._num_experts = logical_of_rows, runtime.placement.num_experts
+        self._parameters = runtime.parameters
+        self._dense_parameters = tensors.dense
+        self._num_experts = runtime.placement.num_experts
         self._groups, self._device = groups, runtime.device
-        self._follow = follow
-        self._sliced = any(is_sliced(parameter) for parameter in self._registry.parameters())
+        self._sliced = tensors.sliced
         self._averaged: list[Averaging] = []
         if runtime.averages_dense:
-            self._averaged.append(Averaging(dense_parameters, groups.data, groups.job.gradient_divisor))
+            self._averaged.append(Averaging(tensors.dense, groups.data, groups.job.gradient_divisor))
         self._of_experts: Averaging | None = None
         if groups.expert_data is not None and not self._sliced:
             self._of_experts = Averaging(
@@ -48,20 +63,62 @@ class Gradients:
             self._averaged.append(self._of_experts)
         self._first = True
         self._new = True
+        self._divisor = runtime.divisors.at_parameters
+        self._trained_at_attach = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
+        self._divided: set[str] = set()
+        self._divide_trained()
+
+    def _divide_trained(self) -> None:
+        """Divide gradients of parameters that are trained since the last call; sliced ones are where they are
+        computed."""
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad and name not in self._divided and not is_sliced(parameter):
+                parameter.register_hook(partial(self._divide, parameter))
+                self._divided.add(name)
+
+    @torch.compiler.disable
+    def _divide(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        if not self._loop.has_optimizer:
+            raise RuntimeError(
+                "a backward pass through experts that were attached without an optimizer: their gradients would not be "
+                "scaled nor reduced; give the optimizer to attach, or one that is made later to "
+                "balancer.adopt(optimizer), on every rank"
+            )
+        self.arrives(parameter)
+        return gradient if self._divisor == 1 else torch.div(gradient, self._divisor)
 
     def begin(self) -> None:
-        """Begin new gradients after an optimizer's step."""
+        """Begin new gradients."""
         self._first = True
-        self.moved()
+        self.on_moved()
 
-    def moved(self) -> None:
+    def on_step_end(self) -> None:
+        self.begin()
+
+    def on_moved(self) -> None:
         """Note that experts have moved between steps, with their gradients."""
         for averaging in self._averaged:
             averaging.step_is_over()
 
-    def forward_begins(self) -> None:
-        """Expect new gradients, of slices where no hook sees them."""
-        self._new = self._new or self._sliced
+    def on_forward_begin(self, trains: bool) -> None:
+        """Expect new gradients in training; RuntimeError: replicas have no place for some."""
+        if not trains:
+            return
+        for name, parameter in self._parameters.items() if self._replicas is not None else ():
+            if foreign_hooks(parameter):
+                raise RuntimeError(
+                    f"{name} has gradient hooks, and with replica slots a part of its gradient comes from copies, past "
+                    "them: change gradients after balancer.reduce_gradients() instead, or use replica_slots=0"
+                )
+            if parameter.requires_grad and name not in self._trained_at_attach:
+                raise RuntimeError(
+                    f"{name} was frozen when the model was attached and is trained now, but its copies gather no "
+                    "gradients: freeze it again, unfreeze it before attach, or use replica_slots=0"
+                )
+        self._divide_trained()
+        if self._replicas is not None and not in_recompute() and not self._runtime.channels.busy:
+            self._replicas.abandon()
+        self._new = self._new or self._sliced  # of slices no hook sees them
         if self._sliced and self._registry.has_left_behind:
             self._registry.forget_zeroed()
 
@@ -73,9 +130,11 @@ class Gradients:
         if self._of_experts is not None:
             self._of_experts.arrives(parameter)
 
+    def before_step(self) -> None:
+        self.reduce()
+
     def reduce(self) -> None:
         """Reduce all gradients for the optimizer; without new ones nothing happens. Collective."""
-        self._follow()
         if self._registry.has_left_behind:
             self._registry.refuse_left_behind()
         if self._replicas is not None:  # replicas may have gradients that no home shows yet
@@ -155,5 +214,275 @@ class Gradients:
                 # Also where there is none: other ranks may have one, and all meet for each.
                 gradients.append((layer, [] if gradient is None else local(gradient)))
         slices = self._groups.expert_data if self._sliced and not self._groups.job.divided_rows else None
-        rows_LH = self._logical_of_rows()
+        self._loop.end_broken_off()
+        job = self._groups.job
+        # The logical expert of each row here; of divided rows [L, E/(R D)].
+        rows_LH = self._runtime.maps.table.logical_of_rows(job.ep_rank).unflatten(1, (job.row_division, -1))
+        rows_LH = rows_LH[:, job.row_rank % job.row_division]
         return powers_of_experts(gradients, rows_LH, self._num_experts, self._groups, slices, norm_type)
+
+
+def foreign_hooks(parameter: Tensor) -> list[Callable[..., Any]]:
+    """Foreign hooks on the gradient of a parameter (``register_hook``, ``register_post_accumulate_grad_hook``): neither
+    this package's nor those of torch's own wrappers of models."""
+    both = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+    return [hook for hooks in both for hook in (hooks or {}).values() if not _is_known(hook)]
+
+
+def why_rows_stay(parameters: Mapping[str, Tensor]) -> str:
+    """Name foreign gradient hooks on experts, which may go by row: nobody can tell. Empty: there are none."""
+    name = next((name for name, parameter in parameters.items() if foreign_hooks(parameter)), "")
+    return name and (
+        f"{name} has gradient hooks, and one that goes by row would act on other experts once these have moved: "
+        "experts stay where they are while it is there; remove it, and change the gradients of an expert after "
+        "balancer.reduce_gradients(), by a mask that moves with it (balancer.register)"
+    )
+
+
+def _is_known(hook: Callable[..., Any]) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    owner = getattr(hook, "__self__", hook)
+    made_in = str(getattr(hook, "__module__", None) or type(owner).__module__)
+    return made_in.startswith((f"{__name__.partition('.')[0]}.", "torch.distributed."))
+
+
+class Averaging:
+    """Sums the gradients of some parameters, the same on every rank of a group, and divides them; more may join.
+    ``in_rank_order``: each element in the order of the ranks, for rows that move. ``hooked_by_caller``: the caller
+    calls `arrives`; else hooks do."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        group: dist.ProcessGroup,
+        divisor: int,
+        *,
+        in_rank_order: bool = False,
+        hooked_by_caller: bool = False,
+    ) -> None:
+        self._parameters = parameters
+        self._group = group
+        self._divisor = divisor
+        self._in_rank_order = in_rank_order
+        self._any_may_bring_it = group.size() == divisor
+        self._hooked_by_caller = hooked_by_caller
+        self._watched: set[Tensor] = set()
+        self._joined = 0
+        self._arrived: set[Tensor] = set()
+        self._any_taken = False
+        self._alike: set[Tensor] = set()
+        self._reduced: dict[Tensor, weakref.ref[Tensor]] = {}
+        self._left: dict[Tensor, tuple[weakref.ref[Tensor], int]] = {}
+        self._captured: set[Tensor] = set()
+
+    @property
+    def has_new(self) -> bool:
+        """Whether a backward pass has brought gradients since the last reduction, or parameters have joined."""
+        self._join()
+        return self._any_taken or bool(self._arrived)
+
+    @property
+    def has_replaced(self) -> bool:
+        """Return whether gradients are other tensors than a reduction left: a loop may have put raw ones aside."""
+        return any(map(self._is_replaced, self._alike))
+
+    def arrives(self, parameter: Tensor) -> None:
+        """Note that a backward pass is about to add to this gradient."""
+        self._arrived.add(parameter)
+        if parameter in self._alike:
+            self._alike.discard(parameter)
+            self._leave_to_the_first(parameter)
+        if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._captured.add(parameter)  # replays bring gradients that nobody hears of
+
+    def step_is_over(self) -> None:
+        """Note that the optimizers have used the gradients, which may stay, be added to or be used again."""
+        if not self._any_may_bring_it:
+            gradients = [(parameter, parameter.grad) for parameter in self._alike]
+            self._left = {p: (weakref.ref(g), g._version) for p, g in gradients if g is not None}
+
+    @torch.no_grad()
+    def reduce(self, *, first: bool) -> None:
+        """Sum new gradients in place. Collective over the group.
+
+        A parameter without a gradient on some ranks takes part with zeros. One without a gradient on every rank stays
+        so.
+
+        Args:
+            first: for the first time since a step ended: gradients may have been written by hand.
+
+        Raises:
+            RuntimeError: a gradient that was used was then rewritten in place, and no backward pass has run since; or
+                one was replaced that one rank alone may bring.
+        """
+        self._join()
+        parameters = list(self._parameters.values())
+        if not parameters:
+            return
+        here = [self._here(name, parameter, first) for name, parameter in self._parameters.items()]
+        everywhere = maxima(torch.tensor(here, dtype=torch.uint8).to(parameters[0].device), self._group)
+        kinds, gradients = self._kinds_by_rank(everywhere.tolist()), []
+        for parameter, own_kind, highest in zip(parameters, here, kinds, strict=True):
+            if highest == NEW:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                elif own_kind == ALIKE:
+                    self._leave_to_the_first(parameter)
+                gradients.append(parameter.grad)
+            if highest > TAKEN:
+                self._alike.add(parameter)
+        self._average(gradients)
+        self._any_taken = TAKEN in kinds  # on any rank: it may come back, and all ranks shall meet for it
+        self._arrived = {p for p, own, most in zip(parameters, here, kinds, strict=True) if own == most == TAKEN}
+        self._left.clear()
+        self._reduced = {p: weakref.ref(p.grad) for p in self._alike if p.grad is not None}
+
+    def _here(self, name: str, parameter: Tensor, first: bool) -> int:
+        gradient = parameter.grad
+        if gradient is None:
+            self._alike.discard(parameter)
+            return TAKEN if parameter in self._arrived else NONE
+        self._watch(parameter)
+        if parameter in self._arrived or parameter not in self._alike or (first and parameter in self._captured):
+            return NEW
+        if not first:
+            return REPLACED if self._is_replaced(parameter) else ALIKE
+        if self._any_may_bring_it:
+            return NEW
+        left, version = self._left.get(parameter, (lambda: gradient, gradient._version))
+        if left() is not gradient:
+            return NEW
+        if version != gradient._version and gradient.any():
+            raise RuntimeError(
+                f"the gradient of {name} is the one that the last step used, rewritten in place, and no backward pass "
+                "has run since: nobody can tell whether it is summed over ranks already; give new gradients in new "
+                "tensors (parameter.grad = ...), or change them between reduce_gradients() and optimizer.step()"
+            )
+        return ALIKE
+
+    def _is_replaced(self, parameter: Tensor) -> bool:
+        left, gradient = self._reduced.get(parameter), parameter.grad
+        return left is not None and gradient is not None and left() is not gradient
+
+    def _kinds_by_rank(self, highest: list[int]) -> list[int]:
+        """Distinguish replaced gradients that are still equal on all ranks from new ones; RuntimeError: a sum of them
+        might add contributions twice. Collective if there are any."""
+        replaced = [number for number, one in enumerate(highest) if one == REPLACED]
+        if not replaced:
+            return highest
+        named = list(self._parameters.items())
+        gradients = [named[number][1].grad for number in replaced]
+        device = named[0][1].device
+        sums = bit_sums([torch.zeros(1, device=device) if one is None else one for one in gradients], device)
+        lowest, highest_sum = extremes(sums, self._group)
+        for number, low, high in zip(replaced, lowest.tolist(), highest_sum.tolist(), strict=True):
+            if low == high:
+                highest[number] = ALIKE
+                continue
+            if not self._any_may_bring_it:
+                raise RuntimeError(
+                    f"the gradient of {named[number][0]} was summed over ranks, and then replaced by other tensors "
+                    "that differ from rank to rank: nobody can tell what of them is summed already; put gradients "
+                    "aside after balancer.reduce_gradients(), or clip_grad_norm_, not before"
+                )
+            highest[number] = NEW
+        return highest
+
+    def _leave_to_the_first(self, parameter: Tensor) -> None:
+        """Let one rank alone bring a gradient that all have alike."""
+        gradient = parameter.grad
+        if gradient is None or self._any_may_bring_it:
+            return
+        with torch.no_grad():
+            if dist.get_rank(self._group) != 0:
+                gradient.zero_()
+            elif self._divisor != 1:
+                gradient.mul_(self._divisor)
+
+    def _join(self) -> None:
+        """Watch parameters that have joined since the last call, or are trained since."""
+        if self._joined == len(self._parameters):
+            return
+        self._joined = len(self._parameters)
+        for parameter in self._parameters.values():
+            self._watch(parameter)
+
+    def _watch(self, parameter: Tensor) -> None:
+        if parameter in self._watched or not parameter.requires_grad:
+            return
+        self._watched.add(parameter)
+        if parameter.grad is not None:
+            self._arrived.add(parameter)
+        if self._hooked_by_caller:
+            return
+        # Not when it has been added to .grad: a loop may add to that itself what torch.autograd.grad gives it.
+        parameter.register_hook(partial(self._hook, parameter))
+
+    @torch.compiler.disable
+    def _hook(self, parameter: Tensor, _: Tensor) -> None:
+        self.arrives(parameter)
+
+    def _average(self, gradients: Sequence[Tensor]) -> None:
+        for bucket in _buckets(gradients):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            if self._in_rank_order:
+                flat = sum_in_rank_order(flat, self._group)
+            else:
+                dist.all_reduce(flat, group=self._group)
+            flat.div_(self._divisor)
+            for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+
+def sum_in_rank_order(flat_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over the ranks of a group, each element added in the order of the ranks. An all-reduce adds in an
+    order that depends on an element's place: an expert's gradient would depend on its slot. Here each rank sums one
+    part."""
+    ranks = group.size()
+    if ranks <= 2:  # a + b is b + a
+        dist.all_reduce(flat_N, group=group)
+        return flat_N
+    part = -(-flat_N.numel() // ranks)
+    padded = torch.nn.functional.pad(flat_N, (0, part * ranks - flat_N.numel()))
+    shards_RN = torch.empty_like(padded)
+    dist.all_to_all_single(shards_RN, padded, group=group)
+    first, *others = shards_RN.view(ranks, part)
+    for other in others:
+        first.add_(other)
+    return gather_rows(first, group).view(-1)[: flat_N.numel()]
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for same in by_dtype.values():
+        bucket: list[Tensor] = []
+        size = 0
+        for gradient in same:
+            if bucket and size + gradient.nbytes > BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(gradient)
+            size += gradient.nbytes
+        yield bucket
+
+
+def bit_words(tensor: Tensor) -> Tensor:
+    """The elements of a tensor as whole numbers of their size."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def bit_sums(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """int64: the sum of all bits of each tensor as whole numbers, which a change of any element changes; 0 of None.
+    Computed on their device without a sync; each tensor is read once."""
+    sums = [torch.zeros((), dtype=torch.int64, device=device)] * len(tensors)
+    for place, tensor in enumerate(tensors):
+        if tensor is not None:
+            words = bit_words(tensor.detach())
+            if tensor.is_contiguous() and tensor.nbytes % 8 == 0 and words.storage_offset() * words.itemsize % 8 == 0:
+                words = words.reshape(-1).view(torch.int64)  # the longest: fewer to add
+            sums[place] = torch.sum(words, dtype=torch.int64)
+    return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=device)

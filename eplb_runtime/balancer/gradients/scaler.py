@@ -21,9 +21,9 @@ class GradientOwner(Protocol):
     """A balancer, as far as scaling needs it."""
 
     @property
-    def _runtime(self) -> Runtime: ...
+    def runtime(self) -> Runtime: ...
 
-    def _around_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    def around_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """Encloses the step of an optimizer, which may be skipped on all ranks."""
 
     def reduce_gradients(self) -> None: ...
@@ -38,7 +38,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def __init__(self, balancer: GradientOwner, **options: Any) -> None:
-        super().__init__(balancer._runtime.device.type, **options)
+        super().__init__(balancer.runtime.device.type, **options)
         self._balancer = balancer
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -49,9 +49,9 @@ class GradScaler(torch.amp.GradScaler):
         super().unscale_(optimizer)
         # As torch's ShardedGradScaler does it for FSDP, whose flag has a shape that fused optimizers cannot take.
         found: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        device = self._balancer._runtime.device
+        device = self._balancer.runtime.device
         anywhere = torch.stack([torch.zeros((), device=device), *(flag.to(device) for flag in found.values())]).amax()
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._balancer._runtime.groups.everyone)
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._balancer.runtime.groups.everyone)
         for key in found or [device]:
             found[key] = anywhere.to(key)
 
@@ -60,5 +60,5 @@ class GradScaler(torch.amp.GradScaler):
         agreed on. If one of several optimizers has an overflow, the others step."""
         if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.unscale_(optimizer)
-        with self._balancer._around_step(optimizer):
+        with self._balancer.around_step(optimizer):
             return super().step(optimizer, *args, **kwargs)

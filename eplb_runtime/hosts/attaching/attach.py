@@ -1,8 +1,8 @@
-"""From described models and optimizers to a running balancer, the same way for every framework.
+"""From described models and optimizers to a running balancer, the same way for every framework, in four functions.
 
-A host answers where the experts are (`MoELayer`); everything else - groups, sharding, registry, hooks - is here. First
-all that is expected to fail: connections, measurements, checks. Then the model is cut; what fails from there on, on any
-rank, leaves models and optimizers on all ranks as they were.
+A host answers where the experts are (`MoELayer`); everything else - groups, sharding, registry, hooks - is here: `join`
+-> `check_all` -> `shard` -> `build_runtime`, and `install` lets models reach the balancer. Each returns a frozen value.
+What fails, on any rank, leaves models and optimizers on all ranks as they were.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,10 +25,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...balancer.balancer import Balancer
-from ...balancer.gradients.division import Divisors
 from ...balancer.model_check import ModelCheck
 from ...balancer.rebalancer import new_transport
-from ...balancer.runtime import Barrier, Runtime
+from ...balancer.runtime import Barrier, Divisors, Runtime
 from ...checkpoint.stream import Exporter
 from ...checkpoint.weights import weights_of
 from ...config import BalancerConfig, launcher_environment, take_trial
@@ -40,7 +40,7 @@ from ...load.counter import LoadCounter
 from ...load.expert_clock import ExpertClock
 from ...load.series import RecordedJob
 from ...moe.dispatch import OVER_TORCH, DispatchChoice, choose_together, make_dispatcher, notes
-from ...moe.dispatch.base import DispatchContext, Dispatcher
+from ...moe.dispatch.base import DispatchContext
 from ...moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ...moe.dispatch.count_exchange import CountExchange
 from ...moe.experts.registry import ExpertTensors
@@ -59,17 +59,22 @@ from ...replicas.sharded import ReplicaGather
 from ...replicas.sync import ReplicaSync
 from ...topology import Topology
 from ...utils.errors import one_line
-from .checks import check, raise_on_all, undone_on_failure, wait_for_ranks, why_not_single
+from .checks import check, raise_on_all, rollback, wait_for_ranks, why_not_single
 from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
-from .forwards import Forwards
-from .meta import make_buffers, make_parameters
-from .optimizers import Optimizers, homes_of, refuse_on_all
+from .optimizers import Optimizers, follow_forwards, homes_of, refuse_on_all
 from .replicas import local_experts, transport_of_copies
-from .self_test import LayerTest, problems_of, try_layers
-from .sharding import cut_rows, install, note_of_odd_rows, rows_of_rank
+from .self_test import LayerTest, problems_of
+from .sharding import (
+    Before,
+    cut_rows,
+    install_parameter,
+    make_buffers,
+    make_parameters,
+    note_of_odd_rows,
+    rows_of_rank,
+)
 from .state_hooks import Homes, mark_parameter, mark_state, warn_once_of_parts
 from .trial import TrialRun, begin_record, layout_of
-from .undo import Before
 
 logger = logging.getLogger("eplb_runtime")
 T = TypeVar("T")
@@ -97,63 +102,57 @@ def attach_stages(
     if trial is not None:
         begin_record(trial)
         config, ranks = layout_of(trial, config, ranks)
-    runs_own_way = trial is not None and trial.layout == "single"
-    made = _connect(_Given(stages, optimizers, config, device, container, runs_own_way), ranks)
-    groups = made.groups
-    steppers = _of_torch([*optimizers, *([container] if container is not None else [])])
-    undo = [Before([stage.model for stage in stages], steppers).restore, made.transport.close]
-    with undone_on_failure(groups, undo):
-        cut, routed = _on_all_or_none(lambda: _spread(made), groups)
-        balancer, hooked = _balance(made, cut, routed)
-        undo[1] = balancer.close
-        _on_all_or_none(lambda: _hook(made, cut, balancer, hooked), groups)
-        _on_all_or_none(lambda: _record(made, cut, balancer), groups)
-        balancer._begin()
-        for problem in problems_of([layer for _, _, layer in made.layers], made.tests):
-            balancer._guard.report(problem)
-        raise_on_all("", groups)  # one that failed since the last exchange hangs up, which ends it on all
-    groups.settle()
-    made.transport.wait_at_most(config.timeout_seconds)
-    of_bits = _notes(made, cut)
-    if groups.job.is_planner:
+    single = trial is not None and trial.layout == "single"
+    joined = join(Request(stages, optimizers, config, device, container, single), ranks)
+    with rollback(joined.groups) as undo:
+        links = undo.enter_context(ExitStack())
+        checked = check_all(joined, links)
+        steppers = _of_torch([*optimizers, *([container] if container is not None else [])])
+        undo.callback(Before([stage.model for stage in stages], steppers).restore)
+        shards, runtime = _on_all_or_none(lambda: _sharded(checked), joined.groups)
+        checked.copies.open()
+        balancer = _balancer(checked, runtime)
+        links.pop_all()  # the balancer closes them
+        links.callback(balancer.close)
+        _on_all_or_none(lambda: install(checked, shards, balancer), joined.groups)
+        balancer.begin()
+        for problem in problems_of([layer for _, _, layer in joined.layers], checked.tests):
+            balancer.guard.report(problem)
+        of_bits = _notes(checked, shards)
+        # The last exchange: a rank that fails any later is one that the others do not learn of.
+        _on_all_or_none(lambda: _record(checked, balancer), joined.groups)
+    joined.groups.settle()
+    checked.transport.wait_at_most(config.timeout_seconds)
+    if joined.job.is_planner:
         _log_attached(balancer)
         for line in of_bits:
             logger.warning("%s", line)
     if trial is not None:
         balancer.config = replace(config, policy=given.policy)  # `declare` and the like are allowed as ever
-        untried = [
-            f"{name} ({test.untried})"
-            for (_, name, _), test in zip(made.layers, made.tests, strict=True)
-            if test.untried
-        ]
+        tested = zip(joined.layers, checked.tests, strict=True)
+        untried = [f"{name} ({test.untried})" for (_, name, _), test in tested if test.untried]
         known = {"notes": of_bits, "untried": untried, "not_single": not_single, "replica_slots": given.replica_slots}
         TrialRun(trial, balancer, stages, known)
     return balancer
 
 
 @dataclass(frozen=True)
-class _Given:
-    """Arguments of an attach. ``runs_own_way``: layers whose experts are all here compute by their own code."""
+class Request:
+    """Arguments of an attach. ``single``: layers compute by their own code, since all experts are on each rank."""
 
     stages: Sequence[Stage]
     optimizers: Sequence[AnyOptimizer]
     config: BalancerConfig
     device: torch.device
     container: torch.optim.Optimizer | None
-    runs_own_way: bool
+    single: bool
 
 
 @dataclass(frozen=True)
-class _Connected(_Given):
-    """What was made and found before anything of the model is changed."""
+class Connected(Request):
+    """A request whose ranks have found each other."""
 
     groups: ProcessGroups
-    topology: Topology
-    transport: Transport
-    placement: Placement
-    dispatch: DispatchChoice
-    copies: RowTransport
-    tests: Sequence[LayerTest]
 
     @property
     def job(self) -> Job:
@@ -180,7 +179,19 @@ class _Connected(_Given):
 
 
 @dataclass(frozen=True)
-class _Cut:
+class Checked(Connected):
+    """What nothing is refused in, and what carries its tokens, experts and copies; nothing of the model is changed."""
+
+    topology: Topology
+    transport: Transport
+    placement: Placement
+    dispatch: DispatchChoice
+    copies: RowTransport
+    tests: Sequence[LayerTest]
+
+
+@dataclass(frozen=True)
+class Shards:
     """What is left of the experts on this rank: parameters by name, and weak references to those they replace."""
 
     registry: ExpertTensors
@@ -190,50 +201,37 @@ class _Cut:
     replaced: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Routed:
-    """What counts, routes and exchanges the tokens of all layers."""
-
-    channels: MicroBatchChannels
-    kernels: Kernels
-    maps: Maps
-    counter: LoadCounter
-    expert_clock: ExpertClock
-    dispatcher: Dispatcher
-    divisors: Divisors
-    layers: list[ExpertParallelLayer | HostDispatchedLayer]
-
-
-def _connect(given: _Given, ranks: Ranks) -> _Connected:
-    """Make groups, check everything that can be refused, and choose what carries tokens and experts. Collective."""
-    stages, config, device = given.stages, given.config, given.device
+def join(request: Request, ranks: Ranks) -> Connected:
+    """Make groups of all ranks. Collective."""
     gc.collect()  # models that are gone, and attaches that failed, leave connections in cycles of references
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # nothing uses those groups any more, here and then on any rank
+    if request.device.type == "cuda":
+        torch.cuda.synchronize(request.device)  # nothing uses those groups any more, here and then on any rank
+    sizes = [len(stage.host.layers) for stage in request.stages]
     try:
-        groups = ProcessGroups(ranks, [len(stage.host.layers) for stage in stages], device, config.timeout_seconds)
+        groups = ProcessGroups(ranks, sizes, request.device, request.config.timeout_seconds)
     except Exception as error:
         raise AttachError(one_line(error, with_type=True)) from error
-    undo: list[Callable[[], None]] = []
-    with undone_on_failure(groups, undo):
-        give_back_dropped()
-        seconds, job = groups.setup_seconds, groups.job
-        transport = new_transport(config, groups.migration, groups.backend, device, seconds)
-        undo.append(transport.close)
-        transport.warm_up(time.monotonic() + seconds)
-        topology = Topology.from_launcher(launcher_environment(), job.ep_size, job.ep_sets)
-        peers = [job.migration_ranks.index(rank) for rank in job.ep_ranks]
-        topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
-        placement = check(stages, given.optimizers, config, groups, device)
-        layers = [layer for stage in stages for layer in stage.host.layers]
-        tests = try_layers(layers, config.guard)
-        raise_on_all("" if config.guard == "warn" else next(iter(problems_of(layers, tests)), ""), groups)
-        dispatch = choose_together(config, groups.dispatch, topology, device, seconds)
-        raise_on_all(dispatch.problem, groups)
-        copies = transport_of_copies(config, groups, topology, device)
-    return _Connected(
-        **vars(given),
-        groups=groups,
+    return Connected(**vars(request), groups=groups)
+
+
+def check_all(joined: Connected, links: ExitStack) -> Checked:
+    """Refuse everything that can be refused, and choose what carries tokens and experts. Collective; all ranks raise,
+    or none. ``links`` ends what was made."""
+    config, groups, device = joined.config, joined.groups, joined.device
+    give_back_dropped()
+    seconds, job = groups.setup_seconds, groups.job
+    transport = new_transport(config, groups.migration, groups.backend, device, seconds)
+    links.callback(transport.close)
+    transport.warm_up(time.monotonic() + seconds)
+    topology = Topology.from_launcher(launcher_environment(), job.ep_size, job.ep_sets)
+    peers = [job.migration_ranks.index(rank) for rank in job.ep_ranks]
+    topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
+    placement, tests = check(joined.stages, joined.optimizers, config, groups, device)
+    dispatch = choose_together(config, groups.dispatch, topology, device, seconds)
+    raise_on_all(dispatch.problem, groups)
+    copies = transport_of_copies(config, groups, topology, device)
+    return Checked(
+        **vars(joined),
         topology=topology,
         transport=transport,
         placement=placement,
@@ -243,56 +241,56 @@ def _connect(given: _Given, ranks: Ranks) -> _Connected:
     )
 
 
-def _spread(made: _Connected) -> tuple[_Cut, _Routed]:
+def _sharded(made: Checked) -> tuple[Shards, Runtime]:
     """Leave this rank its experts, and let layers go the expert-parallel way. Nothing here waits for other ranks."""
-    cut = _cut(made)
-    return cut, _route(made, cut)
+    shards = shard(made)
+    return shards, build_runtime(made, shards)
 
 
-def _cut(made: _Connected) -> _Cut:
+def shard(made: Checked) -> Shards:
     """Leave this rank its experts, and give the rest its memory."""
     for stage in made.stages:
         make_buffers(stage.model, made.device, stage.host.remake_buffers)
     config, job, placement = made.config, made.job, made.placement
     homes_per_rank = placement.num_experts // len(job.row_ranks)
     move_gradients = config.migration.move_gradients
-    cut = _Cut(ExpertTensors(placement.num_layers, homes_per_rank, made.optimizers, move_gradients))
+    shards = Shards(ExpertTensors(placement.num_layers, homes_per_rank, made.optimizers, move_gradients))
     gradients = ReplicaPool(config.replica_slots, made.copies.zeros, job.row_division) if made.optimizers else None
     for index, name, layer in made.layers:
         if layer.slots:  # its host has made nothing but this rank's experts
             for own_name, tensor in layer.tensors().items():
-                cut.registry.add(index, own_name, tensor)
+                shards.registry.add(index, own_name, tensor)
         else:
-            _cut_layer(made, cut, index, name, layer, gradients)
+            _shard_layer(made, shards, index, name, layer, gradients)
         for own_name in layer.parameters:
-            cut.layer_of_parameter[f"{name}.{own_name}"] = index
-            cut.parameters[f"{name}.{own_name}"] = layer.parameter(own_name)
+            shards.layer_of_parameter[f"{name}.{own_name}"] = index
+            shards.parameters[f"{name}.{own_name}"] = layer.parameter(own_name)
     for stage in made.stages:
         make_parameters(stage.model, made.device)
-    return cut
+    return shards
 
 
-def _cut_layer(
-    made: _Connected, cut: _Cut, index: int, name: str, layer: MoELayer, gradients: ReplicaPool | None
+def _shard_layer(
+    made: Checked, shards: Shards, index: int, name: str, layer: MoELayer, gradients: ReplicaPool | None
 ) -> None:
     """Put this rank's experts of a layer in the module and the optimizers, and register them."""
-    slots, parts = made.config.replica_slots, made.job.row_division
+    slots, parts, keep = made.config.replica_slots, made.job.row_division, made.single
     spread, rows = spread_of(layer.experts) is not None, rows_of_rank(made.placement, made.job.ep_rank)[index]
-    keep = made.runs_own_way
     homes = [layer.parameter(n) if spread else cut_rows(layer, n, rows, made.device, keep) for n in layer.parameters]
     if slots:
-        cut.banks[index] = ReplicaBank(homes, slots, made.copies.zeros, gradients, parts)
-        homes = cut.banks[index].parameters
+        shards.banks[index] = ReplicaBank(homes, slots, made.copies.zeros, gradients, parts)
+        homes = shards.banks[index].parameters
     for own_name, parameter in zip(layer.parameters, homes, strict=True):
         if parameter is not (old := layer.parameter(own_name)):
-            cut.replaced[f"{name}.{own_name}"] = weakref.ref(old)
-            install(layer, own_name, parameter, None if spread else rows, _of_torch(made.optimizers))
-        cut.registry.add(index, own_name, parameter)
-    cut.replaced.update(layer.replaced)
+            shards.replaced[f"{name}.{own_name}"] = weakref.ref(old)
+            install_parameter(layer, own_name, parameter, None if spread else rows, _of_torch(made.optimizers))
+        shards.registry.add(index, own_name, parameter)
+    shards.replaced.update(layer.replaced)
 
 
-def _route(made: _Connected, cut: _Cut) -> _Routed:
-    """Put the expert-parallel way in the place of each layer's own."""
+def build_runtime(made: Checked, shards: Shards) -> Runtime:
+    """Make what counts, routes and exchanges the tokens of all layers, and put it in the place of each layer's own
+    way."""
     groups, job, config, placement, device = made.groups, made.job, made.config, made.placement, made.device
     channels = MicroBatchChannels(
         MicroBatchChannel(groups.dispatch, groups.counts),
@@ -301,7 +299,7 @@ def _route(made: _Connected, cut: _Cut) -> _Routed:
         seconds=host_timeout(groups.backend).total_seconds(),
     )
     kernels = kernels_for(device) if config.dispatch.kernels else Kernels()
-    maps = _maps(made, cut, kernels)
+    maps = _maps(made, shards, kernels)
     counter = LoadCounter(placement.num_layers, placement.num_experts, config.interval, device)
     clock, forward_tag = ExpertClock(device), ForwardTag(job.ep_ranks, job.rank)
     if job.is_planner and config.dispatch.name != "all_to_all":
@@ -312,9 +310,10 @@ def _route(made: _Connected, cut: _Cut) -> _Routed:
     context = LayerContext(
         counter, maps.table, maps.splitter, dispatcher, exchange_counts, forward_tag, channels, kernels.count_and_map
     )
-    experts = {id(parameter) for parameter in cut.registry.parameters()}
-    rest = [p for stage in made.stages for p in stage.model.parameters() if id(p) not in experts]
-    is_sharded = any(is_sliced(p) for p in rest)
+    experts = {id(parameter) for parameter in shards.registry.parameters()}
+    named = {stage.prefix + n: (stage, p) for stage in made.stages for n, p in stage.model.named_parameters()}
+    rest = {name: (stage, p) for name, (stage, p) in named.items() if id(p) not in experts}
+    is_sharded = any(is_sliced(p) for _, p in rest.values())
     divisors = Divisors.of(job, by_host=made.host_dispatches, dense_is_sharded=is_sharded)
     real_tokens = {id(layer): stage.host.real_tokens for stage in made.stages for layer in stage.host.layers}
     layers: list[ExpertParallelLayer | HostDispatchedLayer] = []
@@ -324,91 +323,77 @@ def _route(made: _Connected, cut: _Cut) -> _Routed:
             shared: dict[str, Any] = {"counter": counter, "table": maps.table, "forward_tag": forward_tag}
             layers.append(HostDispatchedLayer(index, layer.experts, **shared, expert_clock=clock))
         else:
-            here = local_experts(index, layer, job, divisors, maps.replicas, cut.banks.get(index), gather)
+            here = local_experts(index, layer, job, divisors, maps.replicas, shards.banks.get(index), gather)
             layers.append(ExpertParallelLayer(index, layer.experts, here, context, real_tokens[id(layer)]))
-        watch = layer.watch if made.runs_own_way and test.has_own_way else None
+        watch = layer.watch if made.single and test.has_own_way else None
         if watch is not None and isinstance(layers[-1], ExpertParallelLayer):
             watch(layers[-1].see)
         else:
             layer.install(layers[-1])
-    return _Routed(channels, kernels, maps, counter, clock, dispatcher, divisors, layers)
+    return Runtime(
+        config=config,
+        groups=groups,
+        topology=made.topology,
+        placement=placement,
+        registry=shards.registry,
+        counter=counter,
+        expert_clock=clock,
+        maps=maps,
+        dense_parameters={name: p for name, (stage, p) in rest.items() if stage.host.dense_is_equal},
+        device=device,
+        layer_of_parameter=shards.layer_of_parameter,
+        parameters=shards.parameters,
+        layers=layers,
+        host_dispatches=made.host_dispatches,
+        channels=channels,
+        model_check=ModelCheck(
+            {stage.prefix: stage.model for stage in made.stages},
+            [(name, layer.experts, layer.parameters) for _, name, layer in made.layers],
+            shards.replaced,
+        ),
+        kernels=kernels,
+        divisors=divisors,
+        barrier=made.barrier,
+        dispatcher=dispatcher,
+    )
 
 
-def _maps(made: _Connected, cut: _Cut, kernels: Kernels) -> Maps:
+def _maps(made: Checked, shards: Shards, kernels: Kernels) -> Maps:
     config, job, nodes = made.config, made.job, made.topology.ranks_per_node
     table = SlotTable(made.placement, made.device)
     if not config.replica_slots:
         return Maps(table, None, None)
-    replicas = ReplicaSync(cut.banks, made.copies, job.row_rank, job.gradient_divisor, nodes, job.row_division)
+    replicas = ReplicaSync(shards.banks, made.copies, job.row_rank, job.gradient_divisor, nodes, job.row_division)
     split = config.dispatch
     settings = SplitSettings(nodes, split.split, split.split_locality, split.split_least_tokens, config.speed_R)
     splitter = BatchSplitter(made.placement, made.device, job.ep_rank, settings, count=kernels.count, deal=kernels.deal)
     if job.is_planner:
-        row_bytes = sum(local(p)[0].nbytes // job.row_division for bank in cut.banks.values() for p in bank.parameters)
-        size = config.replica_slots * row_bytes / 2**20
+        rows = [local(p)[0].nbytes // job.row_division for bank in shards.banks.values() for p in bank.parameters]
+        size = config.replica_slots * sum(rows) / 2**20
         logger.info("replica slots: %d per rank and layer, %.3g MiB of weights on a rank", config.replica_slots, size)
     return Maps(table, splitter, replicas)
 
 
-def _balance(made: _Connected, cut: _Cut, routed: _Routed) -> tuple[Balancer, Optimizers]:
-    """Make the balancer, and what will hook the optimizers. Collective: it waits for others itself, so a rank that
-    fails in it must not come to another exchange."""
-    made.copies.open()
-    experts = {id(p) for p in cut.registry.parameters()}
+def _balancer(made: Checked, runtime: Runtime) -> Balancer:
+    """Make the balancer. Collective: it waits for others itself, so a rank that fails in it must not come to another
+    exchange."""
     named = {stage.prefix + name: p for stage in made.stages for name, p in stage.model.named_parameters()}
-    hooked: list[Optimizers] = []
-
-    def hook_optimizers(balancer: Balancer) -> Optimizers:
-        hooked.append(Optimizers(balancer, named))
-        return hooked[0]
-
     # What makes the exports holds on to nothing else of the attaching.
     listed = {
         stage.number: partial(stage.host.weights or weights_of, stage.model, made.job.first_layer(stage.number))
         for stage in made.stages
     }
-    balancer = Balancer(
-        Runtime(
-            config=made.config,
-            groups=made.groups,
-            topology=made.topology,
-            placement=made.placement,
-            registry=cut.registry,
-            counter=routed.counter,
-            expert_clock=routed.expert_clock,
-            maps=routed.maps,
-            dense_parameters={
-                stage.prefix + name: parameter
-                for stage in made.stages
-                for name, parameter in stage.model.named_parameters()
-                if id(parameter) not in experts and stage.host.dense_is_equal
-            },
-            device=made.device,
-            layer_of_parameter=cut.layer_of_parameter,
-            parameters=cut.parameters,
-            layers=routed.layers,
-            host_dispatches=made.host_dispatches,
-            channels=routed.channels,
-            model_check=ModelCheck(
-                {stage.prefix: stage.model for stage in made.stages},
-                [(name, layer.experts, layer.parameters) for _, name, layer in made.layers],
-                cut.replaced,
-            ),
-            kernels=routed.kernels,
-            divisors=routed.divisors,
-            barrier=made.barrier,
-        ),
+    return Balancer(
+        runtime,
         made.transport,
-        hook_optimizers,
+        lambda balancer: Optimizers(balancer, named),
         lambda balancer: Exporter(balancer, listed),
     )
-    balancer._close_on_all_ranks_with(routed.dispatcher.close)
-    return balancer, hooked[0]
 
 
-def _hook(made: _Connected, cut: _Cut, balancer: Balancer, hooked: Optimizers) -> None:
+def install(made: Checked, shards: Shards, balancer: Balancer) -> None:
     """Let models and optimizers reach the balancer, and people find it. Nothing here waits for other ranks."""
-    balancer._runtime.model_check.keep_from_ddp(cut.parameters.values())
+    balancer.runtime.model_check.keep_from_ddp(shards.parameters.values())
     for stage in made.stages:
         _mark(stage, balancer)
         stage.host.save_together(balancer)
@@ -422,19 +407,16 @@ def _hook(made: _Connected, cut: _Cut, balancer: Balancer, hooked: Optimizers) -
         for own_name in layer.parameters if made.job.ep_size > 1 and made_with is None else ():
             mark_parameter(layer.parameter(own_name))
     for stage in made.stages:
-        balancer._end_with(stage.host.watch_batches())
-        layers = {layer for name, layer in cut.layer_of_parameter.items() if name.startswith(stage.prefix)}
-        balancer._forwards.append(Forwards(balancer, stage, frozenset(layers)))
-    if made.container is None:
-        hooked.add(made.optimizers)
-    else:
-        hooked.add_container(made.container, _of_torch(made.optimizers))
+        balancer.closing.callback(stage.host.watch_batches().remove)
+        layers = {layer for name, layer in shards.layer_of_parameter.items() if name.startswith(stage.prefix)}
+        follow_forwards(stage.model, balancer.loop, frozenset(layers))
+    balancer.optimizer_hooks.add(made.optimizers, made.container)
     if "torch._dynamo" in sys.modules:  # graphs made by now do not look whether a module has been given hooks since
         torch.compiler.reset()
     made.groups.go_with([stage.model for stage in made.stages])
 
 
-def _record(made: _Connected, cut: _Cut, balancer: Balancer) -> None:
+def _record(made: Checked, balancer: Balancer) -> None:
     """Let rank 0 write down and show what is measured, as far as that is wished."""
     config, topology, placement, job = made.config, made.topology, made.placement, made.job
     if not job.is_planner:
@@ -447,7 +429,7 @@ def _record(made: _Connected, cut: _Cut, balancer: Balancer) -> None:
             takes_no_replicas=int(made.host_dispatches),
             interval=config.interval or 0,
             device=made.device.type,
-            **_expert_sizes(cut.registry),
+            **_expert_sizes(balancer.runtime.registry),
         )
         recorder = Recorder(Path(config.run), placement.num_layers, placement.num_experts, recorded)
 
@@ -456,15 +438,13 @@ def _record(made: _Connected, cut: _Cut, balancer: Balancer) -> None:
             state_bytes = max(0, home_bytes - recorded.expert_bytes)
             recorder.write(load_TLE, steps, RecordedJob(optimizer_bytes=state_bytes, expert_seconds=expert_seconds))
 
-        balancer._record(write)
-        balancer._close_with(recorder.close)
-    shown = Shown(config, topology, placement, len(job.ranks), balancer._progress, job.layers_of_stage)
-    balancer._shown = shown
-    shown.follow(balancer.events)
-    balancer._close_with(shown.close)
+        balancer.rebalancer.decisions.record_with(write)
+        balancer.close_with(recorder.close)
+    progress = lambda: balancer.rebalancer.progress  # noqa: E731
+    balancer.show_on(Shown(config, topology, placement, len(job.ranks), progress, job.layers_of_stage))
 
 
-def _notes(made: _Connected, cut: _Cut) -> list[str]:
+def _notes(made: Checked, shards: Shards) -> list[str]:
     """Lines that say what makes bits depend on where experts are."""
     of_hosts = [line for stage in made.stages for line in stage.host.notes]
     drawing = [name for (_, name, _), test in zip(made.layers, made.tests, strict=True) if test.draws]
@@ -474,7 +454,7 @@ def _notes(made: _Connected, cut: _Cut) -> list[str]:
         if drawing
         else ""
     )
-    odd = note_of_odd_rows(cut.parameters)
+    odd = note_of_odd_rows(shards.parameters)
     return list(dict.fromkeys(filter(None, [*of_hosts, *notes(made.config), odd, draws])))
 
 

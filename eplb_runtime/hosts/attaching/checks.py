@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import xxhash
@@ -12,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ...balancer.gradients.division import foreign_hooks
+from ...balancer.gradients.reduction import foreign_hooks
 from ...config import BalancerConfig
-from ...distributed.consensus import barrier, deviating, first_problem, gather_rows, has_another
+from ...distributed.consensus import barrier, deviating, first_problem, gather_bytes, has_another
 from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Job, Ranks
 from ...moe.experts.elementwise import check_elementwise
@@ -24,8 +26,8 @@ from ...placement import Placement, PlacementError, uneven
 from ...utils.checksums import as_bytes, checksum
 from ...utils.errors import one_line
 from .description import AnyOptimizer, AttachError, HostModel, MoELayer, Spread, Stage, recorded, spread_of
-from .meta import has_meta
 from .optimizers import refuse_shared
+from .self_test import LayerTest, problems_of, try_layers
 
 
 def device_of(stages: Sequence[Stage], wanted: torch.device | str | None) -> torch.device:
@@ -53,48 +55,57 @@ def device_of(stages: Sequence[Stage], wanted: torch.device | str | None) -> tor
     return device
 
 
+def has_meta(model: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in [*model.parameters(), *(buffer for _, buffer in model.named_buffers())])
+
+
 def check(
     stages: Sequence[Stage],
     optimizers: Sequence[AnyOptimizer],
     config: BalancerConfig,
     groups: ProcessGroups,
     device: torch.device,
-) -> Placement:
-    """Return the placement to start from, or refuse before anything is changed. Collective; all ranks raise, or none.
-
-    Each rank first says what it has found by itself; then one exchange compares what ranks must have in common.
-    """
+) -> tuple[Placement, list[LayerTest]]:
+    """Return the placement to start from, and what tests of layers found, or refuse before anything is changed.
+    Collective; all ranks raise, or none: one exchange has what each rank refuses by itself, all at once, and what
+    ranks must have in common."""
     layers, job = [layer for stage in stages for layer in stage.host.layers], groups.job
-    facts, given, problem = list[_Fact](), None, ""
+    facts, given, problem, tests = list[_Fact](), None, "", list[LayerTest]()
     try:
         _check_here(stages, optimizers, config, groups, device)
         given = _given_placement(config)
         facts = _facts(stages, optimizers, config, job, "" if given is None else given.digest())
+        tests = try_layers(layers, config.guard)
+        problem = "" if config.guard == "warn" else next(iter(problems_of(layers, tests)), "")
     except AttachError as error:
         problem = str(error)
-    raise_on_all(problem, groups)
     before = spread_of(layers[0].experts) if layers else None
-    own = [xxhash.xxh3_128(fact.text.encode()).digest() for fact in facts]
-    own.append((layers[0].num_experts if layers else 0).to_bytes(15) + bytes([before is not None]))
-    rows = gather_rows(torch.frombuffer(bytearray(b"".join(own)), dtype=torch.uint8), groups.control)
-    rows_of = {rank: bytes(row) for rank, row in zip(job.ranks, rows.tolist(), strict=True)}
+    mine = (problem, [_digest(fact.text) for fact in facts], layers[0].num_experts if layers else 0, before is not None)
+    sent = gather_bytes(json.dumps(mine).encode(), groups.control)
+    said = dict(zip(job.ranks, map(json.loads, sent), strict=True))
+    for rank, (refused, *_) in said.items():
+        if refused:
+            raise AttachError(problem or f"rank {rank}: {refused}")
     for number, fact in enumerate(facts):
-        digests = {rank: row[number * 16 : number * 16 + 16] for rank, row in rows_of.items()}
+        digests = {rank: all_facts[number] for rank, (_, all_facts, *_) in said.items()}
         for together in [job.ranks] if fact.over_all else job.data_sets:
             if odd := deviating(digests, together):
                 raise AttachError(f"{has_another(odd, fact.what, together[0])}: {fact.hint}")
-    said = {(int.from_bytes(row[-16:-1]), bool(row[-1])) for row in rows_of.values()}
-    counts, spread = sorted({experts for experts, _ in said if experts}), {was for experts, was in said if experts}
+    counts, spread = ({one[place] for one in said.values() if one[2]} for place in (2, 3))
     if not counts:
         raise AttachError("no stage has an MoE layer: nothing to balance")
     if len(counts) > 1:
-        raise AttachError(f"the MoE layers have different numbers of experts ({counts}); they must be equal")
+        raise AttachError(f"the MoE layers have different numbers of experts ({sorted(counts)}); they must be equal")
     if len(spread) > 1:
         raise AttachError("shard_experts was called for some pipeline stages and not for others: call it for all")
-    placement = _initial_placement(config, job, counts[0], given)
+    placement = _initial_placement(config, job, min(counts), given)
     if before is not None:
-        _check_spread(before, placement, counts[0], config, job)
-    return placement
+        _check_spread(before, placement, min(counts), config, job)
+    return placement, tests
+
+
+def _digest(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 @dataclass(frozen=True)
@@ -138,9 +149,39 @@ def _check_here(
     groups: ProcessGroups,
     device: torch.device,
 ) -> None:
-    """What one rank can tell by itself."""
+    """Refuse what one rank can tell by itself: the first finding of each kind, all at once."""
     layers = [layer for stage in stages for layer in stage.host.layers]
-    if len(spread := {spread_of(layer.experts) for layer in layers}) > 1:
+    spread = {spread_of(layer.experts) for layer in layers}
+    replaced = [layer for layer in layers if config.replica_slots or spread_of(layer.experts) is None]
+    refused: dict[Callable[..., None], str] = {}
+    for one in (
+        partial(_check_models, stages, layers, config, groups, device),
+        *(partial(_check_tensors, layer, groups) for layer in layers),
+        *(partial(_check_nothing_is_lost, layer) for layer in replaced),
+        partial(_check_not_tied, [stage.model for stage in stages], layers),
+        partial(check_current, device),
+        partial(_check_optimizers, optimizers, layers, config),
+        *(partial(_check_sharded, one.model, one.host, config, groups.job) for one in stages if spread - {None}),
+    ):
+        try:
+            one()
+        except AttachError as error:
+            refused.setdefault(one.func, str(error))
+        except Exception:
+            if not refused:  # else it follows from what is refused
+                raise
+    if refused:
+        raise AttachError("; besides, ".join(refused.values()))
+
+
+def _check_models(
+    stages: Sequence[Stage],
+    layers: Sequence[MoELayer],
+    config: BalancerConfig,
+    groups: ProcessGroups,
+    device: torch.device,
+) -> None:
+    if len({spread_of(layer.experts) for layer in layers}) > 1:
         raise AttachError("some MoE layers were spread by shard_experts and others were not: build the model anew")
     for stage in stages:
         if refused := stage.host.refuses(config):
@@ -149,20 +190,10 @@ def _check_here(
             raise AttachError("record is open on this model: close it, and attach with BalancerConfig(run=...) instead")
         if sparse := [name for name, one in stage.model.named_modules() if getattr(one, "sparse", False) is True]:
             raise AttachError(f"{stage.prefix}{sparse[0]} has sparse gradients: make it with sparse=False")
-    for layer in layers:
-        _check_tensors(layer, groups)
-        if spread_of(layer.experts) is None or config.replica_slots:
-            _check_nothing_is_lost(layer)
-    _check_not_tied([stage.model for stage in stages], layers)
     if len(counts := {layer.num_experts for layer in layers}) > 1:
         raise AttachError(f"the MoE layers have different numbers of experts ({sorted(counts)}); they must be equal")
     if config.replica_slots and device.type != "cpu" and groups.backend == "gloo":
         raise AttachError("replica slots on a GPU need a backend for it: init_process_group('cpu:gloo,cuda:nccl')")
-    check_current(device)
-    _check_optimizers(optimizers, layers, config)
-    if spread - {None}:
-        for stage in stages:
-            _check_sharded(stage.model, stage.host, config, groups.job)
 
 
 def check_current(device: torch.device) -> None:
@@ -401,17 +432,19 @@ def raise_on_all(problem: str, groups: ProcessGroups) -> None:
 
 
 @contextmanager
-def undone_on_failure(groups: ProcessGroups, undo: Sequence[Callable[[], object]]) -> Iterator[None]:
-    """Where what is inside fails, tell the other ranks, undo it in this order, and close the groups."""
-    try:
-        yield
-    except BaseException as error:
-        cause = groups.explain(error)
-        for one in (*undo, groups.close):
-            one()
-        if not cause and (isinstance(error, AttachError) or not isinstance(error, Exception)):
-            raise
-        raise AttachError(cause or one_line(error, with_type=True)) from error
+def rollback(groups: ProcessGroups) -> Iterator[ExitStack]:
+    """Where what is inside fails, tell the other ranks, undo what was given to the stack, the last first, and close the
+    groups."""
+    with ExitStack() as undo:
+        undo.callback(groups.close)
+        try:
+            yield undo
+            undo.pop_all()
+        except BaseException as error:
+            cause = groups.explain(error)
+            if not cause and (isinstance(error, AttachError) or not isinstance(error, Exception)):
+                raise
+            raise AttachError(cause or one_line(error, with_type=True)) from error
 
 
 def wait_for_ranks(

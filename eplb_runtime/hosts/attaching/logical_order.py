@@ -32,11 +32,11 @@ class LogicalOrder:
 
     def __init__(self, balancer: Balancer) -> None:
         self._balancer = balancer
-        self.barrier: Callable[[str], None] = balancer._runtime.barrier
+        self.barrier: Callable[[str], None] = balancer.runtime.barrier
         self.weights_changed = balancer.weights_changed
-        everyone, seconds = list(balancer._runtime.job.ranks), balancer.config.timeout_seconds
+        everyone, seconds = list(balancer.runtime.job.ranks), balancer.config.timeout_seconds
         self.wait_for_all: Callable[[str], object] = lambda what: barrier(everyone, what, seconds, patient=True)
-        registry = balancer._runtime.registry
+        registry = balancer.runtime.registry
         self._layer_of = {id(p): layer for layer in registry.layers for p in registry.parameters(layer)}
 
     def layer_of(self, parameter: Tensor) -> int | None:
@@ -56,13 +56,13 @@ class LogicalOrder:
         return self._rearranged(tensor, np.arange(len(stand_E)), stand_E, name)
 
     def _rearranged(self, tensor: Tensor, here_E: Any, wanted_E: Any, name: str) -> DTensor:
-        rows = len(here_E) // len(self._balancer._runtime.job.row_ranks)
+        rows = len(here_E) // len(self._balancer.runtime.job.row_ranks)
         if not isinstance(tensor, DTensor) or local(tensor).shape[0] != rows:
             raise StateError(
                 f"{name} is no DTensor whose rows are divided over ranks as the model's are: load and save it "
                 "by the framework's own checkpoints"
             )
-        moved = rearranged(local(tensor), here_E, wanted_E, self._balancer._runtime.groups)
+        moved = rearranged(local(tensor), here_E, wanted_E, self._balancer.runtime.groups)
         return DTensor.from_local(
             moved, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )

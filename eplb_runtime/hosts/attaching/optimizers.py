@@ -14,11 +14,12 @@ from typing import Any
 from weakref import WeakMethod, WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ...balancer.balancer import Balancer
+from ...balancer.loop_state import LoopHooks, LoopState
 from ...distributed.consensus import barrier
 from ...moe.experts.elementwise import check_elementwise
 from ...moe.experts.optimizer_state import OptimizerStateError
@@ -37,7 +38,7 @@ def refuse_shared(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-class Optimizers:
+class Optimizers(LoopHooks):
     """Those that step one attached model, whose parameters are given by name, experts as they are here."""
 
     def __init__(self, balancer: Balancer, parameters: Mapping[str, Tensor]) -> None:
@@ -61,7 +62,8 @@ class Optimizers:
             if (refuse := ask()) is not None:
                 refuse(optimizer)
 
-        balancer._end_with(register_optimizer_step_pre_hook(before_any_step))
+        balancer.closing.callback(register_optimizer_step_pre_hook(before_any_step).remove)
+        balancer.loop.hooks.append(self)
 
     def adopt(self, optimizer: torch.optim.Optimizer, instead_of: torch.optim.Optimizer | None = None) -> None:
         """`Balancer.adopt`."""
@@ -98,7 +100,7 @@ class Optimizers:
                     "is to be trained, or freeze this first (requires_grad_(False))"
                 )
         try:
-            each, known = self._balancer._runtime.registry.has_slots, self._balancer.config.elementwise
+            each, known = self._balancer.runtime.registry.has_slots, self._balancer.config.elementwise
             check_elementwise(optimizer, self._experts, each=each, known=known)
         except OptimizerStateError as error:
             raise AttachError(str(error)) from None
@@ -130,61 +132,63 @@ class Optimizers:
         """From here on this optimizer is none of the model's: who steps it is told so."""
         for handle in self._hooks.pop(number):
             handle.remove()
-        self._balancer._no_longer_trained_by(self._known[number], self._outside(number))
+        self._balancer.tensors.forget(self._known[number], self._outside(number))
         self._step_count.pop(number, None)
 
-    def add(self, optimizers: Sequence[AnyOptimizer]) -> None:
-        """Hook optimizers that were checked; first the balancer learns what they hold besides the model."""
+    def add(self, optimizers: Sequence[AnyOptimizer], container: torch.optim.Optimizer | None = None) -> None:
+        """Hook optimizers that were checked, or what steps them in one step of its own, which lets them alone; first
+        the balancer learns what they hold besides the model."""
         for optimizer in optimizers:
-            self._hook(optimizer, len(self._known))
+            if container is None:
+                self._hook(optimizer, len(self._known))
+            elif isinstance(optimizer, torch.optim.Optimizer):
+                self._contained.append(optimizer)
+                self._balancer.tensors.train(optimizer, {})
+        if container is not None:
+            number = len(self._known)
+            self._known.append(container)
+            self._held.append(_count(container))
+            self._balancer.tensors.train_outside(self._outside(number))
+            container.register_step_pre_hook(self._before_step)
+            after = container.register_step_post_hook(partial(self._after_step, number))
+            self._balancer.closing.callback(after.remove)
 
     def _hook(self, optimizer: AnyOptimizer, number: int) -> None:
         """Under this number, where none is or the one before was let go."""
         self._known[number : number + 1] = [optimizer]
         self._held[number : number + 1] = [_count(optimizer)]
-        self._balancer._trained_by(optimizer, self._outside(number))
+        self._balancer.tensors.train(optimizer, self._outside(number))
         if not isinstance(optimizer, torch.optim.Optimizer):
             self._join(number, optimizer)
             return
         after = optimizer.register_step_post_hook(partial(self._after_step, number))
         # Hooks that a user has registered by now may write weights.
         optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
-        self._balancer._end_with(after)
+        self._balancer.closing.callback(after.remove)
         before = optimizer.register_step_pre_hook(self._before_step)
-        if self._balancer._runtime.job.divided_rows:  # the framework saves it
+        if self._balancer.runtime.job.divided_rows:  # the framework saves it
             marks = order_optimizer(optimizer, self._experts, LogicalOrder(self._balancer))
         else:
             refuse = partial(refuse_on_all, self._balancer, "load_state_dict of the optimizer")
             marks = mark_optimizer(optimizer, self._experts, self._homes_of, refuse)
         self._hooks[number] = [*marks, before, after]
 
-    def add_container(self, container: torch.optim.Optimizer, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Hook what steps several optimizers in one step of its own; these are let alone."""
-        for optimizer in optimizers:
-            self._contained.append(optimizer)
-            self._balancer._trained_by(optimizer, {})
-        self._known.append(container)
-        self._held.append(_count(container))
-        self._balancer._train_outside(self._outside(len(self._known) - 1))
-        container.register_step_pre_hook(self._before_step)
-        self._balancer._end_with(container.register_step_post_hook(partial(self._after_step, len(self._known) - 1)))
-
     def _join(self, number: int, optimizer: HostOptimizer) -> None:
         balancer = self._balancer
 
         def before() -> None:
             self._stepping = True
-            balancer._before_optimizer()
+            balancer.loop.before_step()
 
         began = balancer.placement.digest()
         undo = optimizer.join(
             before,
             partial(self._after_step, number),
-            balancer._gradients.square_of_experts,
+            balancer.gradients.square_of_experts,
             lambda: balancer.placement.with_epoch(0).digest() != began,
             lambda parameter: self._homes_of(self._experts[id(parameter)]).here,
         )
-        balancer._end_with(undo)
+        balancer.closing.callback(undo.remove)
 
     def _outside(self, number: int) -> dict[str, Tensor]:
         """What an optimizer holds besides the model."""
@@ -203,12 +207,12 @@ class Optimizers:
                     raise RuntimeError(self._replaced_message(name))
                 self._held[number] = _count(optimizer)
                 # On one rank alone the average of gradients would be over other tensors than on the others.
-                self._balancer._runtime.barrier(f"add_param_group of a {type(optimizer).__name__}")
-                self._balancer._train_outside(self._outside(number))
+                self._balancer.runtime.barrier(f"add_param_group of a {type(optimizer).__name__}")
+                self._balancer.tensors.train_outside(self._outside(number))
 
     def _replaced_in(self, optimizer: AnyOptimizer) -> str:
         """The name of a parameter that attach has replaced; empty: there is none."""
-        replaced = {id(parameter): name for name, parameter in self._balancer._runtime.model_check.replaced().items()}
+        replaced = {id(parameter): name for name, parameter in self._balancer.runtime.model_check.replaced().items()}
         held = (id(p) for group in optimizer.param_groups for p in group["params"])
         return next((replaced[key] for key in held if key in replaced), "")
 
@@ -238,7 +242,7 @@ class Optimizers:
         self._stepping = True
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
-            self._balancer._before_optimizer()
+            self._balancer.loop.before_step()
             self._depth[id(optimizer)] = 1
             return None
 
@@ -248,8 +252,8 @@ class Optimizers:
                 loss = closure()
             finally:
                 self._in_closure = False
-            self._balancer._gradients.begin()
-            self._balancer._before_optimizer()
+            self._balancer.gradients.begin()
+            self._balancer.loop.before_step()
             return loss
 
         self._depth[id(optimizer)] = 1
@@ -257,10 +261,13 @@ class Optimizers:
             return args, {**kwargs, "closure": reduced}
         return (args[0], reduced, *args[2:]), kwargs
 
-    def forward_begins(self) -> None:
+    def on_forward_begin(self, trains: bool) -> None:
         """Forget steps that have raised: a forward between steps begins a new one."""
-        if not self._in_closure:
+        if trains and not self._in_closure:
             self._depth.clear()
+
+    def before_reduce(self) -> None:
+        self.follow()
 
     @contextmanager
     def around_step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -269,7 +276,7 @@ class Optimizers:
         before = self._step_count.get(number, 0)
         yield
         if number >= 0 and self._step_count.get(number, 0) == before and not self._balancer.closed:
-            self._balancer._guard.passed_over(optimizer)
+            self._balancer.loop.skip_step(optimizer)
             self._end_of_step(number, stepped=False)
 
     @torch.compiler.disable
@@ -317,15 +324,21 @@ class Optimizers:
         self._strangers.add(optimizer)
 
 
+def follow_forwards(model: nn.Module, loop: LoopState, layers: frozenset[int]) -> None:
+    """Tell a loop of each forward of a model with these layers that begins, and that ends or fails."""
+    model.register_forward_pre_hook(lambda *_: loop.begin_forward(layers))
+    model.register_forward_hook(lambda *_: loop.end_forward(layers), always_call=True)
+
+
 def homes_of(balancer: Balancer, layer: int) -> Homes:
     """Where the experts of a layer stand now."""
-    homes_RH, has_moved = balancer.placement.homes_LRH[layer], balancer._rebalancer.has_moved(layer)
-    return Homes(homes_RH.ravel().tolist(), balancer._runtime.job.ep_rank, len(homes_RH), has_moved)
+    homes_RH, has_moved = balancer.placement.homes_LRH[layer], balancer.rebalancer.has_moved(layer)
+    return Homes(homes_RH.ravel().tolist(), balancer.runtime.job.ep_rank, len(homes_RH), has_moved)
 
 
 def refuse_on_all(balancer: Balancer, what: str, why: str) -> None:
     """Raise on every rank of an EP group if one of them has a reason. Collective over it until ``close``."""
-    ranks, problem = balancer._runtime.job.ep_ranks, RuntimeError(why) if why else None
+    ranks, problem = balancer.runtime.job.ep_ranks, RuntimeError(why) if why else None
     if len(ranks) > 1 and not balancer.closed:
         why = barrier(ranks, what, balancer.config.timeout_seconds, problem, patient=True)
     if why:

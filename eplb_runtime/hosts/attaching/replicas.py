@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...balancer.gradients.division import Divisors
+from ...balancer.runtime import Divisors
 from ...config import BalancerConfig
 from ...distributed.node_memory import NodeMemory, why_not
 from ...distributed.process_groups import ProcessGroups

@@ -32,7 +32,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...balancer.balancer import Balancer
-from ...balancer.gradients.averaging import bit_words
+from ...balancer.gradients.reduction import bit_words
+from ...balancer.loop_state import LoopHooks
 from ...config import BalancerConfig, DispatchConfig, Trial
 from ...distributed.consensus import gather_bytes, gather_rows
 from ...distributed.ranks import Ranks
@@ -127,7 +128,7 @@ class TrialEntry:
     first: int = 0
 
 
-class TrialRun:
+class TrialRun(LoopHooks):
     """Records the steps of a balancer, moves experts as the trial says, and ends the job.
 
     Args:
@@ -141,7 +142,7 @@ class TrialRun:
         self._trial = trial
         self._balancer = balancer
         self._stages = stages
-        self._runtime = balancer._runtime
+        self._runtime = balancer.runtime
         self._group, job = self._runtime.groups.background, self._runtime.job
         self._step = 0
         self._began = balancer.placement.epoch
@@ -166,7 +167,7 @@ class TrialRun:
             for stage in stages
             for position, layer in enumerate(stage.host.layers)
         }
-        balancer._guard.complete_steps = trial.steps
+        balancer.guard.complete_steps = trial.steps
         # Where all is on each rank gradients are averaged as they are made: what a loop does with them sees averages.
         is_early = trial.layout == "single" and len(job.layers_of_stage) == 1  # a schedule goes by stage
         self._largest = math.inf
@@ -174,23 +175,24 @@ class TrialRun:
         hooks.callback(listen(self._losses, self._before_forward, self._average_early if is_early else lambda *_: None))
         hooks.callback(let_clipping_bite(lambda: (self._step, self._largest)))
         self._undo = hooks.close
-        balancer._follow_steps(self._before_step, self._after_step)
-        balancer._close_with(self._undo)
+        balancer.loop.hooks.append(self)
+        balancer.closing.callback(self._undo)
         if trial.layout == "moved":
-            balancer._rebalance_by(self._move_at_once)
+            balancer.rebalance_by(self._move_at_once)
             self._spoil_replaced()
         if trial.layout == "shaken":
-            balancer._end_with(nn.modules.module.register_module_forward_hook(self._shake_output))
+            balancer.closing.callback(nn.modules.module.register_module_forward_hook(self._shake_output).remove)
         if trial.layout == "fixed" or is_early:
             experts = [("", parameter) for parameter in self._runtime.parameters.values()]
-            trained = [(name, p) for name, p in (*balancer._dense.items(), *experts) if p.requires_grad]
+            trained = [(name, p) for name, p in (*balancer.tensors.dense.items(), *experts) if p.requires_grad]
             self._weighed = [(name, p) for name, p in trained if not isinstance(p, DTensor)]
         for name, parameter in self._weighed:
-            balancer._end_with(parameter.register_hook(partial(self._arrives, name)))
-        self._ours = {id(p): p for p in (*balancer._dense.values(), *self._runtime.parameters.values())}
-        if not balancer._host_steps:  # else optimizers of the framework have parts of parameters
-            balancer._end_with(register_optimizer_step_pre_hook(lambda one, *_: self._steppers.append(one)))
-            balancer._end_with(register_optimizer_step_post_hook(self._has_stepped))
+            balancer.closing.callback(parameter.register_hook(partial(self._arrives, name)).remove)
+        self._ours = {id(p): p for p in (*balancer.tensors.dense.values(), *self._runtime.parameters.values())}
+        if not balancer.tensors.host_steps:  # else optimizers of the framework have parts of parameters
+            steps = register_optimizer_step_pre_hook(lambda one, *_: self._steppers.append(one))
+            balancer.closing.callback(steps.remove)
+            balancer.closing.callback(register_optimizer_step_post_hook(self._has_stepped).remove)
         self._first, self._second = (self._of_run(name) for name in RUNS)  # ranks meet here, and not in a forward
         self._write([])
 
@@ -256,9 +258,9 @@ class TrialRun:
         balancers = [one for one in objects if type(one) is Balancer and not one.closed]
         if len(balancers) > 1 and _BALANCERS not in self._meta["doubts"]:
             self._meta["doubts"].append(_BALANCERS)
-        owned = [one for balancer in balancers for one in balancer._known_tensors()]
+        owned = [one for balancer in balancers for one in (*balancer.rebalancer.staging, *balancer.tensors.known())]
         owned += [entry.tensor for entry in self._entries()]
-        if self._balancer._host_steps:  # the framework's own, inside of what the balancer was given
+        if self._balancer.tensors.host_steps:  # the framework's own, inside of what the balancer was given
             states = [state for o in objects if issubclass(type(o), Optimizer) for state in o.state.values()]
             owned += [value for state in states for value in state.values() if isinstance(value, Tensor)]
         for old in self._runtime.model_check.replaced().values():  # the run with moved homes tells who uses them
@@ -268,7 +270,7 @@ class TrialRun:
     # -- the step ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _before_step(self) -> None:
+    def before_step(self) -> None:
         """Put reduced gradients on record; with several optimizers those that the last of them sees."""
         if self._step >= self._trial.steps:
             return
@@ -292,7 +294,7 @@ class TrialRun:
         self._counts = self._runtime.counter.counts.clone()
 
     @torch.no_grad()
-    def _after_step(self) -> None:
+    def on_step_end(self) -> None:
         if self._step >= self._trial.steps:
             return
         self._step += 1
@@ -302,7 +304,7 @@ class TrialRun:
         if self._step == self._trial.steps:
             self._end()
         elif self._trial.layout == "moved":
-            self._balancer._place(self._next_placement(counts))
+            self._balancer.place(self._next_placement(counts))
             self._spoil_replaced()
 
     def _next_placement(self, counts: Tensor) -> Placement:
@@ -311,7 +313,7 @@ class TrialRun:
 
     def _move_at_once(self) -> bool:
         """Move experts as a decision of the job's own `Balancer.rebalance` may."""
-        self._balancer._rebalancer.place(self._next_placement(self._runtime.counter.counts.cpu()), at_once=True)
+        self._balancer.rebalancer.place(self._next_placement(self._runtime.counter.counts.cpu()), at_once=True)
         return True
 
     def _spoil_replaced(self) -> None:
@@ -320,7 +322,7 @@ class TrialRun:
         for name, old in replaced.items() if self._step < self._trial.steps else ():
             entry = TrialEntry(name, "number", -1, old)
             if self._digests_of_old.get(name, digest := int(_sketched(entry)[0])) != digest:
-                self._balancer._guard.report(_WRITTEN.format(name))
+                self._balancer.guard.report(_WRITTEN.format(name))
             with torch.no_grad():
                 old.add_(1)
             old.grad, self._digests_of_old[name] = torch.ones_like(old), int(_sketched(entry)[0])
@@ -355,7 +357,7 @@ class TrialRun:
         is_count = any(max(abs(r * by - 1) for r in (before, most)) < _EXACT for n in counts for by in (n, 1 / n))
         line = _SHARES.format(name, least if most < 1 else most)
         if most - least > max(_LEAST_ALIKE, min(_TIMES_OFF * off, _ALIKE)) * least:
-            self._balancer._guard.report(line)
+            self._balancer.guard.report(line)
         elif is_count:  # it may be a rate of the loop's own
             self._meta["doubts"].append(line)
 
@@ -428,9 +430,9 @@ class TrialRun:
                     if row.numel():
                         name = tensor.name if tensor.name.startswith(prefix) else prefix + tensor.name
                         yield TrialEntry(name, kind, expert, row, first)
-        for name, parameter in balancer._dense.items():
+        for name, parameter in balancer.tensors.dense.items():
             yield TrialEntry(name, "parameter", -1, local(parameter))
-            for optimizer in balancer._optimizers:
+            for optimizer in balancer.tensors.optimizers:
                 for key, value in sorted(state_of(optimizer, parameter).items(), key=lambda item: str(item[0])):
                     if isinstance(value, Tensor):
                         yield TrialEntry(f"{name}/{key}", "optimizer_state", -1, local(value))
@@ -448,7 +450,7 @@ class TrialRun:
             if parameter.grad is not None:
                 rows = zip(self._balancer.logical_expert_ids(layer_of[name]), local(parameter.grad), strict=True)
                 yield from (TrialEntry(f"{name}/grad", "gradient", expert, row) for expert, row in rows)
-        for name, parameter in self._balancer._dense.items():
+        for name, parameter in self._balancer.tensors.dense.items():
             if parameter.grad is not None:
                 yield TrialEntry(f"{name}/grad", "gradient", -1, local(parameter.grad))
 
@@ -512,14 +514,14 @@ class TrialRun:
 
     def _write_meta(self) -> None:
         not_single = self._meta["not_single"] or self._does_not_fit()
-        said = self._balancer._guard.said
-        held = [*self._balancer._dense.values(), *self._runtime.registry.parameters()]
+        said = self._balancer.guard.said
+        held = [*self._balancer.tensors.dense.values(), *self._runtime.registry.parameters()]
         error = max([self._coarsest, *(torch.finfo(p.dtype).eps for p in held if p.is_floating_point())])
         commits = self._balancer.placement.epoch - self._began
-        groups = [group for one in self._balancer._optimizers for group in getattr(one, "param_groups", ())]
+        groups = [group for one in self._balancer.tensors.optimizers for group in getattr(one, "param_groups", ())]
         still = {id(parameter) for group in groups if group.get("lr") == 0 for parameter in group["params"]}
         meta = {**self._meta, "said": said, "not_single": not_single, "rounding": error, "commits": commits}
-        every = {**self._balancer._dense, **self._runtime.parameters}
+        every = {**self._balancer.tensors.dense, **self._runtime.parameters}
         meta["eps"] = {n: torch.finfo(p.dtype).eps for n, p in every.items() if p.is_floating_point()}
         meta["still"] = [name for name, parameter in every.items() if id(parameter) in still]
         of_first = gather_bytes(json.dumps(meta).encode(), self._group)[0]

@@ -372,7 +372,7 @@ def _brought(view: LogicalView, names: Sequence[str], rank: int) -> dict[str, Te
         rows = view.parameters[name]
         spec = TensorSpec((view.num_experts, *rows.shape[1:]), rows.dtype)
         weights.append(as_named(name, rows, view.layer_of(name), spec))
-    tensors = TensorList(view.balancer, {view.balancer._runtime.job.stages[0]: weights})
+    tensors = TensorList(view.balancer, {view.balancer.runtime.job.stages[0]: weights})
     return dict(brought(tensors, [rank] * len(tensors.pieces)))
 
 

@@ -55,7 +55,7 @@ def describe(model: nn.Module) -> HostModel:
         padding.real_tokens,
         lambda: padding.watch(model, padding.see),
         getattr(model, "_init_weights", lambda module: None),
-        lambda balancer: _save_together(model, with_adapters, balancer._runtime.barrier),
+        lambda balancer: _save_together(model, with_adapters, balancer.runtime.barrier),
         folders,
         adapters=frozenset(f"{layer.name}.{name}" for layer, one in with_adapters for name in one.parameters),
         weights=weights,

@@ -39,12 +39,12 @@ def write(view: LogicalView, folder: Path, **options: Any) -> None:
             raise CheckpointError(f"export_pretrained does not take {name}: {mend}")
     balancer = view.balancer
     assert balancer is not None
-    _refuse(view, balancer._runtime.job)
+    _refuse(view, balancer.runtime.job)
     size = options.pop("max_shard_size", "5GB")
     shard_bytes = parse_size_to_int(size) if isinstance(size, str) else size  # as save_pretrained understands it
     variant = options.pop("variant", None)
     weights = folder_weights(view, as_in_model=not options.pop("save_original_format", True))
-    tensors = TensorList(balancer, {balancer._runtime.job.stages[0]: weights})
+    tensors = TensorList(balancer, {balancer.runtime.job.stages[0]: weights})
     to = _destinations(tensors, at_once=sum(piece.spec.nbytes for piece in tensors.pieces) <= shard_bytes)
     joint = JointAccess.of(view)
     failed = f"{folder} was not exported"

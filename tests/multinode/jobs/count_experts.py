@@ -79,7 +79,7 @@ def migrate(balancer: eplb.Balancer, target: Placement) -> dict[str, float]:
     here = dist.get_rank() // node_size
     from_LE, to_LE = (placement.home_rank // node_size for placement in (balancer.placement, target))
     leaving = int(((from_LE == here) & (to_LE != here)).sum())
-    said = counted(lambda: balancer._rebalancer._migrate(target), leaving * RECORD_BYTES)
+    said = counted(lambda: balancer.rebalancer._migrate(target), leaving * RECORD_BYTES)
     assert balancer.placement.digest() == target.digest()
     return {**said, "moved": int((from_LE != to_LE).sum())}
 
@@ -104,8 +104,8 @@ def refresh(balancer: eplb.Balancer) -> dict[str, float]:
     map_LRS[:, ranks - 2 :, standing.homes_per_rank] = 0
     home = standing.require_homes()
     target = Placement(map_LRS.reshape(LAYERS, -1), EXPERTS, ranks, home, standing.epoch + 1)
-    balancer._rebalancer._migrate(target)
-    replicas = balancer._rebalancer._runtime.maps.replicas
+    balancer.rebalancer._migrate(target)
+    replicas = balancer.rebalancer.runtime.maps.replicas
     assert replicas is not None
     nodes = {rank // node_size for rank in range(ranks - 2, ranks)} - {0}
     replicas.wait_all()

@@ -41,7 +41,7 @@ class CableCutter:
         self._points = points
         self._open: str | None = None
         self._rounds = 0
-        engine = balancer._rebalancer._engine
+        engine = balancer.rebalancer._engine
         engine.probe = self._at
         if points == [BESIDE]:
             self._vote, engine.vote = engine.vote, self._vote_beside  # type: ignore[method-assign]
@@ -124,7 +124,7 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.item())
     state = eplb.logical_state_dict(model, optimizer)
-    carrier = balancer._rebalancer._engine._executor._transport
+    carrier = balancer.rebalancer._engine._executor._transport
     carriers = type(carrier).__name__
     balancer.close()
     return losses, state, balancer, carriers

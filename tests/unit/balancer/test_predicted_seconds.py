@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from eplb_runtime.balancer.decision import DecisionMaker, Measurement
+from eplb_runtime.balancer.decision import Measurement, PlanMaker, _or_failure
 from eplb_runtime.balancer.planner_process import PlannerLost
 from eplb_runtime.config import BalancerConfig, MigrationConfig
 from eplb_runtime.placement import Placement
@@ -23,7 +24,7 @@ LOAD = np.array([[[90, 80, 70, 60, 4, 3, 2, 1]]], dtype=np.int64)
 
 def maker_of(config: BalancerConfig) -> Any:
     """A decision maker of two ranks that plans, without a job."""
-    maker: Any = object.__new__(DecisionMaker)
+    maker: Any = object.__new__(PlanMaker)
     maker._config, maker.planner, maker._topology = config, plan, Topology(2, 1)
     maker._sources, maker._steps_per_bucket, maker._last_gap = None, 0, 50
     maker._track_record = TrackRecord(1, None)
@@ -59,8 +60,8 @@ def judged(load: np.ndarray, planner: Any = plan) -> tuple[Any, dict[str, Any]]:
     for counted, maker.planner in ((LOAD, planner), (load, plan)):
         maker.history.extend(counted)
         measured = Measurement(Any, Placement.initial(1, 8, 2), (), 2.0, 0.01, home_bytes=1 << 20)
-        made = json.loads(maker._plan(measured, counted))
-    return maker, made
+        made = json.loads(_or_failure(partial(maker.plan, measured, counted)))
+    return maker, made["planned"]
 
 
 def test_plans_are_judged_by_what_came() -> None:

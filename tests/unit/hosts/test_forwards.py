@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from eplb_runtime.hosts.attaching.forwards import Forwards
+from eplb_runtime.balancer.loop_state import LoopHooks, LoopState
+from eplb_runtime.hosts.attaching.optimizers import follow_forwards
 from eplb_runtime.hosts.transformers.describe import _Padding
 
 
@@ -29,9 +31,18 @@ IDS, MASK = torch.zeros(2, 2, dtype=torch.int64), torch.tensor([[1, 0], [1, 1]])
 
 def test_a_forward_that_fails_has_ended_when_the_next_begins() -> None:
     told: list[object] = []
-    balancer = SimpleNamespace(_before_forward=lambda: told.append("begins"), _after_forward=told.append)
+
+    class Told(LoopHooks):
+        def on_forward_begin(self, trains: bool) -> None:
+            told.append("begins")
+
+        def on_forward_end(self, layers: Collection[int]) -> None:
+            told.append(layers)
+
+    loop = LoopState(SimpleNamespace(optimizers=[]))  # type: ignore[arg-type]
+    loop.hooks.append(Told())
     model = Model()
-    Forwards(balancer, SimpleNamespace(model=model), frozenset({1}))  # type: ignore[arg-type]
+    follow_forwards(model, loop, frozenset({1}))
     model(IDS)
     with pytest.raises(ValueError, match="a layer fails"):
         model(IDS, fails=True)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eplb_runtime.balancer.gradients import norm_of_ranges
-from eplb_runtime.balancer.gradients.norm_of_ranges import RangesOfSlots, squares_of_slots
+from eplb_runtime.balancer.gradients import norm
+from eplb_runtime.balancer.gradients.norm import RangesOfSlots, squares_of_slots
 
 LENGTH, BLOCK = 1000, 64
 CUTS = (0, 1, 63, 64, 65, 500, 704, 999, LENGTH)
@@ -21,7 +21,7 @@ def squares(monkeypatch: pytest.MonkeyPatch, gradients: Tensor, cuts: tuple[int,
     said: list[Tensor] = []
 
     def of_rank(place: int, reduce: Any) -> list[Tensor]:
-        monkeypatch.setattr(norm_of_ranges.dist, "all_reduce", reduce)
+        monkeypatch.setattr(norm.dist, "all_reduce", reduce)
         kept = [one[first:end] for one, (first, end) in zip(gradients, [r[place] for r in ranges], strict=True)]
         layers = [RangesOfSlots([one if one.numel() else None for one in kept], ranges)]
         return squares_of_slots(layers, place, None, torch.device("cpu"))  # type: ignore[arg-type]
@@ -33,10 +33,10 @@ def squares(monkeypatch: pytest.MonkeyPatch, gradients: Tensor, cuts: tuple[int,
     return found
 
 
-@pytest.mark.parametrize("chunk", [norm_of_ranges._CHUNK, 2 * BLOCK])
+@pytest.mark.parametrize("chunk", [norm._CHUNK, 2 * BLOCK])
 def test_no_cut_changes_a_bit(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr(norm_of_ranges, "BLOCK", BLOCK)
-    monkeypatch.setattr(norm_of_ranges, "_CHUNK", chunk)
+    monkeypatch.setattr(norm, "BLOCK", BLOCK)
+    monkeypatch.setattr(norm, "_CHUNK", chunk)
     scale = torch.logspace(-6, 3, LENGTH)
     gradient = torch.randn(LENGTH, generator=torch.Generator().manual_seed(0)) * scale
     found = squares(monkeypatch, gradient.expand(len(CUTS), LENGTH), CUTS)
