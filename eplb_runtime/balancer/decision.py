@@ -28,7 +28,6 @@ from ..events import LoadMeasured, RebalancePlanned
 from ..load.aggregate import HostCopy, aggregate
 from ..load.declared import DeclaredLoadError, summed
 from ..load.expert_clock import ASSUMED_SHARE, ExpertShare, SampledStep, median_time
-from ..migration.difference import apply, difference
 from ..placement import Placement, PlacementError
 from ..planner import CostModel, Plan, plan
 from ..planner.cost import crossing_seconds
@@ -346,7 +345,7 @@ class PlanMaker:
             planned = RebalancePlanned(0, **fields["planned"])
             if planned.by_layer is not None:
                 planned = replace(planned, by_layer=np.array(planned.by_layer, dtype=np.float64))
-            target = None if fields["placement"] is None else apply(current, fields["placement"])
+            target = None if fields["placement"] is None else Placement.from_json(fields["placement"])
             if target is not None:
                 target.require_model(current.num_layers, current.num_experts, current.num_ranks, current.replica_slots)
                 if (target.digest(), target.epoch) != (fields["digest"], planned.epoch):
@@ -476,7 +475,7 @@ def _as_message(
         "plan_seconds": made.plan_seconds,
         **(judged or {}),
     }
-    placement = difference(current, target) if made.decision == "rebalance" else None
+    placement = target.to_json() if made.decision == "rebalance" else None
     message = {"planned": planned, "digest": target.digest(), "placement": placement, "track_record": track_record}
     return json.dumps(message).encode()
 

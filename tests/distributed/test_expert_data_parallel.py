@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from eplb_runtime.migration.difference import apply, difference
 from moe_models import make_model
 from ranks import run_ranks
 from support.seen import differing
@@ -12,7 +13,6 @@ from support.shuffle import plan_newest
 from test_bits import Job, ep_group_of, train_over_edp
 
 import eplb_runtime as eplb
-from eplb_runtime.migration.difference import apply, difference
 from eplb_runtime.migration.engine import Phase
 
 EXPERTS = 16
