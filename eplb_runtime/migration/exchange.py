@@ -20,7 +20,7 @@ from ..distributed.transports.base import Message, Pending, PendingGroup, Transp
 from ..moe.experts.record import End, Record, RecordFormat
 from ..placement import HomeRows
 from ..utils.checksums import CHECKSUM_BYTES, as_bytes, checksum_of
-from .records import Records, packed_bytes, runs_of
+from .records import Records, packed_bytes, segments_of
 from .schedule import Ints, Round, Transfer, TransferSchedule
 
 
@@ -186,7 +186,7 @@ class RoundExecutor:
                 for shipment in self._shipments(Transfer(*row), record_format):
                     if shipment.arrives is None:
                         assert shipment.leaves is not None
-                        leaving[number] += packed_bytes(runs_of(shipment.leaves, self.device))
+                        leaving[number] += packed_bytes(segments_of(shipment.leaves, self.device))
                     elif shipment.leaves is None or record_format.is_divided:
                         arriving[number] += shipment.arrives.nbytes
             if not record_format.is_divided:
@@ -307,7 +307,7 @@ class RoundExecutor:
                 leaves.pack(record)
                 exchange.copied.append(Staged(transfer, source, record, target))
                 continue
-            messages = [record[run.first : run.end] for run in runs_of(target, self.device)]
+            messages = [record[run.first : run.end] for run in segments_of(target, self.device)]
             receives += [Message(source, part) for part in messages]
             exchange.staged.append(Staged(transfer, source, record, target, messages, len(receives) - 1))
         for peer, experts in Counter(s.source for s in exchange.staged).items():
@@ -319,7 +319,7 @@ class RoundExecutor:
     def _departing(self, peer: int, record: Record) -> list[Message]:
         """Messages of one expert that leaves."""
         messages = []
-        for run in runs_of(record, self.device):
+        for run in segments_of(record, self.device):
             if run.direct:
                 messages.append(Message(peer, as_bytes(run.shards[0].memory)))
                 continue

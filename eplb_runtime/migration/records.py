@@ -25,7 +25,7 @@ DIRECT_BYTES = 1 << 20
 from 1 MiB on)."""
 
 
-class Run(NamedTuple):
+class Segment(NamedTuple):
     """One message of a record: a shard that is sent from its place, or neighbours that are packed."""
 
     shards: Sequence[Shard]
@@ -99,11 +99,11 @@ def agree_on_records(
 
 def _digest(record_format: RecordFormat, device: torch.device) -> bytes:
     """16 bytes, equal on two ranks when their records look the same and travel in the same messages."""
-    ends = [] if record_format.is_divided else [run.end for run in runs_of(record_format.row(0), device)]
+    ends = [] if record_format.is_divided else [run.end for run in segments_of(record_format.row(0), device)]
     return hashlib.blake2b(record_format.digest() + str(ends).encode(), digest_size=16).digest()
 
 
-def runs_of(record: Record, device: torch.device) -> list[Run]:
+def segments_of(record: Record, device: torch.device) -> list[Segment]:
     """Messages of a record, in the order of its bytes."""
     found: list[tuple[bool, list[Shard]]] = []
     for shard in record.shards:
@@ -113,7 +113,7 @@ def runs_of(record: Record, device: torch.device) -> list[Run]:
         found[-1][1].append(shard)
     ends = [*(shards[0].offset for _, shards in found[1:]), record.nbytes]
     return [
-        Run(shards, shards[0].offset, shards[0].end if direct else end, direct)
+        Segment(shards, shards[0].offset, shards[0].end if direct else end, direct)
         for (direct, shards), end in zip(found, ends, strict=True)
     ]
 
@@ -126,6 +126,6 @@ def _can_send_rows(tensor: ExpertTensor, device: torch.device) -> bool:
     return all(row.device == device and row.is_contiguous() for row in rows)
 
 
-def packed_bytes(runs: Sequence[Run]) -> int:
+def packed_bytes(runs: Sequence[Segment]) -> int:
     """Bytes of a record that are copied before they are sent."""
     return sum(run.end - run.first for run in runs if not run.direct)

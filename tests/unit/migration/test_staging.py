@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eplb_runtime.migration.exchange import chains_of
-from eplb_runtime.migration.records import DIRECT_BYTES, packed_bytes, runs_of
+from eplb_runtime.migration.records import DIRECT_BYTES, packed_bytes, segments_of
 from eplb_runtime.moe.experts.record import Record, RecordFormat
 from eplb_runtime.moe.experts.registry import ExpertTensor
 
@@ -63,7 +63,7 @@ def test_large_rows_are_sent_from_their_place_and_small_ones_together(
     widths: tuple[int, ...], direct: list[bool]
 ) -> None:
     record = record_of(*(ExpertTensor(f"t{i}", torch.zeros(2, width), "buffer") for i, width in enumerate(widths)))
-    runs = runs_of(record, CPU)
+    runs = segments_of(record, CPU)
     assert [run.direct for run in runs] == direct
     covered = torch.zeros(record.nbytes, dtype=torch.int64)
     for run in runs:
@@ -71,11 +71,13 @@ def test_large_rows_are_sent_from_their_place_and_small_ones_together(
     for shard in record.shards:
         assert (covered[shard.offset : shard.end] == 1).all()
     assert packed_bytes(runs) == sum(run.end - run.first for run in runs if not run.direct)
-    assert [run.direct for run in runs_of(record, torch.device("meta"))] == [False], "rows of another device"
+    assert [run.direct for run in segments_of(record, torch.device("meta"))] == [False], "rows of another device"
 
 
 def test_rows_that_may_be_elsewhere_on_other_ranks_are_packed_everywhere() -> None:
     rows = tuple(torch.zeros(DIRECT_BYTES, dtype=torch.uint8) for _ in range(2))
     for varies in (False, True):
-        (run,) = runs_of(record_of(ExpertTensor("w/exp_avg", rows, "optimizer_state", varies_in_device=varies)), CPU)
+        (run,) = segments_of(
+            record_of(ExpertTensor("w/exp_avg", rows, "optimizer_state", varies_in_device=varies)), CPU
+        )
         assert run.direct != varies
