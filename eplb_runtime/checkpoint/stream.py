@@ -400,10 +400,8 @@ class LogicalTensors(TensorStream):
                 "verify_export: lambda: balancer.named_logical_tensors())"
             )
         if left:
-            seconds = self._seconds
-            self._tensors.balancer.rebalancer.control.broadcast_notice(
-                lambda agreement: agreement.go_on(reason, True, seconds)
-            )
+            seconds, control = self._seconds, self._tensors.balancer.rebalancer.control
+            control.broadcast_notice(lambda agreement: agreement.go_on(reason, True, seconds))
 
     def _end(self) -> None:
         self._open = False
