@@ -289,13 +289,13 @@ class Rebalancer(LoopHooks):
     @property
     def staging(self) -> list[Tensor]:
         """Memory of experts in flight."""
-        return self._engine.memory
+        return self._engine.executor.memory
 
     def free_memory(self) -> int:
         """Free memory for experts in flight; none are. A decision in flight is made first. Returns the bytes."""
         self.wait_for_decision()
         self._known_home_bytes = max(self._known_home_bytes, self._home_bytes()[0])
-        return self._engine.free_memory()
+        return self._engine.executor.free_memory()
 
     def take_memory(self) -> None:
         """Take this memory again; RuntimeError: there is none, and a migration tries again."""
@@ -384,7 +384,7 @@ class Rebalancer(LoopHooks):
             parts.callback(self._events.emit, BalancingEnded(self.step, "closed"))
             parts.callback(self._use_no_replicas)
             parts.callback(self.control.agreement.close)
-            parts.callback(self._engine.close)
+            parts.callback(self._engine.executor.close)
             parts.callback(self.control.worker.close, A_LITTLE_SECONDS)
             parts.callback(self.forget_pending)
             parts.callback(self.decisions.close)

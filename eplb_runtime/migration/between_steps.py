@@ -39,7 +39,7 @@ def migrate_between_steps(
             seconds=engine.seconds,
         )
     for round_ in migration.schedule.rounds:
-        engine.restart()
+        engine.executor.restart()
         posted = engine.post(migration, round_)
         engine.arrive(posted, get_ready)
         ballot = Ballot(f"{key}/{round_.number}")

@@ -314,7 +314,7 @@ def watch_memory(rank: int) -> tuple[list[str], list[str]]:
     after = Allocations()
     for round_ in migration.schedule.rounds:
         with before:
-            engine.restart()
+            engine.executor.restart()
             posted = engine.post(migration, round_)
             engine.arrive(posted, cluster.get_ready)
             assert engine.vote(posted, Ballot(f"m/{round_.number}")).commit

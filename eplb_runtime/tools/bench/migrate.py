@@ -73,7 +73,7 @@ def _row(
         placement = outcome.placement
 
     seconds = timed([migrate, lambda: _send_on(messages, groups)], repeats, device, groups.control)
-    engine.close()
+    engine.executor.close()
     ours, plain = (HOMES * payload / 1e9 / seconds.median(dim=0).values).tolist()
     return {
         "expert_mib": payload / 2**20,
