@@ -252,6 +252,9 @@ class ExpertRows(Tensor):
         wrapper._first_column = first_column
         return wrapper
 
+    def __init__(self, rows: Tensor, experts: Sequence[int], size: Sequence[int], first_column: int = 0) -> None:
+        super().__init__()
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ExpertRows({tuple(self.shape)}, {self.dtype}, experts {list(self._experts)} here)"
 
