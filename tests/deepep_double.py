@@ -195,7 +195,7 @@ class Buffer:
             to_nodes = self._by_node(is_token_in_rank).sum(0)
             assert torch.equal(num_tokens_per_rdma_rank.long(), to_nodes)
             all_RN = torch.empty(self.group_size, self.nodes, dtype=torch.int64)
-            dist.all_gather_into_tensor(all_RN, to_nodes, group=self.group)
+            dist.all_gather_into_tensor(all_RN.view(-1), to_nodes, group=self.group)
             of_node = self.group_size // self.nodes
             passing = int(all_RN[self.rank % of_node :: of_node, self.rank // of_node].sum())
             assert not 0 < num_worst_tokens < passing, "the real one writes past its memory"

@@ -9,13 +9,9 @@ from eplb_runtime.placement import EMPTY, Placement
 
 
 @st.composite
-def home_placements(draw: st.DrawFn, shape: tuple[int, int, int, int] | None = None) -> Placement:
-    """A placement in the home layout, some replica slots empty.
-
-    Args:
-        shape: layers, ranks, homes per rank, replica slots; None: drawn too.
-    """
-    layers, ranks, homes, replicas = shape if shape is not None else draw(shapes())
+def home_placements(draw: st.DrawFn) -> Placement:
+    """A placement in the home layout, some replica slots empty."""
+    layers, ranks, homes, replicas = draw(shapes())
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     share_empty = draw(st.sampled_from([0.0, 0.3, 1.0]))
     experts, slots = ranks * homes, homes + replicas
@@ -49,10 +45,3 @@ def free_placements(draw: st.DrawFn) -> Placement:
 def shapes() -> st.SearchStrategy[tuple[int, int, int, int]]:
     """Layers, ranks, homes per rank, replica slots per rank."""
     return st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.integers(0, 3))
-
-
-@st.composite
-def pairs_of_home_placements(draw: st.DrawFn) -> tuple[Placement, Placement]:
-    """Two placements of one model: where it stands and where it shall go."""
-    shape = draw(shapes())
-    return draw(home_placements(shape)), draw(home_placements(shape))

@@ -130,8 +130,7 @@ class Balancer:
         if runtime.job.is_planner:
             self.events.called_at_once.append(DecisionLine())
         if runtime.maps.replicas is not None:
-            runtime.maps.replicas.adds = self.gradients.arrives
-            runtime.maps.replicas.follow(runtime.placement)
+            runtime.maps.replicas.follow(runtime.placement, self.gradients.arrives)
         self._said_padding = False
         self.shown: Any = None
         self._listeners: list[Callable[[], None]] = []
@@ -149,11 +148,6 @@ class Balancer:
         ):
             self.closing.callback(end)
         self.optimizer_hooks = hook_optimizers(self)
-
-    # Names of before, for what still has them.
-    _runtime = property(lambda self: self.runtime)
-    _rebalancer = property(lambda self: self.rebalancer)
-    _guard = property(lambda self: self.guard)
 
     @cached_property
     def _export(self) -> WeightExport:
@@ -576,11 +570,11 @@ class Balancer:
         if not channels.is_open:
             if why := choosing.micro_batch_overlap_problem(self.config, runtime.device, runtime.model_check.is_sharded):
                 raise RuntimeError(f"two batches at once on a device: {why}; or run one batch after the other")
-            if (replicas := runtime.maps.replicas) is not None:
-                replicas.launching = channels.launching
-                if runtime.device.type != "cpu":
-                    channels.ahead = replicas.wait_all  # both streams wait for what the caller's has waited for
-            channels.open(MicroBatchChannel(*runtime.groups.second_channel))
+            second, replicas = MicroBatchChannel(*runtime.groups.second_channel), runtime.maps.replicas
+            if replicas is None or runtime.device.type == "cpu":
+                channels.open(second)
+            else:  # both streams wait for what the caller's has waited for
+                channels.open(second, replicas.wait_all)
         return channels
 
     def _enter(self, what: str) -> None:

@@ -11,7 +11,7 @@ import time
 
 from ..distributed.consensus import barrier
 from ..events import EventLog, RebalanceAborted, Suspended, SuspensionEnded
-from ..moe.experts.memory import WeightMemory
+from ..moe.experts.slices import WeightMemory
 from ..utils.errors import one_line
 from .loop_state import LoopState
 from .rebalancer import Rebalancer

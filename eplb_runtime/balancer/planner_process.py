@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..moe.routing.sources import split_for_rank
+from ..moe.routing.sources import SplitSettings, split_for_rank
 from ..moe.routing.tables import SplitTables
 from ..moe.routing.water_filling import split_totals
 from ..placement import Placement
@@ -212,7 +212,7 @@ def compile_split() -> None:
     """Split a toy batch, which compiles what batches with replicas run: five seconds of a core, once on a machine."""
     tables = SplitTables.of(Placement(np.array([[0, 1, 1, 0]]), 2, 2, np.array([[0, 2]])))
     tables.sum_by_rank(split_totals(np.ones((1, 2), dtype=np.int64), tables), slice(None))
-    split_for_rank(np.ones((2, 2), dtype=np.int64), tables, 0, 0, ranks_per_node=1)
+    split_for_rank(np.ones((2, 2), dtype=np.int64), tables, 0, 0, SplitSettings(1))
 
 
 def main() -> None:

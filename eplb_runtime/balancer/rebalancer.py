@@ -140,7 +140,6 @@ class Rebalancer(LoopHooks):
             self.control.worker,
             registry=self._registry,
             maps=self._maps,
-            is_planner=self._groups.job.is_planner,
             timeout_seconds=self._config.timeout_seconds,
             link_seconds_per_byte=1.0 / max(self._runtime.topology.slowest_bandwidth, 1.0),
             max_pause_seconds=self._config.migration.max_pause_seconds,

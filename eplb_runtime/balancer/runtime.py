@@ -20,7 +20,7 @@ from ..moe.experts.registry import ExpertTensors
 from ..moe.kernel_selection import Kernels
 from ..moe.layer import ExpertParallelLayer, HostDispatchedLayer
 from ..placement import Placement
-from ..replicas.placement_maps import Maps
+from ..replicas.sync import Maps
 from ..topology import Topology
 from .model_check import ModelCheck
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from ..moe.experts.matching import MARK, arrays_in, matched
-from ..moe.experts.memory import WeightMemory
 from ..moe.experts.registry import RegistryError, why_not_written
-from ..moe.experts.slices import is_sliced
+from ..moe.experts.slices import WeightMemory, is_sliced
 from .runtime import Runtime
 
 

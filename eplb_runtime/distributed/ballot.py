@@ -8,12 +8,11 @@ on it is in doubt. It may propose a word, but acts on what the record holds, how
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from enum import Enum
-
-COMMIT = "commit"
 
 
 @dataclass(frozen=True)
@@ -30,15 +29,11 @@ class Verdict:
     @property
     def word(self) -> str:
         """As it is recorded."""
-        state = "broken" if self.connections_broken else "whole"
-        return COMMIT if self.commit else f"abort {state} {self.kind or '-'} {self.cause}"
+        return json.dumps(astuple(self))
 
     @classmethod
     def of_word(cls, word: str) -> Verdict:
-        if word == COMMIT:
-            return cls(True)
-        _, state, kind, cause = word.split(" ", 3)
-        return cls(False, cause, state == "broken", kind.removeprefix("-"))
+        return cls(*json.loads(word))
 
 
 class State(Enum):
@@ -63,30 +58,24 @@ class Heard(Enum):
     SILENCE = "the record does not answer"
 
 
-class Act(Enum):
-    """What it does."""
+_S, _H = State, Heard
+_ALONE, _PROPOSES = False, True
 
-    NOTHING = "nothing"
-    SAY_YES = "say yes to the others"
-    RECORD = "propose a word for the record, and ask which one it holds"
-
-
-_S, _H, _A = State, Heard, Act
-
-TABLE: Mapping[tuple[State, Heard], tuple[State, Act]] = {
-    (_S.OPEN, _H.VOTE): (_S.DOUBT, _A.SAY_YES),
-    (_S.OPEN, _H.REFUSE): (_S.ABORTED, _A.RECORD),
-    (_S.DOUBT, _H.ALL_YES): (_S.DOUBT, _A.RECORD),
-    (_S.DOUBT, _H.A_NO): (_S.ABORTED, _A.RECORD),
-    (_S.DOUBT, _H.LOST): (_S.DOUBT, _A.RECORD),
-    (_S.DOUBT, _H.REFUSE): (_S.DOUBT, _A.RECORD),
-    (_S.DOUBT, _H.SILENCE): (_S.DOUBT, _A.RECORD),
-    (_S.DOUBT, _H.COMMIT): (_S.COMMITTED, _A.NOTHING),
-    (_S.DOUBT, _H.ABORT): (_S.ABORTED, _A.NOTHING),
-    (_S.ABORTED, _H.A_NO): (_S.ABORTED, _A.RECORD),
-    (_S.ABORTED, _H.LOST): (_S.ABORTED, _A.RECORD),
+TABLE: Mapping[tuple[State, Heard], tuple[State, bool]] = {
+    (_S.OPEN, _H.VOTE): (_S.DOUBT, _ALONE),
+    (_S.OPEN, _H.REFUSE): (_S.ABORTED, _PROPOSES),
+    (_S.DOUBT, _H.ALL_YES): (_S.DOUBT, _PROPOSES),
+    (_S.DOUBT, _H.A_NO): (_S.ABORTED, _PROPOSES),
+    (_S.DOUBT, _H.LOST): (_S.DOUBT, _PROPOSES),
+    (_S.DOUBT, _H.REFUSE): (_S.DOUBT, _PROPOSES),
+    (_S.DOUBT, _H.SILENCE): (_S.DOUBT, _PROPOSES),
+    (_S.DOUBT, _H.COMMIT): (_S.COMMITTED, _ALONE),
+    (_S.DOUBT, _H.ABORT): (_S.ABORTED, _ALONE),
+    (_S.ABORTED, _H.A_NO): (_S.ABORTED, _PROPOSES),
+    (_S.ABORTED, _H.LOST): (_S.ABORTED, _PROPOSES),
 }
-"""A pair that is not in it changes nothing: what is decided stays so."""
+"""The state that follows, and whether the rank proposes a word for the record and asks which one it holds. A pair that
+is not in it changes nothing: what is decided stays so."""
 
 _TELLS = (Heard.COMMIT, Heard.ABORT, Heard.SILENCE)
 DECIDED = (State.COMMITTED, State.ABORTED)
@@ -118,15 +107,16 @@ class Ballot:
         """What all ranks do, in the words that they all have it in; None: that is not known here yet."""
         return self._verdict
 
-    def hear(self, heard: Heard, verdict: Verdict) -> Act:
-        """Take a step of the table, with what the record holds, or else what this rank says from here on."""
+    def hear(self, heard: Heard, verdict: Verdict) -> bool:
+        """Take a step of the table, with what the record holds, or else what this rank says from here on. Returns
+        whether to propose a word for the record."""
         with self._changed:
             before = self._state
-            self._state, act = TABLE.get((before, heard), (before, Act.NOTHING))
+            self._state, proposes = TABLE.get((before, heard), (before, False))
             if before is State.OPEN and self._state is State.ABORTED:
                 self.refusal = verdict.cause
             if self._verdict is not None:
-                return Act.NOTHING
+                return False
             if self._state is State.ABORTED and heard is Heard.COMMIT:
                 raise RuntimeError(f"the record of {self.key} holds a commit that this rank has refused")
             if heard in _TELLS and self._state in (State.COMMITTED, State.ABORTED):
@@ -135,7 +125,7 @@ class Ballot:
                 commit = self._state is State.COMMITTED
                 self._verdict = replace(verdict, commit=commit, connections_broken=broken)
             self._changed.notify_all()
-            return act
+            return proposes
 
     def wait(self, seconds: float) -> bool:
         """Whether it is known what all ranks do, by now or soon."""

@@ -3,8 +3,8 @@
 Each waits no longer than its deadline, or than its group's timeout where it is given none. Each answer is the same on
 every rank, and names the ranks that differ or have failed.
 
-`Agreement` compares and votes on the control group. Its words are joined by messages between pairs, in a number of
-steps that grows with the logarithm of the number of ranks. A vote alone is not enough: a rank may time out in it while
+`Agreement` compares and votes on the control group, in a number of steps that grows with the logarithm of the number of
+ranks. A vote alone is not enough: a rank may time out in it while
 the others finish. So the outcome is a record in the launcher's store, written by compare-and-set: the first word
 stands, and a rank that timed out writes "abort". `ballot` says what a rank does when.
 """
@@ -17,13 +17,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..utils.errors import one_line
-from .ballot import Act, Ballot, Heard, State, Verdict
+from .ballot import Ballot, Heard, State, Verdict
 from .points import Phase, Probe, unobserved
 from .private_groups import hang_up
 from .store import SETUP_SECONDS, JobStore, StoreError
@@ -298,75 +297,57 @@ class Agreement:
         """Let go of the group, whose threads and connections go with the last who holds it."""
         del self._control
 
-    @property
-    def rank_priority(self) -> int:
-        """A positive number, larger for a lower rank: the maximum over ranks names the lowest rank."""
-        return len(self._ranks) - self._rank
-
-    def highest(self, words: Tensor, seconds: float | None = None) -> Tensor:
-        """Return the element-wise maximum of int64 words over all ranks, after ``ceil(log2 R)`` steps: in step ``i``
-        each rank sends what it knows to the rank ``2^i`` places further on."""
-        known, arrived, distance = words.clone(), torch.empty_like(words), 1
+    def gather(self, word: Tensor, seconds: float | None = None) -> Tensor:
+        """Return this tensor of every rank, of equal shapes: ``[R, ...]``, after ``ceil(log2 R)`` steps. In each a rank
+        sends the rows that it has, its own and those of the ranks after it, to where they are the next ones."""
+        size = len(self._ranks)
+        rows, count = word.new_empty(size, *word.shape), 1
+        rows[0] = word
         limit = timeout_of(self._control) if seconds is None else timedelta(seconds=seconds)
-        while distance < len(self._ranks):
-            to = self._ranks[(self._rank + distance) % len(self._ranks)]
-            source = self._ranks[(self._rank - distance) % len(self._ranks)]
-            sent = known.clone()
-            works = [dist.isend(sent, to, group=self._control), dist.irecv(arrived, source, group=self._control)]
+        while count < size:
+            more = min(count, size - count)
+            to, source = (self._ranks[(self._rank + distance) % size] for distance in (-count, count))
+            works = [
+                dist.isend(rows[:more], to, group=self._control),
+                dist.irecv(rows[count : count + more], source, group=self._control),
+            ]
             for work in works:
                 assert work is not None
                 work.wait(limit)  # by itself gloo waits as long as was said when the group was made
-            torch.maximum(known, arrived, out=known)
-            distance *= 2
-        return known
+            count += more
+        return rows.roll(self._rank, 0)
+
+    def gather_words(self, word: bytes, problem: str, seconds: float | None = None) -> tuple[dict[int, bytes], str]:
+        """Return the words of all ranks, equally long, by rank; and the problem of the first rank that has one, ""
+        where none has."""
+        said = word + problem.encode()[:_CAUSE_BYTES].ljust(_CAUSE_BYTES, b"\0")
+        rows = self.gather(torch.frombuffer(bytearray(said), dtype=torch.uint8), seconds).numpy()
+        first = ""
+        for rank, row in zip(reversed(self._ranks), rows[::-1], strict=True):
+            if text := row[len(word) :].tobytes().rstrip(b"\0"):
+                first = f"rank {rank}: {text.decode(errors='replace')}"
+        return {rank: row[: len(word)].tobytes() for rank, row in zip(self._ranks, rows, strict=True)}, first
 
     def check_equal(self, digest: bytes, what: str, problem: str = "") -> Verdict:
         """Compare 16 bytes of every rank (zeros: it has none), and tell every rank of a problem."""
-        own = torch.tensor([not any(digest), self.rank_priority if problem else 0])
         try:
-            highest = self.highest(torch.cat([two_sided(digest), own]))
-            if highest[-1]:
-                return Verdict(False, self.problem_of(int(highest[-1]), problem))
-            if is_one_value(highest[:4]) and not highest[4]:
-                return Verdict(True)
-            return self.who_differs(digest, what)
+            digests, cause = self.gather_words(digest, problem)
         except RuntimeError as error:
             return Verdict(False, f"the ranks could not compare their {what}: {one_line(error)}", True)
-
-    def who_differs(self, digest: bytes | None, what: str) -> Verdict:
-        """Return the verdict that names ranks whose 16 bytes are zeros, or differ from the first rank's."""
-        mine = torch.zeros(17, dtype=torch.uint8)
-        if digest is not None:
-            mine[0] = 1
-            mine[1:] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-        rows = gather_rows(mine, self._control)
-        digests = {rank: bytes(row[1:].tolist()) for rank, row in zip(self._ranks, rows, strict=True) if row[0]}
-        ranks = list(digests)
-        if none := [rank for rank in ranks if not any(digests[rank])]:
-            return Verdict(False, f"no {what} on rank {', '.join(map(str, none))}")
-        return Verdict(False, has_another(deviating(digests, ranks), what, next(iter(ranks), 0)))
-
-    def problem_of(self, priority: int, problem: str) -> str:
-        """Return the problem of the rank with this `rank_priority`, in its own words."""
-        rank = self._ranks[len(self._ranks) - priority]
-        text = torch.zeros(_CAUSE_BYTES, dtype=torch.uint8)
-        if priority == self.rank_priority:
-            said = problem.encode()[:_CAUSE_BYTES]
-            text[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        dist.broadcast(text, src=rank, group=self._control)
-        return f"rank {rank}: {bytes(text.tolist()).rstrip(bytes(1)).decode(errors='replace')}"
+        if not cause and (none := [rank for rank in self._ranks if not any(digests[rank])]):
+            cause = f"no {what} on rank {', '.join(map(str, none))}"
+        if not cause and (odd := deviating(digests, self._ranks)):
+            cause = has_another(odd, what, self._ranks[0])
+        return Verdict(not cause, cause)
 
     def go_on(self, problem: str, stops: bool, seconds: float) -> str:
         """Agree to go on with work in several parts, ahead of each. Returns "" if all go on, or all stop (``stops``);
         else which rank does not, and why."""
-        priority = self.rank_priority
-        words = torch.tensor([priority * bool(problem), priority * stops, int(not stops and not problem)])
-        failed, stopped, going = self.highest(words, seconds).tolist()
-        if failed:
-            return self.problem_of(failed, problem)
-        if stopped and going:
-            return f"rank {self._ranks[len(self._ranks) - stopped]} has stopped before the end"
-        return ""
+        words, first = self.gather_words(bytes([stops]), problem, seconds)
+        stopped = [rank for rank, word in words.items() if any(word)]
+        if not first and 0 < len(stopped) < len(words):
+            return f"rank {stopped[0]} has stopped before the end"
+        return first
 
     def vote_and_record(self, ballot: Ballot, problem: str, timed_out: bool) -> Verdict:
         """Vote, and return the one decision. ``problem``: why this rank cannot commit. ``timed_out``: it broke the
@@ -392,57 +373,39 @@ class Agreement:
 
     def _follow(self, ballot: Ballot, heard: Heard, verdict: Verdict) -> Verdict:
         """Do what the table says until it is known what all ranks do."""
-        began, act = time.monotonic(), ballot.hear(heard, verdict)
+        began, proposes = time.monotonic(), ballot.hear(heard, verdict)
         while ballot.verdict is None:
-            if act is not Act.RECORD:
-                self._wait_for_another(ballot, began)  # thread of this rank, which has refused, or is in a meeting
-                continue
-            try:
-                patient = ballot.state is State.DOUBT
-                said = self._store.compare_set(ballot.key, verdict.word, patient=patient, passing=True)
-                answer = Verdict.of_word(said)
-                act = ballot.hear(Heard.COMMIT if answer.commit else Heard.ABORT, answer)
-            except StoreError as error:
-                act = ballot.hear(Heard.SILENCE, replace(verdict, cause=verdict.cause or one_line(error)))
-                logger.warning("%s; it is asked for what became of a migration", one_line(error))
-                if act is Act.RECORD:
-                    self._wait_for_another(ballot, began)
+            if proposes:
+                try:
+                    answer = self._first_word(ballot.key, verdict, patient=ballot.state is State.DOUBT)
+                    proposes = ballot.hear(Heard.COMMIT if answer.commit else Heard.ABORT, answer)
+                    continue
+                except StoreError as error:
+                    proposes = ballot.hear(Heard.SILENCE, replace(verdict, cause=verdict.cause or one_line(error)))
+                    logger.warning("%s; it is asked for what became of a migration", one_line(error))
+            # For another thread of this rank, which has refused or is in a meeting, or for an answer that may come.
+            if not ballot.wait(_PAUSE_SECONDS) and time.monotonic() - began > self._most_seconds:
+                raise InDoubt("this rank has said yes to a migration, and cannot learn what became of it")
         return ballot.verdict
-
-    def _wait_for_another(self, ballot: Ballot, began: float) -> None:
-        """Wait for another thread of this rank, or an answer that may come; InDoubt: it never will."""
-        if time.monotonic() - began > self._most_seconds:
-            raise InDoubt("this rank has said yes to a migration, and cannot learn what became of it")
-        ballot.wait(_PAUSE_SECONDS)
 
     def record(self, key: str, verdict: Verdict) -> Verdict:
         """Write down the verdict on a decision, unless another stands already; what stands. A rank that the store does
         not answer follows its own: so only for what moves nothing before another vote."""
         try:
-            return Verdict.of_word(self._store.compare_set(key, verdict.word, passing=True))
+            return self._first_word(key, verdict)
         except StoreError as error:
             logger.error("%s; this rank follows its own vote", one_line(error))
             return replace(verdict, cause=verdict.cause or one_line(error), connections_broken=True)
 
+    def _first_word(self, key: str, verdict: Verdict, patient: bool = False) -> Verdict:
+        return Verdict.of_word(self._store.compare_set(key, verdict.word, patient=patient, passing=True))
+
     def _count(self, problem: str) -> tuple[Heard, Verdict]:
         """Say this rank's word and hear those of all."""
         try:
-            worst = int(self.highest(torch.tensor([self.rank_priority if problem else 0])))
-            counted = Verdict(False, self.problem_of(worst, problem)) if worst else Verdict(True)
+            _, cause = self.gather_words(b"", problem)
+            counted = Verdict(not cause, cause)
             self._probe(Phase.VOTED, counted)
-            return (Heard.A_NO if worst else Heard.ALL_YES), counted
+            return (Heard.A_NO if cause else Heard.ALL_YES), counted
         except Exception as error:
             return Heard.LOST, Verdict(False, f"the vote did not finish: {one_line(error)}", True)
-
-
-def two_sided(digest: bytes) -> Tensor:
-    """int64 ``[4]``: two words of 16 bytes, each followed by what it lacks to the largest word, so that the highest
-    over ranks tells the lowest too. None is negative: zeros, for a rank that has nothing to compare, never win."""
-    words = torch.from_numpy(np.frombuffer(digest, dtype="<i8").copy()) & _LARGEST_WORD
-    return torch.stack([words, _LARGEST_WORD - words], dim=1).flatten()
-
-
-def is_one_value(highest: Tensor) -> Tensor:
-    """Return whether the highest of `two_sided` words over ranks came from one digest alone, or from none."""
-    word, lacks = highest[..., 0::2], highest[..., 1::2]
-    return ((word + lacks == _LARGEST_WORD) | (word + lacks == 0)).all(dim=-1)

@@ -145,11 +145,10 @@ class OverlappedForwardBackward:
 
     def take_forwards(self) -> None:
         """Let forwards that are not of a pair run on one of the two streams as well: their backward may be of one."""
-        if (streams := self._channels.streams) is None:
+        if self._channels.streams is None:
             return
-        if (replicas := self._balancer.runtime.maps.replicas) is not None:
-            # In a backward pass they are added to gradients that the caller's stream has just written, see below.
-            replicas.adding = streams.in_order_with_this_one()
+        # In a backward pass those of replicas are added to gradients that this stream has just written, see below.
+        self._channels.add_gradients_here()
         schedule = self._schedule
         schedule._maybe_compute_loss = self._on_a_stream(
             schedule._maybe_compute_loss, lambda *a: (a[0].stage_index, a[3])

@@ -34,7 +34,7 @@ from ..distributed.points import Phase
 from ..distributed.transports.base import TransportError
 from ..moe.experts.registry import ExpertTensors
 from ..placement import Placement
-from ..replicas.placement_maps import Maps
+from ..replicas.sync import Maps
 from ..utils.errors import one_line
 from ..utils.worker import Worker
 from .engine import Formats, MigrationEngine, PostedRound, PreparedMigration, layers_that_differ
@@ -110,7 +110,6 @@ class Overlapped:
         worker: transfers the experts; all else that uses the control group takes its turn on it.
         registry: the tensors that move.
         maps: everything that follows the placement.
-        is_planner: whether this is rank 0, whose clock counts.
         timeout_seconds: for the transfers of one step, and for each decision.
         link_seconds_per_byte: of the links, used until a migration has shown how fast experts travel.
         max_pause_seconds: longest wait of a step for late experts; None: as long as it pays.
@@ -129,7 +128,6 @@ class Overlapped:
         *,
         registry: ExpertTensors,
         maps: Maps,
-        is_planner: bool,
         timeout_seconds: float,
         link_seconds_per_byte: float,
         max_pause_seconds: float | None,
@@ -142,7 +140,6 @@ class Overlapped:
         self._registry = registry
         self._held = frozenset(registry.layers)
         self._maps = maps
-        self._is_planner = is_planner
         self._timeout = timeout_seconds
         self._link_seconds_per_byte = link_seconds_per_byte
         self._max_pause = max_pause_seconds
@@ -180,7 +177,7 @@ class Overlapped:
         self._is_new = self.in_flight = True
         self._key, self._current, self._target = key, current, target
         formats = self._engine.formats(layers_that_differ(current, target))
-        pace = self._pace_so_far().encode() * self._is_planner
+        pace = self._pace_so_far().encode()
         self._prepared = self._worker.submit(lambda: self._prepare(current, target, formats, pace))
 
     def advance(self, *, hold_back: bool = False) -> MigrationProgress:
@@ -481,7 +478,7 @@ class Overlapped:
         try:
             migration, verdict = self._engine.prepare(current, target, self._key, formats)
             if migration is not None:
-                words = self.agreement.highest(words)  # rank 0's: the others say zeros
+                words = self.agreement.gather(words)[0]  # the first rank's, which plans
         except Exception as error:
             logger.debug("an overlapped migration could not be prepared", exc_info=True)
             migration, verdict = None, Verdict(False, one_line(error), True)

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ..distributed.ballot import Verdict
-from ..distributed.consensus import Agreement, is_one_value, two_sided
+from ..distributed.consensus import Agreement, has_another
 from ..moe.experts.record import Record, RecordFormat, Shard
 from ..moe.experts.registry import ExpertTensor, ExpertTensors, RegistryError, why_not_written
 from ..utils.errors import one_line
@@ -73,27 +74,29 @@ def agree_on_records(
 ) -> tuple[Records | None, Verdict]:
     """Agree on the records of the layers that are to change; None if there are none. Collective; never raises."""
     formats, problem = found
-    digests = {layer: _digest(record_format, device) for layer, record_format in formats.items()}
     # A row for every layer, whatever this rank believes will change: messages of other sizes would end the process.
-    words = torch.zeros(num_layers + 1, 10, dtype=torch.int64)
+    mine_L5 = np.zeros((num_layers, 5), dtype=np.int64)
     for layer, record_format in formats.items():
-        state = record_format.state_digest()
-        words[layer, :4] = two_sided(digests[layer])
-        words[layer, 4:8] = two_sided(state) if state else 0
-        words[layer, 8:] = torch.tensor([record_format.nbytes, agreement.rank_priority])
-    words[-1, 0] = agreement.rank_priority if problem else 0
+        digests = _digest(record_format, device) + (record_format.state_digest() or bytes(16))
+        mine_L5[layer] = [*np.frombuffer(digests, dtype=np.int64), record_format.nbytes]
     try:
-        highest = agreement.highest(words)
-        if highest[-1, 0]:
-            return None, Verdict(False, agreement.problem_of(int(highest[-1, 0]), problem))
-        for layer in (~is_one_value(highest[:-1, :4])).nonzero().flatten().tolist()[:1]:
-            return None, agreement.who_differs(digests.get(layer), f"record of layer {layer}")
-        for layer in (~is_one_value(highest[:-1, 4:8])).nonzero().flatten().tolist()[:1]:
-            state = formats[layer].state_digest() if layer in formats else b""
-            return None, agreement.who_differs(state or None, f"optimizer state of layer {layer}")
+        words, cause = agreement.gather_words(mine_L5.tobytes(), problem)
     except RuntimeError as error:
         return None, Verdict(False, f"the ranks could not compare their records: {one_line(error)}", True)
-    nbytes, holders = highest[:-1, 8:].T.tolist()
+    ranks = list(words)
+    said_RL5 = np.frombuffer(b"".join(words.values()), dtype=np.int64).reshape(len(ranks), num_layers, 5)
+    for what, said_RL2 in (("record", said_RL5[..., :2]), ("optimizer state", said_RL5[..., 2:4])):
+        has_RL = said_RL2.any(axis=2)
+        first_L = has_RL.argmax(axis=0)
+        differs_RL = has_RL & (said_RL2 != said_RL2[first_L, range(num_layers)]).any(axis=2)
+        if not cause and differs_RL.any():
+            layer = int(differs_RL.any(axis=0).argmax())
+            odd = [ranks[index] for index in differs_RL[:, layer].nonzero()[0]]
+            cause = has_another(odd, f"{what} of layer {layer}", ranks[first_L[layer]])
+    if cause:
+        return None, Verdict(False, cause)
+    nbytes_RL = said_RL5[..., 4]
+    nbytes, holders = nbytes_RL.max(axis=0).tolist(), nbytes_RL.argmax(axis=0).tolist()
     return Records(formats, tuple(nbytes), tuple(holders)), Verdict(True)
 
 

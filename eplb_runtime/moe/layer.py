@@ -19,7 +19,6 @@ from ..load.expert_clock import ExpertClock
 from ..utils.spans import phase
 from .dispatch.base import Dispatcher
 from .dispatch.channels import MicroBatchChannels
-from .dispatch.count_exchange import CountExchange
 from .dispatch.recompute import RecomputeCache
 from .experts.compute import LocalExperts
 from .routing.lookup import SlotTable
@@ -40,14 +39,6 @@ def _unseen_by_selective_checkpointing() -> contextlib.AbstractContextManager[An
 
 
 @dataclass(frozen=True)
-class _Counted:
-    """What counting found of a batch: its slots, or its counts of each expert, or neither."""
-
-    slots_TK: Tensor | None = None
-    counts: Counted | None = None
-
-
-@dataclass(frozen=True)
 class LayerContext:
     """What the layers of a model share. Without a splitter ``table`` says where an expert is; without ``count_and_map``
     (`moe.routing.kernels`) ``counter`` and ``table`` do it."""
@@ -56,26 +47,59 @@ class LayerContext:
     table: SlotTable
     splitter: BatchSplitter | None
     dispatcher: Dispatcher
-    exchange_counts: CountExchange
     forward_tag: ForwardTag
     channels: MicroBatchChannels
     count_and_map: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
 
 
-class ExpertParallelLayer:
-    """The way of a batch through one MoE layer.
-
-    Args:
-        index: the layer's index among the model's MoE layers.
-        module: the host's experts module; its ``training`` flag decides what counts as load.
-        real_tokens: bool ``[T]`` mask of the running batch, or None; called once a forward.
+class CountedLayer:
+    """What happens at the beginning of each forward of a MoE layer, whoever carries its tokens.
 
     Attributes:
-        before: called with the layer's index when a forward begins, before anything is routed; not when one is
-            repeated.
+        index: the layer's index among the model's MoE layers.
+        before: called with it when a forward begins, before anything is routed; not when one is repeated.
         calls: forwards so far that gradients can follow.
         uncounted: those of them whose tokens did not count, because the model was in evaluation mode.
         counts_in_evaluation: whether load counts outside training; inference has nothing else.
+    """
+
+    def __init__(
+        self, index: int, module: nn.Module, counter: LoadCounter, table: SlotTable, forward_tag: ForwardTag
+    ) -> None:
+        self.index = index
+        self._module, self._counter, self._table, self._forward_tag = module, counter, table, forward_tag
+        self.counts_in_evaluation = True
+        self.calls = self.uncounted = 0
+        self.before: Callable[[int], None] = lambda index: None
+
+    @property
+    def changes(self) -> int:
+        """How often the layer's placement has changed."""
+        return int(self._table.changes_L[self.index])
+
+    def _enter(self, top_k: int = 0) -> int:
+        """Enter a forward, repeated ones too; returns the epoch."""
+        tag = self._forward_tag
+        tag.enter(self.index, self._counter.closed_steps, self._module.training, self._table.epoch, top_k)
+        return self._table.epoch
+
+    def _load_counts(self, hidden: Tensor) -> bool:
+        """Note a forward that repeats none; returns whether its load counts."""
+        learns, counts = torch.is_grad_enabled(), self._module.training or self.counts_in_evaluation
+        self.calls += learns
+        self.uncounted += learns and not counts and hidden.shape[0] > 0
+        # A vector travels in dispatch and in combine, and in training back again in both.
+        vectors = 4 if self._module.training else 2
+        self._counter.token_bytes = vectors * hidden.shape[-1] * hidden.element_size()
+        return counts
+
+
+class ExpertParallelLayer(CountedLayer):
+    """The way of a batch through one MoE layer.
+
+    Args:
+        module: the host's experts module; its ``training`` flag decides what counts as load.
+        real_tokens: bool ``[T]`` mask of the running batch, or None; called once a forward.
     """
 
     def __init__(
@@ -86,21 +110,13 @@ class ExpertParallelLayer:
         context: LayerContext,
         real_tokens: Callable[[int], Tensor | None],
     ) -> None:
-        self.index = index
-        self._module = module
+        super().__init__(index, module, context.counter, context.table, context.forward_tag)
         self._experts = experts
         self._context = context
         self._real_tokens = real_tokens
-        self._counter, self._table, self._dispatcher = context.counter, context.table, context.dispatcher
-        self._in_flight = RecomputeCache(
-            lambda: context.channels.busy,
-            lambda: int(context.table.changes_L[index]),
-            context.channels.before_backward,
-        )
+        self._dispatcher, self._channels = context.dispatcher, context.channels
+        self._in_flight = RecomputeCache(self._channels, lambda: self.changes)
         self._one_at_a_time = Lock()  # of two batches at once: hosts' code may change a module while it computes
-        self.counts_in_evaluation = True
-        self.calls = self.uncounted = 0
-        self.before: Callable[[int], None] = lambda index: None
 
     @torch.compiler.disable
     def __call__(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
@@ -115,53 +131,46 @@ class ExpertParallelLayer:
             self._begin(torch.empty(len(topk_ids_TK), columns, device="meta"), topk_ids_TK)
 
     def _forward(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        epoch, repeated, training = self._table.epoch, in_recompute(), self._module.training
-        tag, top_k = self._context.forward_tag, topk_ids_TK.shape[-1]
-        tag.enter(self.index, self._counter.closed_steps, training, epoch, top_k)
-        self._dispatcher.check(hidden_TD, topk_weights_TK)
+        index, dispatcher, training, repeated = self.index, self._dispatcher, self._module.training, in_recompute()
+        epoch = self._enter(topk_ids_TK.shape[-1])
+        dispatcher.check(hidden_TD, topk_weights_TK)
+        metadata, slots_TK, counts, row_counts = None, None, None, None
         if repeated:  # nothing counts again, and metadata that is known is used again
-            metadata, counted = self._in_flight.repeated(topk_ids_TK), _Counted()
+            metadata = self._in_flight.repeated(topk_ids_TK)
         else:
-            metadata, counted = None, self._begin(hidden_TD, topk_ids_TK)
-        with phase("route", "F", self.index, epoch):
-            slots_TK, row_counts = counted.slots_TK, None
+            slots_TK, counts = self._begin(hidden_TD, topk_ids_TK)
+        with phase("route", "F", index, epoch):
             if metadata is None and slots_TK is None:
-                slots_TK, row_counts = self._slots(topk_ids_TK, counted.counts)
-        clock = self._dispatcher.expert_clock
-        begin = clock.mark() if clock.on and training else None
-        with phase("dispatch", "F", self.index, epoch):
+                slots_TK, row_counts = self._slots(topk_ids_TK, counts)
+        begin = dispatcher.expert_clock.mark() if dispatcher.expert_clock.on and training else None
+        with phase("dispatch", "F", index, epoch):
             if metadata is None:
                 assert slots_TK is not None
-                metadata = self._dispatcher.plan(slots_TK, row_counts)
-            dispatched = self._dispatcher.dispatch(hidden_TD, topk_weights_TK, metadata)
-        with phase("compute", "F", self.index, epoch), self._one_at_a_time:
+                metadata = dispatcher.plan(slots_TK, row_counts)
+            dispatched = dispatcher.dispatch(hidden_TD, topk_weights_TK, metadata)
+        with phase("compute", "F", index, epoch), self._one_at_a_time:
             out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S, dispatched.weights_M)
-        with phase("combine", "F", self.index, epoch):
-            combined_TD = self._dispatcher.combine(out_MD, dispatched)
+        with phase("combine", "F", index, epoch):
+            combined_TD = dispatcher.combine(out_MD, dispatched)
         if begin is not None:
-            clock.forward_ends(begin)
+            dispatcher.expert_clock.forward_ends(begin)
         if repeated:
             return self._in_flight.track_recompute(combined_TD)
         return self._in_flight.track_backward(combined_TD, topk_ids_TK, dispatched.metadata, training)
 
-    def _begin(self, hidden_TD: Tensor, topk_ids_TK: Tensor) -> _Counted:
-        """A forward that repeats none: count its load."""
+    def _begin(self, hidden_TD: Tensor, topk_ids_TK: Tensor) -> tuple[Tensor | None, Counted | None]:
+        """Begin a forward that repeats none, and count its load; returns slots, or counts of each expert, or neither,
+        as counting has found them."""
         self._table.require_known(self.index, topk_ids_TK)
         self.before(self.index)
-        self._context.forward_tag.set_placement(int(self._table.changes_L[self.index]))
-        counted = _Counted()
+        self._forward_tag.set_placement(self.changes)
+        found: tuple[Tensor | None, Counted | None] = None, None
         with self._one_at_a_time:
-            self.calls += torch.is_grad_enabled()
-            if self._module.training or self.counts_in_evaluation:
-                with phase("count", "F", self.index, self._table.epoch), self._context.channels.shared("counts"):
-                    counted = self._count(topk_ids_TK, self._real_tokens(hidden_TD.shape[0]))
-            elif hidden_TD.shape[0]:
-                self.uncounted += torch.is_grad_enabled()
-            # A vector travels in dispatch and in combine, and in training back again in both.
-            vectors = 4 if torch.is_grad_enabled() else 2
-            self._counter.token_bytes = vectors * hidden_TD.shape[1] * hidden_TD.element_size()
+            if self._load_counts(hidden_TD):
+                with phase("count", "F", self.index, self._table.epoch), self._channels.shared("counts"):
+                    found = self._count(topk_ids_TK, self._real_tokens(hidden_TD.shape[0]))
         self._in_flight.begin(self._counter.closed_steps)
-        return counted
+        return found
 
     @property
     def _splitter(self) -> BatchSplitter | None:
@@ -169,30 +178,30 @@ class ExpertParallelLayer:
         splitter = self._context.splitter
         return splitter if splitter is not None and splitter.splits(self.index) else None
 
-    def _count(self, topk_ids_TK: Tensor, real_T: Tensor | None) -> _Counted:
+    def _count(self, topk_ids_TK: Tensor, real_T: Tensor | None) -> tuple[Tensor | None, Counted | None]:
         if real_T is not None:
             self._counter.note_padding(self.index, real_T)
         splitter, counts_E = self._splitter, self._counter.counts[self.index]
         if splitter is not None and real_T is None:
             counts = splitter.counts(topk_ids_TK)
             counts_E.add_(counts[0])
-            return _Counted(counts=counts)
+            return None, counts
         if splitter is not None or self._context.count_and_map is None:
             self._counter.count(self.index, topk_ids_TK, real_T)
-            return _Counted()
+            return None, None
         home_E = self._table.home_of_experts(self.index)
-        return _Counted(self._context.count_and_map(topk_ids_TK, home_E, counts_E, real_T))
+        return self._context.count_and_map(topk_ids_TK, home_E, counts_E, real_T), None
 
     def _slots(self, topk_ids_TK: Tensor, counts: Counted | None) -> tuple[Tensor, RowCounts | None]:
         """The slot of each choice, and how many rows go where if the split was made on the host."""
-        splitter, exchange_counts = self._splitter, self._context.exchange_counts
+        splitter = self._splitter
         if splitter is None:
             return self._table.slots(self.index, topk_ids_TK), None
         counts_E, begins = counts or splitter.counts(topk_ids_TK)
-        return splitter.route(self.index, topk_ids_TK, exchange_counts(counts_E), begins)
+        return splitter.route(self.index, topk_ids_TK, self._dispatcher.gather_counts(counts_E), begins)
 
 
-class HostDispatchedLayer:
+class HostDispatchedLayer(CountedLayer):
     """One MoE layer whose host carries and computes tokens itself, each to the expert of its column. The host believes
     that slot p holds expert p: columns change places, or ids are renamed, and nothing else; there are no replicas. The
     host marks expert work by ``expert_clock``; other arguments as of `ExpertParallelLayer`."""
@@ -207,26 +216,14 @@ class HostDispatchedLayer:
         forward_tag: ForwardTag,
         expert_clock: ExpertClock,
     ) -> None:
-        self.index = index
-        self._module = module
-        self._counter = counter
-        self._table = table
-        self._forward_tag = forward_tag
+        super().__init__(index, module, counter, table, forward_tag)
         self.expert_clock = expert_clock
         self._followed = -1  # changes of the placement that a CUDA graph has been seen to follow
-        self.counts_in_evaluation = True
-        self.calls = self.uncounted = 0
-        self.before: Callable[[int], None] = lambda index: None
 
     @property
     def logical_of_slots(self) -> Tensor:
         """int64 ``[E]``: the logical expert in each slot, now; changed in place by a commit."""
         return self._table.logical_of_slots(self.index)
-
-    @property
-    def changes(self) -> int:
-        """How often the layer's placement has changed."""
-        return int(self._table.changes_L[self.index])
 
     @torch.compiler.disable
     def __call__(
@@ -267,16 +264,10 @@ class HostDispatchedLayer:
 
     def _begin(self, hidden: Tensor, count: Callable[[], object]) -> int:
         """Begin a forward, and count its load unless it repeats one; returns the epoch."""
-        epoch = self._table.epoch
-        self._forward_tag.enter(self.index, self._counter.closed_steps, self._module.training, epoch)
+        epoch = self._enter()
         if not in_recompute():
             self.before(self.index)
-            self.calls += torch.is_grad_enabled()
-            if self._module.training or self.counts_in_evaluation:
+            if self._load_counts(hidden):
                 with phase("count", "F", self.index, epoch):
                     count()
-            elif hidden.shape[0]:
-                self.uncounted += torch.is_grad_enabled()
-            vectors = 4 if self._module.training else 2  # in dispatch and in combine, and back again in training
-            self._counter.token_bytes = vectors * hidden.shape[-1] * hidden.element_size()
         return epoch

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..moe.routing.speeds import split_by_speed
 from ..moe.routing.tables import SplitTables
+from ..moe.routing.water_filling import split_totals
 from ..placement import EMPTY, Placement
 from ..topology import Topology
 from .forecast import shares
@@ -32,7 +32,7 @@ def rank_load(load: FloatArray, placement: Placement, speed_R: FloatArray | None
         loads = by_slot.reshape(*share.shape[:2], placement.num_ranks, -1).sum(axis=3)
     else:
         tables = SplitTables.of(placement)
-        units = np.stack([tables.sum_by_rank(split_by_speed(in_units(one), tables, speed_R)) for one in windows])
+        units = np.stack([tables.sum_by_rank(split_totals(in_units(one), tables, speed_R=speed_R)) for one in windows])
         total, all_units = windows.sum(axis=2, keepdims=True), units.sum(axis=2, keepdims=True)
         loads = np.divide(units * total, all_units, out=np.zeros(units.shape), where=all_units > 0)
     return np.asarray(loads.reshape(*load.shape[:-1], placement.num_ranks))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..moe.experts.slices import has_memory, is_sliced, local, version
 
 Zeros = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
-"""Makes memory of a shape, as `row_transport.RowTransport.zeros` does."""
+"""Makes memory of a shape, as `plan.RowTransport.zeros` does."""
 
 
 class ReplicaPool:

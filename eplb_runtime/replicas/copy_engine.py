@@ -1,9 +1,9 @@
-"""Rows of copies by the copy engines of one node's GPUs: no host waits and no multiprocessor copies.
+"""Rows of replicas by the copy engines of one node's GPUs: no host waits and no multiprocessor copies.
 
 Replica rows and the rows in which their gradients leave lie in memory that the node's ranks open to each other. What a
-copy hangs on does all copying, on a side stream: it writes weights into the copy's rows, and reads gradients out of
-them. A copy's rank says that its rows are its parent's now (`_GO`: weights may be overwritten, gradients are whole),
-and the parent that they are the copy's again (`_DONE`).
+replica hangs on does all copying, on a side stream: it writes weights into the replica's rows, and reads gradients out
+of them. A replica's rank says that its rows are its parent's now (`_GO`: weights may be overwritten, gradients are
+whole), and the parent that they are the replica's again (`_DONE`).
 
 A signal waits until the one before on its channel was taken, so stages go round over ``depth`` channels, and a stage
 begins when the one ``depth`` before it has been waited for; stages are waited for in the order in which they were
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.node_memory import LEAST_CHANNELS, NodeMemory
-from .row_transport import Row, RowChannel, RowTransport, TransferStage, Waiting
+from .plan import Row, RowStage, RowTransport, Waiting
 
 MOST_DEPTH = 32
 """Stages that are under way at once, of weights and of gradients."""
@@ -33,7 +33,7 @@ _GO, _DONE = 0, 1
 _SIGNALS = 2
 
 
-class Side:
+class CopyStream:
     """A stream beside the current one; on a CPU, where doubles are used, a thread."""
 
     def __init__(self, device: torch.device) -> None:
@@ -56,18 +56,15 @@ class Side:
 
 
 class CopyEngine(RowTransport):
-    """Rows between ranks of this node, the first of which is ``first``, by copy engines; ``elsewhere`` carries the
+    """Rows between ranks of this node, the first of which is ``first``, by copy engines; ``inter_node`` carries the
     rest."""
 
-    def __init__(self, memory: NodeMemory, first: int, device: torch.device, elsewhere: RowTransport) -> None:
+    def __init__(self, memory: NodeMemory, first: int, device: torch.device, inter_node: RowTransport) -> None:
         self._memory = memory
-        self._near = range(first, first + memory.size)
-        self._elsewhere = elsewhere
+        self._node = range(first, first + memory.size)
+        self._inter_node = inter_node
         depth = min(MOST_DEPTH, memory.channels // LEAST_CHANNELS)
-        self._lines = {
-            down: _Line(memory, Side(device), depth, number * _SIGNALS * depth)
-            for number, down in enumerate((True, False))
-        }
+        self._queues = [_Queue(memory, CopyStream(device), depth, down * _SIGNALS * depth) for down in (0, 1)]
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._memory.zeros(shape, dtype, device)
@@ -75,8 +72,36 @@ class CopyEngine(RowTransport):
     def open(self) -> None:
         self._memory.open()
 
-    def channel(self, layer: int, down: bool) -> RowChannel:
-        return _CopyChannel(self._memory, self._near, self._lines[down], self._elsewhere.channel(layer, down), down)
+    def stage(self, layer: int, down: bool, number: int, sends: Sequence[Row], receives: Sequence[Row]) -> RowStage:
+        near, far = (
+            [[row for row in rows if (row.rank in self._node) == here] for rows in (sends, receives)] for here in (1, 0)
+        )
+        of_children, of_parents = near if down else reversed(near)
+        children: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for row in of_children:
+            there = self._memory.of_peer(row.rank - self._node.start, row.at_replica)
+            copy = (there, row.local) if down else (row.local, there)
+            children.setdefault(row.rank - self._node.start, []).append(copy)
+        parents = tuple(dict.fromkeys(row.rank - self._node.start for row in of_parents))
+        return _Stage(self._queues[down], parents, children, self._inter_node.stage(layer, down, number, *far))
+
+    def post(self, stages: Sequence[RowStage]) -> list[Sequence[Waiting]]:
+        own = [stage for stage in stages if isinstance(stage, _Stage)]
+        far = self._inter_node.post([stage.far for stage in own])
+        return [[stage.queue.post(stage), *works] for stage, works in zip(own, far, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Stage(RowStage):
+    """Parents of this rank's replicas, children with what is copied into and from, and what leaves the node."""
+
+    queue: _Queue
+    parents: tuple[int, ...]
+    children: dict[int, list[tuple[Tensor, Tensor]]]
+    far: RowStage
+
+    def post(self) -> Sequence[Waiting]:
+        return [self.queue.post(self), *self.far.post()]
 
 
 @dataclass
@@ -84,29 +109,28 @@ class _Exchange:
     """One stage under way; ``arrived`` makes the current stream wait for this rank's own copying."""
 
     number: int
-    stage: _NearStage
-    line: _Line
+    stage: _Stage
     arrived: Callable[[], object] | None = None
     over: bool = False
 
     def wait(self) -> None:
-        self.line.wait(self)
+        self.stage.queue.wait(self)
 
 
 @dataclass
-class _Line:
+class _Queue:
     """Stages of one kind, in the order in which they are posted."""
 
     memory: NodeMemory
-    side: Side
+    side: CopyStream
     depth: int
     first_channel: int
     posted: int = 0
     in_flight: deque[_Exchange] = field(default_factory=deque)
     to_begin: deque[_Exchange] = field(default_factory=deque)
 
-    def post(self, stage: _NearStage) -> _Exchange:
-        exchange = _Exchange(self.posted, stage, self)
+    def post(self, stage: _Stage) -> _Exchange:
+        exchange = _Exchange(self.posted, stage)
         self.posted += 1
         self.to_begin.append(exchange)
         self._begin()
@@ -141,48 +165,3 @@ class _Line:
 
     def _channel(self, exchange: _Exchange, signal: int) -> int:
         return self.first_channel + _SIGNALS * (exchange.number % self.depth) + signal
-
-
-@dataclass(frozen=True)
-class _NearStage:
-    """What of a stage stays in the node: parents of this rank's replicas, and children with what is copied into and
-    from."""
-
-    parents: tuple[int, ...]
-    children: dict[int, list[tuple[Tensor, Tensor]]]
-    rows: int
-
-
-@dataclass(frozen=True)
-class _Stage(TransferStage):
-    near: _NearStage
-    line: _Line
-    far: TransferStage
-
-    def post(self) -> Sequence[Waiting]:
-        return [self.line.post(self.near), *self.far.post()]
-
-    def __len__(self) -> int:
-        return self.near.rows + len(self.far)
-
-
-class _CopyChannel(RowChannel):
-    def __init__(self, memory: NodeMemory, near: range, line: _Line, elsewhere: RowChannel, down: bool) -> None:
-        self._memory = memory
-        self._near = near
-        self._line = line
-        self._elsewhere = elsewhere
-        self._down = down
-
-    def stage(self, sends: Sequence[Row], receives: Sequence[Row]) -> TransferStage:
-        of_parents, of_children = (receives, sends) if self._down else (sends, receives)
-        parents = dict.fromkeys(row.rank - self._near.start for row in of_parents if row.rank in self._near)
-        children: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        for row in of_children:
-            if row.rank in self._near:
-                peer = row.rank - self._near.start
-                there = self._memory.of_peer(peer, row.at_copy)
-                children.setdefault(peer, []).append((there, row.local) if self._down else (row.local, there))
-        rows = sum(row.rank in self._near for row in (*sends, *receives))
-        far = [[row for row in some if row.rank not in self._near] for some in (sends, receives)]
-        return _Stage(_NearStage(tuple(parents), children, rows), self._line, self._elsewhere.stage(*far))

@@ -1,17 +1,28 @@
-"""Rows of copies by torch.distributed, point to point: gloo or NCCL."""
+"""Rows of replicas by torch.distributed, point to point: gloo or NCCL."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
 
-from .row_transport import Row, RowChannel, RowTransport, TransferStage
+from .plan import Row, RowStage, RowTransport, Waiting
 
-_TAGS_PER_CHANNEL = 1 << 12
+_TAGS_PER_STAGE = 1 << 12
+
+
+@dataclass(frozen=True)
+class Messages(RowStage):
+    """Messages of one stage."""
+
+    operations: list[dist.P2POp]
+
+    def post(self) -> Sequence[Waiting]:
+        return dist.batch_isend_irecv(self.operations) if self.operations else []
 
 
 class PointToPoint(RowTransport):
@@ -22,39 +33,24 @@ class PointToPoint(RowTransport):
         self._group = group
         self._ranks = ranks
 
-    def channel(self, layer: int, down: bool) -> RowChannel:
-        return _TaggedChannel(2 * layer + (not down), self._group, self._ranks)
-
-
-class _TaggedChannel(RowChannel):
-    """Messages with a tag of their own for each pair of ranks: several channels are in flight at once, and a pair may
-    exchange several rows."""
-
-    def __init__(self, number: int, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-        self._ranks = ranks
-        self._first_tag = number * _TAGS_PER_CHANNEL
-        self._group = group
-        self._count: dict[str, Counter[int]] = {"isend": Counter(), "irecv": Counter()}
-
-    def stage(self, sends: Sequence[Row], receives: Sequence[Row]) -> TransferStage:
+    def stage(self, layer: int, down: bool, number: int, sends: Sequence[Row], receives: Sequence[Row]) -> Messages:
         operations = []
+        first_tag = ((2 * layer + (not down)) * 2 + number) * _TAGS_PER_STAGE
         for kind, rows in ((dist.isend, sends), (dist.irecv, receives)):
-            count = self._count[kind.__name__]
+            count: Counter[int] = (
+                Counter()
+            )  # several stages are in flight at once, and a pair may exchange several rows
             for row in rows:
-                tag = self._first_tag + count[row.rank]
-                count[row.rank] += 1
-                as_bytes = row.local.reshape(-1).view(torch.uint8)
+                as_bytes, tag = row.local.reshape(-1).view(torch.uint8), first_tag + count[row.rank]
                 operations.append(dist.P2POp(kind, as_bytes, self._ranks[row.rank], self._group, tag=tag))
+                count[row.rank] += 1
         return Messages(operations)
 
-
-@dataclass(frozen=True)
-class Messages(TransferStage):
-    operations: list[dist.P2POp]
-
-    def post(self) -> list[dist.Work]:
-        works: list[dist.Work] = dist.batch_isend_irecv(self.operations) if self.operations else []
-        return works
-
-    def __len__(self) -> int:
-        return len(self.operations)
+    def post(self, stages: Sequence[RowStage]) -> list[Sequence[Waiting]]:
+        """As one group of sends; NCCL has one thing to wait for then, gloo one for each message."""
+        operations = [[*stage.operations] for stage in stages if isinstance(stage, Messages)]
+        together = Messages([one for some in operations for one in some])
+        works, ends = together.post(), accumulate(map(len, operations), initial=0)
+        if len(works) != len(together.operations):
+            return [works] * len(stages)
+        return [works[begin:end] for begin, end in pairwise(ends)]

@@ -1,17 +1,18 @@
 """Keep copies and homes together: weights from home to copies, gradients from copies to home.
 
-A `RowTransport` moves both; its stages come in an order that every rank derives from the placement. Sums are in
-float32 (float64 for float64 weights) and in the order of the slots: timing changes nothing. A layer's gradients leave
-when its backward is through and are added when the next layer's is: one exchange at a time is in flight, and overlaps
-the backward of the layers before it. Where FSDP slices experts, slices travel, and gradients leave after the backward
-pass, because FSDP may write those of the homes until its end. Both go along trees (`tree.py`), so that an expert
-crosses to a node once and no rank exchanges with all its replicas.
+Both go along trees (`plan.py`), in stages whose order every rank derives from the placement. Sums are in float32
+(float64 for float64 weights) and in the order of the slots: timing changes nothing. All layers' weights are posted
+together after the optimizer's step. A layer's gradients leave when its backward is through and are added when the next
+layer's is: one exchange at a time is in flight, and overlaps the backward of the layers before it. Where FSDP slices
+experts, slices travel, and gradients leave after the backward pass, because FSDP may write those of the homes until its
+end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import RLock
 from typing import Any
 
@@ -20,19 +21,19 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from ..moe.dispatch.channels import MicroBatchChannels
 from ..moe.experts.slices import local, version
+from ..moe.routing.lookup import SlotTable
+from ..moe.routing.splitter import BatchSplitter
 from ..placement import EMPTY, Placement
 from ..utils.spans import phase
 from .bank import ReplicaBank, accumulation_dtype, are_accumulated, slice_of_row
-from .broadcast_plan import NONE, BroadcastPlan, BroadcastPlanner, TreeEdge
-from .row_transport import RowTransport, TransferStage, Waiting
+from .plan import Child, ReplicaPlan, ReplicaPlanner, RowStage, RowTransport, Waiting
 
 
 class ReplicaSync:
-    """Weights and gradients of one rank's banks. Gradients are divided by ``gradient_divisor``, as the homes' are.
-    ``launching`` is a context in which rows of gradients are posted, ``adding`` one in which gradients of homes are
-    written where another stream adds to them; ``adds`` is told of each parameter whose gradient is about to be added
-    to."""
+    """Weights and gradients of one rank's banks. Gradients are divided by ``gradient_divisor``, as the homes' are, and
+    take turns with other exchanges on ``channels``."""
 
     def __init__(
         self,
@@ -42,30 +43,33 @@ class ReplicaSync:
         gradient_divisor: int,
         ranks_per_node: int,
         num_shards: int,
+        channels: MicroBatchChannels,
     ) -> None:
         self._banks = banks
+        self._transport = transport
+        self._channels = channels
         self._divisor = gradient_divisor
         self._num_shards = num_shards
-        self._planner = BroadcastPlanner(transport, rank, num_shards, ranks_per_node, self._arrival_memory)
-        self._plans = dict.fromkeys(banks, NONE)
+        self._planner = ReplicaPlanner(transport, rank, num_shards, ranks_per_node, self._arrival_memory)
+        self._plans = dict.fromkeys(banks, ReplicaPlan())
         self._addresses = {layer: _addresses(bank.parameters) for layer, bank in banks.items()}
         self._versions: dict[int, list[tuple[int, ...]]] = {}
         self._followed: dict[int, np.ndarray] = {}
         self._pending: dict[int, Sequence[Waiting]] = {layer: [] for layer in banks}
-        self._to_hand_on: dict[int, list[TransferStage]] = {}
+        self._to_hand_on: dict[int, Sequence[RowStage]] = {}
         self._one_waits = {layer: RLock() for layer in banks}  # a signal's handler may close the balancer inside
-        self._sent: tuple[int, BroadcastPlan, Sequence[Waiting]] | None = None
-        self._held_gradients: dict[int, BroadcastPlan] = {}
+        self._sent: tuple[int, ReplicaPlan, Sequence[Waiting]] | None = None
+        self._held_gradients: dict[int, ReplicaPlan] = {}
         self._deferring = False
         self._handed_over = False
         self._arrivals: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
+        self._adds: Callable[[Tensor], None] = lambda parameter: None
         self.is_freed = False
-        self.launching: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.adding: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.adds: Callable[[Tensor], None] = lambda parameter: None
 
-    def follow(self, placement: Placement) -> None:
-        """Take over a placement: which copies this rank holds, and which of its homes are copied where."""
+    def follow(self, placement: Placement, adds: Callable[[Tensor], None] | None = None) -> None:
+        """Take over a placement: which copies this rank holds, and which of its homes are copied where. ``adds`` is
+        told of each parameter whose gradient is about to be added to, from now on."""
+        self._adds = adds or self._adds
         self.prepare(placement, range(placement.num_layers))()
 
     def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
@@ -95,7 +99,7 @@ class ReplicaSync:
         self.wait_all()
         self.abandon()
         self.is_freed = True
-        self._plans = dict.fromkeys(self._banks, NONE)  # they lead to live rows
+        self._plans = dict.fromkeys(self._banks, ReplicaPlan())  # they lead to live rows
         self._followed.clear()
         self._held_gradients.clear()
         nbytes = sum(rows.nbytes for rows in self._arrivals.values())
@@ -139,11 +143,14 @@ class ReplicaSync:
 
     def refresh(self, layers: Collection[int] | None = None) -> None:
         """The homes' weights are new, of these layers or all. Post them to their copies, in layer order."""
-        if self.is_freed:
-            return
-        for layer in self._banks:
-            if layers is None or layer in layers:
-                self._post_weights(layer)
+        chosen = [] if self.is_freed else [layer for layer in self._banks if layers is None or layer in layers]
+        for layer in chosen:
+            self.wait(layer)
+            self._versions[layer] = self._versions_now(layer)
+        plans = {layer: self._plans[layer].weights for layer in chosen if self._plans[layer].anywhere}
+        with phase("refresh copies"):
+            self._pending.update(zip(plans, self._transport.post([first for first, *_ in plans.values()]), strict=True))
+        self._to_hand_on.update({layer: later for layer, (_, *later) in plans.items() if later})
 
     def wait(self, layer: int) -> None:
         """Until this layer's copies are fresh and its homes may change again. On every rank: copies are handed on. Two
@@ -168,15 +175,6 @@ class ReplicaSync:
     def _versions_now(self, layer: int) -> list[tuple[int, ...]]:
         return [version(parameter) for parameter in self._banks[layer].parameters]
 
-    def _post_weights(self, layer: int) -> None:
-        self.wait(layer)
-        self._versions[layer] = self._versions_now(layer)
-        with phase("refresh copies", "", layer):
-            stages = self._plans[layer].weights
-            self._pending[layer] = stages[0].post() if stages else []
-            if len(stages) > 1:
-                self._to_hand_on[layer] = stages[1:]
-
     # -- gradients -----------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -196,7 +194,7 @@ class ReplicaSync:
         self._finish()
         hold = self._banks[layer].is_sliced or self._deferring
         backward = torch._C._current_graph_task_id()
-        with self.adding():
+        with self._channels.adding():
             self._banks[layer].collect(gradients, hold, backward)
         if hold:
             self._held_gradients[layer] = self._plans[layer]
@@ -248,14 +246,15 @@ class ReplicaSync:
     def _send(self, layer: int) -> None:
         # Since what is held back was collected, copies may be gone: close() between a backward pass and the step.
         plan = self._held_gradients.pop(layer, self._plans[layer])
-        self._sent = layer, plan, self._post(plan.gradients[0].rows) if plan.gradients else []
+        self._sent = layer, plan, self._post(plan.gradients[0]) if plan.gradients else []
 
-    def _post(self, rows: TransferStage) -> Sequence[Waiting]:
-        """Gradients' rows, in the order of all that backward passes launch."""
-        with self.launching():
-            return rows.post()
+    def _post(self, gradients: RowStage) -> Sequence[Waiting]:
+        """Post gradients, in the order of all that backward passes launch."""
+        with self._channels.launching():
+            return gradients.post()
 
     @torch.compiler.disable
+    @torch.no_grad()
     def _finish(self) -> None:
         """Add what has been on its way to the homes' gradients; the rows that it left from are free then."""
         sent, self._sent = self._sent, None
@@ -264,30 +263,29 @@ class ReplicaSync:
         layer, plan, works = sent
         with phase("gradients of copies", "B", layer):
             for number, stage in enumerate(plan.gradients):
-                for work in self._post(stage.rows) if number else works:
+                for work in self._post(stage) if number else works:
                     work.wait()
-                stage.add()
-            with self.adding():
-                self._add_to_homes(plan.home_children, self._banks[layer].trained(), plan.arrivals)
+                for into, arrived in () if number else plan.additions:
+                    into.add_(arrived)
+            with self._channels.adding():
+                self._add_to_homes(plan.at_homes, self._banks[layer].trained())
 
-    @torch.no_grad()
-    def _add_to_homes(
-        self, home_children: Sequence[TreeEdge], trained: Sequence[Tensor], arrivals: Sequence[Sequence[Tensor]]
-    ) -> None:
+    def _add_to_homes(self, children: Sequence[Child], trained: Sequence[Tensor]) -> None:
         """Sum in float32, the home's own first, then what came from each copy that hangs on it, in the order of their
         slots; round once. Slices of copies are sums over EDP already, as FSDP's of the homes are."""
-        for home_row in sorted({copy.home_row for copy in home_children}):
+        for home_row in sorted({child.home_row for child in children}):
             for index, parameter in enumerate(trained):
                 if parameter.grad is None:
                     if not parameter.requires_grad:
                         continue  # frozen
                     parameter.grad = torch.zeros_like(parameter)
-                self.adds(parameter)
+                self._adds(parameter)
                 gradient = local(parameter.grad)
                 total = gradient[home_row].to(accumulation_dtype(parameter), copy=True)
-                for copy, rows in zip(home_children, arrivals, strict=True):
-                    if copy.home_row == home_row:
-                        slice_of_row(total.unsqueeze(0), self._num_shards, copy.shard)[0] += rows[index] / self._divisor
+                for child in children:
+                    if child.home_row == home_row:
+                        part = slice_of_row(total.unsqueeze(0), self._num_shards, child.shard)[0]
+                        part += child.arrivals[index] / self._divisor
                 gradient[home_row] = total.to(gradient.dtype)
 
     def _arrival_memory(self, index: int, position: int, parameter: Tensor) -> Tensor:
@@ -301,3 +299,25 @@ class ReplicaSync:
 
 def _addresses(parameters: Sequence[Tensor]) -> list[int]:
     return [local(parameter).data_ptr() for parameter in parameters]
+
+
+@dataclass(frozen=True)
+class Maps:
+    """Everything that follows a placement, in place, at a commit; no splitter and replicas without replica slots."""
+
+    table: SlotTable
+    splitter: BatchSplitter | None
+    replicas: ReplicaSync | None
+
+    def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
+        """Make ready, all memory included, to follow a placement that differs in these layers; what is returned does
+        it."""
+        ready = [self.table.prepare(placement, layers)]
+        if self.splitter is not None and self.replicas is not None:
+            ready += [self.splitter.prepare(placement, layers), self.replicas.prepare(placement, layers)]
+
+        def follow() -> None:
+            for take_over in ready:
+                take_over()
+
+        return follow

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from eplb_runtime.moe.dispatch import kernels, permute
-from eplb_runtime.moe.dispatch.memory import RowMemory
+from eplb_runtime.moe.dispatch.permute import RowMemory
 from eplb_runtime.moe.routing import kernels as routing
 from eplb_runtime.moe.routing.splitter import count_choices, deal_out
 from eplb_runtime.moe.routing.tables import SplitTables

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from eplb_runtime.load.counter import MAX_BUCKETS
-from eplb_runtime.migration.difference import apply, difference
 from eplb_runtime.migration.schedule import TransferSchedule, make_schedule
 from eplb_runtime.moe.routing.lookup import SlotTable
 from eplb_runtime.moe.routing.splitter import BatchSplitter, SplitSettings
@@ -75,7 +74,7 @@ def _row(ranks: int, experts: int, layers: int, replica_slots: int, repeats: int
     sizes = {"topology": Topology(ranks, ranks_per_node=1), "slots_per_rank": current.slots_per_rank}
     plan_seconds, _ = _least(1, lambda: plan(load_TLE, **sizes, current=current))
     target = everywhere_else(current, generator)
-    message_seconds, message = _least(repeats, lambda: _message(current, target))
+    message_seconds, message = _least(repeats, lambda: _message(target))
     schedule_seconds, schedule = _least(
         repeats, lambda: make_schedule(current, target, [EXPERT_BYTES] * layers, STAGING_BYTES)
     )
@@ -112,10 +111,9 @@ def everywhere_else(current: Placement, generator: np.random.Generator) -> Place
     return Placement(slots.reshape(current.num_layers, -1), current.num_experts, current.num_ranks, home, 1)
 
 
-def _message(current: Placement, target: Placement) -> bytes:
-    message = json.dumps({"digest": target.digest(), "placement": difference(current, target)}).encode()
-    read = json.loads(message)
-    if apply(current, read["placement"]).digest() != read["digest"]:
+def _message(target: Placement) -> bytes:
+    message = json.dumps({"placement": target.to_json()}).encode()
+    if Placement.from_json(json.loads(message)["placement"]) != target:
         raise RuntimeError("a plan did not arrive as it was sent")
     return message
 

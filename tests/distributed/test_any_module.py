@@ -297,7 +297,7 @@ def padded(rank: int) -> tuple[list[list[float]], list[int], Tensor]:
     weights[3] = 0
     out = model.layers[0].run_experts(torch.ones(4, ours.HIDDEN), ids, weights)
     torch.testing.assert_close(out[:1], torch.tensor(alone))
-    return out.tolist(), balancer._runtime.counter.counts[0].tolist(), balancer._runtime.counter.padding
+    return out.tolist(), balancer.runtime.counter.counts[0].tolist(), balancer.runtime.counter.padding
 
 
 def test_padding_in_a_routing_that_is_given_is_told_by_real_tokens() -> None:

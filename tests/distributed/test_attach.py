@@ -157,12 +157,12 @@ def count_load(rank: int) -> list[int]:
     counted = []
     for attention_mask in (None, mask):
         model(input_ids=ids, labels=ids, attention_mask=attention_mask).loss.backward()
-        counted.append(int(balancer._runtime.counter.counts[0].sum()))
+        counted.append(int(balancer.runtime.counter.counts[0].sum()))
         model.eval()
         with torch.no_grad():
             model(input_ids=ids)
         model.train()
-        assert int(balancer._runtime.counter.counts[0].sum()) == counted[-1]
+        assert int(balancer.runtime.counter.counts[0].sum()) == counted[-1]
         optimizer.step()
     optimizer.step()
     assert balancer.events.of_type(LoadMeasured)
@@ -202,7 +202,7 @@ def save_and_restore(rank: int, folder: str) -> None:
     balancer.load_state_dict({"step": 40, "placement": other.to_json()})
     assert balancer.placement == other
     assert not torch.equal(
-        next(iter(balancer._runtime.registry.parameters())), before["model.model.layers.0.mlp.experts.gate_up_proj"][:4]
+        next(iter(balancer.runtime.registry.parameters())), before["model.model.layers.0.mlp.experts.gate_up_proj"][:4]
     )
     after = eplb.logical_state_dict(model)
     assert all(torch.equal(before[name], after[name]) for name in before)

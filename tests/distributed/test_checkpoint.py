@@ -314,7 +314,7 @@ def save_asynchronously(rank: int, folder: Path) -> list[State]:
     """By DCP's own call, whose copy a commit that is due waits for; and by ours, with a commit until it is written."""
     model, optimizer, balancer = build(Job())
     train(model, optimizer, range(3), rank, 2)
-    assert balancer._rebalancer._pending is not None, "a decision is on its way"
+    assert balancer.rebalancer._pending is not None, "a decision is on its way"
     states = [eplb.logical_state_dict(model, optimizer)]
     go = write_slowly()
     group = dist.new_group(backend="gloo")
@@ -324,7 +324,7 @@ def save_asynchronously(rank: int, folder: Path) -> list[State]:
         epoch = balancer.placement.epoch
         for _ in range(2):  # due now; as steps of a run whose weights do not change
             balancer.step()
-        assert balancer.placement.epoch == epoch and balancer._rebalancer._pending is not None
+        assert balancer.placement.epoch == epoch and balancer.rebalancer._pending is not None
     balancer.step()
     assert balancer.placement.epoch > epoch, "the commit comes with the first step after"
     go.set()

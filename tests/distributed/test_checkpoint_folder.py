@@ -274,11 +274,11 @@ def save_in_the_background(rank: int, folder: str) -> list[State]:
     eplb.checkpoint.load(f"{folder}/1", model, optimizer)
     assert first.done() and second.done()
     assert differing(states[1], eplb.logical_state_dict(model, optimizer)) == []
-    groups = [balancer._runtime.groups.background.group_name]
+    groups = [balancer.runtime.groups.background.group_name]
     balancer.close()
     states.append(eplb.logical_state_dict(model, optimizer))
     eplb.checkpoint.async_save(f"{folder}/2", model, optimizer).result(60)
-    groups.append(balancer._runtime.groups.background.group_name)
+    groups.append(balancer.runtime.groups.background.group_name)
     assert groups[0] != groups[1], "ranks would look for the first group's addresses"
     return states
 

@@ -18,8 +18,8 @@ from test_export import EXPERTS, scrambled
 from torch import nn
 
 import eplb_runtime as eplb
-from eplb_runtime.balancer.balancer import Balancer
 from eplb_runtime.checkpoint import CheckpointError
+from eplb_runtime.checkpoint.state import LogicalView
 from eplb_runtime.hosts import AttachError
 
 
@@ -142,7 +142,7 @@ def test_a_meta_model_is_attached_then_loaded_by_each_rank_for_itself(
 
 def fused_names(rank: int, folder: str, by_slot: bool) -> dict[str, torch.Tensor]:
     if by_slot:
-        Balancer._home_experts = lambda self, layer: [4 * self._runtime.job.ep_rank + row for row in range(4)]
+        LogicalView.experts_here = lambda self, _: [4 * self.balancer.runtime.job.ep_rank + row for row in range(4)]
     model = on_meta("olmoe", torch.bfloat16)
     eplb.attach(model, config=config(2), device="cpu")
     eplb.checkpoint.load_pretrained(model, folder)

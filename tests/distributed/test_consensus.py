@@ -19,8 +19,6 @@ from eplb_runtime.distributed.consensus import (
     extremes,
     first_problem,
     gather_bytes,
-    is_one_value,
-    two_sided,
 )
 
 
@@ -32,17 +30,17 @@ def agreement_of(seconds: float = 30.0) -> Agreement:
     return Agreement(dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds)))
 
 
-def find_the_highest(rank: int) -> tuple[list[int], int]:
-    words = torch.tensor([rank, -rank, (rank * 7) % 5, -(2**62) if rank else 2**62])
-    return agreement_of().highest(words).tolist(), agreement_of().rank_priority
+def gather_from_all(rank: int) -> tuple[list, tuple[dict[int, bytes], str]]:
+    agreement = agreement_of()
+    rows = agreement.gather(torch.tensor([[rank, -(2**62)], [rank * 7, 2**62]]))
+    return rows.tolist(), agreement.gather_words(b"w%d" % rank, f"wrong on {rank}" if rank else "")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 6])
-def test_every_rank_learns_the_highest_of_each_word(ranks: int) -> None:
-    expected = [ranks - 1, 0, max((rank * 7) % 5 for rank in range(ranks)), 2**62]
-    results = run_ranks(ranks, find_the_highest)
-    assert [words for words, _ in results] == [expected] * ranks
-    assert [turn for _, turn in results] == list(range(ranks, 0, -1))
+def test_every_rank_learns_the_words_of_all_in_their_order(ranks: int) -> None:
+    rows = [[[rank, -(2**62)], [rank * 7, 2**62]] for rank in range(ranks)]
+    words = {rank: b"w%d" % rank for rank in range(ranks)}
+    assert run_ranks(ranks, gather_from_all) == [(rows, (words, "rank 1: wrong on 1" * (ranks > 1)))] * ranks
 
 
 def compare(rank: int) -> list[Verdict]:
@@ -91,15 +89,6 @@ def test_one_decision_stands_also_where_a_rank_did_not_vote() -> None:
         assert refused == Verdict(False, "rank 1: odd bytes")
         assert not broken.commit and broken.connections_broken
         assert broken.cause == "nothing came"
-
-
-def test_two_sided_words_tell_one_value_from_several() -> None:
-    one, other, nothing = two_sided(digest_of("one")), two_sided(digest_of("other")), torch.zeros(4, dtype=torch.int64)
-    assert (torch.stack([one, other]) >= 0).all()
-    assert is_one_value(torch.maximum(one, nothing))
-    assert is_one_value(nothing)
-    assert not is_one_value(torch.maximum(one, other))
-    assert is_one_value(torch.stack([one, torch.maximum(one, other)])).tolist() == [True, False]
 
 
 def gather_and_look(rank: int) -> tuple[list[bytes], list[bytes], list[str], list[int], list[str]]:

@@ -170,8 +170,8 @@ def lose_a_signal(rank: int, folder: str) -> None:
     try:
         for step in range(3):
             loss_of(model, rank, step).backward()
-            balancer._runtime.maps.replicas.refresh()
-            balancer._runtime.maps.replicas.wait_all()
+            balancer.runtime.maps.replicas.refresh()
+            balancer.runtime.maps.replicas.wait_all()
     except RuntimeError as error:
         (Path(folder) / f"{rank}.said").write_text(str(error))
     os._exit(1)

@@ -93,7 +93,7 @@ def test_any_rank_may_declare_and_all_go_by_it() -> None:
 
 def guard_that_finds(job: Job, finding: str) -> list[str]:
     """What is reported of it from here on."""
-    guard, reported = job.balancer._guard, []
+    guard, reported = job.balancer.guard, []
     guard.sample = lambda stays: True  # type: ignore[assignment, return-value]
     guard.compare = lambda sample, group: SampleComparison(finding)  # type: ignore[method-assign]
     guard.report = lambda finding, *notices: reported.append(finding)  # type: ignore[method-assign]
@@ -130,7 +130,7 @@ def keys_of_the_store(rank: int, forgets: bool) -> tuple[list[bool], list[int], 
     """Which declarations moved experts; and keys in the launcher's store after each, and after each step with one."""
     store = dist.distributed_c10d._get_default_store()
     job = Job(rank, interval=1, lag=0)
-    own = job.balancer._runtime.groups.store
+    own = job.balancer.runtime.groups.store
     if not forgets:
         own.forget = lambda number: None
 

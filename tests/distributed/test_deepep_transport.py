@@ -15,11 +15,12 @@ import transport_contract as contract
 from ranks import run_ranks
 from transport_contract import RANKS, Case, hear, others, random_bytes, run_cases, soon, tell
 
-from eplb_runtime.config import BalancerConfig, ConfigError, MigrationConfig
+from eplb_runtime.config import BalancerConfig, ConfigError, DispatchConfig, MigrationConfig
 from eplb_runtime.distributed.transports import TRANSPORTS, deepep, deepep_package
 from eplb_runtime.distributed.transports.base import Message, Transport, TransportError
 from eplb_runtime.distributed.transports.deepep import ROW_BYTES, DeepEP
-from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer, RecvCounts
+from eplb_runtime.moe.dispatch.base import DispatchContext
+from eplb_runtime.moe.dispatch.deepep import DeepEPDispatcher
 
 pytestmark = pytest.mark.long
 
@@ -65,12 +66,13 @@ def a_rank_without_messages_takes_part(rank: int, transport: Transport) -> None:
 
 def nobody_calls_deepep_where_a_rank_does_not_come(rank: int, transport: Transport) -> None:
     CALLS.clear()
+    transport.wait_at_most(0.5)
     if rank == 2:
         hear("0 gave up")
         hear("1 gave up")
     else:
         with pytest.raises(TransportError, match="not every rank has come to this round in time"):
-            transport.post([], [Message(1 - rank, transport.empty(10))]).wait(soon(0.5))
+            transport.post([], [Message(1 - rank, transport.empty(10))])
         tell(f"{rank} gave up")
         with pytest.raises(TransportError, match="carries no experts any more: not every rank has come"):
             transport.post([], [])
@@ -79,11 +81,12 @@ def nobody_calls_deepep_where_a_rank_does_not_come(rank: int, transport: Transpo
 
 def a_rank_that_comes_after_others_gave_up_does_not_call_deepep(rank: int, transport: Transport) -> None:
     CALLS.clear()
+    transport.wait_at_most(0.5)
     if rank == 2:
         hear("0 has given up")
         hear("1 has given up")
     with pytest.raises(TransportError, match="not every rank has come to this round in time"):
-        transport.post([], []).wait(soon(0.5))
+        transport.post([], [])
     tell(f"{rank} has given up")
     assert not CALLS
 
@@ -94,29 +97,6 @@ def ranks_that_mean_other_messages_say_so_alike(rank: int, transport: Transport)
     with pytest.raises(TransportError, match="EP rank 0 sends 10 bytes where EP rank 1 waits for 11"):
         transport.post(sends, [Message(0, transport.empty(11))] if rank == 1 else []).wait(soon())
     assert not CALLS
-
-
-def what_was_given_up_is_not_written_and_others_hear_of_it(rank: int, transport: Transport) -> None:
-    """Rank 0 gives up while its round is under way: it still makes the calls that the others wait in."""
-    into = transport.empty(5000).fill_(7)
-    to, source = Message((rank + 1) % RANKS, random_bytes(rank, 5000, CPU)), Message((rank - 1) % RANKS, into)
-    pending = transport.post([to], [source])
-    agree = transport._agree  # type: ignore[attr-defined]
-
-    def agree_and_give_up(*arguments: Any) -> Any:
-        agreed = agree(*arguments)
-        pending.abort()
-        return agreed
-
-    if rank == 0:
-        transport._agree = agree_and_give_up  # type: ignore[attr-defined]
-    if rank == 2:
-        pending.wait(soon())
-        assert torch.equal(into, random_bytes(1, 5000, CPU))
-        return
-    with pytest.raises(TransportError, match="aborted" if rank == 0 else "a rank has given up meanwhile"):
-        pending.wait(soon())
-    assert (into == 7).all()
 
 
 def a_lost_row_is_noticed(rank: int, transport: Transport) -> None:
@@ -134,13 +114,13 @@ def a_lost_row_is_noticed(rank: int, transport: Transport) -> None:
 
 def experts_go_by_the_buffer_of_tokens(rank: int, transport: Transport) -> None:
     deepep_package.imported = lambda *_: PACKAGE
-    carrier = DeepEPBuffer(dist.group.WORLD, 2, 20)
+    carrier = DeepEPDispatcher(DispatchContext.of(dist.group.WORLD, 2), DispatchConfig("deepep"))
     assert transport._buffer is carrier._buffer()  # type: ignore[attr-defined]
     CALLS.clear()
     rows = torch.full((3, 16), float(rank + 1), dtype=torch.bfloat16)
-    received = carrier.dispatch(rows, carrier.layout(torch.tensor([[0], [2], [4]])), RecvCounts(3, [3, 0]))
+    arrived = carrier.dispatch(rows, torch.ones(3, 1), carrier.plan(torch.tensor([[0], [2], [4]])))
     assert torch.equal(exchange(rank, transport), random_bytes((rank - 1) % RANKS, 5000, CPU))
-    assert torch.equal(carrier.combine(received.rows_UC, received.handle), rows)
+    assert torch.equal(carrier.combine(arrived.rows_MD, arrived), rows)
     assert CALLS == ["tokens", "experts", "back"]
 
 
@@ -165,7 +145,6 @@ CASES: list[Case] = [
     nobody_calls_deepep_where_a_rank_does_not_come,
     a_rank_that_comes_after_others_gave_up_does_not_call_deepep,
     ranks_that_mean_other_messages_say_so_alike,
-    what_was_given_up_is_not_written_and_others_hear_of_it,
     a_lost_row_is_noticed,
     experts_go_by_the_buffer_of_tokens,
     large_messages_go_in_equally_many_calls_on_every_rank,

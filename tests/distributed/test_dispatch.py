@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,21 +26,18 @@ from dispatch_contract import (
     row_counts,
     there_and_back,
 )
-from dispatchers import ByRank
 from ranks import run_ranks
 
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import DispatchContext, Dispatcher
-from eplb_runtime.moe.dispatch.count_exchange import CountExchange
-from eplb_runtime.moe.dispatch.hierarchical import Hierarchical, HierarchicalByRank
+from eplb_runtime.moe.dispatch.hierarchical import Hierarchical
 
 KINDS: dict[str, Any] = {
     "all_to_all": AllToAll,
-    "reduced on each rank": ByRank,
     "hierarchical": Hierarchical,
-    "hierarchical, by rank": HierarchicalByRank,
+    "hierarchical, by rank": partial(Hierarchical, combine_order="by_rank"),
 }
-LOGICAL = [name for name, kind in KINDS.items() if kind.combine_order == "logical"]
+LOGICAL = ["all_to_all", "hierarchical"]
 
 
 HALF_SIZED = {
@@ -70,8 +68,11 @@ def all_of_it(rank: int) -> dict[Any, Any]:
         found[kind, "placed"] = [placed(place, dispatcher, placement) for placement in PLACEMENTS]
         for learns in (True, False):
             found[kind, "kept", learns] = kept_bytes(*on(kind, 2), learns)
-    found["collectives"] = collectives_of(*on("all_to_all", 2), Batch((5, 4), tuple(range(6))))
-    found["rows"] = rows_that_leave(*on("all_to_all", 2), SENT_ONCE)
+    for top_k in (1, 2):
+        batch = Batch((5, 4), tuple(range(6)), top_k)
+        found["collectives", top_k] = collectives_of(*on("all_to_all", 2), batch)
+    for known in (False, True):
+        found["rows", known] = rows_that_leave(*on("all_to_all", 2), SENT_ONCE, known)
     return found
 
 
@@ -136,7 +137,6 @@ def with_what_is_known(dispatcher: Dispatcher, rank: int, batch: Batch) -> list[
 @pytest.mark.parametrize("case", KNOWN)
 @pytest.mark.parametrize("kind", KINDS)
 def test_known_counts_and_metadata_from_before_change_nothing(ranks: list, kind: str, case: str) -> None:
-    """Layers with copies know counts, and send a row for each choice; elsewhere tokens may be sent once."""
     for result in ranks:
         first, *others = result[kind, case, "known"]
         for other in others:
@@ -169,12 +169,13 @@ def collectives_of(dispatcher: Dispatcher, rank: int, batch: Batch) -> list[list
 
 def test_what_is_known_is_not_exchanged(ranks: list) -> None:
     for result in ranks:
-        alone, with_counts, with_metadata = result["collectives"]
-        # counts, which row a choice means, rows, router weights
-        assert (len(alone), len(with_counts), len(with_metadata)) == (4, 2, 2)
+        # counts, rows, router weights
+        assert [len(names) for names in result["collectives", 1]] == [3, 2, 2]
+        # and which row a choice means; known counts are not of tokens
+        assert [len(names) for names in result["collectives", 2]] == [4, 4, 2]
 
 
-def rows_that_leave(dispatcher: Dispatcher, rank: int, batch: Batch) -> int:
+def rows_that_leave(dispatcher: Dispatcher, rank: int, batch: Batch, known: bool) -> int:
     """Hidden states that this rank sends to others."""
     sizes: list[int] = []
     call = dist.all_to_all_single
@@ -185,24 +186,21 @@ def rows_that_leave(dispatcher: Dispatcher, rank: int, batch: Batch) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", record)
-        there_and_back(dispatcher, replace(batch, need=()), rank)
+        counts = {"counts": row_counts(batch, rank)} if known else {}
+        there_and_back(dispatcher, replace(batch, need=()), rank, **counts)
     there, back = sizes
     assert back > there
     return there
 
 
-def test_a_token_goes_once_to_each_rank_it_visits_where_that_saves_rows(ranks: list) -> None:
-    assert [result["rows"] for result in ranks] == [5, 3] * 2
+@pytest.mark.parametrize("known", [False, True], ids=["no replicas", "replicas"])
+def test_a_token_goes_once_to_each_rank_it_visits_where_that_saves_rows(ranks: list, known: bool) -> None:
+    assert [result["rows", known] for result in ranks] == [5, 3] * 2
 
 
 def exchanged(rank: int) -> list[list]:
-    counts = CountExchange(DispatchContext.of(dist.group.WORLD, SLOTS).channels)
-    said = []
-    for call in range(2):
-        # What is kept from a call inside inference mode must be of use outside it.
-        with torch.inference_mode(call == 0):
-            said.append(counts(torch.arange(4) + 10 * rank + call).tolist())
-    return said
+    dispatcher = AllToAll(DispatchContext.of(dist.group.WORLD, SLOTS))
+    return [dispatcher.gather_counts(torch.arange(4) + 10 * rank + call).tolist() for call in range(2)]
 
 
 def test_every_rank_learns_every_ranks_counts(ranks: list) -> None:

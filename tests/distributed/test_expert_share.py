@@ -62,7 +62,7 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     interval = None if rollouts else INTERVAL
     balancer = training.attach(model, optimizer, interval=interval, policy="static", run=run, **options)
-    clock = balancer._runtime.expert_clock
+    clock = balancer.runtime.expert_clock
     model.train()
     sampled, marked = [], []
     for step in range(STEPS):

@@ -304,7 +304,7 @@ def merged_beside_copies(rank: int, folder: Path) -> tuple[list[float], bool]:
         call()
         with torch.no_grad():
             losses.append(float(model(input_ids=ids, labels=ids).loss))
-    has_copies = balancer._runtime.maps.replicas.has_copies(0)
+    has_copies = balancer.runtime.maps.replicas.has_copies(0)
     balancer.close()
     return losses, has_copies
 

@@ -330,7 +330,7 @@ def _decided(guard: str, ranks: tuple[int, ...]) -> dict[str, Any]:
     job = Job(**TOP_3)
     balancer = attached(job, move=True, interval=2)
     if guard == "off":
-        balancer._guard._mode = "off"
+        balancer.guard._mode = "off"
     memory = standins.Memory(job.models[0], job.optimizer)
     job.train(range(1))
     before, epoch, events = moved_by(balancer), balancer.placement.epoch, len(list(balancer.events))
@@ -368,7 +368,7 @@ def graphed(rank: int) -> dict[str, Any]:
         getattr(standins, prepare)()
     job = ROWS["graphs of all three"].make()
     balancer = attached(job, move=True)
-    table = balancer._runtime.layers[0]._table
+    table = balancer.runtime.layers[0]._table
     own, orders = table.logical_of_slots, [table.logical_of_slots(layer).clone() for layer in range(2)]
     table.logical_of_slots = lambda layer: orders[layer] if is_graph_capturing() else own(layer)
     with pytest.raises(RuntimeError) as stale:

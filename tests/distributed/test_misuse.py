@@ -101,7 +101,7 @@ def test_a_copy_of_an_attached_model_is_refused_in_one_line() -> None:
 def rebalances(rank: int) -> dict[str, object]:
     model, optimizer, balancer = attached()
     train(rank, model, optimizer)
-    rebalancer, engine = balancer._rebalancer, balancer._rebalancer._engine
+    rebalancer, engine = balancer.rebalancer, balancer.rebalancer._engine
 
     def moves() -> bool:
         before = balancer.placement
@@ -159,7 +159,7 @@ def abandoned(rank: int) -> float:
             optimizer.zero_grad()
         model(input_ids=ids, labels=ids).loss.backward()
         balancer.reduce_gradients()
-        gradients.append([p.grad.clone() for p in balancer._runtime.registry.parameters()])
+        gradients.append([p.grad.clone() for p in balancer.runtime.registry.parameters()])
         balancer.close()
     return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*gradients, strict=True))
 
@@ -204,7 +204,7 @@ def test_save_pretrained_writes_the_whole_model_from_all_ranks_and_waits_for_no_
 def in_bfloat16(rank: int, moving: bool) -> tuple[list[float], int, object]:
     """A float32 model that is trained where new tensors are bfloat16."""
     model, optimizer, balancer = attached(moving=moving, interval=1, lag=0)
-    assert moving or balancer._rebalancer.decisions.process is None, "what never moves compiles nothing"
+    assert moving or balancer.rebalancer.decisions.process is None, "what never moves compiles nothing"
     torch.set_default_dtype(torch.bfloat16)
     try:
         losses, dtypes = train(rank, model, optimizer, 4), {p.dtype for p in model.parameters()}
@@ -241,7 +241,7 @@ def test_it_trains_to_the_same_bits_wherever_experts_are(job: Callable[..., obje
 
 def freed(rank: int) -> tuple[str, str]:
     _model, _, balancer = attached()
-    rows = next(iter(balancer._runtime.registry.parameters()))
+    rows = next(iter(balancer.runtime.registry.parameters()))
     with balancer._uninterrupted("a schedule"):
         within = refusal(RuntimeError, lambda: balancer.gather_experts(0, rows))
     rows.untyped_storage().resize_(0)

@@ -67,7 +67,7 @@ def of_two_one_overflows(rank: int) -> dict[str, Any]:
         scaler.update()
         for optimizer in optimizers.values():
             optimizer.zero_grad()
-    steps = balancer._rebalancer.step
+    steps = balancer.rebalancer.step
     balancer.close()
     return {"written": written, "steps": steps, "scale": scaler.get_scale()}
 

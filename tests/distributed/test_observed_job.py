@@ -40,7 +40,7 @@ def train(rank: int, run: str) -> dict[str, object]:
     for step in range(STEPS):
         ids = batch_of(rank, step // 4)
         model(input_ids=ids, labels=ids).loss.backward()
-        chosen.append(balancer._runtime.counter.counts.clone().numpy())
+        chosen.append(balancer.runtime.counter.counts.clone().numpy())
         placements.append(balancer.placement)
         optimizer.step()
         optimizer.zero_grad()

@@ -26,7 +26,7 @@ def one_stage_alone(rank: int) -> list:
     before = balancer.placement
     map_, home = before.physical_to_logical.copy(), before.home.copy()
     map_[0, [0, -2]], home[0, [0, EXPERTS - 1]] = map_[0, [-2, 0]], home[0, [EXPERTS - 1, 0]]
-    balancer._rebalancer._migrate(eplb.Placement(map_, EXPERTS, 2, home, before.epoch + 1))
+    balancer.rebalancer._migrate(eplb.Placement(map_, EXPERTS, 2, home, before.epoch + 1))
     aborted = [event.cause for event in balancer.events.of_type(RebalanceAborted)]
     epoch = balancer.placement.epoch
     balancer.close()
@@ -43,7 +43,7 @@ def load_of_stages(rank: int) -> list:
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.0)
     balancer = training.attach([stage], [optimizer], ranks=Ranks(ep=(rank,), stages=(rank,)), interval=2, lag=1)
     totals: list = []
-    decisions = balancer._rebalancer.decisions
+    decisions = balancer.rebalancer.decisions
     plan = decisions.plan
     decisions.plan = lambda measurement, *more: totals.append(np.stack(decisions.history)) or plan(measurement, *more)
     stage.train()

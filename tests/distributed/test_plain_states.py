@@ -47,7 +47,7 @@ def swapped(current: eplb.Placement) -> eplb.Placement:
 
 def move(balancer: eplb.Balancer) -> None:
     before = balancer.placement
-    balancer._rebalancer._migrate(swapped(before))
+    balancer.rebalancer._migrate(swapped(before))
     assert balancer.placement is not before
 
 

@@ -20,7 +20,7 @@ ROUNDS = 3
 
 def watched(loop: Loop) -> tuple[threading.Event, list[int]]:
     """The planner of rank 0 waits for the event that is returned first; bytes of an expert in each decision."""
-    go_on, decisions = threading.Event(), loop.balancer._rebalancer.decisions
+    go_on, decisions = threading.Event(), loop.balancer.rebalancer.decisions
     planner, add_up, nbytes = decisions.planner, decisions.add_up, []
 
     def plans(*arguments: Any, **options: Any) -> eplb.Plan:
@@ -80,7 +80,7 @@ def beside_a_step(rank: int) -> dict[str, Any]:
     with balancer.logical_order():
         found["inside"] = said_by(balancer.plan_ahead)
     found["moves"].append(balancer.rebalance())
-    planner = balancer._rebalancer.decisions.planner
+    planner = balancer.rebalancer.decisions.planner
 
     def fails(*arguments: Any, **options: Any) -> eplb.Plan:
         raise ValueError("no plan")
@@ -96,7 +96,7 @@ def beside_a_step(rank: int) -> dict[str, Any]:
     balancer.declare(loop.replayed(1))
     balancer.plan_ahead()
     balancer.load_state_dict(balancer.state_dict())
-    declared = balancer._rebalancer.declared
+    declared = balancer.rebalancer.declared
     found["declared still"] = declared is not None and len(declared) == len(loop.replayed(1))
     balancer.plan_ahead()
     balancer.close()  # with a decision in flight

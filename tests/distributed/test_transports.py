@@ -37,13 +37,14 @@ from eplb_runtime.config import TRANSPORTS as NAMES
 from eplb_runtime.distributed import node_memory
 from eplb_runtime.distributed.node import node_of_this_rank
 from eplb_runtime.distributed.transports import TRANSPORTS, nixl, nvshmem, windows
-from eplb_runtime.distributed.transports.automatic import TransportChoice, choose, choose_together, why_not
+from eplb_runtime.distributed.transports.automatic import TransportChoice, choose, choose_together, why_rather_not
 from eplb_runtime.distributed.transports.base import Message, TransportError
 from eplb_runtime.distributed.transports.cuda_ipc import CudaIpc
+from eplb_runtime.distributed.transports.deepep import DeepEP
 from eplb_runtime.distributed.transports.nvshmem import Nvshmem
 
 CPU = torch.device("cpu")
-HERE = [name for name in TRANSPORTS if not why_not(name, CPU)]
+HERE = ["torch", "auto", *(["nixl"] if not nixl.why_not() else [])]
 """Those that carry on a CPU and whose packages are there."""
 DOUBLES = ("cuda_ipc", "nvshmem")
 
@@ -217,8 +218,10 @@ def test_a_peer_that_stands_still_is_given_up_and_writes_nothing_later(one_sided
 
 
 def test_a_model_on_a_cpu_is_refused() -> None:
-    assert why_not("torch", CPU) == ""
-    assert all("GPU" in why_not(name, CPU) for name in ("cuda_ipc", "nvshmem", "deepep"))
+    assert "not on cpu" in why_rather_not(CPU)["cuda_ipc"]
+    for transport in (Nvshmem, DeepEP):
+        with pytest.raises(TransportError, match=r"between GPUs, (not|and this model is) on cpu"):
+            transport(SimpleNamespace(rank=lambda: 0, size=lambda: 1), "gloo", CPU, 1.0).warm_up(0.0)  # type: ignore[arg-type]
 
 
 def test_a_missing_package_is_one_line_that_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ def meeting(rank: int, slots: int) -> list[tuple[str, list[str]]]:
     def parted() -> None:
         """As after a commit that has reached one rank only."""
         if rank == 0:
-            job.balancer._runtime.maps.table.prepare(job.balancer.placement, [1])()
+            job.balancer.runtime.maps.table.prepare(job.balancer.placement, [1])()
         job.step(0)
 
     said.append(job.heard(parted))

@@ -12,6 +12,7 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
+from eplb_runtime.balancer.loop_state import LoopState
 from eplb_runtime.hosts.attaching import trial
 from eplb_runtime.moe.experts.registry import ExpertTensors
 from eplb_runtime.moe.layer import ExpertParallelLayer
@@ -26,15 +27,15 @@ def break_nothing() -> None:
 def forget_second_moment() -> None:
     """An optimizer-state tensor that does not move; the record has it all the same."""
     whole = ExpertTensors.of_home
-    moved = eplb.Balancer._place
+    moved = eplb.Balancer.place
 
     def place(self, target):
-        self._runtime.registry._state_of_layers.clear()
+        self.runtime.registry._state_of_layers.clear()
         ExpertTensors.of_home = lambda own, layer: [t for t in whole(own, layer) if not t.name.endswith("exp_avg_sq")]
         moved(self, target)
         ExpertTensors.of_home = whole
 
-    eplb.Balancer._place = place
+    eplb.Balancer.place = place
 
 
 def move_nothing() -> None:
@@ -65,14 +66,14 @@ def keep_a_snapshot_with_its_graph() -> None:
 
 
 def write_on_one_rank_in_step_4() -> None:
-    reduce = eplb.Balancer._before_optimizer
+    reduce = LoopState.before_step
 
     def before(self):
         reduce(self)
-        if torch.distributed.get_rank() == 1 and self._rebalancer.step == 3:
-            next(iter(self._dense.values())).data.mul_(1.01)
+        if torch.distributed.get_rank() == 1 and self.step == 3:
+            next(iter(self._tensors.dense.values())).data.mul_(1.01)
 
-    eplb.Balancer._before_optimizer = before
+    LoopState.before_step = before
 
 
 KEPT: dict[str, torch.Tensor] = {}

@@ -89,14 +89,14 @@ def one_silent_store(job: Job, victim: int, count_is_lost: bool) -> int:
 
 def lose_one_count() -> None:
     """All ranks hear this one's next word; it does not hear theirs."""
-    highest = Agreement.highest
+    gather = Agreement.gather
 
-    def lost(self: Agreement, words: torch.Tensor) -> torch.Tensor:
-        Agreement.highest = highest
-        highest(self, words)
+    def lost(self: Agreement, word: torch.Tensor, seconds: float | None = None) -> torch.Tensor:
+        Agreement.gather = gather
+        gather(self, word, seconds)
         raise RuntimeError("a test says: timed out")
 
-    Agreement.highest = lost
+    Agreement.gather = lost
 
 
 def interrupted(job: Job) -> bool:
@@ -147,7 +147,7 @@ def paused_while_under_way(job: Job) -> tuple[str, bool]:
     job.balancer.runtime.groups.hang_up()
     said, rebalancer = "", job.balancer.rebalancer
     try:
-        rebalancer.run(lambda: rebalancer.control.agreement.highest(torch.zeros(1, dtype=torch.int64)))
+        rebalancer.run(lambda: rebalancer.control.agreement.gather(torch.zeros(1)))
     except RuntimeError as error:
         said = str(error)
     return said, not job.background.in_flight

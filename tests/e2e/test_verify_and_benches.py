@@ -94,8 +94,9 @@ def test_a_bench_that_needs_ranks_starts_them() -> None:
     done = shell("bench", "dispatch", "--repeats", "1", "--json")
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout)
-    assert (result["ranks"], len(result["dispatch"])) == (2, 2)
-    assert set(result["dispatch"][0]) == {"tokens", "ms", "all_to_all_ms", "ratio"}
+    assert (result["ranks"], len(result["dispatch"])) == (2, 4)
+    keys = {"tokens", "replicas", "rows", "bytes", "ms", "all_to_all_ms", "ratio"}
+    assert set(result["dispatch"][0]) == keys and all(row["rows"] < row["tokens"] for row in result["dispatch"])
 
 
 def measure(rank: int) -> tuple[dict, dict]:

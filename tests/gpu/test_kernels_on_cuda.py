@@ -9,7 +9,7 @@ from water_filling_torch import assign_slots
 
 from eplb_runtime.moe.dispatch import kernels as moves
 from eplb_runtime.moe.dispatch import permute
-from eplb_runtime.moe.dispatch.memory import RowMemory
+from eplb_runtime.moe.dispatch.permute import RowMemory
 from eplb_runtime.moe.kernel_selection import kernels_for
 from eplb_runtime.moe.routing import kernels
 

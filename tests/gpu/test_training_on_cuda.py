@@ -68,7 +68,7 @@ def train_alone(rank: int, attached: bool, move_at: tuple[int, ...], steps: int)
         if balancer is not None and step in move_at:
             old = balancer.placement
             map_ = np.roll(old.physical_to_logical, 1 + step, axis=1)
-            balancer._rebalancer._migrate(eplb.Placement(map_, EXPERTS, 1, map_.argsort(axis=1), old.epoch + 1))
+            balancer.rebalancer._migrate(eplb.Placement(map_, EXPERTS, 1, map_.argsort(axis=1), old.epoch + 1))
             assert balancer.placement.epoch == old.epoch + 1
         ids = batch_of(rank, step).to(DEVICE)
         loss = model(input_ids=ids, labels=ids).loss

@@ -25,7 +25,7 @@ from torch import Tensor
 from eplb_runtime.balancer.balancer import Balancer
 from eplb_runtime.checkpoint.state import logical_state_dict
 from eplb_runtime.config import BalancerConfig, MigrationConfig
-from eplb_runtime.distributed.consensus import is_one_value, two_sided
+from eplb_runtime.distributed.consensus import all_equal
 from eplb_runtime.distributed.points import Phase
 from eplb_runtime.events import BalancingResumed, Event, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.hosts import attach
@@ -251,15 +251,14 @@ class Soak:
             self._right = {self._job.steps: self._right[self._job.steps], self._twin.steps: self._twin.state()}
         loss = self._job.step()
         placement = self._job.balancer.placement
-        words = two_sided(bytes.fromhex(placement.digest()))
-        own = [int(not self._equal(loss, expected)), int(not holds), placement.epoch, -placement.epoch]
-        most = torch.cat([torch.tensor(own), words])
+        most = torch.tensor([int(not self._equal(loss, expected)), int(not holds)])
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        parted = all_equal(bytes.fromhex(placement.digest()), "placement", dist.group.WORLD)
         self._longest = max(self._longest, time.monotonic() - began)
         if most[0]:
             raise SoakFailed(f"step {self._job.steps}: the loss differs from the twin's (here {loss}, {expected})")
-        if most[2] != -most[3] or not is_one_value(most[4:]):
-            raise SoakFailed(f"step {self._job.steps}: ranks have parted (here epoch {placement.epoch})")
+        if parted:
+            raise SoakFailed(f"step {self._job.steps}: {parted} (here epoch {placement.epoch})")
         return not most[1]
 
     def _steps_until(self, holds: Callable[[], bool], seconds: float) -> bool:

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import eplb_runtime as eplb
-from eplb_runtime.replicas import tree
 
 from . import training
 from .shuffle import plan_by, plan_shuffle
@@ -41,7 +40,7 @@ class Layout:
         sliced: each EDP rank has a slice of every expert, by `fully_shard`.
         frozen: parameters whose names contain one of these are not trained.
         policy: of mixed precision, where experts are sliced.
-        ranks_per_node: of the tree by which replicas travel; then each node and each rank hands on to one other.
+        ranks_per_node: of the tree by which replicas travel.
     """
 
     ep: int
@@ -413,7 +412,6 @@ class Spread(Whole):
             self.slice(where["ep_group"], settings)
         if layout.ranks_per_node:
             os.environ["LOCAL_WORLD_SIZE"] = str(layout.ranks_per_node)
-            tree.NODES_EACH = tree.RANKS_EACH = 1
         self.begin()
         self.balancer = training.attach(self.model, self.optimizer, **where, **settings)
         plan_by(self.balancer, plan_shuffle)

@@ -20,8 +20,6 @@ import torch.distributed as dist
 from examples import FOLDER, load_example
 from torch import Tensor, nn
 
-from eplb_runtime.balancer.gradients import norm
-
 
 def cpu() -> None:
     """Let Megatron's modules of torch work, also under context and sequence parallelism. Before all others."""
@@ -44,7 +42,6 @@ def cpu() -> None:
         return norm
 
     WrappedTorchNorm.__new__ = staticmethod(new)
-    norm.BLOCK = 256  # elements of a block of the norm: these experts have several
 
 
 def _gathered_attention() -> type:

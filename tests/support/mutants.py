@@ -98,8 +98,8 @@ def average_copies() -> None:
     from eplb_runtime.replicas.sync import ReplicaSync
 
     add = ReplicaSync._add_to_homes
-    ReplicaSync._add_to_homes = lambda self, lent, trained, arrivals: add(
-        self, lent, trained, [[row / 2 for row in rows] for rows in arrivals]
+    ReplicaSync._add_to_homes = lambda self, children, trained: add(
+        self, [child._replace(arrivals=[row / 2 for row in child.arrivals]) for child in children], trained
     )
 
 
@@ -150,29 +150,30 @@ def count_copies_in_the_norm() -> None:
 def hand_nothing_on() -> None:
     from eplb_runtime.replicas.sync import ReplicaSync
 
-    post = ReplicaSync._post_weights
+    refresh = ReplicaSync.refresh
 
-    def forgetful(self: Any, layer: int) -> None:
-        post(self, layer)
+    def forgetful(self: Any, layers: Any = None) -> None:
+        refresh(self, layers)
         self._to_hand_on.clear()
 
-    ReplicaSync._post_weights = forgetful
+    ReplicaSync.refresh = forgetful
 
 
 def add_nothing_on_the_way() -> None:
-    from eplb_runtime.replicas.broadcast_plan import GradientStage
+    from eplb_runtime.replicas.plan import ReplicaPlanner
 
-    GradientStage.add = lambda self: None
+    plan = ReplicaPlanner.plan
+    ReplicaPlanner.plan = lambda self, *of: replace(plan(self, *of), additions=())
 
 
 def forget_sums_of_sliced_copies() -> None:
-    from eplb_runtime.replicas.sharded import ShardedReplicas
+    from eplb_runtime.replicas.compute import ShardedReplicas
 
-    ShardedReplicas.collect = lambda self, gradients, edges: None
+    ShardedReplicas.collect = lambda self, gradients, edges: [None] * len(gradients)
 
 
 def forget_other_edp_ranks() -> None:
-    from eplb_runtime.replicas.sharded import ReplicaGather
+    from eplb_runtime.replicas.compute import ReplicaGather
 
     ReplicaGather.slice_of_sum = lambda self, gradient, dtype: gradient.chunk(self._ranks, dim=1)[
         self._group.rank()
@@ -204,7 +205,7 @@ def norm_of_each_rank_alone() -> None:
     """Squares are summed over what a rank has of an expert, wherever that is cut."""
     from eplb_runtime.balancer.gradients import norm
 
-    norm._cut_blocks = lambda ranges: []
+    norm.maxima = lambda values, group: values
 
 
 def norm_by_rank() -> None:

@@ -1,9 +1,8 @@
 """Parts of one gradient norm over a model whose experts and stages are spread over ranks.
 
 Each logical expert counts once, and sums are taken in logical order: the norm does not depend on the placement. An
-expert whose gradient is cut over ranks has one that is equal to the bit wherever the cuts are: its flat gradient is
-summed in fixed blocks of its own elements, each in one fixed tree of additions. A block that is cut is brought together
-first.
+expert whose gradient is cut over ranks has one that is equal to the bit wherever the cuts are: its squares are added as
+whole numbers, which is exact in any order.
 """
 
 from __future__ import annotations
@@ -18,13 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ...distributed.consensus import maxima
 from ...distributed.process_groups import ProcessGroups
 from ...moe.experts.optimizer_state import Ranges
 
-BLOCK = 1 << 14
-"""Elements that are summed in one tree; a power of two."""
 _CHUNK = 1 << 24
 """Elements whose squares are in memory at once."""
+_STEPS = 2.0**31
+"""Steps of a square below one: sums of 2^32 squares are exact in int64."""
+_MOST_EXPONENT = 500
+"""Factors up to two to this power can be squared."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ class RangesOfSlots:
 
     gradients: Sequence[Tensor | None]
     ranges: Sequence[Ranges]
+
+    def kept_at(self, place: int) -> Iterator[tuple[Tensor | None, tuple[int, int]]]:
+        """The gradient and the range of each slot at this place among the ranks."""
+        return zip(self.gradients, (ranges[place] for ranges in self.ranges), strict=True)
 
 
 Gradient = Tensor | Sequence[Tensor | None] | RangesOfSlots
@@ -127,78 +133,34 @@ def squares_of_slots(
 ) -> list[Tensor]:
     """Return for each of ``layers`` float64 ``[slots]``: squared 2-norms, equal on all ranks of the group.
     Collective."""
-    slots = [(gradient, ranges) for one in layers for gradient, ranges in zip(one.gradients, one.ranges, strict=True)]
-    counts = [-(-_length(ranges) // BLOCK) for _, ranges in slots]
-    cuts = [_cut_blocks(ranges) for _, ranges in slots]
-    sums = torch.zeros(sum(counts) + sum(map(len, cuts)) * BLOCK, dtype=torch.float64, device=device)
-    of_blocks, of_cuts = sums[: sum(counts)], sums[sum(counts) :].view(-1, BLOCK)
-    first_block = first_cut = 0
-    for (gradient, ranges), count, cut in zip(slots, counts, cuts, strict=True):
-        if gradient is not None and gradient.numel():
-            blocks = of_blocks[first_block : first_block + count]
-            _add(gradient, ranges[place], blocks, of_cuts[first_cut : first_cut + len(cut)], cut)
-        first_block, first_cut = first_block + count, first_cut + len(cut)
-    # Every entry is zero on all ranks but one: the sum is exact in any order.
-    dist.all_reduce(sums, group=group)
-    cut_at = [first + block for first, cut in zip(_firsts(counts), cuts, strict=True) for block in cut]
-    if cut_at:
-        of_blocks[torch.tensor(cut_at, device=device)] = _trees(of_cuts)
-    squares = [_trees(_padded(blocks)).squeeze(0) for blocks in of_blocks.split(counts)]
-    return [torch.stack(squares[first : first + len(one.ranges)]) for first, one in _places(layers)]
+    flats = []
+    for gradient, (first, end) in (pair for one in layers for pair in one.kept_at(place)):
+        if gradient is not None and gradient.numel() not in (0, end - first):
+            raise RuntimeError(
+                f"a gradient has {gradient.numel()} elements, and {end - first} of its expert are stepped here"
+            )
+        flats.append(
+            gradient.reshape(-1) if gradient is not None and gradient.numel() else torch.zeros(1, device=device)
+        )
+    largest = torch.stack([torch.linalg.vector_norm(flat, math.inf, dtype=torch.float64) for flat in flats])
+    largest, is_nan = maxima(torch.stack([largest.nan_to_num(math.inf, math.inf), largest.isnan().double()]), group)
+    # Powers of two from their bits: a function may round, and otherwise in another place of a vector.
+    exponents = torch.frexp(largest).exponent.long().clamp(-_MOST_EXPONENT, _MOST_EXPONENT)
+    factors = ((1023 - exponents) << 52).view(torch.float64)
+    numbers = torch.stack([_whole_numbers(flat, factor) for flat, factor in zip(flats, factors, strict=True)])
+    dist.all_reduce(numbers, group=group)
+    whole, rest = numbers.double().unbind(1)
+    squares = (whole + rest / _STEPS) / _STEPS / factors / factors
+    squares = torch.where(largest.isfinite(), squares, largest).masked_fill_(is_nan > 0, math.nan)
+    return list(squares.split([len(one.ranges) for one in layers]))
 
 
-def _places(layers: Sequence[RangesOfSlots]) -> list[tuple[int, RangesOfSlots]]:
-    return list(zip(_firsts([len(one.ranges) for one in layers]), layers, strict=True))
-
-
-def _firsts(counts: Sequence[int]) -> list[int]:
-    firsts = [0]
-    for count in counts:
-        firsts.append(firsts[-1] + count)
-    return firsts[:-1]
-
-
-def _length(ranges: Ranges) -> int:
-    return max(end for _, end in ranges)
-
-
-def _cut_blocks(ranges: Ranges) -> list[int]:
-    """Blocks with elements of several ranks."""
-    length = _length(ranges)
-    inner = {place for first, end in ranges if first < end for place in (first, end) if 0 < place < length}
-    return sorted({place // BLOCK for place in inner if place % BLOCK})
-
-
-def _add(gradient: Tensor, kept: tuple[int, int], blocks: Tensor, of_cuts: Tensor, cut: Sequence[int]) -> None:
-    """Put in the sums of blocks that are whole here, and the squares of what is here of others."""
-    first, end = kept
-    flat = gradient.reshape(-1)
-    if flat.numel() != end - first:
-        raise RuntimeError(f"a gradient has {flat.numel()} elements, and {end - first} of its expert are stepped here")
-    for row, block in enumerate(cut):
-        begin, stop = max(first, block * BLOCK), min(end, (block + 1) * BLOCK)
-        if begin < stop:
-            piece = flat[begin - first : stop - first].double()
-            of_cuts[row, begin - block * BLOCK : stop - block * BLOCK] = piece.square()
-    here = [block for block in range(first // BLOCK, -(-end // BLOCK)) if block not in cut]
-    if not here:
-        return
-    for block in range(here[0], here[-1] + 1, _CHUNK // BLOCK):
-        last = min(here[-1] + 1, block + _CHUNK // BLOCK)
-        elements = flat[block * BLOCK - first : last * BLOCK - first].double().square_()
-        padded = torch.nn.functional.pad(elements, (0, (last - block) * BLOCK - elements.numel()))
-        blocks[block:last] = _trees(padded.view(-1, BLOCK))
-
-
-def _padded(values: Tensor) -> Tensor:
-    """``[1, N]``, N a power of two: zeros follow."""
-    return torch.nn.functional.pad(values, (0, (1 << (len(values) - 1).bit_length()) - len(values))).unsqueeze(0)
-
-
-def _trees(values: Tensor) -> Tensor:
-    """The sum of each row ``[N, a power of two]``, by halves: additions of elements, which round the same however many
-    rows there are. A kernel's own sum may not."""
-    while values.shape[1] > 1:
-        half = values.shape[1] // 2
-        values = values[:, :half] + values[:, half:]
-    return values.squeeze(1)
+def _whole_numbers(flat: Tensor, factor: Tensor) -> Tensor:
+    """int64 ``[2]``: the sum of squares, of elements that the factor brings below one, in steps and in steps of
+    these."""
+    total = torch.zeros(2, dtype=torch.int64, device=flat.device)
+    for part in flat.split(_CHUNK):
+        squares = part.double().mul_(factor).square_().mul_(_STEPS)
+        steps = squares.floor()
+        total += torch.stack([steps.long().sum(), squares.sub_(steps).mul_(_STEPS).long().sum()])
+    return total

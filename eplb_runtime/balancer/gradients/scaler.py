@@ -7,26 +7,13 @@ unscaled.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
-from ..runtime import Runtime
-
-
-class GradientOwner(Protocol):
-    """A balancer, as far as scaling needs it."""
-
-    @property
-    def runtime(self) -> Runtime: ...
-
-    def around_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """Encloses the step of an optimizer, which may be skipped on all ranks."""
-
-    def reduce_gradients(self) -> None: ...
+from ..balancer import Balancer
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -37,7 +24,7 @@ class GradScaler(torch.amp.GradScaler):
         options: of torch's: ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``enabled``.
     """
 
-    def __init__(self, balancer: GradientOwner, **options: Any) -> None:
+    def __init__(self, balancer: Balancer, **options: Any) -> None:
         super().__init__(balancer.runtime.device.type, **options)
         self._balancer = balancer
 

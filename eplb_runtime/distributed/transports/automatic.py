@@ -15,7 +15,7 @@ from ...utils.errors import one_line
 from .. import node_memory
 from ..consensus import first_problem, gather_bytes
 from ..node import node_of_this_rank
-from . import deepep_package, nixl, nvshmem
+from . import nixl
 from .base import Transport, TransportError
 from .cuda_ipc import CudaIpc
 from .torch_p2p import TorchPointToPoint
@@ -31,21 +31,10 @@ class TransportChoice:
     why: str
 
 
-def why_not(name: str, device: torch.device) -> str:
-    """Return why this process cannot use a transport, or "". Connects nothing."""
-    ways = {
-        "cuda_ipc": node_memory.why_not,
-        "nixl": lambda _: nixl.why_not(),
-        "nvshmem": nvshmem.why_not,
-        "deepep": deepep_package.why_not,
-    }
-    return ways[name](device) if name in ways else ""
-
-
 def why_rather_not(device: torch.device) -> dict[str, str]:
-    """Return why this rank would rather not use each transport that can be chosen, or ""."""
-    across = "" if device.type == "cpu" and nixl.rdma_devices() else "no RDMA between CPUs"
-    return {"cuda_ipc": why_not("cuda_ipc", device), "nixl": across or why_not("nixl", device)}
+    """Return why this rank would rather not use each transport that can be chosen, or "". Connects nothing."""
+    has_rdma = device.type == "cpu" and nixl.rdma_devices()
+    return {"cuda_ipc": node_memory.why_not(device), "nixl": nixl.why_not() if has_rdma else "no RDMA between CPUs"}
 
 
 def choose(nodes: Sequence[str], lacking: Sequence[Mapping[str, str]]) -> TransportChoice:

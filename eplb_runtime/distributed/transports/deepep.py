@@ -1,10 +1,10 @@
 """DeepEP (the package `deep_ep`): experts as rows of tokens, over NVLink inside a node and RDMA between nodes.
 
 DeepEP's calls are collective, and messages are not. So it serves migrations between steps only: every rank of the group
-posts once a round, and waits for it. Ranks then tell each other how many bytes go from whom to whom, and make the same
+posts once a round, and `post` carries. Ranks tell each other how many bytes go from whom to whom, and make the same
 calls, each with the next rows of every pair of ranks. A rank is one of DeepEP's experts here. A row says which one it
 is by its router weight, which DeepEP carries along: so nothing depends on the order in which rows arrive, and a row
-that is lost or was given up is noticed.
+that is lost is noticed.
 
 The buffer is the one that tokens go by; it is kept when groups are made anew.
 """
@@ -12,10 +12,8 @@ The buffer is the one that tokens go by; it is kept when groups are made anew.
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from ...utils.errors import one_line
 from ..consensus import gather_bytes
 from ..node import node_of_this_rank
 from . import deepep_package
-from .base import Message, Pending, Transport, TransportError
+from .base import Message, Pending, PendingGroup, Transport, TransportError
 from .progress import SideStream, to_others, try_out, wait_until
 
 ROW_BYTES = 14336
@@ -36,32 +34,6 @@ CHUNK_BYTES = 128 << 20
 """Bytes that a rank sends, and receives, in one call at most: as much to and from each rank."""
 _GRACE_SECONDS = 5.0
 """Ranks that know that all have come may take so long to say so, whatever the deadline."""
-
-
-@dataclass(eq=False)
-class _Post(Pending):
-    """One rank's messages of a round. Asking for it carries it by ``transfer``: `poll` waits for the other ranks."""
-
-    transfer: Callable[[_Post, float], None]
-    sends: Sequence[Message]
-    receives: Sequence[Message]
-    end: float
-    done: bool = False
-    problem: str = ""
-
-    def poll(self) -> bool:
-        self.wait(self.end)
-        return True
-
-    def wait(self, deadline: float) -> None:
-        if not self.done and not self.problem:
-            self.transfer(self, min(deadline, self.end))
-        if self.problem:
-            raise TransportError(self.problem)
-
-    def abort(self) -> None:
-        if not self.done:
-            self.problem = self.problem or "messages were aborted"
 
 
 class DeepEP(Transport):
@@ -85,8 +57,6 @@ class DeepEP(Transport):
         self._timeout = timeout_seconds
         self._package = package
         self._stream = SideStream(device)
-        self._posts: list[_Post] = []
-        self._lock = threading.Lock()
         self._problem = "it is not warmed up"
 
     def warm_up(self, deadline: float) -> None:
@@ -119,57 +89,41 @@ class DeepEP(Transport):
         try_out(self, (peer for peer in range(self._num_ranks) if peer != self._rank), deadline)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Send and receive; all of it is done then. Collective."""
         if self._problem:
             raise TransportError(f"DeepEP carries no experts any more: {self._problem}")
         out, into = to_others(self._rank, sends, receives)
-        post = _Post(self._transfer, out, into, time.monotonic() + self._timeout, done=self._num_ranks == 1)
-        if not post.done:
+        if self._num_ranks > 1:
             self._stream.after_current()
-            self._posts.append(post)
-        return post
+            try:
+                self._carry(out, list(into.values()), time.monotonic() + self._timeout)
+            except Exception as error:  # CUDA, DeepEP, the group
+                self._problem = one_line(error)
+                raise TransportError(self._problem) from error
+        return PendingGroup()
 
     def empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def close(self) -> None:
         """The buffer stays: taking it down would wait for all ranks."""
-        self._end("it is closed")
+        self._problem = self._problem or "it is closed"
 
-    def _transfer(self, post: _Post, deadline: float) -> None:
-        """Carry what was posted, in that order, up to this post."""
-        with self._lock:
-            try:
-                while self._posts and not post.done and not post.problem:
-                    self._exchange(self._posts[0], deadline)
-                    self._posts.pop(0)
-            except Exception as error:  # CUDA, DeepEP, the group
-                self._end(one_line(error))
-
-    def _end(self, problem: str) -> None:
-        self._problem = self._problem or problem
-        for post in self._posts:
-            post.problem = post.problem or problem
-        self._posts.clear()
-
-    def _exchange(self, post: _Post, deadline: float) -> None:
-        """Carry out one round, with all ranks."""
+    def _carry(self, sends: Sequence[Message], receives: Sequence[Message], deadline: float) -> None:
         most = self._most_rows
-        rows_RR = [[-(-nbytes // ROW_BYTES) for nbytes in sent_R] for sent_R in self._agree(post, deadline)]
+        rows_RR = [[-(-nbytes // ROW_BYTES) for nbytes in sent_R] for sent_R in self._agree(sends, receives, deadline)]
         whole, deadline = True, max(deadline, time.monotonic()) + self._timeout
         for first in range(0, max(map(max, rows_RR)), most):  # also after a loss: the others make these calls too
             part_RR = [[min(max(rows - first, 0), most) for rows in rows_R] for rows_R in rows_RR]
             with self._stream():
-                whole = self._call(post, part_RR, first, deadline) and whole
-        if post.problem:
-            raise TransportError(post.problem)
+                whole = self._call(sends, receives, part_RR, first, deadline) and whole
         if not whole:
-            raise TransportError("rows did not arrive as they were sent: a rank has given up meanwhile")
-        post.done = True
+            raise TransportError("rows did not arrive as they were sent")
 
-    def _agree(self, post: _Post, deadline: float) -> list[list[int]]:
+    def _agree(self, sends: Sequence[Message], receives: Sequence[Message], deadline: float) -> list[list[int]]:
         """Return bytes from each rank (first) to each rank, the same on all; afterwards every rank makes the calls."""
         sizes = [[0] * self._num_ranks for _ in range(2)]
-        for of_peer, messages in zip(sizes, (post.sends, post.receives), strict=True):
+        for of_peer, messages in zip(sizes, (sends, receives), strict=True):
             for message in messages:
                 of_peer[message.peer] += message.data.numel()
         try:
@@ -188,7 +142,14 @@ class DeepEP(Transport):
                     )
         return [sent_R for sent_R, _ in of_ranks]
 
-    def _call(self, post: _Post, rows_RR: Sequence[Sequence[int]], first: int, deadline: float) -> bool:
+    def _call(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        rows_RR: Sequence[Sequence[int]],
+        first: int,
+        deadline: float,
+    ) -> bool:
         """Carry so many rows from each rank to each, from ``first`` on. Returns whether those for this rank came."""
         going_R, coming_R = rows_RR[self._rank], [rows_R[self._rank] for rows_R in rows_RR]
         count = max(1, sum(going_R))  # where nothing goes, a row for nobody, of number 0
@@ -198,11 +159,9 @@ class DeepEP(Transport):
         for peer, rows in enumerate(going_R):
             part = slice(begin, begin + rows)
             to_N1[part], numbers_N1[part, 0] = peer, self._numbers(self._rank, rows)
-            for piece, place in _pieces(post.sends, peer, first, rows):
+            for piece, place in _pieces(sends, peer, first, rows):
                 rows_NC[part].view(-1)[place].copy_(piece, non_blocking=True)
             begin += rows
-        if post.problem:
-            numbers_N1.zero_()  # its memory may be somebody else's by now: these rows are no expert's
         to_N1, numbers_N1 = (t.to(self.device, non_blocking=True) for t in (to_N1, numbers_N1))
         expected_M = torch.cat([self._numbers(source, rows) for source, rows in enumerate(coming_R)])
         of_node = deepep_package.RANKS_OF_A_NODE
@@ -212,11 +171,11 @@ class DeepEP(Transport):
         numbers_M, arrived_MC = self._dispatch(rows_NC, to_N1, numbers_N1, len(expected_M), room)
         on_host = numbers_M.to("cpu", non_blocking=True)
         wait_until(self._stream.mark(), deadline, "an exchange by DeepEP")
-        if post.problem or not torch.equal(on_host, expected_M):
+        if not torch.equal(on_host, expected_M):
             return False
         begin = 0
         for source, rows in enumerate(coming_R):
-            for piece, place in _pieces(post.receives, source, first, rows):
+            for piece, place in _pieces(receives, source, first, rows):
                 piece.copy_(arrived_MC[begin : begin + rows].view(-1)[place], non_blocking=True)
             begin += rows
         wait_until(self._stream.mark(), deadline, "copying what DeepEP brought")

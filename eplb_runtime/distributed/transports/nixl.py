@@ -16,7 +16,8 @@ import logging
 import os
 import secrets
 import struct
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,16 +109,6 @@ class Nixl(Windows):
         self._agent = None
 
 
-class _Note:
-    """A number for a peer, which leaves when the device has ``done`` what is before it, and with a piece where
-    ``piece`` says one: its half and its bytes."""
-
-    def __init__(self, note: bytes, done: Callable[[], bool], piece: tuple[int, int] | None) -> None:
-        self.note, self.done, self.piece = note, done, piece
-        self.write: Any = None
-        self.has_left = False
-
-
 class _AgentWindow(Window):
     """A window that others write into through their agents: notes are notifications, which may overtake each other."""
 
@@ -130,7 +121,7 @@ class _AgentWindow(Window):
         self._kind = "VRAM" if memory.is_cuda else "DRAM"
         self._peers: dict[int, tuple[str, int, int]] = {}  # name, address of the window, its device
         self._rank_of: dict[str, int] = {}
-        self._leaving: dict[int, list[_Note]] = {}
+        self._leaving: dict[int, list[Generator[None, None, None]]] = {}
         self._written: dict[int, tuple[int, int]] = {}
         self._came: set[tuple[int, int]] = set()  # pieces, with those before them on their way
         self._newest = [[0] * (KINDS + 1) for _ in range(ranks)]
@@ -144,18 +135,18 @@ class _AgentWindow(Window):
         self._written[peer] = half, data.numel()
 
     def tell(self, peer: int, kind: int, number: int) -> Callable[[], bool]:
-        note = _Note(_NOTE.pack(kind, number), self._stream.mark(), self._written.pop(peer, None))
-        self._leaving[peer].append(note)
+        note, has_left, piece = _NOTE.pack(kind, number), threading.Event(), self._written.pop(peer, None)
+        self._leaving[peer].append(self._leave(peer, note, self._stream.mark(), piece, has_left))
         if kind == GOODBYE:
             with contextlib.suppress(Exception):
                 self._listen()
                 if not self._newest[peer][GOODBYE]:  # else its agent is gone, and the library would print an error
-                    self.ask(peer, note.note)
-        return lambda: note.has_left
+                    self.ask(peer, note)
+        return has_left.is_set
 
     def notes(self) -> Sequence[Sequence[int]]:
         for peer, notes in self._leaving.items():
-            self._leaving[peer] = [note for note in notes if not self._leaves(peer, note)]
+            self._leaving[peer] = [note for note in notes if next(note, True) is None]
         self._listen()
         return self._newest
 
@@ -173,34 +164,37 @@ class _AgentWindow(Window):
                 newest[ARRIVED] += 1
                 self._came.remove((peer, newest[ARRIVED]))
 
-    def _leaves(self, peer: int, note: _Note) -> bool:
-        """Return whether a note has left, after it was begun where it can be."""
-        if note.write is None and not note.done():
-            return False
-        if note.piece is None:
-            self.ask(peer, note.note)
-        elif note.write is None:
-            name, address, index = self._peers[peer]
-            half, nbytes = note.piece
-            own = self._outbox_RHB[peer, half]
-            theirs = address + self.inbox_RHB[self._rank, half].data_ptr() - self._memory.data_ptr()
-            note.write = self._agent.initialize_xfer(
-                "WRITE",
-                self._agent.get_xfer_descs([(own.data_ptr(), nbytes, max(0, own.get_device()))], self._kind),
-                self._agent.get_xfer_descs([(theirs, nbytes, index)], self._kind),
-                name,
-                note.note,
-            )
-            if self._agent.transfer(note.write) == "ERR":
-                raise TransportError(f"a write to EP rank {peer} failed")
-        if note.write is not None:
-            if (state := self._agent.check_xfer_state(note.write)) == "PROC":
-                return False
+    def _leave(
+        self, peer: int, note: bytes, done: Callable[[], bool], piece: tuple[int, int] | None, has_left: threading.Event
+    ) -> Generator[None, None, None]:
+        """Send a note when the device has done what is before it, with a piece (its half and bytes) where there is one.
+        Goes on each time it is asked."""
+        while not done():
+            yield
+        if piece is None:
+            self.ask(peer, note)
+            has_left.set()
+            return
+        name, address, index = self._peers[peer]
+        half, nbytes = piece
+        own = self._outbox_RHB[peer, half]
+        theirs = address + self.inbox_RHB[self._rank, half].data_ptr() - self._memory.data_ptr()
+        write = self._agent.initialize_xfer(
+            "WRITE",
+            self._agent.get_xfer_descs([(own.data_ptr(), nbytes, max(0, own.get_device()))], self._kind),
+            self._agent.get_xfer_descs([(theirs, nbytes, index)], self._kind),
+            name,
+            note,
+        )
+        try:
+            state = self._agent.transfer(write)
+            while state != "ERR" and (state := self._agent.check_xfer_state(write)) == "PROC":
+                yield
             if state != "DONE":
                 raise TransportError(f"a write to EP rank {peer} failed")
-            self._agent.release_xfer_handle(note.write)
-        note.has_left = True
-        return True
+            has_left.set()
+        finally:
+            self._agent.release_xfer_handle(write)
 
     def ask(self, peer: int, note: bytes = _NOTE.pack(_ASK, 0)) -> None:
         self._agent.send_notif(self._peers[peer][0], note)
@@ -209,9 +203,8 @@ class _AgentWindow(Window):
         """Give up what has not left."""
         for notes in self._leaving.values():
             for note in notes:
-                if note.write is not None:
-                    with contextlib.suppress(Exception):
-                        self._agent.release_xfer_handle(note.write)
+                with contextlib.suppress(Exception):
+                    note.close()
             notes.clear()
 
     def end(self) -> None:

@@ -15,7 +15,7 @@ import json
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module, util
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,8 @@ from ..consensus import gather_bytes
 from .base import TransportError
 from .progress import SideStream
 from .windows import StreamWindow, Window, Windows, piece_bytes_for
+
+INSTALL = "pip install 'eplb-runtime[nvshmem-cu12]', or nvshmem-cu13 for CUDA 13"
 
 
 @dataclass(frozen=True)
@@ -49,18 +51,6 @@ def load() -> Library:
     except (ImportError, OSError, RuntimeError) as error:
         reason = one_line(error)
         raise TransportError(f"transport 'nvshmem' needs nvshmem4py ({reason}): {INSTALL}") from error
-
-
-INSTALL = "pip install 'eplb-runtime[nvshmem-cu12]', or nvshmem-cu13 for CUDA 13"
-
-
-def why_not(device: torch.device) -> str:
-    """What this process lacks to use NVSHMEM; empty: nothing that can be seen without starting it."""
-    if device.type != "cuda":
-        return f"it carries between GPUs, not on {device.type}"
-    if util.find_spec("nvshmem") is None:
-        return f"nvshmem4py is not installed: {INSTALL}"
-    return ""
 
 
 class HeapWindow(StreamWindow):
@@ -158,5 +148,5 @@ class Nvshmem(Windows):
 
     def _open(self, deadline: float) -> Window:
         if self._package is None and self.device.type != "cuda":
-            raise TransportError(f"transport 'nvshmem': {why_not(self.device)}")
+            raise TransportError(f"transport 'nvshmem' carries between GPUs, not on {self.device.type}")
         return window_of(self._group, self._group_device, self._stream, deadline, self._package)

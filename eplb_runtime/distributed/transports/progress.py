@@ -15,28 +15,27 @@ from .base import Message, Pending, Transport, TransportError
 
 
 class PendingMessages(Pending):
-    """Messages in flight, counted by the transport's thread: how many are left, until when, which have arrived
-    (``here``; empty: it cannot tell), why they have failed. ``finished`` is set when all are done, or none will be."""
+    """Messages in flight, counted by the transport's thread: how many are left, until when, why they have failed.
+    ``awaited``: numbers of those received that are not here. ``finished`` is set when all are done, or none will be."""
 
-    def __init__(self, left: int, end: float, give_up: Callable[[PendingMessages, str], None]) -> None:
+    def __init__(
+        self, left: int, awaited: Iterable[int], end: float, give_up: Callable[[PendingMessages, str], None]
+    ) -> None:
         self._give_up = give_up
+        self._awaited = set(awaited)
         self.left = left
         self.end = end
         self.problem = ""
-        self.here = bytearray()
         self.finished = threading.Event()
         if not left:
             self.finished.set()
 
-    def expect(self, rank: int, receives: Sequence[Message]) -> list[int]:
-        """Return the numbers of those of them that come from other ranks and are not empty."""
-        self.here = bytearray(message.peer == rank or not message.data.numel() for message in receives)
-        return [number for number, here in enumerate(self.here) if not here]
-
     def has(self, index: int) -> bool:
-        return self.poll() or (bool(self.here) and bool(self.here[index]))
+        return self.poll() or index not in self._awaited
 
-    def one_done(self) -> None:
+    def one_done(self, number: int | None) -> None:
+        """Count a message that was sent, or this one of those received."""
+        self._awaited.discard(-1 if number is None else number)
         self.left -= 1
         if self.left == 0:
             self.finished.set()
@@ -67,15 +66,16 @@ class PendingMessages(Pending):
             raise TransportError(self.problem)
 
 
-def to_others(rank: int, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """Return those of them that go to and come from other ranks and are not empty; this rank's own are copied at
-    once."""
+def to_others(
+    rank: int, sends: Sequence[Message], receives: Sequence[Message]
+) -> tuple[list[Message], dict[int, Message]]:
+    """Return those of them that go to and come from other ranks and are not empty, the latter by their numbers; this
+    rank's own are copied at once."""
     own = ([message.data for message in messages if message.peer == rank] for messages in (receives, sends))
     for arrived, sent in zip(*own, strict=True):
         arrived.copy_(sent)
-    others = ([m for m in messages if m.peer != rank and m.data.numel()] for messages in (sends, receives))
-    out, into = others
-    return out, into
+    out = [message for message in sends if message.peer != rank and message.data.numel()]
+    return out, {n: message for n, message in enumerate(receives) if message.peer != rank and message.data.numel()}
 
 
 def try_out(transport: Transport, peers: Iterable[int], deadline: float) -> None:

@@ -6,8 +6,9 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -47,12 +48,12 @@ class TorchPointToPoint(Transport):
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         out, into = to_others(self._rank, sends, receives)
         try:
-            operations = [*self._operations(dist.irecv, into), *self._operations(dist.isend, out)]
+            operations = [*self._operations(dist.irecv, list(into.values())), *self._operations(dist.isend, out)]
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
             raise _failed(error) from error
         if self._on_host:
-            return _OnHost(works, time.monotonic() + self._timeout, self._rank, receives)
+            return _OnHost(works, into, time.monotonic() + self._timeout)
         return _OnDevice(works, self._group)
 
     def close(self) -> None:
@@ -72,20 +73,17 @@ class TorchPointToPoint(Transport):
 class _OnHost(PendingMessages):
     """Works of gloo, which tells of their end only to a thread that waits."""
 
-    def __init__(self, works: Sequence[dist.Work], end: float, rank: int, receives: Sequence[Message]) -> None:
-        super().__init__(len(works), end, _OnHost._close_connections)
+    def __init__(self, works: Sequence[dist.Work], awaited: Iterable[int], end: float) -> None:
+        super().__init__(len(works), awaited, end, _OnHost._close_connections)
         self._works = works
-        self._numbers = self.expect(rank, receives)
         if works:
             threading.Thread(target=self._watch, daemon=True, name="eplb_runtime transport").start()
 
     def _watch(self) -> None:
         try:
-            for number, work in enumerate(self._works):
+            for work, number in zip_longest(self._works, sorted(self._awaited)):  # what comes was begun first
                 work.wait(timedelta(seconds=max(self.end - time.monotonic(), _CLOSING.total_seconds())))
-                if number < len(self._numbers):
-                    self.here[self._numbers[number]] = 1
-                self.one_done()
+                self.one_done(number)
         except Exception as error:  # whatever it is: who waits for this must not wait without end
             self.fail(str(_failed(error)))
 

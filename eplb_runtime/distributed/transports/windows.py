@@ -202,16 +202,15 @@ class Windows(Transport):
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         out, into = to_others(self._rank, sends, receives)
         with self._state:
-            self._refuse_lost({message.peer for message in (*out, *into)})
-            pending = PendingMessages(len(out) + len(into), time.monotonic() + self._timeout, self.give_up)
+            self._refuse_lost({message.peer for message in (*out, *into.values())})
+            pending = PendingMessages(len(out) + len(into), into, time.monotonic() + self._timeout, self.give_up)
             if not pending.left:
                 return pending
-            numbers = pending.expect(self._rank, receives)
             self._stream.after_current()
             self._pending.append(pending)
             for message in out:
                 self._peers[message.peer].sends.extend(self._pieces(message, pending, None))
-            for message, number in zip(into, numbers, strict=True):
+            for number, message in into.items():
                 self._peers[message.peer].receives.extend(self._pieces(message, pending, number))
             self._run()
         return pending
@@ -287,9 +286,7 @@ class Windows(Transport):
             if not is_through():
                 self._under_way.append((is_through, piece))
             elif piece.ends:
-                if piece.number is not None:
-                    piece.pending.here[piece.number] = 1
-                piece.pending.one_done()
+                piece.pending.one_done(piece.number)
         return len(self._under_way) < len(before)
 
     def _hear(self, window: Window, now: float) -> None:

@@ -39,10 +39,9 @@ from ...distributed.transports.base import Transport
 from ...load.counter import LoadCounter
 from ...load.expert_clock import ExpertClock
 from ...load.series import RecordedJob
-from ...moe.dispatch import OVER_TORCH, DispatchChoice, choose_together, make_dispatcher, notes
+from ...moe.dispatch import DispatchChoice, choose_together, make_dispatcher, notes
 from ...moe.dispatch.base import DispatchContext
 from ...moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
-from ...moe.dispatch.count_exchange import CountExchange
 from ...moe.experts.registry import ExpertTensors
 from ...moe.experts.slices import is_sliced, local
 from ...moe.kernel_selection import Kernels, kernels_for
@@ -53,10 +52,9 @@ from ...observe.recording import Recorder
 from ...observe.start import Shown
 from ...placement import Placement
 from ...replicas.bank import ReplicaBank, ReplicaPool
-from ...replicas.placement_maps import Maps
-from ...replicas.row_transport import RowTransport
-from ...replicas.sharded import ReplicaGather
-from ...replicas.sync import ReplicaSync
+from ...replicas.compute import ReplicaGather
+from ...replicas.plan import RowTransport
+from ...replicas.sync import Maps, ReplicaSync
 from ...topology import Topology
 from ...utils.errors import one_line
 from .checks import check, raise_on_all, rollback, wait_for_ranks, why_not_single
@@ -295,21 +293,17 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
     channels = MicroBatchChannels(
         MicroBatchChannel(groups.dispatch, groups.counts),
         device,
-        in_order=made.dispatch.name not in OVER_TORCH,
         seconds=host_timeout(groups.backend).total_seconds(),
     )
     kernels = kernels_for(device) if config.dispatch.kernels else Kernels()
-    maps = _maps(made, shards, kernels)
+    maps = _maps(made, shards, kernels, channels)
     counter = LoadCounter(placement.num_layers, placement.num_experts, config.interval, device)
     clock, forward_tag = ExpertClock(device), ForwardTag(job.ep_ranks, job.rank)
     if job.is_planner and config.dispatch.name != "all_to_all":
         logger.info("dispatch: %s (%s)", made.dispatch.name, made.dispatch.why)
     dispatching = DispatchContext(channels, placement.slots_per_rank, forward_tag, kernels.moves, clock)
     dispatcher = make_dispatcher(config, made.dispatch, made.topology, dispatching)
-    exchange_counts = CountExchange(channels, forward_tag)
-    context = LayerContext(
-        counter, maps.table, maps.splitter, dispatcher, exchange_counts, forward_tag, channels, kernels.count_and_map
-    )
+    context = LayerContext(counter, maps.table, maps.splitter, dispatcher, forward_tag, channels, kernels.count_and_map)
     experts = {id(parameter) for parameter in shards.registry.parameters()}
     named = {stage.prefix + n: (stage, p) for stage in made.stages for n, p in stage.model.named_parameters()}
     rest = {name: (stage, p) for name, (stage, p) in named.items() if id(p) not in experts}
@@ -358,12 +352,13 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
     )
 
 
-def _maps(made: Checked, shards: Shards, kernels: Kernels) -> Maps:
+def _maps(made: Checked, shards: Shards, kernels: Kernels, channels: MicroBatchChannels) -> Maps:
     config, job, nodes = made.config, made.job, made.topology.ranks_per_node
     table = SlotTable(made.placement, made.device)
     if not config.replica_slots:
         return Maps(table, None, None)
-    replicas = ReplicaSync(shards.banks, made.copies, job.row_rank, job.gradient_divisor, nodes, job.row_division)
+    place, parts, divisor = job.row_rank, job.row_division, job.gradient_divisor
+    replicas = ReplicaSync(shards.banks, made.copies, place, divisor, nodes, parts, channels)
     split = config.dispatch
     settings = SplitSettings(nodes, split.split, split.split_locality, split.split_least_tokens, config.speed_R)
     splitter = BatchSplitter(made.placement, made.device, job.ep_rank, settings, count=kernels.count, deal=kernels.deal)

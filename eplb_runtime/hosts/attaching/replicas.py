@@ -18,11 +18,10 @@ from ...moe.experts.aligned import Aligned
 from ...moe.experts.compute import LocalExperts
 from ...moe.experts.slices import is_sliced
 from ...replicas.bank import ReplicaBank
+from ...replicas.compute import PersistentReplicas, ReplicaGather, ShardedReplicas
 from ...replicas.copy_engine import CopyEngine
-from ...replicas.persistent import PersistentReplicas
+from ...replicas.plan import RowTransport
 from ...replicas.point_to_point import PointToPoint
-from ...replicas.row_transport import RowTransport
-from ...replicas.sharded import ReplicaGather, ShardedReplicas
 from ...replicas.sync import ReplicaSync
 from ...topology import Topology
 from ...utils.errors import one_line
@@ -90,8 +89,8 @@ def local_experts(
     assert bank is not None
     if bank.is_sliced:
         live_weights = layer.live_weights or partial(_live_parameters, layer)
-        return ShardedReplicas(compute, index, bank, replicas, homes=live_weights, divisor=divisor, gather=gather)
-    return PersistentReplicas(compute, index, bank, replicas, divisor)
+        return ShardedReplicas(compute, live_weights, divisor, index, bank, replicas, gather=gather)
+    return PersistentReplicas(compute, lambda: bank.parameters, divisor, index, bank, replicas)
 
 
 def _live_parameters(layer: MoELayer) -> list[Tensor]:

@@ -38,25 +38,23 @@ class RowCompute:
         self._same_unsorted: bool | None = None
 
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
-        own, added = self._split(parameters)
-        with _reading(self._experts, self._names, own):
-            if self._needs_no_sorting(rows_MD, counts_S):
-                return _grouped_mm(self._experts, rows_MD, counts_S, None, added)
-        with _reading(self._experts, self._names, self._folded(own, added)):
-            return self._sorted_again(rows_MD, counts_S)
+        return self.weighing(rows_MD, counts_S, parameters, None)
 
     def weighing(
-        self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor], weights_M: Tensor
+        self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor], weights_M: Tensor | None
     ) -> Tensor:
-        """As `moe.experts.compute.WeighingCompute` says; ``grouped_mm`` keeps no results for the weights' gradient."""
+        """As `moe.experts.compute.Compute` says; ``grouped_mm`` keeps no results for the weights' gradient. None: no
+        gradient comes unweighted."""
         own, added = self._split(parameters)
         with _reading(self._experts, self._names, own):
-            if self._needs_no_sorting(rows_MD, counts_S):
-                if _ends_with_torchs_grouped_mm(self._experts, rows_MD, counts_S):
-                    return _grouped_mm(self._experts, rows_MD, counts_S, weights_M, added)
-                return weigh_gradients(_grouped_mm(self._experts, rows_MD, counts_S, None, added), weights_M)
-        with _reading(self._experts, self._names, self._folded(own, added)):
-            return weigh_gradients(self._sorted_again(rows_MD, counts_S), weights_M)
+            sorts = not self._needs_no_sorting(rows_MD, counts_S)
+            if not sorts and weights_M is not None and _ends_with_torchs_grouped_mm(self._experts, rows_MD, counts_S):
+                return _grouped_mm(self._experts, rows_MD, counts_S, weights_M, added)
+            out_MD = None if sorts else _grouped_mm(self._experts, rows_MD, counts_S, None, added)
+        if out_MD is None:
+            with _reading(self._experts, self._names, self._folded(own, added)):
+                out_MD = self._sorted_again(rows_MD, counts_S)
+        return out_MD if weights_M is None else weigh_gradients(out_MD, weights_M)
 
     def _split(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, _Added]]:
         """Return the module's own weights, with what has to be added to them, and what is added to products."""

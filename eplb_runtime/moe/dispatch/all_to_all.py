@@ -5,14 +5,14 @@ in the source's batch); the K results of a token are summed in the router's orde
 hidden state.
 
 To the experts: a row for each choice, or one for each rank that a token visits -> exchange -> rows by slot. To the
-tokens: the result, or gradient, of each choice -> exchange -> sums. Rows that stay on this rank skip the exchange.
+tokens: the result, or gradient, of each choice -> exchange -> sums. Rows that stay on this rank skip the exchange: on
+either side of it they come first, in one piece, then the others by rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,12 +20,90 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...distributed.consensus import all_gather_into
 from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
 from . import permute
-from .base import DispatchContext, Dispatcher
-from .metadata import AllToAllMetadata, AllToAllSplits, DispatchMetadata, RowRouting, worth_deduplicating
+from .base import DispatchContext, Dispatcher, DispatchMetadata
+
+_WORTH_DEDUPLICATING = 1.2
+"""Times fewer rows: sending each token once to a rank costs a small exchange that names each choice's row."""
+
+Bags = tuple[Tensor, Tensor]
+"""Elements by bag, and where each bag begins (`permute.bags`)."""
+
+
+@dataclass(frozen=True, eq=False)
+class AllToAllSplits:
+    """One exchange of rows between ranks: U are sent, local rows first, then by rank.
+
+    Args:
+        index_U: int64, the source row of each; None: every row, in order.
+        num_local_rows: rows that stay on this rank.
+        sent, received: rows for and from each rank, without local ones.
+    """
+
+    index_U: Tensor | None
+    num_local_rows: int
+    sent: list[int]
+    received: list[int]
+
+    @property
+    def num_received_rows(self) -> int:
+        """Rows on this rank after the exchange, local ones included."""
+        return self.num_local_rows + sum(self.received)
+
+    @classmethod
+    def of(cls, index_U: Tensor, sent_R: NDArray[np.int64], received_R: NDArray[np.int64], rank: int) -> AllToAllSplits:
+        """``sent_R`` and ``received_R`` both count local rows, at ``rank``."""
+        sent, received = sent_R.tolist(), received_R.tolist()
+        num_local_rows = sent[rank]
+        sent[rank] = received[rank] = 0
+        return cls(index_U, num_local_rows, sent, received)
+
+    def reversed(self, index_U: Tensor | None) -> AllToAllSplits:
+        """Return the exchange in the other direction; ``index_U``: from arrival order to the current one."""
+        return AllToAllSplits(index_U, self.num_local_rows, self.received, self.sent)
+
+
+@dataclass(frozen=True, eq=False)
+class RowRouting:
+    """The way of rows to their slots: the exchange of tokens or choices, and for each row by slot its place among those
+    received."""
+
+    splits: AllToAllSplits
+    received_row_M: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class AllToAllMetadata(DispatchMetadata):
+    """Which row goes where.
+
+    Args:
+        choices: routing of values that each choice has: its router weight, and its result on the way back.
+        tokens: routing of values that each token has: its hidden state, the gradient of its output. Between nodes
+            (``across``), from the rank that forwards the token.
+        place_TK: int64 ``[T, K]``, the place of each choice among those sent.
+        slot_place_M: int64, for each choice as it arrives its place by slot.
+        counts_S: rows by slot.
+        across: tokens of this rank, to the rank of its place on each node; None: no nodes.
+        sums: where tokens are summed by rank: bags of rows by slot for each token that visited this rank, of those for
+            each token that this rank forwarded, of those for each token of this rank. None: logical order.
+    """
+
+    choices: RowRouting
+    tokens: RowRouting
+    place_TK: Tensor
+    slot_place_M: Tensor
+    counts_S: SlotCounts
+    across: AllToAllSplits | None = None
+    sums: tuple[Bags, Bags, Bags] | None = None
+
+
+def worth_deduplicating(num_ranks: int, top_k: int) -> bool:
+    """Whether a token is sent once to each rank where it has choices, or once for each choice. Equal on all ranks: it
+    depends only on the number of ranks that evenly spread choices would visit."""
+    ranks_visited = num_ranks * (1 - (1 - 1 / num_ranks) ** top_k)
+    return top_k >= _WORTH_DEDUPLICATING * ranks_visited
 
 
 class AllToAll(Dispatcher):
@@ -35,8 +113,6 @@ class AllToAll(Dispatcher):
     backward wait for each other.
     """
 
-    combine_order: ClassVar[Literal["logical", "by_rank"]] = "logical"
-
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)
         self._deduplicates: dict[dist.ProcessGroup, bool] = {}
@@ -45,7 +121,9 @@ class AllToAll(Dispatcher):
 
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> AllToAllMetadata:
         slots, rank = self._slots_per_rank, self._rank
-        dedup = counts is None and self._sends_tokens_once(slots_TK)
+        dedup = self._sends_tokens_once(slots_TK)
+        if dedup:  # known counts are of choices, and say nothing of tokens
+            counts = None
         leaving = self._leaving(slots_TK, dedup, with_counts=counts is None)
         received_counts = None
         if counts is None:
@@ -181,10 +259,7 @@ class AllToAll(Dispatcher):
         if group not in self._deduplicates:
             self._deduplicates[group] = worth_deduplicating(self._num_ranks, slots_TK.shape[1])
             if self._num_ranks > 1 and self._forward_tag is not None:
-                tags = slots_TK.new_empty(self._num_ranks, dtype=torch.int64)
-                with self._channels.launching():
-                    all_gather_into(tags, tags.new_full((1,), self._forward_tag.value), group=group)
-                self._forward_tag.check(tags.cpu().numpy())
+                self.gather_counts(slots_TK.new_empty(0, dtype=torch.int64))
         return self._deduplicates[group]
 
     def _exchange_counts(self, counts_2RW: Tensor) -> tuple[NDArray[np.int64], Tensor]:

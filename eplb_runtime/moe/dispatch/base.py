@@ -11,21 +11,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ...distributed.consensus import all_gather_into
 from ...distributed.step_tag import ForwardTag
 from ...load.expert_clock import ExpertClock
 from ...utils.spans import phase
 from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
 from .channels import MicroBatchChannel, MicroBatchChannels
-from .memory import RowMemory
-from .metadata import DispatchMetadata
-from .permute import PLAIN, Moves
+from .permute import PLAIN, Moves, RowMemory
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +49,15 @@ class DispatchContext:
     def group(self) -> dist.ProcessGroup:
         """Return the EP group, on the tokens' device."""
         return self.channels.first.tokens
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchMetadata:
+    """Where each row goes; each kind of dispatcher has its own fields.
+
+    It holds no value of the batch: hidden states with the same choices on all ranks can be dispatched with it again
+    (activation recompute).
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +93,7 @@ class Dispatcher(ABC):
         expert_clock: as given.
     """
 
-    combine_order: ClassVar[Literal["logical", "by_rank"]]
+    combine_order: Literal["logical", "by_rank"] = "logical"
 
     def __init__(self, context: DispatchContext) -> None:
         self._channels = context.channels
@@ -141,6 +151,20 @@ class Dispatcher(ABC):
         """Backward of `combine_rows`: the unweighted gradient ``[M, D]`` of each result."""
 
     # -- for every kind ------------------------------------------------------------------------------------------------
+
+    def gather_counts(self, counts_E: Tensor) -> NDArray[np.int64]:
+        """Return int64 ``[R, E]`` from each rank's int64 ``[E]``, by one collective and one host sync. The tag of the
+        forward travels along, and must be the same on all ranks."""
+        tag, group = self._forward_tag, self._channels.current().counts
+        mine = counts_E if tag is None else torch.cat([counts_E, counts_E.new_full((1,), tag.value)])
+        all_RW = mine.new_empty(group.size(), len(mine))
+        with self._channels.launching():
+            all_gather_into(all_RW.view(-1), mine, group=group)
+        counts_RW: NDArray[np.int64] = all_RW.cpu().numpy()
+        if tag is None:
+            return counts_RW
+        tag.check(counts_RW[:, -1])
+        return counts_RW[:, :-1]
 
     def layer_and_epoch(self) -> tuple[int, int] | tuple[None, None]:
         """Of the forward that this thread is in; names profiler spans."""

@@ -4,9 +4,9 @@ Collectives of one group must come in the same order on all its ranks, and two t
 backward passes, and the second thing that `MicroBatchChannels.both` runs, exchange in groups of their own once these
 are open. Only one of them runs at a time, so each channel's exchanges are in order on every rank.
 
-On a device each of two things has a stream of its own, and all ranks launch their exchanges in one order. A kernel that
-waits for its peers keeps what it has on the GPU until they come: if one rank launches A before B and another B before
-A, and the hardware or the driver takes them in that order, both wait for ever.
+All ranks launch the exchanges of both in one order, and on a device each of two things has a stream of its own. A
+kernel that waits for its peers keeps what it has on the GPU until they come: if one rank launches A before B and
+another B before A, and the hardware or the driver takes them in that order, both wait for ever.
 """
 
 from __future__ import annotations
@@ -154,47 +154,45 @@ class MicroBatchChannels:
     Args:
         first: what there is at the start.
         device: of the tokens.
-        in_order: whether both ways' exchanges must be launched in one order on all ranks; on a device they are anyway.
         streams: of two things at once; None: those of the device, none on a CPU.
         seconds: how long one of two things waits for the other's launches at most.
 
     Attributes:
         busy: while two things run at once.
-        ahead: called before two things begin, on the thread that has them run.
     """
 
     def __init__(
         self,
         first: MicroBatchChannel,
         device: torch.device | None = None,
-        in_order: bool = False,
         streams: TwoStreams | None = None,
         seconds: float = _HOST_SECONDS,
     ) -> None:
         self.first = first
         self.streams = streams
         if device is not None and device.type != "cpu":
-            self.streams, in_order = streams or TwoStreams(device), True
+            self.streams = streams or TwoStreams(device)
         self.busy = False
-        self.ahead: Callable[[], None] = lambda: None
+        self._ahead: Callable[[], None] = lambda: None
         self._second: MicroBatchChannel | None = None
         self._worker = Worker("eplb_runtime second channel")
         self._second_thread: int | None = None
         self._forwards_only = False
         self._device_type = "cpu" if device is None else device.type
-        self._in_order = in_order
         self._seconds = seconds
         self._order: CollectiveOrder | None = None
         self._shared: dict[str, Callable[[], AbstractContextManager[None]]] = {}
+        self._adding: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     @property
     def is_open(self) -> bool:
         """Return whether there is a second way."""
         return self._second is not None
 
-    def open(self, second: MicroBatchChannel) -> None:
-        """Add the second way. On every rank of the group, between forwards and backward passes."""
-        self._second = second
+    def open(self, second: MicroBatchChannel, ahead: Callable[[], None] = lambda: None) -> None:
+        """Add the second way. On every rank of the group, between forwards and backward passes. ``ahead`` is called
+        before two things begin, on the thread that has them run."""
+        self._second, self._ahead = second, ahead
 
     def current(self) -> MicroBatchChannel:
         """Return this thread's channel. A device's backward passes run on threads of torch's, and go the second way."""
@@ -206,6 +204,15 @@ class MicroBatchChannels:
         """Inside, an exchange is launched, when it is this one's turn on every rank. Not within another."""
         order = self._order
         return contextlib.nullcontext() if order is None else order.launching(int(self.current() is not self.first))
+
+    def add_gradients_here(self) -> None:
+        """Let gradients be added after what this stream has to do by then, and this stream go on after that."""
+        if self.streams is not None:
+            self._adding = self.streams.in_order_with_this_one()
+
+    def adding(self) -> AbstractContextManager[None]:
+        """Inside, gradients are written that another stream may add to."""
+        return self._adding()
 
     def before_backward(self) -> None:
         """Raise BackwardInsideError if a backward pass has come to a layer while two things run that may have none."""
@@ -225,7 +232,7 @@ class MicroBatchChannels:
         self, current: Callable[[], T], second: Callable[[], U], swapped: bool = False, forwards_only: bool = False
     ) -> tuple[T, U]:
         """Run two things at once, of which ``second`` alone may have a backward pass; on every rank of the group alike.
-        Neither waits for the other. RuntimeError: two run at once already.
+        RuntimeError: two run at once already.
 
         Args:
             current: runs on this thread.
@@ -241,15 +248,14 @@ class MicroBatchChannels:
 
         def run(number: int, work: Callable[[], Any]) -> Any:
             with contextlib.ExitStack() as around:
-                if order is not None:
-                    around.callback(order.end, number)
+                around.callback(order.end, number)
                 if pair is not None and self.streams is not None:
                     around.enter_context(self.streams.on(pair[number ^ swapped]))
                 return work()
 
         try:
-            self.ahead()
-            order = self._order = CollectiveOrder(self._seconds) if self._in_order else None
+            self._ahead()
+            order = self._order = CollectiveOrder(self._seconds)
             if self.streams is not None:
                 self._shared = {what: self.streams.one_after_another() for what in ("counts", "low latency")}
             pair = None if self.streams is None else self.streams.begin()

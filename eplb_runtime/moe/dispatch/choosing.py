@@ -15,8 +15,8 @@ from ...distributed.transports import deepep_package
 from ...topology import Topology
 from .all_to_all import AllToAll, OneRank
 from .base import DispatchContext, Dispatcher
-from .deepep import DeepEPByRank, DeepEPDispatcher
-from .hierarchical import Hierarchical, HierarchicalByRank
+from .deepep import DeepEPDispatcher
+from .hierarchical import Hierarchical
 
 OVER_TORCH = ("all_to_all", "hierarchical")
 """What every rank has."""
@@ -103,11 +103,9 @@ def make_dispatcher(
     """Make the dispatcher of an EP group."""
     if choice.name == "all_to_all":
         return AllToAll(context) if topology.num_ranks > 1 else OneRank(context)
-    by_rank = config.dispatch.combine_order == "by_rank"
     if choice.name == "hierarchical":
-        across_nodes = HierarchicalByRank if by_rank else Hierarchical
-        return across_nodes(context, topology.ranks_per_node)
-    return (DeepEPByRank if by_rank else DeepEPDispatcher)(context, config.dispatch)
+        return Hierarchical(context, topology.ranks_per_node, config.dispatch.combine_order)
+    return DeepEPDispatcher(context, config.dispatch)
 
 
 def micro_batch_overlap_problem(config: BalancerConfig, device: torch.device, is_sharded: bool) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -25,26 +25,26 @@ from torch import Tensor
 
 from ..routing.splitter import RowCounts
 from . import permute
-from .all_to_all import AllToAll
+from .all_to_all import AllToAll, AllToAllMetadata, AllToAllSplits, Bags, RowRouting
 from .base import DispatchContext
-from .metadata import AllToAllMetadata, AllToAllSplits, Bags, RowRouting, begins, own_first
+from .permute import begins, own_first
 
 
 class Hierarchical(AllToAll):
-    """Dispatch and combine for one EP group, in logical order.
+    """Dispatch and combine for one EP group.
 
     Args:
         ranks_per_node: G, consecutive ranks; divides the group's size.
+        combine_order: by rank, sums are in float32, rounded to the rows' dtype where they travel.
 
     Sizes are exchanged for every new batch, even if ``counts`` are known: these are not by node.
     """
 
     def __init__(
-        self,
-        context: DispatchContext,
-        ranks_per_node: int,
+        self, context: DispatchContext, ranks_per_node: int, combine_order: Literal["logical", "by_rank"] = "logical"
     ) -> None:
         super().__init__(context)
+        self.combine_order = combine_order
         if self._num_ranks % ranks_per_node:
             raise ValueError(
                 f"ranks_per_node={ranks_per_node} does not divide the {self._num_ranks} ranks of the group"
@@ -80,8 +80,14 @@ class Hierarchical(AllToAll):
         row_of_token_TR = visits_TR.cumsum(dim=0) - 1
         source_rows = self._source_rows(slots_TK, row_of_token_TR, by_choice.choices, counts_RS, begin_R)
         within = self._within(visited(), visits_NGG)
-        tokens = RowRouting(within, source_rows())
-        return replace(by_choice, tokens=tokens, across=across, sums=self._bags(tokens, across, slots_TK.shape[0]))
+        tokens, sums = RowRouting(within, source_rows()), None
+        if self.combine_order == "by_rank":
+            sums = (
+                permute.bags(tokens.received_row_M, within.num_received_rows),
+                _bags_of_sources(within, across.num_received_rows),
+                _bags_of_sources(across, slots_TK.shape[0]),
+            )
+        return replace(by_choice, tokens=tokens, across=across, sums=sums)
 
     def _tokens_to_experts(self, source_TD: Tensor, metadata: AllToAllMetadata) -> Callable[[], Tensor]:
         assert metadata.across is not None
@@ -140,23 +146,12 @@ class Hierarchical(AllToAll):
         begin_NG[order] = permute.group_begins(tokens_NG[order].T).T
         return begin_NG.reshape(-1)
 
-    def _bags(self, tokens: RowRouting, across: AllToAllSplits, num_tokens: int) -> tuple[Bags, Bags, Bags] | None:
-        """``AllToAllMetadata.sums``; None: the result of each choice comes back by itself."""
-        return None
-
-
-class HierarchicalByRank(Hierarchical):
-    """Results are summed on each rank, then on each node: in float32, rounded to the rows' dtype where they travel.
-
-    Args: as of `Hierarchical`.
-    """
-
-    combine_order: ClassVar[Literal["logical", "by_rank"]] = "by_rank"
-
     def _sums_to_tokens(
         self, rows_MD: Tensor, metadata: AllToAllMetadata, weights: Tensor | None
     ) -> Callable[[], Tensor]:
-        assert metadata.sums is not None and metadata.across is not None
+        if metadata.sums is None:
+            return super()._sums_to_tokens(rows_MD, metadata, weights)
+        assert metadata.across is not None
         across, (on_rank, on_node, over_nodes) = metadata.across, metadata.sums
         sums = self._to_ranks(permute.sum_bags(rows_MD, *on_rank, weights), metadata.tokens.splits.reversed(None))
 
@@ -165,13 +160,6 @@ class HierarchicalByRank(Hierarchical):
             return permute.sum_bags(sums_of_nodes(), *over_nodes)
 
         return wait
-
-    def _bags(self, tokens: RowRouting, across: AllToAllSplits, num_tokens: int) -> tuple[Bags, Bags, Bags] | None:
-        return (
-            permute.bags(tokens.received_row_M, tokens.splits.num_received_rows),
-            _bags_of_sources(tokens.splits, across.num_received_rows),
-            _bags_of_sources(across, num_tokens),
-        )
 
 
 def _bags_of_sources(splits: AllToAllSplits, rows: int) -> Bags:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ...utils.triton import jit, power_of_2, tl
 from ..routing.kernels import begin_of_blocks, is_first
-from .memory import RowMemory
-from .permute import Arriving, Leaving, Moves
+from .permute import Arriving, Leaving, Moves, RowMemory
 from .permute import sum_here as permute_sum_here
 
 _BLOCK = 64

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +23,52 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..experts.compute import SlotCounts
-from .memory import RowMemory
-from .metadata import begins, own_first
+
+_SMALLEST_POOLED = 1 << 16
+"""Bytes. The allocator of the C library gives back smaller ones fast enough."""
+_SPARE_EIGHTHS = 1
+"""A new buffer is so much larger than was asked for: the number of rows changes from batch to batch."""
+
+
+class RowMemory:
+    """Uninitialised tensors of ``[rows, width]``, where rows lie while they travel: on a CPU in buffers that are kept,
+    since fresh ones cost a page fault every 4 KiB. A device's allocator keeps its memory by itself. A buffer is handed
+    out again only when no tensor - and so no graph - holds its storage any more."""
+
+    def __init__(self) -> None:
+        self._storages: list[torch.UntypedStorage] = []
+        self._lock = Lock()
+
+    def like(self, example: Tensor, rows: int, dtype: torch.dtype | None = None) -> Tensor:
+        """``[rows, D]`` beside ``example`` ``[..., D]``, in its dtype unless another is named."""
+        dtype = dtype or example.dtype
+        shape = (rows, example.shape[1])
+        size = rows * example.shape[1] * dtype.itemsize
+        if example.device.type != "cpu" or size < _SMALLEST_POOLED or _holders is None:
+            return torch.empty(shape, dtype=dtype, device=example.device)
+        with self._lock:
+            return torch.empty(0, dtype=dtype).set_(self._storage(size), 0, shape)  # type: ignore[call-overload]
+
+    def _storage(self, size: int) -> torch.UntypedStorage:
+        """The smallest that is free and large enough; else a new one, in the place of a free one that was too small."""
+        free = [storage for storage in self._storages if _is_free(storage)]
+        fits = [storage for storage in free if storage.nbytes() >= size]
+        if fits:
+            return min(fits, key=lambda storage: storage.nbytes())
+        if free:
+            outgrown = max(free, key=lambda storage: storage.nbytes())
+            self._storages = [storage for storage in self._storages if storage is not outgrown]
+        self._storages.append(torch.UntypedStorage(size + size * _SPARE_EIGHTHS // 8))
+        return self._storages[-1]
+
+
+# How many hold a storage. Without it (it is not public) nothing is kept.
+_holders = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def _is_free(storage: torch.UntypedStorage) -> bool:
+    """Whether the one that keeps it is the only one that holds it."""
+    return _holders is not None and bool(_holders(storage._cdata) == 1)
 
 
 class Leaving(NamedTuple):
@@ -154,6 +199,19 @@ def inverse(permutation_N: Tensor) -> Tensor:
     """int64 ``[N]``: where each element has gone."""
     places = torch.arange(permutation_N.shape[0], device=permutation_N.device)
     return torch.empty_like(permutation_N).index_copy_(0, permutation_N, places)
+
+
+def begins(rows_R: NDArray[np.int64], first: int) -> NDArray[np.int64]:
+    """int64 ``[R]``: where each rank's rows begin if those of ``first`` lie before all others."""
+    order_R = own_first(len(rows_R), first)
+    begin_R = np.empty_like(rows_R)
+    begin_R[order_R] = np.cumsum(rows_R[order_R]) - rows_R[order_R]
+    return begin_R
+
+
+def own_first(num_ranks: int, first: int) -> NDArray[np.int64]:
+    """int64 ``[R]``: ``first``, then the others in order."""
+    return np.array([first, *(rank for rank in range(num_ranks) if rank != first)])
 
 
 def group_begins(counts_AB: NDArray[np.int64]) -> NDArray[np.int64]:

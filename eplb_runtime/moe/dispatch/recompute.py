@@ -19,6 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .channels import MicroBatchChannels
+
+_DIFFERS = (
+    "activation recompute chose other experts than its forward did: gradients would be those of another function. Make "
+    "the forward repeat itself (torch.use_deterministic_algorithms, dropout with its random state preserved)"
+)
+_MOVED = (
+    "experts changed places, or copies ended, between a forward and its backward pass (balancer.rebalance(), "
+    "load_state_dict(), close() or an optimizer's step in between): gradients would go to other experts; do that after "
+    "backward() and the optimizer's step, or run the forward again"
+)
+_SECOND_DERIVATIVES = (
+    "a backward pass with create_graph=True through MoE layers (a gradient penalty, second derivatives): their "
+    "exchanges have first derivatives only; take such a loss from what comes after or before them, or differentiate "
+    "without create_graph"
+)
+
 
 class RecomputeError(RuntimeError):
     """Activation recompute chose other experts than its forward did."""
@@ -33,18 +50,12 @@ class _Forward:
 
 
 class RecomputeCache:
-    """The forwards of one layer in the running step. ``is_overlapping``: whether something else runs at once, on every
-    rank alike; ``changes``: how often the layer's placement has changed."""
+    """The forwards of one layer in the running step. ``changes`` returns how often the layer's placement has changed.
+    While two batches run at once, on every rank alike, no forward is alone."""
 
-    def __init__(
-        self,
-        is_overlapping: Callable[[], bool] = lambda: False,
-        changes: Callable[[], int] = lambda: 0,
-        before_backward: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._is_overlapping = is_overlapping
+    def __init__(self, channels: MicroBatchChannels, changes: Callable[[], int]) -> None:
+        self.channels = channels
         self.changes = changes
-        self.before_backward = before_backward
         self._lock = Lock()
         self._step = -1
         self._count = 0
@@ -65,30 +76,29 @@ class RecomputeCache:
             return combined_TD
         with self._lock:
             self._count += 1
-            only = self._count == 1 and not self._is_overlapping()
+            only = self._count == 1 and not self.channels.busy
         self._only = None
         if not combined_TD.requires_grad:
             return combined_TD
-        forward = None
         if only:
-            forward = self._only = _Forward(topk_ids_TK.to(torch.int32, copy=True), metadata)
-        left: Tensor = _UntilBackward.apply(combined_TD, _PendingForward(self, self._step, forward))
+            self._only = _Forward(topk_ids_TK.to(torch.int32, copy=True), metadata)
+        left: Tensor = _UntilBackward.apply(combined_TD, self, self._step, self._only, self.changes())
         return left
 
     def track_recompute(self, combined_TD: Tensor) -> Tensor:
         """`track_backward` of a forward that is repeated: saves as much, since checkpointing counts."""
         if not combined_TD.requires_grad:
             return combined_TD
-        left: Tensor = _UntilBackward.apply(combined_TD, None)
+        left: Tensor = _UntilBackward.apply(combined_TD, None, 0, None, 0)
         return left
 
     def repeated(self, topk_ids_TK: Tensor) -> Any:
         """Return the metadata of the forward that is being repeated, or None, on every rank, if it cannot be told;
         RecomputeError if this rank's choices are not that forward's (on a device a later forward raises it: no host
         sync)."""
-        self.before_backward()
+        self.channels.before_backward()
         only = self._only
-        if only is None or self._is_overlapping():
+        if only is None or self.channels.busy:
             return None
         if only.ids_TK.shape != topk_ids_TK.shape:
             raise RecomputeError(_DIFFERS)
@@ -122,11 +132,6 @@ class AsyncMismatchFlag:
             if device.type != "cpu":
                 self.on_host = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")
 
-    @property
-    def found(self) -> Tensor:
-        """bool, on the device."""
-        return self._found
-
     def note(self, differs: Tensor) -> None:
         """One more; no host sync."""
         self._found.logical_or_(differs)
@@ -134,45 +139,20 @@ class AsyncMismatchFlag:
             self.on_host.copy_(self._found, non_blocking=True)
 
 
-_DIFFERS = (
-    "activation recompute chose other experts than its forward did: gradients would be those of another function. Make "
-    "the forward repeat itself (torch.use_deterministic_algorithms, dropout with its random state preserved)"
-)
-
-
-_MOVED = (
-    "experts changed places, or copies ended, between a forward and its backward pass (balancer.rebalance(), "
-    "load_state_dict(), close() or an optimizer's step in between): gradients would go to other experts; do that after "
-    "backward() and the optimizer's step, or run the forward again"
-)
-
-
-class _PendingForward:
-    """Tells once that a forward is over, and whether gradients still find its experts."""
-
-    def __init__(self, in_flight: RecomputeCache, step: int, forward: _Forward | None) -> None:
-        self._in_flight: RecomputeCache | None = in_flight
-        self._step = step
-        self._forward = forward
-        self._changes, self._changes_before = in_flight.changes, in_flight.changes()
-        self._before_backward = in_flight.before_backward
-
-    def check(self) -> None:
-        """Raises RuntimeError if experts stand elsewhere than in the forward, or no backward may run; on every rank."""
-        self._before_backward()
-        if self._changes() != self._changes_before:
-            raise RuntimeError(_MOVED)
-
-    def __call__(self) -> None:
-        if self._in_flight is not None:
-            self._in_flight.over(self._step, self._forward)
-            self._in_flight = self._forward = None
-
-
 class _UntilBackward(torch.autograd.Function):
+    """Notes once that a forward is over, and raises on every rank if gradients would not find its experts."""
+
     @staticmethod
-    def forward(ctx: Any, combined_TD: Tensor, pending: _PendingForward | None) -> Tensor:
-        ctx.pending = pending
+    def forward(
+        ctx: Any,
+        combined_TD: Tensor,
+        in_flight: RecomputeCache | None,
+        step: int,
+        forward: _Forward | None,
+        changes: int,
+    ) -> Tensor:
+        ctx.in_flight, ctx.step, ctx.forward_of, ctx.changes = in_flight, step, forward, changes
+        ctx.is_over = False
         # Asking for something that was saved makes checkpointing repeat the forward, if it has not yet.
         ctx.save_for_backward(combined_TD.new_empty(0))
         ctx.mark_dirty(combined_TD)  # itself and no view of it: the model may go on in place
@@ -180,16 +160,15 @@ class _UntilBackward(torch.autograd.Function):
 
     @staticmethod
     @torch.compiler.disable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "a backward pass with create_graph=True through MoE layers (a gradient penalty, second derivatives): "
-                "their exchanges have first derivatives only; take such a loss from what comes after or before them, "
-                "or differentiate without create_graph"
-            )
-        if ctx.pending is not None:
-            ctx.pending.check()
+            raise RuntimeError(_SECOND_DERIVATIVES)
+        if ctx.in_flight is not None:
+            ctx.in_flight.channels.before_backward()
+            if ctx.in_flight.changes() != ctx.changes:
+                raise RuntimeError(_MOVED)
         _ = ctx.saved_tensors
-        if ctx.pending is not None:
-            ctx.pending()
-        return grad_TD, None
+        if ctx.in_flight is not None and not ctx.is_over:
+            ctx.in_flight.over(ctx.step, ctx.forward_of)
+            ctx.is_over, ctx.forward_of = True, None
+        return grad_TD, None, None, None, None

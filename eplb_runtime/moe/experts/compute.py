@@ -1,6 +1,6 @@
 """The experts of one layer that a rank computes, without copies: what dispatch calls with the rows that arrived.
 
-With replica slots, `replicas/persistent.py` and `replicas/sharded.py` take its place.
+With replica slots, `replicas/compute.py` takes its place.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -56,24 +56,13 @@ class SlotCounts:
 
 
 class Compute(Protocol):
-    """The host's way to run rows through slots."""
+    """The host's way to run rows through slots. One that gives router weights their gradient without keeping its
+    results has a method ``weighing`` with a fourth argument, ``weights_M``: the same results, whose backward is given
+    unweighted gradients and is that of `weigh_gradients`."""
 
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor], /) -> Tensor:
         """Rows ``[M, D]`` ordered by local slot, rows of each slot, weights of all slots -> ``[M, D]``. Router weights
         are multiplied elsewhere, where rows are combined."""
-
-
-@runtime_checkable
-class WeighingCompute(Protocol):
-    """A `Compute` that gives router weights their gradient without keeping its results for it."""
-
-    def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor], /) -> Tensor: ...
-
-    def weighing(
-        self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor], weights_M: Tensor, /
-    ) -> Tensor:
-        """What the call itself gives, unweighted. Backward is given unweighted gradients, and is that of the results
-        times ``weights_M``: as `weigh_gradients`, which keeps the results."""
 
 
 class LocalExperts:
@@ -97,8 +86,9 @@ def run_rows(
     """``compute``, or without rows a stand-in that keeps the graph whole."""
     if not rows_MD.shape[0]:
         out_MD: Tensor = _Idle.apply(rows_MD, *parameters)
-    elif weights_M is not None and isinstance(compute, WeighingCompute):
-        return compute.weighing(rows_MD, counts_S, parameters, weights_M)
+    elif weights_M is not None and (weighing := getattr(compute, "weighing", None)) is not None:
+        out_MD = weighing(rows_MD, counts_S, parameters, weights_M)
+        return out_MD
     else:
         out_MD = compute(rows_MD, counts_S, parameters)
     return out_MD if weights_M is None else weigh_gradients(out_MD, weights_M)

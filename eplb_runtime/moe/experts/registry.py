@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .memory import WeightMemory
 from .optimizer_state import (
     PARAMETER,
     OptimizerStateError,
@@ -24,7 +23,7 @@ from .optimizer_state import (
     expert_state,
     state_of_each,
 )
-from .slices import has_memory, is_sliced, local
+from .slices import WeightMemory, has_memory, is_sliced, local
 
 Kind = Literal["parameter", "gradient", "optimizer_state", "buffer"]
 Part = Literal["row", "range", "number"]

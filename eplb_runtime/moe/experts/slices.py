@@ -2,7 +2,8 @@
 
 The rows of slices are experts all the same, so whatever moves, sums or saves rows does it with slices: a DTensor
 stands for the whole rows, its local tensor, which FSDP keeps in place, for what is here. Divided rows
-(`distributed.ranks.Ranks`) are whole experts, of which each rank has fewer.
+(`distributed.ranks.Ranks`) are whole experts, of which each rank has fewer. Memory may be missing: loops of
+reinforcement learning free that of weights between phases, and load it again.
 """
 
 from __future__ import annotations
@@ -26,6 +27,34 @@ def has_memory(tensor: Tensor) -> bool:
     """Whether the memory of a tensor is there: jobs free weights between phases by ``resize_(0)`` of their storage."""
     held = local(tensor)
     return not held.numel() or held.untyped_storage().nbytes() > 0
+
+
+class WeightMemory:
+    """Weights by name, with the number of elements that each has had on this rank."""
+
+    def __init__(self) -> None:
+        self._weights: dict[str, tuple[tuple[Tensor, ...], int]] = {}
+
+    def add(self, name: str, *parts: Tensor) -> None:
+        """Remember a weight, of one tensor or several, with its size as it is now."""
+        self._weights[name] = parts, sum(local(part).numel() for part in parts)
+
+    def forget(self, name: str) -> None:
+        """Forget a weight, if it is known."""
+        self._weights.pop(name, None)
+
+    def name_of_freed(self) -> str:
+        """Return the name of the first weight that has no storage now, or another number of elements; empty if all
+        have. Between phases ``.data`` may be an empty tensor, which looks like a weight and would move as nothing."""
+        for name, (parts, elements) in self._weights.items():
+            if sum(local(part).numel() for part in parts) != elements or not all(map(has_memory, parts)):
+                return name
+        return ""
+
+    def why_freed(self) -> str:
+        """Return a line that names such a weight; empty if there is none."""
+        name = self.name_of_freed()
+        return f"{name}: its memory is freed or of another size: load it first" if name else ""
 
 
 def is_sliced(tensor: Tensor) -> bool:

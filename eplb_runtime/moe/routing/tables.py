@@ -20,8 +20,7 @@ class SplitTables:
     """Copies of every expert by rank, and the order in which a sweep visits the replicated ones.
 
     Args:
-        copy_slot_LEC: int32, the slot of each copy, home first, then ascending; padded with -1. Of several copies on
-            one rank (free layout only) the first alone is listed.
+        copy_slot_LEC: int32, the slot of each copy, home first, then ascending; padded with -1.
         first_rank_LE: int32, the rank of each expert's first copy.
         order_LN: int32, the experts with more than one copy, in the order of a sweep; padded with -1.
         ranks_LNC: int32, ``ranks_LNC[l, n]``: the ranks of the copies of expert ``order_LN[l, n]``; padded with -1.
@@ -38,11 +37,6 @@ class SplitTables:
     num_ranks: int
     slots_per_rank: int
 
-    @property
-    def rank_LEC(self) -> NDArray[np.int32]:
-        """int32 ``[L, E, C]``: the rank of each copy; padded with -1."""
-        return self.copy_slot_LEC // np.int32(self.slots_per_rank)
-
     def sum_by_rank(self, quota_LEC: NDArray[np.int64], layers: slice = slice(None)) -> NDArray[np.int64]:
         """int64 ``[L, R]``: tokens of each rank, of those of each copy, in these layers."""
         rank_load_LR = np.zeros((len(quota_LEC), self.num_ranks), dtype=np.int64)
@@ -51,9 +45,8 @@ class SplitTables:
 
     @classmethod
     def of(cls, placement: Placement) -> SplitTables:
+        """Lay out a placement with homes."""
         slot = np.asarray(placement.logical_to_physical)
-        if placement.home is None:
-            slot = _first_on_each_rank(slot, placement.slots_per_rank)
         rank = placement.rank_of(slot).astype(np.int32)
         count = (slot >= 0).sum(axis=2).astype(np.int32)
         orders = [sweep_order(rank[layer], count[layer]) for layer in range(placement.num_layers)]
@@ -81,17 +74,6 @@ def _sum_by_rank(
                 if slot < 0:
                     break
                 rank_load_LR[layer, slot // slots_per_rank] += quota_LEC[layer, expert, copy]
-
-
-def _first_on_each_rank(slot_LEC: NDArray[np.int32], slots_per_rank: int) -> NDArray[np.int32]:
-    last = np.iinfo(np.int32).max
-    rank = slot_LEC // slots_per_rank
-    kept = np.where(slot_LEC < 0, last, slot_LEC)
-    for copy in range(1, slot_LEC.shape[2]):
-        again = (rank[:, :, :copy] == rank[:, :, copy, None]).any(axis=2)
-        kept[again, copy] = last
-    kept = np.sort(kept, axis=2)
-    return np.where(kept == last, -1, kept).astype(np.int32)
 
 
 def sweep_order(rank_EC: NDArray[np.int32], count_E: NDArray[np.int32]) -> NDArray[np.int32]:

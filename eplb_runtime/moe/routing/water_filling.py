@@ -5,6 +5,11 @@ held still (fill the copies on the lowest ranks up to one level). The sweeps con
 program min max rank load, and with momentum they do so along long chains of copies too: before each sweep every split
 goes on by five eighths of its last way. They stop on the optimum's certificate. All arithmetic is in integers - tokens
 in fixed point - so that the result is the same on every machine and in a kernel.
+
+Where ranks are not equally fast, the slowest rank's time is what counts. If all are to take time t, a rank of speed s
+has room for s * t tokens. One that counts ``(1 - s) * t`` tokens beside its own is then as full as the fastest, so the
+split for equal ranks serves. Where not every rank reaches a level (its copies do not bring it enough tokens) t is
+larger than the mean, and halved in between what a split has reached and what none can.
 """
 
 from __future__ import annotations
@@ -27,9 +32,10 @@ FRACTION_BITS = 16
 """Tokens are split in units of 2 ** -16 at the finest, coarser where counts are so large that sums would overflow."""
 TOLERANCE_BITS = 10
 """Sweeps stop when the busiest rank is proven to be within 2 ** -10 of the optimum."""
-WARM_BITS = 16
+SPEED_TOLERANCE, SPEED_LEVELS = 1e-3, 12
+"""A layer whose slowest rank is so near to the level asked for needs no other; at most so many are tried."""
 
-Mode = Literal["water_filling", "even"]
+Mode = Literal["water_filling", "even", "home"]
 
 
 def split_totals(
@@ -38,50 +44,72 @@ def split_totals(
     *,
     mode: Mode = "water_filling",
     sweeps: int = SWEEPS,
-    warm_LEC: NDArray[np.int64] | None = None,
     layers: slice = slice(None),
-    ballast_LR: NDArray[np.int64] | None = None,
+    speed_R: NDArray[np.float64] | None = None,
 ) -> NDArray[np.int64]:
     """Tokens for each copy of each expert.
 
     Args:
         totals_LE: integer ``[L, E]``, tokens of each expert over all source ranks; sums below 2 ** 60.
-        mode: ``"water_filling"``, or ``"even"`` (each copy the same, the first copies one more).
+        mode: ``"water_filling"``, ``"even"`` (each copy the same, the first copies one more) or ``"home"``.
         sweeps: at most so many Gauss-Seidel sweeps.
-        warm_LEC: int64 ``[L, E, C]``, an earlier result to start from, for like counts; None: the even split.
         layers: the layers of ``tables`` that the first axis stands for.
-        ballast_LR: int64 ``[L, R]``, tokens that a rank counts beside its own, so that a slow one gets fewer (see
-            `ballast`); None: none.
+        speed_R: float64 ``[R]``, of each rank, the fastest 1; one of speed 0 has no replicas. None: all alike.
 
     Returns:
         int64 ``[L, E, C]``, zero where there is no copy; sums over C are ``totals_LE`` exactly. The busiest rank never
         has more than under the even split.
     """
-    slots_LEC = tables.copy_slot_LEC[layers]
-    quota_LEC = np.zeros(slots_LEC.shape, dtype=np.int64)
     totals: NDArray[np.int64] = np.ascontiguousarray(totals_LE, dtype=np.int64)
-    if totals.shape != slots_LEC.shape[:2]:
-        raise ValueError(f"counts have shape {totals.shape}, the placement has {slots_LEC.shape[:2]}")
+    if totals.shape != tables.copy_slot_LEC[layers].shape[:2]:
+        raise ValueError(
+            f"counts have shape {totals.shape}, the placement has {tables.copy_slot_LEC[layers].shape[:2]}"
+        )
+    if speed_R is None or mode != "water_filling":
+        none_LR = np.zeros((len(totals), tables.num_ranks), dtype=np.int64)
+        return _split(totals, tables, layers, 0 if mode == "even" else sweeps, none_LR, at_home=mode == "home")
+    least_L = totals.sum(axis=1) / max(float(speed_R.sum()), 1e-12)
+    level_L, reached_L = least_L, np.full(len(least_L), np.inf)
+    quota_LEC = np.zeros(tables.copy_slot_LEC[layers].shape, dtype=np.int64)
+    for _ in range(SPEED_LEVELS):
+        virtual_LR = np.asarray(np.floor(level_L[:, None] * (1.0 - speed_R)), dtype=np.int64)
+        tried_LEC = _split(totals, tables, layers, sweeps, virtual_LR)
+        used = speed_R > 0
+        seconds_LR = tables.sum_by_rank(tried_LEC, layers)[:, used] / speed_R[used]
+        tried_L = seconds_LR.max(axis=1, initial=0.0)
+        quota_LEC = np.where((tried_L < reached_L)[:, None, None], tried_LEC, quota_LEC)
+        least_L = np.where(tried_L > level_L * (1 + SPEED_TOLERANCE), level_L, least_L)
+        reached_L = np.minimum(tried_L, reached_L)
+        if (reached_L <= least_L * (1 + SPEED_TOLERANCE)).all():
+            break
+        level_L = (least_L + reached_L) / 2
+    return quota_LEC
+
+
+def _split(
+    totals_LE: NDArray[np.int64],
+    tables: SplitTables,
+    layers: slice,
+    sweeps: int,
+    virtual_LR: NDArray[np.int64],
+    at_home: bool = False,
+) -> NDArray[np.int64]:
+    """Split tokens over ranks that count virtual tokens, int64 ``[L, R]``, beside their own."""
+    quota_LEC = np.zeros(tables.copy_slot_LEC[layers].shape, dtype=np.int64)
+    if at_home:
+        quota_LEC[:, :, 0] = totals_LE
+        return quota_LEC
     _split_layers(
-        totals,
+        totals_LE,
         tables.first_rank_LE[layers],
         tables.order_LN[layers],
         tables.ranks_LNC[layers],
         tables.count_LN[layers],
-        tables.num_ranks,
-        0 if mode == "even" else sweeps,
-        quota_LEC if warm_LEC is None else np.ascontiguousarray(warm_LEC, dtype=np.int64),
-        warm_LEC is not None,
-        np.zeros((len(totals), tables.num_ranks), dtype=np.int64) if ballast_LR is None else ballast_LR,
+        sweeps,
+        virtual_LR,
         quota_LEC,
     )
     return quota_LEC
-
-
-def ballast(level_L: NDArray[np.floating], speed_R: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return int64 ``[L, R]``, tokens that each rank counts beside its own, so that ranks which then count alike take
-    equally long. ``level_L``: what ranks are to take, in tokens of the fastest, whose speed is 1."""
-    return np.asarray(np.floor(level_L[:, None] * (1.0 - speed_R)), dtype=np.int64)
 
 
 @jit(error_model="numpy")
@@ -245,25 +273,23 @@ def fraction_bits(total: int, copies: int) -> int:
 @jit(error_model="numpy")
 def even_shares(total: int, copies: int, share_C: NDArray[np.int64]) -> None:
     """``total // copies`` each, one more to the first few."""
-    each = total >> 1 if copies == 2 else total // copies
+    each = total // copies
     more = total - each * copies
     for copy in range(copies):
         share_C[copy] = each + (1 if copy < more else 0)
 
 
 @jit(error_model="numpy")
-def warm_shares(total: int, copies: int, warm_C: NDArray[np.int64], share_C: NDArray[np.int64]) -> None:
-    """``total`` in the proportions of ``warm_C``, in 2 ** -16ths, the rest to the first copy; even if zero."""
-    before = warm_C[:copies].sum()
-    if before <= 0:
-        even_shares(total, copies, share_C)
-        return
-    spread = 0
-    for copy in range(1, copies):
-        part = (warm_C[copy] << WARM_BITS) // before
-        share_C[copy] = (total >> WARM_BITS) * part
-        spread += share_C[copy]
-    share_C[0] = total - spread
+def even_splits(
+    totals_E: NDArray[np.int64],
+    order_N: NDArray[np.int32],
+    count_N: NDArray[np.int32],
+    quota_EC: NDArray[np.int64],
+) -> None:
+    """Split each replicated expert evenly."""
+    for index in range(order_N.size):
+        if count_N[index] > 1:
+            even_shares(totals_E[order_N[index]], count_N[index], quota_EC[order_N[index]])
 
 
 @jit(error_model="numpy")
@@ -275,24 +301,18 @@ def round_shares(
     quota_EC: NDArray[np.int64],
 ) -> None:
     """Whole tokens from shares in fixed point that sum to a whole: largest remainder, ties to the earlier copy."""
-    half, below = (1 << bits) >> 1, (1 << bits) - 1
     for index in range(order_N.size):
-        copies, expert = count_N[index], order_N[index]
-        if copies == 2:  # the same in closed form
-            quota_EC[expert, 0] = (share_NC[index, 0] + half) >> bits
-            quota_EC[expert, 1] = ((share_NC[index, 0] + share_NC[index, 1]) >> bits) - quota_EC[expert, 0]
-        elif copies > 2:
-            missing = 0
+        copies, expert, missing = count_N[index], order_N[index], 0
+        for copy in range(copies):
+            quota_EC[expert, copy] = share_NC[index, copy] >> bits
+            missing += share_NC[index, copy] & ((1 << bits) - 1)
+        for _ in range(missing >> bits):
+            best, best_rest = 0, -1
             for copy in range(copies):
-                quota_EC[expert, copy] = share_NC[index, copy] >> bits
-                missing += share_NC[index, copy] & below
-            for _ in range(missing >> bits):
-                best, best_rest = 0, -1
-                for copy in range(copies):
-                    rest = share_NC[index, copy] - (quota_EC[expert, copy] << bits)
-                    if rest > best_rest:
-                        best, best_rest = copy, rest
-                quota_EC[expert, best] += 1  # its remainder is negative from here on
+                rest = share_NC[index, copy] - (quota_EC[expert, copy] << bits)
+                if rest > best_rest:
+                    best, best_rest = copy, rest
+            quota_EC[expert, best] += 1  # its remainder is negative from here on
 
 
 @jit(error_model="numpy")
@@ -319,53 +339,37 @@ def _split_layers(
     order_LN: NDArray[np.int32],
     ranks_LNC: NDArray[np.int32],
     count_LN: NDArray[np.int32],
-    num_ranks: int,
     sweeps: int,
-    warm_LEC: NDArray[np.int64],
-    is_warm: bool,
-    ballast_LR: NDArray[np.int64],
+    virtual_LR: NDArray[np.int64],
     quota_LEC: NDArray[np.int64],
 ) -> None:
     widest = quota_LEC.shape[2]
-    base_R, load_R = np.empty(num_ranks, dtype=np.int64), np.empty(num_ranks, dtype=np.int64)
+    base_R, load_R = np.empty_like(virtual_LR[0]), np.empty_like(virtual_LR[0])
     share_NC = np.zeros((order_LN.shape[1], widest), dtype=np.int64)
     for layer in range(totals_LE.shape[0]):
         order_N, ranks_NC, count_N = order_LN[layer], ranks_LNC[layer], count_LN[layer]
         quota_EC = quota_LEC[layer]
-        total = 0
-        for rank in range(num_ranks):
-            base_R[rank] = ballast_LR[layer, rank]
-            total += base_R[rank]
+        base_R[:] = virtual_LR[layer]
+        total = base_R.sum() + totals_LE[layer].sum()
         for expert in range(totals_LE.shape[1]):
-            tokens = totals_LE[layer, expert]
-            quota_EC[expert, 0] = tokens
-            base_R[first_rank_LE[layer, expert]] += tokens
-            total += tokens
+            quota_EC[expert, 0] = totals_LE[layer, expert]
+            base_R[first_rank_LE[layer, expert]] += totals_LE[layer, expert]
         for index in range(order_N.size):
             if count_N[index] > 1:
-                expert = order_N[index]
-                base_R[first_rank_LE[layer, expert]] -= totals_LE[layer, expert]
-                even_shares(totals_LE[layer, expert], count_N[index], quota_EC[expert])
+                base_R[first_rank_LE[layer, order_N[index]]] -= totals_LE[layer, order_N[index]]
+        even_splits(totals_LE[layer], order_N, count_N, quota_EC)
         even_peak = _peak(base_R, order_N, ranks_NC, count_N, quota_EC, load_R)
         if sweeps == 0:
             continue
         bits = fraction_bits(total, widest)
-        for rank in range(num_ranks):
+        for rank in range(load_R.size):
             load_R[rank] = base_R[rank] << bits
         for index in range(order_N.size):
             if count_N[index] > 1:
-                expert = order_N[index]
-                if is_warm:
-                    tokens = totals_LE[layer, expert] << bits
-                    warm_shares(tokens, count_N[index], warm_LEC[layer, expert], share_NC[index])
-                else:
-                    even_shares(totals_LE[layer, expert] << bits, count_N[index], share_NC[index])
+                even_shares(totals_LE[layer, order_N[index]] << bits, count_N[index], share_NC[index])
                 for copy in range(count_N[index]):
                     load_R[ranks_NC[index, copy]] += share_NC[index, copy]
         sweep_until_optimal(ranks_NC, count_N, share_NC, load_R, sweeps)
         round_shares(share_NC, order_N, count_N, bits, quota_EC)
         if _peak(base_R, order_N, ranks_NC, count_N, quota_EC, load_R) > even_peak:
-            for index in range(order_N.size):
-                if count_N[index] > 1:
-                    expert = order_N[index]
-                    even_shares(totals_LE[layer, expert], count_N[index], quota_EC[expert])
+            even_splits(totals_LE[layer], order_N, count_N, quota_EC)

@@ -24,7 +24,7 @@ def lowest_peaks(totals_LE: NDArray[np.integer] | NDArray[np.float64], tables: S
     from scipy.sparse import coo_matrix
 
     lowest = np.empty(len(totals_LE))
-    ranks, rank_LEC = tables.num_ranks, tables.rank_LEC
+    ranks, rank_LEC = tables.num_ranks, tables.copy_slot_LEC // tables.slots_per_rank
     for layer, totals_E in enumerate(totals_LE):
         rank_EC = rank_LEC[layer]
         several = np.flatnonzero((rank_EC >= 0).sum(axis=1) > 1)

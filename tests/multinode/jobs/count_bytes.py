@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import DispatchContext, Dispatched, Dispatcher
-from eplb_runtime.moe.dispatch.hierarchical import Hierarchical, HierarchicalByRank
+from eplb_runtime.moe.dispatch.hierarchical import Hierarchical
 
 RANKS_PER_HOST, SLOTS, TOKENS, WIDTH, TOP_K = 4, 8, 256, 1024, 8
 GROUPS, TOP_GROUPS = 8, 4
@@ -28,7 +28,7 @@ def main(folder: Path) -> None:
     ways = {
         "all_to_all": AllToAll(DispatchContext.of(group, SLOTS)),
         "logical": Hierarchical(DispatchContext.of(group, SLOTS), RANKS_PER_HOST),
-        "by_rank": HierarchicalByRank(DispatchContext.of(group, SLOTS), RANKS_PER_HOST),
+        "by_rank": Hierarchical(DispatchContext.of(group, SLOTS), RANKS_PER_HOST, "by_rank"),
     }
     found: dict[str, dict] = {}
     for routing in ("group-limited", "free"):

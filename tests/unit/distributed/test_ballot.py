@@ -9,10 +9,10 @@ from functools import cache
 
 import pytest
 
-from eplb_runtime.distributed.ballot import DECIDED, TABLE, Act, Ballot, Heard, State, Verdict
+from eplb_runtime.distributed.ballot import DECIDED, TABLE, Ballot, Heard, State, Verdict
 
 RANKS = 3
-Table = Mapping[tuple[State, Heard], tuple[State, Act]]
+Table = Mapping[tuple[State, Heard], tuple[State, bool]]
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def alone(rank: Rank, world: World, table: Table) -> Iterator[Rank]:
 
 
 def heard(rank: Rank, what: Heard, table: Table, proposes: bool | None = None) -> Rank:
-    state, act = table.get((rank.state, what), (rank.state, Act.NOTHING))
-    asks = rank.asks | {proposes} if act is Act.RECORD and proposes is not None else rank.asks
+    state, records = table.get((rank.state, what), (rank.state, False))
+    asks = rank.asks | {proposes} if records and proposes is not None else rank.asks
     return replace(rank, state=state, asks=asks)
 
 
@@ -136,8 +136,8 @@ def test_ranks_never_part_and_always_can_come_to_a_decision() -> None:
 
 OTHER_RULES: dict[str, tuple[Table, dict[str, bool]]] = {
     "who hears no answer follows itself": (TABLE, {"follows_itself": True}),
-    "who has said yes refuses alone": ({**TABLE, (State.DOUBT, Heard.REFUSE): (State.ABORTED, Act.RECORD)}, {}),
-    "who has counted all yes commits": ({**TABLE, (State.DOUBT, Heard.ALL_YES): (State.COMMITTED, Act.RECORD)}, {}),
+    "who has said yes refuses alone": ({**TABLE, (State.DOUBT, Heard.REFUSE): (State.ABORTED, True)}, {}),
+    "who has counted all yes commits": ({**TABLE, (State.DOUBT, Heard.ALL_YES): (State.COMMITTED, True)}, {}),
 }
 
 
@@ -150,8 +150,8 @@ def test_any_simpler_rule_parts_ranks(rule: str) -> None:
 def test_a_ballot_takes_the_steps_of_the_table() -> None:
     no = Verdict(False, "no memory")
     refused = Ballot("a")
-    assert refused.hear(Heard.REFUSE, no) is Act.RECORD
-    assert refused.hear(Heard.VOTE, Verdict(True)) is Act.NOTHING, "its no stands"
+    assert refused.hear(Heard.REFUSE, no)
+    assert not refused.hear(Heard.VOTE, Verdict(True)), "its no stands"
     assert refused.refusal == "no memory" and refused.verdict is None, "another rank's words may stand"
     refused.hear(Heard.ABORT, Verdict(False, "rank 1: odd bytes"))
     assert refused.verdict == Verdict(False, "rank 1: odd bytes") and refused.wait(0.0)
@@ -162,8 +162,8 @@ def test_a_ballot_takes_the_steps_of_the_table() -> None:
     assert alone.verdict == Verdict(False, "no memory", connections_broken=True)
 
     voted = Ballot("b")
-    assert voted.hear(Heard.VOTE, Verdict(True)) is Act.SAY_YES
-    assert voted.hear(Heard.REFUSE, no) is Act.RECORD
+    assert not voted.hear(Heard.VOTE, Verdict(True))
+    assert voted.hear(Heard.REFUSE, no)
     assert voted.verdict is None and not voted.wait(0.0), "its yes may have been counted"
     voted.hear(Heard.COMMIT, Verdict(True))
     voted.hear(Heard.ABORT, no)

@@ -36,6 +36,6 @@ def test_without_copies_rank_loads_are_those_of_the_split(drawn: tuple[np.ndarra
 
 
 def test_without_copies_nothing_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "split_by_speed", None)
+    monkeypatch.setattr(evaluate, "split_totals", None)
     load = np.array([[4.0, 2.0, 1.0, 1.0]])
     assert predicted_imbalance(load, Placement.initial(1, 4, 2, replica_slots=1)).tolist() == [1.5]

@@ -40,11 +40,12 @@ def test_crossing_tokens_are_those_that_routing_sends_to_other_nodes(replicas: i
     by_rank = counts_LRE.transpose(1, 0, 2)
     share = checked_sources(by_rank.reshape(2, 4, LAYERS, EXPERTS).sum(axis=1), LAYERS, EXPERTS, TOPOLOGY)
     come = received(totals, placement, TOPOLOGY, share)
-    node_of_copy = np.where(tables.rank_LEC < 0, -1, tables.rank_LEC // 4)
+    rank_LEC, settings = tables.copy_slot_LEC // tables.slots_per_rank, sources.SplitSettings(4)
+    node_of_copy = np.where(rank_LEC < 0, -1, rank_LEC // 4)
     for layer in range(LAYERS):
-        sent = [sources.split_for_rank(counts_LRE[layer], tables, layer, r, ranks_per_node=4)[0] for r in range(8)]
+        sent = [sources.split_for_rank(counts_LRE[layer], tables, layer, r, settings)[0] for r in range(8)]
         far = sum(sent[r][(node_of_copy[layer] != r // 4) & (node_of_copy[layer] >= 0)].sum() for r in range(8))
-        own = sum(sent[r][tables.rank_LEC[layer] == r].sum() for r in range(8))
+        own = sum(sent[r][rank_LEC[layer] == r].sum() for r in range(8))
         assert come[layer, :, 1].sum() == pytest.approx(far, abs=8 * EXPERTS)
         assert totals[layer].sum() - come[layer].sum() == pytest.approx(own, abs=16 * EXPERTS)
     free = plan(load, TOPOLOGY, slots_per_rank=8 + max(replicas, 1), policy="free").placement

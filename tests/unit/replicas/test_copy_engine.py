@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from eplb_runtime.placement import EMPTY, HomeRows
-from eplb_runtime.replicas import copy_engine, tree
-from eplb_runtime.replicas.broadcast_plan import BroadcastPlan, BroadcastPlanner
+from eplb_runtime.replicas import copy_engine
 from eplb_runtime.replicas.copy_engine import CopyEngine
-from eplb_runtime.replicas.row_transport import Row, RowChannel, RowTransport, TransferStage
+from eplb_runtime.replicas.plan import ReplicaPlan, ReplicaPlanner, Row, RowStage, RowTransport
 
 RANKS, REPLICAS, LAYERS = 6, 2, 5
+PER_NODE = 3
+"""In the plan, so that copies hang on copies; all ranks have each other's memory open."""
 SLOTS = HOMES + REPLICAS
 MAIN = "main"
 
@@ -121,18 +123,9 @@ class Memory:
 class Nowhere(RowTransport):
     """All ranks share a node."""
 
-    def channel(self, layer: int, down: bool) -> RowChannel:
-        return self  # type: ignore[return-value]
-
-    def stage(self, sends: Sequence[Row], receives: Sequence[Row]) -> TransferStage:
+    def stage(self, layer: int, down: bool, number: int, sends: Sequence[Row], receives: Sequence[Row]) -> RowStage:
         assert not sends and not receives
-        return self  # type: ignore[return-value]
-
-    def post(self) -> list[Any]:
-        return []
-
-    def __len__(self) -> int:
-        return 0
+        return SimpleNamespace(post=lambda: [])  # type: ignore[return-value]
 
 
 class Bank:
@@ -164,10 +157,10 @@ class Rank:
     rank: int
     recorder: Recorder
     banks: list[Bank]
-    linking: BroadcastPlanner
+    linking: ReplicaPlanner
     checks: list[tuple[str, float, float]] = field(default_factory=list)
 
-    def plan(self, home_LRK: np.ndarray) -> list[BroadcastPlan]:
+    def plan(self, home_LRK: np.ndarray) -> list[ReplicaPlan]:
         return [
             self.linking.plan(layer, bank, home_LRK[layer], HomeRows(SLOTS, HOMES))
             for layer, bank in enumerate(self.banks)
@@ -193,8 +186,8 @@ class Rank:
         value = float(1000 * version + 10 * layer + self.rank)
         self.recorder.give(lambda: rows.fill_(value))
 
-    def use_gradients(self, plan: BroadcastPlan, layer: int, home_RK: np.ndarray, version: int) -> None:
-        got = [rows[0] for rows in plan.arrivals]
+    def use_gradients(self, plan: ReplicaPlan, layer: int, home_RK: np.ndarray, version: int) -> None:
+        got = [child.arrivals[0] for child in plan.at_homes]
         holders = [rank for rank, home in np.argwhere(home_RK != EMPTY).tolist()]
         homes = home_RK[home_RK != EMPTY].tolist()
         expected = sum(
@@ -221,7 +214,7 @@ def train(rank: Rank, home_TLRK: list[np.ndarray], again: set[tuple[int, int]], 
             rank.write_homes(layer, version)
         posted = {layer: plan.weights[0].post() if plan.weights else [] for layer, plan in enumerate(linked)}
 
-        def wait(layer: int, linked: list[BroadcastPlan] = linked, posted: dict = posted) -> None:
+        def wait(layer: int, linked: list[ReplicaPlan] = linked, posted: dict = posted) -> None:
             for work in posted.pop(layer, []):
                 work.wait()
                 for stage in linked[layer].weights[1:]:
@@ -240,13 +233,13 @@ def train(rank: Rank, home_TLRK: list[np.ndarray], again: set[tuple[int, int]], 
         sent: list[tuple[int, Any]] = []
 
         def finish(
-            linked: list[BroadcastPlan] = linked, sent: list = sent, home_LRK: np.ndarray = home_LRK, step: int = step
+            linked: list[ReplicaPlan] = linked, sent: list = sent, home_LRK: np.ndarray = home_LRK, step: int = step
         ):
             for layer, works in sent:
                 for number, stage in enumerate(linked[layer].gradients):
-                    for work in stage.rows.post() if number else works:
+                    for work in stage.post() if number else works:
                         work.wait()
-                    for into, arrived in stage.additions:
+                    for into, arrived in () if number else linked[layer].additions:
                         rank.recorder.give(lambda into=into, arrived=arrived: into.data.add_(arrived))
                 rank.use_gradients(linked[layer], layer, home_LRK[layer], step)
             sent.clear()
@@ -256,7 +249,7 @@ def train(rank: Rank, home_TLRK: list[np.ndarray], again: set[tuple[int, int]], 
             rank.use_copies(layer, home_LRK[layer], versions[layer])
             rank.fill_gradients(layer, step)
             stages = linked[layer].gradients
-            sent.append((layer, stages[0].rows.post() if stages else []))
+            sent.append((layer, stages[0].post() if stages else []))
         finish()
         for layer in range(LAYERS):
             wait(layer)
@@ -288,8 +281,8 @@ def run(seed: int, depth: int, one_queue: bool) -> list[tuple[str, float, float]
         gradients = engine.zeros((REPLICAS, 1), torch.float32, torch.device("cpu"))
         banks = [Bank(number, engine, gradients) for _ in range(LAYERS)]
         arrivals: dict[int, Tensor] = {}
-        linking = BroadcastPlanner(
-            engine, number, 1, RANKS, lambda index, at, p, rows=arrivals: rows.setdefault(index, torch.zeros(1))
+        linking = ReplicaPlanner(
+            engine, number, 1, PER_NODE, lambda index, at, p, rows=arrivals: rows.setdefault(index, torch.zeros(1))
         )
         ranks.append(Rank(number, recorder, banks, linking))
     for rank in ranks:
@@ -303,11 +296,11 @@ def run(seed: int, depth: int, one_queue: bool) -> list[tuple[str, float, float]
 @contextmanager
 def replaced_sides(recorder: Recorder) -> Iterator[None]:
     names = iter(["weights", "gradients"])
-    before, copy_engine.Side = copy_engine.Side, lambda device: Side(recorder, next(names))  # type: ignore[misc, assignment]
+    before, copy_engine.CopyStream = copy_engine.CopyStream, lambda device: Side(recorder, next(names))  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        copy_engine.Side = before  # type: ignore[misc]
+        copy_engine.CopyStream = before  # type: ignore[misc]
 
 
 def carry_out(given: list[list[Operation]], rng: np.random.Generator, one_queue: bool) -> None:
@@ -329,11 +322,6 @@ def carry_out(given: list[list[Operation]], rng: np.random.Generator, one_queue:
             head.do()
             head.done = True
             heads[place] = next(waiting[place], None)
-
-
-@pytest.fixture(autouse=True)
-def copies_hang_on_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree, "RANKS_EACH", 2)
 
 
 @pytest.mark.parametrize("one_queue", [False, True], ids=["streams", "one queue"])

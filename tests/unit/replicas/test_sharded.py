@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from eplb_runtime.moe.experts.compute import SlotCounts
-from eplb_runtime.replicas.sharded import ReplicaGather, ShardedReplicas
+from eplb_runtime.replicas.compute import ReplicaGather, ShardedReplicas
 
 
 def test_dropout_and_what_a_compute_closes_over_get_the_gradients_of_the_forward() -> None:
@@ -31,11 +31,11 @@ def test_dropout_and_what_a_compute_closes_over_get_the_gradients_of_the_forward
 
     layer = ShardedReplicas(
         compute,
+        lambda: [home],
+        1.0,
         0,
-        bank,  # type: ignore[arg-type]
-        sync,  # type: ignore[arg-type]
-        homes=lambda: [home],
-        divisor=1.0,
+        bank,
+        sync,
         gather=ReplicaGather(None, None),
     )
     out = layer(rows, SlotCounts.of([2, 4], torch.device("cpu")), weights.requires_grad_())

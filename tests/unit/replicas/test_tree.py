@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eplb_runtime.placement import EMPTY, HomeRows
-from eplb_runtime.replicas import broadcast_plan, point_to_point, tree
+from eplb_runtime.replicas import point_to_point
+from eplb_runtime.replicas.plan import ReplicaPlan, ReplicaPlanner, tree_of
 from eplb_runtime.replicas.point_to_point import PointToPoint
-from eplb_runtime.replicas.tree import NODES_EACH, RANKS_EACH, tree_of
 
 HOMES = 2
 
@@ -35,66 +35,31 @@ def some_copies(rng: np.random.Generator, ranks: int, replicas: int, hot: int) -
 def test_on_one_node_copies_hang_on_the_home_and_on_another_on_the_first_of_them() -> None:
     """Nodes of two ranks, three slots a rank: the home of the expert is on rank 0, copies are on all others."""
     home_RK = np.array([[EMPTY], [0], [0], [0], [EMPTY], [0]])
-    found = tree_of(home_RK, 3, 2)
-    assert found.parent_RK.tolist() == [[EMPTY], [0], [0], [2], [EMPTY], [0]]
-    assert found.parent_replica_RK.tolist() == [[EMPTY], [EMPTY], [EMPTY], [0], [EMPTY], [EMPTY]]
-    assert found.depth_RK.tolist() == [[EMPTY], [0], [0], [1], [EMPTY], [0]]
-    assert found.height_RK.tolist() == [[EMPTY], [0], [1], [0], [EMPTY], [0]]
-    assert tree_of(home_RK, 3, 6).parent_RK.tolist() == [[EMPTY], [0], [0], [0], [EMPTY], [0]]
+    parent_RK, on_RK = tree_of(home_RK, 3, 2)
+    assert parent_RK.tolist() == [[EMPTY], [0], [0], [2], [EMPTY], [0]]
+    assert on_RK.tolist() == [[EMPTY], [EMPTY], [EMPTY], [0], [EMPTY], [EMPTY]]
+    assert tree_of(home_RK, 3, 6)[0].tolist() == [[EMPTY], [0], [0], [0], [EMPTY], [0]]
 
 
-@given(
-    st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.booleans()
-)
-def test_a_tree_enters_each_node_once_and_nobody_has_many_below(
-    seed: int, nodes: int, per_node: int, replicas: int, each: int, ragged: bool
-) -> None:
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 5), st.integers(1, 3), st.booleans())
+def test_a_tree_enters_each_node_once(seed: int, nodes: int, per_node: int, replicas: int, ragged: bool) -> None:
     rng, slots = np.random.default_rng(seed), HOMES + replicas
     ranks = nodes * per_node - (ragged and nodes > 1 and per_node > 1)
     home_RK = some_copies(rng, ranks, replicas, hot=int(rng.integers(1, 5)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree, "NODES_EACH", each)
-        patch.setattr(tree, "RANKS_EACH", each + 1)
-        found = tree_of(home_RK, slots, per_node)
-    crossings, below = set(), Counter()
+    parent_RK, on_RK = tree_of(home_RK, slots, per_node)
+    crossings = set()
     for rank, replica in np.argwhere(home_RK != EMPTY).tolist():
-        home, parent, on = (
-            home_RK[rank, replica],
-            found.parent_RK[rank, replica],
-            found.parent_replica_RK[rank, replica],
-        )
+        home, parent, on = home_RK[rank, replica], parent_RK[rank, replica], on_RK[rank, replica]
         if on == EMPTY:
-            assert parent == home // slots and found.depth_RK[rank, replica] == 0
+            assert parent == home // slots
         else:
-            assert home_RK[parent, on] == home
-            assert found.depth_RK[rank, replica] == found.depth_RK[parent, on] + 1
-        leaves = (home_RK == home) & (found.parent_RK == rank) & (found.parent_replica_RK == replica)
-        assert found.height_RK[rank, replica] == found.height_RK[leaves].max(initial=-1) + 1
-        far = parent // per_node != rank // per_node
-        below[home, parent, far] += 1
-        assert below[home, parent, far] <= (each if far else each + 1)
-        if far:
+            assert home_RK[parent, on] == home and on_RK[parent, on] == EMPTY, "two levels"
+            assert parent // per_node == rank // per_node != home // slots // per_node
+        if parent // per_node != rank // per_node:
             assert (home, rank // per_node) not in crossings
             crossings.add((home, rank // per_node))
-    for array_RK in (found.parent_RK, found.parent_replica_RK, found.depth_RK, found.height_RK):
+    for array_RK in (parent_RK, on_RK):
         assert (array_RK[home_RK == EMPTY] == EMPTY).all()
-
-
-def test_a_hot_home_sends_to_few_others_however_many_copies_it_has() -> None:
-    """1,024 ranks in nodes of eight; one expert has a copy on each other rank, and each rank has a second slot with the
-    expert of its neighbour. Messages that leave a node and such that stay, of the busiest rank: weights one way,
-    gradients the other."""
-    ranks, per_node, slots = 1024, 8, 4
-    home_RK = np.stack([np.zeros(ranks, int), (np.arange(ranks) + 9) % ranks * slots + 1], axis=1)
-    home_RK[0, 0] = EMPTY
-    found = tree_of(home_RK, slots, per_node)
-    rank_N, replica_N = np.nonzero(home_RK != EMPTY)
-    parent_N = found.parent_RK[rank_N, replica_N]
-    far_N = parent_N // per_node != rank_N // per_node
-    busiest = [int(np.bincount(parent_N[of]).max()) for of in (far_N, ~far_N)]
-    assert busiest[0] <= NODES_EACH + 1 and busiest[1] <= RANKS_EACH
-    assert np.bincount(home_RK[rank_N, replica_N] // slots).max() == 1024, "from the home alone"
-    assert found.stages <= 6
 
 
 class Bank:
@@ -128,48 +93,57 @@ def carry(stage_of_rank: list[list[Any]]) -> int:
     return len(sent)
 
 
-@pytest.mark.parametrize("each", [1, 2, 8])
-@pytest.mark.parametrize("seed", range(6))
-def test_weights_reach_all_copies_and_all_gradients_come_home_once(
-    monkeypatch: pytest.MonkeyPatch, seed: int, each: int
-) -> None:
-    monkeypatch.setattr(tree, "NODES_EACH", each)
-    monkeypatch.setattr(tree, "RANKS_EACH", each)
-    ranks, per_node, replicas = 12, 3, 2
-    slots = HOMES + replicas
-    home_RK = some_copies(np.random.default_rng(seed), ranks, replicas, hot=3)
+def planned(patch: pytest.MonkeyPatch, banks: list[Any], home_RK: np.ndarray, per_node: int) -> list[ReplicaPlan]:
+    """Plans of all ranks, with messages that are looked at and not sent."""
     record = SimpleNamespace(
         isend=dist.isend,
         irecv=dist.irecv,
         P2POp=lambda op, data, peer, group, tag: SimpleNamespace(op=op, data=data, peer=peer, tag=tag),
     )
-    monkeypatch.setattr(point_to_point, "dist", record)
-    banks = [Bank(rank, replicas) for rank in range(ranks)]
-    linked = [
-        broadcast_plan.BroadcastPlanner(
-            PointToPoint(None, range(ranks)), rank, 1, per_node, lambda *_: torch.zeros(3, dtype=torch.float64)
-        ).plan(5, bank, home_RK, HomeRows(slots, HOMES))
+    patch.setattr(point_to_point, "dist", record)
+    parts, transport = len(banks) // len(home_RK), PointToPoint(None, range(len(banks)))  # type: ignore[arg-type]
+    rows = HomeRows(HOMES + home_RK.shape[1], HOMES, parts)
+    return [
+        ReplicaPlanner(
+            transport, rank, parts, per_node, lambda index, at, p, bank=bank: torch.zeros_like(bank.gradient_rows(0)[0])
+        ).plan(5, bank, home_RK, rows)
         for rank, bank in enumerate(banks)
     ]
+
+
+def carry_all(plans: list[ReplicaPlan]) -> int:
+    """Weights to all replicas, and all gradients home; how many rows of weights."""
+    stages = range(len(plans[0].weights))
+    sent = sum(carry([plan.weights[stage].operations for plan in plans]) for stage in stages)  # type: ignore[attr-defined]
+    for stage in stages:
+        carry([plan.gradients[stage].operations for plan in plans])  # type: ignore[attr-defined]
+        for plan in plans:
+            for into, arrived in () if stage else plan.additions:
+                into.add_(arrived)
+    return sent
+
+
+@pytest.mark.parametrize("per_node", [1, 3, 12])
+@pytest.mark.parametrize("seed", range(6))
+def test_weights_reach_all_copies_and_all_gradients_come_home_once(
+    monkeypatch: pytest.MonkeyPatch, seed: int, per_node: int
+) -> None:
+    ranks, replicas = 12, 2
+    home_RK = some_copies(np.random.default_rng(seed), ranks, replicas, hot=3)
+    banks = [Bank(rank, replicas) for rank in range(ranks)]
+    plans = planned(monkeypatch, banks, home_RK, per_node)
     copies = np.argwhere(home_RK != EMPTY).tolist()
-    stages = [len(of_rank.weights) for of_rank in linked]
-    sent = [carry([of_rank.weights[stage].operations for of_rank in linked]) for stage in range(max(stages))]
-    assert sum(sent) == len(copies)
+    assert carry_all(plans) == len(copies)
+    expected: Counter[int] = Counter()
     for rank, replica in copies:
         assert set(banks[rank].replica_rows(replica)[0].tolist()) == {float(home_RK[rank, replica])}
-    for stage in range(max(stages)):
-        carry([of_rank.gradients[stage].rows.operations for of_rank in linked])
-        for of_rank in linked:
-            of_rank.gradients[stage].add()
-    sums = Counter()
-    for rank, of_rank in enumerate(linked):
-        for copy, (row,) in zip(of_rank.home_children, of_rank.arrivals, strict=True):
-            sums[rank * slots + copy.home_row] += row[0].item()
-    expected = Counter()
-    for rank, replica in copies:
         expected[int(home_RK[rank, replica])] += 1.0 + rank
+    sums: Counter[int] = Counter()
+    for rank, plan in enumerate(plans):
+        for child in plan.at_homes:
+            sums[rank * (HOMES + replicas) + child.home_row] += child.arrivals[0][0].item()
     assert sums == expected
-    assert (max(stages) > 1) == (each < 8 or per_node > 1)
+    assert len(plans[0].weights) == (2 if per_node == 3 else 1)
 
 
 class DividedBank(Bank):
@@ -184,33 +158,16 @@ class DividedBank(Bank):
         self._gradients = torch.full((replicas, 2), 1 + rank // 2, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("each", [1, 8])
 @pytest.mark.parametrize("seed", range(4))
 def test_slices_of_homes_that_are_divided_over_two_ranks_reach_the_two_of_each_copy(
-    monkeypatch: pytest.MonkeyPatch, seed: int, each: int
+    monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr(tree, "NODES_EACH", each)
-    monkeypatch.setattr(tree, "RANKS_EACH", each)
-    ep_ranks, per_node, replicas = 12, 3, 2
+    ep_ranks, replicas = 12, 2
     rows = HomeRows(HOMES + replicas, HOMES, parts=2)
     home_RK = some_copies(np.random.default_rng(seed), ep_ranks, replicas, hot=3)
-    record = SimpleNamespace(
-        isend=dist.isend,
-        irecv=dist.irecv,
-        P2POp=lambda op, data, peer, group, tag: SimpleNamespace(op=op, data=data, peer=peer, tag=tag),
-    )
-    monkeypatch.setattr(point_to_point, "dist", record)
-    ranks = range(2 * ep_ranks)
-    banks = [DividedBank(rank, replicas) for rank in ranks]
-    linked = [
-        broadcast_plan.BroadcastPlanner(
-            PointToPoint(None, ranks), rank, 2, per_node, lambda *_: torch.zeros(2, dtype=torch.float64)
-        ).plan(5, bank, home_RK, rows)
-        for rank, bank in enumerate(banks)
-    ]
-    stages = max(len(of_rank.weights) for of_rank in linked)
-    for stage in range(stages):
-        carry([of_rank.weights[stage].operations for of_rank in linked])
+    banks = [DividedBank(rank, replicas) for rank in range(2 * ep_ranks)]
+    plans = planned(monkeypatch, banks, home_RK, per_node=3)
+    carry_all(plans)
     expected: Counter[tuple[int, int]] = Counter()
     for ep_rank, replica in np.argwhere(home_RK != EMPTY).tolist():
         home = int(home_RK[ep_rank, replica])
@@ -218,12 +175,21 @@ def test_slices_of_homes_that_are_divided_over_two_ranks_reach_the_two_of_each_c
             copy = banks[2 * ep_rank + part].replica_rows(replica)[0].tolist()
             assert copy == [10.0 * home + 2 * part, 10.0 * home + 2 * part + 1]
             expected[home, part] += 1.0 + ep_rank
-    for stage in range(stages):
-        carry([of_rank.gradients[stage].rows.operations for of_rank in linked])
-        for of_rank in linked:
-            of_rank.gradients[stage].add()
     sums: Counter[tuple[int, int]] = Counter()
-    for rank, of_rank in enumerate(linked):
-        for copy, (row,) in zip(of_rank.home_children, of_rank.arrivals, strict=True):
-            sums[rows.slot_at(rank * rows.rows + copy.home_row), copy.shard] += row[0].item()
-    assert sums == expected and stages > 1
+    for rank, plan in enumerate(plans):
+        for child in plan.at_homes:
+            sums[rows.slot_at(rank * rows.rows + child.home_row), child.shard] += child.arrivals[0][0].item()
+    assert sums == expected and len(plans[0].weights) == 2
+
+
+def test_weights_of_all_layers_are_posted_as_one_group_of_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transport without groups gives what to wait for message by message, one with them for all."""
+    banks = [Bank(rank, 1) for rank in range(2)]
+    plans = planned(monkeypatch, banks, np.array([[3], [0]]), 2)
+    groups: list[list[Any]] = []
+    monkeypatch.setattr(point_to_point.dist, "batch_isend_irecv", lambda ops: groups.append(ops) or ops, raising=False)
+    transport, stages = PointToPoint(None, range(2)), [plan.weights[0] for plan in plans]  # type: ignore[arg-type]
+    works = transport.post(stages)
+    assert len(groups) == 1 and works == [stage.operations for stage in stages]  # type: ignore[attr-defined]
+    monkeypatch.setattr(point_to_point.dist, "batch_isend_irecv", lambda ops: ["all"])
+    assert transport.post(stages) == [["all"], ["all"]]

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from eplb_runtime.replicas.broadcast_plan import BroadcastPlan
-from eplb_runtime.replicas.row_transport import TransferStage
+from eplb_runtime.moe.dispatch.channels import MicroBatchChannels
+from eplb_runtime.replicas.plan import ReplicaPlan, RowStage
 from eplb_runtime.replicas.sync import ReplicaSync
 
 
-class Rows(TransferStage):
+class Rows(RowStage):
     """``posted`` is called when they are posted, ``arrive`` when they are waited for."""
 
     def __init__(self, posted: Callable[[], None], arrive: Callable[[], None]) -> None:
@@ -22,16 +22,14 @@ class Rows(TransferStage):
         self._posted()
         return [SimpleNamespace(wait=self._arrive)]
 
-    def __len__(self) -> int:
-        return 1
 
-
-def made(*weights: TransferStage) -> ReplicaSync:
+def made(*weights: RowStage) -> ReplicaSync:
     """Of one layer without tensors, whose weights travel so."""
     bank: Any = SimpleNamespace(parameters=[])
-    carrier: Any = SimpleNamespace()
-    sync = ReplicaSync({0: bank}, carrier, 0, 1, 1, 1)
-    sync._plans[0] = BroadcastPlan([], list(weights), [], [], True)
+    carrier: Any = SimpleNamespace(post=lambda stages: [stage.post() for stage in stages])
+    channels: Any = MicroBatchChannels(None)  # type: ignore[arg-type]
+    sync = ReplicaSync({0: bank}, carrier, 0, 1, 1, 1, channels)
+    sync._plans[0] = ReplicaPlan(list(weights))
     return sync
 
 

@@ -17,7 +17,7 @@ DEVICE = torch.device("meta")
 def lanes_of() -> tuple[MicroBatchChannels, Module, Memory]:
     module = Module()
     first, second = MicroBatchChannel(None, None), MicroBatchChannel(None, None)
-    channels = MicroBatchChannels(first, in_order=True, streams=TwoStreams(DEVICE, module))
+    channels = MicroBatchChannels(first, streams=TwoStreams(DEVICE, module))
     channels.open(second)
     return channels, module, Memory(module)
 

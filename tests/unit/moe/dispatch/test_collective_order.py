@@ -50,8 +50,8 @@ def test_the_order_follows_from_how_many_there_are(lengths: tuple[int, int], ahe
     assert launched(order.launching, lengths, ahead, order.end) == in_turns(lengths)
 
 
-def channels(in_order: bool = True) -> MicroBatchChannels:
-    made = MicroBatchChannels(MicroBatchChannel(None, None), in_order=in_order)
+def channels() -> MicroBatchChannels:
+    made = MicroBatchChannels(MicroBatchChannel(None, None))
     made.open(MicroBatchChannel(None, None))
     return made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import os
 from importlib import util
 from pathlib import Path
@@ -21,7 +22,8 @@ from eplb_runtime.config import (
     DispatchConfig,
 )
 from eplb_runtime.distributed.transports import deepep_package, nvshmem
-from eplb_runtime.moe.dispatch import float8, row_bytes
+from eplb_runtime.moe.dispatch import wire_format
+from eplb_runtime.moe.dispatch.base import DispatchContext
 from eplb_runtime.moe.dispatch.deepep_low_latency import LowLatency
 
 SOURCE = "EPLB_RUNTIME_DEEPEP_SOURCE"
@@ -62,56 +64,66 @@ def of_all_bits(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(-(2**31), 2**31, (rows, columns), generator=generator, dtype=torch.int64).view(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-def test_rows_and_their_weights_keep_every_bit_on_the_way_there(dtype: torch.dtype) -> None:
-    hidden, weights = of_all_bits(3, 4, dtype), torch.rand(3, 2, dtype=torch.float64)
-    rows = row_bytes.pack(hidden, weights, 2)
-    assert rows.shape[0] == 6 and rows.shape[1] * rows.element_size() % 32 == 0
-    back = row_bytes.unpack(rows, torch.tensor([5, 0]), hidden.shape[1], dtype)
-    assert torch.equal(back.view(torch.uint8), hidden[[2, 0]].view(torch.uint8))
-    behind = row_bytes.unpack_weights(rows, dtype, hidden.shape[1], 1, torch.float64)
-    assert torch.equal(behind.view(3, 2), weights)
+ODDLY_LYING = {
+    "one column": torch.rand(1, 5).T,
+    "one value": torch.rand(1, 1, 2)[..., 0],
+    "one for all": torch.rand(1, 1).expand(4, 2),
+    "none": torch.rand(1, 1).expand(0, 2),
+    "in a row": torch.rand(4, 2),
+}
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-def test_a_single_summand_keeps_every_bit_on_the_way_back(dtype: torch.dtype) -> None:
-    rows, values = of_all_bits(3, 4, dtype), of_all_bits(3, 1, torch.float32)
-    carried = row_bytes.pack_sums(rows, values)
+@pytest.mark.parametrize("in_float8", [False, True])
+@pytest.mark.parametrize("weights", ODDLY_LYING.values(), ids=ODDLY_LYING)
+def test_router_weights_keep_every_bit_however_they_lie(weights: torch.Tensor, in_float8: bool) -> None:
+    (tokens, choices), width = weights.shape, 128 if in_float8 else 33
+    for times, given in itertools.product((1, choices), (weights, weights.double())):
+        rows = wire_format.pack(torch.rand(tokens, width).bfloat16(), given, times, in_float8)
+        back = wire_format.unpack_weights(rows, width, choices // times, given.dtype)
+        assert torch.equal(back.view(tokens, choices), given)
+
+
+def test_rows_keep_every_bit_there_and_values_with_one_summand_on_the_way_back() -> None:
+    rows, values = of_all_bits(3, 4, torch.bfloat16), of_all_bits(3, 1, torch.float32)
+    sent = wire_format.pack(rows, None, 2, in_float8=False)
+    assert sent.shape == (6, 16), "a multiple of 32 bytes"
+    back = wire_format.unpack(sent, torch.tensor([5, 0]), rows.shape[1])
+    assert torch.equal(back.view(torch.uint8), rows[[2, 0]].view(torch.uint8))
+    carried = wire_format.pack_sums(rows.nan_to_num(), values)
     summed = (torch.zeros(carried.shape) + carried.float()).to(torch.bfloat16)
-    again, again_values = row_bytes.unpack_sums(summed, rows.shape[1], dtype, values.shape[1], torch.float32)
-    assert torch.equal(again.view(torch.uint8), rows.view(torch.uint8))
+    again, again_values = wire_format.unpack_sums(summed, rows.shape[1], values.shape[1], torch.float32)
+    assert torch.equal(again, rows.nan_to_num())
     assert torch.equal(again_values.view(torch.uint8), values.view(torch.uint8))
 
 
-@pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("times", [1, 3])
-def test_float8_keeps_every_bit_of_weights_and_some_of_hidden_states(weights_dtype: torch.dtype, times: int) -> None:
+def test_float8_keeps_some_bits_of_hidden_states() -> None:
     hidden = torch.randn(5, 384, generator=torch.Generator().manual_seed(0)).bfloat16() * 1000
     hidden[0], hidden[1, :128] = 0, float("inf")
-    weights = torch.rand(5, 3, generator=torch.Generator().manual_seed(1)).to(weights_dtype)
-    rows, scales = float8.pack(hidden, weights, times)
-    assert rows.dtype == float8.FLOAT8 and rows.shape == (5 * times, 384) and scales.shape[1] % 4 == 0
-    assert torch.equal(float8.unpack_weights((rows, scales), 3 // times, weights_dtype).view(5, 3), weights)
-    back = float8.unpack((rows, scales), torch.arange(5) * times)
-    assert torch.equal(back[0], hidden[0]) and back[1, :128].isnan().all(), "what is not finite stays so"
-    torch.testing.assert_close(back[2:], hidden[2:], rtol=1 / 16, atol=20)
-    assert not torch.equal(back[2:], hidden[2:])
+    for times in (1, 3):
+        rows, scales = wire_format.pack(hidden, torch.rand(5, 3), times, in_float8=True)
+        assert rows.dtype == wire_format.FLOAT8 and rows.shape == (5 * times, 384) and scales.shape[1] % 4 == 0
+        back = wire_format.unpack((rows, scales), torch.arange(5) * times, 384)
+        assert torch.equal(back[0], hidden[0]) and back[1, :128].isnan().all(), "what is not finite stays so"
+        torch.testing.assert_close(back[2:], hidden[2:], rtol=1 / 16, atol=20)
+        assert not torch.equal(back[2:], hidden[2:])
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype", "choices", "said"),
+    ("width", "dtype", "in_float8", "said"),
     [
-        (256, torch.bfloat16, 8, ""),
-        (15360, torch.bfloat16, 8, ""),
-        (256, torch.float32, 8, "torch.float32: train in bfloat16"),
-        (200, torch.bfloat16, 8, "the hidden size is 200"),
-        (16384, torch.bfloat16, 8, "has more"),
+        (200, torch.bfloat16, False, ""),
+        (9000, torch.bfloat16, False, "rows of 15360 bytes, and these hidden states have 9000 columns"),
+        (256, torch.float32, False, "torch.float32 and 8 choices: train in bfloat16"),
+        (15360, torch.bfloat16, True, ""),
+        (256, torch.float32, True, "torch.float32 and 8 choices: train in bfloat16"),
+        (200, torch.bfloat16, True, "a scale for 128 columns, and these hidden states have 200"),
+        (16384, torch.bfloat16, True, "128 scales and router weights a row"),
     ],
 )
-def test_hidden_states_that_float8_does_not_carry_are_refused(
-    width: int, dtype: torch.dtype, choices: int, said: str
+def test_hidden_states_that_are_not_carried_are_refused(
+    width: int, dtype: torch.dtype, in_float8: bool, said: str
 ) -> None:
-    refused = float8.refusal(torch.empty(1, width, dtype=dtype), torch.empty(1, choices))
+    refused = wire_format.refusal(torch.empty(1, width, dtype=dtype), torch.empty(1, 8), in_float8)
     assert said in refused and bool(said) == bool(refused) and "\n" not in refused
 
 
@@ -139,7 +151,7 @@ def test_nvshmem_is_started_once_whoever_makes_a_buffer(monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match=r"transport='nvshmem' has started .* a process starts it once"):
         deepep_package.new_buffer(deepep_double, nodes, config, config)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"transport='nvshmem' has started .*leave low_latency_tokens out"):
-        LowLatency(node, 4, 8)._buffer(2048)  # type: ignore[arg-type]
+        LowLatency(DispatchContext.of(node, 4), 8, False)._buffer(2048)  # type: ignore[arg-type]
     nvshmem._world[:] = []
     assert nvshmem.claim("DeepEP between nodes", nodes) == ""  # type: ignore[arg-type]
     assert "DeepEP between nodes has started" in nvshmem.claim("transport='nvshmem'", nodes, again=True)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eplb_runtime.moe.dispatch import permute
-from eplb_runtime.moe.dispatch.memory import RowMemory
+from eplb_runtime.moe.dispatch.permute import RowMemory
 
 DTYPES = [
     (torch.float64, torch.float64),

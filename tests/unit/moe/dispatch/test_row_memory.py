@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from eplb_runtime.moe.dispatch.memory import RowMemory
+from eplb_runtime.moe.dispatch.permute import RowMemory
 
 WIDTH = 512
 EXAMPLE = torch.empty(0, WIDTH)

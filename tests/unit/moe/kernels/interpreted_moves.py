@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eplb_runtime.moe.dispatch import kernels, permute
-from eplb_runtime.moe.dispatch.memory import RowMemory
+from eplb_runtime.moe.dispatch.permute import RowMemory
 from eplb_runtime.moe.routing import kernels as routing
 
 CPU = torch.device("cpu")

@@ -1,0 +1,230 @@
+"""What a rank exchanges for the replicas of a layer: planned once for each placement, posted step after step.
+
+Replicas hang on their home in a tree of two levels. On each node without the home the first replica, counted from the
+home on, gets weights from the home and hands them on to the node's others; on the home's node all get them from the
+home. Gradients go up the same way. So an expert's weights enter each node once, and its gradients leave each node once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..moe.experts.slices import local
+from ..placement import EMPTY, HomeRows
+from .bank import ReplicaBank, slice_of_row
+
+
+class Row(NamedTuple):
+    """A row of one tensor on its way between a replica and its parent: the other end's rank, contiguous memory here,
+    and memory here that lies as the replica's does there."""
+
+    rank: int
+    local: Tensor
+    at_replica: Tensor
+
+
+class Waiting(Protocol):
+    """Rows on their way."""
+
+    def wait(self) -> object:
+        """From here on what arrives is there, and what leaves may be written: for the host, or for what the current
+        stream does next."""
+
+
+class RowStage(ABC):
+    """Rows that travel together, built once for each placement. All ranks of the group post the same stages of the same
+    layers in the same order, also those that have no rows in one."""
+
+    @abstractmethod
+    def post(self) -> Sequence[Waiting]:
+        """Begin; what leaves has been computed by the current stream."""
+
+
+class RowTransport(ABC):
+    """One way between the ranks that have each row of an expert tensor once."""
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for rows of replicas and for their gradients, on this rank: where `Row.at_replica` lies."""
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def open(self) -> None:  # noqa: B027 (not all have anything to open)
+        """Open all memory. Collective."""
+
+    @abstractmethod
+    def stage(self, layer: int, down: bool, number: int, sends: Sequence[Row], receives: Sequence[Row]) -> RowStage:
+        """Return a stage, 0 or 1, of a layer's weights (``down``) or gradients; both ends list the rows between them in
+        the same order."""
+
+    def post(self, stages: Sequence[RowStage]) -> list[Sequence[Waiting]]:
+        """Post stages of several layers at once; returns what each waits for."""
+        return [stage.post() for stage in stages]
+
+
+class Child(NamedTuple):
+    """A replica whose parent is on this rank.
+
+    Args:
+        rank, replica: rank and replica slot of the child.
+        on: replica slot that is its parent; `EMPTY`: its parent is a home.
+        home_row: row of the home.
+        shard: number of the slice that the child holds, if homes are divided over ranks.
+        arrivals: memory for its gradients, one row per trained tensor.
+    """
+
+    rank: int
+    replica: int
+    on: int
+    home_row: int
+    shard: int
+    arrivals: list[Tensor]
+
+
+@dataclass(frozen=True)
+class ReplicaPlan:
+    """What a rank exchanges for one layer under the current placement. Both lists have a stage for each level of the
+    trees: one that is empty here may not be elsewhere.
+
+    Args:
+        weights: from homes, then from replicas to those that hang on them.
+        gradients: of replicas on which none hangs, then of the others.
+        additions: between these: rows of this rank's replicas, and what is added to each, in order.
+        at_homes: children of this rank's homes, in the order of their slots.
+    """
+
+    weights: Sequence[RowStage] = ()
+    gradients: Sequence[RowStage] = ()
+    additions: Sequence[tuple[Tensor, Tensor]] = ()
+    at_homes: Sequence[Child] = ()
+
+    @property
+    def anywhere(self) -> bool:
+        """Return whether any rank has replicas."""
+        return bool(self.weights)
+
+
+def tree_of(
+    home_RK: NDArray[np.integer], slots_per_rank: int, ranks_per_node: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return where each replica of a layer hangs, int64 ``[R, k]`` each: its parent's rank, and replica slot there or
+    `EMPTY` for the home. ``home_RK``: home slot of the expert in each replica slot, or `EMPTY`."""
+    rank_N, replica_N = np.nonzero(home_RK != EMPTY)
+    home_N = home_RK[rank_N, replica_N].astype(np.int64)
+    root_N = home_N // slots_per_rank
+    # Counted from the home on, so that the replicas that hand on differ from expert to expert.
+    nodes = -(-len(home_RK) // ranks_per_node)
+    node_N = (rank_N // ranks_per_node - root_N // ranks_per_node) % nodes
+    place_N = (rank_N % ranks_per_node - root_N % ranks_per_node) % ranks_per_node
+    order_N = np.lexsort((place_N, node_N, home_N))
+    rank_N, replica_N, home_N, root_N, node_N = (one[order_N] for one in (rank_N, replica_N, home_N, root_N, node_N))
+    begins_N = (np.diff(home_N, prepend=EMPTY) != 0) | (np.diff(node_N, prepend=EMPTY) != 0)
+    first_N = np.maximum.accumulate(np.where(begins_N, np.arange(home_N.size), 0))
+    on_home_N = begins_N | (node_N == 0)
+    parent_RK, on_RK = np.full((2, *home_RK.shape), EMPTY, dtype=np.int64)
+    parent_RK[rank_N, replica_N] = np.where(on_home_N, root_N, rank_N[first_N])
+    on_RK[rank_N, replica_N] = np.where(on_home_N, EMPTY, replica_N[first_N])
+    return parent_RK, on_RK
+
+
+@dataclass(frozen=True)
+class ReplicaPlanner:
+    """Makes the plans of one rank.
+
+    Args:
+        transport: moves rows among the ranks that hold each row once: the EP group, or more with divided rows.
+        rank: this rank's place among them, in the order of the rows.
+        num_shards: D, number of ranks over which the homes of an EP rank are divided. Each of these ranks holds its
+            slice of every replica of the EP rank, so an expert has one tree per slice, from the rank of its home.
+        ranks_per_node: consecutive EP ranks that share a node.
+        arrival_memory: returns memory for a child's gradient, from the child's number, the tensor's, and the parameter.
+    """
+
+    transport: RowTransport
+    rank: int
+    num_shards: int
+    ranks_per_node: int
+    arrival_memory: Callable[[int, int, Tensor], Tensor]
+
+    @torch.inference_mode(False)  # a step inside it places replicas that are written outside of it
+    def plan(self, layer: int, bank: ReplicaBank, home_RK: NDArray[np.integer], home_rows: HomeRows) -> ReplicaPlan:
+        """Plan a layer's exchange; ``home_RK``: home slot of the expert in each replica slot, or `EMPTY`."""
+        if not (home_RK != EMPTY).any():
+            return ReplicaPlan()
+        (ep_rank, shard), stage = divmod(self.rank, self.num_shards), self.transport.stage
+        parent_RK, on_RK = tree_of(home_RK, home_rows.slots_per_rank, self.ranks_per_node)
+        above_RK = np.where(on_RK == EMPTY, home_rows.rank_of(home_RK), parent_RK * self.num_shards + shard)
+        above_RK[home_RK == EMPTY] = EMPTY
+        hangs_RK = on_RK != EMPTY
+        has_children_RK = np.zeros_like(hangs_RK)
+        has_children_RK[parent_RK[hangs_RK], on_RK[hangs_RK]] = True
+        children: list[Child] = []
+        for there, replica in np.argwhere(above_RK == self.rank).tolist():
+            on, row = int(on_RK[there, replica]), int(home_rows.row_of(home_RK[there, replica]))
+            for part in range(self.num_shards) if on == EMPTY else [shard]:
+                arrivals = [self.arrival_memory(len(children), at, p) for at, p in enumerate(bank.trained())]
+                children.append(Child(there * self.num_shards + part, replica, on, row, part, arrivals))
+
+        def mine(in_stage_K: NDArray[np.bool_]) -> list[tuple[int, int]]:
+            """Return this rank's replica slots of a stage, and the ranks of their parents."""
+            due_K = np.flatnonzero(in_stage_K & (home_RK[ep_rank] != EMPTY))
+            return [(int(replica), int(above_RK[ep_rank, replica])) for replica in due_K]
+
+        weights, gradients = [], []
+        for number in range(1 + int(hangs_RK.any())):
+            sends = [
+                Row(child.rank, row, at_replica)
+                for child in children
+                if (child.on != EMPTY) == number
+                for row, at_replica in zip(self._weights(bank, child), bank.replica_rows(child.replica), strict=True)
+            ]
+            receives = [
+                Row(parent, row, row)
+                for replica, parent in mine(hangs_RK[ep_rank] == number)
+                for row in bank.replica_rows(replica)
+            ]
+            weights.append(stage(layer, True, number, sends, receives))
+            sends = [
+                Row(parent, row, row)
+                for replica, parent in mine(has_children_RK[ep_rank] == number)
+                for row in bank.gradient_rows(replica)
+            ]
+            receives = [
+                Row(child.rank, row, at_replica)
+                for child in children
+                if has_children_RK[child.rank // self.num_shards, child.replica] == number
+                for row, at_replica in zip(child.arrivals, bank.gradient_rows(child.replica), strict=True)
+            ]
+            gradients.append(stage(layer, False, number, sends, receives))
+        additions = [
+            pair
+            for child in children
+            if child.on != EMPTY
+            for pair in zip(bank.gradient_rows(child.on), child.arrivals, strict=True)
+        ]
+        return ReplicaPlan(weights, gradients, additions, [child for child in children if child.on == EMPTY])
+
+    def _weights(self, bank: ReplicaBank, child: Child) -> list[Tensor]:
+        """Return the weights that a child gets from this rank, one row per tensor: live memory."""
+        if child.on != EMPTY:
+            return bank.replica_rows(child.on)
+        return [
+            _live_row(slice_of_row(local(parameter).detach(), self.num_shards, child.shard), child.home_row)
+            for parameter in bank.parameters
+        ]
+
+
+def _live_row(rows: Tensor, row: int) -> Tensor:
+    """Return a row in place; raises ValueError if it is not contiguous, since a copy would grow stale."""
+    if not rows[row].is_contiguous():
+        raise ValueError(
+            f"experts of shape {list(rows.shape[1:])} do not lie in one piece, and their copies are read from there: "
+            "make the weights contiguous() before fully_shard and attach"
+        )
+    return rows[row]
