@@ -8,32 +8,21 @@ import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import KW_ONLY, Field, asdict, dataclass, field, fields
+from functools import cache
 from math import nan
 from numbers import Integral
 from pathlib import Path
 from reprlib import repr as _shown
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .placement import Placement
 
-TRANSPORTS = ("torch", "cuda_ipc", "nixl", "nvshmem", "deepep", "auto")
+Transport = Literal["torch", "cuda_ipc", "nixl", "nvshmem", "deepep", "auto"]
+TRANSPORTS = get_args(Transport)
 """Names of `distributed.transports.TRANSPORTS`."""
-CHOICES = {
-    "name": ("all_to_all", "hierarchical", "deepep", "auto"),
-    "split": ("water_filling", "even"),
-    "gate": ("payoff", "always"),
-    "policy": ("incremental", "static"),
-    "transport": TRANSPORTS,
-    "copies_by": ("torch", "copy_engine"),
-    "combine_order": ("logical", "by_rank"),
-    "dtype": ("model", "float8"),
-    "guard": ("auto", "raise", "warn", "off"),
-    "dense_gradients": ("host", "allreduce"),
-}
-"""Values of settings that are words."""
 LEAST = {
     **dict.fromkeys(("interval", "window", "horizon_steps", "staging_bytes", "bytes_per_step"), 1),
     **dict.fromkeys(("replica_slots", "split_least_tokens", "lag", "max_moves"), 0),
@@ -75,14 +64,20 @@ def _as_float(value: Any) -> float:
     return float(value) if is_number and abs(value) < _MOST else nan
 
 
-def _checked(name: str, value: Any, default: object) -> Any:
-    """Return a setting as Python's own kind of value."""
+@cache
+def _words_of(kind: type) -> dict[str, tuple[str, ...]]:
+    """Return the values of a config's settings that are words."""
+    return {name: get_args(hint) for name, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}
+
+
+def _checked(name: str, value: Any, default: object, words: Sequence[str]) -> Any:
+    """Return a setting as Python's own kind of value; ``words``: one of them, if there are any."""
     given = f"{'dispatch' if name == 'name' else name}={_shown(value)}"
-    if name in CHOICES:
-        if given in GONE:
-            raise ConfigError(f"{given} is {GONE[given]}")
-        if not isinstance(value, str) or value not in CHOICES[name]:
-            raise ConfigError(f"{given} is unknown; choose one of: {', '.join(CHOICES[name])}")
+    if given in GONE:
+        raise ConfigError(f"{given} is {GONE[given]}")
+    if words:
+        if not isinstance(value, str) or value not in words:
+            raise ConfigError(f"{given} is unknown; choose one of: {', '.join(words)}")
         return str(value)
     if name in LEAST:
         if not isinstance(value, Integral) or isinstance(value, bool):
@@ -128,7 +123,8 @@ class _Settings:
         for own in fields(self):
             value = getattr(self, own.name)
             if value is not None or (own.default is not None and own.name != "interval"):
-                object.__setattr__(self, own.name, _checked(own.name, value, own.default))
+                words = _words_of(type(self)).get(own.name, ())  # type: ignore[arg-type]
+                object.__setattr__(self, own.name, _checked(own.name, value, own.default, words))
         for line in self._refusals():
             raise ConfigError(line)
 
@@ -141,7 +137,7 @@ class _Settings:
 class DispatchConfig(_Settings):
     """Settings of what happens in each MoE layer: how a batch is split over copies, travels and is summed."""
 
-    name: str = "all_to_all"
+    name: Literal["all_to_all", "hierarchical", "deepep", "auto"] = "all_to_all"
     """Carrier of tokens: ``"all_to_all"``, ``"hierarchical"`` (the same, a token crosses to a node once), ``"deepep"``
     (on Hopper GPUs and newer) or ``"auto"`` (``"deepep"`` where every rank has it, else ``"all_to_all"``)."""
     _: KW_ONLY
@@ -200,7 +196,7 @@ class MigrationConfig(_Settings):
     """At most so many experts move in one decision, over all layers; None: no limit."""
     max_pause_seconds: float | None = None
     """A plan whose predicted pause is longer is trimmed to fit; None: no limit."""
-    transport: str = "torch"
+    transport: Transport = "torch"
     """Carrier of experts: ``"torch"`` (gloo or NCCL), ``"cuda_ipc"`` (between the GPUs of one node), ``"nixl"`` (extra
     ``nixl``: RDMA or TCP), ``"nvshmem"`` (extra ``nvshmem-cu12`` or ``-cu13``, between GPUs), ``"deepep"`` (Hopper GPUs
     and newer; not with ``overlap``) or ``"auto"`` (of the first three, the one that fits on every rank)."""
@@ -223,10 +219,7 @@ class _DispatchField:
         return DispatchConfig() if config is None else config.__dict__["dispatch"]  # on the class: the default
 
     def __set__(self, config: BalancerConfig, value: str | DispatchConfig) -> None:
-        if not isinstance(value, str | DispatchConfig):
-            names = ", ".join(CHOICES["name"])
-            raise ConfigError(f"dispatch={_shown(value)}: give DispatchConfig(...), or one of: {names}")
-        config.__dict__["dispatch"] = DispatchConfig(value) if isinstance(value, str) else value
+        config.__dict__["dispatch"] = value if isinstance(value, DispatchConfig) else DispatchConfig(value)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +233,7 @@ class BalancerConfig(_Settings):
     """Optimizer steps between decisions; None: ``balancer.rebalance()`` alone decides, as between rollouts."""
     replica_slots: int = 0
     """k, weights-only copies that each rank can hold per layer; with 0, training is bit-identical."""
-    policy: str = "incremental"
+    policy: Literal["incremental", "static"] = "incremental"
     """``"incremental"`` moves the few experts that pay; ``"static"`` measures and never moves."""
     gate: Literal["payoff", "always"] = "payoff"
     """``"payoff"`` rebalances when predicted seconds saved exceed predicted seconds spent; ``"always"`` whenever the
@@ -254,8 +247,8 @@ class BalancerConfig(_Settings):
     """A collective or transfer of the balancer that takes longer is given up, the rebalance dropped; each step of
     attaching has two minutes at least."""
     run: str | Path | None = None
-    """A folder to which rank 0 adds the measured load (``load/``, for ``eplb-runtime simulate``), ``events.jsonl`` and,
-    at the end, ``summary.json``. None: none."""
+    """A folder to which rank 0 adds the measured load (``load.jsonl``, for ``eplb-runtime simulate``), ``events.jsonl``
+    and, at the end, ``summary.json``. None: none."""
     listen: int | str | None = None
     """Where rank 0 shows a live page and metrics for Prometheus (``/metrics``): a port of this machine alone (0: any
     that is free), or ``"host:port"``. None: nothing listens."""
@@ -277,7 +270,7 @@ class BalancerConfig(_Settings):
     """Speed of each rank of the EP group, numbers above 0; a slow one is given fewer tokens. None: all alike."""
     initial_placement: Placement | str | Path | None = None
     """A placement, or its file, to start from instead of logical order."""
-    copies_by: str = "torch"
+    copies_by: Literal["torch", "copy_engine"] = "torch"
     """Carrier of weights to copies and of their gradients home: ``"torch"`` (gloo or NCCL) or ``"copy_engine"`` (inside
     a node by the copy engines of its GPUs, between nodes as ``"torch"``). The same bits either way."""
 

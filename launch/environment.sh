@@ -10,6 +10,7 @@ fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root" || exit
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # several ranks share the cores
+unset PYTHONDONTWRITEBYTECODE # else each rank compiles the package for itself, half a second
 export PIP_DISABLE_PIP_VERSION_CHECK=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 say() { printf '\n== %s\n' "$*"; }

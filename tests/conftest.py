@@ -30,7 +30,6 @@ LONGEST_FIRST = (
     "test_checkpoint_folder",
     "test_votes_in_doubt",
     "test_any_module",
-    "test_resume",
     "test_megatron_newer",
     "test_migration_beside_training",
     "test_faults",
@@ -38,10 +37,8 @@ LONGEST_FIRST = (
     "test_stops_and_kills_beside_training",
     "test_bits",
     "test_demo",
-    "test_leaving",
-    "test_real_optimizers",
     "test_setting_up",
-    "test_kernels_interpreted",
+    "test_kernels",
     "test_static_policies",
 )
 """Files whose tests take longest: they begin first, so that no worker waits at the end for another's long file."""

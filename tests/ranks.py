@@ -39,7 +39,7 @@ PRELOAD = [
     "torch.distributed.pipelining",
     "transformers.models.auto.modeling_auto",
     *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES),
-    "eplb_runtime.hosts.transformers.weights",
+    *(f"eplb_runtime.hosts.transformers.{part}" for part in ("describe", "export", "weights")),
     "eplb_runtime.tools.verification",
     "logging.handlers",
     "pytest",

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..distributed.transports.base import Transport
 from ..events import EventLog
-from ..load.declared import checked_declaration, padding_in
+from ..load.declared import checked_declaration
 from ..moe.dispatch import choosing
 from ..moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ..moe.experts.gathering import in_logical_order
@@ -131,7 +131,6 @@ class Balancer:
             self.events.called_at_once.append(DecisionLine())
         if runtime.maps.replicas is not None:
             runtime.maps.replicas.follow(runtime.placement, self.gradients.arrives)
-        self._said_padding = False
         self.shown: Any = None
         self._listeners: list[Callable[[], None]] = []
         self._process = os.getpid()
@@ -243,10 +242,7 @@ class Balancer:
         if self.rebalancer.has_planned_ahead:
             raise RuntimeError("declare() after plan_ahead(), whose decision rebalance() acts on: call it before")
         sizes = self.placement.num_layers, self.placement.num_experts
-        self.rebalancer.declared, tokens = checked_declaration(load, *sizes)
-        if not self._said_padding and self.runtime.job.is_planner and (said := padding_in(tokens)):
-            self._said_padding = True
-            logger.warning("%s", said)
+        self.rebalancer.declared = checked_declaration(load, *sizes)
 
     @torch.compiler.disable
     def plan_ahead(self) -> None:

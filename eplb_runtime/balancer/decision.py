@@ -45,8 +45,6 @@ SOURCE_MEMORY = 0.5
 
 PLANNING = 0.5
 """Of the timeout, that other ranks wait for a plan."""
-LEAST_PADDING = 0.01
-"""Share of tokens that is said."""
 SAID_BELOW = 0.8
 """A decision's reason says how much of predicted gains is believed, where it is less than this."""
 _TRIES = 4  # plans that are asked for until one fits the longest pause; the last one does for certain
@@ -78,7 +76,6 @@ class Measurement:
 
     Args:
         buckets: this rank's load since the last decision.
-        padding: int64, padded tokens here so far, and all; None: unknown.
         earlier: ``(end, placement)``: buckets before ``end`` were counted under that placement.
         stall_seconds: cost of a rebalance besides its transfers.
         sample: of the guard, to compare over ranks; None: it is off.
@@ -94,7 +91,6 @@ class Measurement:
     step_seconds: float
     stall_seconds: float
     home_bytes: int
-    padding: HostCopy | None = None
     steps: int = 0
     token_bytes: int = 0
     sample: Sample | None = None
@@ -126,7 +122,6 @@ class PlanMaker:
         rows = self._config.window_rows(self._steps_per_bucket)
         self.history: deque[NDArray[np.int64]] = deque(maxlen=rows)
         self.share = ExpertShare.before_measuring(self._config.migration.moe_share)
-        self._said_padding = False
         self._sources: NDArray[np.float64] | None = None
         self._track_record = TrackRecord(_decisions_of_horizon(self._config), self._config.speed_R)
         self.saved_track_record: list[list[float]] = []
@@ -165,13 +160,8 @@ class PlanMaker:
         self._last_gap = measurement.steps or self._last_gap
         sources = self._by_node(measurement, group)
         measurement.buckets.wait()  # whatever was enqueued before, such as the marks of sampled steps, is over then
-        here = median_time(measurement.sampled_steps)
-        nanoseconds = [0, 0] if here is None else [round(1e9 * here.expert_seconds), round(1e9 * here.step_seconds)]
-        padding = [0, 0] if measurement.padding is None else measurement.padding.wait().tolist()
-        summed_up, (expert, step, padded, all_tokens) = aggregate(measurement.buckets, group, nanoseconds + padding)
-        if self._is_planner and not self._said_padding and padded >= LEAST_PADDING * all_tokens > 0:
-            self._said_padding = True
-            logger.info("%.0f %% of tokens are padding: computed, not counted", 100 * padded / all_tokens)
+        nanoseconds = [round(1e9 * seconds) for seconds in median_time(measurement.sampled_steps) or (0.0, 0.0)]
+        summed_up, (step, expert) = aggregate(measurement.buckets, group, nanoseconds)
         self.share = self.share.updated(expert / 1e9, step / 1e9)
         total: NDArray[np.int64] = summed_up.numpy()
         if total.any():

@@ -412,7 +412,6 @@ class Rebalancer(LoopHooks):
         self._known_home_bytes = home_bytes
         measurement = Measurement(
             buckets=HostCopy(self._counter.take()),
-            padding=HostCopy(self._counter.padding),
             steps=steps,
             placement=self.placement(),
             earlier=tuple(self._earlier),

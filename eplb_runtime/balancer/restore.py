@@ -13,7 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from ..load.aggregate import HostCopy, aggregate
-from ..load.saved import resume_load, saved_load, saved_windows
+from ..load.counter import resume_load, saved_load, saved_windows
 from ..placement import Placement, PlacementError
 from .rebalancer import Rebalancer
 from .runtime import Runtime
@@ -34,7 +34,7 @@ class Restorer:
         self._counter = runtime.counter
 
     def measured(self) -> dict[str, Any]:
-        """Load for the next decisions, in the form of `load.saved`; equal on every rank. Collective."""
+        """Load for the next decisions, in the form of `saved_load`; equal on every rank. Collective."""
         self._rebalancer.wait_for_decision()
         control = self._groups.control
         return saved_load(

@@ -33,13 +33,13 @@ def add(commands: Any) -> None:
 
 
 def _analyse(arguments: argparse.Namespace) -> None:
-    from ..observe.traces import analyse, together, traces_in
+    from ..observe.traces import analyse, traces_in
 
     with spinner():
         analyses = [analyse(path) for given in arguments.traces for path in traces_in(Path(given))]
     if arguments.json:
-        print_json(together(analyses))
-        return
+        each = [one.to_dict() for one in analyses]
+        return print_json(each[0] if len(each) == 1 else {"traces": each})
     for one in analyses:
         _print_one(one, arguments.layers)
     files = Counter(one.rank for one in analyses if one.rank is not None)
@@ -76,19 +76,14 @@ def _print_one(one: Analysis, by_layer: bool) -> None:
 
 def _phases(one: Analysis, by_layer: bool) -> list[dict[str, Any]]:
     """Return a row for each phase, over layers and micro-batches unless ``by_layer``."""
-    rows: dict[tuple[Any, ...], Counter[str]] = {}
+    heads, rows = ("phase", "layer", "micro-batch"), dict[tuple[Any, ...], Counter[str]]()
     for phase in one.phases:
         key = (phase.name, phase.layer, phase.micro_batch) if by_layer else (phase.name,)
-        times = {"host": phase.host_us, "compute": phase.compute_us, "send": phase.communication_us}
-        rows.setdefault(key, Counter()).update({"spans": phase.spans, **times, "exposed": phase.exposed_us})
-    return [
-        {
-            **dict(zip(("phase", "layer", "micro-batch"), key, strict=False)),
-            "spans": row.pop("spans"),
-            **{f"{name} us": _us(us) for name, us in row.items()},
-        }
-        for key, row in rows.items()
-    ]
+        of_phase = {"host": phase.host_us, "compute": phase.compute_us, "send": phase.communication_us}
+        rows.setdefault(key, Counter()).update({"spans": phase.spans, **of_phase, "exposed": phase.exposed_us})
+    spans = {key: row.pop("spans") for key, row in rows.items()}
+    times = {key: {f"{name} us": _us(us) for name, us in row.items()} for key, row in rows.items()}
+    return [{**dict(zip(heads, key, strict=False)), "spans": spans[key], **times[key]} for key in rows]
 
 
 def _us(microseconds: float) -> str:

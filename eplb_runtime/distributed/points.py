@@ -1,7 +1,7 @@
 """The named points of the protocol: where a rank can stand still, die or fail, in the order in which it comes to them.
 
 The code calls a probe at each of them; tests and `tests/soak` put faults there. What is reached without a name here, or
-named and never reached, is found by `tests/unit/distributed/test_points.py`.
+named and never reached, is found by `tests/unit/distributed/test_ballot.py`.
 """
 
 from __future__ import annotations

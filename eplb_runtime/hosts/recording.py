@@ -47,7 +47,7 @@ def record(
         model: a Hugging Face Transformers (>= 5.18) or Megatron-Core 0.16 model with MoE layers (also in the list that
             ``get_model`` gives), or any module with ``layers``; perhaps in DistributedDataParallel. Attached
             models record by ``BalancerConfig(run=...)``.
-        run: folder; its ``load/`` gets the series, added to what an earlier start has left.
+        run: folder; its ``load.jsonl`` gets the series, added to what an earlier start has left.
         optimizer: its steps are the steps; None (and with Megatron-Core, whose optimizer is no torch one): call
             ``step()`` of what is returned.
         layers: as for ``attach``; lists of experts need not be stacked.

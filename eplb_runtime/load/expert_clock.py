@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -44,33 +44,23 @@ class ExpertShare:
 
     @classmethod
     def before_measuring(cls, given: float | None) -> ExpertShare:
-        """The share that is given, or assumed until the first measurement."""
+        """Return the share that is given, or assumed until the first measurement."""
         return cls(ASSUMED_SHARE, "assumed") if given is None else cls(given, "given")
 
     def updated(self, expert_seconds: float, step_seconds: float) -> ExpertShare:
-        """The share after a measurement; unchanged if it is given or nothing was measured (0 seconds)."""
+        """Return the share after a measurement; unchanged if it is given or nothing was measured (0 seconds)."""
         if self.source == "given" or not 0 < expert_seconds <= math.inf or step_seconds <= 0:
             return self
         return ExpertShare(min(1.0, expert_seconds / step_seconds), "measured")
 
     def measured_at(self, imbalance: float) -> ExpertShare:
-        """The share with the imbalance of the steps that were measured just now."""
+        """Return the share with the imbalance of the steps that were measured just now."""
         return replace(self, at=imbalance) if self.source == "measured" else self
 
     def even(self, imbalance: float) -> float:
         """Return seconds of expert work with even load, in units of a step with this imbalance."""
-        if not self.at:
-            return self.value / max(1.0, imbalance)
-        even = self.value / max(1.0, self.at)
-        return even / (1.0 - self.value + even * max(1.0, imbalance))
-
-
-@dataclass(frozen=True)
-class ExpertTime:
-    """Seconds of one step on this rank, and those of them in which expert work ran."""
-
-    step_seconds: float
-    expert_seconds: float
+        even = self.value / max(1.0, self.at or imbalance)
+        return even / (1.0 - self.value + even * max(1.0, imbalance)) if self.at else even
 
 
 @dataclass(eq=False)
@@ -81,14 +71,18 @@ class SampledStep:
     end: Mark
     spans: list[tuple[Mark, Mark]] = field(default_factory=list)
 
-    def time(self) -> ExpertTime | None:
-        """Seconds between the marks, without waiting for the device. Spans that overlap (two micro-batches at once)
-        count once. None: the device has not reached all marks, or no layer ran."""
-        marks = [self.begin, self.end, *(mark for span in self.spans for mark in span)]
-        if not self.spans or not all(mark.query() for mark in marks if not isinstance(mark, float)):
+    def time(self) -> tuple[float, float] | None:
+        """Return seconds of the step and those in which expert work ran, without waiting for the device. Spans that
+        overlap (two micro-batches at once) count once. None: the device has not reached all marks, or no layer ran."""
+        marks = [self.end, *(mark for span in self.spans for mark in span)]
+        if not self.spans or not all(mark.query() for mark in [self.begin, *marks] if not isinstance(mark, float)):
             return None
-        spans = [(_seconds(self.begin, begin), _seconds(self.begin, end)) for begin, end in self.spans]
-        return ExpertTime(_seconds(self.begin, self.end), _covered(spans))
+        step_seconds, *ends = (_seconds(self.begin, mark) for mark in marks)
+        covered, last = 0.0, -math.inf
+        for begin, end in sorted(zip(ends[::2], ends[1::2], strict=True)):
+            covered += max(0.0, end - max(begin, last))
+            last = max(last, end)
+        return step_seconds, covered
 
 
 class ExpertClock:
@@ -116,10 +110,10 @@ class ExpertClock:
 
     def end_step(self) -> None:
         """End the sampled step, if one is running. Backward passes that did not come to their end are dropped."""
-        if self._step is None:
+        step, self._step = self._step, None
+        if step is None:
             return
         self.on = False
-        step, self._step = self._step, None
         self._backwards.clear()
         end = self.mark()
         if end is not None and step.spans:
@@ -132,12 +126,12 @@ class ExpertClock:
         return len(self._steps)
 
     def take(self) -> tuple[SampledStep, ...]:
-        """The steps that were sampled since the last call."""
+        """Return the steps that were sampled since the last call."""
         taken, self._steps = tuple(self._steps), []
         return taken
 
     def mark(self) -> Mark | None:
-        """A mark now; None while a CUDA graph is captured, whose replays would not set it."""
+        """Return a mark now; None while a CUDA graph is captured, whose replays would not set it."""
         if self._device.type != "cuda":
             return time.perf_counter()
         if torch.cuda.is_current_stream_capturing():
@@ -148,7 +142,9 @@ class ExpertClock:
 
     def forward_ends(self, begin: Mark | None) -> None:
         """Add the span of a layer's forward since its first mark."""
-        self._add(begin, self.mark())
+        end = self.mark()
+        if self._step is not None and begin is not None and end is not None:
+            self._step.spans.append((begin, end))
 
     def backward_begins(self, metadata: object) -> None:
         """Mark the begin of a layer's backward pass, which this metadata names."""
@@ -158,20 +154,14 @@ class ExpertClock:
 
     def backward_ends(self, metadata: object) -> None:
         """Add the span of the backward pass that this metadata names."""
-        self._add(self._backwards.pop(id(metadata), None), self.mark())
-
-    def _add(self, begin: Mark | None, end: Mark | None) -> None:
-        step = self._step
-        if step is not None and begin is not None and end is not None:
-            step.spans.append((begin, end))
+        self.forward_ends(self._backwards.pop(id(metadata), None))
 
 
-def median_time(steps: Sequence[SampledStep]) -> ExpertTime | None:
-    """The step whose share is the median: an evaluation or a checkpoint between two steps makes one of them odd. None:
-    no step can be read."""
-    times = [found for step in steps if (found := step.time()) is not None and found.step_seconds > 0]
-    times.sort(key=lambda found: found.expert_seconds / found.step_seconds)
-    return times[len(times) // 2] if times else None
+def median_time(steps: Sequence[SampledStep]) -> tuple[float, float] | None:
+    """Return `SampledStep.time` of the step whose share is the median: an evaluation or a checkpoint between two steps
+    makes one of them odd. None: no step can be read."""
+    times = [found for step in steps if (found := step.time()) is not None and found[0] > 0]
+    return sorted(times, key=lambda found: found[1] / found[0])[len(times) // 2] if times else None
 
 
 def _seconds(begin: Mark, end: Mark) -> float:
@@ -179,12 +169,3 @@ def _seconds(begin: Mark, end: Mark) -> float:
         assert isinstance(begin, float) and isinstance(end, float)
         return end - begin
     return float(begin.elapsed_time(end)) / 1e3
-
-
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union."""
-    total, last = 0.0, -math.inf
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, last))
-        last = max(last, end)
-    return total

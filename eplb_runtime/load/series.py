@@ -1,21 +1,19 @@
-"""A load series as it is recorded: a folder of text files that only grow, so that a crash costs the last line at most.
+"""A load series as it is recorded: ``load.jsonl`` in the folder of a run, which only grows, so that a crash costs the
+last line at most.
 
-``load/000001.jsonl`` in the folder of a run; another file for each start of the job. The
-first line of a file is ``{"format": "eplb-runtime-load", "version": 1, "layers": L, "experts": E}``. Each other holds
-windows, oldest first: ``{"steps": training steps of a window, "shape": [T, L, E], "data": ...}``, the data being int64,
-little-endian, compressed by zlib (whose checksum notices what is broken), in base64. Any line may also have ``"job"``,
-fields of `RecordedJob` that are known by then. Who counts is not known here.
+Each start of the job begins with ``{"format": "eplb-runtime-load", "version": 1, "layers": L, "experts": E}``. Each
+other line holds windows, oldest first: ``{"steps": training steps of a window, "shape": [T, L, E], "data": ...}``, the
+data being int64, little-endian, compressed by zlib (whose checksum notices what is broken), in base64. Any line may
+also have ``"job"``, fields of `RecordedJob` that are known by then. Who counts and writes is not known here.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from pathlib import Path
 from statistics import median
@@ -27,15 +25,13 @@ from numpy.typing import NDArray
 from ..utils.files import FileError, require_readable
 
 FORMAT = "eplb-runtime-load"
-ENDING = ".jsonl"
+NAME = "load.jsonl"
 LONGEST = 1 << 20
 """Windows of one line; far more than anybody keeps."""
 MOST_BYTES = 8 << 30
 """Of a series in memory."""
-_WIDEST = 1 << 24
-"""L x E of any model."""
-_MOST = 1 << 53
-"""No number of a job is larger."""
+_WIDEST, _MOST = 1 << 24, 1 << 53
+"""L x E of any model; no number of a job is larger than the second."""
 
 
 @dataclass(frozen=True)
@@ -78,103 +74,75 @@ class RecordedJob:
     intra_node_bandwidth: float = 0.0
     inter_node_bandwidth: float = 0.0
 
-    def known(self) -> dict[str, Any]:
-        """The fields that say something, as a line holds them."""
-        values = ((entry.name, getattr(self, entry.name)) for entry in fields(self))
-        return {name: value for name, value in values if value}
+
+def lines_of(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield numbers and values of a file's lines; None in the place of one that is no JSON, as a crash leaves it."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield number, json.loads(line)
+            except (ValueError, RecursionError):
+                yield number, None
 
 
-class SeriesWriter:
-    """Appends to the series of a run; one process at a time.
+def first_line(num_layers: int, num_experts: int, job: RecordedJob | None = None) -> dict[str, Any]:
+    """Return the line of a start of the job, whose windows are ``[T, L, E]``, and what is known of it by then."""
+    return {"format": FORMAT, "version": 1, "layers": num_layers, "experts": num_experts, **_entry(job)}
 
-    Args:
-        run: folder of the run; made if it is not there.
-        num_layers, num_experts: L and E of each window.
-        job: what is known of the job at its start.
 
-    Raises:
-        FileError: the run holds the load of another model.
-        OSError: the folder cannot be written to.
-    """
-
-    def __init__(self, run: Path, num_layers: int, num_experts: int, job: RecordedJob | None = None) -> None:
-        self._folder = run / "load"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        files = _files(self._folder)
-        for path in files[-1:]:
-            before = _shape(path, next(_lines(path), None))
-            if before not in (None, (num_layers, num_experts)):
-                raise FileError(
-                    f"{run} holds the load of {before[0]} layers of {before[1]} experts, not {num_layers} of "
-                    f"{num_experts}: name another folder for this run"
-                )
-        self._number = int(files[-1].stem) if files else 0
-        while True:  # a file of our own: a crash may have left another with half a line
-            self._number += 1
-            with suppress(FileExistsError):
-                self._file = _path(self._folder, self._number).open("xb", buffering=0)
-                break
-        self._write({"format": FORMAT, "version": 1, "layers": num_layers, "experts": num_experts, **_job_entry(job)})
-
-    def append(self, load_TLE: NDArray[np.int64], steps: int, job: RecordedJob | None = None) -> None:
-        """Add windows ``[T, L, E]``, oldest first, of ``steps`` each; they are with the operating system when this
-        returns. FileError: another writer has begun a file after ours."""
-        if _path(self._folder, self._number + 1).exists():
-            raise FileError(f"another job writes its load to {self._folder.parent} now")
-        self._write({"steps": steps, **_job_entry(job), **encode(load_TLE)})
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _write(self, line: dict[str, Any]) -> None:
-        data = memoryview(json.dumps(line).encode() + b"\n")
-        while data:
-            data = data[self._file.write(data) :]
+def line_of(load_TLE: NDArray[np.int64], steps: int, job: RecordedJob | None = None) -> dict[str, Any]:
+    """Return the line of windows, oldest first, of so many training steps each."""
+    return {"steps": steps, **_entry(job), **encode(load_TLE)}
 
 
 def holds_series(folder: Path) -> bool:
-    """Whether this is the folder of a run with a recorded load, or its ``load`` folder."""
-    return bool(_files_of(folder))
+    """Return whether this is the folder of a run with a recorded load."""
+    return (folder / NAME).is_file()
+
+
+def shape_recorded(folder: Path) -> tuple[int, int] | None:
+    """Return L and E of the series in a folder; None: there is none."""
+    lines = lines_of(folder / NAME) if holds_series(folder) else iter(())
+    return next((_shape_in(line) for _, line in lines if line is not None), None)
 
 
 def read_series(folder: Path) -> tuple[NDArray[np.int64], list[int], RecordedJob]:
     """Return all windows of a run, int64 ``[T, L, E]``, oldest first, the training steps of each, and what the newest
-    file with windows says of the job, by its later lines. A last line that a crash cut off is left out."""
+    start with windows says of the job, by its later lines. What a crash cut off is left out."""
+    require_readable(folder / NAME, MOST_BYTES)
     windows: list[NDArray[np.int64]] = []
     steps: list[int] = []
-    job = RecordedJob()
-    before: tuple[int, int] | None = None
-    nbytes = 0
-    for path in _files_of(folder):
-        require_readable(path, MOST_BYTES)
-        lines = _lines(path)
-        shape = _shape(path, header := next(lines, None))
-        if shape is None:
-            continue  # the job ended before it could say what it is
-        if before not in (None, shape):
-            raise FileError(f"{path.name} is of {shape} layers x experts, the files before of {before}")
-        before, said = shape, []
-        for number, line in enumerate(lines, 2):
-            try:
-                windows.append(decode(line, *shape, LONGEST))
-                if type(line["steps"]) is not int or not 0 < line["steps"] < _MOST:
-                    raise ValueError(f"steps is {line['steps']!r}: a window is of 1 or more training steps")
-            except (ValueError, KeyError, TypeError) as error:
-                raise FileError(f"{path.name}, line {number}: {error}") from None
-            if (nbytes := nbytes + windows[-1].nbytes) > MOST_BYTES:
-                raise FileError(f"more than {MOST_BYTES >> 30} GiB of load: give a part of the files")
-            steps += [line["steps"]] * len(windows[-1])
-            said.append(_job_of(line))
-        if said:
-            known = _job_of(header)
-            for entry in said:
-                known |= entry
-            for name in ("step_seconds", "expert_seconds"):
-                known[name] = median([entry[name] for entry in said if name in entry] or [0.0])
-            job = RecordedJob(**known)
+    starts: list[list[dict[str, Any]]] = []
+    shape, nbytes, broken = (0, 0), 0, 0
+    for number, line in lines_of(folder / NAME):
+        if line is None:
+            broken = number
+            continue
+        try:
+            if not starts or "format" in line:
+                if (here := _shape_in(line)) != shape and starts:
+                    raise ValueError(f"its layers x experts are {here}, those before {shape}")
+                shape, broken = here, 0
+                starts.append([_known_of_job(line)])
+                continue
+            if broken:
+                raise ValueError(f"the one before, line {broken}, is not JSON")
+            windows.append(decode(line, *shape, LONGEST))
+            if type(line["steps"]) is not int or not 0 < line["steps"] < _MOST:
+                raise ValueError(f"steps is {line['steps']!r}: a window is of 1 or more training steps")
+        except (ValueError, KeyError, TypeError) as error:
+            raise FileError(f"{NAME}, line {number}: {error}") from None
+        if (nbytes := nbytes + windows[-1].nbytes) > MOST_BYTES:
+            raise FileError(f"more than {MOST_BYTES >> 30} GiB of load: give a part of the lines")
+        steps += [line["steps"]] * len(windows[-1])
+        starts[-1].append(_known_of_job(line))
     if not windows:
         raise FileError("no load has been recorded here yet")
-    return np.concatenate(windows), steps, job
+    header, *said = next(lines for lines in reversed(starts) if len(lines) > 1)
+    known = dict(chain(header.items(), *(line.items() for line in said)))
+    for name in ("step_seconds", "expert_seconds"):
+        known[name] = median([line[name] for line in said if name in line] or [0.0])
+    return np.concatenate(windows), steps, RecordedJob(**known)
 
 
 def encode(load: NDArray[np.int64], level: int = -1) -> dict[str, Any]:
@@ -188,75 +156,42 @@ def decode(saved: Any, num_layers: int, num_experts: int, most_windows: int) -> 
     try:
         windows, layers, experts = (int(length) for length in saved["shape"])
         data = base64.b64decode(saved["data"], validate=True)
-    except (KeyError, TypeError, OverflowError, binascii.Error) as error:
-        raise ValueError(f"not a saved load: {type(error).__name__}: {error}") from None
-    if (layers, experts) != (num_layers, num_experts) or not 0 <= windows <= LONGEST:
-        raise ValueError(f"the saved load has shape {saved['shape']}, not [windows, {num_layers}, {num_experts}]")
-    nbytes = 8 * windows * layers * experts
-    inflate = zlib.decompressobj()
-    try:
-        raw = inflate.decompress(data, nbytes + 1)
-    except zlib.error as error:
-        raise ValueError(f"the saved load cannot be read: {error}") from None
+        if (layers, experts) != (num_layers, num_experts) or not 0 <= windows <= LONGEST:
+            raise ValueError(f"it has shape {saved['shape']}, not [windows, {num_layers}, {num_experts}]")
+        nbytes = 8 * windows * layers * experts
+        raw = zlib.decompressobj().decompress(data, nbytes + 1)
+    except (KeyError, TypeError, ValueError, OverflowError, zlib.error) as error:
+        raise ValueError(f"the saved load cannot be read: {type(error).__name__}: {error}") from None
     if len(raw) != nbytes:
         raise ValueError("the saved load has another size than it says")
     load = np.frombuffer(raw, dtype="<i8").astype(np.int64).reshape(windows, layers, experts)
     return load[max(0, windows - most_windows) :]
 
 
-def _job_entry(job: RecordedJob | None) -> dict[str, Any]:
-    known = {} if job is None else job.known()
-    return {"job": known} if known else {}
+def _entry(job: RecordedJob | None) -> dict[str, Any]:
+    return {} if job is None else {"job": {name: value for name, value in asdict(job).items() if value}}
 
 
-def _job_of(line: Any) -> dict[str, Any]:
-    """Return what a line says of the job: usable values of fields of `RecordedJob`."""
-    said = line.get("job") if isinstance(line, Mapping) else None
-    if not isinstance(said, Mapping):
+def _known_of_job(line: Any) -> dict[str, Any]:
+    """Return usable values of fields of `RecordedJob` that a line says: of its kind, and within bounds."""
+    said: Any = line.get("job") if isinstance(line, dict) else None
+    if not isinstance(said, dict):
         return {}
-    kinds = {entry.name: type(entry.default) for entry in fields(RecordedJob)}
-    return {name: value for name, value in said.items() if name in kinds and _is_usable(value, kinds[name])}
+    known: dict[str, Any] = {}
+    for entry in fields(RecordedJob):
+        kind: type = type(entry.default)
+        value: Any = said.get(entry.name)
+        if type(value) is str if kind is str else type(value) in (int, kind) and 0 < value < _MOST:
+            known[entry.name] = value
+    return known
 
 
-def _is_usable(value: Any, kind: type) -> bool:
-    if kind is str or type(value) not in (int, kind):
-        return kind is str and type(value) is str
-    return bool(0 < value < _MOST)
-
-
-def _path(folder: Path, number: int) -> Path:
-    return folder / f"{number:06}{ENDING}"
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted((path for path in folder.glob(f"*{ENDING}") if path.stem.isdigit()), key=lambda path: int(path.stem))
-
-
-def _files_of(folder: Path) -> list[Path]:
-    return _files(folder / "load") or _files(folder)
-
-
-def _shape(path: Path, header: Any) -> tuple[int, int] | None:
-    """Return L and E of a file by its first line; None: it has no whole line."""
-    if header is None:
-        return None
+def _shape_in(line: Any) -> tuple[int, int]:
+    """Return L and E by the first line of a start."""
     try:
-        layers, experts = int(header["layers"]), int(header["experts"])
-        known = header["format"] == FORMAT and header["version"] == 1
+        layers, experts = int(line["layers"]), int(line["experts"])
+        if (line["format"], line["version"]) == (FORMAT, 1) and 0 < layers * experts <= _WIDEST and layers > 0:
+            return layers, experts
     except (ValueError, KeyError, TypeError):
-        known, layers, experts = False, 0, 0
-    if not known or layers < 1 or experts < 1 or layers * experts > _WIDEST:
-        raise FileError(f"{path.name} is no recorded load: its first line does not say {FORMAT!r}, version 1")
-    return layers, experts
-
-
-def _lines(path: Path) -> Iterator[Any]:
-    """Yield the values of a file's whole lines, of which the first is short; an empty one where it is not JSON."""
-    with path.open("rb") as file:
-        for line in chain([file.readline(4096)], file):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                yield json.loads(line)
-            except (ValueError, RecursionError):
-                yield {}
+        pass
+    raise FileError(f"no recorded load: it does not begin with {FORMAT!r}, version 1")

@@ -179,8 +179,6 @@ class ExpertParallelLayer(CountedLayer):
         return splitter if splitter is not None and splitter.splits(self.index) else None
 
     def _count(self, topk_ids_TK: Tensor, real_T: Tensor | None) -> tuple[Tensor | None, Counted | None]:
-        if real_T is not None:
-            self._counter.note_padding(self.index, real_T)
         splitter, counts_E = self._splitter, self._counter.counts[self.index]
         if splitter is not None and real_T is None:
             counts = splitter.counts(topk_ids_TK)

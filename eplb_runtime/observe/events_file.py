@@ -1,4 +1,4 @@
-"""The events of a run on disk: ``events.jsonl`` in its folder, one JSON object a line, of which a crash costs the last.
+"""Files that only grow, of which a crash costs the last line; and the events of a run, ``events.jsonl`` in its folder.
 
 Each start of the job begins with its record and where its experts are by then. Records are made in `records.py`.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..load.series import decode, encode
+from ..load.series import decode, encode, lines_of
 from ..utils.files import FileError
 from .records import FORMAT, JOB, Record, RecordError
 
@@ -25,42 +25,43 @@ ARRAYS = ("load", "rank_load", "start", "placement", "transfers")
 initial placement; ``[1, L, P]`` experts, -1: none, twice; ``[1, M, 4]`` layer, expert, source and destination rank."""
 
 
-class EventWriter:
-    """Appends to the log of a run. Where another process begins to write to the same folder, the older one stops: two
-    jobs would read as one.
+class LineFile:
+    """A file of JSON objects, one a line. Where another process begins to write to it, the older one stops: two jobs
+    would read as one.
 
     Args:
-        run: folder of the run; made if it is not there.
-        job: the record of this start of the job.
+        path: the file; made with its folder if it is not there.
+        first: the line of this start of the job.
 
     Raises:
-        OSError: the folder cannot be written to.
+        OSError: it cannot be written to.
     """
 
-    def __init__(self, run: Path, job: Record) -> None:
-        self._run = run
-        run.mkdir(parents=True, exist_ok=True)
+    def __init__(self, path: Path, first: Mapping[str, Any]) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._descriptor = os.open(run / NAME, flags, 0o666)
+        self._descriptor = os.open(path, flags, 0o666)
         self._size = os.lseek(self._descriptor, 0, os.SEEK_END)
         try:
             if self._size and os.pread(self._descriptor, 1, self._size - 1) != b"\n":
                 self._append(b"\n")  # after half a line that a crash has left
-            self.write(job)
+            self.write(first)
         except OSError:
             self.close()
             raise
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Add a record; it is with the operating system when this returns, whatever becomes of the process.
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Add a line, arrays in it as `to_json` has them; it is with the operating system when this returns, whatever
+        becomes of the process.
 
         Raises:
             OSError: it cannot be written (a full disk); what is half written is taken back.
-            FileError: another process has begun to write to this folder.
+            FileError: another process has begun to write to this file.
         """
         if os.fstat(self._descriptor).st_size != self._size:
-            raise FileError(f"another job writes to {self._run} now: events of this one are not written any more")
-        self._append(json.dumps(to_json(record)).encode() + b"\n")
+            raise FileError(f"another job writes to {self._path} now")
+        self._append(json.dumps(to_json(line)).encode() + b"\n")
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -90,18 +91,13 @@ def read_events(run: Path) -> list[Record]:
     if not holds_events(run):
         raise FileError(f"{run} is no folder of a run: it has no {NAME} (BalancerConfig(run=...) writes one)")
     found: list[Record] = []
-    with (run / NAME).open("rb") as file:
-        for line in file:
-            try:
-                fields = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(fields, dict) and fields.get("event") == JOB:
-                kind, version = fields.get("format"), fields.get("version")
-                if (kind, version) != (FORMAT, 1):
-                    raise FileError(f"events of format {kind!r}, version {version!r}: not ours, or newer")
-            with suppress(RecordError):
-                found.append(from_json(fields))
+    for _, fields in lines_of(run / NAME):
+        if isinstance(fields, dict) and fields.get("event") == JOB:
+            kind, version = fields.get("format"), fields.get("version")
+            if (kind, version) != (FORMAT, 1):
+                raise FileError(f"events of format {kind!r}, version {version!r}: not ours, or newer")
+        with suppress(RecordError):
+            found.append(from_json(fields))
     return found
 
 

@@ -6,9 +6,8 @@ MaxVio as in the paper on balancing without an auxiliary loss, balancedness as s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,16 +19,9 @@ PREFIX = "eplb_"
 NOT_INSTALLED = "prometheus_client is not installed on rank 0: pip install 'eplb-runtime[metrics]'"
 
 
-@dataclass(frozen=True)
-class Metric:
-    """One metric with all its samples.
-
-    Args:
-        name: as Prometheus has it, a counter's without ``_total``.
-        kind: ``"gauge"`` or ``"counter"``.
-        help: one sentence, with the unit.
-        samples: labels and value; all with the same labels.
-    """
+class Metric(NamedTuple):
+    """A metric: its name as Prometheus has it (a counter's without ``_total``), ``"gauge"`` or ``"counter"``, what it
+    is with the unit, and its values, all with the same labels."""
 
     name: str
     kind: str
@@ -67,13 +59,11 @@ def balance_of(state: RunState) -> dict[str, float]:
 
 
 def _flat(metrics: Iterable[Metric]) -> dict[str, float]:
-    found = {}
-    for metric in metrics:
-        for labels, value in metric.samples:
-            if labels.keys() & {"layer", "rank"} or "timestamp" in metric.name or not np.isfinite(value):
-                continue
-            words = (metric.name.removeprefix(PREFIX), *labels.values())
-            found["/".join(word.replace(" ", "_") for word in words)] = value
+    """Return values by name and labels, but for those of layers, ranks and times."""
+    found = dict[str, float]()
+    for labels, value, name in ((*sample, metric.name) for metric in metrics for sample in metric.samples):
+        if not labels.keys() & {"layer", "rank"} and "timestamp" not in name and np.isfinite(value):
+            found["/".join((name.removeprefix(PREFIX), *labels.values())).replace(" ", "_")] = value
     return found
 
 
@@ -165,9 +155,8 @@ def _of_decisions(state: RunState, progress: Progress) -> list[Metric]:
 
 def _gauge(name: str, told: str, value: float | Mapping[Any, Any] | None, *labels: str, kind: str = "gauge") -> Metric:
     """Return a metric of one value, of none yet, or of values by the words of its labels."""
-    if not isinstance(value, Mapping):
-        return Metric(PREFIX + name, kind, told, [] if value is None else [({}, float(value))])
-    words = {key if isinstance(key, tuple) else (key,): number for key, number in sorted(value.items())}
+    found = value if isinstance(value, Mapping) else {} if value is None else {(): value}
+    words = {key if isinstance(key, tuple) else (key,): number for key, number in sorted(found.items())}
     samples = [(dict(zip(labels, map(str, key), strict=True)), float(number)) for key, number in words.items()]
     return Metric(PREFIX + name, kind, told, samples)
 
@@ -180,33 +169,27 @@ def _over(by_layer: NDArray[np.float64], worst: str) -> dict[Any, float]:
     return {"mean": float(by_layer.mean()), worst: float(by_layer.max() if worst == "max" else by_layer.min())}
 
 
-# -- Prometheus, by its own client library ---------------------------------------------------------------------------
+class _Collector:
+    """Gives prometheus_client its kind of metrics."""
 
-
-class MetricsCollector:
-    """A collector for a registry of prometheus_client, also for one of the job's own; ``read`` returns the current
-    metrics and is called at each scrape."""
-
-    def __init__(self, read: Callable[[], Sequence[Metric]]) -> None:
-        self._read = read
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        self._metrics = metrics
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        for metric in self._read():
-            family: Any = (CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily)(
-                metric.name, metric.help, labels=list(metric.samples[0][0]) if metric.samples else []
-            )
-            for labels, value in metric.samples:
-                family.add_metric(list(labels.values()), value)
-            yield family
+        for name, kind, told, samples in self._metrics:
+            family: Any = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+            made = family(name, told, labels=list(samples[0][0]) if samples else [])
+            for labels, value in samples:
+                made.add_metric(list(labels.values()), value)
+            yield made
 
 
-def exposition(read: Callable[[], Sequence[Metric]]) -> tuple[bytes, str]:
-    """Return the text that Prometheus reads, and its content type; raises ``ImportError`` where prometheus_client is
-    missing."""
+def exposition(metrics: Sequence[Metric]) -> tuple[bytes, str]:
+    """Return the text that Prometheus reads, and its content type; ImportError: there is no prometheus_client."""
     from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
     registry = CollectorRegistry()
-    registry.register(MetricsCollector(read))
+    registry.register(_Collector(metrics))
     return generate_latest(registry), CONTENT_TYPE_LATEST

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -98,12 +97,8 @@ def _packed(array: NDArray[Any] | None) -> dict[str, Any] | None:
 
 
 def finite(value: Any) -> Any:
-    """Return a value with None in place of numbers that JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: finite(inner) for name, inner in value.items()}
-    return [finite(inner) for inner in value] if isinstance(value, list) else value
+    """Return a value as JSON gives it back, with None in place of numbers that JSON does not have."""
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 # -- reports ---------------------------------------------------------------------------------------------------------

@@ -19,9 +19,10 @@ from ..load.aggregate import HostCopy, aggregate
 from ..load.clock import StepClock
 from ..load.counter import LoadCounter, in_recompute
 from ..load.expert_clock import SAMPLED_STEPS, ExpertClock, SampledStep, median_time
-from ..load.series import RecordedJob, SeriesWriter
+from ..load.series import NAME, RecordedJob, first_line, line_of, shape_recorded
 from ..utils.files import FileError
 from ..utils.worker import Worker
+from .events_file import LineFile
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -48,10 +49,15 @@ class Recorder:
     """
 
     def __init__(self, run: Path, num_layers: int, num_experts: int, job: RecordedJob | None = None) -> None:
-        self._writer = SeriesWriter(run, num_layers, num_experts, job)
-        self.run = run
+        before = shape_recorded(run)
+        if before not in (None, (num_layers, num_experts)):
+            held = "{} layers of {} experts".format(*before)
+            raise FileError(
+                f"{run} holds the load of {held}, not {num_layers} of {num_experts}: name another folder for this run"
+            )
+        self.run, self._ended = run, ""
+        self._file = LineFile(run / NAME, first_line(num_layers, num_experts, job))
         self._worker = Worker("eplb_runtime recorder")
-        self._ended = ""
 
     def write(self, load_TLE: NDArray[np.int64], steps: int, job: RecordedJob | None = None) -> None:
         """Add windows, ``[T, L, E]`` summed over ranks, of so many training steps each, and what has been measured of
@@ -66,14 +72,14 @@ class Recorder:
     def close(self) -> None:
         """What was given is written, if the disk is quick enough."""
         if not self._worker.closed:
-            self._worker.submit(self._writer.close)
+            self._worker.submit(self._file.close)
             self._worker.close(WRITING_SECONDS)
 
     def _append(self, load_TLE: NDArray[np.int64], steps: int, job: RecordedJob | None) -> None:
         if self._ended:
             return
         try:
-            self._writer.append(load_TLE, steps, job)
+            self._file.write(line_of(load_TLE, steps, job))
         except (OSError, FileError) as error:
             self._ended = str(error)
             logger.warning("%s: load is not recorded any more: %s", self.run, error)
@@ -217,6 +223,6 @@ class Recording:
             return
         if self._recorder is not None and job is not None:
             if (found := median_time(sampled)) is not None:
-                share = found.expert_seconds / found.step_seconds
-                job = replace(job, expert_seconds=share * job.step_seconds)
+                step_seconds, expert_seconds = found
+                job = replace(job, expert_seconds=expert_seconds / step_seconds * job.step_seconds)
             self._recorder.write(total.numpy(), self._counter.steps_per_bucket, job)

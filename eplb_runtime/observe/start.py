@@ -24,7 +24,7 @@ from ..placement import Placement
 from ..topology import Topology
 from ..utils.files import write_file
 from ..utils.worker import Worker
-from .events_file import EventWriter
+from .events_file import NAME, LineFile
 from .metrics import NOT_INSTALLED, Metric, balance_of, exposition, metrics_of, scalars_of
 from .page import finite, page, view_of
 from .records import Record, job_record, record_of
@@ -137,7 +137,7 @@ class Shown(Observer):
         self.state.apply(job)
         self.add("the state of the run", self.state.apply)
         if config.run is not None:
-            writer = EventWriter(Path(config.run), job)
+            writer = LineFile(Path(config.run) / NAME, job)
             self.add("the event log", writer.write, writer.close)
         self.server = self._serve()
 
@@ -194,6 +194,6 @@ class Shown(Observer):
 
     def _metrics(self, query: Mapping[str, str]) -> Answer:
         try:
-            return Answer(*exposition(self.metrics))
+            return Answer(*exposition(self.metrics()))
         except ImportError:
             return Answer(f"{NOT_INSTALLED}\n".encode(), status=HTTPStatus.NOT_IMPLEMENTED)

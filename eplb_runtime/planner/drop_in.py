@@ -13,8 +13,7 @@ import numpy as np
 from ..load.checks import checked_load
 from ..placement import Placement
 from ..topology import Topology
-from .checks import check_whole_number
-from .planning import plan
+from .api import check_whole_number, plan
 from .policies.deepseek import balance
 from .policies.free import has_rule
 from .types import PlanError
@@ -67,15 +66,15 @@ def rebalance_experts(
     """
     import torch
 
-    groups_asked = 1 if num_groups is None else num_groups
-    sizes = {"num_replicas": num_replicas, "num_groups": groups_asked, "num_nodes": num_nodes, "num_gpus": num_gpus}
+    asked = 1 if num_groups is None else num_groups
+    sizes = {"num_replicas": num_replicas, "num_groups": asked, "num_nodes": num_nodes, "num_gpus": num_gpus}
     for name, value in sizes.items():
         check_whole_number(name, value)
     if num_gpus < 1 or num_nodes < 1 or num_gpus % num_nodes:
         raise PlanError(f"{num_gpus} ranks cannot be spread evenly over {num_nodes} nodes")
     if num_replicas % num_gpus:
         raise PlanError(f"{num_replicas} slots cannot be spread evenly over {num_gpus} ranks")
-    groups = groups_asked if has_rule(groups_asked, num_nodes) else 1
+    groups = asked if has_rule(asked, num_nodes) else 1
     known = checked_load(weight, "load", PlanError)
     load = known if np.ndim(weight) == 3 else known[0]
     slots_per_rank = num_replicas // num_gpus

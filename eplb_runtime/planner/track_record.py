@@ -34,8 +34,7 @@ MOST_SAVED = 100
 
 @dataclass
 class _Promise:
-    before: Placement | None
-    after: Placement | None
+    placements: tuple[Placement, Placement] | None
     promised: float
     kept: float = 0.0
     judged: int = 0
@@ -54,7 +53,7 @@ class TrackRecord:
     def add(self, before: Placement, after: Placement, promised: float) -> None:
         """Note a plan that is carried out, by which imbalance is to fall by ``promised``, mean over layers."""
         if promised >= LEAST_PROMISE:
-            self._promises.append(_Promise(before, after, promised))
+            self._promises.append(_Promise((before, after), promised))
 
     def note(self, plan: Plan) -> None:
         """Note a plan if it is to be carried out, with what it promises."""
@@ -70,21 +69,13 @@ class TrackRecord:
         for promise in self._promises:
             promise.weight *= FADING
         self._promises = [promise for promise in self._promises if promise.weight > FORGOTTEN]
-        for promise in self._promises[:-JUDGED]:
-            promise.before = promise.after = None  # placements are large
-        if not load.any():
-            return
-        for promise in self._promises:
-            if promise.before is None or promise.after is None:
-                continue
-            before, after = (
-                float(predicted_imbalance(load, placement, self._speed_R).mean())
-                for placement in (promise.before, promise.after)
-            )
-            promise.kept += before - after
-            promise.judged += 1
-            if promise.judged == self._horizon:
-                promise.before = promise.after = None
+        for place, promise in enumerate(reversed(self._promises)):
+            if place >= JUDGED or promise.judged == self._horizon:
+                promise.placements = None  # they are large
+            if promise.placements is not None and load.any():
+                imbalance = [predicted_imbalance(load, one, self._speed_R).mean() for one in promise.placements]
+                promise.kept += float(imbalance[0] - imbalance[1])
+                promise.judged += 1
 
     def judgement(self, seconds: float) -> dict[str, float]:
         """Return how many of the plans that are remembered were judged, by how many loads, a load once for each plan;
@@ -115,7 +106,7 @@ class TrackRecord:
         usable = (promised >= LEAST_PROMISE) & (abs(kept) <= LARGEST) & (judged >= 1) & (judged <= LARGEST)
         if len(table) > MOST_SAVED or not (usable & (weight > 0) & (weight <= 1)).all():
             raise ValueError("the saved record of predictions is broken")
-        self._promises = [_Promise(None, None, row[0], row[1], int(row[2]), row[3]) for row in table.tolist()]
+        self._promises = [_Promise(None, row[0], row[1], int(row[2]), row[3]) for row in table.tolist()]
 
     def _judged(self) -> list[_Promise]:
         return [promise for promise in self._promises if promise.judged]

@@ -34,9 +34,9 @@ class PlanRequest:
         source_share_LNE: float64 ``[L, N, E]``, the share of each expert's tokens that comes from each node; None: all
             nodes send alike.
         one_known: one window alone is known of a load that goes on.
-        held: layers that stay though a better placement is known, each with the reason's code (`weighing.HELD`).
+        held: layers that stay though a better placement is known, each with the reason's code (`gate.HELD`).
 
-    The others are the arguments of `planning.plan`.
+    The others are the arguments of `api.plan`.
     """
 
     load: NDArray[np.float64]

@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from ..observe.run_folder import JobRecord
 from ..planner.cost import HYSTERESIS
-from ..planner.evaluate import predicted_imbalance
 from ..topology import DEFAULT_INTER_NODE_BANDWIDTH, DEFAULT_INTRA_NODE_BANDWIDTH, Topology
 from ..utils.tables import counted
 from .formats.loads import looks_partial
-from .simulate import Series, StepModel, simulate, start_placement
+from .simulate import Series, StepModel, simulate
 
 FloatArray = NDArray[np.float64]
 
@@ -206,8 +205,9 @@ def assess(record: JobRecord, given: Mapping[str, Any]) -> Assessment:
     # The newest windows with tokens in them, of the ranks that are asked about: each has as many as it had.
     load = record.load[record.load.any(axis=(1, 2))][-(MOST_INTERVALS + 1) * figures.every_windows :]
     load = load * (figures.ranks / figures.ranks_of_load)
-    figures, model, step_seconds = _calibrated(record, load, figures)
-    ways = _ways(load, figures, model, step_seconds)
+    series = Series(load, figures.every_windows, figures.steps_per_window, gate="payoff")
+    figures, model, step_seconds = _calibrated(record, series, figures)
+    ways = _ways(series, figures, model, step_seconds)
     share, now, homes, replicas = figures.shares[0], ways["now"], ways["homes"], ways.get("replicas")
     best = homes
     if replicas is not None:
@@ -237,14 +237,13 @@ def assess(record: JobRecord, given: Mapping[str, Any]) -> Assessment:
     return Assessment(figures, verdict, advice, left_out, windows, ways, best, beside, tuple(notes))
 
 
-def _ways(load: FloatArray, figures: Figures, model: StepModel, step_seconds: float) -> dict[str, Scenario]:
+def _ways(series: Series, figures: Figures, model: StepModel, step_seconds: float) -> dict[str, Scenario]:
     """Return each way to place experts, played; ``step_seconds``: of a step that places them in order."""
-    layers, experts, slots = load.shape[1], load.shape[2], figures.replica_slots
+    (_, layers, experts), slots = series.load.shape, figures.replica_slots
     homes = experts // figures.ranks
     if slots > experts - homes:
         have = f"a rank has homes for {homes} of {experts} experts"
         raise ValueError(f"--replica-slots {slots}: {have}; give at most {experts - homes}")
-    series = Series(load, figures.every_windows, figures.steps_per_window, gate="payoff")
     named = f"with {'one' if slots == 1 else slots} replica slot{'s' if slots > 1 else ''}"
     tried = {"now": ("as it is", "static", 0), "homes": ("homes moved", "incremental", 0)}
     tried |= {"replicas": (named, "incremental", slots)} if slots else {}
@@ -361,30 +360,13 @@ def _why_not(record: JobRecord, figures: Figures) -> tuple[str, str] | None:
     )
 
 
-def _calibrated(record: JobRecord, load: FloatArray, figures: Figures) -> tuple[Figures, StepModel, float]:
+def _calibrated(record: JobRecord, series: Series, figures: Figures) -> tuple[Figures, StepModel, float]:
     """Return the step model whose expert work is its share of a step as it is now, and the seconds of such a step.
 
     All of expert work goes with the busiest rank's tokens, so the model exchanges nothing besides. A step that was
     measured with another imbalance than that of experts in logical order (without expert parallelism, or balanced)
     would take longer with it; a share that was measured in such a step would be larger, as in the figures returned.
     """
-    load = load[figures.every_windows :]
-    start = start_placement("static", load.shape[1], load.shape[2], figures.ranks, load.shape[2] // figures.ranks)
-    busiest = load.sum(axis=2) / figures.ranks / figures.steps_per_window
-    imbalance = np.array([predicted_imbalance(window, start) for window in load])
-    now, even = float((busiest * imbalance).sum(axis=1).mean()), float(busiest.sum(axis=1).mean())
-    measured_at = record.job.imbalance or (1.0 if record.job.ep_size == 1 else now / even)
-    share = figures.shares[0]
-    if figures.share_source:
-        longer = share * now / even / measured_at
-        share = longer / (1 - share + longer)
-        source = figures.share_source
-        if f"{share:.0%}" != f"{figures.shares[0]:.0%}":
-            source = f"worked out from {figures.shares[0]:.0%} measured, with other imbalance"
-        figures = replace(figures, shares=(share, share, share), share_source=source)
-    seconds = figures.step_seconds
-    if record.job.step_seconds and figures.step_seconds == record.job.step_seconds:
-        seconds /= 1 - share + share * measured_at * even / now
     hidden = record.job.hidden_size or StepModel.hidden_size
     model = StepModel(
         hidden_size=hidden,
@@ -394,8 +376,24 @@ def _calibrated(record: JobRecord, load: FloatArray, figures: Figures) -> tuple[
         weight_bytes=figures.expert_bytes,
         state_bytes=figures.optimizer_bytes,
     )
-    at_given_flops = model.seconds(np.array([now]), figures.topology)
-    return figures, replace(model, flops=model.flops * at_given_flops / (share * seconds)), seconds
+    tokens_L = series.load[series.every :].sum(axis=2).mean(axis=0) / figures.ranks / series.steps_per_window
+    homes = series.load.shape[2] // figures.ranks
+    (static,) = simulate(series, figures.topology, slots_per_rank=homes, policies=["static"], step_model=model)
+    now = float(np.mean([window.step_seconds for window in static.windows]))
+    over_even = now / model.seconds(tokens_L, figures.topology)
+    measured_at = record.job.imbalance or (1.0 if record.job.ep_size == 1 else over_even)
+    share = figures.shares[0]
+    if figures.share_source:
+        longer = share * over_even / measured_at
+        share = longer / (1 - share + longer)
+        source = figures.share_source
+        if f"{share:.0%}" != f"{figures.shares[0]:.0%}":
+            source = f"worked out from {figures.shares[0]:.0%} measured, with other imbalance"
+        figures = replace(figures, shares=(share, share, share), share_source=source)
+    seconds = figures.step_seconds
+    if record.job.step_seconds and figures.step_seconds == record.job.step_seconds:
+        seconds /= 1 - share + share * measured_at / over_even
+    return figures, replace(model, flops=model.flops * now / (share * seconds)), seconds
 
 
 def _why_it_pays(figures: Figures, best: Scenario, with_replicas: bool) -> tuple[str, str]:

@@ -164,31 +164,29 @@ def _of_json(path: Path, entry: Any) -> Recipe:
 
 def _of_script(name: str, words: Sequence[str]) -> Recipe:
     """Return what all commands of a script say; what has two values is unknown."""
-    said: dict[str, list[Any]] = {}
-    is_verl, missing, values = False, list[str](), list[Any]()
-    given: list[tuple[str, list[Any]]] = []
+    missing, values, given = list[str](), list[Any](), list[tuple[str, list[Any]]]()
     for word in words:
-        if not word.strip(_SEPARATORS):
-            values = []
-        elif flag := _FLAG.fullmatch(word):
-            values = [] if flag[2] is None else [value_of(flag[2])]
-            given.append((flag[1].replace("-", "_"), values))
-        elif override := _VERL.fullmatch(word):
-            is_verl = True
-            given.append((override[1], [value_of(override[2])]))
+        flag, override = _FLAG.fullmatch(word), _VERL.fullmatch(word)
+        if found := flag or override:
+            values = [] if found[2] is None else [value_of(found[2])]
+            given.append((found[1].replace("-", "_"), values))
         elif _ARGUMENTS.fullmatch(word):
             missing.append(word)
-        else:
+        elif word.strip(_SEPARATORS):
             values.append(value_of(word))
+        if override or not word.strip(_SEPARATORS):
+            values = []
+    said: dict[str, list[Any]] = {}
     for key, values in given:
         said[key] = values if said.get(key, values) == values else [Unknown("given twice")]
+    is_verl = any(map(_VERL.fullmatch, words))
     missing += ["the file of --yaml-cfg"] * ("yaml_cfg" in said)
-    is_missing = missing and not is_verl
-    options: dict[str, Any] = {name: Unknown(f"may be in {missing[0]}") for name in megatron.DEFAULTS if is_missing}
-    for flag_name in (one for one in FLAGS if one in said):
-        setting, switched = FLAGS[flag_name]
-        each = said[flag_name]
-        options[setting] = each[0] if len(each) == 1 else ",".join(map(str, each)) or switched
+    options: dict[str, Any] = {}
+    if missing and not is_verl:
+        options = dict.fromkeys(megatron.DEFAULTS, Unknown(f"may be in {missing[0]}"))
+    for name_of_flag, (setting, switched) in FLAGS.items():
+        if (each := said.get(name_of_flag)) is not None:
+            options[setting] = each[0] if len(each) == 1 else ",".join(map(str, each)) or switched
     options["world_size"] = _ranks(said)
     if "fp16" in said:
         options.setdefault("bf16", False)
@@ -208,9 +206,7 @@ def _of_script(name: str, words: Sequence[str]) -> Recipe:
 def _ranks(said: Mapping[str, list[Any]]) -> Any:
     """Return the ranks of a job; one node unless it is said, as torchrun and verl have it."""
     given = {"nnodes": [1], **{name: values for name, values in said.items() if values}}
-    nodes, each = (
-        next((given[name][0] for name in names if name in given), None) for names in (NODES, RANKS_OF_A_NODE)
-    )
+    nodes, each = (next((given[one][0] for one in names if one in given), None) for names in (NODES, RANKS_OF_A_NODE))
     return nodes * each if isinstance(nodes, int) and isinstance(each, int) else Unknown("ranks of the job")
 
 

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from eplb_runtime.config import BalancerConfig
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import Plan, PlanError, plan
-from eplb_runtime.planner.evaluate import rank_load
-from eplb_runtime.planner.search.bounds import lower_bound
+from eplb_runtime.planner.evaluate import lower_bound, rank_load
 from eplb_runtime.tools.formats.loads import SAMPLE, read_load
 from eplb_runtime.topology import Topology
 

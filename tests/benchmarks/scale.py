@@ -19,7 +19,7 @@ from eplb_runtime.migration.schedule import TransferSchedule, make_schedule
 from eplb_runtime.moe.routing.lookup import SlotTable
 from eplb_runtime.moe.routing.splitter import BatchSplitter, SplitSettings
 from eplb_runtime.placement import Placement
-from eplb_runtime.planner.planning import plan
+from eplb_runtime.planner.api import plan
 from eplb_runtime.topology import DEFAULT_INTER_NODE_BANDWIDTH, Topology
 
 from .harness import command

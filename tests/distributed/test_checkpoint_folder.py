@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from support import training
 from support.seen import differing, heard, said_by
 from test_checkpoint import Job, State, build, load_and_go_on, train
-from test_pipeline_stages import make_stages
+from test_mirrored_pipeline import make_stages
 from torch import nn
 
 import eplb_runtime as eplb

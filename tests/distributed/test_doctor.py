@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import PRELOAD, run_ranks
 
 from eplb_runtime.cli import main
+from eplb_runtime.distributed import bandwidth
 from eplb_runtime.distributed.transports import TRANSPORTS
+from eplb_runtime.distributed.transports.base import Message, Pending, PendingGroup, Transport, TransportError
 from eplb_runtime.tools.doctor import links as doctor_links
 from eplb_runtime.tools.doctor.links import try_transports
+from eplb_runtime.topology import Topology
 
 
 def test_it_looks_at_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,3 +54,109 @@ def test_links_are_measured_on_all_ranks_and_a_transport_is_usable_on_all_or_non
     torch_, half = one
     assert torch_.usable and torch_.intra_node_gb_per_second > 0 and torch_.inter_node_gb_per_second is None
     assert (half.usable, half.why) == (False, "rank 1: pip install wire")
+
+
+# -- What the other tests' ranks are forked from, and that ranks which hang do not keep what others saw
+
+
+def missing(rank: int) -> list[str]:
+    return [name for name in PRELOAD if name not in sys.modules]
+
+
+def test_ranks_are_forked_from_a_process_that_has_loaded_everything() -> None:
+    """What it does not find it passes over in silence, and every test takes seconds longer."""
+    assert run_ranks(1, missing) == [[]]
+
+
+def fail_or_wait_for_ever(rank: int, failing: int) -> None:
+    if rank == failing:
+        raise ValueError("the reason")
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_is_not_waited_for_by_the_others_without_end(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "FINISH_AFTER_FAILURE_SECONDS", 0.5)
+    with pytest.raises(AssertionError, match="the reason") as error:
+        run_ranks(2, fail_or_wait_for_ever, failing)
+    assert f"rank {1 - failing}:\ndid not finish" in str(error.value)
+
+
+# -- Links are measured by messages large enough for them, in a bounded time, the same on every rank
+
+
+START_SECONDS = 50e-6
+
+
+class Modelled(Transport):
+    """Messages take a start and then their bytes; nothing is really sent.
+
+    Args:
+        inside, between: bytes/s to a rank of the same pair, and to others.
+        fails: whether this rank's peer never comes.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int, inside: float, between: float, fails: bool = False) -> None:
+        self.rank, self.inside, self.between, self.fails = rank, inside, between, fails
+        self.sizes: list[int] = []
+        self.clock = 0.0
+
+    def warm_up(self, deadline: float) -> None: ...
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        if self.fails:
+            raise TransportError("point-to-point messages were not through in time")
+        self.sizes.append(sends[0].data.shape[0])
+        speed = self.inside if sends[0].peer // 2 == self.rank // 2 else self.between
+        self.clock += START_SECONDS + self.sizes[-1] / speed
+        return PendingGroup()
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
+    def close(self) -> None: ...
+
+
+SIZES = bandwidth.FIRST_BYTES, bandwidth.LEAST_SECONDS
+"""What a job measures with; ranks of other tests have it shorter (`ranks`)."""
+
+
+def measure_modelled(rank: int, inside: float, between: float, sizes: tuple[int, float]) -> tuple[Topology, list[int]]:
+    bandwidth.FIRST_BYTES, bandwidth.LEAST_SECONDS = sizes
+    transport = Modelled(rank, inside * (1 + rank), between)  # the slowest rank counts
+    bandwidth.time = SimpleNamespace(monotonic=time.monotonic, perf_counter=lambda: transport.clock)
+    control = dist.new_group(backend="gloo")
+    return bandwidth.measure(Topology(4, 2), transport, rank, control, 30.0), transport.sizes
+
+
+@pytest.mark.parametrize(("inside", "between"), [(400e9, 50e9), (2e9, 12.5e6)])
+def test_a_fast_link_is_measured_as_what_it_is(inside: float, between: float) -> None:
+    results = run_ranks(4, measure_modelled, inside, between, SIZES)
+    assert all(topology == results[0][0] for topology, _ in results)
+    topology, sizes = results[0]
+    first, _ = SIZES
+    for measured, real in ((topology.intra_node_bandwidth, inside), (topology.inter_node_bandwidth, between)):
+        assert 0.75 * real < measured < real
+    assert max(sizes) <= bandwidth.MOST_BYTES["cpu"]
+    if inside > 1e11:
+        assert first / (START_SECONDS + first / inside) < 0.35 * inside, "the control: the first message is too small"
+        assert max(sizes) > first
+    else:
+        assert set(sizes) == {first}, "a slow link is not given more than it needs"
+
+
+def fail_on_one_rank(rank: int) -> str:
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=2))
+    with pytest.raises(TransportError) as raised:
+        bandwidth.measure(Topology(4, 2), Modelled(rank, 1e9, 1e9, fails=rank == 1), rank, control, 2.0)
+    return str(raised.value)
+
+
+def test_a_rank_that_cannot_be_reached_is_an_error_on_all_ranks() -> None:
+    said = run_ranks(4, fail_on_one_rank)
+    assert "in time" in said[1]
+    assert all("could not be measured" in line for rank, line in enumerate(said) if rank != 1)

@@ -17,7 +17,7 @@ from support.seen import same
 from support.shuffle import plan_by
 
 import eplb_runtime as eplb
-from eplb_runtime.load.saved import saved_windows
+from eplb_runtime.load.counter import saved_windows
 from eplb_runtime.placement import Placement, PlacementError
 from eplb_runtime.planner.evaluate import predicted_imbalance
 

@@ -162,7 +162,7 @@ def recorded(run: Path) -> dict[str, Any]:
     assert all(vars(layer).keys().isdisjoint({"route", "preprocess"}) for layer in job.layers().values())
     dist.barrier()
     return {
-        "read": read_load(run / "load").tolist(),
+        "read": read_load(run).tolist(),
         "seconds": read_series(run)[2].expert_seconds,
         "counted": trained(row, False).load,
     }

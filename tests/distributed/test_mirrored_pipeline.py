@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache, partial
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
-from pipeline_models import HIDDEN, make_stages, micro_batch
+from pipeline_models import EXPERTS, HIDDEN, TOP_K, make_stages, micro_batch
 from ranks import run_ranks
+from stream_double import Module
+from support import training
 from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
+from support.training import undone
+from test_pipelining import AT_ONCE, batches, start
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import OVERLAP_F_B
 
 import eplb_runtime as eplb
+from eplb_runtime.distributed.ranks import Ranks
+from eplb_runtime.events import RebalanceAborted
 from eplb_runtime.hosts import pipelining
+from eplb_runtime.hosts.attaching import attach
+from eplb_runtime.moe.dispatch.channels import MicroBatchChannels, TwoStreams
 
 POSITIONS, EP, MICRO_BATCHES, TOKENS, STEPS = 2, 2, 4, 24, 2
 
@@ -156,3 +169,150 @@ def test_mirrored_stages_equal_the_whole_model_and_stay_alike() -> None:
         assert (before["losses"], before["norms"]) == (after["losses"], after["norms"])
         for one, other in zip(before["state"], after["state"], strict=True):
             assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# -- Pairs of DualPipeV with streams of a double: a backward pass runs on the stream of its forward, the forward besid
+
+
+Where = dict[tuple[str, int, int], Any]
+
+
+def streams_of(rank: int, never_turned: bool) -> tuple[list[bool], list[bool], int]:
+    """Of each pair whether its two have two streams, and whether the backward has that of its forward; and how many
+    forwards of micro-batches were on the caller's stream."""
+    module, where, pairs = Module(), Where(), []
+    attach.MicroBatchChannels = partial(MicroBatchChannels, streams=TwoStreams(torch.device("meta"), module))  # type: ignore[misc]
+    if never_turned:
+        MicroBatchChannels.both = lambda self, here, beside, turned=False, own=MicroBatchChannels.both: own(
+            self, here, beside
+        )  # type: ignore[method-assign]
+
+    def noted(kind: str, own: Any) -> Any:
+        def call(stage: PipelineStage, micro_batch: int, *args: Any, **kwargs: Any) -> Any:
+            where[kind, stage.stage_index, micro_batch] = module.current_stream()
+            return own(stage, micro_batch, *args, **kwargs)
+
+        return call
+
+    for kind in ("forward", "backward"):
+        name = f"{kind}_one_chunk"
+        setattr(PipelineStage, name, noted(kind, getattr(PipelineStage, name)))
+    run = start(rank, AT_ONCE)
+    own = run.schedule._comp_type_to_function_map[OVERLAP_F_B]
+
+    def pair(action: Any, ctx: Any) -> None:
+        own(action, ctx)
+        pairs.append([(one.stage_index, one.microbatch_index) for one in action.sub_actions])
+
+    run.schedule._comp_type_to_function_map[OVERLAP_F_B] = pair
+    ids, labels, _ = batches(AT_ONCE, run.column, 0)
+    run.schedule.step(ids, target=labels)
+    run.balancer.close()
+    apart = [where["forward", *forward] is not where["backward", *backward] for forward, backward in pairs]
+    its_own = [where["forward", *backward] is where["backward", *backward] for _, backward in pairs]
+    on_callers = sum(stream is module.default for (kind, *_), stream in where.items() if kind == "forward")
+    return apart, its_own, on_callers
+
+
+def turned_and_not(rank: int) -> list[tuple[list[bool], list[bool], int]]:
+    found = []
+    for never_turned in (False, True):
+        with undone(attach, MicroBatchChannels, PipelineStage):
+            found.append(streams_of(rank, never_turned))
+    return found
+
+
+@cache
+def results() -> list[list[tuple[list[bool], list[bool], int]]]:
+    return run_ranks(4, turned_and_not)
+
+
+def test_a_backward_pass_runs_on_the_stream_of_its_forward_and_the_forward_beside_it_on_the_other() -> None:
+    for (apart, its_own, on_callers), _ in results():
+        assert len(apart) >= AT_ONCE.micro_batches and all(apart) and all(its_own) and not on_callers
+
+
+# -- Models cut into pipeline stages: one job, one plan for all stages. By torch's own schedules: `test_pipelining`
+
+
+TOKENS_OF_STAGES = 24
+
+
+def one_stage_alone(rank: int) -> list:
+    """A plan that changes the layers of one stage only, with replica slots: the others have nothing to do."""
+    stage = make_stages((2, 1))[rank // 2]
+    ranks = Ranks(ep=(0, 1) if rank < 2 else (2, 3), stages=(rank // 2,))
+    balancer = training.attach(
+        stage, torch.optim.SGD(stage.parameters(), lr=0.1), ranks=ranks, replica_slots=1, policy="static"
+    )
+    before = balancer.placement
+    map_, home = before.physical_to_logical.copy(), before.home.copy()
+    map_[0, [0, -2]], home[0, [0, EXPERTS - 1]] = map_[0, [-2, 0]], home[0, [EXPERTS - 1, 0]]
+    balancer.rebalancer._migrate(eplb.Placement(map_, EXPERTS, 2, home, before.epoch + 1))
+    aborted = [event.cause for event in balancer.events.of_type(RebalanceAborted)]
+    epoch = balancer.placement.epoch
+    balancer.close()
+    return [epoch, aborted]
+
+
+def test_a_plan_may_change_one_stage_alone() -> None:
+    assert run_ranks(4, one_stage_alone) == [[1, []]] * 4
+
+
+def load_of_stages(rank: int) -> list:
+    """Two stages of one layer on one EP rank each: what was counted, as every rank learns it."""
+    stage = make_stages((1, 1))[rank]
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.0)
+    balancer = training.attach([stage], [optimizer], ranks=Ranks(ep=(rank,), stages=(rank,)), interval=2, lag=1)
+    totals: list = []
+    decisions = balancer.rebalancer.decisions
+    plan = decisions.plan
+    decisions.plan = lambda measurement, *more: totals.append(np.stack(decisions.history)) or plan(measurement, *more)
+    stage.train()
+    for step in range(3):
+        ids, _ = micro_batch(rank, step, 0, TOKENS_OF_STAGES)
+        incoming = ids if rank == 0 else torch.ones(TOKENS_OF_STAGES, HIDDEN, dtype=torch.float64)
+        stage(incoming).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    balancer.close()
+    return [total.tolist() for total in totals]
+
+
+def test_one_sum_holds_the_load_of_every_stage() -> None:
+    planner, other = run_ranks(2, load_of_stages)
+    assert other == []  # rank 0 of the job plans for all
+    (load,) = planner
+    per_layer = [[sum(layer) for layer in window] for window in load]
+    assert per_layer == [[TOKENS_OF_STAGES * TOP_K] * 2] * 2
+
+
+def attach_wrongly(rank: int) -> dict[str, str]:
+    said = {}
+
+    def refused(case: str, ranks: Ranks, models: int = 1) -> None:
+        stages = make_stages((1, 1, 1))
+        before = {name: p.data_ptr() for stage in stages for name, p in stage.named_parameters()}
+        with pytest.raises(ValueError) as caught:
+            eplb.attach(stages[:models], None, ranks=ranks)
+        said[case] = str(caught.value)
+        assert before == {name: p.data_ptr() for stage in stages for name, p in stage.named_parameters()}
+
+    refused("a gap", Ranks(ep=(rank,), stages=(0,) if rank == 0 else (2,)))
+    refused("no stage named", Ranks(ep=(rank,)), models=2)
+    refused("overlap", Ranks(ep=(0, 1) if rank == 0 else (1,)))
+    refused("another size", Ranks(ep=(0, 1) if rank < 2 else (2,)))
+    refused("divisors", Ranks(gradient_divisor=rank + 1))
+    refused("uneven stages", Ranks(ep=(rank,), stages=(0, 1) if rank else (0,)), models=2 if rank else 1)
+    return said
+
+
+def test_ranks_that_contradict_each_other_are_refused_on_all() -> None:
+    first, *others = run_ranks(3, attach_wrongly)
+    assert all(said == first for said in others)
+    assert "stages [0, 2]" in first["a gap"]
+    assert "Ranks(stages=...)" in first["no stage named"]
+    assert "do not partition" in first["overlap"]
+    assert "differ in size" in first["another size"]
+    assert "gradient divisors" in first["divisors"]
+    assert "stage 0 is held together" in first["uneven stages"]

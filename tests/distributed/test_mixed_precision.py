@@ -4,12 +4,14 @@ the experts bit for bit: `test_bits`."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from moe_models import batch_of, make_model
+from optimizer_table import Outcome, optimizers_of, outcomes
 from ranks import run_ranks
 from support import training
 from torch import nn
@@ -181,3 +183,36 @@ def test_what_is_not_supported_is_refused_with_one_line() -> None:
 def test_the_norm_is_that_of_all_experts_though_one_rank_has_no_gradient(missing: int) -> None:
     norms = run_ranks(2, clipped_where_one_rank_has_no_gradients, missing)
     assert norms[0] == norms[1] and norms[0][0] == pytest.approx(norms[0][1], rel=1e-9)
+
+
+# -- Real optimizers, of torch and of packages that are installed: moved experts train as static ones, or one line say
+
+
+MIXING = {"Adafactor": "mixes the experts", "LBFGS": "mixes the experts", "SparseAdam": "does not support dense"}
+SCHEDULE_FREE = ("AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree", "AdamWScheduleFreeClosure")
+
+
+@cache
+def found(package: str, names: tuple[str, ...]) -> dict[str, Outcome]:
+    first, second = run_ranks(2, outcomes, package, names)
+    assert {name: one.way for name, one in first.items()} == {name: one.way for name, one in second.items()}
+    return first
+
+
+def test_optimizers_of_torchs_move_to_the_bit_or_are_refused_in_a_line() -> None:
+    for name, one in found("torch.optim", tuple(optimizers_of("torch.optim"))).items():
+        if name in MIXING:
+            way = "not run" if name == "SparseAdam" else "refused"  # which refuses experts in its first step itself
+            assert one.way == way and MIXING[name] in one.line, (name, one)
+        else:
+            assert one == Outcome("to the bit"), (name, one)
+
+
+@pytest.mark.skipif(not optimizers_of("schedulefree"), reason="schedulefree is not installed")
+@pytest.mark.parametrize("name", SCHEDULE_FREE)
+def test_schedule_free_optimizers_move_to_the_bit(name: str) -> None:
+    assert found("schedulefree", SCHEDULE_FREE)[name] == Outcome("to the bit")
+
+
+def test_a_step_that_calls_the_step_of_its_base_is_one_step() -> None:
+    assert found("optimizer_table", ("AroundAdamW",)) == {"AroundAdamW": Outcome("to the bit")}

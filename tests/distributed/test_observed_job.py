@@ -23,8 +23,11 @@ from eplb_runtime.events import EventLog, LoadMeasured, RebalanceCommitted
 from eplb_runtime.load.series import read_series
 from eplb_runtime.observe.events_file import read_events
 from eplb_runtime.observe.records import Record
+from eplb_runtime.observe.run_folder import state_of_run
 from eplb_runtime.observe.server import MOST_CONNECTIONS
 from eplb_runtime.observe.start import Shown
+from eplb_runtime.observe.summary import summary_of
+from eplb_runtime.placement import EMPTY
 
 EXPERTS, RANKS, STEPS, INTERVAL = 8, 2, 12, 3
 
@@ -198,3 +201,34 @@ def test_a_real_prometheus_scrapes_a_running_job(results: list[dict]) -> None:
 def test_a_run_records_what_the_optimizer_keeps_for_an_expert(results: list[dict], folder: Path) -> None:
     job = read_series(folder)[2]
     assert job.optimizer_bytes == 2 * job.expert_bytes > 0, "AdamW keeps two numbers for each weight"
+
+
+# -- What a job says of the replicas that its rebalances placed is what its placements say
+
+
+def train_with_replicas(rank: int, run: str) -> dict[str, object]:
+    """The placement after each step, and what was said of each rebalance."""
+    model = make_model("olmoe", experts=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    balancer = training.attach(model, optimizer, interval=3, gate="always", replica_slots=1, run=run)
+    model.train()
+    replicas = [balancer.placement.replicas_LRK]
+    for step in range(10):
+        training.step(model, optimizer, batch_of(rank, step))
+        replicas.append(balancer.placement.replicas_LRK)
+    table, committed = str(balancer), balancer.events.of_type(RebalanceCommitted)
+    balancer.close()
+    return {"replicas": replicas, "told": [event.placed_replicas for event in committed], "table": table} | {
+        "lines": [event.brief() for event in committed]
+    }
+
+
+def test_replicas_that_rebalances_placed_are_counted_in_each_view(tmp_path: Path) -> None:
+    for result in run_ranks(2, train_with_replicas, str(tmp_path / "run")):
+        pairs = zip(result["replicas"], result["replicas"][1:], strict=False)
+        placed = [int(((now != before) & (now != EMPTY)).sum()) for before, now in pairs if (now != before).any()]
+        assert placed and result["told"] == placed
+        assert f"{placed[0]} replica" in result["lines"][0] and "placed" in result["lines"][0]
+        assert f"{sum(placed)} replicas placed" in result["table"]
+    summary = summary_of(state_of_run(tmp_path / "run"))
+    assert summary["placed_replicas"] == sum(placed)

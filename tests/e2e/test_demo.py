@@ -1,18 +1,27 @@
-"""The training job of ``launch/`` writes what it promises."""
+"""The training job of ``launch/`` writes what it promises, goes on after a kill, and ends without ``close()``."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import shutil
+import subprocess
+import sys
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
+import forked
+import pytest
+from examples import FOLDER
 from scripts import run_script
 
 from eplb_runtime.observe.traces import analyse, traces_in
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
 STEPS = 24
 
 
@@ -54,3 +63,84 @@ def test_the_job_shows_what_rebalancing_did(tmp_path: Path) -> None:
     # An expert is 3 x 64 x 64 float32 weights, and twice that of Adam's state.
     assert summary["bytes_moved"] == summary["experts_moved"] * 3 * 3 * 64 * 64 * 4
     assert 1 <= summary["imbalance_balanced"] < summary["imbalance_static"]
+
+
+# -- The resume example: a rank is killed, all start once more, and the job ends as if nothing had happened
+
+
+SCRIPT = ROOT / "launch/examples/resume.py"
+
+
+def train(folder: Path, ranks: int) -> dict[str, Any]:
+    """What a job wrote that nothing happened to."""
+    done = run_script(SCRIPT, "--folder", folder, ranks=ranks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "losses.0.json").read_text())
+
+
+def train_killed(folder: Path, at: str, by_torchrun: bool) -> dict[str, Any]:
+    """What the second life of a job wrote."""
+    if by_torchrun:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        job = ["--max-restarts", "1", str(SCRIPT), "--folder", str(folder), "--die-at", at]
+        environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([*torchrun, *job], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    else:
+        assert run_script(SCRIPT, "--folder", folder, "--die-at", at, ranks=2).returncode != 0
+        done = run_script(SCRIPT, "--folder", folder, ranks=2, TORCHELASTIC_RESTART_COUNT="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "losses.1.json").read_text())
+
+
+@pytest.mark.parametrize("by_torchrun", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_job_that_was_killed_ends_as_one_that_was_not(by_torchrun: bool, tmp_path: Path) -> None:
+    undisturbed, killed, other = (tmp_path / name for name in ("undisturbed", "killed", "other"))
+    whole = train(undisturbed, 2)
+    assert whole["resumed_from"] == 0 and whole["migrations"] > 0
+    resumed = train_killed(killed, "12", by_torchrun)
+    assert resumed["resumed_from"] == 10
+    assert resumed["losses"] == {step: whole["losses"][step] for step in map(str, range(11, 17))}, "not bit-identical"
+
+    shutil.copytree(killed / "step-10", other / "step-10")
+    on_four = train(other, 4)
+    assert on_four["resumed_from"] == 10
+    for step, loss in on_four["losses"].items():
+        assert loss == pytest.approx(whole["losses"][step], rel=0, abs=1e-10)
+    assert len({round(loss, 9) for loss in whole["losses"].values()}) == 16, "control: any other step is further away"
+
+
+# -- A training script that ends without ``balancer.close()`` ends as it would without a balancer
+
+
+LEAVING = """
+import torch.distributed as dist
+from any_module import LAYERS_TO_BALANCE, batch, make
+from torch.nn import functional
+
+import eplb_runtime as eplb
+
+dist.init_process_group("gloo")
+model, optimizer = make()
+config = eplb.BalancerConfig(interval=3, gate="always", dense_gradients="allreduce")
+balancer = eplb.attach(model, optimizer, layers=LAYERS_TO_BALANCE, config=config)
+for step in range(6):  # the last of them begins a decision
+    ids = batch(dist.get_rank(), step)
+    functional.cross_entropy(model(ids[:-1]), ids[1:]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_script_may_end_while_a_decision_is_under_way(tmp_path: Path) -> None:
+    """Threads that come back from a wait into an interpreter that is gone end the process by a signal."""
+    script = tmp_path / "script.py"
+    script.write_text(LEAVING)
+    path = os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, forked.__file__, str(script)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0 and "terminate called" not in done.stderr, done.stderr[-2000:]

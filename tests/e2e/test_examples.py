@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -11,10 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from examples import FOLDER
+import torch
+import torch.distributed as dist
+from examples import FOLDER, load_example
+from ranks import compile_once, run_ranks
 from scripts import run_script
+from torch.nn import functional
 
+import eplb_runtime as eplb
+from eplb_runtime.cli import main
 from eplb_runtime.config import Trial, set_trial
+from eplb_runtime.load.series import RecordedJob, read_series
 from eplb_runtime.tools.verification import runs
 
 TRAINER = ["trainer.py", "--steps", "8", "--output", "{folder}"]
@@ -98,3 +106,88 @@ def test_ray_train_runs_the_example(tmp_path: Path) -> None:
     for rank, (loss, moved) in balanced.items():
         assert moved > 0 == static[rank][1]
         assert loss == static[rank][0], "not bit-identical"
+
+
+# -- torchtitan's example runs as the README says, and moves experts
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed")
+def test_balanced_and_static_end_with_the_same_loss(tmp_path: Path) -> None:
+    compile_once()  # a run this short would end before the planner is compiled
+    balanced, static = (ended(tmp_path, *options) for options in ([], ["--static"]))
+    assert balanced.keys() == static.keys() == {0, 1, 2, 3}
+    assert {loss for loss, _ in balanced.values()} == {loss for loss, _ in static.values()}
+    assert all(moved > 0 for _, moved in balanced.values())
+    assert all(moved == 0 for _, moved in static.values())
+
+
+def ended(folder: Path, *options: str) -> dict[int, tuple[str, int]]:
+    """Loss and experts moved, by rank."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    command = [*torchrun, str(FOLDER / "torchtitan_moe.py"), "--output", str(folder), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"rank (\d): loss (\S+) after 20 steps, (\d+) experts moved", done.stdout)
+    return {int(rank): (loss, int(moved)) for rank, loss, moved in lines}
+
+
+# -- From a job as it is to the verdict: an example's model is recorded on two ranks, and the command assesses it
+
+
+STEPS = 12
+
+
+def train(rank: int, run: str) -> None:
+    """Without a balancer, in data parallelism."""
+    ours = load_example("any_module")
+    torch.manual_seed(0)
+    model = ours.Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with eplb.record(model, run, optimizer, layers=ours.LAYERS_TO_BALANCE, interval=4):
+        for step in range(STEPS):
+            ids = ours.batch(rank, step)
+            functional.cross_entropy(model(ids[:-1]), ids[1:]).backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad.div_(2))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    run_ranks(2, train, str(folder))
+    return folder
+
+
+def test_a_record_holds_what_the_verdict_rests_on(run: Path) -> None:
+    job = read_series(run)[2]
+    expert = 64 * 256 + 256 + 256 * 64 + 64
+    assert 0 < job.expert_seconds < job.step_seconds
+    assert job == RecordedJob(
+        ranks=2,
+        ranks_per_node=2,
+        ep_size=1,
+        interval=4,
+        hidden_size=64,
+        top_k=2,
+        expert_parameters=expert,
+        expert_bytes=4 * expert,
+        optimizer_bytes=8 * expert,
+        dtype="float32",
+        device="cpu",
+        step_seconds=job.step_seconds,
+        expert_seconds=job.expert_seconds,
+    )
+
+
+def test_a_recorded_example_is_assessed_without_any_option(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["assess", str(run), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["pays"] in (True, False) and shown["imbalance"]["now"] >= 1 and shown["advice"]
+    assert main(["assess", str(run)]) == 0
+    said = capsys.readouterr().out
+    said = " ".join(said.split())
+    assert said.startswith("The recorded job has no expert parallelism; compared is the same job")
+    assert "2 ranks: the busiest rank has " in said and " % of a step in expert work (" in said and "measured" in said

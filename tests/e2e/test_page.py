@@ -14,7 +14,7 @@ from observed_large import large_records
 
 from eplb_runtime import BalancerConfig
 from eplb_runtime.load.clock import Progress
-from eplb_runtime.observe.events_file import EventWriter
+from eplb_runtime.observe.events_file import NAME, LineFile
 from eplb_runtime.observe.page import report_of
 from eplb_runtime.observe.records import record_of
 from eplb_runtime.observe.run_folder import state_of_run
@@ -203,7 +203,7 @@ def test_a_large_job_and_hours_of_it_stay_small(page: Any, job: Job) -> None:
 def test_a_report_shows_the_same_without_a_server(page: Any, tmp_path: Path) -> None:
     """Opened from the disk, with its scripts under a policy that lets nothing else run."""
     first, *others = records()
-    writer = EventWriter(tmp_path, first)
+    writer = LineFile(tmp_path / NAME, first)
     for record in others:
         writer.write(record)
     writer.close()

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import util
 
 import torch
+
+from eplb_runtime.distributed import node_memory
+from eplb_runtime.distributed.transports import nixl
 
 DEVICE = torch.device("cuda", 0)
 NCCL = "cpu:gloo,cuda:nccl"
@@ -31,6 +35,13 @@ def device_of(rank: int) -> torch.device:
         return torch.device("cuda", rank)
     share_one_gpu(rank)
     return DEVICE
+
+
+def why_not(transport: str) -> str:
+    """What a transport lacks here; empty: nothing that can be seen without starting it."""
+    if transport == "nvshmem":
+        return "" if util.find_spec("nvshmem") else "nvshmem4py is not installed"
+    return {"cuda_ipc": lambda: node_memory.why_not(DEVICE), "nixl": nixl.why_not}.get(transport, str)()
 
 
 def use(device: torch.device) -> None:

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from device import DEVICE, NCCL, device_of, no_host_sync, use
+from device import DEVICE, NCCL, device_of, no_host_sync, use, why_not
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.distributed.process_groups import backend_for
-from eplb_runtime.distributed.transports.automatic import why_not
 from eplb_runtime.distributed.transports.base import Message
 from eplb_runtime.distributed.transports.torch_p2p import TorchPointToPoint
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
@@ -217,7 +216,7 @@ def test_training_is_bit_identical_with_and_without_migration(backend: str) -> N
 
 @pytest.mark.parametrize("transport", ["torch", "cuda_ipc", "nvshmem"])
 def test_experts_that_move_beside_training_change_no_bit(transport: str) -> None:
-    if why := why_not(transport, DEVICE):
+    if why := why_not(transport):
         pytest.skip(why)
     require_two_nccl_ranks()
     fixed = ranks_on_gpu(2, train, "static", 0)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from device import DEVICE, NCCL, device_of, use
+from device import NCCL, device_of, use, why_not
 from ranks import run_ranks
 from transport_contract import CASES, RANKS, Case, run_cases, soon
 
 from eplb_runtime.distributed.bandwidth import measure
 from eplb_runtime.distributed.transports import TRANSPORTS
-from eplb_runtime.distributed.transports.automatic import why_not
 from eplb_runtime.topology import Topology
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -26,7 +25,7 @@ WAYS = [(name, backend) for name in TRANSPORTS if name != "deepep" for backend i
 @pytest.fixture(scope="module", params=WAYS if torch.cuda.device_count() >= RANKS else ON_ONE_GPU, ids="-".join)
 def said(request: pytest.FixtureRequest) -> list[dict]:
     name, backend = request.param
-    if why := why_not(name, DEVICE):
+    if why := why_not(name):
         pytest.skip(why)
     try:
         shared = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}

@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 
@@ -11,6 +15,7 @@ import pytest
 import torch
 from examples import load_example
 from namespaces import ROOT, MakeCluster
+from slurm import NODES, Slurm, missing
 from torch.nn import functional
 
 pytestmark = [pytest.mark.multinode, pytest.mark.slow]
@@ -137,3 +142,59 @@ def test_rebalancing_comes_back_however_long_a_cable_stays_cut(make_cluster: Mak
         assert result["committed"], "no rebalance after the cut"
         assert result["carriers"] == "TorchPointToPoint"
         assert result["same_losses"] and result["same_state"]
+
+
+# -- What tokens cost the links between hosts, counted there: dispatch that crosses to a node once beside the plain
+
+
+JOB = Path(__file__).parent / "jobs/count_bytes.py"
+ROWS = {
+    "all_to_all": {"there": "ranks", "back": "choices"},
+    "logical": {"there": "hosts", "back": "choices"},
+    "by_rank": {"there": "hosts", "back": "hosts"},
+}
+"""A row crosses for each of these that is on another host."""
+
+
+def test_a_token_crosses_to_a_host_once(make_cluster: MakeCluster, tmp_path: Path) -> None:
+    """Two hosts of four ranks, 8 of 64 experts a token: of four groups of eight, or of all."""
+    cluster = make_cluster(2)
+    cluster.start_ranks(4, JOB, tmp_path)
+    cluster.wait(120)
+    found = json.loads((tmp_path / "bytes.json").read_text())
+    for routing in ("group-limited", "free"):
+        of_routing = found[routing]
+        for way, rows in ROWS.items():
+            for leg, what in rows.items():
+                expected = of_routing["rows"][what] * found["row_bytes"]
+                print(f"{routing}, {way}, {leg}: {of_routing[way][leg] / 1e6:.2f} MB, rows alone {expected / 1e6:.2f}")
+                # Headers, acknowledgements, and what tells a rank which row is meant.
+                assert expected < of_routing[way][leg] < 1.15 * expected, (routing, way, leg)
+        plain, logical, by_rank = (sum(of_routing[way].values()) for way in ROWS)
+        assert of_routing["logical"]["there"] < 0.6 * of_routing["all_to_all"]["there"]
+        assert by_rank < 0.6 * logical < 0.6 * plain
+
+
+# -- ``launch/slurm.sbatch`` under Slurm itself: two nodes on loopback
+
+
+@pytest.fixture
+def slurm() -> Iterator[Slurm]:
+    if missing():
+        pytest.skip(missing())
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:  # not tmp_path: a socket's name is short
+        try:
+            cluster = stack.enter_context(Slurm(Path(folder)))
+        except OSError as error:
+            pytest.skip(f"Slurm does not start here: {error}")
+        yield cluster
+
+
+def test_slurm_runs_the_job_over_its_nodes(slurm: Slurm, tmp_path: Path) -> None:
+    options = {"--steps": 8, "--interval": 4, "--layers": 2, "--width": 64, "--batch": 2, "--replica-slots": 0}
+    job = ["launch/train_moe.py", *map(str, chain.from_iterable(options.items())), "--out", str(tmp_path)]
+    # What a cluster without GPUs has, in place of the script's first lines; the rest of it is as it stands.
+    have = [f"--nodes={len(NODES)}", "--gpus-per-node=0", "--cpus-per-task=1", f"--chdir={ROOT}"]
+    said = slurm.submit(*have, str(ROOT / "launch/slurm.sbatch"), *job, PYTHON=sys.executable, RANKS_PER_NODE="1")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["world_size"] == len(NODES) and summary["bit_identical"] is True, said

@@ -352,7 +352,7 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
         overlook_what_is_written,
     ),
     "groups are kept": ("test_attach.py::test_cycles_of_attach_and_close", keep_groups),
-    "a read on the host": ("test_operations_of_a_layer.py::test_a_layer_takes", read_on_the_host),
+    "a read on the host": ("test_launches_of_a_layer.py::test_a_layer_takes", read_on_the_host),
     "a repeated forward finds its own way": (
         "test_recompute.py::test_a_repeated_forward_exchanges_no_counts",
         split_otherwise_in_recompute,

@@ -6,6 +6,7 @@ modules, buffers and generators. A layer that cannot be called alone is left out
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -183,7 +184,7 @@ def _made_up(tensor: Tensor, generator: torch.Generator) -> Tensor:
 def _generators(device: torch.device) -> tuple[object, ...]:
     """States of all generators from which experts may draw."""
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    return bytes(state.tolist()), random.getstate(), str(np.random.get_state())  # noqa: NPY002
+    return state.numpy().tobytes(), random.getstate(), pickle.dumps(np.random.get_state())  # noqa: NPY002
 
 
 def seed_generators() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -110,24 +110,6 @@ def analyse(path: Path) -> Analysis:
         kernels=kernels,
         phases=phases_of(trace.spans, spans, computes_N, computing),
     )
-
-
-def together(analyses: Sequence[Analysis]) -> dict[str, Any]:
-    """Return what is known, JSON-able: of one trace all; of several their means, and each of them in ``traces``."""
-    if len(analyses) == 1:
-        return analyses[0].to_dict()
-    each = [one.to_dict() for one in analyses]
-
-    def means(rows: Sequence[Mapping[str, float]], *names: str) -> dict[str, float]:
-        return {name: round(statistics.fmean(row[name] for row in rows), 3) for name in names}
-
-    travelled = means([one["communication"] for one in each], "us", "hidden_us", "exposed_us")
-    share = round(travelled["hidden_us"] / travelled["us"], 6) if travelled["us"] else 0.0
-    return {
-        **means(each, "span_us", "busy_us", "idle_us", "compute_us", "step_us"),
-        "communication": {**travelled, "hidden_share": share},
-        "traces": each,
-    }
 
 
 def _work_of(spans: Sequence[Span]) -> list[tuple[Span, str]]:

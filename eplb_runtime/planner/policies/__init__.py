@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ...placement import Placement
 from ..types import PlanError, PlanRequest
 from .deepseek import deepseek
-from .free import free, hierarchical
+from .free import free
 from .incremental import incremental
 
 
@@ -23,7 +23,7 @@ POLICIES: dict[str, Callable[[PlanRequest], Placement]] = {
     "static": static,
     "deepseek": deepseek,
     "free": free,
-    "hierarchical": hierarchical,
+    "hierarchical": free,
     "incremental": incremental,
 }
 """Every policy by the name that users give."""

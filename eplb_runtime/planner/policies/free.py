@@ -33,16 +33,11 @@ ENOUGH = 1.0 + 2e-4
 
 
 def free(request: PlanRequest) -> Placement:
-    """The policy ``free``: ``balance`` of the forecast, near the current placement and within the budget."""
-    planned = balance(request.forecast, request.topology.num_ranks, request.slots_per_rank)
-    return settle(request, planned, request.current)
-
-
-def hierarchical(request: PlanRequest) -> Placement:
-    """The policy ``hierarchical``: ``balance`` by groups, near the current placement by whole nodes."""
-    topology, groups = request.topology, request.groups
-    nodes = topology.num_nodes
-    planned = balance(request.forecast, topology.num_ranks, request.slots_per_rank, groups, nodes)
+    """The policies ``free`` and ``hierarchical``: ``balance`` of the forecast, the latter by groups, near the current
+    placement (by whole nodes where groups are kept on one) and within the budget."""
+    groups = request.groups if request.policy == "hierarchical" else 1
+    ranks, nodes = request.topology.num_ranks, request.topology.num_nodes
+    planned = balance(request.forecast, ranks, request.slots_per_rank, groups, nodes)
     return settle(request, planned, request.current, keep_nodes=has_rule(groups, nodes))
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ...placement import EMPTY, Placement
 from ..cost import HYSTERESIS
 from ..forecast import shares
-from ..search.align import align
+from ..search.align import align, share_out
 from ..search.descent import HOMES, REPLICAS, VALUE, after, descend, held_by, moved
 from ..search.layer import FloatArray, IntArray, Layer, fill_to_level, judge, split_evenly
 from ..search.starts import starts
@@ -301,7 +301,7 @@ def _placed(
         moves_N2 = track_NX[:, [HOMES, REPLICAS]]
         value.append(track_NX[:, VALUE] + moves_N2 @ question.prices)
         cost.append(np.stack([moves_N2.sum(axis=1), moves_N2 @ request.slot_bytes], axis=1).astype(np.int64))
-    steps_L = _share_out(value, cost, (request.max_moves, request.max_bytes))
+    steps_L = share_out(value, cost, (request.max_moves, request.max_bytes))
     home_LE, replica_LRK = start.home_rank.copy(), start.replicas_LRK.copy()
     for layer in np.flatnonzero(taken_L).tolist():
         found = solutions[layer]
@@ -334,36 +334,3 @@ def _surely_gains(gain_L: FloatArray, error_L: FloatArray) -> NDArray[np.bool_]:
     together = gain_L[doubted_L].sum() > SURE * np.sqrt((error_L[doubted_L] ** 2).sum())
     alone = np.sqrt(SURE**2 + 2.0 * np.log(max(doubted_L.sum(), 1)))
     return np.asarray(gain_L > (EACH if together else alone) * error_L)
-
-
-def _share_out(value: list[FloatArray], cost: list[IntArray], limits: tuple[int | None, ...]) -> IntArray:
-    """Return how far each layer may follow its way: always the stretch with most gain per cost next, while it fits.
-
-    Args:
-        value: for each layer float64 ``[N + 1]``, what to lower, after 0, 1, ... N steps.
-        cost: for each layer int64 ``[N + 1, B]``, what it has cost by then, in each of B currencies. Gain is measured
-            per unit of the first.
-        limits: for each currency, over all layers; None: no limit.
-
-    Returns:
-        int64 ``[L]``, steps to take in each layer; equal rates go to the lower layer.
-    """
-    if all(limit is None for limit in limits):
-        return np.array([len(value_N) - 1 for value_N in value], dtype=np.int64)
-    left_B = np.array([np.inf if limit is None else limit for limit in limits])
-    taken_L = np.zeros(len(value), dtype=np.int64)
-    offers = [_next_stretch(*one, 0, left_B) for one in zip(value, cost, strict=True)]
-    while (best := max(offers, key=lambda offer: offer[0]))[0] > 0.0:
-        layer = offers.index(best)
-        price_B = cost[layer][best[1]] - cost[layer][taken_L[layer]]
-        if (price_B <= left_B).all():
-            left_B, taken_L[layer] = left_B - price_B, best[1]
-        offers[layer] = _next_stretch(value[layer], cost[layer], int(taken_L[layer]), left_B)
-    return taken_L
-
-
-def _next_stretch(value_N: FloatArray, cost_NB: IntArray, at: int, left_B: FloatArray) -> tuple[float, int]:
-    """Return the largest gain per cost of a stretch from step ``at`` on that fits, and where it ends; 0: none gains."""
-    price_NB = cost_NB[at + 1 :] - cost_NB[at]
-    rate_N = (value_N[at] - value_N[at + 1 :]) / np.maximum(price_NB[:, 0], 1) * (price_NB <= left_B).all(axis=1)
-    return (float(rate_N.max()), at + 1 + int(rate_N.argmax())) if rate_N.size else (0.0, at)

@@ -1,4 +1,5 @@
-"""From "which expert on which rank" to slots: the slots of a new placement, with as little motion as can be."""
+"""From "which expert on which rank" to slots: the slots of a new placement, with as little motion as can be, and a
+budget of moves shared out over layers."""
 
 from __future__ import annotations
 
@@ -68,16 +69,13 @@ def settle(
     gain_L = predicted_imbalance(request.forecast, current) - predicted_imbalance(
         request.forecast, Placement(slots_LP, experts, topology.num_ranks)
     )
-    budget = np.inf if request.max_moves is None else request.max_moves
-    if request.max_bytes is not None:
-        budget = min(budget, request.max_bytes // request.slot_bytes[0 if request.layout == "home" else 1])
-    for layer in np.argsort(-gain_L / np.maximum(moved_L, 1), kind="stable"):
-        if gain_L[layer] > 0 and moved_L[layer] > budget:
-            request.held[int(layer)] = "limits"
-        if gain_L[layer] <= 0 or moved_L[layer] > budget:
-            slots_LP[layer] = current.physical_to_logical[layer]
-        else:
-            budget -= int(moved_L[layer])
+    value = [np.array([0.0, -gain]) for gain in np.maximum(gain_L, 0.0)]
+    slot_bytes = request.slot_bytes[0 if request.layout == "home" else 1]
+    cost = [np.array([[0, 0], [moved, moved * slot_bytes]]) for moved in moved_L.tolist()]
+    fits_L = share_out(value, cost, (request.max_moves, request.max_bytes)) > 0
+    request.held.update(dict.fromkeys(np.flatnonzero((gain_L > 0) & ~fits_L).tolist(), "limits"))
+    stays_L = (gain_L <= 0) | ~fits_L
+    slots_LP[stays_L] = current.physical_to_logical[stays_L]
     return Placement(slots_LP, experts, topology.num_ranks, epoch=current.epoch)
 
 
@@ -116,3 +114,40 @@ def _match(one_N: NDArray[np.integer], other_N: NDArray[np.integer], size: int) 
             name[one], is_free[other] = other, False
     name[name < 0] = np.flatnonzero(is_free)
     return name
+
+
+def share_out(
+    value: list[NDArray[np.float64]], cost: list[NDArray[np.int64]], limits: tuple[int | None, ...]
+) -> NDArray[np.int64]:
+    """Return how far each layer may follow its way: always the stretch with most gain per cost next, while it fits.
+
+    Args:
+        value: for each layer float64 ``[N + 1]``, what to lower, after 0, 1, ... N steps.
+        cost: for each layer int64 ``[N + 1, B]``, what it has cost by then, in each of B currencies. Gain is measured
+            per unit of the first.
+        limits: for each currency, over all layers; None: no limit.
+
+    Returns:
+        int64 ``[L]``, steps to take in each layer; equal rates go to the lower layer.
+    """
+    if all(limit is None for limit in limits):
+        return np.array([len(value_N) - 1 for value_N in value], dtype=np.int64)
+    left_B = np.array([np.inf if limit is None else limit for limit in limits])
+    taken_L = np.zeros(len(value), dtype=np.int64)
+    offers = [_next_stretch(*one, 0, left_B) for one in zip(value, cost, strict=True)]
+    while (best := max(offers, key=lambda offer: offer[0]))[0] > 0.0:
+        layer = offers.index(best)
+        price_B = cost[layer][best[1]] - cost[layer][taken_L[layer]]
+        if (price_B <= left_B).all():
+            left_B, taken_L[layer] = left_B - price_B, best[1]
+        offers[layer] = _next_stretch(value[layer], cost[layer], int(taken_L[layer]), left_B)
+    return taken_L
+
+
+def _next_stretch(
+    value_N: NDArray[np.float64], cost_NB: NDArray[np.int64], at: int, left_B: NDArray[np.float64]
+) -> tuple[float, int]:
+    """Return the largest gain per cost of a stretch from step ``at`` on that fits, and where it ends; 0: none gains."""
+    price_NB = cost_NB[at + 1 :] - cost_NB[at]
+    rate_N = (value_N[at] - value_N[at + 1 :]) / np.maximum(price_NB[:, 0], 1) * (price_NB <= left_B).all(axis=1)
+    return (float(rate_N.max()), at + 1 + int(rate_N.argmax())) if rate_N.size else (0.0, at)

@@ -32,23 +32,20 @@ def starts(
     distance_K = ring_distances(ranks, replicas)
     near_EN = ranks * crossing_price * (1.0 - source_EN)
     nowhere_EN = np.zeros_like(near_EN)
-    if replicas == 0:
-        for slack in HOME_SLACKS:
-            yield deal(load_E, now_P, homes, per_rank, 0, False, slack, nowhere_EN)
-    for hottest in sorted({0, ranks * replicas // 2, ranks * replicas}) if replicas else ():
-        for keep in (True, False):
-            slots_P = deal(load_E, now_P, homes, per_rank, hottest, keep, -1.0, nowhere_EN)
-            add_rings(load_E, homes, per_rank, distance_K, slots_P)
-            if not keep:
-                slot_RS = slots_P.reshape(ranks, per_rank).copy()
-                name_R = names(now_P.reshape(ranks, per_rank)[:, :homes], slot_RS[:, :homes])
-                slots_P.reshape(ranks, per_rank)[name_R] = slot_RS
-            yield slots_P
+    dealt = [(0, False, slack, nowhere_EN) for slack in HOME_SLACKS]
+    if replicas:
+        hottest_N = sorted({0, ranks * replicas // 2, ranks * replicas})
+        dealt = [(hottest, keep, -1.0, nowhere_EN) for hottest in hottest_N for keep in (True, False)]
     if crossing_price > 0.0:
-        for hottest in sorted({0, ranks * replicas}):
-            slots_P = deal(load_E, now_P, homes, per_rank, hottest, False, 0.0, near_EN)
-            add_rings(load_E, homes, per_rank, distance_K, slots_P)
-            yield slots_P
+        dealt += [(hottest, False, 0.0, near_EN) for hottest in sorted({0, ranks * replicas})]
+    for hottest, keep, slack, far_EN in dealt:
+        slots_P = deal(load_E, now_P, homes, per_rank, hottest, keep, slack, far_EN)
+        add_rings(load_E, homes, per_rank, distance_K, slots_P)
+        if slack < 0.0 and not keep:  # ranks are alike: named so that many homes stay
+            slot_RS = slots_P.reshape(ranks, per_rank).copy()
+            name_R = names(now_P.reshape(ranks, per_rank)[:, :homes], slot_RS[:, :homes])
+            slots_P.reshape(ranks, per_rank)[name_R] = slot_RS
+        yield slots_P
     if replicas and (now_P.reshape(ranks, per_rank)[:, homes:] == EMPTY).any():
         slots_P = now_P.copy()
         add_rings(load_E, homes, per_rank, distance_K, slots_P)

@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...placement import Placement
-from ...planner.evaluate import predicted_imbalance
-from ...planner.planning import plan
+from ...planner.api import plan
+from ...planner.evaluate import lower_bound, predicted_imbalance
 from ...planner.policies.deepseek import balance as balance_deepseek
-from ...planner.search.bounds import lower_bound
 from ...topology import Topology
 from ..formats.loads import read_load
 

@@ -17,17 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb_runtime.placement import Placement
+from eplb_runtime.planner.api import plan
 from eplb_runtime.planner.cost import CostModel
-from eplb_runtime.planner.planning import plan
 from eplb_runtime.planner.policies.deepseek import balance as balance_deepseek
 from eplb_runtime.topology import Topology
 
 from .loads import (
     autoregressive,
+    bursting,
     dominated,
     hash_layers,
     jumping,
-    megatron,
     near_uniform,
     normal,
     rotating,
@@ -96,10 +96,6 @@ def _normal(windows: int, layers: int, experts: int, seed: int) -> FloatArray:
     return normal(windows, layers, experts, seed=seed)
 
 
-def _burst(windows: int, layers: int, experts: int, seed: int) -> FloatArray:
-    return megatron("W7 burst", windows, layers, experts, seed)
-
-
 FAMILIES = (
     Family("steady, spread .8, seconds known", _skewed(0.8, 0.2), 256, 64, 0, priced=True),
     Family("steady, spread .3, seconds known", _skewed(0.3, 0.2), 256, 64, 0, priced=True),
@@ -123,7 +119,7 @@ FAMILIES = (
     Family("rotating, 8 regimes", rotating, 64, 8, 0, drifts=True),
     Family("shift after window 14", shifting, 256, 32, 1, drifts=True),
     Family("jumps, another hot each window", jumping, 256, 32, 1, drifts=True),
-    Family("W7 burst", _burst, 64, 8, 2, drifts=True),
+    Family("W7 burst", bursting, 64, 8, 2, drifts=True),
     Family("K3-like, near uniform", near_uniform, 896, 16, 0),
     Family("K3-like, near uniform", near_uniform, 896, 64, 0),
     Family("K3-like, near uniform", near_uniform, 896, 64, 1),

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from eplb_runtime import planner
+from eplb_runtime.balancer import planner_process
 from eplb_runtime.cli import main
-from eplb_runtime.load.series import RecordedJob, SeriesWriter
+from eplb_runtime.load.series import RecordedJob
+from eplb_runtime.observe.recording import Recorder
 from eplb_runtime.tools.formats.loads import write_load
+from eplb_runtime.utils import jit
 
 CLUSTER = ["--ranks", "4", "--ranks-per-node", "2", "--slots-per-rank", "3"]
 
@@ -54,8 +61,8 @@ def test_a_folder_says_what_is_not_given_and_a_file_does_not(
     load: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = RecordedJob(4, 2, ep_size=4, interval=2, expert_bytes=10**9, optimizer_bytes=2 * 10**9, takes_no_replicas=1)
-    writer = SeriesWriter(tmp_path / "run", 3, 8, job)
-    writer.append(np.load(load)["load"], 1)
+    writer = Recorder(tmp_path / "run", 3, 8, job)
+    writer.write(np.load(load)["load"], 1)
     writer.close()
     shown = []
     for given in ([], ["--ranks", "4", "--ranks-per-node", "2", "--slots-per-rank", "2", "--every", "2"]):
@@ -82,3 +89,26 @@ def test_the_seconds_of_a_plan_are_not_those_of_loading_compiled_code(
     monkeypatch.setattr(planner, "plan", lambda *args, **terms: made.append(own(*args, **terms)) or made[-1])
     assert main(["plan", load, *CLUSTER, "--json"]) == 0
     assert len(made) == 2 and json.loads(capsys.readouterr().out)["seconds"] == made[1].plan_seconds
+
+
+# -- ``eplb-runtime warmup`` says what it found and fails where nothing can be compiled
+
+
+def test_it_compiles_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    monkeypatch.setattr(jit, "_mark", lambda: tmp_path / "compiled")
+    compiles = Mock(**{"return_value.is_ready": lambda seconds: jit.note_compiled()})
+    monkeypatch.setattr(planner_process, "PlannerProcess", compiles)
+    assert main(["warmup"]) == 0
+    assert "compiled in" in capsys.readouterr().out
+    assert main(["warmup", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["compiled_before"] is True and compiles.call_count == 1
+
+
+def test_without_a_compiler_it_says_so_and_fails() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "eplb_runtime.cli", "warmup"],
+        env=os.environ | {"NUMBA_DISABLE_JIT": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 1 and "nothing was compiled" in ended.stdout

@@ -3,13 +3,17 @@ point, counts that break off. The table is the code's own; the rule that it repl
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
+import eplb_runtime
 from eplb_runtime.distributed.ballot import DECIDED, TABLE, Ballot, Heard, State, Verdict
+from eplb_runtime.distributed.points import Phase
 
 RANKS = 3
 Table = Mapping[tuple[State, Heard], tuple[State, bool]]
@@ -168,3 +172,28 @@ def test_a_ballot_takes_the_steps_of_the_table() -> None:
     voted.hear(Heard.COMMIT, Verdict(True))
     voted.hear(Heard.ABORT, no)
     assert voted.verdict == Verdict(True) and voted.state is State.COMMITTED
+
+
+# -- Points of the protocol: each that is named is reached somewhere, and none is reached that has no name
+
+
+PACKAGE = Path(eplb_runtime.__file__).parent
+PROBES = {"probe", "_probe", "_at_point"}
+
+
+def reached(source: str) -> Iterator[str]:
+    """Names of points at which a file calls a probe; what it passes instead, where that is no name."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in PROBES:
+            point = node.args[0]
+            named = isinstance(point, ast.Attribute) and ast.unparse(point.value) == "Phase"
+            yield point.attr if named else ast.unparse(point)
+
+
+def test_each_point_has_a_name_and_each_name_a_point() -> None:
+    files = list(PACKAGE.rglob("*.py"))
+    found = {name for path in files for name in reached(path.read_text())}
+    assert found - {"phase"} == set(Phase.__members__), (
+        "name the point in eplb_runtime/distributed/points.py, and reach each"
+    )
+    assert list(reached('self._probe(Phase.NEW, 1); probe("other", 2)')) == ["NEW", "'other'"]

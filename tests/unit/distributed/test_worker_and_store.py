@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -10,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from eplb_runtime.distributed import consensus
+from eplb_runtime.distributed import consensus, private_groups
+from eplb_runtime.distributed.ranks import Job
 from eplb_runtime.distributed.store import JobStore, StoreError, name_of_job
 from eplb_runtime.utils.worker import Worker
 
@@ -98,3 +102,92 @@ def test_a_meeting_over_a_silent_store_ends_and_a_slow_store_is_waited_for(
         consensus.barrier([0], what, 0.01, patient=patient)
     threading.Timer(0.2, stuck.release.set).start()
     consensus.barrier([0], what, 0.01, patient=patient)  # what timed out may have been counted: it meets all the same
+
+
+# -- Who has which rows of experts, from what the ranks of a job said
+
+
+def job(divided_rows: int) -> Job:
+    """Two stages of eight ranks, EP 2."""
+    sets = tuple((first, first + 1) for first in range(0, 16, 2))
+    return Job(tuple(range(16)), 5, sets, ((0,),) * 4 + ((1,),) * 4, (1, 1), 1, divided_rows)
+
+
+def test_rows_that_are_not_divided_are_those_of_the_ep_groups() -> None:
+    assert job(0).row_sets == list(job(0).ep_sets)
+    assert (job(0).row_ranks, job(0).row_rank, job(0).row_division) == ((4, 5), 1, 1)
+
+
+def test_divided_rows_lie_on_all_ranks_of_a_stage() -> None:
+    assert job(4).part_sets[0] == (0, 2, 4, 6) and all(len(twins) == 1 for twins in job(4).twin_sets)
+    assert job(4).row_sets == [(0, 2, 4, 6, 1, 3, 5, 7), (8, 10, 12, 14, 9, 11, 13, 15)]
+    assert (job(4).row_rank, job(4).row_division) == (6, 4)
+
+
+def test_replicas_of_the_model_have_them_once_each() -> None:
+    assert job(2).row_sets == [(0, 2, 1, 3), (4, 6, 5, 7), (8, 10, 9, 11), (12, 14, 13, 15)]
+    assert (job(2).row_rank, job(2).row_division) == (2, 2)
+    assert job(2).part_sets[:2] == [(0, 2), (4, 6)] and job(2).twin_sets[:2] == [(0, 4), (2, 6)]
+    assert job(1).row_sets == list(job(1).ep_sets)
+    assert job(0).part_sets[0] == (0, 2, 4, 6) and all(len(twins) == 1 for twins in job(0).twin_sets)
+
+
+def test_divided_state_travels_among_all_ranks_of_a_stage() -> None:
+    plain, divided = job(0), replace(job(0), divided_state=True)
+    assert plain.migration_sets == plain.row_sets and plain.migration_rank == plain.row_rank
+    assert divided.row_sets == plain.row_sets and divided.state_holders == 4 and plain.state_holders == 1
+    assert divided.migration_sets == [(0, 2, 4, 6, 1, 3, 5, 7), (8, 10, 12, 14, 9, 11, 13, 15)]
+    assert divided.migration_rank == divided.ep_rank * 4 + divided.edp_ranks.index(divided.rank) == 6
+
+
+# -- Process groups that torch has not made, and its functions know
+
+
+WORLD = dist.distributed_c10d._world
+
+
+@pytest.fixture
+def store() -> Iterator[dist.Store]:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield store
+    dist.destroy_process_group()
+
+
+def reduced(store: dist.Store) -> dist.ProcessGroup:
+    group = private_groups.make(store, "a name", [0], 0, "gloo", timedelta(seconds=10), "a test's")
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    assert total.item() == 1
+    return group
+
+
+def test_a_group_is_listed_with_its_name_and_not_counted(store: dist.Store) -> None:
+    named = len(WORLD.pg_names)
+    group = reduced(store)
+    assert "a name" in [one["pg_name"] for one in WORLD.pg_config_info]
+    assert len(WORLD.pg_names) == named
+    private_groups.forget(group)
+    assert "a name" not in [one["pg_name"] for one in WORLD.pg_config_info]
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_nccl_groups_are_made_with_a_watchdog_that_ends_nothing(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    name, seen = "TORCH_NCCL_BLOCKING_WAIT", []
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+
+    class Nccl:
+        Options = SimpleNamespace
+
+        def __init__(self, *arguments: object) -> None:
+            seen.append(os.environ.get(name))
+            raise RuntimeError("there is no NCCL here")
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    with pytest.raises(RuntimeError, match="no NCCL here"):
+        private_groups.make(store, "a name", [0], 0, "nccl", timedelta(seconds=9), "a test's")
+    assert seen == ["1"] and os.environ.get(name) == before

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
-from eplb_runtime.load.expert_clock import ASSUMED_SHARE, ExpertClock, ExpertShare, ExpertTime, SampledStep, median_time
+from eplb_runtime.load.clock import StepClock
+from eplb_runtime.load.expert_clock import ASSUMED_SHARE, ExpertClock, ExpertShare, SampledStep, median_time
 
 
 class FakeClock(ExpertClock):
@@ -40,7 +42,7 @@ def test_a_step_adds_up_forwards_and_backwards() -> None:
     clock.backward_ends(metadata)
     clock.end_step()
     (step,) = clock.take()
-    assert step.time() == ExpertTime(step_seconds=10.0, expert_seconds=5.0)
+    assert step.time() == (10.0, 5.0)
     assert clock.take() == (), "taken once"
 
 
@@ -56,13 +58,13 @@ def test_a_backward_pass_that_does_not_end_is_left_out() -> None:
         if ends:
             clock.backward_ends(metadata)
         clock.end_step()
-    assert [step.time().expert_seconds for step in clock.take()] == [2.0, 6.0]  # type: ignore[union-attr]
+    assert [step.time()[1] for step in clock.take()] == [2.0, 6.0]  # type: ignore[index]
 
 
 def test_an_odd_step_does_not_count() -> None:
     """A checkpoint was written in the last one; and the sum of all would be another share."""
     steps = [step_of(4.0, 10.0), step_of(3.0, 10.0), step_of(4.0, 100.0)]
-    assert median_time(steps) == ExpertTime(10.0, 3.0)
+    assert median_time(steps) == (10.0, 3.0)
     assert median_time([]) is None and median_time([step_of(0.0, 0.0)]) is None
 
 
@@ -89,7 +91,7 @@ def test_a_step_that_the_device_has_not_reached_is_not_read() -> None:
     def step(end: Any, *span: Any) -> SampledStep:
         return SampledStep(begin, end, [span])  # type: ignore[arg-type, list-item]
 
-    assert step(end, Event(1.0), Event(4.0)).time() == ExpertTime(6.0, 3.0)
+    assert step(end, Event(1.0), Event(4.0)).time() == (6.0, 3.0)
     assert step(late, Event(1.0), Event(4.0)).time() is None
     assert step(end, Event(1.0), late).time() is None and median_time([step(end, Event(1.0), late)]) is None
 
@@ -117,3 +119,46 @@ def test_a_share_of_before_a_rebalance_is_brought_to_the_imbalance_of_now() -> N
     assert share.even(2.0) == pytest.approx(2.0 / 6.0) and share.even(4.0) == pytest.approx(0.2)
     assert ExpertShare(0.8, "given").measured_at(4.0).even(2.0) == pytest.approx(0.4), "a given one is that of now"
     assert share.updated(3.0, 6.0).at == 0.0, "a new measurement has another imbalance"
+
+
+# -- How long a step takes, where rollouts lie between steps and where not
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, in its only entry."""
+    clock = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    return clock
+
+
+def two_rounds(now: list[float], begins: bool) -> list[float]:
+    """A rollout of 50 s and a pause of 7 s lie before each step of 2 s with two micro-batches."""
+    clock, seconds = StepClock(0.0), []
+    for _ in range(3):
+        now[0] += 50.0
+        clock.exclude(7.0)
+        now[0] += 7.0
+        for _ in range(2):
+            if begins:
+                clock.begin()
+            now[0] += 1.0
+        clock.tick()
+        seconds.append(clock.step_seconds)
+    return seconds
+
+
+def test_a_step_begins_with_its_first_forward_where_rollouts_lie_between_steps(now: list[float]) -> None:
+    assert two_rounds(now, begins=True) == pytest.approx([0.0, 2.0, 2.0])
+    assert two_rounds(now, begins=False) == pytest.approx([0.0, 52.0, 52.0]), "control"
+
+
+def test_pauses_inside_a_step_that_has_begun_are_left_out(now: list[float]) -> None:
+    clock = StepClock(0.0)
+    clock.tick()
+    now[0] += 9.0
+    clock.begin()
+    now[0] += 3.0
+    clock.exclude(1.0)
+    clock.tick()
+    assert clock.step_seconds == pytest.approx(2.0)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eplb_runtime.migration.cycles import cut_into_permutations, cut_into_short_cycles
-from eplb_runtime.migration.schedule import TransferSchedule, make_schedule
+from eplb_runtime.migration.exchange import chains_of
+from eplb_runtime.migration.overlapped import Overlapped
+from eplb_runtime.migration.pacing import Pace, next_batch
+from eplb_runtime.migration.records import DIRECT_BYTES, packed_bytes, segments_of
+from eplb_runtime.migration.schedule import Round, TransferSchedule, make_schedule
+from eplb_runtime.moe.experts.record import Record, RecordFormat
+from eplb_runtime.moe.experts.registry import ExpertTensor
 from eplb_runtime.placement import EMPTY, Placement
 
 
@@ -180,3 +191,179 @@ def test_cycles_visit_a_rank_at_most_once(cut: object, seed: int, ranks: int, ho
             visited.add(rank)
             rank = following[rank]
         assert len(visited) == own.sum(), "two cycles under one number"
+
+
+# -- As many rounds as can be there in time travel beside a step, by brute force over all subsets
+
+
+MIB = 1 << 20
+
+
+def round_of(number: int, layer: int) -> Round:
+    return Round(number, np.zeros((0, 4), dtype=np.int64), (layer,), (layer,))
+
+
+def most_in_time(jobs: list[tuple[int, int]]) -> int:
+    """The largest number of ``(microseconds, deadline)`` that are all in time, one after another."""
+    for count in range(len(jobs), 0, -1):
+        for chosen in combinations(jobs, count):
+            by_deadline = sorted(chosen, key=lambda job: job[1])
+            if all(end <= job[1] for end, job in zip(np.cumsum([j[0] for j in by_deadline]), by_deadline, strict=True)):
+                return count
+    return 0
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=7))
+def test_the_largest_number_that_comes_in_time_travels(jobs: list[tuple[int, int]]) -> None:
+    rounds = {layer: [round_of(layer, layer)] for layer in range(len(jobs))}
+    nbytes = {layer: size * MIB for layer, (size, _) in enumerate(jobs)}
+    pace = Pace(tuple(deadline for _, deadline in jobs), us_per_mib=1)
+    batch = next_batch(rounds, nbytes, {}, pace, in_flight_bytes=1000 * MIB)
+    most = most_in_time(jobs)
+    assert batch.waited_for == (most == 0)
+    assert len(batch.rounds) == max(most, 1)
+    if most:
+        end = 0
+        for round_ in batch.rounds:
+            end += jobs[round_.number][0]
+            assert end <= jobs[round_.number][1], "in the order in which they travel, each is in time"
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(9, 20))
+def test_no_more_bytes_than_a_rank_may_receive_in_a_step(sizes: list[int], most: int) -> None:
+    rounds = {layer: [round_of(layer, layer)] for layer in range(len(sizes))}
+    nbytes = {layer: size * MIB for layer, size in enumerate(sizes)}
+    batch = next_batch(rounds, nbytes, {}, Pace((1 << 30,) * len(sizes), 1), in_flight_bytes=most * MIB)
+    assert sum(nbytes[round_.number] for round_ in batch.rounds) <= most * MIB
+    assert not batch.waited_for
+
+
+def test_a_layer_of_several_rounds_sends_one_after_another() -> None:
+    batch = next_batch({0: [round_of(3, 0), round_of(4, 0)]}, {3: MIB, 4: MIB}, {}, Pace((100,), 1), 100 * MIB)
+    assert [round_.number for round_ in batch.rounds] == [3]
+
+
+def test_what_was_late_twice_is_waited_for_when_nothing_else_is_left() -> None:
+    rounds = {0: [round_of(0, 0)], 1: [round_of(1, 1)]}
+    nbytes, pace = {0: MIB, 1: MIB}, Pace((100, 200), 1)
+    first = next_batch(rounds, nbytes, {1: 2}, pace, 100 * MIB)
+    assert [round_.number for round_ in first.rounds] == [0] and not first.waited_for
+    last = next_batch({1: rounds[1]}, nbytes, {1: 2}, pace, 100 * MIB)
+    assert [round_.number for round_ in last.rounds] == [1] and last.waited_for
+
+
+def test_after_some_came_too_late_less_travels_at_once() -> None:
+    pace = Pace((0, 50, 60, 70), us_per_mib=10)
+    sizes = dict.fromkeys(range(4), 2 * MIB)
+    rounds = {layer: [round_of(layer, layer)] for layer in range(4)}
+    batch = next_batch(rounds, sizes, {}, pace, 1 << 40)
+    assert [round_.layers for round_ in batch.rounds] == [(1,), (2,), (3,)]
+    batch = next_batch(rounds, sizes, {}, pace.slower(), 1 << 40)
+    assert pace.slower().us_per_mib == 20 and len(batch.rounds) == 1 and not batch.waited_for
+
+
+# -- The thread that carries experts beside training has one stream of a GPU for good, after what training has queued
+
+
+def test_every_migration_works_on_one_stream_after_what_was_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch hands out 32 in turn: with one for each migration a later one would be the model's own."""
+    made: list[Any] = []
+    taken: list[Any] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.waits: list[str] = []
+            made.append(self)
+
+        def wait_event(self, event: Any) -> None:
+            self.waits.append(event.of)
+
+    class Event:
+        of = ""
+
+        def record(self, stream: str) -> None:
+            self.of = stream
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "training's")
+    monkeypatch.setattr(torch.cuda, "set_stream", taken.append)
+    driver: Any = SimpleNamespace(_device=torch.device("cuda", 0), _stream=None)
+    for _ in range(40):
+        Overlapped._after_what_is_queued(driver)()
+    assert len(made) == 1 and taken == made * 40
+    assert made[0].waits == ["training's"] * 40
+
+
+# -- Moves within a rank overwrite nothing before it is read; messages of a record hold every byte of it once
+
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def moves_within(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
+    """Slots of a rank, and moves between them that are part of a permutation: what is not moved on has left."""
+    slots = draw(st.integers(1, 8))
+    after = draw(st.permutations(range(slots)))
+    moved = [(source, to) for source, to in enumerate(after) if source != to]
+    stay_away = draw(st.sets(st.sampled_from([source for source, _ in moved]))) if moved else set()
+    return slots, draw(st.permutations([move for move in moved if move[0] not in stay_away]))
+
+
+@given(moves_within())
+def test_chains_bring_every_slot_where_it_goes(example: tuple[int, list[tuple[int, int]]]) -> None:
+    slots, moves = example
+    rows, expected = list(range(slots)), list(range(slots))
+    for source, to in moves:
+        expected[to] = source
+    chains = chains_of(moves)
+    assert sorted(move for chain in chains for move in chain) == sorted(moves)
+    for chain in chains:
+        end = chain[0][1]
+        ring = chain[-1][0] == end
+        aside = rows[end]
+        for source, to in chain:
+            rows[to] = aside if ring and source == end else rows[source]
+    written = {to for _, to in moves}
+    assert [rows[slot] for slot in written] == [expected[slot] for slot in written]
+
+
+def record_of(*tensors: ExpertTensor) -> Record:
+    return RecordFormat(tensors).row(1)
+
+
+LARGE = DIRECT_BYTES // 4
+
+
+@pytest.mark.parametrize(
+    ("widths", "direct"),
+    [
+        ((3, 5), [False]),
+        ((LARGE, LARGE), [True, True]),
+        ((3, LARGE, 5, 7, LARGE), [False, True, False, True]),
+        ((LARGE, 1), [True, False]),
+    ],
+)
+def test_large_rows_are_sent_from_their_place_and_small_ones_together(
+    widths: tuple[int, ...], direct: list[bool]
+) -> None:
+    record = record_of(*(ExpertTensor(f"t{i}", torch.zeros(2, width), "buffer") for i, width in enumerate(widths)))
+    runs = segments_of(record, CPU)
+    assert [run.direct for run in runs] == direct
+    covered = torch.zeros(record.nbytes, dtype=torch.int64)
+    for run in runs:
+        covered[run.first : run.end] += 1
+    for shard in record.shards:
+        assert (covered[shard.offset : shard.end] == 1).all()
+    assert packed_bytes(runs) == sum(run.end - run.first for run in runs if not run.direct)
+    assert [run.direct for run in segments_of(record, torch.device("meta"))] == [False], "rows of another device"
+
+
+def test_rows_that_may_be_elsewhere_on_other_ranks_are_packed_everywhere() -> None:
+    rows = tuple(torch.zeros(DIRECT_BYTES, dtype=torch.uint8) for _ in range(2))
+    for varies in (False, True):
+        (run,) = segments_of(
+            record_of(ExpertTensor("w/exp_avg", rows, "optimizer_state", varies_in_device=varies)), CPU
+        )
+        assert run.direct != varies

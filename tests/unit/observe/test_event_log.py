@@ -15,14 +15,14 @@ from observed import job, records, start, troubles
 
 from eplb_runtime.events import EventLog
 from eplb_runtime.observe import start as observer_module
-from eplb_runtime.observe.events_file import NAME, EventWriter, holds_events, read_events, to_json
+from eplb_runtime.observe.events_file import NAME, LineFile, holds_events, read_events, to_json
 from eplb_runtime.observe.records import Record
 from eplb_runtime.observe.start import Observer
 from eplb_runtime.utils.files import FileError
 
 
-def written(run: Path, *found: Record) -> EventWriter:
-    writer = EventWriter(run, job())
+def written(run: Path, *found: Record) -> LineFile:
+    writer = LineFile(run / NAME, job())
     for record in found:
         writer.write(record)
     return writer

@@ -165,7 +165,7 @@ def test_prometheus_reads_back_what_stands() -> None:
 
     assert client is not None
     of = state()
-    text, content_type = metrics.exposition(lambda: metrics_of(of, PROGRESS, 5000.0))
+    text, content_type = metrics.exposition(metrics_of(of, PROGRESS, 5000.0))
     assert content_type.startswith("text/plain")
     read = {
         f"{sample.name.removesuffix('_total')}{sorted(sample.labels.items())}": sample.value

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from eplb_runtime.cli import main
-from eplb_runtime.load.series import SeriesWriter, read_series
+from eplb_runtime.load.series import read_series
+from eplb_runtime.observe.recording import Recorder
 from eplb_runtime.planner import CostModel, PlanError, plan
 from eplb_runtime.topology import Topology
 from eplb_runtime.utils.files import FileError
@@ -117,8 +118,8 @@ def test_a_window_is_of_whole_steps(tmp_path: Path, steps: Any) -> None:
 
 
 def record(folder: Path, load: np.ndarray) -> None:
-    series = SeriesWriter(folder, load.shape[1], load.shape[2])
-    series.append(load, 5)
+    series = Recorder(folder, load.shape[1], load.shape[2])
+    series.write(load, 5)
     series.close()
 
 

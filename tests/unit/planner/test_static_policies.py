@@ -12,10 +12,9 @@ from scipy.optimize import LinearConstraint, milp
 
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
-from eplb_runtime.planner.evaluate import predicted_imbalance
+from eplb_runtime.planner.evaluate import lower_bound, predicted_imbalance
 from eplb_runtime.planner.policies.deepseek import balance as deepseek
 from eplb_runtime.planner.policies.free import balance as free
-from eplb_runtime.planner.search.bounds import lower_bound
 from eplb_runtime.topology import Topology
 
 

@@ -12,8 +12,9 @@ from observed import EXPERTS, INTERVAL, LAYERS, RANKS, STEP_SECONDS, TOPOLOGY, r
 from observed import job as job_record
 
 from eplb_runtime.cli import main
-from eplb_runtime.load.series import RecordedJob, SeriesWriter
-from eplb_runtime.observe.events_file import EventWriter
+from eplb_runtime.load.series import RecordedJob
+from eplb_runtime.observe.events_file import NAME, LineFile
+from eplb_runtime.observe.recording import Recorder
 from eplb_runtime.observe.run_folder import JobRecord
 from eplb_runtime.tools import assess as room
 from eplb_runtime.tools.assess import Assessment, assess
@@ -180,10 +181,10 @@ def test_a_record_that_cannot_say_says_what_would_help(
 
 
 def test_a_folder_says_what_was_recorded_of_its_job(tmp_path: Path) -> None:
-    writer = SeriesWriter(tmp_path, 2, 8, replace(JOB, step_seconds=0.0, optimizer_bytes=0))
+    writer = Recorder(tmp_path, 2, 8, replace(JOB, step_seconds=0.0, optimizer_bytes=0))
     for seconds in (9.0, 0.5, 0.4):
         measured = RecordedJob(step_seconds=seconds, optimizer_bytes=JOB.optimizer_bytes)
-        writer.append(skewed(8).astype(np.int64), 2, measured)
+        writer.write(skewed(8).astype(np.int64), 2, measured)
     writer.close()
     found = read_record(tmp_path)
     assert found.job == JOB and found.steps_per_window == 2
@@ -193,10 +194,10 @@ def test_windows_of_other_numbers_of_steps_are_left_out_and_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As a job without an interval writes them."""
-    writer = SeriesWriter(tmp_path, 2, 8, JOB)
+    writer = Recorder(tmp_path, 2, 8, JOB)
     load = skewed(40).astype(np.int64)
-    writer.append(load[:30], 4)
-    writer.append(load[30:], 7)
+    writer.write(load[:30], 4)
+    writer.write(load[30:], 7)
     writer.close()
     found = read_record(tmp_path)
     assert (len(found.alike().load), found.steps_per_window) == (30, 4)
@@ -207,12 +208,12 @@ def test_windows_of_other_numbers_of_steps_are_left_out_and_counted(
 
 def test_a_balanced_run_says_its_links_and_the_imbalance_that_its_steps_were_measured_with(tmp_path: Path) -> None:
     """With experts in logical order its steps would take longer."""
-    writer = SeriesWriter(tmp_path, LAYERS, EXPERTS, replace(JOB, ranks=RANKS, interval=INTERVAL, step_seconds=0.0))
+    writer = Recorder(tmp_path, LAYERS, EXPERTS, replace(JOB, ranks=RANKS, interval=INTERVAL, step_seconds=0.0))
     load = np.full((30, LAYERS, EXPERTS), 100)
     load[:, :, : EXPERTS // RANKS] = 500
-    writer.append(load, 1)
+    writer.write(load, 1)
     writer.close()
-    events = EventWriter(tmp_path, job_record())
+    events = LineFile(tmp_path / NAME, job_record())
     for record in records(with_troubles=False)[1:]:
         events.write(record)
     events.close()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
+from host_waits import HostWaitsError, no_waits
+from torch import Tensor
 
 from eplb_runtime.moe.dispatch import permute
 from eplb_runtime.moe.dispatch.permute import RowMemory
@@ -124,3 +128,92 @@ def test_a_token_is_sent_once_to_each_rank_that_it_visits(tokens: int) -> None:
     for token in range(tokens):
         for rank in (slots[token] // 2).tolist():
             assert sent[begin[rank] + within[token, rank]] == token
+
+
+# -- Buffers are used again when nobody holds them, and never before
+
+
+WIDTH = 512
+EXAMPLE = torch.empty(0, WIDTH)
+
+
+def test_a_buffer_that_nobody_holds_is_used_again() -> None:
+    memory = RowMemory()
+    first = memory.like(EXAMPLE, 1000)
+    address = first.data_ptr()
+    del first
+    assert memory.like(EXAMPLE, 990).data_ptr() == address
+
+
+def test_a_view_keeps_its_buffer() -> None:
+    memory = RowMemory()
+    view = memory.like(EXAMPLE, 1000)[5:7]
+    view.fill_(1.0)
+    memory.like(EXAMPLE, 1000).fill_(2.0)
+    assert (view == 1.0).all()
+
+
+def test_a_graph_keeps_its_buffer_until_its_backward() -> None:
+    memory = RowMemory()
+    weight = torch.ones(WIDTH, requires_grad=True)
+    rows = memory.like(EXAMPLE, 1000).fill_(3.0)
+    address = rows.data_ptr()
+    total = (rows * weight).sum()
+    del rows
+    other = memory.like(EXAMPLE, 1000).fill_(0.0)
+    assert other.data_ptr() != address
+    total.backward()
+    assert (weight.grad == 3000.0).all()
+    assert memory.like(EXAMPLE, 1000).data_ptr() == address
+
+
+def test_what_is_computed_in_place_on_a_buffer_is_not_a_view_for_autograd() -> None:
+    class Rows(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, source: torch.Tensor) -> torch.Tensor:
+            return memory.like(source, len(source)).copy_(source)
+
+        @staticmethod
+        def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+            return grad
+
+    memory = RowMemory()
+    source = torch.ones(1000, WIDTH, requires_grad=True)
+    Rows.apply(source).mul_(2.0).sum().backward()
+    assert (source.grad == 2.0).all()
+
+
+# -- `host_waits` notices what reads values on the host, and lets pass what does not
+
+
+WAITS: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda x: x[0].item(),
+    "if": lambda x: 1 if x.any() else 0,
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "equal": lambda x: torch.equal(x, x),
+    "nonzero": lambda x: x.nonzero(),
+    "boolean index": lambda x: x[x > 0],
+    "repeat_interleave": lambda x: x.repeat_interleave(x),
+    "bincount": lambda x: x.bincount(),
+    "slice by a value": lambda x: x[: x[1]],
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_what_reads_values_is_refused(name: str) -> None:
+    x = torch.tensor([0, 1, 2, 3])
+    WAITS[name](x)
+    with pytest.raises(HostWaitsError), no_waits():
+        WAITS[name](x)
+
+
+def test_what_waits_for_nothing_passes() -> None:
+    x = torch.tensor([2, 0, 1])
+    with no_waits():
+        order = x.argsort(stable=True)
+        x.cumsum(0).index_select(0, order).scatter_add_(0, order, x)
+        torch.where(x > 0, x[order], 0).clamp_(max=1).masked_fill_(x > 0, 2)
+        torch.repeat_interleave(x, x, output_size=3)
+        torch.searchsorted(x, x)
+        x[order] = x.clone()

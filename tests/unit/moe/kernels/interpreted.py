@@ -1,6 +1,6 @@
 """Kernels give what their references in torch and numba give.
 
-`test_kernels_interpreted.py` runs this in Triton's interpreter.
+`test_kernels.py` runs this in Triton's interpreter.
 """
 
 from __future__ import annotations

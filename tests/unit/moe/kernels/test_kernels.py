@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import util
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+
+from eplb_runtime.moe.kernel_selection import CheckedKernel
+from eplb_runtime.moe.routing.kernels import torch_count_and_map
+from eplb_runtime.moe.routing.splitter import count_choices
 
 HERE = Path(__file__).parent
 MODULES = ("moe.dispatch.kernels", "moe.routing.kernels")
@@ -31,3 +40,52 @@ for name in {MODULES}:
 """
     done = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+# -- A kernel whose first batch is not that of plain torch is not used
+
+
+IDS, TABLE = torch.tensor([[0, 2], [1, 2]]), torch.tensor([5, 6, 7])
+
+
+def with_an_error(ids: Tensor, table: Tensor, counts: Tensor, real: Tensor | None) -> Tensor:
+    slots = torch_count_and_map(ids, table, counts, real)
+    counts[0] += 1
+    return slots
+
+
+def fails(*_: Any) -> Tensor:
+    raise RuntimeError("no registers\nare left")
+
+
+@pytest.mark.parametrize(("kernel", "said"), [(with_an_error, "it gives something else"), (fails, "no registers")])
+def test_a_kernel_that_fails_or_writes_something_else_is_replaced_and_named_once(
+    kernel: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    look_up, counts = CheckedKernel("counting", kernel, torch_count_and_map), torch.zeros(3, dtype=torch.int64)
+    with caplog.at_level(logging.WARNING, "eplb_runtime"):
+        for batch in (1, 2):
+            assert torch.equal(look_up(IDS, TABLE, counts, None), TABLE[IDS])
+            assert counts.tolist() == [batch, batch, 2 * batch], "as torch counts, and once a batch"
+    assert [record.getMessage() for record in caplog.records] == [f"kernel for counting: {said}; plain torch is used"]
+
+
+def test_a_kernel_is_used_once_a_batch_with_rows_was_the_same() -> None:
+    calls: list[int] = []
+
+    def kernel(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+        calls.append(len(ids))
+        counts = count_choices(ids, experts)[0]
+        return (counts if len(calls) < 4 else counts + 1), torch.ones(1)  # and what plain torch does not give
+
+    count = CheckedKernel("counting", kernel, count_choices)
+    assert count(IDS[:0], 0)[0].shape == (0,)
+    assert count(IDS, 3)[0].tolist() == count(IDS, 3)[0].tolist() == [1, 1, 2]
+    assert count(IDS, 3)[0].tolist() == [2, 2, 3] and len(calls) == 4, "it is not compared again"
+
+
+# -- Kernels in Triton's interpreter
+
+
+def test_kernels_give_what_their_references_give(interpreted: Callable[..., None]) -> None:
+    interpreted("interpreted.py", "interpreted_moves.py")

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from ..placement import Placement
 from .cost import HYSTERESIS, MOVE_LAYER, CostModel
-from .evaluate import moves_between, predicted_imbalance
-from .search.bounds import lower_bound
+from .evaluate import lower_bound, moves_between, predicted_imbalance
 from .traffic import crossing_share
 from .types import Plan, PlanRequest
 

@@ -1,7 +1,9 @@
-"""What a question to the planner must look like: what does not fit is refused in one line that says how to mend it."""
+"""``plan``: checks the question, asks a policy, weighs the answer. What does not fit is refused in one line that says
+how to mend it."""
 
 from __future__ import annotations
 
+import time
 from numbers import Integral, Real
 
 import numpy as np
@@ -11,8 +13,10 @@ from ..load.checks import MOST_TOKENS, checked_load
 from ..placement import Placement
 from ..topology import Topology
 from .cost import CostModel
+from .forecast import coarsen
+from .gate import weigh
 from .policies import LAYOUTS, POLICIES
-from .types import PlanError, PlanRequest
+from .types import Gate, Plan, PlanError, PlanRequest
 
 GATES = ("payoff", "always", "off")
 KNOWS_SPEEDS = ("incremental", "static")
@@ -20,17 +24,99 @@ MOST_SLOTS = 2**26
 """Slots over all layers that are planned for; 100 layers on 1,024 ranks of 64 slots are a tenth of it."""
 
 
-def checked_declaration(declared: ArrayLike, windows: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the load to come as float64 ``[T, L, E]``, of the layers and experts of those measured."""
-    known = checked_load(declared, "declared load", PlanError)
-    if known.shape[1:] != windows.shape[1:]:
+def plan(
+    load: ArrayLike,
+    topology: Topology,
+    *,
+    slots_per_rank: int,
+    current: Placement | None = None,
+    policy: str = "incremental",
+    layout: str | None = None,
+    groups: int = 1,
+    max_moves: int | None = None,
+    max_bytes: int | None = None,
+    cost: CostModel | None = None,
+    gate: Gate = "always",
+    declared: ArrayLike | None = None,
+    rank_speed: ArrayLike | None = None,
+    sources: ArrayLike | None = None,
+    trust: float = 1.0,
+) -> Plan:
+    """Plan a placement of experts for a measured load.
+
+    Args:
+        load: tokens per logical expert, ``[L, E]``: a load that is known; or ``[T, L, E]``: T successive windows of one
+            that goes on, oldest first. A plan for one, ``[1, L, E]``, leaves room for how far the next may stray.
+        topology: ranks and nodes of the EP group.
+        slots_per_rank: S; in the home layout E/R homes and the rest replica slots.
+        current: the placement that stands now; None: nothing stands yet, every slot is a move.
+        policy: a name in ``POLICIES``.
+        layout: ``"home"`` or ``"free"``; None: the policy's own.
+        groups: expert groups of group-limited routing, for the policies that know them.
+        max_moves: at most so many slots, over all layers, whose rank did not hold that expert; None: no limit. For a
+            plan from ``current``.
+        max_bytes: the same in bytes (needs ``cost``); None: no limit.
+        cost: bytes and seconds (`CostModel`); needed by the ``"payoff"`` gate, and for the plan to know its bytes.
+        gate: ``"payoff"``: rebalance when predicted seconds saved exceed predicted seconds spent, in the layers that
+            together leave most seconds. ``"always"``: whenever the imbalance falls.
+            ``"off"``: take what the policy says.
+        declared: the load to come where it is known, ``[L, E]`` or ``[T, L, E]``, in place of a forecast (for example
+            replayed routing in reinforcement learning).
+        rank_speed: float ``[R]``, how fast each rank is beside the others: a slow one gets fewer tokens, and imbalance
+            is the slowest rank's time over that of all ranks at their speeds. For ``incremental``; None: all alike.
+        sources: tokens by the node that they come from, ``[N, L, E]``; only the proportions in which an expert's tokens
+            come from the nodes matter. None: from all alike. They count where crossing nodes has a cost
+            (``cost=CostModel(crossing_seconds=...)``), for ``incremental``.
+        trust: share of a plan's gain that is believed, in [0, 1]: as much as came true of earlier ones
+            (`track_record.TrackRecord` measures it). Below 1 it needs ``cost``: it weighs seconds saved.
+
+    Returns:
+        The plan; a ``"stay"`` plan has no moves and the current placement.
+
+    Raises:
+        PlanError: the input is not usable; one line that says what is wrong and how to mend it.
+
+    Example:
+        >>> from eplb_runtime import Placement, Topology
+        >>> load = [[90, 80, 20, 10, 30, 40, 60, 70]]  # one layer of eight experts; two on each of four ranks
+        >>> made = plan(load, Topology(4), slots_per_rank=2, current=Placement.initial(1, 8, 4))
+        >>> made.imbalance_before.round(3).tolist(), made.imbalance_after.round(3).tolist(), made.moved_homes
+        ([1.7], [1.0], 4)
+        >>> made.placement.home_rank.tolist()
+        [[0, 1, 1, 0, 3, 2, 2, 3]]
+    """
+    began = time.perf_counter()
+    _check_kinds(topology, cost, current)
+    windows = coarsen(checked_load(load, "load", PlanError))
+    _, layers, experts = windows.shape
+    known = None if declared is None else coarsen(checked_load(declared, "declared load", PlanError))
+    if known is not None and known.shape[1:] != windows.shape[1:]:
         raise PlanError(
             f"declared load has shape {known.shape[1:]}, the measured one {windows.shape[1:]}: give both alike"
         )
-    return known
+    request = PlanRequest(
+        load=windows,
+        topology=topology,
+        slots_per_rank=slots_per_rank,
+        current=current,
+        policy=policy,
+        layout=_checked_layout(policy, layout),
+        groups=groups,
+        max_moves=max_moves,
+        max_bytes=max_bytes,
+        cost=cost,
+        gate=gate,
+        declared=known,
+        speed_R=None if rank_speed is None else _checked_speed(rank_speed, topology.num_ranks),
+        source_share_LNE=None if sources is None else checked_sources(sources, layers, experts, topology),
+        trust=trust,
+        one_known=np.ndim(load) == 3 and len(windows) == 1 and declared is None,
+    )
+    _check(request)
+    return weigh(request, POLICIES[policy](request), began)
 
 
-def checked_speed(rank_speed: ArrayLike, ranks: int) -> NDArray[np.float64] | None:
+def _checked_speed(rank_speed: ArrayLike, ranks: int) -> NDArray[np.float64] | None:
     """Return float64 ``[R]``, the fastest rank 1; None: all alike."""
     try:
         array = np.asarray(rank_speed)
@@ -64,7 +150,7 @@ def checked_sources(sources: ArrayLike, layers: int, experts: int, topology: Top
     return np.ascontiguousarray(share.transpose(1, 0, 2))
 
 
-def checked_layout(policy: str, layout: str | None) -> str:
+def _checked_layout(policy: str, layout: str | None) -> str:
     """Return the layout that is asked for, or the policy's own."""
     if not isinstance(policy, str):
         raise PlanError(f"policy is a {type(policy).__name__}: choose one of: {', '.join(POLICIES)}")
@@ -78,17 +164,16 @@ def checked_layout(policy: str, layout: str | None) -> str:
     return layout or known[0]
 
 
-def check_kinds(topology: object, cost: object, current: object) -> None:
+def _check_kinds(topology: object, cost: object, current: object) -> None:
     """Refuse what is no value of its class."""
-    if not isinstance(topology, Topology):
-        raise PlanError(f"topology is a {type(topology).__name__}: give a Topology(num_ranks, ranks_per_node)")
-    if cost is not None and not isinstance(cost, CostModel):
-        raise PlanError(f"cost is a {type(cost).__name__}: give a CostModel(home_bytes=..., ...)")
-    if current is not None and not isinstance(current, Placement):
-        raise PlanError(
-            f"current is a {type(current).__name__}: give a Placement, Placement.initial(...) for experts in logical "
-            "order, or None where nothing stands yet"
-        )
+    initial = "Placement, Placement.initial(...) for experts in logical order, or None where nothing stands yet"
+    for name, value, kinds, instead in (
+        ("topology", topology, Topology, "Topology(num_ranks, ranks_per_node)"),
+        ("cost", cost, CostModel | None, "CostModel(home_bytes=..., ...)"),
+        ("current", current, Placement | None, initial),
+    ):
+        if not isinstance(value, kinds):
+            raise PlanError(f"{name} is a {type(value).__name__}: give a {instead}")
 
 
 def check_whole_number(name: str, value: object) -> None:
@@ -97,7 +182,7 @@ def check_whole_number(name: str, value: object) -> None:
         raise PlanError(f"{name}={value!r}: give a whole number")
 
 
-def check(request: PlanRequest) -> None:
+def _check(request: PlanRequest) -> None:
     """Refuse sizes, limits and terms that do not fit together, before anything of that size is made."""
     _check_terms(request)
     for name in ("groups", "slots_per_rank", "max_moves", "max_bytes"):

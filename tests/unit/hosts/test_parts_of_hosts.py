@@ -1,0 +1,320 @@
+"""Expert work of a model that is only watched: the calls of its experts are marked, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from eplb_runtime.balancer.loop_state import LoopHooks, LoopState
+from eplb_runtime.hosts.attaching.checks import check_current
+from eplb_runtime.hosts.attaching.description import AttachError
+from eplb_runtime.hosts.attaching.expert_spans import mark_calls
+from eplb_runtime.hosts.attaching.optimizers import follow_forwards
+from eplb_runtime.hosts.attaching.unregistered import (
+    ALIKE,
+    OWN,
+    Candidate,
+    _name_of,
+    candidates,
+    memories,
+    named,
+    shared_memory,
+)
+from eplb_runtime.hosts.transformers.describe import _Padding
+from eplb_runtime.hosts.walks import Walk
+from eplb_runtime.load import aggregate
+from eplb_runtime.load.expert_clock import ExpertClock
+from eplb_runtime.moe.experts.registry import ExpertTensors
+
+
+class FakeClock(ExpertClock):
+    now = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+
+class Slow(torch.autograd.Function):
+    """Takes 1 s of the clock forward and 2 s backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clock: FakeClock, forward: float, backward: float) -> Tensor:
+        ctx.clock, ctx.seconds = clock, backward
+        clock.now += forward
+        return x * 1.5
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.clock.now += ctx.seconds
+        return gradient * 1.5, None, None, None
+
+
+class Experts(nn.Module):
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return Slow.apply(hidden_states, self.clock, 1.0, 2.0)
+
+
+class Block(nn.Module):
+    """Attention of 10 s and 20 s, and experts."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__()
+        self.clock, self.experts = clock, Experts(clock)
+        self.by_name = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Slow.apply(x, self.clock, 10.0, 20.0)
+        return x + (self.experts(hidden_states=x) if self.by_name else self.experts(x))
+
+
+def gradient(block: Block, checkpointing: bool = False) -> Tensor:
+    x = torch.arange(6.0).reshape(2, 3).requires_grad_()
+    out = checkpoint(block, x, use_reentrant=False) if checkpointing else block(x)
+    out.square().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("checkpointing, seconds", [(False, 3.0), (True, 4.0)])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_call_and_its_backward_pass_count_and_nothing_around_them(
+    checkpointing: bool, seconds: float, by_name: bool
+) -> None:
+    clock = FakeClock()
+    block = Block(clock)
+    block.by_name = by_name
+    undo = mark_calls(block.experts, "hidden_states", clock)
+    plain = gradient(block, checkpointing)
+    assert clock.take() == (), "off: nothing is recorded"
+    before = clock.now
+    clock.begin_step()
+    marked = gradient(block, checkpointing)
+    clock.end_step()
+    assert torch.equal(plain, marked)
+    (step,) = clock.take()
+    assert step.time() == (clock.now - before, seconds)
+    undo()
+    clock.begin_step()
+    gradient(block)
+    clock.end_step()
+    assert clock.take() == (), "undone"
+
+
+def test_evaluation_is_not_measured() -> None:
+    clock = FakeClock()
+    experts = Experts(clock).eval()
+    mark_calls(experts, "hidden_states", clock)
+    clock.begin_step()
+    experts(torch.ones(2))
+    clock.end_step()
+    assert clock.take() == ()
+
+
+# -- What `eplb-runtime verify` looks for at the end of a run: tensors that may be experts, and who holds them
+
+
+SHAPE = (2, 7, 13)
+
+
+class Average:
+    """Keeps something in a list."""
+
+    def __init__(self, kept: object) -> None:
+        self.shadow = [kept]
+
+
+def found(thing: Any) -> list[tuple[str, tuple[int, ...], str]]:
+    """What is found in a loop that keeps this."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(SHAPE))
+    registry = ExpertTensors(1, SHAPE[0], [])
+    registry.add(0, "weight", model.weight)
+    average = {"averages": [Average(thing)]}
+    assert average
+    shape = tuple(thing.shape)  # of other tests there may be things as long as there are experts
+    all_found, holders, _ = candidates([model], registry, memories([model], registry, []))
+    wanted = [place for place, (of, _) in enumerate(all_found) if of == shape]
+    return [(*named(all_found, holders, [place])[0], all_found[place][1]) for place in wanted]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: np.ones(SHAPE, np.int16),
+        lambda: np.ones(SHAPE, np.int8),
+        lambda: torch.ones(SHAPE, dtype=torch.int16),
+        lambda: torch.ones(SHAPE[1:], dtype=torch.bfloat16),
+    ],
+)
+def test_an_average_is_found_in_any_number_format_and_its_owner_is_named(make: Callable[[], Any]) -> None:
+    ((holder, _, content),) = found(make())
+    assert content.startswith(OWN) or (content.startswith(ALIKE) and make().ndim == 2)
+    assert holder == "an object of Average" or holder.startswith("variable ")
+
+
+def test_a_module_is_named_but_for_those_of_frameworks() -> None:
+    names = [_name_of(ModuleType(name), []) for name in ("averages", "numba.tables")]
+    assert names == ["module averages", ""]
+
+
+def test_a_snapshot_of_the_whole_model_before_attach_has_a_content_that_all_ranks_can_compare() -> None:
+    ((_, shape, content),) = found(torch.ones(4, *SHAPE[1:]))
+    assert shape == (4, *SHAPE[1:]) and content.startswith(ALIKE)
+
+
+def test_what_has_only_the_number_of_elements_is_told_from_an_average_by_its_bits() -> None:
+    (output,) = found(torch.arange(91.0))
+    (average,), (moved,) = found(torch.ones(91)), found(torch.zeros(91))
+    assert output[2] and average[2] and moved[2] != average[2]
+
+
+@pytest.mark.parametrize("make", [np.ones, torch.ones])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int8"])
+def test_what_is_spoiled_is_another_and_finite_and_zero_stays(make: Callable[..., Any], dtype: str) -> None:
+    kind = getattr(torch if make is torch.ones else np, dtype)
+    for times in (1, 0):
+        value = Candidate(times * make(SHAPE, dtype=kind))
+        before = value.content()
+        assert value.spoil([]) == (value.content() != before) == (times == 1)
+
+
+def test_what_is_a_files_is_never_written(tmp_path: Path) -> None:
+    held = np.memmap(tmp_path / "features", np.float32, "w+", shape=SHAPE)
+    held[:] = 1
+    for thing in (held, torch.from_numpy(held), np.frombuffer(held, np.float32)):
+        assert Candidate(thing).spoil(shared_memory()) and (held == 1).all()
+
+
+# -- A walk hands out copies of experts that are elsewhere, and notices what is written to them, however it is written
+
+
+def replaced(tensor: Tensor) -> None:
+    tensor.data = tensor.data + 1
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "in place": lambda tensor: tensor.add_(1),
+    "through data": lambda tensor: tensor.data.add_(1),
+    "replaced": replaced,
+}
+
+
+def walked(write: Callable[[Tensor], object], *, is_elsewhere: bool) -> list[str]:
+    """Names that a walk over two experts has handed out; ``write`` is called with each."""
+    walk = object.__new__(Walk)
+    walk._at_launch = lambda name, tensor: tensor.clone() if is_elsewhere else tensor  # type: ignore[method-assign]
+    seen = []
+    for name, tensor in walk.pairs([("first", torch.zeros(8, 100)), ("second", torch.zeros(8, 100))], str):
+        write(tensor)
+        seen.append(name)
+    return seen
+
+
+@pytest.mark.parametrize("way", WRITES)
+def test_what_is_written_to_a_copy_raises(way: str) -> None:
+    with pytest.raises(RuntimeError, match=r"^first was written to, and it is a copy of an expert"):
+        walked(WRITES[way], is_elsewhere=True)
+    assert walked(WRITES[way], is_elsewhere=False) == ["first", "second"], "the model's own may be written to"
+
+
+def test_what_is_read_does_not_raise() -> None:
+    assert walked(lambda tensor: tensor.sum(), is_elsewhere=True) == ["first", "second"]
+    with torch.inference_mode():
+        assert walked(lambda tensor: tensor.sum(), is_elsewhere=True) == ["first", "second"]
+
+
+# -- A process that works on another GPU than its model's: what that may not change, and what is refused
+
+
+def test_the_model_is_on_the_gpu_that_the_process_works_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    check_current(torch.device("cuda", 1))
+    check_current(torch.device("cpu"))
+    with pytest.raises(AttachError, match=r"on cuda:0, and this process works on GPU 1: .*set_device\(0\)") as error:
+        check_current(torch.device("cuda", 0))
+    assert "\n" not in str(error.value)
+
+
+def test_a_copy_to_the_host_ends_on_the_stream_that_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: an event that is recorded without a stream would be on the current GPU's."""
+    recorded: list[object] = []
+    event = SimpleNamespace(record=lambda stream=None: recorded.append(stream), synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: SimpleNamespace(copy_=lambda *source, **how: None))
+    on_gpu = SimpleNamespace(device=torch.device("cuda", 3), shape=torch.Size([2]), dtype=torch.int64)
+    aggregate.HostCopy(on_gpu).wait()  # type: ignore[arg-type]
+    assert recorded == ["stream of cuda:3"]
+
+
+# -- A model's forwards, as the balancer is told of them, and which of their tokens are real
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.padding = _Padding()
+        self.seen: Tensor | None = None
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, fails: bool = False) -> None:
+        self.seen = self.padding.real_tokens(input_ids.numel())
+        if fails:
+            raise ValueError("a layer fails")
+
+
+IDS, MASK = torch.zeros(2, 2, dtype=torch.int64), torch.tensor([[1, 0], [1, 1]])
+
+
+def test_a_forward_that_fails_has_ended_when_the_next_begins() -> None:
+    told: list[object] = []
+
+    class Told(LoopHooks):
+        def on_forward_begin(self, trains: bool) -> None:
+            told.append("begins")
+
+        def on_forward_end(self, layers: Collection[int]) -> None:
+            told.append(layers)
+
+    loop = LoopState(SimpleNamespace(optimizers=[]))  # type: ignore[arg-type]
+    loop.hooks.append(Told())
+    model = Model()
+    follow_forwards(model, loop, frozenset({1}))
+    model(IDS)
+    with pytest.raises(ValueError, match="a layer fails"):
+        model(IDS, fails=True)
+    model(IDS)
+    assert told == ["begins", {1}] * 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_mask_is_that_of_its_own_forward_and_of_nothing_after_it(fails: bool) -> None:
+    model = Model()
+    padding = model.padding
+    padding.watch(model, padding.see)
+    try:
+        model(IDS, attention_mask=MASK, fails=fails)
+    except ValueError:
+        assert fails
+    assert model.seen is not None and model.seen.tolist() == [True, False, True, True]
+    assert padding.real_tokens(4) is None, "a part of the model that is called by itself has no mask"
+    model(IDS)
+    assert model.seen is None
+
+
+def test_hooks_that_are_removed_see_nothing() -> None:
+    model = Model()
+    model.padding.watch(model, model.padding.see).remove()
+    model(IDS, attention_mask=MASK)
+    assert model.seen is None
