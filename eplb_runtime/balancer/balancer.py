@@ -508,10 +508,6 @@ class Balancer:
 
     # -- for hosts and other rooms, and what the calls above share -----------------------------------------------------
 
-    def around_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """`OptimizerHooks.around_step`."""
-        return self.optimizer_hooks.around_step(optimizer)
-
     def rebalance_by(self, move: Callable[[], bool]) -> None:
         """Let `rebalance` move experts by this function, which returns whether it has."""
         self._rebalance_now = move
