@@ -469,7 +469,8 @@ class Rebalancer(LoopHooks):
                 progress = self.overlapped.advance()
             else:
                 self.control.run(lambda: None)  # a decision, or a notice, may be on the control group still
-                self._wait_for_replicas()
+                if self._maps.replicas is not None:
+                    self._maps.replicas.wait_all()  # they are read from homes that will be written
                 progress = migrate_between_steps(self._engine, self._placement, target, key, self._get_ready)
         except ConnectionLost as lost:
             if overlaps:
@@ -529,12 +530,6 @@ class Rebalancer(LoopHooks):
             follow()
 
         return take_over
-
-    def _wait_for_replicas(self) -> None:
-        """Wait for replicas in flight, which are read from homes that are about to be written. On every rank, before
-        anything can fail on one."""
-        if self._maps.replicas is not None:
-            self._maps.replicas.wait_all()
 
     def _follow(self, placement: Placement) -> None:
         """Make this the current placement."""

@@ -137,7 +137,7 @@ def test_a_move_waits_for_the_decision_in_flight_and_leaves_it_for_later(
     monkeypatch.setattr("eplb_runtime.balancer.rebalancer.migrate_between_steps", lambda *_: said.append("migrated"))
     bare._new_key = lambda _: goes_on.set()  # as late as can be
     bare._engine = bare._get_ready = None
-    bare._take_over = bare._wait_for_replicas = lambda *_: None
+    bare._take_over, bare._maps = lambda _: None, SimpleNamespace(replicas=None)
     bare.move_to(INITIAL)
     assert said == ["decided", "migrated"] and bare._pending is pending
 
