@@ -469,12 +469,9 @@ class Rebalancer(LoopHooks):
                 progress = self.overlapped.advance()
             else:
                 self.control.run(lambda: None)  # a decision, or a notice, may be on the control group still
-                if self._maps.replicas is not None:
-                    self._maps.replicas.wait_all()  # they are read from homes that will be written
+                self._wait_for_replicas()
                 progress = migrate_between_steps(self._engine, self._placement, target, key, self._get_ready)
         except ConnectionLost as lost:
-            if overlaps:
-                self.overlapped.drain()
             progress = MigrationProgress(self._placement, Verdict(False, str(lost), True), Phase.PREPARED)
         except MigrationBroken as error:
             self._events.emit(BalancingEnded(self.step, str(error)))
@@ -530,6 +527,11 @@ class Rebalancer(LoopHooks):
             follow()
 
         return take_over
+
+    def _wait_for_replicas(self) -> None:
+        """Wait for replicas in flight, read from homes that are about to be written: on all ranks, before one fails."""
+        if self._maps.replicas is not None:
+            self._maps.replicas.wait_all()
 
     def _follow(self, placement: Placement) -> None:
         """Make this the current placement."""
