@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eplb_runtime.distributed.ballot import Ballot
 from eplb_runtime.distributed.consensus import Agreement
+from eplb_runtime.distributed.store import JobStore
 from eplb_runtime.distributed.transports.torch_p2p import TorchPointToPoint
 from eplb_runtime.migration.between_steps import BetweenSteps
 from eplb_runtime.migration.engine import MigrationBroken, MigrationEngine, Phase
@@ -71,7 +72,7 @@ class Cluster:
         self.engine = MigrationEngine(
             self.registry,
             TorchPointToPoint(self.groups[0], "gloo", CPU, timeout),
-            Agreement(self.groups[1]),
+            Agreement(self.groups[1], JobStore(self.groups[1].get_group_store(), "agreement", 30.0)),
             placement.home_rows(),
             self.ep_rank,
             staging_bytes,

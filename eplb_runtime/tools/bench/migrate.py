@@ -58,7 +58,7 @@ def _row(
     transport = TRANSPORTS[name](groups.migration, groups.backend, device, DEADLINE_SECONDS)
     transport.warm_up(time.monotonic() + DEADLINE_SECONDS)
     placement = Placement.initial(1, HOMES * job.ep_size, job.ep_size, 0)
-    rows, agreement = placement.home_rows(1, job.state_holders), Agreement(groups.control)
+    rows, agreement = placement.home_rows(1, job.state_holders), Agreement(groups.control, groups.store)
     engine = MigrationEngine(registry, transport, agreement, rows, job.migration_rank, STAGING_BYTES, DEADLINE_SECONDS)
     migration = BetweenSteps(engine, lambda *_: lambda: None)
     payload = sum(tensor.row_bytes for tensor in registry.of_home(0))
