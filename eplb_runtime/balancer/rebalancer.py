@@ -188,6 +188,9 @@ class Rebalancer(LoopHooks):
         if self._loop.has_optimizer or moved:
             self.refresh_replicas()
 
+    def on_moved(self) -> None:
+        self._loop.tensors.mark(self.placement)
+
     def refresh_replicas(self) -> None:
         """Bring replicas the weights of their homes. Collective."""
         if self._maps.replicas is not None:
