@@ -129,7 +129,7 @@ class _Settings:
             raise ConfigError(line)
 
     def _refusals(self) -> Iterator[str]:
-        """Yield what cannot work together, or has no effect beside the others."""
+        """Yield what cannot work together, or has no effect with the others."""
         raise NotImplementedError
 
 
@@ -226,7 +226,7 @@ class _DispatchField:
 class BalancerConfig(_Settings):
     """Settings of a balancer; the same on every rank (checked at attach).
 
-    A setting without effect is refused, but beside ``policy="static"``, which turns rebalancing off to compare with.
+    A setting without effect is refused, but with ``policy="static"``, which turns rebalancing off to compare with.
     """
 
     interval: int | None = 50

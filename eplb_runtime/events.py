@@ -1,6 +1,6 @@
 """What the balancer tells the world: small frozen records, and the log that hands them to listeners.
 
-Rooms emit events and wait for nobody: each listener is called on a thread of its own, with a bounded queue. Arrays come
+Rooms emit events and wait for no listener: each is called on a thread of its own, with a bounded queue. Arrays come
 along with an event, but only as far as the listeners: the log would keep them for too long.
 """
 
@@ -128,7 +128,7 @@ class RebalanceCommitted(Event):
 
     ``placed_replicas``: replica slots, over all ranks, that hold another expert than before. ``phase_seconds``: what
     this rank spent in each part (``prepare post transfer verify maps vote commit``). For listeners: ``placement``, the
-    one that stands now; ``transfers``, int64 ``[M, 4]``, layer, expert, source and destination slot of each expert that
+    current one; ``transfers``, int64 ``[M, 4]``, layer, expert, source and destination slot of each expert that
     was sent; ``expert_bytes``, of an expert with its state in each layer.
     """
 

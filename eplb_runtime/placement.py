@@ -1,7 +1,7 @@
-"""Which logical expert stands in each physical slot, per layer: the value that planner, router and migration share.
+"""Which logical expert is in each physical slot, per layer: the value that planner, router and migration share.
 
 A ground-floor value type: numpy only, no torch.distributed. Every rule of a placement is checked when one is made, so
-whoever holds a ``Placement`` holds a valid one.
+every ``Placement`` that exists is valid.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .utils.files import FileError
 from .utils.placement_file import PlacementError as PlacementError
 
 EMPTY = -1
-"""What stands in a replica slot that holds no expert (``home`` layout only). Functions of @jit have it compiled in."""
+"""The value of a replica slot that holds no expert (``home`` layout only). Functions of @jit have it compiled in."""
 
 IntArray = NDArray[np.int32]
 
@@ -71,8 +71,8 @@ class Placement:
     Slot ``p`` is local slot ``p % S`` of rank ``p // S``. Two layouts:
 
     * ``home`` (``home`` is given): training. Local slots ``0 .. E/R - 1`` of a rank are its home slots, the rest its
-      replica slots. Every expert has exactly one home; a replica stands on another rank than its home; no expert
-      stands twice on a rank; a replica slot may be empty (-1).
+      replica slots. Every expert has exactly one home; a replica is on another rank than its home; no expert
+      is twice on a rank; a replica slot may be empty (-1).
     * ``free`` (``home`` is None): planning, export, inference. Any expert in any slot, each at least once, none empty.
 
     Args:
@@ -306,7 +306,7 @@ class Placement:
 
         Raises:
             PlacementError: another ending.
-            OSError: it cannot be written; the old file stands.
+            OSError: it cannot be written; the old file stays.
         """
         placement_file.write(Path(path), self.to_json())
 
@@ -376,7 +376,7 @@ class Placement:
             held = f"{self._at(layer, slot)}: slot {slot} holds expert {map_[layer, slot]}"
             yield f"{held}: no such expert; ids are 0..{experts - 1}"
         for layer, expert in np.argwhere(self.copy_count == 0):
-            yield f"layer {layer}: expert {expert} stands in no slot; every expert needs one"
+            yield f"layer {layer}: expert {expert} is in no slot; every expert needs one"
         if self.home is not None:
             yield from self._problems_of_homes(self.home)
 
@@ -400,7 +400,7 @@ class Placement:
             yield f"{self._at(layer, slot)}: {said}, but homes are local slots 0..{self.homes_per_rank - 1}"
         by_rank = np.sort(self._by_rank(), axis=2)
         for layer, rank, slot in np.argwhere((by_rank[:, :, 1:] == by_rank[:, :, :-1]) & (by_rank[:, :, 1:] != EMPTY)):
-            said = f"expert {by_rank[layer, rank, slot]} stands there twice; a rank holds an expert once"
+            said = f"expert {by_rank[layer, rank, slot]} is there twice; a rank holds an expert once"
             yield f"layer {layer}, rank {rank}: {said}"
 
     def _at(self, layer: int, slot: int) -> str:

@@ -1,7 +1,7 @@
 """One rank's part in one decision, as a table: what it may do by itself, and from when on only the record decides.
 
 Each rank says yes or no, ranks count what all have said, and the outcome is the first word in a record that all can
-read. Nobody can have counted "all yes" without this rank's yes: until it has said that, it may refuse alone. From then
+read. No rank can have counted "all yes" without this rank's yes: until it has said that, it may refuse alone. From then
 on it is in doubt. It may propose a word, but acts on what the record holds, however long that takes to hear.
 `tests/unit/distributed/test_ballot.py` explores the table exhaustively.
 """

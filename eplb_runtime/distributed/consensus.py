@@ -92,7 +92,7 @@ def gather_rows(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
 def gather_bytes(
     mine: bytes, group: dist.ProcessGroup, device: torch.device = _CPU, deadline: float | None = None
 ) -> list[bytes]:
-    """Gather bytes of any length from all ranks, in the order of the group. Two collectives; one if nobody has any.
+    """Gather bytes of any length from all ranks, in the order of the group. Two collectives; one if no rank has any.
     Raises ConsensusError at the deadline (of `time.monotonic`; None: the timeout of the group)."""
     if deadline is None:
         deadline = time.monotonic() + timeout_of(group, device).total_seconds()
@@ -198,7 +198,7 @@ def missing_at(store: JobStore, key: str, ranks: Sequence[int]) -> str:
 
 def outcome_of(store: JobStore, key: str, ranks: Sequence[int], seconds: float, what: str = "") -> tuple[str, bool]:
     """Return why ranks that meet cannot go on ("": they can), and whether a rank did not come ``what`` in so many
-    seconds. The first word of any rank decides, so that all are told the same."""
+    seconds. The first word of any rank decides, so that all hear the same."""
     if not store.wait(key, seconds):
         store.compare_set(
             key, f"{_NOT_COME}rank {missing_at(store, key, ranks)} did not come {what}within {seconds:g} s"
@@ -221,7 +221,7 @@ def barrier(
 
     Args:
         what: the call, by name.
-        problem: why this rank cannot go on; None: it can. One that was interrupted waits for nobody.
+        problem: why this rank cannot go on; None: it can. One that was interrupted waits for no rank.
         patient: after ten seconds or the timeout only warn, on the first rank that has come, and wait as long as the
             host's process group does: ranks that load models may come at very different times.
 
@@ -349,8 +349,8 @@ class Agreement:
 
     def vote_and_record(self, ballot: Ballot, problem: str, timed_out: bool) -> Verdict:
         """Vote, and return the one decision. ``problem``: why this rank cannot commit. ``timed_out``: it broke the
-        groups' connections; then this rank hangs up, so that nobody waits for it. InDoubt: a rank that has said yes has
-        had no answer for ``most_seconds``."""
+        groups' connections; then this rank hangs up, so that no rank waits for it. InDoubt: a rank that has said yes
+        has had no answer for ``most_seconds``."""
         if timed_out:
             return self.stay_away(ballot, Verdict(False, problem, True))
         if not problem and self._store.silent:
@@ -387,8 +387,8 @@ class Agreement:
         return ballot.verdict
 
     def record(self, key: str, verdict: Verdict) -> Verdict:
-        """Write down the verdict on a decision, unless another stands already; what stands. A rank that the store does
-        not answer follows its own: so only for what moves nothing before another vote."""
+        """Write down the verdict on a decision, unless there is one already; return the one that counts. A rank that
+        the store does not answer follows its own: so only for what moves nothing before another vote."""
         try:
             return self._first_word(key, verdict)
         except StoreError as error:

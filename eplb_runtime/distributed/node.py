@@ -13,7 +13,7 @@ from ..config import launcher_environment
 def node_of_this_rank() -> str:
     """Return a name, equal on ranks that the launcher has put on the same node of the same machine, and sees as such.
 
-    Memory crosses namespaces of the network and of names, so the launcher's word counts beside the kernel's.
+    Memory crosses namespaces of the network and of names, so the launcher's word counts as well as the kernel's.
     """
     environment = launcher_environment()
     kernel = Path("/proc/sys/kernel/random/boot_id")

@@ -31,7 +31,7 @@ class Phase(Enum):
     VOTED = "voted"
     """This rank has said yes or no to a round or a plan, and nothing is recorded yet. The verdict of the vote."""
     DECIDED = "decided"
-    """The verdict on a round stands. The verdict."""
+    """The verdict on a round is recorded. The verdict."""
     AWAITED = "awaited"
     """With overlap: a forward has come to a layer whose experts are on their way. The layer."""
     COMMITTING = "committing"
@@ -47,4 +47,4 @@ Probe = Callable[[Phase, Any], None]
 
 
 def unobserved(phase: Phase, subject: Any) -> None:
-    """Nobody looks."""
+    """Looks at nothing."""

@@ -1,4 +1,4 @@
-"""The balancer's own process groups, shared with nobody (design rule 7), and made by their ranks alone.
+"""The balancer's own process groups, never shared with the host (design rule 7), and made by their ranks alone.
 
 A timeout on gloo closes the connections of the group it happened on, and no other. `reconnect.py` makes control and
 migration again at a step boundary, so that one slow moment does not end balancing for ever.
@@ -82,7 +82,7 @@ class ProcessGroups:
         self._times_made: Counter[str] = Counter()
         self._is_balancing = True
         world = dist.distributed_c10d._get_default_group().get_group_store()
-        # Ranks meet in it when they connect, perhaps on a thread of ours: nobody else may have to wait for that.
+        # Ranks meet in it when they connect, perhaps on a thread of ours: no other rank may have to wait for that.
         self._launcher_store = world.clone()  # type: ignore[attr-defined]
         self._name = name_of_job(self._launcher_store, self._members, dist.get_rank())
         self.store = JobStore(world, self._name, timeout_seconds)
@@ -125,7 +125,7 @@ class ProcessGroups:
         for group in (self.control, self.migration):
             _give_time(group, self.timeout_seconds)
 
-    # -- connections made anew -----------------------------------------------------------------------------------------
+    # -- connections made again ----------------------------------------------------------------------------------------
 
     def make_again(self, attempt: int, seconds: float) -> list[dist.ProcessGroup]:
         """Make other control and migration groups, which are not used until `take_over`. Collective."""
@@ -209,7 +209,7 @@ class ProcessGroups:
 
     @cached_property
     def background(self) -> dist.ProcessGroup:
-        """A gloo group over all ranks, for work in a thread beside training."""
+        """A gloo group over all ranks, for work in a thread during training."""
         return self._new([self.job.ranks], "background", "gloo")
 
     def of_nodes(self, ranks_per_node: int) -> dist.ProcessGroup:
@@ -303,7 +303,7 @@ _dropped: list[ProcessGroups] = []
 
 def give_back_dropped() -> None:
     """Give back the groups of models that are gone. Where all ranks have come, and no device works on what these have
-    launched: to end a communicator is each rank's own act, and one that is in use elsewhere would fail there."""
+    launched: to end a communicator is each rank's own act, and one that another rank uses would fail there."""
     while _dropped:
         _dropped.pop(0)._end_dropped()
 

@@ -46,7 +46,7 @@ class Reconnection:
         groups: make the groups.
         make_transport: makes a transport on a migration group and warms it up, in so many seconds; leaves nothing where
             it fails.
-        probe: told of each point on the way.
+        probe: called at each point on the way.
 
     Attributes:
         under_way: whether the old connections are not to be used any more, and no new ones hold yet.

@@ -31,7 +31,7 @@ class JobStore:
     """Small words that all ranks of a job see alike.
 
     A store's client waits for its answer however long that takes. So it works on a thread and a connection of its own:
-    who asks waits for the timeout at most, and nobody else waits at all. Once a wait has expired, nobody waits again
+    who asks waits for the timeout at most, and no other caller waits at all. Once a wait has expired, none waits again
     until the store has answered what it was asked: an outage costs one timeout.
 
     Args:
@@ -94,7 +94,7 @@ class JobStore:
         return len(self._passing)
 
     def forget(self, number: int) -> None:
-        """Delete the first so many of the keys that pass, as soon as the store answers. Nobody waits for it."""
+        """Delete the first so many of the keys that pass, as soon as the store answers. No caller waits for it."""
         if self.silent or self._worker.closed:
             return
         keys = self._passing[:number]
@@ -112,7 +112,7 @@ class JobStore:
         self._worker.submit(delete)
 
     def close(self) -> None:
-        """Give the connection back; where the store is silent the thread does, once it answers, and nobody waits."""
+        """Give the connection back; where the store is silent the thread does, once it answers, and no caller waits."""
         if not self._worker.closed:
             self._worker.submit(self._disconnect)
             self._worker.close(0.0 if self.silent else self._seconds)
@@ -149,7 +149,7 @@ class JobStore:
 def name_of_job(store: dist.Store, ranks: Sequence[int], rank: int) -> str:
     """A name for what these ranks make together now, equal on all of them, and new each time.
 
-    The launcher counts the lives of a job that fails and starts anew; its store may outlive them. Within one life each
+    The launcher counts the lives of a job that fails and starts again; its store may outlive them. Within one life each
     rank counts, in the store, how often it came with these very ranks.
 
     Each host's launcher counts for itself, and one that only follows the others counts nothing. Where every life has a

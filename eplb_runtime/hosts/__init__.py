@@ -29,7 +29,7 @@ from .module import MoE, stack_experts
 __all__ = ["AttachError", "MoE", "attach", "shard_experts", "stack_experts"]
 
 HOSTS = {"transformers.describe": "transformers", "megatron.describe": "megatron.core"}
-"""Module in here -> the framework's. A module is imported only where that is: what nobody has imported has made no
+"""Module in here -> the framework's. A module is imported only where that is: what is not imported has made no
 model."""
 
 
@@ -120,7 +120,7 @@ def attach(
         ]
         optimizers = [unwrapped(one) for one in given if one is not None]
         if refused := [line for host in hosts for line in host.problems(optimizers)]:
-            raise AttachError("; besides, ".join(dict.fromkeys(refused)))
+            raise AttachError("; also, ".join(dict.fromkeys(refused)))
         optimizers = [_adapted(one, stages) for one in optimizers]
         on = device_of(stages, device)
     except BaseException as error:
@@ -256,7 +256,7 @@ def _describe(model: nn.Module, layers: Sequence[MoE] | None, may_be_dense: bool
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise AttachError("the model is wrapped in DistributedDataParallel: attach first, then wrap")
     if hasattr(model, "_eplb_runtime_balancer"):
-        raise AttachError("the model is attached already: close() does not undo sharding; build the model anew")
+        raise AttachError("the model is attached already: close() does not undo sharding; build the model again")
     if layers is not None:
         if not layers and not may_be_dense:
             raise AttachError("layers=[] names no MoE layer: nothing to balance")

@@ -37,7 +37,7 @@ logger = logging.getLogger("eplb_runtime")
 RowsThroughSlots = Callable[[Tensor, SlotCounts, Mapping[str, Tensor]], Tensor]
 
 _LEVEL = "__"
-"""Stands for the dot in the names of stacked tensors, which may have none."""
+"""Replaces the dot in the names of stacked tensors, which may have none."""
 _of_lists: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
 """Parameters of the lists that `StackedExperts` were made of."""
 
@@ -331,7 +331,7 @@ _SORTS = (torch.sort, torch.argsort, Tensor.sort, Tensor.argsort)
 
 
 def _run(choices: _Choices, own: Callable[..., Any], parallel: ExpertParallelLayer) -> Callable[..., Tensor]:
-    """What stands in the place of the method: the same arguments, by position or name."""
+    """Return what replaces the method: the same arguments, by position or name."""
     signature, layer = inspect.signature(own), choices.layer
 
     def run(*args: Any, **kwargs: Any) -> Tensor:

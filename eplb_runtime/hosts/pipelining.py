@@ -46,7 +46,7 @@ def attach(
 ) -> Balancer:
     """Spread the experts of this rank's stages, and balance all stages by one plan. Collective: every rank calls it.
 
-    As `eplb_runtime.attach` of the stages' modules. Besides, rebalancing is refused while ``schedule.step`` runs, and
+    As `eplb_runtime.attach` of the stages' modules. Rebalancing is refused while ``schedule.step`` runs, and
     gradients of copies are right where the schedule splits backwards (``W`` after ``I``) or divides them by the number
     of micro-batches (``scale_grads``). Inside ``balancer.no_sync()``, ``schedule.step`` brings gradients of copies home
     once for each stage instead of once a micro-batch.
@@ -138,7 +138,7 @@ class OverlappedForwardBackward:
 
     def __call__(self, action: _Action, ctx: _PipelineContext) -> None:
         forward, backward = action.sub_actions or ()
-        # A backward pass runs on the stream of its forward, so the forward beside it takes the other one.
+        # A backward pass runs on the stream of its forward, so the forward at the same time takes the other one.
         turned = not self._turned.get(_which(backward), False)
         self._turned[_which(forward)] = turned
         self._channels.both(lambda: self.forward(forward, ctx), lambda: self.backward(backward, ctx), turned)

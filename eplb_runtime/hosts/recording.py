@@ -36,7 +36,7 @@ def record(
     For a job without a balancer: ``eplb-runtime assess`` says from it whether balancing would pay, and ``eplb-runtime
     simulate`` plays it through policies. The sizes of an expert and of its optimizer state are written, too, and the
     seconds of a step and of rank 0's expert work in it. Counting enqueues one small kernel a
-    layer; sums over ranks and writing happen beside training. Padding, activation recompute and, of a model that is
+    layer; sums over ranks and writing happen during training. Padding, activation recompute and, of a model that is
     trained, evaluation do not count. Collective: with torch.distributed, every rank of the world calls it for the same
     model; counts are summed over all of them::
 
@@ -181,7 +181,7 @@ def _watched(model: nn.Module, layers: Sequence[MoE] | None) -> WatchedModel:
 
 
 def _group(everyone: Sequence[int]) -> dist.ProcessGroup:
-    """A gloo group of our own: sums are taken on a thread beside training."""
+    """A gloo group of our own: sums are taken on a thread during training."""
     store = dist.distributed_c10d._get_default_group().get_group_store().clone()  # type: ignore[attr-defined]
     name = f"{name_of_job(store, everyone, dist.get_rank())}/record"
     timeout = dist.distributed_c10d.default_pg_timeout

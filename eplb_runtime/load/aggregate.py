@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A device tensor on its way to the host: started without waiting, awaited by whoever needs the numbers."""
+    """A device tensor on its way to the host: started without waiting, awaited where the numbers are needed."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.cuda.Event | None = None

@@ -1,4 +1,4 @@
-"""How long a step takes, and what a rebalance costs besides its bytes: for the gate's prediction of what pays."""
+"""How long a step takes, and what a rebalance costs on top of its bytes: for the gate's prediction of what pays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StepClock:
 
     Attributes:
         step_seconds: of a training step; 0 before the second one.
-        stall_seconds: what a migration takes besides carrying, checking and copying experts.
+        stall_seconds: what a migration takes on top of carrying, checking and copying experts.
     """
 
     def __init__(self, stall_seconds: float) -> None:
@@ -58,5 +58,5 @@ class StepClock:
         self._excluded += seconds
 
     def stalled(self, seconds: float) -> None:
-        """Note what a migration took besides its bytes."""
+        """Note what a migration took on top of its bytes."""
         self.stall_seconds += STALL_WEIGHT * (seconds - self.stall_seconds)

@@ -90,7 +90,7 @@ class LoadCounter:
         return self._buckets[: self.buckets].clone()
 
     def take(self) -> Tensor:
-        """As `peek`, and starts anew."""
+        """As `peek`, and starts from zero."""
         buckets = self.peek()
         self.open_steps = 0
         return buckets
@@ -123,9 +123,9 @@ def resume_load(
     state: Mapping[str, Any], history: deque[NDArray[np.int64]], counter: LoadCounter, share: int | None
 ) -> None:
     """Let history and counter go on from what `saved_load` gave. ``share``: 1 on the one rank that takes what all had
-    counted since the last decision, 0 on the others; None: nobody does."""
+    counted since the last decision, 0 on the others; None: no rank does."""
     if state and state.get("steps_per_bucket") != counter.steps_per_bucket:
-        logger.info("the saved load was measured at another interval; forecasts begin anew")
+        logger.info("the saved load was measured at another interval; forecasts start from scratch")
     elif state:
         sizes = (*counter.counts.shape, history.maxlen or LONGEST)
         rows = decode(state["history"], *sizes) if "history" in state else ()

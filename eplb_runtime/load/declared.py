@@ -20,7 +20,7 @@ from .checks import checked_load
 PADDED = -1
 """The id in place of an expert's where a token is padding."""
 _CHUNK_IDS = 1 << 22
-"""Ids that are counted at a time, which bounds the memory besides the ids themselves."""
+"""Ids that are counted at a time, which bounds the memory on top of the ids themselves."""
 
 
 class DeclaredLoadError(ValueError):
@@ -83,7 +83,7 @@ def _counted(ids_NLK: Tensor, num_experts: int) -> NDArray[np.float64]:
 def summed(
     declared: NDArray[np.float64] | None, shape: tuple[int, int], group: dist.ProcessGroup
 ) -> NDArray[np.float64] | None:
-    """Return what the ranks of ``group`` declared, float64 ``[T, L, E]``, the same on each; None: nobody did.
+    """Return what the ranks of ``group`` declared, float64 ``[T, L, E]``, the same on each; None: no rank did.
     Collective."""
     batches = 0 if declared is None else len(declared)
     least, most = map(int, extremes(torch.tensor(batches), group, has_values=declared is not None))

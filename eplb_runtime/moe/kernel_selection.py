@@ -1,4 +1,4 @@
-"""Triton kernels for a layer's counting, routing and moving of rows on a GPU; plain torch elsewhere.
+"""Triton kernels for a layer's counting, routing and moving of rows on a GPU; else plain torch.
 
 The first batch of each kernel is computed by plain torch, too. A kernel that fails to compile or changes a bit is
 reported in one line of the log, and torch is used from then on.

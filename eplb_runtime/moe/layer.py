@@ -53,7 +53,7 @@ class LayerContext:
 
 
 class CountedLayer:
-    """What happens at the beginning of each forward of a MoE layer, whoever carries its tokens.
+    """What happens at the beginning of each forward of a MoE layer, with our dispatch or the host's.
 
     Attributes:
         index: the layer's index among the model's MoE layers.

@@ -1,4 +1,4 @@
-"""Decide which expert stands where: pure functions of (load, topology, current placement, budgets) to a ``Plan``."""
+"""Decide which expert is in which slot: functions of (load, topology, current placement, budgets) to a ``Plan``."""
 
 from .api import plan
 from .cost import CostModel

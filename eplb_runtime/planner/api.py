@@ -49,7 +49,7 @@ def plan(
             that goes on, oldest first. A plan for one, ``[1, L, E]``, leaves room for how far the next may stray.
         topology: ranks and nodes of the EP group.
         slots_per_rank: S; in the home layout E/R homes and the rest replica slots.
-        current: the placement that stands now; None: nothing stands yet, every slot is a move.
+        current: the current placement; None: there is none yet, every slot is a move.
         policy: a name in ``POLICIES``.
         layout: ``"home"`` or ``"free"``; None: the policy's own.
         groups: expert groups of group-limited routing, for the policies that know them.
@@ -62,8 +62,8 @@ def plan(
             ``"off"``: take what the policy says.
         declared: the load to come where it is known, ``[L, E]`` or ``[T, L, E]``, in place of a forecast (for example
             replayed routing in reinforcement learning).
-        rank_speed: float ``[R]``, how fast each rank is beside the others: a slow one gets fewer tokens, and imbalance
-            is the slowest rank's time over that of all ranks at their speeds. For ``incremental``; None: all alike.
+        rank_speed: float ``[R]``, how fast each rank is among them: a slow one gets fewer tokens, and imbalance is
+            the slowest rank's time over that of all ranks at their speeds. For ``incremental``; None: all alike.
         sources: tokens by the node that they come from, ``[N, L, E]``; only the proportions in which an expert's tokens
             come from the nodes matter. None: from all alike. They count where crossing nodes has a cost
             (``cost=CostModel(crossing_seconds=...)``), for ``incremental``.
@@ -166,7 +166,7 @@ def _checked_layout(policy: str, layout: str | None) -> str:
 
 def _check_kinds(topology: object, cost: object, current: object) -> None:
     """Refuse what is no value of its class."""
-    initial = "Placement, Placement.initial(...) for experts in logical order, or None where nothing stands yet"
+    initial = "Placement, Placement.initial(...) for experts in logical order, or None where there is none yet"
     for name, value, kinds, instead in (
         ("topology", topology, Topology, "Topology(num_ranks, ranks_per_node)"),
         ("cost", cost, CostModel | None, "CostModel(home_bytes=..., ...)"),
@@ -191,7 +191,7 @@ def _check(request: PlanRequest) -> None:
     ranks, experts, slots_per_rank = request.topology.num_ranks, request.num_experts, request.slots_per_rank
     current = request.current
     if slots_per_rank > experts and (current is None or request.layout == "free"):
-        # A home placement that stands may have replica slots that nothing can fill.
+        # A current home placement may have replica slots that nothing can fill.
         raise PlanError(
             f"{slots_per_rank} slots per rank for {experts} experts: a rank would hold an expert twice; "
             f"give at most {experts}"
@@ -251,6 +251,4 @@ def _check_limits(request: PlanRequest) -> None:
         counted = "home_bytes" if in_home else "replica_bytes"  # of a slot in the free layout
         raise PlanError(f"max_bytes needs the bytes of an expert: give cost=CostModel({counted}=..., ...)")
     if request.current is None and (request.max_moves is not None or request.max_bytes is not None):
-        raise PlanError(
-            "max_moves and max_bytes limit moves from a placement that stands: give it (current=, --current)"
-        )
+        raise PlanError("max_moves and max_bytes limit moves from a current placement: give it (current=, --current)")

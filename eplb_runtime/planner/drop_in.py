@@ -32,7 +32,7 @@ def rebalance_experts(
     policy: str | None = None,
     current: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Plan all layers anew; the arguments and the results of deepseek-ai/EPLB's function of this name.
+    """Plan all layers from scratch; the arguments and the results of deepseek-ai/EPLB's function of this name.
 
     Args:
         weight: ``[L, E]``, tokens of each logical expert, on any device; ``[T, L, E]``: of successive windows.
@@ -44,7 +44,7 @@ def rebalance_experts(
             ``"free"``. ``"deepseek"`` gives the very plan of deepseek-ai/EPLB; so does None where a rank has more slots
             than there are experts for it (on its node, where groups are kept together) and must hold some twice.
         current: integer ``[L, P]``, the expert in each slot now: the plan stays near it, and layers that would gain
-            nothing stay as they are. None: plan anew.
+            nothing stay as they are. None: plan from scratch.
 
     Returns:
         int64 on the CPU: ``physical_to_logical`` ``[L, P]``; ``logical_to_physical`` ``[L, E, C]``, padded with -1, C

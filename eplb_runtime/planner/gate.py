@@ -108,7 +108,7 @@ def _bound(request: PlanRequest) -> FloatArray:
 
 
 def _layers_of(first_L: NDArray[np.bool_], one: Placement, other: Placement) -> Placement:
-    """Return layers of ``one`` where ``first_L`` (bool ``[L]``) holds, of ``other`` elsewhere; both of one layout."""
+    """Return layers of ``one`` where ``first_L`` (bool ``[L]``) holds, else of ``other``; both of one layout."""
     home = None
     if one.home is not None and other.home is not None:
         home = np.where(first_L[:, None], one.home, other.home)
@@ -157,7 +157,7 @@ def _decide(
 ) -> tuple[str, str, str]:
     (before, after), (saved, spent) = imbalance, seconds
     if before is None:
-        return "rebalance", "first placement", f"no placement stands yet; forecast imbalance {after.mean():.3f}"
+        return "rebalance", "first placement", f"there is no placement yet; forecast imbalance {after.mean():.3f}"
     if moving == 0:
         held = list(request.held.values())
         code = next((code for code in HELD if code in held), "nothing to move")

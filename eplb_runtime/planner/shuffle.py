@@ -45,7 +45,7 @@ def _swapped(current: Placement, layer: int, generator: np.random.Generator) -> 
 
 
 def _filled(home_E: IntArray, load_E: NDArray[np.float64], current: Placement) -> IntArray:
-    """int32 ``[P]``: the homes, and in each rank's replica slots the hottest experts that are at home elsewhere."""
+    """int32 ``[P]``: the homes, and in each rank's replica slots the hottest experts of other ranks."""
     slots, homes = current.slots_per_rank, current.homes_per_rank
     map_P = np.full(current.num_slots, EMPTY, dtype=np.int32)
     map_P[home_E] = np.arange(current.num_experts, dtype=np.int32)

@@ -4,7 +4,7 @@ A batch's tokens go to copies on their own rank first, then on their node, then 
 (``moe/routing/sources.py``); so what leaves a node of an expert's tokens is what the copies there do not take. Sources
 are counted by node, the ranks of a node send alike.
 
-Shape suffixes besides those of ``routing``: N nodes.
+Shape suffixes in addition to those of ``routing``: N nodes.
 """
 
 from __future__ import annotations

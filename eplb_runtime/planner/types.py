@@ -117,7 +117,7 @@ class Plan:
     Args:
         policy: name of the policy that made it.
         placement: the placement to go to; ``current`` itself when the decision is ``"stay"``.
-        current: the placement that stands now, or None.
+        current: the current placement, or None.
         moves: int32 ``[M, 5]``, columns (layer, expert, source rank, destination slot, is home), in that order of
             layers and slots: every slot that gets another expert. The source is the expert's home rank in ``current``
             (its nearest copy in the free layout; -1 without ``current``). A source equal to
@@ -134,8 +134,8 @@ class Plan:
         reason: one sentence; ``code``: what kind of reason it is, in a word or two.
         plan_seconds: wall time of planning.
         crossing_before, crossing_after: float64 ``[L]``, the share of tokens that are computed on another node than
-            they come from, under the forecast, with ``current`` and with ``placement``; None: nobody asked
-            (``sources``, or a cost of crossing), or nothing stands.
+            they come from, under the forecast, with ``current`` and with ``placement``; None: not asked for
+            (``sources``, or a cost of crossing), or there is no current one.
     """
 
     policy: str

@@ -36,7 +36,7 @@ class ReplicaPool:
         return self._made[key]
 
     def own_rows(self, home: Tensor, dtype: torch.dtype) -> Tensor:
-        """As ``rows``, for one layer alone and for nobody to carry."""
+        """As ``rows``, for one layer alone, not carried by a transport."""
         return local(home).detach().new_zeros((self._replica_slots, *self._shape(home)), dtype=dtype)
 
     def _shape(self, home: Tensor) -> torch.Size:
@@ -110,7 +110,7 @@ class ReplicaBank:
 
     def collect(self, gradients: Sequence[Tensor | None], hold: bool, backward: int) -> None:
         """Take what a backward pass gave the replicas, with what was held back before; ``hold``: keep it here, else it
-        is in the pool's rows, which nobody else may use until it has left. RuntimeError: gradients were rewritten
+        is in the pool's rows, which no other layer may use until it has left. RuntimeError: gradients were rewritten
         meanwhile."""
         if hold and not self._held:
             self._held = [self._gradient_rows_of(position, own=True) for position in self._trained]
@@ -186,7 +186,7 @@ class ReplicaBank:
         another way."""
         parameter = self.parameters[self._trained[number]]
         if _version(parameter) == self._noted[number]:
-            # FSDP has no gradient of slices yet after a pass in which it was told not to reduce: its own is elsewhere.
+            # FSDP has no gradient of slices yet after a pass in which it was set not to reduce: its own is unsharded.
             return parameter.grad is None and not (self.is_sliced and self._noted_after_pass)
         # Somebody has written it, which is seldom: so the look at its values, which waits for a device, may cost.
         if parameter.grad is None or not local(parameter.grad).any():
@@ -194,7 +194,7 @@ class ReplicaBank:
         raise RuntimeError(
             "gradients of experts were rewritten (clipped or scaled by hand) while copies held a part of them back: "
             + (
-                "beside fully_shard they do until balancer.reduce_gradients(), so call that first"
+                "with fully_shard they do until balancer.reduce_gradients(), so call that first"
                 if self.is_sliced
                 else "call balancer.reduce_gradients() first, or run the last backward pass outside no_sync"
             )

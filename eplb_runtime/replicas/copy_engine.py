@@ -34,7 +34,7 @@ _SIGNALS = 2
 
 
 class CopyStream:
-    """A stream beside the current one; on a CPU, where doubles are used, a thread."""
+    """A stream next to the current one; on a CPU, where doubles are used, a thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

@@ -68,7 +68,7 @@ class ReplicaSync:
 
     def follow(self, placement: Placement, adds: Callable[[Tensor], None] | None = None) -> None:
         """Take over a placement: which copies this rank holds, and which of its homes are copied where. ``adds`` is
-        told of each parameter whose gradient is about to be added to, from now on."""
+        called with each parameter whose gradient is about to be added to, from now on."""
         self._adds = adds or self._adds
         self.prepare(placement, range(placement.num_layers))()
 

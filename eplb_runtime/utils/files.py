@@ -1,6 +1,6 @@
 """Files on disk, for every room that reads or writes one: looked at before they are read, written whole or not at all.
 
-What stands in a file is not this module's business.
+What is in a file is not this module's business.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def require_writable(path: Path, endings: Sequence[str] = ()) -> None:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write, which takes the name ``path`` when the block ends well.
 
-    It is written under a name that nobody can foresee, beside ``path``, made new and never through a link. Until the
-    end the old file stands; after an exception nothing else is left. A link at ``path`` is replaced, not followed. A
+    It is written under a random name next to ``path``, made new and never through a link. Until the
+    end the old file stays; after an exception nothing else is left. A link at ``path`` is replaced, not followed. A
     file of this user that is replaced keeps its permissions.
 
     Raises:

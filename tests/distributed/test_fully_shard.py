@@ -271,7 +271,7 @@ MISTAKES: dict[str, Callable[[Spread], object]] = {
     "gathered for one layer at a time": two_at_once,
     "has gradient hooks": a_hook,
     "where experts have gradients": lambda job: job.run("q M"),
-    "beside fully_shard they do until balancer.reduce_gradients()": lambda job: job.run("B d S"),
+    "with fully_shard they do until balancer.reduce_gradients()": lambda job: job.run("B d S"),
     "set_gradient_divide_factor was called on model.layers.1.mlp.experts after attach": divided_otherwise,
 }
 """What is said -> what was done, where replicas of slices are."""

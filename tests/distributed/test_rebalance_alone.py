@@ -158,7 +158,7 @@ def save_and_resume(rank: int) -> dict[str, Any]:
     resumed.balancer.rebalance()
     found["resumed"] = resumed.seen()
     other = Loop(rank, interval=50)
-    other.balancer.load_state_dict(saved)  # counted otherwise: forecasts begin anew there
+    other.balancer.load_state_dict(saved)  # counted otherwise: forecasts start from scratch there
     found["elsewhere"] = len(other.balancer.rebalancer.decisions.history)
     other.balancer.close()
     return {**found, "saved": saved["load"]}

@@ -243,7 +243,7 @@ def test_what_is_saved_is_what_is_loaded(placement: Placement) -> None:
         ({"version": 2}, "version 2 of the placement format; this release reads 1"),
         ({"layers": 3}, "the file says 3 layers and 3 slots per rank, its map has 2 and 3"),
         ({"slots_per_rank": 2}, "the file says 2 layers and 2 slots per rank"),
-        ({"experts": 5}, "expert 4 stands in no slot"),
+        ({"experts": 5}, "expert 4 is in no slot"),
         ({"experts": 7}, "7 experts do not fit in 6 slots"),
         ({"ranks": 4}, "6 slots cannot be spread evenly over 4 ranks"),
         ({"ranks": 0}, "must be positive"),

@@ -6,7 +6,7 @@ calls, each with the next rows of every pair of ranks. A rank is one of DeepEP's
 is by its router weight, which DeepEP carries along: so nothing depends on the order in which rows arrive, and a row
 that is lost is noticed.
 
-The buffer is the one that tokens go by; it is kept when groups are made anew.
+The buffer is the one that tokens go by; it is kept when groups are made again.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class DeepEP(Transport):
                 of_peer[message.peer] += message.data.numel()
         try:
             said = gather_bytes(json.dumps(sizes).encode(), self._group, self._group_device, deadline)
-            # A rank that gave up before does not come to this one, so nobody waits on its GPU for it.
+            # A rank that gave up before does not come to this one, so no GPU waits for it.
             gather_bytes(b"", self._group, self._group_device, max(deadline, time.monotonic()) + _GRACE_SECONDS)
         except TransportError as error:
             raise TransportError(f"not every rank has come to this round in time: {error}") from error
@@ -152,7 +152,7 @@ class DeepEP(Transport):
     ) -> bool:
         """Carry so many rows from each rank to each, from ``first`` on. Returns whether those for this rank came."""
         going_R, coming_R = rows_RR[self._rank], [rows_R[self._rank] for rows_R in rows_RR]
-        count = max(1, sum(going_R))  # where nothing goes, a row for nobody, of number 0
+        count = max(1, sum(going_R))  # where nothing goes, a row to no rank, of number 0
         to_N1, numbers_N1 = torch.full((count, 1), -1, dtype=torch.int64), torch.zeros(count, 1)
         rows_NC = torch.empty(count, ROW_BYTES, dtype=torch.uint8, device=self.device)
         begin = 0

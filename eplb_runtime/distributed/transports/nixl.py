@@ -1,4 +1,4 @@
-"""NIXL (extra ``nixl``): writes into windows (`windows.py`) over UCX: RDMA where there is any, TCP elsewhere.
+"""NIXL (extra ``nixl``): writes into windows (`windows.py`) over UCX: RDMA where there is any, else TCP.
 
 Writes and not reads: TCP cannot read from a remote memory, so UCX lets the owner's own progress thread answer, which
 ends the owner's *process* when the reader has given up meanwhile (seen with nixl 1.5.1). UCX knows of no streams: a
@@ -208,7 +208,7 @@ class _AgentWindow(Window):
             notes.clear()
 
     def end(self) -> None:
-        """Let go of the agent: afterwards nobody writes here."""
+        """Let go of the agent: afterwards no rank writes here."""
         self.settle()
         for name in self._rank_of:
             with contextlib.suppress(Exception):

@@ -4,7 +4,7 @@ other GPUs, over NVLink or RDMA, without the host or NCCL in between.
 NVSHMEM is started once a process, and allocating or freeing waits for all ranks without a deadline; its binding starts
 with Python's interpreter unlocked, and allocates with it locked (`malloc` in nvshmem4py's nvshmem.pyx has no
 ``nogil``). So windows are equally large everywhere and stay: one for each transport in use at once, lent again to the
-next; and all of this runs where training stands on every rank (`distributed.reconnect`): no thread of a
+next; and all of this runs where training waits on every rank (`distributed.reconnect`): no thread of a
 rank that waits here is needed by one that has yet to come. Only writes on a stream and `quiet` are used: signals, teams
 and collectives end the process where several ranks share a GPU.
 """
@@ -53,7 +53,7 @@ def load() -> Library:
 
 
 class HeapWindow(StreamWindow):
-    """This rank's part of the heap, which begins at an address that stands for the same place on all ranks."""
+    """This rank's part of the heap, which begins at an address that means the same place on all ranks."""
 
     def __init__(self, memory: Tensor, library: Library, rank: int, num_ranks: int, piece_bytes: int, on: SideStream):
         super().__init__(memory, rank, num_ranks, piece_bytes, on)
@@ -90,7 +90,7 @@ def claim(by: str, group: dist.ProcessGroup, *, again: bool = False) -> str:
 
 _running: list[Library] = []
 _windows: list[HeapWindow] = []
-"""On the heap of this process, by whoever uses each now or did last."""
+"""On the heap of this process, by who uses each now or did last."""
 
 
 class Nvshmem(Windows):

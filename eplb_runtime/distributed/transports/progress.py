@@ -1,4 +1,4 @@
-"""What transports carry messages with: their state while a thread carries them, a stream beside the one that trains,
+"""What transports carry messages with: their state while a thread carries them, a stream next to the one that trains,
 and waits with a deadline."""
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PendingMessages(Pending):
         if not self.finished.wait(max(0.0, deadline - time.monotonic())):
             self._give_up(self, "messages were not through in time")
         if not self.finished.is_set():
-            raise TransportError("messages were given up, and are not told of any more")
+            raise TransportError("messages were given up, and nothing more is known of them")
         self._raise_if_failed()
 
     def abort(self) -> None:

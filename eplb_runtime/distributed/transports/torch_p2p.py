@@ -25,7 +25,7 @@ _TAGS = 1 << 15
 
 
 class TorchPointToPoint(Transport):
-    """Batched isend/irecv on the balancer's migration group, used by nobody else."""
+    """Batched isend/irecv on the balancer's migration group, which nothing else uses."""
 
     def __init__(self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float) -> None:
         self._group = group

@@ -54,11 +54,11 @@ class Window(ABC):
         self._rest = memory[inbox:]
 
     def begin(self, deadline: float) -> None:  # noqa: B027 (notes may not be memory)
-        """Forget notes of who used it before; nobody writes yet."""
+        """Forget notes of who used it before; no rank writes yet."""
 
     @abstractmethod
     def write(self, peer: int, half: int, data: Tensor) -> None:
-        """Put a piece into a rank's inbox; it is there when what is told after it is."""
+        """Put a piece into a rank's inbox; it is there when a note sent after it is."""
 
     @abstractmethod
     def tell(self, peer: int, kind: int, number: int) -> Callable[[], bool]:
@@ -74,7 +74,7 @@ class Window(ABC):
         """Raise RuntimeError if a rank that something is awaited from is known to be gone."""
 
     def settle(self) -> None:  # noqa: B027 (writes may be in order)
-        """What was written is there when what is told after it is."""
+        """What was written is there when a note sent after it is."""
 
 
 class StreamWindow(Window):
@@ -191,7 +191,7 @@ class Windows(Transport):
         if self._window is not None:
             return
         window = self._open(deadline)
-        # What another transport has left on its way is over on every rank before notes begin anew.
+        # What another transport has left on its way is over on every rank before new notes begin.
         synchronize(self.device, deadline)
         gather_bytes(b"", self._group, self._group_device, deadline)
         window.begin(deadline)

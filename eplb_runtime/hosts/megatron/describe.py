@@ -183,14 +183,14 @@ def why_not_delayed(name: str, module: Any) -> str:
 
 
 def why_not_followed(name: str, module: Any) -> str:
-    """Return why the experts of a layer would not have their weights quantized anew, or ""."""
+    """Return why the experts of a layer would not have their weights quantized again, or ""."""
     if getattr(module.config, "fp8", None) is None:
         return ""
     for own, part in module.experts.named_modules():
         weights = list(part.parameters(recurse=False))
         which = f"{name}.experts.{own} ({type(part).__name__})"
         if weights and not hasattr(part, QUANTIZE_AGAIN):
-            return f"{which} has no {QUANTIZE_AGAIN}: when it quantizes its weights anew is not known; leave fp8 out"
+            return f"{which} has no {QUANTIZE_AGAIN}: when it quantizes its weights again is not known; leave fp8 out"
         if any(hasattr(weight, "_quantizer") for weight in weights):
             return f"{which} has weights that are FP8 themselves, which cannot be moved yet: set fp8_param_gather=False"
     return ""

@@ -2,7 +2,7 @@
 
 A distributed optimizer divides each bucket of a flat buffer evenly over the ranks that hold the same experts, wherever
 these begin and end; each rank steps what it has of an expert, whole or cut. HybridDeviceOptimizer steps an inner tensor
-in the place of each parameter, some in host memory, by their order and sizes; loading makes inner tensors anew, so none
+in the place of each parameter, some in host memory, by their order and sizes; loading makes new inner tensors, so none
 is remembered. TransformerEngine's FusedAdam keeps dtypes of its own, some with a scale; its accessors would round once
 more, so raw memory moves.
 """

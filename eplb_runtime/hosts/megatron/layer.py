@@ -21,7 +21,7 @@ from .saved_state import save_by_logical_expert
 from .settings import reorders, sums_in_order
 
 QUANTIZE_AGAIN = "is_first_microbatch"
-"""The mark of a layer whose quantized weights are to be made anew."""
+"""The mark of a layer whose weights are to be quantized again."""
 
 
 def keeps_every_bit(module: Any) -> bool:
@@ -84,7 +84,7 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
 
 
 class WeightCaches:
-    """FP8 weights that TransformerEngine's layers keep of experts in bf16 or fp32. They are made anew in the first
+    """FP8 weights that TransformerEngine's layers keep of experts in bf16 or fp32. They are made again in the first
     micro-batch of a step, which Megatron marks; a forward outside of its schedules is marked here after a commit."""
 
     def __init__(self, experts: nn.Module, columns: HostDispatchedLayer) -> None:
@@ -92,7 +92,7 @@ class WeightCaches:
         self._followed = 0
 
     def follow(self) -> None:
-        """Ahead of the experts of a forward: have weights quantized anew if the placement has changed."""
+        """Ahead of the experts of a forward: have weights quantized again if the placement has changed."""
         if self._followed != self._columns.changes:
             self._followed = self._columns.changes
             for part in self._experts.modules():

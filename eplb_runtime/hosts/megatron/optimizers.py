@@ -252,7 +252,7 @@ class StepByMegatron:
 
 
 class Joined:
-    """What stands in the place of methods, until it is removed. Once experts have moved, what guards state stays."""
+    """What replaces methods, until it is removed. Once experts have moved, what guards state stays."""
 
     def __init__(self, has_moved: Callable[[], bool]) -> None:
         self._has_moved = has_moved

@@ -79,7 +79,7 @@ def say_experts(leaf: Any, experts_here: Callable[[], dict[str, list[int]]], put
         return {**own_state(*args, **kwargs), MARK: experts_here()}
 
     def sharded_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        # Its tensors are named by what stands here now. This is not written, and is there when they have been read.
+        # Its tensors are named by the experts that are here now. This is not written, and is there once they are read.
         return {**own_sharded(*args, **kwargs), MARK: LocalNonpersistentObject(experts_here())}
 
     def load_state_dict(state: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@
     ...
     balance(config, eplb.BalancerConfig(interval=50))
 
-Nothing else of a training changes. What is exact, what is refused and what ran stands in the README beside this file.
+Nothing else of a training changes. What is exact, what is refused and what ran is in this folder's README.
 `settings.py` runs without torchtitan.
 """
 

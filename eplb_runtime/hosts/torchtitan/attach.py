@@ -179,7 +179,7 @@ def _refuse(settings: TitanSettings, optimizers: Any, config: BalancerConfig) ->
     if config.initial_placement is not None:
         refused.append("initial_placement: torchtitan makes and loads experts in logical order; leave it out")
     if refused:
-        raise AttachError("; besides, ".join(refused))
+        raise AttachError("; also, ".join(refused))
 
 
 def _live_settings(

@@ -2,7 +2,7 @@
 shapes.
 
 torchtitan makes stages without examples of what they get. So torch runs a forward and a backward of its own through
-them, on memory that nobody has written, ahead of the first step and whenever training and validation take turns. That
+them, on unwritten memory, ahead of the first step and whenever training and validation take turns. That
 is no batch: it counts nowhere, and no token travels.
 """
 
@@ -30,7 +30,7 @@ Built = tuple[pipelining.Schedule, list[nn.Module], bool, bool]
 
 
 def build_pipeline(own: Callable[..., Built], model: nn.Module, **options: Any) -> Built:
-    """As the model's own ``pipelining_fn``; its parts remember the schedule, which the Trainer tells nobody."""
+    """As the model's own ``pipelining_fn``; its parts remember the schedule, which the Trainer keeps to itself."""
     built = own(model, **options)
     for part in built[1]:
         part.__dict__[_SCHEDULE] = built[0]

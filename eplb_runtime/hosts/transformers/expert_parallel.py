@@ -105,7 +105,7 @@ def describe_spread(model: nn.Module, padding: Any) -> HostModel:
     configs = (getattr(getattr(module, "config", None), "distributed_config", None) for module in named.values())
     given = vars(next(config for config in configs if config is not None))
     if refused := [str(one) for one in refusals(given)]:
-        raise AttachError("; besides, ".join(refused))
+        raise AttachError("; also, ".join(refused))
     spread = {name: module for name, module in named.items() if getattr(module, "_is_expert_parallel", False)}
     for name, module in named.items():
         inner = getattr(module, "base_layer", None)

@@ -6,7 +6,7 @@ each choice is a row of its own with one expert, K times the rows; results come 
 weighted and summed here in the router's order.
 
 What is in a row: `wire_format.py`. Whether the package is there, and the buffers of a process:
-`distributed/transports/deepep_package.py`. Shape suffixes besides those of the room: N rows of this rank (tokens, or
+`distributed/transports/deepep_package.py`. Shape suffixes in addition to the room's: N rows of this rank (tokens, or
 choices in logical order), W slots that a row may go to (K, or 1), U rows that arrive here, C columns.
 """
 

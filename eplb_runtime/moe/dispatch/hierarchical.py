@@ -8,7 +8,7 @@ In logical order results come back one for each choice, as `all_to_all` brings t
 weighed and summed where they were computed, summed again where the token came to the node, and once more where it came
 from: a row for each node crosses back.
 
-Shape suffixes besides those of the room: N nodes, G ranks a node, F tokens that come to this rank to be forwarded, V
+Shape suffixes in addition to the room's: N nodes, G ranks a node, F tokens that come to this rank to be forwarded, V
 tokens that visit it.
 """
 
@@ -57,7 +57,7 @@ class Hierarchical(AllToAll):
         visits_TR = permute.visits(slots_TK, self._slots_per_rank, self._num_ranks)
         visits_TNG = visits_TR.view(-1, nodes, on_node)
         visits_TN = (visits_TNG.sum(dim=2) > 0).to(torch.int64)
-        # Each rank is told of the tokens that visit its node, and of those that visit each of the ranks there.
+        # Each rank learns of the tokens that visit its node, and of those that visit each of the ranks there.
         counts_NW = torch.cat([visits_TN.sum(dim=0).unsqueeze(1), visits_TNG.sum(dim=0)], dim=1)
         leaving = self._leaving(slots_TK, dedup=False, with_counts=False)
         columns = [leaving.counts_2RW[0], counts_NW.repeat_interleave(on_node, dim=0)]

@@ -5,7 +5,7 @@ Shape suffixes of this room: T tokens of this rank, K top-k, N = T * K choices (
 arrive here, D model width, R ranks, S slots a rank, P = R * S slots.
 
 Each is a function of its arguments alone; sums run over a token's choices in the router's order. What kernels replace
-(`kernels.py`) stands in `Moves`.
+(`kernels.py`) is in `Moves`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RowMemory:
         self._lock = Lock()
 
     def like(self, example: Tensor, rows: int, dtype: torch.dtype | None = None) -> Tensor:
-        """``[rows, D]`` beside ``example`` ``[..., D]``, in its dtype unless another is named."""
+        """Return ``[rows, D]`` on the device of ``example`` ``[..., D]``, in its dtype unless another is named."""
         dtype = dtype or example.dtype
         shape = (rows, example.shape[1])
         size = rows * example.shape[1] * dtype.itemsize
@@ -272,7 +272,7 @@ def sum_one_by_one(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights
 def sum_here(
     rows_MD: Tensor, place_UK: Tensor, weights_M: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return ``[U, D]``: each token's choices of which the rows are here (place -1: elsewhere), weighted, summed in the
+    """Return ``[U, D]``: each token's choices of which the rows are here (place -1: not here), weighted, summed in the
     router's order; products are rounded to the wider dtype of both, and summed in float32."""
     total_UD = rows_MD.new_zeros(place_UK.shape[0], rows_MD.shape[1], dtype=torch.float32)
     if not rows_MD.shape[0]:

@@ -4,9 +4,9 @@ checkpointing repeats the forward.
 Which of them is being repeated? PyTorch does not say, and a rank cannot tell by its own tokens (it may have none), yet
 all ranks must choose alike: one that exchanges counts alone waits for ever. So the rule asks only for what is the same
 on every rank: a forward of this layer that is alone in flight is the one; with several (a pipeline, or losses added up
-before one backward), or beside another batch, whose forward may come before or after, nothing is used again and the
-route is worked out anew - which gives the same one, being a function of the placement and of all ranks' counts. The
-choices of this rank are compared as a check.
+before one backward), or at once with another batch, whose forward may come before or after, nothing is used again and
+the route is worked out again - the same one: a function of the placement and of all ranks' counts. The choices of this
+rank are compared as a check.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class RecomputeCache:
         return left
 
     def repeated(self, topk_ids_TK: Tensor) -> Any:
-        """Return the metadata of the forward that is being repeated, or None, on every rank, if it cannot be told;
+        """Return the metadata of the forward that is being repeated, or None, on every rank, if it is not known;
         RecomputeError if this rank's choices are not that forward's (on a device a later forward raises it: no host
         sync)."""
         self.channels.before_backward()

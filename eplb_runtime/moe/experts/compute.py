@@ -19,7 +19,7 @@ from .slices import with_divided_gradients
 
 @dataclass(frozen=True, eq=False)
 class SlotCounts:
-    """How many rows each local slot has, in the form that whoever asks can use without a sync.
+    """How many rows each local slot has, in the form that the caller can use without a sync.
 
     Args:
         offsets_S: int32, on the rows' device: where each slot's rows end, as grouped GEMMs take it.
@@ -62,7 +62,7 @@ class Compute(Protocol):
 
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor], /) -> Tensor:
         """Rows ``[M, D]`` ordered by local slot, rows of each slot, weights of all slots -> ``[M, D]``. Router weights
-        are multiplied elsewhere, where rows are combined."""
+        are multiplied where rows are combined."""
 
 
 class LocalExperts:

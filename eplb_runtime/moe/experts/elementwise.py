@@ -105,7 +105,7 @@ def _try(optimizer: Optimizer, options: Mapping[str, Any], each: bool, experts: 
 
 
 def _step(twin: Optimizer, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """One step without torch's hooks, which are for whoever trains; with a closure where the class takes one."""
+    """One step without torch's hooks, which are for training; with a closure where the class takes one."""
 
     def closure() -> float:
         for tensor, gradient in zip(tensors, gradients, strict=True):

@@ -1,6 +1,6 @@
 """The explicit list of tensors that have an expert dimension, per MoE layer.
 
-What stands here was registered by a host; nothing is guessed from names. Optimizer state is found through the
+What is here was registered by a host; nothing is guessed from names. Optimizer state is found through the
 optimizer (`optimizer_state.py`) at the moment it is needed, because optimizers make it lazily.
 """
 
@@ -84,7 +84,7 @@ class ExpertTensor:
         return self.copies[local_slot] if self.copies else ()
 
     def row(self, local_slot: int) -> Tensor:
-        """What stands in a slot, the live memory."""
+        """Return what is in a slot, the live memory."""
         return self.tensor[local_slot]
 
     @property
@@ -187,7 +187,7 @@ class ExpertTensors:
         self._misses_state = False
         try:
             self._state_of_layers = {layer: _names_of_state(self.of_home(layer)) for layer in self.layers}
-        except (OptimizerStateError, RegistryError):  # experts cannot move, which is said elsewhere
+        except (OptimizerStateError, RegistryError):  # experts cannot move, which a check of its own says
             self._state_of_layers = {}
 
     def why_state_misses(self, layer: int, tensors: Sequence[ExpertTensor]) -> str:
@@ -217,7 +217,7 @@ class ExpertTensors:
         for one in list(self._left_behind) if parameter is None else [parameter]:
             name, left = self._left_behind.get(one, ("", None))
             gradient = one.grad
-            # Slices are added to where nobody sees it, after `forget_zeroed`.
+            # Slices are added to without a hook, after `forget_zeroed`.
             if left is not None and gradient is not None and left() is gradient and (is_sliced(one) or gradient.any()):
                 raise RuntimeError(
                     f"experts have moved since the last step, and the gradient of {name} from before, which has not "
@@ -243,7 +243,7 @@ class ExpertTensors:
         return [entry.tensor for entry in self._layers[layer] if entry.kind == "parameter"]
 
     def moves_by_itself(self) -> set[int]:
-        """Addresses of what was registered besides parameters, wherever else it is kept."""
+        """Addresses of what was registered in addition to parameters, wherever else it is kept."""
         buffers = (entry for entries in self._layers for entry in entries if entry.kind == "buffer")
         return {local(tensor).data_ptr() for entry in buffers for tensor in entry.memory}
 

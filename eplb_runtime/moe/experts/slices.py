@@ -1,7 +1,7 @@
 """Expert tensors that FSDP2 divides over the EDP ranks, along dimension 1 (a slice of each expert), or 0 (experts).
 
 The rows of slices are experts all the same, so whatever moves, sums or saves rows does it with slices: a DTensor
-stands for the whole rows, its local tensor, which FSDP keeps in place, for what is here. Divided rows
+is the whole rows, its local tensor, which FSDP keeps in place, for what is here. Divided rows
 (`distributed.ranks.Ranks`) are whole experts, of which each rank has fewer. Memory may be missing: loops of
 reinforcement learning free that of weights between phases, and load it again.
 """
@@ -70,7 +70,7 @@ def keep_slices(model: nn.Module) -> None:
 
 
 def has_divide_factor(module: nn.Module) -> bool:
-    """Whether FSDP2 was told to divide this module's gradients by another number than its ranks."""
+    """Whether FSDP2 was set to divide this module's gradients by another number than its ranks."""
     if not isinstance(module, FSDPModule):
         return False
     state: Any = module._get_fsdp_state()  # type: ignore[operator]  # FSDP2 has a setter alone
@@ -126,7 +126,7 @@ def with_divided_gradients(parameters: Sequence[Tensor], divisor: float) -> Sequ
 
 
 class DividedGradient(torch.autograd.Function):
-    """A parameter as it is; its gradient divided, before whoever sums it over ranks sees it."""
+    """A parameter as it is; its gradient divided, before it is summed over ranks."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, divisor: float) -> Tensor:

@@ -2,7 +2,7 @@
 
 Choices are logical ids, int32 or int64. With one copy of each expert, `count_and_map` does it in one pass; an id of
 no expert ends the job by an assertion of the device, as plain torch would. With copies, `deal_by_kernels` deals out
-once all ranks' counts have told the quotas; its reference is `splitter.deal_out`.
+once all ranks' counts have given the quotas; its reference is `splitter.deal_out`.
 """
 
 from __future__ import annotations

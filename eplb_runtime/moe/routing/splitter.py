@@ -24,7 +24,7 @@ from .water_filling import Mode
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """What stands where in one layer.
+    """Which expert is in which slot of one layer.
 
     Args:
         tables: of the layers that changed together; this one is number ``index`` there.

@@ -7,8 +7,8 @@ goes on by five eighths of its last way. They stop on the optimum's certificate.
 in fixed point - so that the result is the same on every machine and in a kernel.
 
 Where ranks are not equally fast, the slowest rank's time is what counts. If all are to take time t, a rank of speed s
-has room for s * t tokens. One that counts ``(1 - s) * t`` tokens beside its own is then as full as the fastest, so the
-split for equal ranks serves. Where not every rank reaches a level (its copies do not bring it enough tokens) t is
+has room for s * t tokens. One that counts ``(1 - s) * t`` tokens on top of its own is then as full as the fastest, so
+the split for equal ranks serves. Where not every rank reaches a level (its copies do not bring it enough tokens) t is
 larger than the mean, and halved in between what a split has reached and what none can.
 """
 
@@ -53,7 +53,7 @@ def split_totals(
         totals_LE: integer ``[L, E]``, tokens of each expert over all source ranks; sums below 2 ** 60.
         mode: ``"water_filling"``, ``"even"`` (each copy the same, the first copies one more) or ``"home"``.
         sweeps: at most so many Gauss-Seidel sweeps.
-        layers: the layers of ``tables`` that the first axis stands for.
+        layers: the layers of ``tables`` that the first axis is.
         speed_R: float64 ``[R]``, of each rank, the fastest 1; one of speed 0 has no replicas. None: all alike.
 
     Returns:
@@ -94,7 +94,7 @@ def _split(
     virtual_LR: NDArray[np.int64],
     at_home: bool = False,
 ) -> NDArray[np.int64]:
-    """Split tokens over ranks that count virtual tokens, int64 ``[L, R]``, beside their own."""
+    """Split tokens over ranks that count virtual tokens, int64 ``[L, R]``, on top of their own."""
     quota_LEC = np.zeros(tables.copy_slot_LEC[layers].shape, dtype=np.int64)
     if at_home:
         quota_LEC[:, :, 0] = totals_LE

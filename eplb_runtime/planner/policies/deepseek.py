@@ -28,8 +28,8 @@ MOST = 1e30
 def deepseek(request: PlanRequest) -> Placement:
     """The policy ``deepseek``: what DeepSeek's EPLB plans for the forecast, except for ties.
 
-    In the free layout only a budget of moves makes it look at what stands: then layers wait their turn (`settle`). In
-    the home layout, without replicas, homes are dealt out near the current ones.
+    In the free layout only a budget of moves makes it look at the current placement: then layers take turns (`settle`).
+    In the home layout, without replicas, homes are dealt out near the current ones.
 
     Raises:
         PlanError: replica slots of the current placement hold experts.

@@ -33,12 +33,12 @@ class SearchParameters:
     """Constants of the search, tuned on one seed of the families in ``tests/benchmarks/planner``.
 
     Args:
-        least_price: imbalance that moving all slots of a layer must be worth besides its seconds: of ways that are as
+        least_price: imbalance that moving all slots of a layer must be worth on top of its seconds: of ways that are as
             good, the shorter.
         price_of_all: the same with replica slots.
         first_price: the same while no replica slot is in use: a first plan lasts.
         wandering: factor of both where the load moves on: a gain is one on the next window there.
-        deviation: the share of tokens that scenarios send elsewhere at which prices hold; less for steadier loads.
+        deviation: the share of tokens that scenarios send to other experts at which prices hold; less: steadier loads.
         least_gain: imbalance by which a layer must fall.
         nearly: share of ``least_gain`` that a shorter way may be worse than the best.
         starts: the best starts, from which a search descends.

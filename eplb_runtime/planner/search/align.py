@@ -51,7 +51,7 @@ def settle(
 
     Args:
         planned: int32 ``[L, P]``, without empty slots.
-        current: what stands, of the same slots and in the free layout; None: nothing does.
+        current: the current placement, of the same slots and in the free layout; None: there is none.
         keep_nodes: ranks that share a node in the plan must go on sharing one (the group rule).
     """
     experts, topology = request.num_experts, request.topology

@@ -2,7 +2,7 @@
 scenario.
 
 Loads are in units of the even rank load: each scenario's tokens add up to R (to the sum of speeds, where ranks differ),
-so the busiest rank's load is the imbalance. A slow rank carries a virtual load of 1 - speed besides its tokens.
+so the busiest rank's load is the imbalance. A slow rank carries a virtual load of 1 - speed on top of its tokens.
 
 Shape suffixes: W scenarios, E experts, R ranks, P slots, C replicas of an expert with its home, N nodes.
 """

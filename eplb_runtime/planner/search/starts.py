@@ -1,4 +1,4 @@
-"""Placements of one layer from which a search begins besides the current one: homes dealt again, replicas of the
+"""Placements of one layer from which a search begins, with the current one: homes dealt again, replicas of the
 hottest experts, and replicas in rings that connect all ranks."""
 
 from __future__ import annotations

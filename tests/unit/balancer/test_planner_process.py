@@ -72,7 +72,7 @@ def test_until_it_is_ready_homes_are_dealt_out_where_ranks_are_alike() -> None:
     send(process, signal.SIGSTOP)
     made = process.plan(LOAD, Topology(4, 2), **TERMS, current=CURRENT, cost=COST, sources=LOAD[:2])
     assert made.moved_homes and "homes only" in made.reason and (made.placement.replicas_LRK < 0).all()
-    assert process.plan(LOAD, Topology(4), **TERMS).moved_homes, "nothing stands yet"
+    assert process.plan(LOAD, Topology(4), **TERMS).moved_homes, "there is no placement yet"
     standing = plan(LOAD, Topology(4), **TERMS, current=CURRENT).placement
     assert (standing.replicas_LRK >= 0).any()
     for terms in ({"current": standing}, {"current": CURRENT, "rank_speed": (1.0, 1.0, 0.5, 1.0)}):

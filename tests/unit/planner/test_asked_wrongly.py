@@ -47,7 +47,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "complex counts": ({"load": LOAD * 1j}, "not an array of numbers"),
     "nan moves": ({"max_moves": float("nan")}, "max_moves=nan: give a whole number"),
     "half a move": ({"max_moves": 2.5}, "max_moves=2.5: give a whole number"),
-    "moves from nothing": ({"max_moves": 3}, "limit moves from a placement that stands"),
+    "moves from nothing": ({"max_moves": 3}, "limit moves from a current placement"),
     "a list of experts": ({"current": [[0, 1, 2, 3]]}, "current is a list: give a Placement"),
     "slots as a float": ({"slots_per_rank": 2.0}, "slots_per_rank=2.0: give a whole number"),
     "loads whose squares overflow": ({"load": LOAD * 1e155}, "too much to add up"),

@@ -107,7 +107,7 @@ def test_what_cannot_be_converted_is_refused_in_one_line_that_names_the_file(tmp
         (text("sglang.json", sglang), {}, "does not say how many ranks it is for: give --ranks R"),
         (text("dense.json", sglang), {"num_ranks": 2, "dense_layers": 2}, "2 dense layers of 2: none would be left"),
         (text("three.json", "[[0, 1, 2]]"), {"num_ranks": 2}, "3 slots cannot be spread evenly over 2 ranks"),
-        (text("gap.json", "[[0, 2, 2]]"), {"num_ranks": 1}, "expert 1 stands in no slot"),
+        (text("gap.json", "[[0, 2, 2]]"), {"num_ranks": 1}, "expert 1 is in no slot"),
         (text("ragged.json", "[[0, 1], [0]]"), {"num_ranks": 1}, "ragged"),
         (text("flat.json", "[0, 1]"), {"num_ranks": 1}, "must be [layers, slots]"),
         (text("words.json", '[["a"]]'), {"num_ranks": 1}, "must be [layers, slots] of expert ids"),
