@@ -269,9 +269,7 @@ class Balancer:
         """Decide now, on the load since the last decision, and migrate if it pays; besides the periodic decisions.
         Collective, between steps; it waits for the plan, or for what is left of it after `plan_ahead`. Returns whether
         experts moved.
-
-        Raises:
-            RuntimeError: where `loop_state.CALLS` refuses it, inside ``quiesce``, or while the ranks connect again.
+        Raises RuntimeError: where `loop_state.CALLS` refuses it, inside ``quiesce``, or while the ranks connect again.
         """
         self._enter("rebalance()")
         # Without a barrier, this rank's decision would mix with comparisons in the other ranks' steps.
@@ -286,11 +284,9 @@ class Balancer:
     @torch.compiler.disable
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Hold gradients of replicas back in backward passes inside; for all micro-batches but the last.
-
-        They are added up in float32 and travel once, with the first backward outside. Those of experts that
-        ``fully_shard`` slices wait for `reduce_gradients`, inside or outside.
-        """
+        """Hold gradients of replicas back in backward passes inside; for all micro-batches but the last. They are added
+        up in float32 and travel once, with the first backward outside. Those of experts that ``fully_shard`` slices
+        wait for `reduce_gradients`, inside or outside."""
         if self.runtime.maps.replicas is None:
             yield
             return
@@ -351,10 +347,7 @@ class Balancer:
     @contextmanager
     def quiesce(self) -> Iterator[None]:
         """Hold migrations back inside (weight reload, asynchronous save); enter and leave at the same step on all
-        ranks.
-
-        A decision that becomes due meanwhile waits for the first step after.
-        """
+        ranks. A decision that becomes due meanwhile waits for the first step after."""
         self.rebalancer.overlapped.withdraw()
         self.rebalancer.quiesced += 1
         try:
@@ -507,10 +500,6 @@ class Balancer:
         self.closing.close()
 
     # -- for hosts and other rooms, and what the calls above share -----------------------------------------------------
-
-    def around_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """`OptimizerHooks.around_step`."""
-        return self.optimizer_hooks.around_step(optimizer)
 
     def rebalance_by(self, move: Callable[[], bool]) -> None:
         """Let `rebalance` move experts by this function, which returns whether it has."""

@@ -6,7 +6,6 @@ Weights are exported by `checkpoint`, which the hosts' room hands to the balance
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
@@ -95,12 +94,11 @@ def placed_logically(rebalancer: Rebalancer, barrier: Callable[[], None], moved:
 
 
 def _go(rebalancer: Rebalancer, target: Placement, moved: Callable[[], None], what: str) -> None:
-    """Migrate, and say what it took.
+    """Migrate, and say so.
 
     Raises:
         RuntimeError: the migration was dropped, or a part of it; the same on every rank.
     """
-    began = time.perf_counter()
     if np.array_equal(rebalancer.placement().physical_to_logical, target.physical_to_logical):
         return
     progress = rebalancer.move_to(target)
@@ -109,13 +107,4 @@ def _go(rebalancer: Rebalancer, target: Placement, moved: Callable[[], None], wh
         raise RuntimeError(
             f"experts could not be moved into logical order or back ({progress.failed_phase.value}): {progress.cause}"
         )
-    nbytes = 0
-    if progress.transfers is not None:
-        nbytes = int(np.asarray(progress.record_bytes)[progress.transfers[:, 0]].sum())
-    logger.info(
-        "%s: %d experts moved, %.4g GiB over all ranks of an EP group, in %.3g s",
-        what,
-        progress.moved_experts,
-        nbytes / 2**30,
-        time.perf_counter() - began,
-    )
+    logger.info("%s: %d experts moved", what, progress.moved_experts)

@@ -280,6 +280,7 @@ class FirstSteps(LoopHooks):
 
     def before_step(self) -> None:
         """Compare reduced gradients over ranks."""
+        self._runtime.model_check.keep_slices()
         if self._guard.is_new:
             self._compare(self._guard.take("gradients"), "the end of the reduction of gradients")
             both = _whole({**self._runtime.parameters, **self._tensors.dense})
@@ -303,7 +304,7 @@ class FirstSteps(LoopHooks):
             self._skipped.clear()
 
     def on_moved(self) -> None:
-        self._runtime.model_check.moved()
+        self._runtime.model_check.keep_slices()
 
     def _compare(self, sample: Sample, where: str) -> None:
         """Compare over the job; raise or warn. Collective."""

@@ -87,11 +87,12 @@ class LoopState:
         closed, suspended, in_logical_order: as the balancer is.
         in_schedule: the schedule of pipeline stages that runs now; empty: none.
         step: optimizer steps since attach, or as restored.
+        tensors: of the model.
         hooks: what takes part, in this order.
     """
 
     def __init__(self, tensors: ModelTensors) -> None:
-        self._tensors = tensors
+        self.tensors = tensors
         self.closed = self.suspended = self.in_logical_order = False
         self.in_schedule = ""
         self.step = 0
@@ -102,12 +103,12 @@ class LoopState:
 
     @property
     def in_step(self) -> bool:
-        return self._has_begun and self._tensors.have_gradients()
+        return self._has_begun and self.tensors.have_gradients()
 
     @property
     def has_optimizer(self) -> bool:
         """Return whether an optimizer steps the model."""
-        return bool(self._tensors.optimizers)
+        return bool(self.tensors.optimizers)
 
     def require(self, what: str) -> None:
         """Raise RuntimeError where a call is wrong now."""
@@ -167,6 +168,7 @@ class LoopState:
     def end_step(self) -> None:
         """Close a training step."""
         self.require(STEP_ENDS)
+        self.end_broken_off()
         self._has_begun = False
         for hook in self.hooks:
             hook.on_step_end()

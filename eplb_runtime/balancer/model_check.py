@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..moe.experts.slices import has_divide_factor, keep_slices
+from ..moe.experts.slices import has_divide_factor
 
 _ELEMENTS = 1024
 """Elements of a tensor, about, that tell whether an optimizer has written it."""
@@ -26,7 +27,7 @@ class StructureError(RuntimeError):
 
 class ModelCheck:
     """The models of one rank, as they were attached, by the prefix of their parameters' names; experts modules with
-    their parameters, and parameters that attach replaced."""
+    their parameters, and parameters that attach replaced. ``is_sharded``: some are DTensors, by `fully_shard`."""
 
     def __init__(
         self,
@@ -39,10 +40,11 @@ class ModelCheck:
         self._experts = list(experts)
         parameters = [p for model in self.models.values() for p in model.parameters()]
         # FSDP2 puts other tensors into a module while it computes.
-        self._sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+        self.is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
         self._divided = {name for name, module, _ in experts if has_divide_factor(module)}  # a host may want it
-        self._held = [] if self._sharded else [_held(module, key) for _, module, keys in experts for key in keys]
+        self._held = [] if self.is_sharded else [_held(module, key) for _, module, keys in experts for key in keys]
         self._known = {id(parameter) for parameter in parameters}
+        self._fsdp = [one for model in self.models.values() for one in model.modules() if isinstance(one, FSDPModule)]
         self._of_this_rank: set[int] = set()
         self.seen_in_ddp = False
 
@@ -61,11 +63,6 @@ class ModelCheck:
         """The experts module of each MoE layer, by name, in the order of layers."""
         return {name: module for name, module, _ in self._experts}
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether any parameter is a DTensor, as `fully_shard` makes them."""
-        return self._sharded
-
     def know(self, parameters: Sequence[Tensor]) -> None:
         """Add parameters that are trained and averaged, too."""
         self._known.update(map(id, parameters))
@@ -76,11 +73,10 @@ class ModelCheck:
         self._replaced = {name: self._replaced[name] for name, parameter in found.items() if parameter is not None}
         return {name: parameter for name, parameter in found.items() if parameter is not None}
 
-    def moved(self) -> None:
-        """Refresh gathered experts after a move: FSDP2 leaves whole ones in a module after an evaluation."""
-        if self._sharded:
-            for model in self.models.values():
-                keep_slices(model)
+    def keep_slices(self) -> None:
+        """Put FSDP2's slices back where an evaluation has left whole tensors: no step or move writes these."""
+        for module in self._fsdp:
+            module.reshard()
 
     def check(self, *, thoroughly: bool) -> None:
         """Check that nothing has changed; cheap enough for each forward.
@@ -98,10 +94,10 @@ class ModelCheck:
         self.seen_in_ddp |= wrapped is not None
         if wrapped is not None and wrapped.process_group.size() > 1:
             self._check_wrapped({id(tensor) for tensor in (*wrapped._module_parameters, *wrapped.modules_buffers)})
-        if thoroughly and not self._sharded:
+        if thoroughly and not self.is_sharded:
             for prefix, model in self.models.items():
                 self._check_tree(prefix, model)
-        if thoroughly and self._sharded:
+        if thoroughly and self.is_sharded:
             for name, experts, _ in self._experts:
                 if name not in self._divided and has_divide_factor(experts):
                     raise StructureError(

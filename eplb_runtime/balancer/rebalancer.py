@@ -34,7 +34,7 @@ from ..events import BalancingEnded, BalancingPaused, BalancingResumed, EventLog
 from ..load.aggregate import HostCopy
 from ..load.clock import Progress, StepClock
 from ..load.expert_clock import REST_STEPS, SAMPLED_STEPS
-from ..migration.between_steps import BetweenSteps
+from ..migration.between_steps import migrate_between_steps
 from ..migration.engine import MigrationBroken, MigrationEngine
 from ..migration.overlapped import Overlapped
 from ..migration.progress import MigrationProgress
@@ -115,9 +115,8 @@ class Rebalancer(LoopHooks):
         if config.replica_slots:
             compile_split()
         self.decisions = PlanMaker(runtime)
-        self._between_steps = BetweenSteps(self._engine, self._get_ready, self._wait_for_replicas)
         self.overlapped = self._new_overlapped()
-        self._migration: BetweenSteps | Overlapped = self.overlapped if config.overlap else self._between_steps
+        self._overlaps = config.overlap
 
     def _new_engine(self, transport: Transport) -> MigrationEngine:
         job = self._groups.job
@@ -149,12 +148,12 @@ class Rebalancer(LoopHooks):
     def placement(self) -> Placement:
         """Return the current placement; its ``epoch`` counts commits. While a migration is in flight this waits for the
         other ranks' commits of the running step: call it on every rank at the same place."""
-        return self._migration.current_placement() if self._migration.in_flight else self._placement
+        return self.overlapped.current_placement() if self.overlapped.in_flight else self._placement
 
     @property
     def epoch_on_this_rank(self) -> int:
         """Epoch of the placement, without asking other ranks; -1: it may change at any time."""
-        return -1 if self._migration.in_flight else self._placement.epoch
+        return -1 if self.overlapped.in_flight else self._placement.epoch
 
     def has_moved(self, layer: int) -> bool:
         """Return whether homes of a layer have moved since attach, even if they are back."""
@@ -189,6 +188,9 @@ class Rebalancer(LoopHooks):
         if self._loop.has_optimizer or moved:
             self.refresh_replicas()
 
+    def on_moved(self) -> None:
+        self._loop.tensors.mark(self.placement)
+
     def refresh_replicas(self) -> None:
         """Bring replicas the weights of their homes. Collective."""
         if self._maps.replicas is not None:
@@ -200,11 +202,11 @@ class Rebalancer(LoopHooks):
         before = self._placement
         decides = self._count_step()
         self._registry.note_state(self.step)
-        if self._migration.in_flight:
+        if self.overlapped.in_flight:
             self._advance()
         if self.control.reconnection.under_way:
             self._rejoin()
-        if self.control.reconnection.under_way or self._migration.in_flight:
+        if self.control.reconnection.under_way or self.overlapped.in_flight:
             if decides:
                 self._discard_load()
         else:
@@ -213,7 +215,7 @@ class Rebalancer(LoopHooks):
             if self._pending is not None and self.step >= self._pending.due_step and not self.quiesced:
                 target = self._agree_on_target(self._pending)
                 if target is not None:
-                    self._migrate(target, self._migration)
+                    self._migrate(target, self._overlaps)
         self.overlapped.step_begins()
         if self._is_sampled(self.step):
             self._expert_clock.begin_step()
@@ -289,13 +291,13 @@ class Rebalancer(LoopHooks):
     @property
     def staging(self) -> list[Tensor]:
         """Memory of experts in flight."""
-        return self._engine.memory
+        return self._engine.executor.memory
 
     def free_memory(self) -> int:
         """Free memory for experts in flight; none are. A decision in flight is made first. Returns the bytes."""
         self.wait_for_decision()
         self._known_home_bytes = max(self._known_home_bytes, self._home_bytes()[0])
-        return self._engine.free_memory()
+        return self._engine.executor.free_memory()
 
     def take_memory(self) -> None:
         """Take this memory again; RuntimeError: there is none, and a migration tries again."""
@@ -362,9 +364,9 @@ class Rebalancer(LoopHooks):
         one is in flight, or at once, as `now`. Collective, between steps."""
         if at_once:
             self.drain()
-        if not self._migration.in_flight:
+        if not self.overlapped.in_flight:
             self.control.require("a migration")
-            self._migrate(target, None if at_once else self._migration)
+            self._migrate(target, self._overlaps and not at_once)
             if not at_once:
                 self.overlapped.step_begins()
 
@@ -384,7 +386,7 @@ class Rebalancer(LoopHooks):
             parts.callback(self._events.emit, BalancingEnded(self.step, "closed"))
             parts.callback(self._use_no_replicas)
             parts.callback(self.control.agreement.close)
-            parts.callback(self._engine.close)
+            parts.callback(self._engine.executor.close)
             parts.callback(self.control.worker.close, A_LITTLE_SECONDS)
             parts.callback(self.forget_pending)
             parts.callback(self.decisions.close)
@@ -460,17 +462,19 @@ class Rebalancer(LoopHooks):
 
     # -- migrating -------------------------------------------------------------------------------------------------
 
-    def _migrate(self, target: Placement, migration: BetweenSteps | Overlapped | None = None) -> MigrationProgress:
-        """Begin a migration by this driver, or while training waits, and advance it once."""
-        migration = migration or self._between_steps
+    def _migrate(self, target: Placement, overlaps: bool = False) -> MigrationProgress:
+        """Begin a migration that overlaps with the next steps, or carry it out while training waits."""
         self._target, self._committed_layers, self._pause_seconds = target, set(), 0.0
-        migration.begin(self._placement, target, self._new_key("migration"))
+        key = self._new_key("migration")
         try:
-            if migration is self._between_steps:
+            if overlaps:
+                self.overlapped.begin(self._placement, target, key)
+                progress = self.overlapped.advance()
+            else:
                 self.control.run(lambda: None)  # a decision, or a notice, may be on the control group still
-            progress = migration.advance()
+                self._wait_for_replicas()
+                progress = migrate_between_steps(self._engine, self._placement, target, key, self._get_ready)
         except ConnectionLost as lost:
-            migration.drain()
             progress = MigrationProgress(self._placement, Verdict(False, str(lost), True), Phase.PREPARED)
         except MigrationBroken as error:
             self._events.emit(BalancingEnded(self.step, str(error)))
@@ -481,10 +485,10 @@ class Rebalancer(LoopHooks):
     def _advance(self) -> None:
         """Advance the migration in flight. If it cannot overlap with steps, training waits for the rest of it."""
         hold_back = bool(self.quiesced) or self.control.reconnection.under_way
-        progress = self._migration.advance(hold_back=hold_back)
+        progress = self.overlapped.advance(hold_back=hold_back)
         self._take_over(progress)
         if progress.only_between_steps:
-            self._migration = self._between_steps
+            self._overlaps = False
             logger.warning(
                 "step %d: %s; experts to which that happens migrate between steps, as without overlap",
                 self.step,
@@ -528,8 +532,7 @@ class Rebalancer(LoopHooks):
         return take_over
 
     def _wait_for_replicas(self) -> None:
-        """Wait for replicas in flight, which are read from homes that are about to be written. On every rank, before
-        anything can fail on one."""
+        """Wait for replicas in flight, read from homes that are about to be written: on all ranks, before one fails."""
         if self._maps.replicas is not None:
             self._maps.replicas.wait_all()
 
@@ -545,14 +548,14 @@ class Rebalancer(LoopHooks):
         """End the migration in flight: layers without a commit stay where they are. On every rank. Returns whether the
         placement has changed since the last boundary."""
         before = self._placement
-        if self._migration.in_flight:
-            self._take_over(self._migration.drain())
+        if self.overlapped.in_flight:
+            self._take_over(self.overlapped.drain())
         return self._placement is not before
 
     def finish(self) -> bool:
         """Commit what is in flight, between steps: a migration beside steps goes no further without them. On every
         rank. Returns whether the placement has changed since the last boundary."""
-        before, target, was_in_flight = self._placement, self._target, self._migration.in_flight
+        before, target, was_in_flight = self._placement, self._target, self.overlapped.in_flight
         self.drain()
         if not was_in_flight or self.quiesced or self.control.reconnection.under_way:
             return self._placement is not before

@@ -4,7 +4,7 @@ and was registered."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..moe.experts.matching import MARK, arrays_in, matched
 from ..moe.experts.registry import RegistryError, why_not_written
 from ..moe.experts.slices import WeightMemory, is_sliced
+from ..placement import Placement
 from .runtime import Runtime
 
 
@@ -110,10 +111,11 @@ class ModelTensors:
             marks = [(layers.get(str(key).removesuffix(f".{MARK}")), mark) for key, mark in tensors.items()]
             self._marks += [(layer, mark) for layer, mark in marks if layer is not None]
 
-    def mark(self, homes_LRH: Any) -> None:
+    def mark(self, placement: Callable[[], Placement]) -> None:
         """Follow a change of the placement in what marks it."""
         for layer, mark in self._marks:
-            mark.copy_(torch.tensor([self._runtime.job.ep_rank, *homes_LRH[layer].ravel().tolist()]))
+            homes_RH = placement().homes_LRH[layer]
+            mark.copy_(torch.tensor([self._runtime.job.ep_rank, *homes_RH.ravel().tolist()]))
 
     def known(self) -> Iterator[Tensor]:
         """Return tensors that move with experts besides parameters and gradients, the optimizers' tensors, and those

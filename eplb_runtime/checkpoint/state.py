@@ -197,12 +197,8 @@ class LogicalView:
 
     def _freed(self) -> str:
         """Name a tensor that has no memory now; empty: all have."""
-        if self.balancer is not None:
-            registry = self.balancer.runtime.registry
-            if changed := next(filter(None, map(registry.why_freed, registry.layers)), ""):
-                return changed
-            if changed := self.balancer.tensors.memory.why_freed():
-                return changed
+        if self.balancer is not None and (changed := self.balancer.tensors.memory.why_freed()):
+            return changed
         freed = (entry.key for entry in self.entries() if not has_memory(entry.tensor))
         return next((f"{key}: its memory is freed: load it first" for key in freed), "")
 

@@ -280,7 +280,7 @@ class Agreement:
     def __init__(
         self,
         control: dist.ProcessGroup,
-        store: JobStore | None = None,
+        store: JobStore,
         probe: Probe = unobserved,
         most_seconds: float = _MOST_SECONDS,
     ) -> None:
@@ -288,8 +288,6 @@ class Agreement:
         self._control = control
         self._rank = control.rank()
         self._ranks = dist.get_process_group_ranks(control)
-        if store is None:
-            store = JobStore(control.get_group_store(), "agreement", _STORE_SECONDS)
         self._store = store
         self._probe = probe
 

@@ -17,7 +17,7 @@ from .consensus import Agreement
 from .points import Probe
 from .private_groups import hang_up
 from .process_groups import ProcessGroups, host_timeout
-from .reconnect import Reconnection
+from .reconnect import Link, Reconnection
 from .transports.base import Transport
 
 logger = logging.getLogger("eplb_runtime")
@@ -112,11 +112,8 @@ class ControlChannel:
         if not self.reconnection.under_way and not self.worker.closed:
             self.worker.submit(partial(notice, self.agreement))
 
-    def reconnect(self, boundary: int) -> tuple[Transport, list[dist.ProcessGroup]] | None:
-        """Use new connections if all ranks meet at this boundary. Returns a transport of experts on them, and the
-        groups before them, which the caller gives back once nothing uses them; None: there are none yet."""
-        if (link := self.reconnection.at_boundary(boundary)) is None:
-            return None
-        before = self._groups.take_over(link.control, link.migration)
-        self.agreement = self._new_agreement()
-        return link.transport, before
+    def reconnect(self, boundary: int) -> Link | None:
+        """Use new connections if all ranks meet at this boundary; None: there are none yet."""
+        if (link := self.reconnection.at_boundary(boundary)) is not None:
+            self.agreement = self._new_agreement()
+        return link

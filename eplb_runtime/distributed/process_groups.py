@@ -94,7 +94,7 @@ class ProcessGroups:
             if not only_control:
                 for purpose in _AT_ATTACH:
                     getattr(self, purpose)
-                self.migration = self._new_migration("migration", self.setup_seconds)
+                self.migration = self._new(self.job.migration_sets, "migration", self.backend, self.setup_seconds)
         except BaseException as error:
             cause = self.explain(error)
             self.close()
@@ -127,32 +127,29 @@ class ProcessGroups:
 
     # -- connections made anew -----------------------------------------------------------------------------------------
 
-    def new_control(self, attempt: int, seconds: float) -> dist.ProcessGroup:
-        """Make another control group, which is not used until `take_over`. Collective."""
-        control = self._new([self.job.ranks], f"control {attempt}", "gloo", seconds)
-        _give_time(control, self.timeout_seconds)
-        return control
+    def make_again(self, attempt: int, seconds: float) -> list[dist.ProcessGroup]:
+        """Make other control and migration groups, which are not used until `take_over`. Collective."""
+        made = list[dist.ProcessGroup]()
+        try:
+            made.append(self._new([self.job.ranks], f"control {attempt}", "gloo", seconds))
+            made.append(self._new(self.job.migration_sets, f"migration {attempt}", self.backend, seconds))
+        except BaseException:
+            self.give_back(*made)
+            raise
+        for group in made:
+            _give_time(group, self.timeout_seconds)
+        return made
 
-    def new_migration(self, attempt: int, seconds: float) -> dist.ProcessGroup:
-        """Make another migration group, as `new_control` does."""
-        migration = self._new_migration(f"migration {attempt}", seconds)
-        _give_time(migration, self.timeout_seconds)
-        return migration
-
-    def take_over(self, control: dist.ProcessGroup, migration: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+    def take_over(self, made: list[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
         """Use these groups from now on. Returns those before them, for `give_back`."""
         before = [self.control, self.migration]
-        self.control, self.migration = control, migration
+        self.control, self.migration = made
         return before
 
     def hang_up(self) -> None:
         """Close the connections of control and migration, so that a rank which waits for this one learns it at once."""
         private_groups.hang_up(self.control)
         private_groups.hang_up(self.migration)
-
-    def give_back(self, *groups: dist.ProcessGroup) -> None:
-        """End these groups."""
-        self._retire(*groups)
 
     # -- made where they are first asked for; over the device's backend unless they say otherwise ----------------------
 
@@ -240,7 +237,7 @@ class ProcessGroups:
     def close_balancing(self) -> None:
         """Give back what only rebalancing needs; the model goes on with the other groups. Threads and connections of
         gloo go with the last who holds a group: the others have let go of theirs."""
-        self._retire(*(group for group in self._made if group.group_desc.split()[-1] in _OF_BALANCING))
+        self.give_back(*(group for group in self._made if group.group_desc.split()[-1] in _OF_BALANCING))
         self.__dict__.pop("background", None)
         del self.control, self.migration
         self.store.close()
@@ -248,7 +245,7 @@ class ProcessGroups:
 
     def close(self) -> None:
         """Give back all of them."""
-        self._retire(*self._made)
+        self.give_back(*self._made)
         self.store.close()
         self._is_balancing = False
 
@@ -261,9 +258,6 @@ class ProcessGroups:
         self.close()
 
     # -- making and giving back ----------------------------------------------------------------------------------------
-
-    def _new_migration(self, purpose: str, seconds: float) -> dist.ProcessGroup:
-        return self._new(self.job.migration_sets, purpose, self.backend, seconds)
 
     def _new(
         self, sets: Sequence[Sequence[int]], purpose: str, backend: str = "", seconds: float | None = None
@@ -286,11 +280,12 @@ class ProcessGroups:
             assert work is not None
             wait_on_host([work], group, making.total_seconds(), on_device=backend != "gloo")
         except BaseException:
-            self._retire(group)
+            self.give_back(group)
             raise
         return group
 
-    def _retire(self, *groups: dist.ProcessGroup) -> None:
+    def give_back(self, *groups: dist.ProcessGroup) -> None:
+        """End these groups."""
         for group in groups:
             self._made = [other for other in self._made if other is not group]
             try:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -36,12 +35,8 @@ LEAD_STEPS = 2
 """How many boundaries ahead ranks meet."""
 
 
-class Link(NamedTuple):
-    """New groups, and the transport of experts on them."""
-
-    control: dist.ProcessGroup
-    migration: dist.ProcessGroup
-    transport: Transport
+Link = tuple[Transport, list[dist.ProcessGroup]]
+"""A transport of experts on new groups, which are taken over; and the groups before them, to be given back."""
 
 
 class Reconnection:
@@ -113,37 +108,28 @@ class Reconnection:
         return int(store.compare_set(self._key("step"), str(boundary + LEAD_STEPS)))
 
     def _connect(self) -> Link | None:
-        """Meet the others, make what `Link` has, and return it if all ranks could."""
+        """Meet the others, make groups and the transport, and take them over if all ranks could."""
         # On a busy machine no try would be through in a short timeout: each has more time than the one before.
         seconds = min(self._groups.setup_seconds, self._groups.timeout_seconds * self.tries)
         with ExitStack() as undo:
-            link, problem = None, ""
+            problem = ""
             if cause := self._meet("go", "", seconds):
                 self._groups.store.compare_set(self._key("hold"), cause)
             else:
                 try:
-                    link = self._make(seconds, undo)
+                    made = self._groups.make_again(self._attempt, seconds)
+                    undo.callback(self._groups.give_back, *made)
+                    transport = self._make_transport(made[1], seconds)
+                    undo.callback(transport.close)
+                    self._probe(Phase.CONNECTED, self._attempt)
                 except Exception as error:
                     problem = one_line(error, with_type=True)
-                cause = self._meet("hold", problem, 3 * seconds)
-            if link is not None and not cause:
-                undo.pop_all()
-                self.under_way = False
-                return link
+                if not (cause := self._meet("hold", problem, 3 * seconds)):
+                    undo.pop_all()
+                    self.under_way = False
+                    return transport, self._groups.take_over(made)
         logger.info("the ranks could not connect: %s", cause)
         return None
-
-    def _make(self, seconds: float, undo: ExitStack) -> Link:
-        """Make the groups and the transport; ``undo`` takes them back."""
-        groups = self._groups
-        control = groups.new_control(self._attempt, seconds)
-        undo.callback(groups.give_back, control)
-        migration = groups.new_migration(self._attempt, seconds)
-        undo.callback(groups.give_back, migration)
-        transport = self._make_transport(migration, seconds)
-        undo.callback(transport.close)
-        self._probe(Phase.CONNECTED, self._attempt)
-        return Link(control, migration, transport)
 
     def _meet(self, word: str, problem: str, seconds: float) -> str:
         """Wait for all ranks. Returns why they cannot go on, the same on all of them; empty: they can."""

@@ -22,7 +22,7 @@ from ..distributed.ranks import GroupError, Ranks, job_ranks
 from . import module
 from .attaching.attach import attach_stages
 from .attaching.checks import device_of, wait_for_ranks
-from .attaching.description import AnyOptimizer, AttachError, HostModel, Stage, spread_of
+from .attaching.description import AnyOptimizer, AttachError, HostModel, Stage, spread_of, unwrapped
 from .attaching.sharding import shard_stage
 from .module import MoE, stack_experts
 
@@ -118,7 +118,7 @@ def attach(
             Stage(number, part, host, f"stages.{number}." if len(models) > 1 else "")
             for number, part, host in zip(numbers, models, hosts, strict=False)
         ]
-        optimizers = [one for one in given if one is not None]
+        optimizers = [unwrapped(one) for one in given if one is not None]
         if refused := [line for host in hosts for line in host.problems(optimizers)]:
             raise AttachError("; besides, ".join(dict.fromkeys(refused)))
         optimizers = [_adapted(one, stages) for one in optimizers]

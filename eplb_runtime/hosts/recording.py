@@ -19,7 +19,7 @@ from ..topology import Topology
 from ..utils.files import FileError
 from . import module, rooms
 from .attaching.checks import wait_for_ranks
-from .attaching.description import AttachError, WatchedLayer, WatchedModel, recorded
+from .attaching.description import AttachError, WatchedLayer, WatchedModel, recorded, unwrapped
 from .module import MoE
 
 
@@ -63,6 +63,7 @@ def record(
     """
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     recorder, problem, whole = None, None, nn.Module()
+    optimizer = unwrapped(optimizer)
     try:
         whole = _one_model(model)
         if interval < 1:
@@ -128,7 +129,7 @@ def _job(found: WatchedModel, interval: int) -> RecordedJob:
     return RecordedJob(
         ranks=ranks,
         ranks_per_node=Topology.from_launcher(launcher_environment(), ranks).ranks_per_node,
-        ep_size=layers[0].num_experts // max(1, here),
+        ep_size=layers[0].ep_size or layers[0].num_experts // max(1, here),
         interval=interval,
         takes_no_replicas=int(not found.takes_replicas),
         expert_parameters=sum(weight.numel() for weight in weights) // max(1, here),

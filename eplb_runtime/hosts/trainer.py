@@ -1,6 +1,6 @@
 """Hugging Face's Trainer on Accelerate, and TRL's trainers on it: the balancer is attached, clips, saves and resumes.
 
-A callback would come too late: the optimizer is wrapped by then, and the model is in DistributedDataParallel. So this
+A callback would come too late, but for a model that the library has spread: others are in DistributedDataParallel. This
 overrides what the Trainer itself calls. What belongs to the Trainer (batches, losses, schedules, random numbers) stays
 its own; nothing here looks into a model.
 """

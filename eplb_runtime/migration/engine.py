@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ..distributed.ballot import Ballot, State, Verdict
 from ..distributed.consensus import Agreement, InDoubt
@@ -92,6 +91,7 @@ class MigrationEngine:
         timeout_seconds: for the transfers of one round.
 
     Attributes:
+        executor: has the transport and the staging memory.
         broken: reason for which this rank cannot go on; empty: it can.
         bytes_per_step: bytes that a rank may receive during one overlapped step; at most ``staging_bytes``.
     """
@@ -113,33 +113,20 @@ class MigrationEngine:
         self._timeout = timeout_seconds
         self._device = next((parameter.device for parameter in registry.parameters()), transport.device)
         nbytes = min(staging_bytes, _largest_layer_bytes(registry))
-        self._executor = RoundExecutor(transport, home_rows, row_rank, self._device, nbytes)
+        self.executor = RoundExecutor(transport, home_rows, row_rank, self._device, nbytes)
         self._seconds: dict[str, float] = defaultdict(float)
         self._epoch = 0
         self.broken = ""
         self.probe: Probe = unobserved
 
-    def close(self) -> None:
-        """Release the transport's memory and connections."""
-        self._executor.close()
-
-    @property
-    def memory(self) -> list[Tensor]:
-        """Memory of experts in flight."""
-        return self._executor.memory
-
-    def free_memory(self) -> int:
-        """`RoundExecutor.free_memory`; no migration is in flight."""
-        return self._executor.free_memory()
-
     def take_memory(self) -> None:
-        """`RoundExecutor.take_memory`."""
+        """`RoundExecutor.take_memory`, on any thread."""
         with self._on_device():
-            self._executor.take_memory()
+            self.executor.take_memory()
 
     def reconnect(self, transport: Transport, agreement: Agreement) -> None:
         """Use new connections after a failure broke the old ones."""
-        self._executor.reconnect(transport)
+        self.executor.reconnect(transport)
         self._agreement = agreement
 
     def rehearse(self, placement: Placement) -> float:
@@ -148,7 +135,7 @@ class MigrationEngine:
         seconds = 0.0
         for _ in range(2):  # the first one warms up
             began = time.perf_counter()
-            agree_on_records(self._registry.num_layers, ({}, ""), self._agreement, self._executor.device)
+            agree_on_records(self._registry.num_layers, ({}, ""), self._agreement, self.executor.device)
             self._agreement.check_equal(bytes.fromhex(placement.digest()), "placement")
             self._agreement.vote_and_record(Ballot("rehearsal"), "", False)
             seconds = time.perf_counter() - began
@@ -189,7 +176,7 @@ class MigrationEngine:
         with self._timed("prepare"), self._on_device():
             layers, overlapped = layers_that_differ(current, target), formats is not None
             found = formats if formats is not None else self.formats(layers)
-            num_layers, device = self._registry.num_layers, self._executor.device
+            num_layers, device = self._registry.num_layers, self.executor.device
             records, verdict = agree_on_records(num_layers, found, self._agreement, device)
             if records is None:
                 return None, verdict
@@ -199,7 +186,7 @@ class MigrationEngine:
                 schedule = make_schedule(
                     current, target, records.nbytes, budget, records.holders, overlapped, self._home_rows.parts
                 )
-                self._executor.reserve(schedule, records, self.in_flight_bytes(schedule) if overlapped else None)
+                self.executor.reserve(schedule, records, self.in_flight_bytes(schedule) if overlapped else None)
                 self.probe(Phase.PREPARED, schedule)
             except Exception as error:
                 logger.warning("this rank cannot prepare the migration", exc_info=True)
@@ -214,22 +201,13 @@ class MigrationEngine:
         """Bytes that a rank may receive in rounds in flight together; the same on every rank."""
         return max(self.bytes_per_step, int(schedule.load.max(initial=0)))
 
-    @property
-    def in_order(self) -> bool:
-        """Whether rounds must be posted by the thread that trains, at the same place of a step on every rank."""
-        return self._executor.in_order
-
-    def restart(self) -> None:
-        """Free the memory of staged experts; no round is in flight."""
-        self._executor.restart()
-
     def post(self, migration: PreparedMigration, round_: Round) -> PostedRound:
         """Begin to exchange the experts of a round; live rows are read until it has arrived. A rank that fails says so
         in `vote`."""
         self.refuse_if_broken()
         posted = PostedRound(migration, round_, time.monotonic() + self._timeout)
         with self._timed("post"), _noting_problems(posted):
-            self._executor.post(round_, migration.records, posted.exchange)
+            self.executor.post(round_, migration.records, posted.exchange)
             self.probe(Phase.POSTED, round_)
         return posted
 
@@ -249,7 +227,7 @@ class MigrationEngine:
                 with _noting_problems(posted):
                     self._receive(posted, meanwhile)
                     with self._timed("verify"):
-                        posted.problem = self._executor.difference(exchange)
+                        posted.problem = self.executor.difference(exchange)
                     self.probe(Phase.VERIFIED, exchange.staged)
                     with self._timed("maps"):
                         posted.after = migration.schedule.after(migration.current, posted.round_)
@@ -280,7 +258,7 @@ class MigrationEngine:
             self.probe(Phase.COMMITTING, layer)
             record_format = posted.migration.records.formats.get(layer)
             if record_format is not None:
-                self._executor.commit(posted.exchange, layer, record_format)
+                self.executor.commit(posted.exchange, layer, record_format)
                 self._registry.leave_gradients(layer)
 
     def finish(self, posted: PostedRound) -> None:
@@ -338,7 +316,7 @@ class MigrationEngine:
 
     def _receive(self, posted: PostedRound, meanwhile: Callable[[], None] | None) -> None:
         """Receive a round, hashing experts as they arrive."""
-        exchange, executor = posted.exchange, self._executor
+        exchange, executor = posted.exchange, self.executor
         all_here = False
         while not all_here:
             with self._timed("transfer"):

@@ -376,7 +376,7 @@ class Overlapped:
         if not self._as_sent:
             gate.set()
         post: Callable[[Round], PostedRound] | None = partial(self._engine.post, migration)
-        if self._engine.in_order:
+        if self._engine.executor.in_order:
             self._post_here(migration)
             post = None
         follow = self._after_what_is_queued()
@@ -387,7 +387,7 @@ class Overlapped:
         late = [] if self._transferring is None else [self._transferring]
         if late and not wait(late, self._timeout + _A_LITTLE_SECONDS).done:
             return  # late rounds still arrive in the memory that is used again
-        self._engine.restart()
+        self._engine.executor.restart()
         for flight in self._flights:
             flight.posted = self._engine.post(migration, flight.round_)
 
@@ -506,7 +506,7 @@ class Overlapped:
             follow()
             began = time.perf_counter()
             if post is not None:
-                self._engine.restart()
+                self._engine.executor.restart()
             for number, flight in enumerate(flights):
                 if post is not None:
                     self._post_ahead(flights[number : number + 1 + _AHEAD], post)

@@ -1,9 +1,4 @@
-"""Progress of a migration, as both drivers tell it.
-
-`BetweenSteps` carries out a migration at once, while training waits. `Overlapped` spreads it over the following steps.
-Both have ``begin``, ``advance``, ``current_placement``, ``drain`` and ``in_flight``; the last three calls are
-collective.
-"""
+"""Progress of a migration, between steps or overlapped with them."""
 
 from __future__ import annotations
 

@@ -82,14 +82,12 @@ def rebalance_experts(
     if slots_per_rank > within_reach and policy in (None, "deepseek") and current is None:
         maps = balance(known.mean(axis=0), num_replicas, groups, num_nodes, num_gpus)
     else:
-        standing = None
-        if current is not None:
-            standing = Placement(torch.as_tensor(current).cpu().numpy(), load.shape[-1], num_gpus)
+        now_LP = None if current is None else torch.as_tensor(current).cpu().numpy()
         placement = plan(
             load,
             Topology(num_gpus, num_gpus // num_nodes),
             slots_per_rank=slots_per_rank,
-            current=standing,
+            current=None if now_LP is None else Placement(now_LP, load.shape[-1], num_gpus),
             policy=policy or ("hierarchical" if groups > 1 else "free"),
             layout="free",
             groups=groups,

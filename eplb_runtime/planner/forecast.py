@@ -75,8 +75,6 @@ def coarsen(load: Load) -> Load:
     What does not fill a run is left out at the old end.
     """
     run = -(-len(load) // MOST_WINDOWS)
-    if run <= 1:
-        return load
     kept = load[len(load) % run :]
     return np.asarray(kept.reshape(-1, run, *load.shape[1:]).mean(axis=1))
 

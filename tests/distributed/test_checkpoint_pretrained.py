@@ -291,6 +291,10 @@ def rollback(rank: int) -> dict[str, list[str]]:
     said["an average"] = [loaded(lambda: model.load_state_dict(mixed))]
     move(balancer)
     try_all("after a move back")
+    registered = {key: value.clone() for key, value in model.state_dict().items()}
+    balancer.register_all("kept", registered)
+    balancer.place(swapped(balancer.placement))
+    said["registered"] = [loaded(lambda: model.load_state_dict(registered))]
     balancer.close()
     other, _, fresh = attached()
     said["fresh"] = [loaded(lambda: other.load_state_dict(moved))]
@@ -309,7 +313,7 @@ def test_a_rollback_with_a_plain_dict_is_taken_by_all_ranks_or_by_none() -> None
         assert "mixes rows of" in said["a mixture"][0]
         *marked, bare = said["after a move"]
         assert "does not say which experts of" in bare and "does not say" in marked[3]
-        assert said["an average"] == ["loaded"]
+        assert said["an average"] == said["registered"] == ["loaded"]
         lost = [line != "loaded" for line in said["after a move back"]]
         assert lost == [False, False, False, True, False, False, True]
     assert "on rank 0 of the EP group" in results[2]["after a move"][0]

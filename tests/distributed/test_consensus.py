@@ -27,6 +27,7 @@ from eplb_runtime.distributed.consensus import (
     first_problem,
     gather_bytes,
 )
+from eplb_runtime.distributed.store import JobStore
 
 
 def digest_of(text: str) -> bytes:
@@ -34,7 +35,8 @@ def digest_of(text: str) -> bytes:
 
 
 def agreement_of(seconds: float = 30.0) -> Agreement:
-    return Agreement(dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds)))
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+    return Agreement(control, JobStore(control.get_group_store(), "agreement", 30.0))
 
 
 def gather_from_all(rank: int) -> tuple[list, tuple[dict[int, bytes], str]]:

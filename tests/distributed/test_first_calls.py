@@ -89,8 +89,7 @@ def rebuild_often(rank: int) -> list[tuple[int, int]]:
     groups = ProcessGroups(Ranks(), [1], torch.device("cpu"), 20.0)
     counts = []
     for attempt in range(1, 7):
-        control = groups.new_control(attempt, 20.0)
-        groups.give_back(*groups.take_over(control, groups.new_migration(attempt, 20.0)))
+        groups.give_back(*groups.take_over(groups.make_again(attempt, 20.0)))
         dist.barrier(group=groups.control)
         counts.append((len(list(Path("/proc/self/task").iterdir())), len(os.listdir("/proc/self/fd"))))
         dist.barrier(group=groups.control)

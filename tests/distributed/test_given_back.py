@@ -104,13 +104,13 @@ def dropped_rounds(rank: int) -> dict[str, Any]:
     what is said, and what is held."""
     lines, ended, gone, after = Lines(), list[str](), list[bool](), list[tuple[int, int]]()
     logging.getLogger("eplb_runtime").addHandler(lines)
-    retire = ProcessGroups._retire
+    give_back = ProcessGroups.give_back
 
     def noted(groups: ProcessGroups, *of: Any) -> None:
         ended.append(inspect.stack()[1].function)
-        retire(groups, *of)
+        give_back(groups, *of)
 
-    ProcessGroups._retire = noted  # type: ignore[method-assign]
+    ProcessGroups.give_back = noted  # type: ignore[method-assign]
     for number in range(6):
         model, optimizer, balancer = attach()
         train(rank, model, optimizer)

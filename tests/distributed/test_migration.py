@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eplb_runtime.distributed.ballot import Ballot
 from eplb_runtime.distributed.consensus import Agreement
+from eplb_runtime.distributed.store import JobStore
 from eplb_runtime.distributed.transports.torch_p2p import TorchPointToPoint
-from eplb_runtime.migration.between_steps import BetweenSteps
+from eplb_runtime.migration.between_steps import migrate_between_steps
 from eplb_runtime.migration.engine import MigrationBroken, MigrationEngine, Phase
 from eplb_runtime.migration.progress import MigrationProgress
 from eplb_runtime.migration.schedule import make_schedule
@@ -71,7 +72,7 @@ class Cluster:
         self.engine = MigrationEngine(
             self.registry,
             TorchPointToPoint(self.groups[0], "gloo", CPU, timeout),
-            Agreement(self.groups[1]),
+            Agreement(self.groups[1], JobStore(self.groups[1].get_group_store(), "agreement", 30.0)),
             placement.home_rows(),
             self.ep_rank,
             staging_bytes,
@@ -114,9 +115,7 @@ class Cluster:
         return take_over
 
     def migrate(self, target: Placement, key: str = "m") -> MigrationProgress:
-        migration = BetweenSteps(self.engine, self.get_ready)
-        migration.begin(self.placement, target, key)
-        return migration.advance()
+        return migrate_between_steps(self.engine, self.placement, target, key, self.get_ready)
 
 
 def random_target(seed: int, layers: int = LAYERS, ranks: int = RANKS) -> Placement:
@@ -316,7 +315,7 @@ def watch_memory(rank: int) -> tuple[list[str], list[str]]:
     after = Allocations()
     for round_ in migration.schedule.rounds:
         with before:
-            engine.restart()
+            engine.executor.restart()
             posted = engine.post(migration, round_)
             engine.arrive(posted, cluster.get_ready)
             assert engine.vote(posted, Ballot(f"m/{round_.number}")).commit

@@ -101,7 +101,7 @@ def what_happens_on_the_way(rank: int) -> dict[str, Any]:
     average = torch.zeros_like(dict(job.model.named_parameters())[name])
     balancer.register(name, "average", average)
     job.until_sent()
-    while balancer.rebalancer._migration is job.background:
+    while balancer.rebalancer._overlaps:
         average.data.add_(1.0)  # leaves no version
         job.step()
     job.until(RebalanceCommitted)

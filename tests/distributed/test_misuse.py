@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
+from support.seen import heard
 from support.shuffle import plan_by, plan_shuffle
 from torch import nn
 
@@ -253,3 +255,16 @@ def freed(rank: int) -> tuple[str, str]:
 def test_experts_are_not_gathered_in_a_schedule_or_without_memory() -> None:
     for within, freed_rows in run_ranks(2, freed):
         assert within.startswith("gather_experts() inside a schedule") and "memory is freed" in freed_rows
+
+
+def lines_of_attach(rank: int) -> list[str]:
+    with heard(logging.INFO) as lines:
+        for width in (32, 36):
+            config = eplb.BalancerConfig(replica_slots=1)
+            eplb.attach(make_model("olmoe", experts=EXPERTS, width=width), config=config).close()
+    return lines
+
+
+def test_what_each_rank_would_say_is_said_once() -> None:
+    first, second = run_ranks(2, lines_of_attach)
+    assert second == [] and sum("last bits" in line for line in first) == 1

@@ -208,7 +208,7 @@ def without_memory() -> dict[str, Any]:
     step(model, optimizer, 0)
     moved = balancer.rebalance()
     balancer.suspend()
-    transport, empty = balancer.rebalancer._engine._executor._transport, None
+    transport, empty = balancer.rebalancer._engine.executor._transport, None
     if os.environ["RANK"] == "1":
         empty = transport.empty
 

@@ -26,7 +26,7 @@ from test_trainer import Moving, trainer_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 import eplb_runtime as eplb
 from eplb_runtime.distributed.consensus import gather_rows
@@ -34,6 +34,7 @@ from eplb_runtime.events import LoadMeasured
 from eplb_runtime.hosts.trainer import BalancedTrainer
 from eplb_runtime.hosts.transformers.expert_parallel import InRankOrder
 from eplb_runtime.moe.experts.slices import local
+from eplb_runtime.tools.formats.loads import read_record
 
 EXPERTS = 8
 
@@ -53,6 +54,7 @@ class Row:
     recompute: bool = False
     mixed: bool = False
     replicas: int = 1
+    evaluates: bool = False
     steps: int = 3
 
 
@@ -85,6 +87,7 @@ ROWS = {
     "eager, bfloat16": Row("gpt_oss", implementation="eager", dtype=torch.bfloat16),
     "batched_mm": Row("olmoe", implementation="batched_mm"),
     "accumulated, recomputed": Row("olmoe", micro_batches=2, recompute=True),
+    "evaluated before a step": Row(evaluates=True),
     "one batch on both ranks": Row(tp=2),
     "Muon": Row(optimizer="Muon"),
     "two replicas of the model": Row(ranks=4, replicas=2),
@@ -138,6 +141,10 @@ def step(model: nn.Module, optimizer: Any, row: Row, number: int, clip: Callable
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss / row.micro_batches
         loss.backward()
         found.append(loss.item())
+    if row.evaluates:  # after it FSDP2 has whole weights in some modules, which no step writes
+        with torch.no_grad():
+            found.append(model.eval()(input_ids=ids, labels=ids, use_cache=False).loss.item())
+        model.train()
     norm = clip()
     optimizer.step()
     optimizer.zero_grad()
@@ -325,14 +332,19 @@ def by_the_trainer(rank: int, folder: str, out: Path, row: Row) -> dict[str, Any
         return trainer
 
     class Attaching(Trainer):
-        """Attaches as a callback can."""
+        """The library's, and a callback that attaches."""
 
         def __init__(self, *, balancer_config: Any, **options: Any) -> None:
             super().__init__(**options)
-            self.create_optimizer()
-            self._bare_optimizer = self.optimizer
-            self.balancer = eplb.attach(self.model, self.optimizer, config=balancer_config)
-            plan_by(self.balancer, plan_shuffle)
+            job = self
+
+            class Attaches(TrainerCallback):
+                def on_train_begin(self, *_: Any, model: nn.Module, optimizer: Any, **__: Any) -> None:
+                    job.balancer = eplb.attach(model, optimizer, config=balancer_config)
+                    job._bare_optimizer = optimizer.optimizer
+                    plan_by(job.balancer, plan_shuffle)
+
+            self.add_callback(Attaches())
 
     with patch.object(ParallelismConfig, "_validate_accelerator"):  # it knows no tensor parallelism on CPUs
         jobs = {
@@ -358,6 +370,22 @@ def test_the_trainer_trains_evaluates_and_resumes_to_the_same_bits(tp: int, root
         for name, seen in found.items():
             assert seen.pop("epoch") >= 2, name
             assert differing(still, seen) == [], name
+
+
+def recorded(rank: int, folder: str, out: Path) -> None:
+    """The library's own implementation, watched."""
+    model, row = load(folder, Row(), "all_to_all"), Row()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with eplb.record(model, str(out), optimizer, interval=1):
+        for number in range(2):
+            step(model, optimizer, row, number, lambda: 0.0)
+
+
+def test_a_job_is_recorded_as_it_is(root: Path, tmp_path: Path) -> None:
+    run_ranks(2, recorded, folder_of("qwen3_moe", root), tmp_path)
+    found = read_record(tmp_path)
+    assert (found.load.sum(axis=-1) == 2 * 2 * 12 * 3).all() and found.load.shape[-1] == EXPERTS
+    assert (found.job.ep_size, found.job.expert_bytes, found.job.optimizer_bytes) == (2, 3 * 32**2 * 4, 6 * 32**2 * 4)
 
 
 # -- what is refused, and when it is there -----------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def write_on_one_rank_in_step_4() -> None:
     def before(self):
         reduce(self)
         if torch.distributed.get_rank() == 1 and self.step == 3:
-            next(iter(self._tensors.dense.values())).data.mul_(1.01)
+            next(iter(self.tensors.dense.values())).data.mul_(1.01)
 
     LoopState.before_step = before
 

@@ -103,7 +103,7 @@ class Faults:
         self.groups = balancer.runtime.groups
         self.timeout_seconds = timeout_seconds
         self._rank = rank
-        self._executor = balancer.rebalancer._engine._executor
+        self._executor = balancer.rebalancer._engine.executor
         self._executor._add = self._send  # type: ignore[method-assign]
         self._passed: dict[Draw, int] = {}
         self._acted: set[Draw] = set()

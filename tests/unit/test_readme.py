@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -99,6 +100,11 @@ def test_what_declared_loads_are_worth_is_what_is_played(shared_data: Path) -> N
     shown = [f"{one['policy']} {one['share']:.3f}" for one in made if one["policy"] != "oracle, copies"]
     moved = [one["moved_gib"] for one in made if one["policy"].startswith("declared")]
     assert f"{'; '.join(shown)}. Oracle" in page and f"{min(moved):.0f} to {max(moved):.0f} GiB a step" in page
+
+
+def test_the_picture_of_gain_is_that_of_the_table() -> None:
+    draw = runpy.run_path(str(ROOT / "launch/images/gain.py"))["drawn"]
+    assert (ROOT / "launch/images/gain.svg").read_text() == draw(README.read_text()), "run launch/images/gain.py"
 
 
 def test_the_script_is_the_example() -> None:

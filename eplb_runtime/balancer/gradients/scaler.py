@@ -47,5 +47,5 @@ class GradScaler(torch.amp.GradScaler):
         agreed on. If one of several optimizers has an overflow, the others step."""
         if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.unscale_(optimizer)
-        with self._balancer.around_step(optimizer):
+        with self._balancer.optimizer_hooks.around_step(optimizer):
             return super().step(optimizer, *args, **kwargs)

@@ -12,7 +12,6 @@ and collectives end the process where several ranks share a GPU.
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -58,7 +57,7 @@ class HeapWindow(StreamWindow):
 
     def __init__(self, memory: Tensor, library: Library, rank: int, num_ranks: int, piece_bytes: int, on: SideStream):
         super().__init__(memory, rank, num_ranks, piece_bytes, on)
-        self._library = library
+        self.memory, self._library = memory, library
 
     def write(self, peer: int, half: int, data: Tensor) -> None:
         staged = self.outbox_B[: data.numel()]  # networks read only from the heap
@@ -90,55 +89,8 @@ def claim(by: str, group: dist.ProcessGroup, *, again: bool = False) -> str:
 
 
 _running: list[Library] = []
-_windows: list[tuple[Tensor, Callable[[], Window | None]]] = []
-"""Memory on the heap of this process, and who uses it."""
-
-
-def _free() -> list[int]:
-    """Numbers of windows that nobody uses here."""
-    users = [user() for _, user in _windows]
-    return [number for number, user in enumerate(users) if user is None or user.released]
-
-
-def window_of(
-    group: dist.ProcessGroup, device: torch.device, on: SideStream, deadline: float, library: Library | None
-) -> Window:
-    """Return a window between the ranks of a group, of the caller alone until it is released. Collective."""
-    problem = ""
-    try:
-        library = library or load()
-        problem = claim("transport='nvshmem'", group, again=True)
-    except TransportError as error:
-        problem = str(error)
-    word = json.dumps([problem, _free()]).encode()
-    said = [json.loads(word) for word in gather_bytes(word, group, device, deadline)]
-    for rank, (text, _) in enumerate(said):
-        if text:
-            raise TransportError(f"EP rank {rank}: {text}")
-    assert library is not None
-    ranks = group.size()
-    piece_bytes = piece_bytes_for(ranks)
-    if not _running:
-        _start(group, device, library, deadline)
-    number = min(set.intersection(*(set(free) for _, free in said)), default=len(_windows))
-    if number == len(_windows):
-        memory: Tensor = library.core.tensor((StreamWindow.nbytes(ranks, piece_bytes),), dtype=torch.uint8)
-        _windows.append((memory.zero_(), lambda: None))
-    memory = _windows[number][0]
-    window = HeapWindow(memory, library, group.rank(), ranks, piece_bytes, on)
-    _windows[number] = memory, weakref.ref(window)
-    return window
-
-
-def _start(group: dist.ProcessGroup, device: torch.device, library: Library, deadline: float) -> None:
-    first = group.rank() == 0
-    identity = library.core.get_unique_id(empty=not first)
-    raw = identity._data.view(np.uint8)
-    raw[:] = np.frombuffer(gather_bytes(raw.tobytes() if first else b"", group, device, deadline)[0], dtype=np.uint8)
-    on = library.device_of(torch.cuda.current_device() if torch.cuda.is_available() else 0)
-    on.set_current()
-    library.core.init(device=on, uid=identity, rank=group.rank(), nranks=group.size(), initializer_method="uid")
-    _running.append(library)
+_windows: list[HeapWindow] = []
+"""On the heap of this process, by whoever uses each now or did last."""
 
 
 class Nvshmem(Windows):
@@ -147,6 +99,40 @@ class Nvshmem(Windows):
     by = "NVSHMEM"
 
     def _open(self, deadline: float) -> Window:
+        """Return a window of this transport alone, until it is released."""
         if self._package is None and self.device.type != "cuda":
             raise TransportError(f"transport 'nvshmem' carries between GPUs, not on {self.device.type}")
-        return window_of(self._group, self._group_device, self._stream, deadline, self._package)
+        library, problem = self._package, ""
+        try:
+            library = library or load()
+            problem = claim("transport='nvshmem'", self._group, again=True)
+        except TransportError as error:
+            problem = str(error)
+        word = json.dumps([problem, [n for n, window in enumerate(_windows) if window.released]]).encode()
+        said = [json.loads(word) for word in gather_bytes(word, self._group, self._group_device, deadline)]
+        for rank, (text, _) in enumerate(said):
+            if text:
+                raise TransportError(f"EP rank {rank}: {text}")
+        if not _running:
+            self._start(library, deadline)
+        ranks = self._group.size()
+        piece_bytes = piece_bytes_for(ranks)
+        number = min(set.intersection(*(set(free) for _, free in said)), default=len(_windows))
+        if number < len(_windows):
+            memory = _windows[number].memory
+        else:
+            memory = library.core.tensor((StreamWindow.nbytes(ranks, piece_bytes),), dtype=torch.uint8).zero_()
+        _windows[number : number + 1] = [HeapWindow(memory, library, self._rank, ranks, piece_bytes, self._stream)]
+        return _windows[number]
+
+    def _start(self, library: Library, deadline: float) -> None:
+        first = self._rank == 0
+        identity = library.core.get_unique_id(empty=not first)
+        raw = identity._data.view(np.uint8)
+        words = gather_bytes(raw.tobytes() if first else b"", self._group, self._group_device, deadline)
+        raw[:] = np.frombuffer(words[0], dtype=np.uint8)
+        on = library.device_of(torch.cuda.current_device() if torch.cuda.is_available() else 0)
+        on.set_current()
+        size = self._group.size()
+        library.core.init(device=on, uid=identity, rank=self._rank, nranks=size, initializer_method="uid")
+        _running.append(library)

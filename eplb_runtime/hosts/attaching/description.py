@@ -196,10 +196,18 @@ class HostModel:
     notes: tuple[str, ...] = ()
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """Return what Accelerate's optimizer steps, which alone has hooks; any other as it is."""
+    while isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    return optimizer
+
+
 @dataclass(frozen=True)
 class WatchedLayer:
     """An MoE layer whose choices are looked at, and nothing else. ``hook`` lets another see the experts chosen in each
-    forward, int64 ``[T, K]`` or bool ``[T, E]``, with columns and K; it and ``mark_work`` return how to end it."""
+    forward, int64 ``[T, K]`` or bool ``[T, E]``, with columns and K; it and ``mark_work`` return how to end it.
+    ``experts_here``: those in the tensors of ``experts``. ``ep_size`` 0: as many as hold all of them so."""
 
     name: str
     num_experts: int
@@ -207,6 +215,7 @@ class WatchedLayer:
     experts: nn.Module
     experts_here: int
     mark_work: Callable[[ExpertClock], Callable[[], None]] | None = None
+    ep_size: int = 0
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def call_begins(clock: ExpertClock, hidden: Any) -> tuple[Any, ExpertCall | None
         return hidden, None
     call = ExpertCall(clock, begin)
     if isinstance(hidden, Tensor) and hidden.requires_grad and torch.is_grad_enabled():
-        hidden = _BackwardEnds.apply(hidden, call)
+        hidden = _Marked.apply(hidden, partial(clock.backward_ends, call))
     return hidden, call
 
 
@@ -40,7 +41,9 @@ def call_ends(call: ExpertCall | None, hidden: Any, out: Any) -> Any:
         return out
     call.clock.forward_ends(call.begin)
     follows = isinstance(hidden, Tensor) and hidden.requires_grad and torch.is_grad_enabled()
-    return _BackwardBegins.apply(out, call) if follows and isinstance(out, Tensor) and out.requires_grad else out
+    if not (follows and isinstance(out, Tensor) and out.requires_grad):
+        return out
+    return _Marked.apply(out, partial(call.clock.backward_begins, call))
 
 
 def mark_calls(experts: nn.Module, name: str, clock: ExpertClock) -> Callable[[], None]:
@@ -69,33 +72,18 @@ def mark_calls(experts: nn.Module, name: str, clock: ExpertClock) -> Callable[[]
     return undo
 
 
-class _BackwardEnds(torch.autograd.Function):
-    """Hidden states as they are; their gradient is there when the backward pass of the experts is over."""
+class _Marked(torch.autograd.Function):
+    """A tensor as it is; a function is called once its gradient is there."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, call: ExpertCall) -> Tensor:
-        ctx.call = call
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    @torch.compiler.disable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.call.clock.backward_ends(ctx.call)
-        return gradient, None
-
-
-class _BackwardBegins(torch.autograd.Function):
-    """The experts' output as it is; its gradient is there when their backward pass begins."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, call: ExpertCall) -> Tensor:
-        ctx.call = call
-        ctx.save_for_backward(out.new_empty(0))
-        return out.view_as(out)
+    def forward(ctx: Any, tensor: Tensor, mark: Callable[[], None]) -> Tensor:
+        ctx.mark = mark
+        ctx.save_for_backward(tensor.new_empty(0))
+        return tensor.view_as(tensor)
 
     @staticmethod
     @torch.compiler.disable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         _ = ctx.saved_tensors  # activation checkpointing repeats the forward of all that it holds now, and not later
-        ctx.call.clock.backward_begins(ctx.call)
+        ctx.mark()
         return gradient, None

@@ -77,15 +77,10 @@ def watched(model: nn.Module) -> WatchedModel:
 def _watched_layer(name: str, experts: nn.Module) -> WatchedLayer:
     num_experts = int(experts.num_experts)  # type: ignore[arg-type]
     first = next(experts.parameters(recurse=False), None)
-    experts_here = num_experts if first is None or not first.ndim else int(first.shape[0])
-    return WatchedLayer(
-        name,
-        num_experts,
-        partial(_see_choices, experts),
-        experts,
-        experts_here,
-        partial(mark_calls, experts, "hidden_states"),
-    )
+    rows = num_experts if first is None or not first.ndim else int(first.shape[0])
+    ep_size = max(1, rows // num_experts)  # by the library, whose tensors then count all experts on each rank
+    watch, mark_work = partial(_see_choices, experts), partial(mark_calls, experts, "hidden_states")
+    return WatchedLayer(name, num_experts * ep_size, watch, experts, rows, mark_work, ep_size * (ep_size > 1))
 
 
 def _see_choices(experts: nn.Module, see: Callable[[Tensor, int, int], None]) -> Callable[[], None]:

@@ -111,8 +111,8 @@ def describe_spread(model: nn.Module, padding: Any) -> HostModel:
         inner = getattr(module, "base_layer", None)
         if isinstance(inner, nn.Module) and any(one in spread.values() for one in inner.modules()):
             raise AttachError(
-                f"{name} ({type(module).__name__}) adapts experts that the library has spread: its adapters would not "
-                "move along; target other modules, or load the model without ep_size"
+                f"{name} ({type(module).__name__}) adapts experts that the library has spread, which PEFT cannot "
+                "compute with: target other modules, or load the model without ep_size"
             )
     described = [_describe_layer(name, module, padding.real_tokens) for name, module in spread.items()]
     layers, ranks = [layer for layer, _ in described], {of_layer for _, of_layer in described}

@@ -63,8 +63,7 @@ def settle(
     named_LRS = np.empty_like(new_LRS)
     for now_RS, new_RS, named_RS in zip(now_LRS, new_LRS, named_LRS, strict=True):
         named_RS[names(now_RS, new_RS, node_ranks)] = new_RS
-    kept_LRS = keep_slots(_numbered(now_LRS), _numbered(named_LRS)) // current.slots_per_rank
-    slots_LP = kept_LRS.reshape(planned.shape)
+    slots_LP = (keep_slots(_numbered(now_LRS), _numbered(named_LRS)) // current.slots_per_rank).reshape(planned.shape)
     moved_L = (named_LRS[..., :, None] != now_LRS[..., None, :]).all(axis=-1).sum(axis=(1, 2))
     gain_L = predicted_imbalance(request.forecast, current) - predicted_imbalance(
         request.forecast, Placement(slots_LP, experts, topology.num_ranks)
@@ -97,6 +96,8 @@ def names(now_RS: NDArray[np.integer], new_RS: NDArray[np.integer], node_ranks: 
     within_N = np.arange(holders_P.sum()) - np.repeat(holders_P.cumsum() - holders_P, holders_P)
     holder_N = order[np.repeat(first_P, holders_P) + within_N] // slots
     new_N = np.repeat(np.arange(new_RS.size) // slots, holders_P)
+    if node_ranks == ranks:
+        return _match(new_N, holder_N, ranks)
     name_R = np.empty(ranks, dtype=np.int64)
     for node, name in enumerate(_match(new_N // node_ranks, holder_N // node_ranks, ranks // node_ranks).tolist()):
         here_N = (new_N // node_ranks == node) & (holder_N // node_ranks == name)

@@ -144,8 +144,9 @@ def held_by(now_RS: IntArray, homes: int, experts: int) -> NDArray[np.int8]:
 
 def moved(slot_P: IntArray, homes: int, held_RE: NDArray[np.int8]) -> NDArray[np.int64]:
     """int64 ``[2]``: homes and replicas on ranks that did not hold them so."""
-    slot_RS = slot_P.reshape(len(held_RE), -1)
-    held_RS = np.take_along_axis(held_RE, np.maximum(slot_RS, 0), axis=1)
+    ranks, experts = held_RE.shape
+    slot_RS = slot_P.reshape(ranks, -1)
+    held_RS = held_RE.ravel()[np.arange(0, ranks * experts, experts)[:, None] + np.maximum(slot_RS, 0)]
     came_RK = (held_RS[:, homes:] == NOT_HERE) & (slot_RS[:, homes:] != EMPTY)
     return np.array([(held_RS[:, :homes] != AS_HOME).sum(), came_RK.sum()])
 

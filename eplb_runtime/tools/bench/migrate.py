@@ -14,7 +14,7 @@ from ...distributed.consensus import Agreement
 from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Ranks
 from ...distributed.transports import TRANSPORTS
-from ...migration.between_steps import BetweenSteps
+from ...migration.between_steps import migrate_between_steps
 from ...migration.engine import MigrationEngine
 from ...moe.experts.registry import ExpertTensors
 from ...placement import Placement
@@ -58,23 +58,22 @@ def _row(
     transport = TRANSPORTS[name](groups.migration, groups.backend, device, DEADLINE_SECONDS)
     transport.warm_up(time.monotonic() + DEADLINE_SECONDS)
     placement = Placement.initial(1, HOMES * job.ep_size, job.ep_size, 0)
-    rows, agreement = placement.home_rows(1, job.state_holders), Agreement(groups.control)
+    rows, agreement = placement.home_rows(1, job.state_holders), Agreement(groups.control, groups.store)
     engine = MigrationEngine(registry, transport, agreement, rows, job.migration_rank, STAGING_BYTES, DEADLINE_SECONDS)
-    migration = BetweenSteps(engine, lambda *_: lambda: None)
     payload = sum(tensor.row_bytes for tensor in registry.of_home(0))
     # Memory that was never written is read from one page of zeros, faster than any other.
     messages = [torch.ones(payload, dtype=torch.uint8, device=device) for _ in range(2 * HOMES)]
 
     def migrate() -> None:
         nonlocal placement
-        migration.begin(placement, _next_rank(placement), f"bench/{shape}/{placement.epoch}")
-        outcome = migration.advance()
+        key = f"bench/{shape}/{placement.epoch}"
+        outcome = migrate_between_steps(engine, placement, _next_rank(placement), key, lambda *_: lambda: None)
         if outcome.failed_phase is not None:
             raise RuntimeError(f"the migration was dropped: {outcome.cause}")
         placement = outcome.placement
 
     seconds = timed([migrate, lambda: _send_on(messages, groups)], repeats, device, groups.control)
-    engine.close()
+    engine.executor.close()
     ours, plain = (HOMES * payload / 1e9 / seconds.median(dim=0).values).tolist()
     return {
         "expert_mib": payload / 2**20,

@@ -117,29 +117,27 @@ def bare() -> Iterator[Any]:
     rebalancer.control = control = ControlChannel.__new__(ControlChannel)
     control.worker, control._seconds = Worker("test"), 30.0
     control.reconnection, control.agreement = SimpleNamespace(under_way=False), None  # type: ignore[assignment]
-    rebalancer._migration = rebalancer._between_steps = SimpleNamespace(in_flight=False)
-    rebalancer.overlapped = SimpleNamespace(withdraw=lambda: None)
+    rebalancer.overlapped = SimpleNamespace(withdraw=lambda: None, in_flight=False)
     rebalancer._placement, rebalancer._pending = INITIAL, None
     yield rebalancer
     control.worker.close(5.0)
 
 
-def test_a_move_waits_for_the_decision_in_flight_and_leaves_it_for_later(bare: Any) -> None:
+def test_a_move_waits_for_the_decision_in_flight_and_leaves_it_for_later(
+    bare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     goes_on, said = Event(), []
 
     def decide() -> None:
         goes_on.wait(20.0)
         said.append("decided")
 
-    def advance() -> None:
-        said.append("migrated")
-
     decision: Future[Any] = bare.control.worker.submit(decide)
     bare._pending = pending = _Pending(1, "key", decision, None, 0)
-    bare._between_steps = SimpleNamespace(
-        in_flight=False, begin=lambda *_: goes_on.set(), advance=advance
-    )  # as late as can be
-    bare._new_key = bare._take_over = lambda _: "key"
+    monkeypatch.setattr("eplb_runtime.balancer.rebalancer.migrate_between_steps", lambda *_: said.append("migrated"))
+    bare._new_key = lambda _: goes_on.set()  # as late as can be
+    bare._engine = bare._get_ready = None
+    bare._take_over, bare._maps = lambda _: None, SimpleNamespace(replicas=None)
     bare.move_to(INITIAL)
     assert said == ["decided", "migrated"] and bare._pending is pending
 

@@ -36,14 +36,14 @@ class Groups:
         self.held: list[Any] = []
         self.fails: Callable[[int], None] = lambda attempt: None
 
-    def new_control(self, attempt: int, seconds: float) -> Any:
-        self.held.append(f"control {attempt}")
-        return self.held[-1]
-
-    def new_migration(self, attempt: int, seconds: float) -> Any:
+    def make_again(self, attempt: int, seconds: float) -> Any:
         self.fails(attempt)
-        self.held.append(f"migration {attempt}")
-        return self.held[-1]
+        made = [f"control {attempt}", f"migration {attempt}"]
+        self.held += made
+        return made
+
+    def take_over(self, made: Any) -> list[Any]:
+        return []
 
     def give_back(self, *groups: Any) -> None:
         for group in groups:
