@@ -43,7 +43,7 @@ logger = logging.getLogger("eplb_runtime")
 
 
 def _end_threads(of: weakref.ref[Balancer]) -> None:
-    """Close a balancer at the end of its process if nobody has called ``close``: a thread that returned from a wait
+    """Close a balancer at the end of its process if ``close`` was not called: a thread that returned from a wait
     into a finalized interpreter would end the process by a signal."""
     balancer = of()
     if balancer is not None and not balancer.closed and not balancer.in_a_child:
@@ -205,7 +205,7 @@ class Balancer:
     def adopt(self, optimizer: torch.optim.Optimizer, *, instead_of: torch.optim.Optimizer | None = None) -> None:
         """Take over an element-wise optimizer of the attached model's parameters, as ``attach`` does; with
         ``instead_of``, in the place of one that the balancer has, which may not step it any more. Collective, between
-        steps. Each steps once in a training step; what it holds besides the model is taken for a part of it that is
+        steps. Each steps once in a training step; what it holds outside the model is taken for a part of it that is
         the same on every rank.
         Raises AttachError: it cannot be used (inference with replica slots has no place for gradients) or replaced;
         RuntimeError: a rank did not come; with ``instead_of``, after ``close`` or between a backward pass and a step.
@@ -255,7 +255,7 @@ class Balancer:
         if self.config.interval is not None or self.config.policy == "static":
             why = "policy='static' never moves experts"
             if self.config.policy != "static":
-                why = f"with interval={self.config.interval} decisions are made beside training: set interval=None"
+                why = f"with interval={self.config.interval} decisions are made during training: set interval=None"
             raise RuntimeError(f"plan_ahead() has no effect: {why}")
         if self.rebalancer.has_planned_ahead:
             raise RuntimeError("plan_ahead() was called before: rebalance() acts on that decision first")
@@ -266,7 +266,7 @@ class Balancer:
 
     @torch.compiler.disable
     def rebalance(self) -> bool:
-        """Decide now, on the load since the last decision, and migrate if it pays; besides the periodic decisions.
+        """Decide now, on the load since the last decision, and migrate if it pays; periodic decisions go on.
         Collective, between steps; it waits for the plan, or for what is left of it after `plan_ahead`. Returns whether
         experts moved.
         Raises RuntimeError: where `loop_state.CALLS` refuses it, inside ``quiesce``, or while the ranks connect again.
@@ -275,7 +275,7 @@ class Balancer:
         # Without a barrier, this rank's decision would mix with comparisons in the other ranks' steps.
         self.runtime.barrier("rebalance()")
         if not self.loop.has_optimizer:
-            self.runtime.counter.advance()  # without an optimizer nobody else closes what was counted
+            self.runtime.counter.advance()  # without an optimizer nothing else closes what was counted
         moved = self._rebalance_now()
         if moved:
             self._after_move()
@@ -317,7 +317,7 @@ class Balancer:
         if self.tensors.host_steps:
             raise RuntimeError(
                 "clip_grad_norm_ of gradients that the framework's own optimizer keeps: let that clip (it counts each "
-                "expert once, wherever it stands)"
+                "expert once, wherever it is)"
             )
         with phase("clip"):
             self.optimizer_hooks.follow()
@@ -357,7 +357,7 @@ class Balancer:
 
     @torch.compiler.disable
     def suspend(self) -> int:
-        """Begin a rollout: free what the balancer keeps beside the model (staging memory, replicas), and decide and
+        """Begin a rollout: free what the balancer keeps outside the model (staging memory, replicas), and decide and
         move nothing until `resume`. Collective, between steps; a migration in flight ends first. Returns the bytes
         freed on this rank. Refused meanwhile: see `loop_state.CALLS`. Parameters with replicas behind them are in
         memory of their own until `resume`, so call this before weights are freed; without replica slots it may come
@@ -371,7 +371,7 @@ class Balancer:
         """End a rollout: take the freed memory again, after weights, gradients and optimizer state are loaded.
         Collective. Without `suspend` it does nothing; after a `close` while weights were freed it gives layers of
         experts their memory back. A rank without memory to stage experts ends no training: a warning names it, and
-        nobody rebalances until there is some.
+        nothing rebalances until there is some.
         Raises RuntimeError, on all ranks: one did not come, or its weights or replicas have no memory; call it again
         then."""
         if self.closed and self._phases.resume_after_end():
@@ -400,7 +400,7 @@ class Balancer:
         """Gather all experts of a layer in logical order, ``[E, ...]``, equal on every rank, on ``device`` (None: that
         of ``rows``), from every rank's home rows ``[E/R, ...]`` of a registered parameter or its optimizer state,
         whole or sliced. Collective over all EP groups. Experts come one after another: it takes the memory of two or
-        three besides the result. Raises RuntimeError: inside a schedule of stages, or rows without memory."""
+        three and the result. Raises RuntimeError: inside a schedule of stages, or rows without memory."""
         self.loop.require("gather_experts()")
         if not has_memory(rows):
             raise RuntimeError("gather_experts() of rows whose memory is freed: load them first")
@@ -481,9 +481,9 @@ class Balancer:
     @torch.compiler.disable
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved placement and on from its load, moving experts as needed. Collective, between steps. For
-        another EP size or other replica slots, homes and replicas are placed anew for the saved load; where that
+        another EP size or other replica slots, homes and replicas are placed again for the saved load; where that
         cannot be, the load is taken.
-        Raises PlacementError: it is for another model, or for other sizes and none could be made anew; RuntimeError:
+        Raises PlacementError: it is for another model, or for other sizes and none could be made; RuntimeError:
         ranks have different states, the migration was dropped (the placement stays); or as `rebalance`."""
         self._enter("load_state_dict()")
         self._restorer.restore(state, lambda: self.runtime.barrier("load_state_dict()"))
@@ -492,7 +492,7 @@ class Balancer:
     @torch.compiler.disable
     def close(self) -> None:
         """Stop balancing; collective. The model keeps its current homes, spread over ranks. Replicas are not used any
-        more, since nobody refreshes them. In a process that was forked from a rank it does nothing."""
+        more, since they are not refreshed. In a process that was forked from a rank it does nothing."""
         if self.closed or self.in_a_child:
             return
         self._stream.end("close()")

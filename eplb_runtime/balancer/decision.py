@@ -77,7 +77,7 @@ class Measurement:
     Args:
         buckets: this rank's load since the last decision.
         earlier: ``(end, placement)``: buckets before ``end`` were counted under that placement.
-        stall_seconds: cost of a rebalance besides its transfers.
+        stall_seconds: cost of a rebalance on top of its transfers.
         sample: of the guard, to compare over ranks; None: it is off.
         declared: float64 ``[T, L, E]``, the load that this rank declares; None: none.
         token_bytes: that a (token, choice) pair sends in a step.
@@ -141,7 +141,7 @@ class PlanMaker:
         self._record = write
 
     def resume_track_record(self, rows: Any) -> None:
-        """Judge further predictions beside saved ones.
+        """Judge further predictions, with saved ones.
 
         Raises:
             ValueError: as `TrackRecord.resume`.
@@ -308,7 +308,7 @@ class PlanMaker:
         """Crossing seconds for the cost: of the layers of one stage, on average; other stages' ranks transfer theirs
         meanwhile."""
         if not self.history or self._topology.num_nodes == 1 or step_seconds <= 0:
-            return 0.0  # before a step is timed nobody knows what share of it crossing takes
+            return 0.0  # before a step is timed the share of it that crossing takes is not known
         if self._steps_per_bucket:
             per_bucket_L, steps_per_bucket = np.stack(self.history).sum(axis=2).mean(axis=0), self._steps_per_bucket
         else:  # rows are of unequal lengths

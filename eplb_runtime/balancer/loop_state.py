@@ -139,7 +139,7 @@ class LoopState:
             hook.on_forward_end(layers)
 
     def end_broken_off(self, layers: frozenset[int] | None = None) -> None:
-        """End this thread's forwards, of these layers or of all: a graph of torch.compile that fails tells nobody, nor
+        """End this thread's forwards, of these layers or of all: a graph of torch.compile that fails calls no hook, nor
         does a forward that is interrupted (Ctrl-C). Ranks break off in different places, and must not differ in their
         commits; the rest of its layers wait for the next step."""
         for thread, of in [*self._running]:

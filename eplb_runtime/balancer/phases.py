@@ -1,7 +1,7 @@
 """Phases of a job: training, and rollouts in which the balancer is suspended and keeps no memory.
 
 Loops of reinforcement learning free weights, gradients and optimizer state between training steps. What the balancer
-keeps beside them is freed here as well, and taken again.
+keeps in addition is freed here as well, and taken again.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ class Rebalancer(LoopHooks):
         if self._config.migration.moe_share is not None:
             return False
         interval = self._config.interval
-        if self._expert_clock.num_steps >= max(SAMPLED_STEPS, interval or 0):  # nobody has taken them: quiesced
+        if self._expert_clock.num_steps >= max(SAMPLED_STEPS, interval or 0):  # not taken yet: quiesced
             return False
         if interval is None:
             return step >= self._next_sampled
@@ -343,7 +343,7 @@ class Rebalancer(LoopHooks):
         return self.run(lambda: self.decisions.place_anew(load, here, group, agreement))
 
     def run(self, work: Callable[[], T], seconds: float | None = None) -> T:
-        """`ControlChannel.run`, ahead of which a migration beside training gives way."""
+        """`ControlChannel.run`, ahead of which a migration during training gives way."""
         self.control.require("a comparison of ranks")
         self.overlapped.withdraw()  # the thread may wait for training, and training is here
         try:
@@ -360,7 +360,7 @@ class Rebalancer(LoopHooks):
         return self._migrate(target)
 
     def place(self, target: Placement, *, at_once: bool = False) -> None:
-        """Migrate to a placement as after a decision: beside the next steps where migrations overlap with them, unless
+        """Migrate to a placement as after a decision: during the next steps where migrations overlap with them, unless
         one is in flight, or at once, as `now`. Collective, between steps."""
         if at_once:
             self.drain()
@@ -381,7 +381,7 @@ class Rebalancer(LoopHooks):
             self._pending = None
 
     def close(self) -> None:
-        """Stop balancing. Replicas are not used any more, since nobody refreshes them."""
+        """Stop balancing. Replicas are not used any more, since they are not refreshed."""
         with ExitStack() as parts:  # each ends even if one raises; the last one named first
             parts.callback(self._events.emit, BalancingEnded(self.step, "closed"))
             parts.callback(self._use_no_replicas)
@@ -553,7 +553,7 @@ class Rebalancer(LoopHooks):
         return self._placement is not before
 
     def finish(self) -> bool:
-        """Commit what is in flight, between steps: a migration beside steps goes no further without them. On every
+        """Commit what is in flight, between steps: a migration during steps goes no further without them. On every
         rank. Returns whether the placement has changed since the last boundary."""
         before, target, was_in_flight = self._placement, self._target, self.overlapped.in_flight
         self.drain()

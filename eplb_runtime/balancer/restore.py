@@ -65,11 +65,11 @@ class Restorer:
         try:
             self._resume_measured(state.get("load") or {}, agreed=problem is None)
         except (AttributeError, ValueError) as error:
-            logger.warning("%s; forecasts begin anew", error)
+            logger.warning("%s; forecasts start from scratch", error)
         try:
             self._rebalancer.decisions.resume_track_record(state.get("track_record") or [])
         except ValueError as error:
-            logger.warning("%s; predictions are trusted anew", error)
+            logger.warning("%s; predictions are trusted again", error)
         if problem is not None:
             raise problem
 
@@ -104,7 +104,7 @@ class Restorer:
         """Plan a placement of these sizes for a load of other ranks. Collective."""
         target, planned = self._rebalancer.placed_anew(load)
         logger.info(
-            "the placement was saved for other ranks or slots; experts are placed anew for its load: imbalance %.3f",
+            "the placement was saved for other ranks or slots; experts are placed again for its load: imbalance %.3f",
             planned.imbalance_after,
         )
         return target

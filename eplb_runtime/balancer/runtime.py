@@ -43,7 +43,7 @@ class Divisors:
 
     @classmethod
     def of(cls, job: Job, *, by_host: bool, dense_is_sharded: bool) -> Divisors:
-        """Return divisors for the experts of this rank. ``by_host``: nobody sees which gradient comes from where;
+        """Return divisors for the experts of this rank. ``by_host``: it is not seen which gradient comes from where;
         ``dense_is_sharded``: each rank has a part of the other parameters, and gets its gradient past the sums over
         ranks."""
         divisor = job.gradient_divisor

@@ -1,5 +1,5 @@
-"""Tensors of an attached model besides its experts' parameters: what optimizers step, and what goes by row with experts
-and was registered."""
+"""Tensors of an attached model other than its experts' parameters: what optimizers step, and what goes by row with
+experts and was registered."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ModelTensors:
         """Return whether experts may have gradients that no optimizer has used."""
         registry, replicas = self._runtime.registry, self._runtime.maps.replicas
         found = self.host_steps or any(parameter.grad is not None for parameter in registry.parameters())
-        # FSDP may keep the homes' where nobody sees them.
+        # FSDP may keep the homes' where no hook sees them.
         return found or (self.sliced and replicas is not None and replicas.holds_gradients())
 
     def train(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
@@ -118,7 +118,7 @@ class ModelTensors:
             mark.copy_(torch.tensor([self._runtime.job.ep_rank, *homes_RH.ravel().tolist()]))
 
     def known(self) -> Iterator[Tensor]:
-        """Return tensors that move with experts besides parameters and gradients, the optimizers' tensors, and those
+        """Return tensors that move with experts other than parameters and gradients, the optimizers' tensors, and those
         that do not go by row (`register_all`)."""
         yield from (tensor for _, tensor in self.registered.values())
         yield from (torch.as_tensor(one) for ref in self._not_by_row if (one := ref()) is not None)

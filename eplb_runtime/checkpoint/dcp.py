@@ -3,7 +3,7 @@
 Every rank writes and reads its own experts' rows, and its share of the rest. On disk are the model's own names and
 whole tensors ``[E, ...]``, in the layout that ``get_state_dict`` of DCP gives: ``model.<name>``,
 ``optimizer.state.<parameter>.<key>``, ``optimizer.param_groups.<i>.<option>``. So plain DCP reads what is saved here,
-and what plain DCP saved is read here. ``eplb_runtime`` beside them holds the placement, as JSON.
+and what plain DCP saved is read here. The folder ``eplb_runtime`` next to them holds the placement, as JSON.
 """
 
 from __future__ import annotations

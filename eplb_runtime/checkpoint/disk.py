@@ -227,7 +227,7 @@ def _index_name(part: str) -> str:
 
 
 def remove_own(folder: Path, number: int, token: str) -> None:
-    """Remove this rank's files of a save, and nothing that other ranks are writing beside it."""
+    """Remove this rank's files of a save, and nothing that other ranks are writing there."""
     _remove(folder, lambda rank, save: (rank, save) == (f"{number:05d}", token))
 
 

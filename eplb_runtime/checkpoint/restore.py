@@ -213,7 +213,7 @@ def to_json(value: Any, name: str) -> Any:
 
 
 def from_json(value: dict[str, Any]) -> Any:
-    """Of `json.loads`: the tensor that a dictionary stands for, or the dictionary."""
+    """Of `json.loads`: the tensor that a dictionary describes, or the dictionary."""
     if value.keys() != {"tensor", "dtype"}:
         return value
     return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))

@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 def save(folder: str | Path, model: nn.Module, optimizer: Given = None, *, format: Format = "safetensors") -> None:
     """Write a checkpoint in logical order; each rank its own experts. Collective, between steps.
 
-    Beside its state a rank needs the memory of one expert's tensor. A checkpoint that is in the folder already is
+    On top of its state a rank needs the memory of one expert's tensor. A checkpoint that is in the folder already is
     replaced in one step when the new one is whole.
 
     Args:
@@ -202,7 +202,7 @@ def _ended(saving: Future[None] | None) -> None:
 
 
 def _log(what: str, folder: str | Path, view: LogicalView) -> None:
-    """A line on the first rank; that experts were placed anew is a line of the balancer's."""
+    """A line on the first rank; that experts were placed again is a line of the balancer's."""
     if dist.is_initialized() and dist.get_rank() > 0:
         return
     step = "" if view.balancer is None else f", step {view.balancer.rebalancer.progress.step} of the balancer"
@@ -221,7 +221,7 @@ def _is_dcp(name: str) -> bool:
 def export_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> None:
     """Write what ``save_pretrained`` of the whole model would, a piece at a time. Collective, between steps.
 
-    A model that is larger than a shard is written by all ranks, each its own experts. Besides its model a rank needs
+    A model that is larger than a shard is written by all ranks, each its own experts. On top of its model a rank needs
     the memory of a bucket (64 MiB) or one tensor, and on the host that of its shards, where they are not its own live
     memory. Files get their names when all are whole, the index last.
 

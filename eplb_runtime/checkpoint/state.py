@@ -183,7 +183,7 @@ class LogicalView:
 
         Args:
             patient: wait as long as the host's process groups do: before a load ranks may come at very different times.
-            merged_too: False: adapters alone are meant, which are what they are while they are merged.
+            merged_too: False: of adapters alone, which do not change while they are merged.
         """
         problem = self._freed() or (why_merged(self.model) if merged_too else "")
         if self.balancer is not None:
@@ -213,7 +213,7 @@ def why_merged(model: nn.Module) -> str:
     ``merged_adapters``); empty: there is none."""
     for name, module in model.named_modules():
         if getattr(module, "merged_adapters", None):
-            return f"adapters are merged into {name}, and stand beside it: unmerge_adapter() first"
+            return f"adapters are merged into {name}, and are kept, too: unmerge_adapter() first"
     return ""
 
 

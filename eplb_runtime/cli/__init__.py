@@ -1,4 +1,4 @@
-"""The ``eplb-runtime`` command: one file a command, what they share beside them."""
+"""The ``eplb-runtime`` command: one file a command, and what they share."""
 
 from .program import main
 

@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
 def add_command(
     commands: Any, name: str, run: Run, summary: str, examples: str, options: Sequence[Option] = ()
 ) -> argparse.ArgumentParser:
-    """Add a command with its options, beside those that all have."""
+    """Add a command with its options, and those that all have."""
     command: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,

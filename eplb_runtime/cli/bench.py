@@ -21,8 +21,8 @@ def add(commands: Any) -> None:
     loads = option("loads", "LOAD", str, f"{LOAD} (default: sample)", nargs="*")
     each: dict[str, tuple[str, list[Option]]] = {
         "planner": ("balance and time of the policies", [loads, _repeats(5)]),
-        "dispatch": ("carrying tokens between ranks, beside plain all-to-alls", [_repeats(20), device]),
-        "migrate": ("moving experts between ranks, beside plain messages", [_repeats(10), device, ways]),
+        "dispatch": ("carrying tokens between ranks, against plain all-to-alls", [_repeats(20), device]),
+        "migrate": ("moving experts between ranks, against plain messages", [_repeats(10), device, ways]),
         "train": ("training steps, static, balanced and ideal; takes minutes", [blocks]),
     }
     for what, (summary, options) in each.items():

@@ -39,7 +39,7 @@ def _run(arguments: argparse.Namespace) -> None:
     from ..tools.bubbles.tables import SCHEDULES, table_of
 
     times = Times(arguments.forward, arguments.input, arguments.weight, arguments.overlapped)
-    schedules = [name.lower() for name in arguments.schedule or SCHEDULES]  # also as named elsewhere: DualPipeV
+    schedules = [name.lower() for name in arguments.schedule or SCHEDULES]  # also as others name them: DualPipeV
     rows: list[dict[str, Any]] = []
     for name, ranks in product(schedules, arguments.ranks):
         table, formula = table_of(name, ranks, arguments.microbatches), SCHEDULES[name].formula

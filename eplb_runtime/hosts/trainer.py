@@ -46,13 +46,13 @@ STATE = "eplb_runtime"
 """In a checkpoint of the Trainer: the folder with experts' optimizer state, in logical order; with ``.json``, what the
 balancer has measured, where no expert is trained."""
 _NOT_HERE = {
-    "auto_find_batch_size": "it starts anew on the rank that ran out of memory alone: set per_device_train_batch_size",
+    "auto_find_batch_size": "it starts again on the rank that ran out of memory alone: set per_device_train_batch_size",
     "enable_jit_checkpoint": "each rank would save when the signal reaches it: save by save_strategy",
 }
 
 
 _TrainerBase: Any = object
-"""What the mixin stands in front of has a Trainer's attributes; which ones depends on the class."""
+"""What the mixin is put in front of has a Trainer's attributes; which ones depends on the class."""
 
 
 class BalancedTrainerMixin(_TrainerBase):

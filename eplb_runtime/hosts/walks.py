@@ -2,7 +2,7 @@
 
 Such a walk is made right here: in the place of an expert's parameter it gets the weights of the expert that was there
 at launch, from the rank that has it now. `launch/examples/rl_weights.py` puts that where frameworks read parameters.
-Nothing moves. A rank holds the weights of one layer's experts beside its model, for a moment three times.
+Nothing moves. A rank holds the weights of one layer's experts on top of its model, for a moment three times.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Walk:
     def pairs(
         self, walked: Iterable[tuple[Key, Tensor]], name_of: Callable[[Key], str]
     ) -> Iterator[tuple[Key, Tensor]]:
-        """Yield what is walked, with copies of the experts that were there at launch, which nobody may write to."""
+        """Yield what is walked, with copies of the experts that were there at launch, which must not be written to."""
         for key, tensor in walked:
             here = self._at_launch(name_of(key), tensor)
             if here is tensor:
@@ -70,7 +70,7 @@ class Walk:
             now = _as_handed_out(here)
             if before[:2] != now[:2] or not torch.equal(before[2], now[2]):
                 raise RuntimeError(
-                    f"{name_of(key)} was written to, and it is a copy of an expert that is elsewhere now: load weights "
+                    f"{name_of(key)} was written to, and it is a copy of an expert of another rank: load weights "
                     "(another model's, a backup) inside balancer.logical_order()"
                 )
 
@@ -102,7 +102,7 @@ class Walk:
         return _like(tensor, self._arrived.pop(place))
 
     def _has_moved(self, layer: int) -> bool:
-        """Return whether experts of a layer are elsewhere than at launch; equal on all ranks."""
+        """Return whether experts of a layer have moved since launch; equal on all ranks."""
         return not np.array_equal(*self._experts_of_rows(layer))
 
     def _experts_of_rows(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
@@ -123,7 +123,7 @@ class Walk:
 
 
 def _as_handed_out(copy: Tensor) -> tuple[int, int, Tensor]:
-    """Return what shows that a copy was written to, also through ``.data``, or was put elsewhere."""
+    """Return what shows that a copy was written to, also through ``.data``, or is in other memory."""
     return 0 if copy.is_inference() else copy._version, copy.data_ptr(), sampled(copy)
 
 

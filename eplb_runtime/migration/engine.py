@@ -294,7 +294,7 @@ class MigrationEngine:
 
     @contextlib.contextmanager
     def all_or_nothing(self, ballot: Ballot) -> Iterator[None]:
-        """Enclose a vote and its consequences. After an interruption (Ctrl-C) past this rank's yes, nobody knows
+        """Enclose a vote and its consequences. After an interruption (Ctrl-C) past this rank's yes, no rank knows
         whether the others have committed: the engine is broken then."""
         try:
             yield

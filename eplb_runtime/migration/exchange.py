@@ -81,7 +81,7 @@ class Exchange:
 
 
 class Arena:
-    """One growing uint8 buffer, cut into pieces anew for each round."""
+    """One growing uint8 buffer, cut into new pieces for each round."""
 
     def __init__(self, empty: Callable[[int], Tensor], nbytes: int) -> None:
         self._empty = empty

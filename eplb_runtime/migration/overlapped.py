@@ -1,7 +1,7 @@
 """Overlaps a migration with training: experts travel during a step, and each layer is committed before its forward.
 
 At the end of a step rounds of single layers are posted, as many as will arrive in time (`migration.pacing`), and a
-thread transfers them while the next step computes. Nobody should write these experts between an optimizer's step and
+thread transfers them while the next step computes. Nothing should write these experts between an optimizer's step and
 the next forward; a write is noticed before the ranks vote. A layer is committed where its forward begins, before any
 token is routed, if all ranks have voted for it by then. A rank that can wait no longer writes "late" into the
 decision's record, whose first word holds for all ranks. So no rank goes by its own view alone, and the layer is sent
@@ -49,7 +49,7 @@ LATE, WRITTEN, REPLACED = "late", "written", "replaced"
 tensors are not those with which the migration began."""
 _REPLACED_TIMES = 2
 """Migrations in a row that found replaced tensors: once is a state that was loaded, twice is an optimizer that makes
-its state anew in each step."""
+its state in each step."""
 _SAMPLE_ELEMENTS = 64
 _A_LITTLE_SECONDS = 1.0
 _PATIENCE_SECONDS = 2e-3
@@ -202,7 +202,7 @@ class Overlapped:
         self._boundary = time.perf_counter()
 
     def forward_begins(self) -> None:
-        """Let ranks vote, since a forward of the model begins: nobody writes experts from here on."""
+        """Let ranks vote, since a forward of the model begins: nothing writes experts from here on."""
         if self._flights and not self._gate.is_set():
             with self._lock, self._paused():
                 self._open_gate()
@@ -281,7 +281,7 @@ class Overlapped:
     # -- deciding ------------------------------------------------------------------------------------------------------
 
     def _open_gate(self) -> None:
-        """Let ranks vote, after a check that nobody has written or replaced the experts in flight. The forward that
+        """Let ranks vote, after a check that the experts in flight were not written or replaced. The forward that
         begins writes no experts."""
         if self._gate.is_set():
             return
@@ -427,7 +427,7 @@ class Overlapped:
                 self._late[flight.layer] = self._late.get(flight.layer, 0) + 1
                 self.late_rounds += 1
                 self.late_bytes += flight.received_bytes
-                logger.info("%s; it is sent anew", verdict.cause)
+                logger.info("%s; it is sent again", verdict.cause)
                 if self._late[flight.layer] >= _TRIES and failed is None:
                     cause = f"{verdict.cause} {_TRIES} times: allow a longer max_pause_seconds, or overlap=False"
                     failed = Verdict(False, cause)

@@ -36,7 +36,7 @@ of a token, and K."""
 
 
 class Recorder:
-    """Appends to the series of a run, on a thread of its own; a disk that is full, slow or gone hurts nobody.
+    """Appends to the series of a run, on a thread of its own; a disk that is full, slow or gone does not stop training.
 
     Args:
         run: folder of the run.

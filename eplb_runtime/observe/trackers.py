@@ -26,7 +26,7 @@ def track(balancer: Balancer, tracker: Tracker) -> None:
 
     Args:
         tracker: what `tensorboard`, `wandb` or `mlflow` below return, or a function of your own. It is called on a
-            thread beside training; one that raises is warned of and called again.
+            thread of its own; one that raises is warned of and called again.
     """
     if balancer.shown is not None:
         balancer.shown.track(tracker)

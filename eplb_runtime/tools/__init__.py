@@ -1,1 +1,1 @@
-"""What commands do beside training: simulate, verify, doctor, bubbles, engines' formats, benchmarks."""
+"""What commands do outside of training: simulate, verify, doctor, bubbles, engines' formats, benchmarks."""

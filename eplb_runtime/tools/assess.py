@@ -100,7 +100,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class DataParallel:
-    """A recorded job in which each rank held all experts, beside the same job with its experts spread and placed."""
+    """A recorded job in which each rank held all experts, next to the same job with its experts spread and placed."""
 
     step_seconds: float  # as recorded: no rank waits for another's tokens, and none travel
     spread_step_seconds: float  # with the best placement and its moves, and with tokens that travel, as if not hidden
@@ -185,7 +185,7 @@ class Assessment:
 def assess(record: JobRecord, given: Mapping[str, Any]) -> Assessment:
     """Would balancing have paid in the steps that were recorded?
 
-    Experts stay in logical order, or their homes move, or each rank has replica slots besides; each plan sees the past
+    Experts stay in logical order, or their homes move, or each rank has replica slots as well; each plan sees the past
     alone, is judged on the windows until the next, and goes through the default gate. Expert work takes its share of a
     step as the job is now, and grows with the busiest rank's tokens, as for the gate of a running job.
 
@@ -305,7 +305,7 @@ def figures_of(record: JobRecord, given: Mapping[str, Any]) -> Figures:
     parameters = resolve("expert_parameters", job.expert_parameters, EXPERT_PARAMETERS)
     known = job.expert_bytes and job.expert_parameters
     weights = round(parameters * job.expert_bytes / job.expert_parameters) if known else 2 * parameters
-    of_adam = (8 if weights >= 4 * parameters else 12) * parameters  # float32 moments, and weights beside bfloat16 ones
+    of_adam = (8 if weights >= 4 * parameters else 12) * parameters  # float32 moments, and weights with bfloat16 ones
     intra, inter = (
         1e9 * resolve(name, getattr(job, name), CPU_BANDWIDTH if job.device == "cpu" else default / 1e9)
         for name, default in (
@@ -363,7 +363,7 @@ def _why_not(record: JobRecord, figures: Figures) -> tuple[str, str] | None:
 def _calibrated(record: JobRecord, series: Series, figures: Figures) -> tuple[Figures, StepModel, float]:
     """Return the step model whose expert work is its share of a step as it is now, and the seconds of such a step.
 
-    All of expert work goes with the busiest rank's tokens, so the model exchanges nothing besides. A step that was
+    All of expert work goes with the busiest rank's tokens, so the model exchanges nothing else. A step that was
     measured with another imbalance than that of experts in logical order (without expert parallelism, or balanced)
     would take longer with it; a share that was measured in such a step would be larger, as in the figures returned.
     """

@@ -41,7 +41,7 @@ def process_group(device: str) -> Iterator[torch.device]:
     """Initialise torch.distributed in the block, with torchrun's ranks or this process alone; yields its device.
 
     Args:
-        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL beside gloo; each rank of a node has its own GPU).
+        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL and gloo; each rank of a node has its own GPU).
 
     Raises:
         LaunchError: there is no GPU, or fewer than ranks on this node, or ranks share one.

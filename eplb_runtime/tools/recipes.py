@@ -50,7 +50,7 @@ _VERL = re.compile(
     re.DOTALL,
 )
 _ARGUMENTS = re.compile(r"\$\{?(\w+(?:\[[@*]\])|\w*(?:ARG|OPT|FLAG|CONFIG|EXTRA|PARAM)\w*)\}?")
-"""A word that stands for arguments, where its variable has no value in the script."""
+"""A word in place of arguments, where its variable has no value in the script."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?(?::?-([^{}]*))?\})")
 _SEPARATORS = ";&|()<>\n"

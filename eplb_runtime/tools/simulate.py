@@ -45,8 +45,8 @@ class StepModel:
         hidden_size, expert_hidden_size: of the model (the defaults are DeepSeek-V3's).
         flops: FLOP/s that a rank sustains on expert GEMMs.
         activation_bytes: bytes of one element of a token on the wire.
-        stall_seconds: fixed cost of every rebalance, besides its bytes.
-        weight_bytes, state_bytes: measured bytes of one expert's weights, and of what moves with its home besides them;
+        stall_seconds: fixed cost of every rebalance, on top of its bytes.
+        weight_bytes, state_bytes: measured bytes of one expert's weights, and of what else moves with its home;
             0 and None: as its sizes say.
     """
 
@@ -102,7 +102,7 @@ class StepModel:
         return float((busiest_rank_tokens * compute + exchange).sum())
 
     def refresh_seconds(self, num_layers: int, replica_slots: int, topology: Topology) -> float:
-        """Seconds of a step in which every replica gets its weights anew and sends its float32 gradients home, as if
+        """Seconds of a step in which every replica gets its weights again and sends its float32 gradients home, as if
         nothing hid them."""
         bandwidth = topology.intra_node_bandwidth if topology.num_nodes == 1 else topology.inter_node_bandwidth
         gradient_bytes = 4 * 3 * self.hidden_size * self.expert_hidden_size
@@ -185,7 +185,7 @@ class Series:
         load: float64 [T, L, E], tokens per logical expert, oldest window first. The first ``every`` windows are only
             planned on, the others are judged.
         every: windows between plans, each of which sees the last ``4 * every``.
-        steps_per_window: training steps that a window stands for.
+        steps_per_window: training steps of a window.
         groups, max_moves, gate: as in ``planner.plan``; the payoff gate takes seconds from the step model and
             a horizon of ``10 * every`` windows.
     """

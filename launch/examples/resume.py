@@ -61,17 +61,17 @@ def last_checkpoint(folder: Path) -> int:
 
 
 def why_no_second_life() -> str:
-    """Why ranks that torchrun starts anew could not connect, in a line; empty: they can, or it starts none."""
+    """Why ranks that torchrun starts again could not connect, in a line; empty: they can, or it starts none."""
     environment = os.environ
     restarts = int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     if not restarts or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return ""
     if environment.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
         return (
-            "torchrun's --master-port ignores TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and ranks that it starts anew "
+            "torchrun's --master-port ignores TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and ranks that it starts again "
             "will not connect: use --rdzv-backend c10d --rdzv-endpoint <host>:<port>"
         )
-    return "ranks that torchrun starts anew will not connect: give it TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    return "ranks that torchrun starts again will not connect: give it TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 
 
 def main() -> None:
@@ -95,7 +95,7 @@ def main() -> None:
     working = dist.new_group(range(ranks))
     if dist.get_rank() < ranks:
         train(args, life, ranks, working)
-    # Whoever stands by waits here. If a rank dies, so does this wait, and torchrun starts all anew.
+    # Spare ranks wait here. If a rank dies, so does this wait, and torchrun starts all again.
     dist.monitored_barrier(timeout=timedelta(days=30))
     dist.destroy_process_group()
 

@@ -153,7 +153,7 @@ def run(
         that a migration carries). Of one migration on average: ``pause_ms`` that training stands still, at the end of
         steps and ahead of layers, and ``share_of_pause``; ``extra_ms`` that a block takes longer than one in which
         nothing moves (the median), which has the processor's share in carrying and hashing; ``step_ms`` of such a
-        block; ``steps`` in which experts were committed; ``received_mib`` and, sent anew, ``late_mib``.
+        block; ``steps`` in which experts were committed; ``received_mib`` and, sent again, ``late_mib``.
     """
     if device.type != "cpu":
         raise ValueError("it measures on CPUs")

@@ -190,8 +190,8 @@ class Gradients(LoopHooks):
             for separate in self._registry.by_expert(layer):
                 if isinstance(separate, tuple) and 0 < len(chosen.intersection(separate)) < len(separate):
                     raise ValueError(
-                        "parameters= has some experts of a layer and leaves others out, which stand elsewhere after a "
-                        "move: give all experts of a layer"
+                        "parameters= has some experts of a layer and leaves others out, which are on other ranks after "
+                        "a move: give all experts of a layer"
                     )
         return chosen
 
@@ -230,7 +230,7 @@ def foreign_hooks(parameter: Tensor) -> list[Callable[..., Any]]:
 
 
 def why_rows_stay(parameters: Mapping[str, Tensor]) -> str:
-    """Name foreign gradient hooks on experts, which may go by row: nobody can tell. Empty: there are none."""
+    """Name foreign gradient hooks on experts, which may go by row: that is not known. Empty: there are none."""
     name = next((name for name, parameter in parameters.items() if foreign_hooks(parameter)), "")
     return name and (
         f"{name} has gradient hooks, and one that goes by row would act on other experts once these have moved: "
@@ -294,7 +294,7 @@ class Averaging:
             self._alike.discard(parameter)
             self._leave_to_the_first(parameter)
         if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
-            self._captured.add(parameter)  # replays bring gradients that nobody hears of
+            self._captured.add(parameter)  # replays bring gradients without a hook
 
     def step_is_over(self) -> None:
         """Note that the optimizers have used the gradients, which may stay, be added to or be used again."""
@@ -356,7 +356,7 @@ class Averaging:
         if version != gradient._version and gradient.any():
             raise RuntimeError(
                 f"the gradient of {name} is the one that the last step used, rewritten in place, and no backward pass "
-                "has run since: nobody can tell whether it is summed over ranks already; give new gradients in new "
+                "has run since: whether it is summed over ranks already is not known; give new gradients in new "
                 "tensors (parameter.grad = ...), or change them between reduce_gradients() and optimizer.step()"
             )
         return ALIKE
@@ -383,7 +383,7 @@ class Averaging:
             if not self._any_may_bring_it:
                 raise RuntimeError(
                     f"the gradient of {named[number][0]} was summed over ranks, and then replaced by other tensors "
-                    "that differ from rank to rank: nobody can tell what of them is summed already; put gradients "
+                    "that differ from rank to rank: what of them is summed already is not known; put gradients "
                     "aside after balancer.reduce_gradients(), or clip_grad_norm_, not before"
                 )
             highest[number] = NEW

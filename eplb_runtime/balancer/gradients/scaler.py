@@ -1,7 +1,7 @@
 """Loss scaling for float16: a step is skipped on every rank or on none.
 
 Each rank looks at the gradients of its own experts, so an overflow may show on one rank alone. Torch's GradScaler would
-skip the step on that rank and take it elsewhere. Gradients that replicas hold back are reduced before they are
+skip the step on that rank and take it on others. Gradients that replicas hold back are reduced before they are
 unscaled.
 """
 

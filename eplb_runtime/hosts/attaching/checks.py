@@ -171,7 +171,7 @@ def _check_here(
             if not refused:  # else it follows from what is refused
                 raise
     if refused:
-        raise AttachError("; besides, ".join(refused.values()))
+        raise AttachError("; also, ".join(refused.values()))
 
 
 def _check_models(
@@ -182,7 +182,7 @@ def _check_models(
     device: torch.device,
 ) -> None:
     if len({spread_of(layer.experts) for layer in layers}) > 1:
-        raise AttachError("some MoE layers were spread by shard_experts and others were not: build the model anew")
+        raise AttachError("some MoE layers were spread by shard_experts and others were not: build the model again")
     for stage in stages:
         if refused := stage.host.refuses(config):
             raise AttachError(refused)
@@ -285,13 +285,13 @@ def _check_nothing_is_lost(layer: MoELayer) -> None:
             )
         if parameter.grad is not None and bool(parameter.grad.any()):
             raise AttachError(
-                f"{layer.name}.{name} has a gradient from a backward pass before attach, which nobody would average: "
+                f"{layer.name}.{name} has a gradient from a backward pass before attach, which would not be averaged: "
                 "step first, or clear it (optimizer.zero_grad())"
             )
 
 
 def _check_not_tied(models: Sequence[nn.Module], layers: Sequence[MoELayer]) -> None:
-    """Each expert tensor stands in one place; in the others it would go on as it is, with all experts."""
+    """Each expert tensor is in one place; in the others it would go on as it is, with all experts."""
     of_layer = {
         id(layer.parameter(name)): (layer.experts.get_submodule(name.rpartition(".")[0]), f"{layer.name}.{name}")
         for layer in layers
@@ -426,7 +426,7 @@ def why_not_single(stages: Sequence[Stage], ranks: Ranks) -> str:
 
 
 def raise_on_all(problem: str, groups: ProcessGroups) -> None:
-    """Whoever has a problem tells all; every rank raises the first one. Empty: none here."""
+    """A rank with a problem sends it to all; every rank raises the first one. Empty: none here."""
     if (first := first_problem(problem, groups.control)) is not None:
         raise AttachError(problem or str(first))
 

@@ -140,8 +140,8 @@ class HostOptimizer(Protocol):
         experts_here: Callable[[Tensor], list[int]],
     ) -> Any:
         """Call ``before`` and ``after`` around each step from now on. ``square_of_experts``: the squared norm over all
-        experts, to clip by, of what is the gradient of a parameter; ``has_moved``: whether experts are elsewhere than
-        where the host has put them; ``experts_here``: the logical experts in this rank's slots of a parameter's
+        experts, to clip by, of what is the gradient of a parameter; ``has_moved``: whether experts are in other slots
+        than where the host has put them; ``experts_here``: the logical experts in this rank's slots of a parameter's
         layer."""
 
 
@@ -162,8 +162,8 @@ class HostModel:
         folders: reads and writes the framework's own checkpoint folders; None: it has none.
         saves_itself: the framework saves and loads the attached model in logical order by its own means, called so;
             empty: `checkpoint` does it.
-        ranks: who shares what and which stage this model is, where the framework knows; None: ``attach`` is told. Such
-            a model may have no MoE layer.
+        ranks: who shares what and which stage this model is, where the framework knows; None: ``attach`` is given them.
+            Such a model may have no MoE layer.
         optimizer: makes of an optimizer of the framework's own what attaching can use, given the MoE layers of all
             models on this rank, by their names over all of these.
         dispatches: whether the framework carries and computes tokens itself (``compute`` of its layers is None); also

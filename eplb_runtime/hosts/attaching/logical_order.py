@@ -1,6 +1,6 @@
 """State dicts in logical order, where a framework saves and loads experts itself: whatever the placement.
 
-Each row of an expert tensor stands where the framework without us would have it, in a DTensor of the same mesh and
+Each row of an expert tensor is where the framework without us would have it, in a DTensor of the same mesh and
 placements: so its formats, exports and resharding work on it as they are. The rows travel, in one exchange for each
 tensor; state dicts are therefore collective.
 """
@@ -28,7 +28,7 @@ class StateError(RuntimeError):
 
 
 class LogicalOrder:
-    """The rows of an attached model's expert tensors, between logical order and the placement that stands."""
+    """The rows of an attached model's expert tensors, between logical order and the current placement."""
 
     def __init__(self, balancer: Balancer) -> None:
         self._balancer = balancer

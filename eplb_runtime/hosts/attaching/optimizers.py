@@ -1,7 +1,7 @@
 """Optimizers and the balancer: gradients are ready before each steps, and a training step ends when all have.
 
 Who steps the model's parameters must be known here, since gradients are reduced ahead of it. Another optimizer that
-holds one of them is refused at its first step, whoever made it and whenever.
+holds one of them is refused at its first step, wherever and whenever it was made.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Optimizers(LoopHooks):
         return number
 
     def _let_go(self, number: int) -> None:
-        """From here on this optimizer is none of the model's: who steps it is told so."""
+        """From here on this optimizer is none of the model's: its step says so."""
         for handle in self._hooks.pop(number):
             handle.remove()
         self._balancer.tensors.forget(self._known[number], self._outside(number))
@@ -137,7 +137,7 @@ class Optimizers(LoopHooks):
 
     def add(self, optimizers: Sequence[AnyOptimizer], container: torch.optim.Optimizer | None = None) -> None:
         """Hook optimizers that were checked, or what steps them in one step of its own, which lets them alone; first
-        the balancer learns what they hold besides the model."""
+        the balancer learns what they hold outside the model."""
         for optimizer in optimizers:
             if container is None:
                 self._hook(optimizer, len(self._known))
@@ -191,7 +191,7 @@ class Optimizers(LoopHooks):
         balancer.closing.callback(undo.remove)
 
     def _outside(self, number: int) -> dict[str, Tensor]:
-        """What an optimizer holds besides the model."""
+        """Return what an optimizer holds outside the model."""
         return {
             f"parameter {index} of group {group_number} of optimizer {number}": parameter
             for group_number, group in enumerate(self._known[number].param_groups)

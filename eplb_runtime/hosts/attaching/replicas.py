@@ -57,7 +57,7 @@ def _copy_engine(
     groups: ProcessGroups, topology: Topology, device: torch.device, by_torch: RowTransport
 ) -> RowTransport:
     node = groups.of_nodes(topology.ranks_per_node)
-    # As long as a lost rank is waited for elsewhere.
+    # As long as any wait for a lost rank.
     host_seconds = dist.distributed_c10d._get_default_store().timeout.total_seconds()  # type: ignore[attr-defined]
     memory = NodeMemory(node, device, host_seconds)
     memory.connect(time.monotonic() + groups.setup_seconds)

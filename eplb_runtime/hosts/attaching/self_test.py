@@ -24,7 +24,7 @@ from .description import MoELayer, Run, spread_of
 _SLOTS, _ROWS = 3, 3
 """Experts whose weights are made up, and rows of each."""
 _CROWD = 24
-"""Tokens of which each chooses the first expert besides another: a capacity shows."""
+"""Tokens of which each chooses the first expert and another: a capacity shows."""
 _ROUNDING = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Differences, of the largest value, that are rounding; of wider dtypes 1e-3 (TF32)."""
 _SEED = 20

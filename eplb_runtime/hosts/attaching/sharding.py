@@ -93,7 +93,7 @@ def install_parameter(
 
 STEADY_ROW_BYTES = 128
 """Two of the widest vectors of a CPU (AVX-512). Elementwise loops take two at a time and compute what is left at the
-end otherwise, with other last bits; with rows of this many bytes nothing is ever left, wherever a row stands."""
+end otherwise, with other last bits; with rows of this many bytes nothing is ever left, wherever a row is."""
 
 
 def note_of_odd_rows(parameters: Mapping[str, Tensor]) -> str:
@@ -140,7 +140,7 @@ def make_buffers(model: nn.Module, device: torch.device, remake: Callable[[nn.Mo
             if not torch.equal(first, second):
                 raise MetaError(
                     f"buffer {name} of {type(module).__name__} is in no checkpoint and the model's code does not make "
-                    "it anew: build the model with its buffers off the meta device"
+                    "it again: build the model with its buffers off the meta device"
                 )
         for name, buffer in _meta_buffers(module):
             module._buffers[name] = blank(buffer.shape, buffer.dtype, device)

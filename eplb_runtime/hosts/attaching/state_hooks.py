@@ -1,7 +1,7 @@
 """What a plain ``state_dict`` of an attached model or optimizer says of itself, and what ``load_state_dict`` takes.
 
-A rank's state dict holds its own experts, in the slots where they stand: loaded elsewhere, or after a migration, they
-would become other experts without a word. So it carries which experts it holds, and is refused where they differ.
+A rank's state dict holds its own experts, in the slots where they are: loaded on another rank, or after a migration,
+they would become other experts without a word. So it carries which experts it holds, and is refused where they differ.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Homes:
     def why_not(self, mark: Sequence[float] | Tensor | None, what: str, name: str) -> str:
         """Return why rows with this mark cannot be put where the experts are now, or "". Ranks that were given state of
         one moment come to the same, also those whose own experts have stayed."""
-        if mark is None and self.num_ranks == 1:  # whole, as of a model that nobody balances
+        if mark is None and self.num_ranks == 1:  # whole, as of a model without a balancer
             theirs = list(range(len(self.order)))
             return refusal(what, name, theirs, self.here) if self.here != theirs else ""
         if mark is None:
@@ -132,7 +132,7 @@ def mark_state(
     made_with: list[int] | None = None,
     on_partial: Callable[[Homes], None] = lambda homes: None,
 ) -> None:
-    """Let the state of an experts module say which logical experts its rows are, by a tensor beside the weights, which
+    """Let the state of an experts module say which logical experts its rows are, by a tensor next to the weights, which
     goes wherever they go. ``refuse``: raises on all ranks that load if one gives it a reason. ``made_with``: the
     experts of this rank where the host made them as tensors of their own. ``on_partial`` is called when a state dict
     takes this rank's rows, and not live parameters."""
@@ -146,7 +146,7 @@ def mark_state(
         if made_with is not None:
             metadata[MARK] = now.here
             if now.here != made_with:
-                # Shapes fit a model that nobody balances, where these would be other experts: it shall not know a key.
+                # Shapes fit a model without a balancer, where these would be other experts: it shall not know a key.
                 state[prefix + MARK] = torch.tensor(now.here)
         elif now.num_ranks > 1 and rows_of(module, state, prefix) == {len(now.here)}:
             state[prefix + MARK] = now.mark(next(module.parameters()).device)

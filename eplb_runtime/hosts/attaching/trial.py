@@ -57,7 +57,7 @@ to which a factor is a number of ranks; and how much closer a fit by rank is."""
 _ALIKE, _LEAST_ALIKE, _TIMES_OFF = 0.02, 1e-4, 10.0
 """Relative distances up to which shares are alike, at most and at least; between them, times what a fit leaves."""
 _MOST_RANKS = SKETCHES // 2
-"""Up to which each rank's own share is told apart."""
+"""Up to which each rank's own share is distinguished."""
 _SHARES = (
     "average gradients over ranks once, all ranks alike, and divide the loss by no number of ranks (as DDP, or "
     "dense_gradients='allreduce'): those of {} come {:.3g} times as large as the experts'"
@@ -75,7 +75,7 @@ _ENOUGH_MEMORY = 0.8
 FOUND = " ahead of the step"
 """Ends the name of a weight of which it is said how a step found it."""
 RUNS = ("run-1-fixed", "run-2-moved")
-"""Folders of the first runs, beside those of the others."""
+"""Folders of the first runs, next to those of the others."""
 KINDS = ("found", "gradient", "buffer", "cache", "optimizer_state", "range", "number", "parameter")
 """Kinds of a tensor on record by its number, causes first; ``found``: a weight ahead of the optimizer's step;
 ``range``, ``number``: state of which ranks have parts; ``cache``: a buffer that checkpoints leave out, unless we
@@ -589,7 +589,7 @@ def _keys(first: int, count: int, device: torch.device) -> Tensor:
 
 
 def _gather_on_first(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """Bytes of all ranks, on the first rank of a gloo group; empty elsewhere."""
+    """Bytes of all ranks, on the first rank of a gloo group; empty on others."""
     lengths = gather_rows(torch.tensor([len(mine)]), group).flatten().tolist()
     padded = torch.frombuffer(bytearray(mine.ljust(max(lengths), b"\0")), dtype=torch.uint8)
     into = [torch.empty_like(padded) for _ in lengths] if group.rank() == 0 else None

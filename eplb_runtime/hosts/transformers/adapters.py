@@ -146,7 +146,7 @@ def adapted_experts(model: nn.Module, is_experts: Callable[[nn.Module], bool]) -
 
 
 def peft_model(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """``(what stands before its names, it)`` of PEFT's model in this one, which saves adapters; None: there is none."""
+    """Return ``(prefix of its names, it)`` of PEFT's model in this one, which saves adapters; None: there is none."""
     for name, module in model.named_modules():
         of_library = isinstance(module, PreTrainedModel) or not hasattr(type(module), "save_pretrained")
         if not of_library and hasattr(module, "peft_config"):
@@ -377,7 +377,7 @@ def _brought(view: LogicalView, names: Sequence[str], rank: int) -> dict[str, Te
 
 
 def _detached_state(state_dict: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    """What ``state_dict`` gives, read as live memory: it is no checkpoint of the user's, and nobody is warned."""
+    """What ``state_dict`` gives, read as live memory: it is no checkpoint of the user's, and there is no warning."""
     state = state_dict(keep_vars=True)
     return {key: value.detach() if isinstance(value, Tensor) else value for key, value in state.items()}
 

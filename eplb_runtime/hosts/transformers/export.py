@@ -2,7 +2,7 @@
 
 What fits into one shard is one file, written by rank 0; of anything larger each rank writes shards of its own, and
 nothing travels but experts that the folder stores stacked. A rank holds on the host what has come for its shards,
-besides a bucket of the stream.
+on top of a bucket of the stream.
 """
 
 from __future__ import annotations

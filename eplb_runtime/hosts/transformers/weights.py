@@ -136,7 +136,7 @@ def _targets(model: nn.Module, slices: Iterable[tuple[str, Any]], live: dict[str
 
 
 class _Described:
-    """Stands for a slice of a file that is not read: shapes only."""
+    """In place of a slice of a file that is not read: shapes only."""
 
     def __init__(self, part: Any) -> None:
         self._tensor = torch.empty(part.get_shape(), device="meta")

@@ -101,7 +101,7 @@ def _events(path: Path) -> tuple[list[Any], Mapping[str, Any]]:
     except FileError as error:
         raise TraceError(f"{path}: {error}") from None
     except (EOFError, zlib.error, gzip.BadGzipFile):
-        raise TraceError(f"{path}: the gzipped file is broken off or damaged: write it anew") from None
+        raise TraceError(f"{path}: the gzipped file is broken off or damaged: write it again") from None
     except (ValueError, RecursionError) as error:
         raise TraceError(f"{path}: not a JSON trace, or one that is broken off: {one_line(error)}") from None
     head = trace if isinstance(trace, dict) else {"traceEvents": trace}

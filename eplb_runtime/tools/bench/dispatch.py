@@ -1,4 +1,4 @@
-"""Token dispatch between ranks, router weights too, beside plain all-to-alls of a row for each choice."""
+"""Token dispatch between ranks, router weights too, against plain all-to-alls of a row for each choice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(device: torch.device, repeats: int = 20) -> dict[str, Any]:
     """Dispatch and combine, forward and backward, with experts that do nothing and even choices. Collective.
 
     Returns:
-        JSON-able; ``"dispatch"`` rows have ``tokens`` (of a rank), ``replicas`` (whether a split over replicas has told
+        JSON-able; ``"dispatch"`` rows have ``tokens`` (of a rank), ``replicas`` (whether a split over replicas has said
         the counts), ``rows`` and ``bytes`` (hidden states that rank 0 sends to others), ``ms``, ``all_to_all_ms`` and
         ``ratio`` of the two.
     """

@@ -1,4 +1,4 @@
-"""The migration engine: experts that change ranks with their whole state, beside the same bytes as plain messages."""
+"""The migration engine: experts that change ranks with their whole state, against the same bytes as plain messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of schedules by name; published formulas beside them.
+"""The tables of schedules by name; with published formulas.
 
 Those of ZB1P, ZBV, interleaved 1F1B and DualPipeV are `torch.distributed.pipelining`'s; 1F1B's is made here.
 """

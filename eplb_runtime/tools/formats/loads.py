@@ -62,7 +62,7 @@ def read_record(path: str | Path, dense_layers: int = 0) -> JobRecord:
 
 
 def resolved_path(path: str | Path) -> Path:
-    """Return the file that is meant: ``sample`` comes along, where nothing has this name."""
+    """Return the file of this name: ``sample`` comes along, where nothing has this name."""
     path = Path(path)
     return Path(__file__).with_name("sample.npz") if path == Path(SAMPLE) and not path.exists() else path
 

@@ -21,7 +21,7 @@ NOISE_ROUNDINGS, COARSE_ROUNDINGS = 16.0, 2.0
 second: of bfloat16, outside the experts."""
 LOSS_SHARE, MOST_ALLOWED = 0.02, 0.1
 """By which losses, and tokens of experts, may differ once two runs send a token to different experts; and half of the
-tensors in float32 in a first step: where rounding comes to more, nothing can be told."""
+tensors in float32 in a first step: where rounding comes to more, nothing can be said."""
 
 Key = tuple[str, int]  # the name of a tensor, and the logical expert; -1: it is no expert's
 Measure = tuple[str, float, float, float]
@@ -161,7 +161,7 @@ def _hint(here: StepRecord, there: StepRecord, odd: Sequence[Key]) -> str:
 
 
 def _is_scaled(one: Cell, other: Cell) -> bool:
-    """Whether the two are the same but for a factor, as far as can be told."""
+    """Whether the two are the same but for a factor, as far as can be seen."""
     if not one.norm or not other.norm:
         return one.norm == other.norm
     factor = other.norm / one.norm

@@ -20,7 +20,7 @@ class Report:
         moved: whether a run with homes moved after each step gave the same bits; ``difference``: the first that is not.
         moved_rounding: where bits cannot be the same (replicas, or what ``notes`` say): how close they are.
         single: how close a run is with all experts on each rank; ``single_reason``: why there is none.
-        unregistered: ``{"holder", "shape"}`` of tensors that may be experts and that nobody has registered.
+        unregistered: ``{"holder", "shape"}`` of tensors that may be experts and are not registered.
         said: lines of the guard. notes: what ``attach`` says of bits.
     """
 
