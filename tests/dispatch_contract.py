@@ -16,7 +16,7 @@ SLOTS, WIDTH = 3, 8
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens of each rank, slots that they choose among, and what of it needs gradients."""
+    """Tokens of each rank, slots to choose among, what of it needs gradients, and the dtype of experts' results."""
 
     tokens: tuple[int, ...]
     slots: tuple[int, ...] = tuple(range(12))
@@ -24,6 +24,7 @@ class Batch:
     dtype: torch.dtype = torch.float64
     weights_dtype: torch.dtype | None = None
     need: tuple[str, ...] = ("hidden", "weights", "experts")
+    results: torch.dtype | None = None
 
     def of(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(100 + rank)
@@ -52,12 +53,12 @@ def experts_here(batch: Batch, rank: int) -> torch.Tensor:
     return mine.requires_grad_("experts" in batch.need)
 
 
-def local(experts: torch.Tensor, seen: list) -> LocalExperts:
+def local(experts: torch.Tensor, seen: list, dtype: torch.dtype | None = None) -> LocalExperts:
     def compute(rows: torch.Tensor, counts: SlotCounts, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         slots = counts.slot_of_rows(len(rows))
         assert slots.bincount(minlength=SLOTS).tolist() == list(counts.known()) == counts.counts_S.tolist()
         seen.append((rows.detach().clone(), slots))
-        return torch.einsum("md,mde->me", rows, parameters[0][slots])
+        return torch.einsum("md,mde->me", rows, parameters[0][slots]).to(dtype or rows.dtype)
 
     return LocalExperts(compute, lambda: [experts])
 
@@ -67,7 +68,7 @@ def there_and_back(dispatcher: Dispatcher, batch: Batch, rank: int, **options: o
     experts, seen = experts_here(batch, rank), []
     metadata = options["metadata"] if "metadata" in options else dispatcher.plan(slots, **options)
     arrived = dispatcher.dispatch(hidden, weights, metadata)
-    out = local(experts, seen)(arrived.rows_MD, arrived.counts_S, arrived.weights_M)
+    out = local(experts, seen, batch.results)(arrived.rows_MD, arrived.counts_S, arrived.weights_M)
     out = dispatcher.combine(out, arrived)
     if out.requires_grad:
         out.square().sum().backward()

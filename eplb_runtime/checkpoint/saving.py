@@ -256,7 +256,11 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     """
     view = LogicalView(model)
     view.refuse_freed("load_pretrained", patient=True)
-    Fitted(view, _folders(view, "from_pretrained").opened(view, Path(folder)), "model").write()
+    folders, access = _folders(view, "from_pretrained"), JointAccess.of(view)
+    fitted = access.together(
+        f"{folder} was not loaded", lambda: Fitted(view, folders.opened(view, Path(folder)), "model")
+    )
+    access.together(f"{folder} was not loaded whole", fitted.write)
     view.weights_changed()
 
 

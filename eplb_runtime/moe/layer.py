@@ -131,9 +131,9 @@ class ExpertParallelLayer(CountedLayer):
             self._begin(torch.empty(len(topk_ids_TK), columns, device="meta"), topk_ids_TK)
 
     def _forward(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        index, dispatcher, training, repeated = self.index, self._dispatcher, self._module.training, in_recompute()
+        index, training, repeated = self.index, self._module.training, in_recompute()
         epoch = self._enter(topk_ids_TK.shape[-1])
-        dispatcher.check(hidden_TD, topk_weights_TK)
+        dispatcher = self._dispatcher.carrier(hidden_TD, topk_weights_TK)
         metadata, slots_TK, counts, row_counts = None, None, None, None
         if repeated:  # nothing counts again, and metadata that is known is used again
             metadata = self._in_flight.repeated(topk_ids_TK)

@@ -38,6 +38,7 @@ CASES = {
     for name, batch in BATCHES.items()
     if len(batch.tokens) > 1
 }
+CASES["float32 results"] = replace(CASES["uneven"], results=torch.float32)
 IN_BFLOAT16 = Batch((5, 4, 0, 3), dtype=torch.bfloat16, weights_dtype=torch.float32, top_k=4)
 
 

@@ -44,6 +44,9 @@ HALF_SIZED = {
     f"weights in {dtype}": Batch((5, 4), slots=tuple(range(6)), dtype=torch.bfloat16, weights_dtype=dtype)
     for dtype in (torch.bfloat16, torch.float32)
 }
+HALF_SIZED["float32 results, and a rank without rows"] = replace(
+    HALF_SIZED["weights in torch.float32"], slots=tuple(range(SLOTS)), results=torch.float32
+)
 SENT_ONCE = Batch((5, 3), slots=tuple(range(6)), top_k=6)
 KNOWN = {"each choice": BATCHES["a rank without tokens"], "sent once": SENT_ONCE}
 
@@ -105,7 +108,7 @@ def test_bfloat16_travels_and_keeps_its_dtype(ranks: list, kind: str, case: str)
         assert result["out"].dtype == result["hidden"].dtype == torch.bfloat16
         assert result["weights"].dtype == batch.weights_dtype
         result["out"] = result["out"].to(torch.promote_types(torch.bfloat16, batch.weights_dtype))
-    assert_as_reference(results, batch, rtol=5e-2, atol=5e-2)
+    assert_as_reference(results, batch, rtol=1e-1, atol=1e-1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -244,7 +244,7 @@ def test_it_trains_to_the_same_bits_wherever_experts_are(job: Callable[..., obje
 def freed(rank: int) -> tuple[str, str]:
     _model, _, balancer = attached()
     rows = next(iter(balancer.runtime.registry.parameters()))
-    with balancer._uninterrupted("a schedule"):
+    with balancer.loop.uninterrupted("a schedule"):
         within = refusal(RuntimeError, lambda: balancer.gather_experts(0, rows))
     rows.untyped_storage().resize_(0)
     freed = refusal(RuntimeError, lambda: balancer.gather_experts(0, rows))

@@ -82,6 +82,7 @@ class DeepEP(Transport):
             sms = deepep_package.NUM_SMS
             package.Buffer.set_num_sms(sms)
             self._there, back = deepep_package.settings(package, self._num_ranks)
+            self._takes_bound = deepep_package.takes_bound(package, self._num_ranks)
             deepep_package.refuse_filled_memory()
             self._buffer = deepep_package.shared_buffer(package, self._group, sms, self._there, back)
         except (RuntimeError, AssertionError, ConfigError) as error:
@@ -199,7 +200,7 @@ class DeepEP(Transport):
             num_tokens_per_expert=to_experts,
             topk_idx=to_N1,
             topk_weights=numbers_N1,
-            num_worst_tokens=room,  # with 0 the host would wait with Python locked
+            num_worst_tokens=room if self._takes_bound else 0,  # inside a node it would wait with Python locked
             config=self._there,
         )
         numbers_M, order_M = weights_M1[:count, 0].sort()

@@ -7,6 +7,7 @@ experts go through the same one, experts between steps. Nothing is imported unle
 from __future__ import annotations
 
 import importlib
+import inspect
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,13 @@ def settings(package: Any, num_ranks: int) -> tuple[Any, Any]:
         return package.Buffer.get_dispatch_config(num_ranks), package.Buffer.get_combine_config(num_ranks)
     except AssertionError:
         raise ConfigError(f"dispatch='deepep' has no settings for {num_ranks} ranks") from None
+
+
+def takes_bound(package: Any, num_ranks: int) -> bool:
+    """Return whether a call may be told a bound of what arrives, and waits for nothing: between nodes few versions are.
+    Where they are not, Python goes on while a call waits."""
+    between_nodes = getattr(package.Buffer, "internode_dispatch", None) if num_ranks > RANKS_OF_A_NODE else None
+    return between_nodes is None or "num_worst_tokens" in inspect.signature(between_nodes).parameters
 
 
 def refuse_filled_memory() -> None:

@@ -198,9 +198,10 @@ class HostModel:
 
 def unwrapped(optimizer: Any) -> Any:
     """Return what Accelerate's optimizer steps, which alone has hooks; any other as it is."""
-    while isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "_optimizer_step_post_hooks"):
-        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
-    return optimizer
+    inner = getattr(optimizer, "optimizer", None)
+    if hasattr(optimizer, "_optimizer_step_post_hooks") or not isinstance(inner, torch.optim.Optimizer):
+        return optimizer
+    return unwrapped(inner)
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class PretrainedFolder(Saved):
             for made, value in self._converted(name, 0 if spread else None, _Described).items():
                 if made not in live:
                     raise CheckpointError(f"{folder}: {made} has no place in the model")
-                shape = (view.num_experts, *value.shape[1:]) if spread else tuple(value.shape)
+                shape = (view.num_experts * value.shape[0], *value.shape[1:]) if spread else tuple(value.shape)
                 for key in keys_of[id(live[made].tensor)]:
                     self._target_of[key], self.tensors[key] = (name, made, spread), TensorSpec(shape, value.dtype)
         if missing := sorted(entry.name for entry in live.values() if entry.key not in self.tensors):

@@ -104,8 +104,9 @@ class Dispatcher(ABC):
         self._slots_per_rank = context.slots_per_rank
         self._memory = RowMemory()
 
-    def check(self, hidden_TD: Tensor, weights_TK: Tensor) -> None:  # noqa: B027
-        """Refuse hidden states that cannot be sent, by shapes and dtypes alone, before ranks exchange anything."""
+    def carrier(self, hidden_TD: Tensor, weights_TK: Tensor) -> Dispatcher:
+        """Return what carries such hidden states, or refuse them: by shapes and dtypes alone, equal on all ranks."""
+        return self
 
     @abstractmethod
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> DispatchMetadata:
@@ -122,7 +123,8 @@ class Dispatcher(ABC):
     def combine(self, out_MD: Tensor, dispatched: Dispatched) -> Tensor:
         """Return ``[T, D]`` in the dtype of the hidden states: each token's results times their router weights, summed.
         Differentiable; the gradient for ``out_MD`` is unweighted."""
-        combined_TD: Tensor = _Combine.apply(out_MD, dispatched, self)
+        # In the rows' dtype on all ranks: one without rows has nothing else to go by, and messages must fit.
+        combined_TD: Tensor = _Combine.apply(out_MD.to(dispatched.dtype), dispatched, self)
         return combined_TD
 
     def close(self, deadline: float) -> None:  # noqa: B027

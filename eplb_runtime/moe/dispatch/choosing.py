@@ -105,7 +105,7 @@ def make_dispatcher(
         return AllToAll(context) if topology.num_ranks > 1 else OneRank(context)
     if choice.name == "hierarchical":
         return Hierarchical(context, topology.ranks_per_node, config.dispatch.combine_order)
-    return DeepEPDispatcher(context, config.dispatch)
+    return DeepEPDispatcher(context, config.dispatch, AllToAll(context) if config.dispatch.name == "auto" else None)
 
 
 def micro_batch_overlap_problem(config: BalancerConfig, device: torch.device, is_sharded: bool) -> str:

@@ -90,13 +90,15 @@ class DeepEPDispatcher(Dispatcher):
     Args:
         context: of an EP group on GPUs; DeepEP exchanges addresses in it (as pickles) when buffers are made.
         config: ``combine_order``, ``sms``, ``dtype`` and ``low_latency_tokens`` are used here.
+        otherwise: carries what DeepEP refuses; None: an error.
 
     Raises:
         ConfigError: the package is not there or cannot serve this group.
     """
 
-    def __init__(self, context: DispatchContext, config: DispatchConfig) -> None:
+    def __init__(self, context: DispatchContext, config: DispatchConfig, otherwise: Dispatcher | None = None) -> None:
         super().__init__(context)
+        self._otherwise = otherwise
         self.combine_order = config.combine_order
         self._by_rank = config.combine_order == "by_rank"
         self._package = deepep_package.imported()
@@ -107,18 +109,20 @@ class DeepEPDispatcher(Dispatcher):
         self._package.Buffer.set_num_sms(config.sms)
         # They hold the number of multiprocessors: made after it was set.
         self._there, self._back = deepep_package.settings(self._package, self._num_ranks)
+        self._takes_bound = deepep_package.takes_bound(self._package, self._num_ranks)
         self._buffers: dict[MicroBatchChannel, Any] = {}
         self._in_float8 = config.dtype == "float8"
         self._low_latency: LowLatency | None = None
         if config.low_latency_tokens:
             self._low_latency = LowLatency(context, config.low_latency_tokens, self._in_float8)
 
-    def check(self, hidden_TD: Tensor, weights_TK: Tensor) -> None:
+    def carrier(self, hidden_TD: Tensor, weights_TK: Tensor) -> Dispatcher:
         refused = wire_format.refusal(hidden_TD, weights_TK, self._in_float8)
         if not refused and self._low_latency is not None and self._nothing_learns():
             refused = self._low_latency.refusal(hidden_TD, weights_TK)
-        if refused:
+        if refused and self._otherwise is None:
             raise ConfigError(refused)
+        return self._otherwise if refused and self._otherwise is not None else self
 
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> SendLayout:
         top_k = slots_TK.shape[1]
@@ -133,7 +137,6 @@ class DeepEPDispatcher(Dispatcher):
         return SendLayout(slots_NW, top_k, sent, self._arriving(sent, counts))
 
     def dispatch(self, hidden_TD: Tensor, weights_TK: Tensor, metadata: DispatchMetadata) -> Dispatched:
-        self.check(hidden_TD, weights_TK)
         if isinstance(metadata, SendLayout) and metadata.sent is None:
             assert self._low_latency is not None
             with self._channels.launching():
@@ -219,7 +222,7 @@ class DeepEPDispatcher(Dispatcher):
                 num_tokens_per_expert=to_slots,
                 topk_idx=slots_NW,
                 topk_weights=unused,
-                num_worst_tokens=max(1, most),  # with 0 it would wait
+                num_worst_tokens=max(1, most) if self._takes_bound else 0,
                 config=self._there,
             )
         return rows, RecvLayout.of(handle, slots_UW, choices_S, metadata.top_k)

@@ -105,7 +105,7 @@ def refresh(balancer: eplb.Balancer) -> dict[str, float]:
     home = standing.require_homes()
     target = Placement(map_LRS.reshape(LAYERS, -1), EXPERTS, ranks, home, standing.epoch + 1)
     balancer.rebalancer._migrate(target)
-    replicas = balancer.rebalancer.runtime.maps.replicas
+    replicas = balancer.runtime.maps.replicas
     assert replicas is not None
     nodes = {rank // node_size for rank in range(ranks - 2, ranks)} - {0}
     replicas.wait_all()

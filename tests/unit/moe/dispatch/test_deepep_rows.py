@@ -24,6 +24,7 @@ from eplb_runtime.config import (
 from eplb_runtime.distributed.transports import deepep_package, nvshmem
 from eplb_runtime.moe.dispatch import wire_format
 from eplb_runtime.moe.dispatch.base import DispatchContext
+from eplb_runtime.moe.dispatch.deepep import DeepEPDispatcher
 from eplb_runtime.moe.dispatch.deepep_low_latency import LowLatency
 
 SOURCE = "EPLB_RUNTIME_DEEPEP_SOURCE"
@@ -155,6 +156,27 @@ def test_nvshmem_is_started_once_whoever_makes_a_buffer(monkeypatch: pytest.Monk
     nvshmem._world[:] = []
     assert nvshmem.claim("DeepEP between nodes", nodes) == ""  # type: ignore[arg-type]
     assert "DeepEP between nodes has started" in nvshmem.claim("transport='nvshmem'", nodes, again=True)  # type: ignore[arg-type]
+
+
+def test_what_deepep_does_not_carry_goes_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepep_package, "imported", lambda: deepep_double)
+    group, other = SimpleNamespace(size=lambda: 2, rank=lambda: 0), object()
+    of_group = DispatchContext.of(group, 4)  # type: ignore[arg-type]
+    by_name, auto = (DeepEPDispatcher(of_group, DispatchConfig("deepep"), one) for one in (None, other))  # type: ignore[arg-type]
+    rows, weights = torch.ones(3, 64), torch.ones(3, 2)
+    assert auto.carrier(rows, weights) is other and auto.carrier(rows.bfloat16(), weights) is auto
+    with pytest.raises(ConfigError, match="carries and sums bfloat16"):
+        by_name.carrier(rows, weights)
+
+
+def test_a_version_that_takes_no_bound_between_nodes_is_given_none() -> None:
+    def dispatch(self: object, x: torch.Tensor) -> None: ...
+
+    def bounded(self: object, x: torch.Tensor, num_worst_tokens: int = 0) -> None: ...
+
+    for method, takes in ((dispatch, False), (bounded, True)):
+        package = SimpleNamespace(Buffer=SimpleNamespace(internode_dispatch=method))
+        assert deepep_package.takes_bound(package, 8) and deepep_package.takes_bound(package, 16) == takes
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
