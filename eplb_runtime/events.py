@@ -201,6 +201,7 @@ class Suspended(Event):
 class SuspensionEnded(Event):
     """A rollout is over, and the job trains. ``seconds``: how long the balancer was suspended."""
 
+    label = "training"
     seconds: float
 
     def brief(self) -> str:
@@ -243,11 +244,10 @@ class EventLog:
         >>> log.close()
         >>> heard[0].name, heard[0].step
         ('BalancingPaused', 7)
-        >>> len(log.of_type(BalancingPaused)), len(log.of_type(RebalanceCommitted))
-        (1, 0)
     """
 
-    def __init__(self, capacity: int = 10_000) -> None:
+    def __init__(self, capacity: int = 10_000, begin: Callable[[], None] = lambda: None) -> None:
+        self._begin = begin  # of listeners' threads
         self._events: deque[Event] = deque(maxlen=capacity)
         self._emitted = 0
         self._threads: list[Worker] = []
@@ -255,7 +255,7 @@ class EventLog:
 
     def subscribe(self, listener: Callable[[Event], None]) -> None:
         """Call a function with each new event, on a thread of its own: one that is too slow misses events."""
-        thread = Worker("eplb_runtime listener")
+        thread = Worker("eplb_runtime listener", self._begin)
         warn = cache(lambda: logger.warning("the event listener %r is too slow and misses events", listener))
         self._threads.append(thread)
 

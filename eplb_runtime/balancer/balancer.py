@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -33,7 +33,7 @@ from .gradients.reduction import Gradients
 from .guard import FirstSteps, Guard
 from .loop_state import LoopHooks, LoopState
 from .phases import Phases
-from .rebalancer import Rebalancer
+from .rebalancer import Rebalancer, use_device
 from .restore import Restorer
 from .runtime import Runtime
 from .status import DecisionLine, balancer_table
@@ -113,7 +113,7 @@ class Balancer:
         self.config = config
         self.topology = runtime.topology
         self.layer_of_parameter = dict(runtime.layer_of_parameter)
-        self.events = EventLog()
+        self.events = EventLog(begin=partial(use_device, runtime.device))
         self.runtime = runtime
         self.tensors = ModelTensors(runtime)
         self.loop = LoopState(self.tensors)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from threading import Lock, get_ident
+from threading import RLock, get_ident
 
 import torch
 
@@ -98,7 +98,7 @@ class LoopState:
         self.step = 0
         self.hooks: list[LoopHooks] = []
         self._has_begun = False
-        self._one_begins = Lock()
+        self._one_begins = RLock()
         self._running: set[tuple[int, frozenset[int]]] = set()
 
     @property

@@ -92,8 +92,7 @@ class Rebalancer(LoopHooks):
         self.quiesced = 0
         self.declared: NDArray[np.float64] | None = None
         self._events = events
-        self._config = config
-        self._groups = groups
+        self._config, self._groups = config, groups
         self._counter = runtime.counter
         self._expert_clock = runtime.expert_clock
         self._next_sampled = 0
@@ -443,12 +442,13 @@ class Rebalancer(LoopHooks):
 
     def _agree_on_target(self, pending: _Pending) -> Placement | None:
         """The placement that all ranks have decided on; None: experts stay where they are."""
-        self._pending = None
         try:
             decision = self.control.result(pending.decision, pending.key)
         except ConnectionLost as lost:
+            self._pending = None
             self._drop("planned", str(lost), True)
             return None
+        self._pending = None
         # All ranks were in this decision, so none is in an earlier one or its migration.
         self._groups.store.forget(pending.keys_of_earlier)
         self._guard.report(decision.finding, decision.stays)
@@ -458,7 +458,7 @@ class Rebalancer(LoopHooks):
             self._drop("planned", decision.failure, False)
             return None
         self._events.emit(replace(decision.planned, step=self.step))
-        return decision.target
+        return None if self._loop.closed else decision.target  # a signal's handler may have closed it meanwhile
 
     # -- migrating -------------------------------------------------------------------------------------------------
 
@@ -587,7 +587,7 @@ class Rebalancer(LoopHooks):
 
     def _pause(self, cause: str) -> None:
         """Stop deciding, since this rank may have lost the others, until all ranks have new connections."""
-        if self.control.reconnection.under_way:
+        if self.control.reconnection.under_way or self._loop.closed:
             return
         self._pending = None
         self.drain()  # it would go on with staging memory of the old connections

@@ -226,7 +226,6 @@ def export_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> N
     memory. Files get their names when all are whole, the index last.
 
     Args:
-        model: attached.
         folder: one that all ranks see.
         options: of the library's ``save_pretrained``: ``max_shard_size`` (here ``"5GB"`` unless given), ``variant``,
             ``save_original_format``; not what uploads or writes something else.
@@ -247,7 +246,6 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     Weights are cast to the model's dtype; optimizer state stays.
 
     Args:
-        model: attached.
         folder: with ``model.safetensors`` or ``model.safetensors.index.json``.
 
     Raises:
@@ -256,11 +254,9 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     """
     view = LogicalView(model)
     view.refuse_freed("load_pretrained", patient=True)
-    folders, access = _folders(view, "from_pretrained"), JointAccess.of(view)
-    fitted = access.together(
-        f"{folder} was not loaded", lambda: Fitted(view, folders.opened(view, Path(folder)), "model")
-    )
-    access.together(f"{folder} was not loaded whole", fitted.write)
+    folders, access, what = _folders(view, "from_pretrained"), JointAccess.of(view), f"{folder} was not loaded whole"
+    fitted = access.together(what, lambda: Fitted(view, folders.opened(view, Path(folder)), "model"))
+    access.together(what, fitted.write)
     view.weights_changed()
 
 

@@ -178,7 +178,8 @@ class ProcessGroups:
     @cached_property
     def twins(self) -> dist.ProcessGroup | None:
         """Ranks that have the same part of them; None: it is this one."""
-        return self._new(self.job.twin_sets, "twins") if len(self.job.twin_sets[0]) > 1 else None
+        mine = next(ranks for ranks in self.job.twin_sets if self.job.rank in ranks)
+        return self._new(self.job.twin_sets, "twins") if len(mine) > 1 else None
 
     @cached_property
     def dispatch(self) -> dist.ProcessGroup:

@@ -192,6 +192,6 @@ def _shape_in(line: Any) -> tuple[int, int]:
         layers, experts = int(line["layers"]), int(line["experts"])
         if (line["format"], line["version"]) == (FORMAT, 1) and 0 < layers * experts <= _WIDEST and layers > 0:
             return layers, experts
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         pass
     raise FileError(f"no recorded load: it does not begin with {FORMAT!r}, version 1")

@@ -31,8 +31,7 @@ MOST_WAITING = 64
 WRITING_SECONDS, CLOSING_SECONDS = 10.0, 30.0
 """Longest wait at the end for the disk, and for the other ranks."""
 SeeChoices = Callable[[Tensor, int, int], None]
-"""Called with the experts that a forward of a layer has chosen: int64 ``[T, K]``, or bool ``[T, E]``; then the columns
-of a token, and K."""
+"""Called with a forward's choices in a layer, int64 ``[T, K]`` or bool ``[T, E]``, columns of a token, and K."""
 
 
 class Recorder:
@@ -43,18 +42,18 @@ class Recorder:
         num_layers, num_experts: L and E.
         job: what is known of the job at its start.
 
-    Raises:
-        FileError: the run holds the load of another model.
-        OSError: the folder cannot be written to.
+    Raises FileError: the run holds the load of another model; OSError: the folder cannot be written to.
     """
 
     def __init__(self, run: Path, num_layers: int, num_experts: int, job: RecordedJob | None = None) -> None:
-        before = shape_recorded(run)
-        if before not in (None, (num_layers, num_experts)):
-            held = "{} layers of {} experts".format(*before)
-            raise FileError(
-                f"{run} holds the load of {held}, not {num_layers} of {num_experts}: name another folder for this run"
-            )
+        try:
+            if (before := shape_recorded(run)) not in (None, (num_layers, num_experts)):
+                now = num_layers, num_experts
+                raise FileError("it holds the load of {} layers of {} experts, not {} of {}".format(*before, *now))
+            if before is None and (run / "load").is_dir():
+                raise FileError("its load/ is of an earlier release: in it, awk 1 load/*.jsonl > load.jsonl")
+        except FileError as error:
+            raise FileError(f"{run}: {error}; or name another folder for this run") from None
         self.run, self._ended = run, ""
         self._file = LineFile(run / NAME, first_line(num_layers, num_experts, job))
         self._worker = Worker("eplb_runtime recorder")

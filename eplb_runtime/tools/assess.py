@@ -160,7 +160,7 @@ class Assessment:
         ways += "" if replicas is None else f", {replicas.name} {replicas.imbalance:.2f}x"
         share, low, high = self.saved
         word, sign, span = ("less", 1, "") if share >= 0 else ("more", -1, "")
-        if figures.share_is_assumed:
+        if figures.share_is_assumed and low != high:
             least, most = sorted((sign * low, sign * high))
             digits = 0 if max(abs(least), abs(most)) >= 0.0195 else 1
             span = f" ({least * 100:.{digits}f} to {most:.{digits}%} for {figures.shares[1] * 100:.0f} to "

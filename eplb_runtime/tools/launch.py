@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..config import launcher_environment
 from ..distributed.consensus import gather_bytes
-from ..distributed.node import identity_of, node_of_this_rank
+from ..distributed.node import node_of_this_rank
 
 
 class LaunchError(ValueError):
@@ -55,14 +55,14 @@ def process_group(device: str) -> Iterator[torch.device]:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
-        refuse_shared_gpus(identity_of(here))
+        refuse_shared_gpus(str(torch.cuda.get_device_properties(here).uuid) if device == "cuda" else "")
         yield here
     finally:
         dist.destroy_process_group()
 
 
 def refuse_shared_gpus(gpu: str) -> None:
-    """Refuse ranks that have the same GPU. Collective. ``gpu``: of this rank, as `identity_of`; "": none."""
+    """Refuse ranks that have the same GPU. Collective. ``gpu``: name of this rank's on its node; "": none."""
     world = dist.distributed_c10d._get_default_group()
     word = json.dumps([node_of_this_rank(), gpu]).encode()
     rank_of: dict[bytes, int] = {}

@@ -50,7 +50,7 @@ RATCHET = {
     "replicas": 1223,
     "migration": 2195,
     "balancer": 4124,
-    "observe": 2262,
+    "observe": 2261,
     "checkpoint": 2288,
     "hosts": 9126,
     "tools": 3409,

@@ -173,6 +173,7 @@ class Before:
         self._groups = [(g, g["params"], list(g["params"])) for o in optimizers for g in o.param_groups]
         self._states = [(optimizer.state, dict(optimizer.state)) for optimizer in optimizers]
         self._meta = [p for model in models for p in model.parameters() if p.is_meta]
+        self._hooks = [(p, set(p._backward_hooks or {})) for model in models for p in model.parameters()]
 
     def restore(self) -> None:
         """Everything as it was: the same parameters, buffers, hooks and forwards in the same modules."""
@@ -187,6 +188,10 @@ class Before:
         for parameter in self._meta:
             if not parameter.is_meta:
                 _give_up_memory(parameter)
+        for parameter, hooks in self._hooks:
+            now = parameter._backward_hooks or {}
+            for number in now.keys() - hooks:
+                del now[number]
 
 
 class _Attributes:

@@ -225,7 +225,9 @@ def _notes(layers: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
     """Return lines that say which sums, of results or of gradients, depend on where experts are."""
     inexact = [(name, module.config) for name, module in layers if not keeps_every_bit(module)]
     of_results = [
-        sums_of_results(f"{name} ({config.moe_token_dispatcher_type})", config.moe_router_topk)
+        sums_of_results(
+            f"{name} and {len(inexact) - 1} other layers: {config.moe_token_dispatcher_type}", config.moe_router_topk
+        )
         for name, config in inexact[:1]
     ]
     holders = dist.get_world_size(parallel_state.get_expert_data_parallel_group()) if layers else 0

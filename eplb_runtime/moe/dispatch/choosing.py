@@ -68,15 +68,11 @@ def unfit_settings(config: BalancerConfig, num_ranks: int) -> str:
 def choose(asked: str, lacking: Sequence[str]) -> DispatchChoice:
     """Return one choice for all ranks, by ``DispatchConfig.name`` and what each rank lacks."""
     why = next((f"rank {rank}: {said}" for rank, said in enumerate(lacking) if said), "")
-    if asked in OVER_TORCH:
-        return DispatchChoice(asked, "it was asked for")
     if asked != "auto":
         return DispatchChoice(asked, "it was asked for", f"dispatch={asked!r}: {why}" if why else "")
-    return (
-        DispatchChoice("all_to_all", f"no deepep: {why}")
-        if why
-        else DispatchChoice("deepep", "GPUs that it is for, and installed")
-    )
+    if why:
+        return DispatchChoice("all_to_all", f"no deepep: {why}")
+    return DispatchChoice("deepep", "GPUs that it is for, and installed")
 
 
 def choose_together(

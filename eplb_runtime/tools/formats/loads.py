@@ -76,8 +76,8 @@ def find_load(content: Content) -> tuple[str, JobRecord] | None:
 def held_in(content: Content) -> str:
     """Return what a file holds in which nothing was found."""
     if content.kind == "directory":
-        if (content.path / "load").is_dir():
-            return "its load/ is of an earlier release (cat load/*.jsonl > load.jsonl)"
+        if (content.path / "load").is_dir() or content.path.name == "load":
+            return "its load/ is of an earlier release: in it, awk 1 load/*.jsonl > load.jsonl"
         return "it is no run's folder, and has no router_trace_rank*.jsonl of Megatron and no *.pt of slime"
     held = names_in(content.value) if isinstance(content.value, Mapping) else f"a {type(content.value).__name__}"
     return f"it holds {held}"

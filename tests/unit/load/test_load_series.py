@@ -89,7 +89,7 @@ def test_a_folder_of_an_earlier_release_says_how_it_is_read(tmp_path: Path) -> N
 
 def test_a_run_of_another_model_is_not_mixed_in(tmp_path: Path) -> None:
     written(tmp_path, windows(0, 1))
-    with pytest.raises(FileError, match="holds the load of 2 layers of 3 experts, not 2 of 4: name another folder"):
+    with pytest.raises(FileError, match="holds the load of 2 layers of 3 experts, not 2 of 4; or name another folder"):
         Recorder(tmp_path, LAYERS, EXPERTS + 1)
 
 
