@@ -154,6 +154,20 @@ def test_an_attach_that_fails_changes_nothing_and_the_next_one_works() -> None:
             assert "\n" not in result["said"][name]
 
 
+def hooks_left(rank: int) -> set[int]:
+    """Of parameters that stay the same objects, after an attach that fails at its end."""
+    model = make_model("olmoe", experts=EXPERTS)
+    eplb.shard_experts(model, ep_group=(group := [dist.new_group([one]) for one in range(2)][rank]))
+    config = replace(CONFIG, replica_slots=0, run="/dev/null/no folder")
+    with pytest.raises(AttachError, match="no folder"):
+        eplb.attach(model, torch.optim.AdamW(model.parameters()), config=config, ep_group=group)
+    return {len(parameter._backward_hooks or ()) for parameter in model.parameters()}
+
+
+def test_no_hook_on_gradients_is_left() -> None:
+    assert run_ranks(2, hooks_left) == [{0}, {0}]
+
+
 def meta(rank: int) -> str:
     """Rank 1's code does not make a buffer anew that is in no checkpoint."""
     with torch.device("meta"):

@@ -122,7 +122,7 @@ class Dispatcher(ABC):
 
     def combine(self, out_MD: Tensor, dispatched: Dispatched) -> Tensor:
         """Return ``[T, D]`` in the dtype of the hidden states: each token's results times their router weights, summed.
-        Differentiable; the gradient for ``out_MD`` is unweighted. Results travel in that dtype, which all ranks know."""
+        Differentiable; the gradient for ``out_MD`` is unweighted. Results travel in that dtype, which all know."""
         combined_TD: Tensor = _Combine.apply(out_MD.to(dispatched.dtype), dispatched, self)
         return combined_TD
 

@@ -83,7 +83,7 @@ def test_other_files_are_refused_in_one_line(line: str, said: str, tmp_path: Pat
 
 def test_a_folder_of_an_earlier_release_says_how_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "load").mkdir()
-    with pytest.raises(FormatError, match=r"cat load/\*.jsonl > load.jsonl"):
+    with pytest.raises(FormatError, match=r"awk 1 load/\*.jsonl > load.jsonl"):
         read_load(tmp_path)
 
 
