@@ -198,10 +198,10 @@ class HostModel:
 
 def unwrapped(optimizer: Any) -> Any:
     """Return what Accelerate's optimizer steps, which alone has hooks; any other as it is."""
-    inner = getattr(optimizer, "optimizer", None)
-    if hasattr(optimizer, "_optimizer_step_post_hooks") or not isinstance(inner, torch.optim.Optimizer):
+    if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "_optimizer_step_post_hooks"):
         return optimizer
-    return unwrapped(inner)
+    inner = getattr(optimizer, "optimizer", None)
+    return optimizer if inner is None else unwrapped(inner)
 
 
 @dataclass(frozen=True)
