@@ -65,12 +65,9 @@ RATCHET = {
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""
 ALLOWANCE: dict[str, int] = {  # Transformers' own expert parallelism as a host
-    "(root)": 30,
-    "hosts": 322,
-    "tools": 18,
-    "package": 110,
-    "files of the package": 3,
-    "tests": 355,
+    "hosts": 237,
+    "package": 10,
+    "tests": 130,
 }
 """Lines on top of a limit while an old and a new way stand side by side; with a comment that says for which part."""
 LAZY = {"eplb_runtime/__init__.py"}
