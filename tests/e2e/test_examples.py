@@ -50,6 +50,7 @@ def test_an_example_runs_by_itself(command: list[str], tmp_path: Path) -> None:
     server = "test_megatron" if name == "megatron_gpt.py" else ""
     done = run_script(FOLDER / name, *options, ranks=2, server=server)
     assert done.returncode == 0, done.stderr
+    assert command is not LOOP or "Warning" not in done.stderr, done.stderr
     assert "rank 0: loss" in done.stdout and "rank 1: loss" in done.stdout
 
 

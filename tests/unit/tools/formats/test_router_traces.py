@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,17 @@ def test_tokens_are_summed_over_samples_and_rollouts_are_windows_in_their_order(
     of_first = [[2, 3, 1, 0], [1, 1, 2, 2]]
     assert read_load(tmp_path).tolist() == [of_first, [[1, 1, 0, 0], [1, 1, 0, 0]]]
     assert read_load(first).tolist() == [of_first]
+
+
+def test_a_sample_is_counted_in_the_memory_of_another(tmp_path: Path) -> None:
+    ids = torch.arange(8, dtype=torch.uint8).repeat(4096, 16, 1)
+    file = write_slime(tmp_path / "0.pt", ids, ids)
+    read_load(file)
+    tracemalloc.start()
+    read_load(file)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < ids.nbytes * 1.5, "tensors are torch's and not traced; a layer at a time is counted"
 
 
 def test_dense_layers_have_no_load_and_can_be_left_out(tmp_path: Path) -> None:
