@@ -171,7 +171,7 @@ class Balancer:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Return whether `close` was called."""
         return self.loop.closed
 
     @property
@@ -539,7 +539,7 @@ class Balancer:
 
     @property
     def in_a_child(self) -> bool:
-        """Whether this process was forked from the rank: it has the parent's connections and no thread of ours."""
+        """Return whether this process was forked from the rank: it has its connections and no thread of ours."""
         return os.getpid() != self._process
 
     def open_second_channel(self) -> MicroBatchChannels:

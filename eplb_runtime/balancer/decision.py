@@ -105,7 +105,7 @@ class Measurement:
 
 
 class PlanMaker:
-    """What decisions are made from on one rank, and on rank 0 the planner.
+    """Source of decisions on one rank, and on rank 0 the planner.
 
     Attributes:
         history: load of all ranks in the last decisions, int64 ``[L, E]`` each, equal on every rank: any of them can
@@ -346,7 +346,7 @@ class PlanMaker:
 
 
 class _Sent(NamedTuple):
-    """What rank 0 has sent: why there is no plan, or the plan, and where experts go (None: they stay)."""
+    """Message of rank 0: why there is no plan, or the plan, and where experts go (None: they stay)."""
 
     digest: bytes
     failure: str = ""

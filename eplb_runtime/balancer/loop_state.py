@@ -53,7 +53,7 @@ _EXPORTS = (Wrong.CLOSED, Wrong.IN_SCHEDULE)
 
 
 class LoopHooks:
-    """What takes part in a loop. Each call comes on every rank at the same place; by itself it does nothing."""
+    """Part of a loop. Each call comes on every rank at the same place; by itself it does nothing."""
 
     def refuse_if_broken(self) -> None:
         """Raise where this rank has failed after an agreement, ahead of each call and step."""

@@ -220,7 +220,7 @@ _ALIKE = (
     _ATEN.empty_like.default,
     _ATEN._to_copy.default,
 )
-"""What stagers do with a tensor, row by row the same."""
+"""Calls of stagers on a tensor, row by row the same."""
 
 
 class ExpertRows(Tensor):

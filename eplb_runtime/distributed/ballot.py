@@ -128,6 +128,6 @@ class Ballot:
             return proposes
 
     def wait(self, seconds: float) -> bool:
-        """Whether it is known what all ranks do, by now or soon."""
+        """Return whether it is known what all ranks do, by now or soon."""
         with self._changed:
             return self._changed.wait_for(lambda: self._verdict is not None, seconds)

@@ -51,7 +51,7 @@ class JobStore:
 
     @property
     def silent(self) -> bool:
-        """Whether a wait has expired, and the store has not answered since."""
+        """Return whether a wait has expired, and the store has not answered since."""
         return self._silence is not None and not self._silence.done()
 
     def compare_set(self, key: str, word: str, *, patient: bool = False, passing: bool = False) -> str:

@@ -335,7 +335,7 @@ class BalancedTrainerMixin(_TrainerBase):
 
     @property
     def _is_spread(self) -> bool:
-        """Whether the library has spread the model itself, and saves it."""
+        """Return whether the library has spread the model itself, and saves it."""
         return bool(getattr(self, "is_distributed_loading_by_transformers", False))
 
     @property
@@ -358,7 +358,7 @@ class BalancedTrainerMixin(_TrainerBase):
 
 
 def _is_whole(model: nn.Module) -> bool:
-    """Whether the library saves all of it, and not adapters alone."""
+    """Return whether the library saves all of it, and not adapters alone."""
     return isinstance(model, PreTrainedModel) and not getattr(model, "_hf_peft_config_loaded", False)
 
 

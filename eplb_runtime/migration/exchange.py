@@ -135,7 +135,7 @@ class RoundExecutor:
 
     @property
     def in_order(self) -> bool:
-        """Whether rounds must be posted by the thread that trains (`Transport.in_order`)."""
+        """Return whether rounds must be posted by the thread that trains (`Transport.in_order`)."""
         return self._transport.in_order
 
     def reconnect(self, transport: Transport) -> None:

@@ -141,7 +141,7 @@ class ReplicaBank:
         self._note(after_pass=True)
 
     def holds_gradients(self) -> bool:
-        """Whether gradients are held back here that the optimizer is yet to see; errors as for ``collect``."""
+        """Return whether gradients are held back here that the optimizer is yet to see; errors as for ``collect``."""
         return self.unsent and any(not self._discarded(number) for number in range(len(self._trained)))
 
     def free(self) -> int:

@@ -136,7 +136,7 @@ class ReplicaSync:
             )
 
     def has_copies(self, layer: int) -> bool:
-        """Whether any rank holds a copy of an expert of this layer."""
+        """Return whether any rank holds a copy of an expert of this layer."""
         return self._plans[layer].anywhere
 
     # -- weights -------------------------------------------------------------------------------------------------
@@ -207,11 +207,11 @@ class ReplicaSync:
         Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
     def takes(self, layer: int, edges: Sequence[tuple[Any, int]]) -> bool:
-        """Whether the backward pass that runs is one whose gradients are to be collected; arguments as there."""
+        """Return whether the backward pass that runs is one whose gradients are to be collected; arguments as there."""
         return self.has_copies(layer) and (self._handed_over or are_accumulated(edges))
 
     def holds_gradients(self) -> bool:
-        """Whether gradients of copies are held back that the optimizer is yet to see."""
+        """Return whether gradients of copies are held back that the optimizer is yet to see."""
         return any(bank.holds_gradients() for bank in self._banks.values())
 
     @contextmanager

@@ -21,12 +21,12 @@ class LaunchError(ValueError):
 
 
 def launched() -> bool:
-    """Whether torchrun (or a launcher that sets what it sets) started this process."""
+    """Return whether torchrun (or a launcher that sets what it sets) started this process."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= launcher_environment().keys()
 
 
 def is_first() -> bool:
-    """Whether this is the rank that speaks for all."""
+    """Return whether this is the rank that speaks for all."""
     return launcher_environment().get("RANK", "0") == "0"
 
 

@@ -278,7 +278,7 @@ class Averaging:
 
     @property
     def has_new(self) -> bool:
-        """Whether a backward pass has brought gradients since the last reduction, or parameters have joined."""
+        """Return whether a backward pass has brought gradients since the last reduction, or parameters have joined."""
         self._join()
         return self._any_taken or bool(self._arrived)
 

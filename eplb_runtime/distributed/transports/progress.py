@@ -1,4 +1,4 @@
-"""What transports carry messages with: their state while a thread carries them, a stream next to the one that trains,
+"""Parts of transports that carry messages: their state while a thread carries them, a stream next to the training one,
 and waits with a deadline."""
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class SideStream:
             yield
 
     def after_current(self) -> None:
-        """What comes from here on runs after what the current stream has to do now."""
+        """Let what comes from here on run after what the current stream has to do now."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 

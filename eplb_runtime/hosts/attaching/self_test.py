@@ -109,7 +109,7 @@ def try_layer(modules: Sequence[nn.Module], compute: Compute, weights: Sequence[
 
 
 def _why_slots_count(compute: Compute, rows: Tensor, weights: Sequence[Tensor]) -> str:
-    """Whether a row's result depends on other rows, or on the slot of its expert."""
+    """Return whether a row's result depends on other rows, or on the slot of its expert."""
     together = _through(compute, rows, weights)
     for row in range(0, len(rows), _ROWS):
         counts = [int(slot == row // _ROWS) for slot in range(len(weights[0]))]
@@ -156,7 +156,7 @@ def width_of_rows(
 
 
 def same_to_rounding(one: Tensor, other: Tensor) -> bool:
-    """Whether two results are equal, as far as dtypes can tell."""
+    """Return whether two results are equal, as far as dtypes can tell."""
     most = _ROUNDING.get(one.dtype, 1e-3) * other.abs().amax(-1, keepdim=True).nan_to_num(0.0, 0.0)
     return one.shape == other.shape and bool(
         ((one - other).abs() <= most).logical_or(one.isnan() & other.isnan()).all()

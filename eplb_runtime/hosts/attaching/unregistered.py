@@ -291,7 +291,7 @@ def _of_a_framework(kind: type) -> bool:
 
 
 def _is_ours(value: Any) -> bool:
-    """Whether this is a frame, or a list or a generator of the search itself."""
+    """Return whether this is a frame, or a list or a generator of the search itself."""
     if isinstance(value, GeneratorType):
         return bool(value.gi_code.co_filename == __file__)
     return type(value).__name__ in ("frame", "list_iterator") or (isinstance(value, list) and len(value) > 10_000)

@@ -79,7 +79,7 @@ def watched(model: nn.Module) -> WatchedModel:
 
 
 def _is_wrapped(model: nn.Module, layers: Sequence[MoELayer]) -> bool:
-    """Whether gradients go to buffers of Megatron's own, which frozen parameters have no part in."""
+    """Return whether gradients go to buffers of Megatron's own, which frozen parameters have no part in."""
     experts = [layer.parameter(name) for layer in layers for name in layer.parameters]
     found = {hasattr(parameter, "main_grad") for parameter in experts if parameter.requires_grad}
     if len(found) > 1:

@@ -86,7 +86,7 @@ def is_offloaded(optimizer: Any) -> bool:
 
 
 def is_mixed(optimizer: Any) -> bool:
-    """Whether some parameters are in host memory and others are not."""
+    """Return whether some parameters are in host memory and others are not."""
     return isinstance(optimizer, HybridDeviceOptimizer) and 0 < optimizer.offload_fraction < 1
 
 

@@ -294,7 +294,7 @@ def _leaves(optimizer: Any) -> Iterator[Any]:
 
 
 def _is_for_experts(leaf: Any) -> bool:
-    """Whether Megatron has made it for experts: also on a rank where it holds none, as other ranks of it do."""
+    """Return whether Megatron has made it for experts: also on a rank where it holds none, as other ranks of it do."""
     return all(group["is_expert_parallel"] for group in leaf.optimizer.param_groups)
 
 
@@ -318,7 +318,7 @@ def _is_divided(leaf: Any) -> bool:
 
 
 def _is_here(leaf: Any, parameter: Tensor) -> bool:
-    """Whether this rank steps any of a parameter."""
+    """Return whether this rank steps any of a parameter."""
     return not isinstance(leaf, DistributedOptimizer) or parameter in leaf.model_param_group_index_map
 
 

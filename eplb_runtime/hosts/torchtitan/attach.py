@@ -210,7 +210,7 @@ def _dispatchers(trainer_config: Any) -> list[Any]:
 
 
 def _is_compiled(block: nn.Module) -> bool:
-    """Whether torchtitan has compiled a block that has routed experts."""
+    """Return whether torchtitan has compiled a block that has routed experts."""
     return block._compiled_call_impl is not None and any(True for _ in routed_experts(block))
 
 

@@ -67,7 +67,7 @@ class LowRank:
 
     @property
     def is_on(self) -> bool:
-        """Whether it is added to the matrix now: neither disabled nor merged into it."""
+        """Return whether it is added to the matrix now: neither disabled nor merged into it."""
         wrapper = self.wrapper
         return not wrapper.disable_adapters and not wrapper.merged and self.adapter in wrapper.active_adapters
 
@@ -409,7 +409,7 @@ def read_without_warning(module: Any) -> Iterator[None]:
 
 
 def is_saved_with_adapters(model: nn.Module) -> bool:
-    """Whether ``save_pretrained`` of this model writes adapters and nothing else."""
+    """Return whether ``save_pretrained`` of this model writes adapters and nothing else."""
     if isinstance(model, PreTrainedModel):
         return bool(getattr(model, "_hf_peft_config_loaded", False))
     return hasattr(model, "peft_config")

@@ -120,7 +120,7 @@ class _Added:
     scaling: float
 
     def fits(self, matrix: Tensor) -> bool:
-        """Whether grouped products, in the matrix's dtype, take rows of r numbers."""
+        """Return whether grouped products, in the matrix's dtype, take rows of r numbers."""
         return self.a_SRI.shape[1] * matrix.element_size() % _GROUPED_ROW_BYTES == 0
 
     def onto(self, matrix: Tensor, transposed: bool) -> Tensor:
@@ -131,7 +131,7 @@ class _Added:
 
 
 def _is_grouped_mm(experts: nn.Module) -> bool:
-    """Whether the module's forward is the library's ``grouped_mm`` as it comes."""
+    """Return whether the module's forward is the library's ``grouped_mm`` as it comes."""
     from transformers.integrations import moe
 
     chosen = getattr(experts.config, "_experts_implementation", None)
@@ -139,7 +139,7 @@ def _is_grouped_mm(experts: nn.Module) -> bool:
 
 
 def _ends_with_torchs_grouped_mm(experts: Any, rows_MD: Tensor, counts_S: SlotCounts) -> bool:
-    """Whether the last step is a linear one, in a kernel whose backward is known."""
+    """Return whether the last step is a linear one, in a kernel whose backward is known."""
     from transformers.integrations.moe import _can_use_grouped_mm
 
     return not _norm_follows(experts) and _can_use_grouped_mm(rows_MD, experts.down_proj, counts_S.offsets_S)

@@ -93,7 +93,7 @@ def _see_choices(experts: nn.Module, see: Callable[[Tensor, int, int], None]) ->
 
 
 def follows_experts_interface(module: nn.Module) -> bool:
-    """Whether the library's ``use_experts_implementation`` decorator made this module's class."""
+    """Return whether the library's ``use_experts_implementation`` decorator made this module's class."""
     return all(hasattr(module, name) for name in ("num_experts", "has_gate", "is_transposed", "_is_expert_parallel"))
 
 

@@ -67,7 +67,7 @@ _holders = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def _is_free(storage: torch.UntypedStorage) -> bool:
-    """Whether the one that keeps it is the only one that holds it."""
+    """Return whether the one that keeps it is the only one that holds it."""
     return _holders is not None and bool(_holders(storage._cdata) == 1)
 
 

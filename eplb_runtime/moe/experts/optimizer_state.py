@@ -28,7 +28,7 @@ class StateOwner(Protocol):
 
     @property
     def varies_in_device(self) -> bool:
-        """Whether the same state may be in host memory on one rank and on the device on another."""
+        """Return whether the same state may be in host memory on one rank and on the device on another."""
 
     def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
         """What is kept for a parameter of the model, by key: the live memory, none of it the parameter's own."""
@@ -123,7 +123,7 @@ def is_per_expert(key: str, value: Any, parameter: Tensor, registered: Collectio
 
 
 def _holds_tensors(value: Any, registered: Collection[int]) -> bool:
-    """Whether a container has a tensor of several elements somewhere inside that does not move by itself."""
+    """Return whether a container has a tensor of several elements somewhere inside that does not move by itself."""
     if isinstance(value, Tensor):
         return value.numel() > 1 and value.data_ptr() not in registered
     if isinstance(value, Mapping):

@@ -209,7 +209,7 @@ class ExpertTensors:
 
     @property
     def has_left_behind(self) -> bool:
-        """Whether experts have moved since the last step, and have left gradients behind."""
+        """Return whether experts have moved since the last step, and have left gradients behind."""
         return bool(self._left_behind)
 
     def refuse_left_behind(self, parameter: Tensor | None = None) -> None:

@@ -70,7 +70,7 @@ def keep_slices(model: nn.Module) -> None:
 
 
 def has_divide_factor(module: nn.Module) -> bool:
-    """Whether FSDP2 was set to divide this module's gradients by another number than its ranks."""
+    """Return whether FSDP2 was set to divide this module's gradients by another number than its ranks."""
     if not isinstance(module, FSDPModule):
         return False
     state: Any = module._get_fsdp_state()  # type: ignore[operator]  # FSDP2 has a setter alone

@@ -134,7 +134,7 @@ def begin_of_blocks(
 
 @jit
 def is_first(slots, choice, there, rank, slots_per_rank, TOP_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whether no earlier choice of the same token is on the same rank."""
+    """Return whether no earlier choice of the same token is on the same rank."""
     first = there
     for back in tl.static_range(1, TOP_K):
         same_token = there & (choice % TOP_K >= back)

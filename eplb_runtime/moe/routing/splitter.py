@@ -83,7 +83,7 @@ class BatchSplitter:
         return take_over
 
     def splits(self, layer: int) -> bool:
-        """Whether any expert of the layer has copies; if not, every token goes home."""
+        """Return whether any expert of the layer has copies; if not, every token goes home."""
         return self._layers[layer].several
 
     def counts(self, topk_ids_TK: Tensor) -> Counted:

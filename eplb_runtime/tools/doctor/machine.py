@@ -59,7 +59,7 @@ def backends() -> tuple[Backend, ...]:
 
 
 def compiled() -> Backend:
-    """Whether what decisions need is compiled already, and where it is kept."""
+    """Return whether what decisions need is compiled already, and where it is kept."""
     folder, name = cache_folder(), "numba cache"
     shown = f"~/{folder.relative_to(Path.home())}" if folder.is_relative_to(Path.home()) else str(folder)
     if not compiles():

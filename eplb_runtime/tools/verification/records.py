@@ -161,7 +161,7 @@ def _hint(here: StepRecord, there: StepRecord, odd: Sequence[Key]) -> str:
 
 
 def _is_scaled(one: Cell, other: Cell) -> bool:
-    """Whether the two are the same but for a factor, as far as can be seen."""
+    """Return whether the two are the same but for a factor, as far as can be seen."""
     if not one.norm or not other.norm:
         return one.norm == other.norm
     factor = other.norm / one.norm
@@ -209,7 +209,7 @@ def to_rounding(fixed: Run, other: Run, shaken: Run) -> Closeness:
 
 
 def routes_alike(one: Run, other: Run, until: int) -> bool:
-    """Whether two runs give each expert as many tokens in each step, up to this one."""
+    """Return whether two runs give each expert as many tokens in each step, up to this one."""
     return all(np.array_equal(one.step(number).counts, other.step(number).counts) for number in range(until + 1))
 
 

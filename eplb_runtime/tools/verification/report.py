@@ -41,7 +41,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether the verdict is ``"right"``."""
+        """Return whether the verdict is ``"right"``."""
         return self.verdict == "right"
 
     def to_dict(self) -> dict[str, Any]:
