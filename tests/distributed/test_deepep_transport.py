@@ -15,7 +15,7 @@ import transport_contract as contract
 from ranks import run_ranks
 from transport_contract import RANKS, Case, hear, others, random_bytes, run_cases, soon, tell
 
-from eplb_runtime.config import BalancerConfig, ConfigError, DispatchConfig, MigrationConfig
+from eplb_runtime.config import DispatchConfig
 from eplb_runtime.distributed.transports import TRANSPORTS, deepep, deepep_package
 from eplb_runtime.distributed.transports.base import Message, Transport, TransportError
 from eplb_runtime.distributed.transports.deepep import ROW_BYTES, DeepEP
@@ -157,9 +157,3 @@ def test_contract(ranks: list[dict[str, Any]], case: Case) -> None:
 
 def test_it_never_waits_on_the_host_with_the_interpreter_locked(ranks: list[dict[str, Any]]) -> None:
     assert all(of_rank["waits"] == [] for of_rank in ranks)
-
-
-def test_migrating_beside_training_over_it_is_refused() -> None:
-    with pytest.raises(ConfigError, match="overlap=True with transport='deepep'"):
-        BalancerConfig(overlap=True, migration=MigrationConfig(transport="deepep"))
-    assert BalancerConfig(migration=MigrationConfig(transport="deepep")).migration.transport == "deepep"

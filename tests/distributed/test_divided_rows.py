@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from support.seen import same
 from support.shuffle import plan_by, plan_shuffle
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -155,6 +156,8 @@ def train(rank: int, job: Job) -> dict[str, Any]:
     for name, parameter in model.named_parameters():
         layer = balancer.layer_of_parameter.get(name)
         weights[name] = parameter.full_tensor() if layer is None else balancer.gather_experts(layer, parameter)
+    stream = {name: tensor.clone() for name, tensor in balancer.named_logical_tensors(bucket_bytes=10_000)}
+    assert same(stream, weights) and "equal to the model's" in balancer.verify_export(stream)
     committed = balancer.events.of_type(RebalanceCommitted)
     balancer.close()
     return {

@@ -42,10 +42,8 @@ def links(rank: int) -> list[Any]:
             raise ImportError("pip install wire")
         return TRANSPORTS["torch"](*arguments)
 
-    names = {"torch": TRANSPORTS["torch"], "half": one_rank_cannot}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor_links, "TRANSPORTS", names)
-        return [*try_transports(torch.device("cpu"))]
+    doctor_links.TRANSPORTS = {"torch": TRANSPORTS["torch"], "half": one_rank_cannot}
+    return [*try_transports(torch.device("cpu"))]
 
 
 def test_links_are_measured_on_all_ranks_and_a_transport_is_usable_on_all_or_none() -> None:
@@ -68,20 +66,17 @@ def test_ranks_are_forked_from_a_process_that_has_loaded_everything() -> None:
     assert run_ranks(1, missing) == [[]]
 
 
-def fail_or_wait_for_ever(rank: int, failing: int) -> None:
-    if rank == failing:
+def fail_or_wait_for_ever(rank: int) -> None:
+    if rank == 1:
         raise ValueError("the reason")
     threading.Event().wait()
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_fails_is_not_waited_for_by_the_others_without_end(
-    failing: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_fails_is_not_waited_for_by_the_others_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "FINISH_AFTER_FAILURE_SECONDS", 0.5)
     with pytest.raises(AssertionError, match="the reason") as error:
-        run_ranks(2, fail_or_wait_for_ever, failing)
-    assert f"rank {1 - failing}:\ndid not finish" in str(error.value)
+        run_ranks(2, fail_or_wait_for_ever)
+    assert "rank 0:\ndid not finish" in str(error.value)
 
 
 # -- Links are measured by messages large enough for them, in a bounded time, the same on every rank
@@ -133,20 +128,18 @@ def measure_modelled(rank: int, inside: float, between: float, sizes: tuple[int,
     return bandwidth.measure(Topology(4, 2), transport, rank, control, 30.0), transport.sizes
 
 
-@pytest.mark.parametrize(("inside", "between"), [(400e9, 50e9), (2e9, 12.5e6)])
-def test_a_fast_link_is_measured_as_what_it_is(inside: float, between: float) -> None:
+@pytest.mark.parametrize(("inside", "between"), [(400e9, 50e9), (2e9, 12.5e6)], ids=["fast", "slow"])
+def test_a_link_is_measured_as_what_it_is(inside: float, between: float) -> None:
     results = run_ranks(4, measure_modelled, inside, between, SIZES)
-    assert all(topology == results[0][0] for topology, _ in results)
     topology, sizes = results[0]
-    first, _ = SIZES
+    assert all(other == topology for other, _ in results)
     for measured, real in ((topology.intra_node_bandwidth, inside), (topology.inter_node_bandwidth, between)):
         assert 0.75 * real < measured < real
     assert max(sizes) <= bandwidth.MOST_BYTES["cpu"]
     if inside > 1e11:
-        assert first / (START_SECONDS + first / inside) < 0.35 * inside, "the control: the first message is too small"
-        assert max(sizes) > first
+        assert max(sizes) > SIZES[0], "the first message is too small"
     else:
-        assert set(sizes) == {first}, "a slow link is not given more than it needs"
+        assert set(sizes) == {SIZES[0]}, "a slow link is not given more than it needs"
 
 
 def fail_on_one_rank(rank: int) -> str:

@@ -8,13 +8,13 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+import beside
 import pytest
 import torch
 import torch.distributed as dist
-from moe_models import batch_of, make_model
+from moe_models import batch_of
 from ranks import run_ranks
 from support import training
 from support.seen import said_by, same
@@ -36,53 +36,30 @@ from eplb_runtime.events import (
 from eplb_runtime.migration.engine import MigrationBroken
 from eplb_runtime.planner import plan
 
-RANKS, INTERVAL = 3, 2
-ABORTED = 36
+RANKS = 3
+ABORTED = 24
 
 
-class Job:
-    """A small training job on one rank, with experts that move at every decision; steps are taken one by one."""
+class Job(beside.Job):
+    """With experts that move at every decision between steps, unless its policy is static."""
 
     def __init__(self, rank: int, timeout_seconds: float, policy: str = "incremental", **settings: Any) -> None:
-        self.rank, self.steps, self.losses = rank, 0, []
-        self.model = make_model("olmoe", experts=6)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
-        self.balancer = training.attach(
-            self.model,
-            self.optimizer,
-            interval=INTERVAL,
-            policy=policy,
-            gate="always",
-            timeout_seconds=timeout_seconds,
-            **settings,
-        )
-        self.model.train()
+        super().__init__(rank, overlap=False, policy=policy, gate="always", timeout_seconds=timeout_seconds, **settings)
         self.decisions = self.balancer.rebalancer.decisions
-        self.engine = self.balancer.rebalancer._engine
         if policy != "static":
             plan_by(self.balancer, plan_shuffle)
 
-    def step(self) -> None:
-        self.losses.append(training.step(self.model, self.optimizer, batch_of(self.rank, self.steps % 7)))
-        self.steps += 1
-
     def until_next(self, *kinds: type) -> Any:
         """Train until something of these kinds happens, which is at the same step on all ranks."""
-        before = sum(len(self.balancer.events.of_type(kind)) for kind in kinds)
-        while True:
-            self.step()
-            events = [event for event in self.balancer.events if isinstance(event, kinds)]
-            if len(events) > before:
-                return events[-1]
+        return self.until(kinds, most=100_000)
 
     def finish(self) -> bool:
         """End this job, and one whose experts stay after as many steps: whether nothing differs."""
-        state, static = eplb.logical_state_dict(self.model, self.optimizer), None
+        state, static = self.state(), Job(self.rank, 20.0, "static")
         self.balancer.close()
-        static = Job(self.rank, 20.0, "static")
         while static.steps < self.steps:
             static.step()
-        undisturbed = eplb.logical_state_dict(static.model, static.optimizer)
+        undisturbed = static.state()
         static.balancer.close()
         return static.losses == self.losses and same(undisturbed, state)
 
@@ -205,21 +182,9 @@ def test_ranks_with_different_placements_do_not_go_on_once_they_are_connected_ag
 # -- many of them ------------------------------------------------------------------------------------------------------
 
 
-def held() -> tuple[int, int, int]:
-    """Threads, descriptors and listening sockets of this process."""
-    links = []
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        except FileNotFoundError:
-            continue  # the listing's own
-    sockets = {link[8:-1] for link in links if link.startswith("socket:[")}
-    listening = 0
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            listening += fields[3] == "0A" and fields[9] in sockets
-    return len(os.listdir("/proc/self/task")), len(links), listening
+def held() -> tuple[int, int]:
+    """Threads and descriptors of this process."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
 def faults(job: Job) -> Iterator[None]:
@@ -263,7 +228,7 @@ def break_many(rank: int) -> dict[str, Any]:
     holding, placement, fault = [], job.balancer.placement, faults(job)
     for number in range(ABORTED):
         next(fault)
-        if number % 20 == 7:
+        if number % 12 == 7:
             job.balancer.rebalancer._pause("a test wants it")
             job.until_next(BalancingResumed)
         job.until_next(RebalanceAborted)
@@ -289,8 +254,8 @@ def test_many_aborted_rebalances_leave_nothing_behind() -> None:
         assert len(result["holding"]) == ABORTED
         assert result["whole"] and result["committed"] and result["reconnected"] == 2
         assert result["same"] and result["phases"] == FOUND_AT
-        early = [max(held) for held in zip(*result["holding"][:15], strict=True)]
-        late = [max(held) for held in zip(*result["holding"][-15:], strict=True)]
+        early = [max(held) for held in zip(*result["holding"][:12], strict=True)]
+        late = [max(held) for held in zip(*result["holding"][-12:], strict=True)]
         assert all(b <= a for a, b in zip(early, late, strict=True)), (early, late)
 
 
@@ -322,17 +287,10 @@ def test_a_rebalance_that_stops_half_way_says_so_and_training_goes_on_with_what_
 def waited_in_vain(rank: int) -> bool:
     """Rank 1 does not send its experts before the others have dropped the rebalance."""
     job, store = Job(rank, timeout_seconds=training.DEADLINE), dist.distributed_c10d._get_default_store()
-    stalled: list[bool] = []
-
-    def stall(subject: Any) -> None:
-        if not stalled:
-            stalled.append(True)
-            store.wait(["gave up 0", "gave up 2"])
-
     if rank == 1:
-        job.engine.probe = at(Phase.PREPARED, stall)
+        job.engine.probe = at(Phase.PREPARED, lambda subject: store.wait(["gave up 0", "gave up 2"]))
     job.until_next(RebalanceAborted, BalancingPaused)
-    store.set(f"gave up {rank}", "1")
+    store.set(f"gave up {rank}", "1")  # is there from now on
     job.until_next(RebalanceCommitted)
     return job.finish()
 

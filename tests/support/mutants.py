@@ -356,7 +356,7 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
         "test_recompute.py::test_a_repeated_forward_exchanges_no_counts",
         split_otherwise_in_recompute,
     ),
-    "a failed attach undoes nothing": ("test_attach_fails.py::test_an_attach_that_fails", undo_nothing),
+    "a failed attach undoes nothing": ("test_attach.py::test_an_attach_that_fails", undo_nothing),
     "the library's own exchange": (
         "test_transformers_ep.py::test_no_bit_depends_on_where_experts_are[2]",
         exchange_as_the_library_does,

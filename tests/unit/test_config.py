@@ -19,6 +19,7 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"bytes_per_step": 1000, "overlap": True, "staging_bytes": 999}, "more staging_bytes", {"staging_bytes": 1000}),
     ({"dispatch_sms": 24}, "dispatch='deepep'", {"dispatch": "deepep"}),
     ({"dispatch_sms": 24, "dispatch": "hierarchical"}, "or leave it out", {"dispatch": "auto"}),
+    ({"overlap": True, "transport": "deepep"}, "between steps only", {"overlap": False}),
     ({"split": "even"}, "give replica_slots=1", {"replica_slots": 1}),
     ({"split_locality": False}, "give replica_slots=1", {"replica_slots": 1}),
     ({"split_least_tokens": 0}, "give replica_slots=1", {"replica_slots": 1}),
