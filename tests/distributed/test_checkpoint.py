@@ -5,6 +5,7 @@ Rows that are written in the order of their slots are noticed: `mutants`.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from safetensors.torch import load_file
 from support import training
 from support.seen import assert_refused, differing
 from support.shuffle import plan_by, plan_shuffle
@@ -147,7 +149,7 @@ def mean_losses(results: list[dict[str, Any]]) -> torch.Tensor:
 
 
 JOBS = {
-    "AdamW": (Job(), "safetensors"),
+    "AdamW": (Job("mixtral", ep_size=2), "safetensors"),
     "SGD, biases, DCP": (Job("gpt_oss", "SGD"), "dcp"),
     "bfloat16, buffers": (Job("deepseek_v3", dtype=torch.bfloat16), "safetensors"),
     "Adagrad, replicas": (Job("olmoe", "Adagrad", replica_slots=1), "safetensors"),
@@ -217,6 +219,28 @@ def test_it_loads_bit_equal_anywhere(place: str, saved_by: Saved) -> None:
             if not job.replica_slots:
                 assert [r["losses"] for r in loaded] == [r["losses"] for r in saved]
                 assert differing(saved[0]["after"], loaded[0]["after"]) == []
+
+
+@pytest.mark.parametrize(("name", "key"), [("AdamW", "exp_avg"), ("Adagrad, replicas", "sum")])
+def test_the_library_reads_what_each_rank_has_written_a_share_of(name: str, key: str, saved_by: Saved) -> None:
+    folders, results = saved_by(4)
+    folder, state, tensors = folders / name, results[0][name]["state"], {}
+    for part in ("model", "optimizer"):
+        weight_map = json.loads((folder / f"{part}.safetensors.index.json").read_text())["weight_map"]
+        files = sorted(set(weight_map.values()))
+        assert [file.split("-")[:2] for file in files] == [[part, f"{rank:05d}"] for rank in range(4)]
+        loaded = {file: load_file(folder / file) for file in files}
+        assert {name: file for file in files for name in loaded[file]} == weight_map, "each tensor is there once"
+        tensors |= {f"{part}.{name}": loaded[file][name] for name, file in weight_map.items()}
+        nbytes = [sum(tensor.nbytes for tensor in loaded[file].values()) for file in files]
+        assert max(nbytes) < 1.5 * min(nbytes)
+    assert sum(tensor.nbytes for tensor in tensors.values()) == sum(tensor.nbytes for tensor in state.values())
+    for expert in range(EXPERTS):
+        one = tensors[f"optimizer.model.layers.0.mlp.experts.{expert}.down_proj.{key}"]
+        assert torch.equal(one, state[f"optimizer.model.layers.0.mlp.experts.down_proj.{key}"][expert])
+    model = make_model(JOBS[name][0].family, seed=1).from_pretrained(folder)
+    expected = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
+    assert differing(dict(model.state_dict()), expected) == []
 
 
 def plain_load(rank: int, folder: str) -> State:
@@ -301,41 +325,23 @@ def write_slowly() -> threading.Event:
     return go
 
 
-def save_asynchronously(rank: int, folder: Path) -> list[State]:
-    """By DCP's own call, whose copy a commit that is due waits for; and by ours, with a commit until it is written."""
+def save_asynchronously(rank: int, folder: Path) -> State:
+    """With a commit until it is written."""
     model, optimizer, balancer = build(Job())
     train(model, optimizer, range(3), rank, 2)
-    assert balancer.rebalancer._pending is not None, "a decision is on its way"
-    states = [eplb.logical_state_dict(model, optimizer)]
-    go = write_slowly()
-    group = dist.new_group(backend="gloo")
-    with balancer.quiesce():
-        state = LogicalState(model, optimizer).state_dict()
-        future = dcp.async_save(state, checkpoint_id=folder / "0", process_group=group)
-        epoch = balancer.placement.epoch
-        for _ in range(2):  # due now; as steps of a run whose weights do not change
-            balancer.step()
-        assert balancer.placement.epoch == epoch and balancer.rebalancer._pending is not None
-    balancer.step()
-    assert balancer.placement.epoch > epoch, "the commit comes with the first step after"
-    go.set()
-    future.result()
-    go.clear()
-    states.append(eplb.logical_state_dict(model, optimizer))
-    epoch = balancer.placement.epoch
-    future = eplb.checkpoint.async_save(folder / "1", model, optimizer, format="dcp")
+    go, state, epoch = write_slowly(), eplb.logical_state_dict(model, optimizer), balancer.placement.epoch
+    future = eplb.checkpoint.async_save(folder, model, optimizer, format="dcp")
     train(model, optimizer, range(3, 9), rank, 2)
     assert balancer.placement.epoch > epoch, "no commit while the save was under way"
     go.set()
     future.result()
-    return states
+    return state
 
 
 def test_a_commit_during_an_asynchronous_save_by_dcp_does_not_tear_it(tmp_path: Path) -> None:
-    states = run_ranks(2, save_asynchronously, tmp_path)[0]
-    for number, state in enumerate(states):
-        (loaded,) = run_ranks(1, load_and_go_on, Job(attached=False), str(tmp_path / str(number)))
-        assert differing(state, loaded["state"]) == []
+    state, _ = run_ranks(2, save_asynchronously, tmp_path)
+    (loaded,) = run_ranks(1, load_and_go_on, Job(attached=False), str(tmp_path))
+    assert differing(state, loaded["state"]) == []
 
 
 # -- what does not fit -----------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from support.seen import same
+from support.seen import assert_refused, same
 from support.shuffle import plan_by, plan_shuffle
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,11 +23,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.hooks import RemovableHandle
 
 import eplb_runtime as eplb
-from eplb_runtime.distributed.process_groups import GroupError
 from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import RebalanceCommitted
 from eplb_runtime.hosts.attaching.attach import attach_stages
-from eplb_runtime.hosts.attaching.description import AttachError, HostModel, MoELayer, Spread, Stage, mark_spread
+from eplb_runtime.hosts.attaching.description import HostModel, MoELayer, Spread, Stage, mark_spread
 from eplb_runtime.moe.experts.compute import SlotCounts
 
 pytestmark = pytest.mark.long
@@ -197,7 +196,7 @@ RIGHT = {
 }
 
 
-def odd_width(rank: int) -> None:
+def odd_width() -> None:
     global WIDTH
     WIDTH, before = 7, WIDTH
     try:
@@ -206,19 +205,12 @@ def odd_width(rank: int) -> None:
         WIDTH = before
 
 
-def no_whole_sets(rank: int) -> None:
+def no_whole_sets() -> None:
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replica", "part", "ep"))
     ranks = Ranks(ep=tuple(mesh["ep"].mesh.tolist()), gradient_divisor=1, divided_rows=3)
     host = HostModel((), lambda tokens: None, lambda: RemovableHandle(OrderedDict()), lambda module: None)
     stage = Stage(0, nn.Linear(2, 2), host)
     attach_stages([stage], [], config=eplb.BalancerConfig(), ranks=ranks, device=torch.device("cpu"))
-
-
-MISTAKES: dict[str, Callable[[int], None]] = {
-    "copies cannot be cut into 2 slices along dimension 1": odd_width,
-    "are divided over 3 ranks, and 2 hold the same ones": no_whole_sets,
-}
-"""What is said -> what was done."""
 
 
 def train_all(rank: int) -> dict[str, Any]:
@@ -227,16 +219,9 @@ def train_all(rank: int) -> dict[str, Any]:
     for name, job in RIGHT.items():
         ours = train(rank, job)
         found[name] = {**ours, "distance": distance(ours, whole), "weights": None}
-    found["refused"] = {said: refused(rank, mistake) for said, mistake in MISTAKES.items()}
+    assert_refused({"copies cannot be cut into 2 slices along dimension 1": odd_width})
+    assert_refused({"are divided over 3 ranks, and 2 hold the same ones": no_whole_sets})
     return found
-
-
-def refused(rank: int, mistake: Callable[[int], None]) -> str:
-    try:
-        mistake(rank)
-    except (AttachError, GroupError) as error:
-        return str(error)
-    return "nothing"
 
 
 @pytest.fixture(scope="module")
@@ -251,9 +236,3 @@ def test_training_is_training_in_one_process(ranks: list[dict[str, Any]], name: 
         assert (found[name]["copies"] >= LAYERS) == bool(RIGHT[name].replica_slots)
         assert found[name]["distance"] < 1e-11
         assert min(found[name]["norms"]) > CLIP, "clipping was not active"
-
-
-@pytest.mark.parametrize("said", MISTAKES)
-def test_what_cannot_be_divided_is_refused_on_every_rank(ranks: list[dict[str, Any]], said: str) -> None:
-    for found in ranks:
-        assert said in found["refused"][said] and "\n" not in found["refused"][said]

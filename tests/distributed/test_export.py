@@ -75,11 +75,14 @@ def streamed(balancer: eplb.Balancer, **options: Any) -> dict[str, torch.Tensor]
 
 
 def export(rank: int, jobs: Mapping[str, Job], folder: Path) -> dict[str, dict[str, Any]]:
-    """Each to a folder of its name, and as a stream of tensors, to all ranks and to one."""
+    """Each to a folder of its name, some also as a stream of tensors, to all ranks and to one."""
     found = {}
     for name, job in jobs.items():
         balancer = (model := attached(job))._eplb_runtime_balancer
         eplb.checkpoint.export_pretrained(model, folder / name, **dict(job.options))
+        if name not in STREAMED:
+            balancer.close()
+            continue
         everyone, one = streamed(balancer), streamed(balancer, rank=3)
         first = next(iter(balancer.named_logical_tensors().experts))
         wrong = said_by(lambda: balancer.verify_export({**everyone, first: everyone[first] + 1}))  # noqa: B023
@@ -114,6 +117,8 @@ JOBS = {family: Job(family) for family in FAMILIES} | {
     "names as in the model": Job("olmoe", (("max_shard_size", "40KB"), ("save_original_format", False))),
 }
 
+STREAMED = ("deepseek_v3", "tied", "two EP groups, stacked", "sliced", "sliced, stacked")
+
 
 Exported = tuple[Path, list[dict[str, dict[str, Any]]]]
 
@@ -146,7 +151,7 @@ def test_shards_of_all_ranks_are_what_save_pretrained_writes(name: str, exported
     assert index["total_size"] == sum(tensor.nbytes for tensor in tensors_of(written).values())
 
 
-@pytest.mark.parametrize("name", [name for name, job in JOBS.items() if len(job.options) == 1])
+@pytest.mark.parametrize("name", STREAMED)
 def test_a_stream_is_what_the_library_would_write_and_a_wrong_expert_in_it_is_noticed(
     name: str, exported: Exported, tmp_path: Path
 ) -> None:

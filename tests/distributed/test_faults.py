@@ -28,7 +28,6 @@ from eplb_runtime.events import (
     BalancingEnded,
     BalancingPaused,
     BalancingResumed,
-    LoadMeasured,
     RebalanceAborted,
     RebalanceCommitted,
     RebalancePlanned,
@@ -86,41 +85,20 @@ def raising(kind: type[Exception], text: str) -> Callable[..., Any]:
     return fail
 
 
-def to_planner(process: PlannerProcess | None, number: signal.Signals, ready: bool = True) -> None:
-    """Send a signal to the planner's process, once it is ready or at once."""
-    if process is not None:
-        assert not ready or process.is_ready(300.0)
-        os.kill(process.process.pid, number)
-
-
 def one_fault_after_another(rank: int) -> dict[str, Any]:
     decision.PlannerProcess = PlannerProcess  # type: ignore[misc] # the real one
     job = Job(rank, timeout_seconds=training.DEADLINE)
-    balancer, decisions, engine, said = job.balancer, job.decisions, job.engine, {}
+    balancer, said = job.balancer, {}
 
-    process = decisions.process
-    to_planner(process, signal.SIGSTOP)
+    process = job.decisions.process
     plan_by(balancer, plan if process is None else process.plan)
-    said["endless"] = job.until_next(RebalanceAborted).cause
-    to_planner(process, signal.SIGKILL)
-    if process is not None:  # the next one stands still from its start
-        begin, process._begin = process._begin, lambda: (begin(), to_planner(process, signal.SIGSTOP, ready=False))
+    if process is not None:
+        assert process.is_ready(300.0)
+        os.kill(process.process.pid, signal.SIGKILL)
     said["died"] = job.until_next(RebalanceAborted).cause
-    said["compiling"] = job.until_next(RebalancePlanned).reason
-    measured, planned = (balancer.events.of_type(kind)[-1].step for kind in (LoadMeasured, RebalancePlanned))
-    said["measured meanwhile"] = measured == planned
-    to_planner(process, signal.SIGCONT, ready=False)
-    assert process is None or process.is_ready(300.0)
-    said["compiled"] = job.until_next(RebalancePlanned).reason
+    job.until_next(RebalancePlanned)  # by the next one
     plan_by(balancer, plan_shuffle)
     job.until_next(RebalanceCommitted)
-
-    if rank == 2:
-        engine.probe = at_plans(raising(KeyError, "one rank's own trouble"))
-    said["one-sided"] = job.until_next(RebalanceAborted).cause
-    engine.probe = unobserved
-    job.until_next(RebalanceCommitted)
-    said["paused so far"] = len(balancer.events.of_type(BalancingPaused))
 
     compare = balancer.guard.compare
     if rank == 1:
@@ -147,12 +125,7 @@ def one_fault_after_another(rank: int) -> dict[str, Any]:
 def test_each_fault_ends_one_rebalance_and_the_next_ones_work() -> None:
     results = run_ranks(RANKS, one_fault_after_another)
     first = results[0]
-    assert f"took longer than {training.DEADLINE / 2:g} s" in first["endless"]
     assert first["died"] == "the planner process ended with status -9"
-    assert "rank 2: KeyError" in first["one-sided"]
-    assert first["paused so far"] == 0, "a fault that all ranks hear of needs no new connections"
-    assert "homes only" in first["compiling"] and first["measured meanwhile"]
-    assert "homes only" not in first["compiled"]
     assert "connect again" in first["while paused"]
     assert first["committed at"] > first["resumed"]
     assert first["late"] == "planned"
@@ -218,7 +191,14 @@ def faults(job: Job) -> Iterator[None]:
         engine.probe = unobserved
 
 
-FOUND_AT = ["planned", "planned", "planned", "prepared", "staged", "staged"]
+FOUND_AT = [
+    ("planned", "ZeroDivisionError: a planner's bug"),
+    ("planned", "rank 1: KeyError"),
+    ("planned", "rank 1"),
+    ("prepared", "rank 1: MemoryError: no memory for staging"),
+    ("staged", ""),
+    ("staged", "rank 1: OSError: the device went away"),
+]
 
 
 def break_many(rank: int) -> dict[str, Any]:
@@ -238,11 +218,11 @@ def break_many(rank: int) -> dict[str, Any]:
     plan_by(job.balancer, plan_shuffle)
     committed = job.until_next(RebalanceCommitted).step
     reconnected = len(job.balancer.events.of_type(BalancingResumed))
-    phases = [event.phase for event in job.balancer.events.of_type(RebalanceAborted)]
+    aborted = [(event.phase, event.cause) for event in job.balancer.events.of_type(RebalanceAborted)]
     return {
         "holding": holding,
         "whole": whole,
-        "phases": phases[:6],
+        "aborted": aborted[:6],
         "committed": committed == job.steps,
         "reconnected": reconnected,
         "same": job.finish(),
@@ -250,10 +230,11 @@ def break_many(rank: int) -> dict[str, Any]:
 
 
 def test_many_aborted_rebalances_leave_nothing_behind() -> None:
+    """And a fault that all ranks hear of needs no new connections."""
     for result in run_ranks(2, break_many):
-        assert len(result["holding"]) == ABORTED
-        assert result["whole"] and result["committed"] and result["reconnected"] == 2
-        assert result["same"] and result["phases"] == FOUND_AT
+        assert result["whole"] and result["committed"] and result["same"] and result["reconnected"] == 2
+        for (phase, cause), (found_at, words) in zip(result["aborted"], FOUND_AT, strict=True):
+            assert phase == found_at and words in cause, (phase, cause)
         early = [max(held) for held in zip(*result["holding"][:12], strict=True)]
         late = [max(held) for held in zip(*result["holding"][-12:], strict=True)]
         assert all(b <= a for a, b in zip(early, late, strict=True)), (early, late)

@@ -327,7 +327,7 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
     "combined in physical order": (f"{BITS}[eager]", combine_in_physical_order),
     "masters left behind": (f"{BITS}[float32 masters]", leave_behind("master")),
     "nobody compares plans": (
-        "test_expert_data_parallel.py::test_a_group_with_another_plan_is_noticed",
+        "test_bits.py::test_a_group_with_another_plan_is_noticed",
         nobody_compares_plans,
     ),
     "sums in any order": (f"{BITS}_where_several_ranks_hold_an_expert[6]", sum_in_any_order),
