@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,70 +139,54 @@ def losses_of(
     return losses, state, moved, copies
 
 
-@cache
-def whole(dtype: torch.dtype, ranks: int) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """The example's model without us, in this process: the loss of each rank's batch by step, and its weights."""
+def as_without_us(rank: int, ranks: int, *, aligned: bool, **options: Any) -> int:
+    """Compare with the example's model in this process alone; how many copies stand at the end."""
     ours = example()
     torch.manual_seed(0)
-    model = ours.Model().to(dtype)
+    model = ours.Model().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
+    mine, state, _, copies = losses_of(rank, torch.float64, aligned=aligned, **options)
     for step in range(STEPS):
-        of_ranks = []
-        for rank in range(ranks):
-            ids = ours.batch(rank, step)
+        for other in range(ranks):
+            ids = ours.batch(other, step)
             loss = functional.cross_entropy(model(ids[:-1]), ids[1:])
             (loss / ranks).backward()
-            of_ranks.append(loss.item())
+            assert other != rank or abs(mine[step] - loss.item()) < 1e-11
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(of_ranks)
-    return losses, dict(model.named_parameters())
+    up = torch.stack([model.layers[1].experts[expert][0].weight for expert in range(ours.EXPERTS)])
+    name = "up_weight" if aligned else "0__weight"
+    assert (state[f"model.layers.1.experts.{name}"] - up).abs().max() < 1e-9
+    return copies
 
 
-def everything(rank: int) -> dict[str, tuple]:
-    return {
-        "list": losses_of(rank, torch.float64, move=True, replica_slots=1),
-        "tensors": losses_of(rank, torch.float64, move=True, aligned=True, replica_slots=1),
-        "static": losses_of(rank, torch.float32, move=False, policy="static"),
-        "moving, compiled": losses_of(rank, torch.float32, move=True, compiled=True),
-    }
+def with_copies(rank: int) -> None:
+    for aligned in (False, True):
+        assert as_without_us(rank, 2, aligned=aligned, move=True, replica_slots=1) > 0
 
 
-@pytest.fixture(scope="module")
-def results() -> list[dict[str, tuple]]:
-    return run_ranks(2, everything)
+def test_equals_the_model_without_us() -> None:
+    run_ranks(2, with_copies)
 
 
-@pytest.mark.parametrize("way", ["list", "tensors"])
-def test_equals_the_model_without_us(results: list[dict[str, tuple]], way: str) -> None:
-    losses, parameters = whole(torch.float64, 2)
-    for rank, ways in enumerate(results):
-        for mine, of_ranks in zip(ways[way][0], losses, strict=True):
-            assert abs(mine - of_ranks[rank]) < 1e-11
-    up = torch.stack([parameters[f"layers.1.experts.{expert}.0.weight"] for expert in range(example().EXPERTS)])
-    name = "up_weight" if way == "tensors" else "0__weight"
-    mine = results[0][way][1][f"model.layers.1.experts.{name}"]
-    assert (mine - up).abs().max() < 1e-9
-    assert results[0][way][3] > 0, "no copies"
+def moving_and_compiled(rank: int) -> None:
+    static_losses, static, none, _ = losses_of(rank, torch.float32, move=False, policy="static")
+    losses, state, moved, _ = losses_of(rank, torch.float32, move=True, compiled=True)
+    assert moved > 0 == none and losses == static_losses and same(state, static)
 
 
-def test_moving_experts_and_graphs_change_no_bit(results: list[dict[str, tuple]]) -> None:
-    for ways in results:
-        (static_losses, static, none, _), (losses, state, moved, _) = ways["static"], ways["moving, compiled"]
-        assert moved > 0 == none and losses == static_losses
-        assert same(state, static)
+def test_moving_experts_and_graphs_change_no_bit() -> None:
+    run_ranks(2, moving_and_compiled)
 
 
-def one_process(rank: int) -> list[list[float]]:
+def one_process(rank: int) -> None:
     """And with aligned rows, whose number only the device knows there."""
-    return [losses_of(rank, torch.float64, move=False, aligned=aligned)[0] for aligned in (False, True)]
+    for aligned in (False, True):
+        as_without_us(rank, 1, aligned=aligned, move=False)
 
 
 def test_one_process_alone_works_too() -> None:
-    losses, _ = whole(torch.float64, 1)
-    for mine in run_ranks(1, one_process)[0]:
-        assert all(abs(loss - of_rank) < 1e-12 for loss, (of_rank,) in zip(mine, losses, strict=True))
+    run_ranks(1, one_process)
 
 
 def ids_of_no_expert(rank: int) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from moe_models import FAMILIES, batch_of, make_model
@@ -72,65 +71,37 @@ def count_reads() -> list[int]:
     return reads
 
 
-CASES = [*((family, 0) for family in FAMILIES), ("olmoe", 1), ("gpt_oss", 1)]
-
-
-def from_meta(rank: int, folder: Path) -> dict:
-    return {case: loaded_on(rank, case[0], folder / case[0], case[1]) for case in CASES}
-
-
-def loaded_on(rank: int, family: str, folder: Path, replica_slots: int) -> dict:
-    reads = count_reads()
-    model = on_meta(family)
+def from_meta(rank: int, family: str, folder: Path, replica_slots: int) -> None:
+    whole, model, reads = make_model(family, experts=EXPERTS), on_meta(family), count_reads()
+    expected, buffers = eplb.logical_state_dict(whole), {name: one.clone() for name, one in whole.named_buffers()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     balancer = attach(model, optimizer, replica_slots, device="cpu")
     assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
     assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in model.parameters()}
     assert model(input_ids=batch_of(rank, 0)).logits.isnan().all(), "a load that was forgotten must show"
     eplb.checkpoint.load_pretrained(model, folder)
-    state = eplb.logical_state_dict(model)
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert same(eplb.logical_state_dict(model), expected) and same(dict(model.named_buffers()), buffers)
     own = sum(p.nbytes for name, p in model.named_parameters() if name in balancer.layer_of_parameter)
     own += sum(t.nbytes for name, t in model.state_dict().items() if name not in balancer.layer_of_parameter)
     assert sum(reads) <= own, "a rank reads its own experts and the rest, once"
-    return {"state": state, "buffers": buffers, "losses": trained_on(rank, model, optimizer)}
+    of_whole = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    attach(whole, of_whole, replica_slots)
+    for step in range(2):
+        losses = [training.step(*one, batch_of(rank, step)) for one in ((model, optimizer), (whole, of_whole))]
+        assert losses[0] == losses[1]
 
 
-def from_whole(rank: int) -> dict:
-    found = {}
-    for family, replica_slots in CASES:
-        model = make_model(family, experts=EXPERTS)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        attach(model, optimizer, replica_slots)
-        found[family, replica_slots] = trained_on(rank, model, optimizer)
-    return found
+def all_from_meta(rank: int, folder: Path) -> None:
+    for family, replica_slots in [*((family, 0) for family in FAMILIES), ("olmoe", 1), ("gpt_oss", 1)]:
+        from_meta(rank, family, folder / family, replica_slots)
 
 
-def trained_on(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    return [training.step(model, optimizer, batch_of(rank, step)) for step in range(2)]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], list[dict]]:
-    """Of each rank and case: a model that begins on the meta device, and losses of one that does not."""
-    folder = tmp_path_factory.mktemp("families")
-    for family in FAMILIES:
-        make_model(family, experts=EXPERTS).save_pretrained(folder / family, max_shard_size="40KB")
-        assert len(list((folder / family).glob("*.safetensors"))) > 1
-    return run_ranks(2, from_meta, folder), run_ranks(2, from_whole)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_meta_model_is_attached_then_loaded_by_each_rank_for_itself(
-    case: tuple[str, int], trained: tuple[list[dict], list[dict]]
-) -> None:
+def test_a_meta_model_is_attached_then_loaded_by_each_rank_for_itself(tmp_path: Path) -> None:
     """Per-expert names (OLMoE, Qwen3-MoE, Mixtral, DeepSeek-V3) and whole tensors (gpt-oss)."""
-    whole = make_model(case[0], experts=EXPERTS)
-    loaded, losses = ([of_rank[case] for of_rank in of_ranks] for of_ranks in trained)
-    for result in loaded:
-        assert same(result["state"], eplb.logical_state_dict(whole))
-        assert same(result["buffers"], dict(whole.named_buffers()))
-    assert [result["losses"] for result in loaded] == losses
+    for family in FAMILIES:
+        make_model(family, experts=EXPERTS).save_pretrained(tmp_path / family, max_shard_size="40KB")
+        assert len(list((tmp_path / family).glob("*.safetensors"))) > 1
+    run_ranks(2, all_from_meta, tmp_path)
 
 
 def fused_names(rank: int, folder: Path) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
-from support.seen import said_by
+from support.seen import assert_refused
 
 from eplb_runtime.balancer.guard import SampleComparison
 from eplb_runtime.events import RebalanceAborted, RebalancePlanned
@@ -88,37 +89,34 @@ def test_any_rank_may_declare_and_all_go_by_it() -> None:
         assert placements == [([2, 1], placements[0][1])] * 4
 
 
-def declare_for_one_decision(rank: int) -> dict[str, Any]:
+def declare_for_one_decision(rank: int) -> None:
     job, reported = Job(rank), []
     job.train(1)
     job.balancer.declare(SKEWED)
     job.train(2)
-    declared = job.heavy_on_rank_0()
+    assert job.heavy_on_rank_0() == [2, 1]
     job.train(4)
-    told = [event.imbalance_before for event in job.balancer.events.of_type(RebalancePlanned)]
+    first, *later = (event.imbalance_before for event in job.balancer.events.of_type(RebalancePlanned))
+    assert first > 1.4 and later
+    assert min(later) > 1.001, "what was declared is balanced by now, what is counted is not"
     guard = job.balancer.guard
     guard.sample = lambda stays: True  # type: ignore[assignment, return-value]
     guard.compare = lambda sample, group: SampleComparison("something is wrong")  # type: ignore[method-assign]
     guard.report = lambda finding, *notices: reported.append(finding)  # type: ignore[method-assign]
     job.balancer.declare(np.broadcast_to(SKEWED, (1 + rank, LAYERS, EXPERTS)))
     job.train(3)
-    dropped = [event.cause for event in job.balancer.events.of_type(RebalanceAborted)]
+    (dropped,) = job.balancer.events.of_type(RebalanceAborted)
+    assert dropped.cause == "ranks declared loads of 1 and of 2 micro-batches: declare as many on each"
+    assert reported == ["something is wrong"], "what the guard finds is said though the decision failed"
     job.balancer.close()
-    return {"declared": declared, "told": told, "dropped": dropped, "reported": reported}
 
 
 def test_it_counts_for_the_next_decision_alone_and_needs_as_many_windows_on_each_rank() -> None:
-    for seen in run_ranks(RANKS, declare_for_one_decision):
-        assert seen["declared"] == [2, 1]
-        first, *later = seen["told"]
-        assert first > 1.4 and later
-        assert min(later) > 1.001, "what was declared is balanced by now, what is counted is not"
-        assert seen["dropped"] == ["ranks declared loads of 1 and of 2 micro-batches: declare as many on each"]
-        assert seen["reported"] == ["something is wrong"], "what the guard finds is said though the decision failed"
+    run_ranks(RANKS, declare_for_one_decision)
 
 
-def keys_of_the_store(rank: int) -> tuple[list[bool], list[int], list[int]]:
-    """Which declarations moved experts; and keys in the launcher's store after each, and after each step with one."""
+def keys_of_the_store(rank: int) -> None:
+    """Those in the launcher's store after each declaration, and after each step with one."""
     store = dist.distributed_c10d._get_default_store()
     job = Job(rank, interval=1, lag=0)
     own = job.balancer.runtime.groups.store
@@ -140,25 +138,23 @@ def keys_of_the_store(rank: int) -> tuple[list[bool], list[int], list[int]]:
         job.train(2)
         stepped.append(keys())
     job.balancer.close()
-    return moved, called, stepped
+    assert sum(moved) >= 3
+    assert all(max(numbers[1:]) - min(numbers[1:]) <= 3 for numbers in (called, stepped))
 
 
 def test_decisions_and_migrations_leave_no_keys_in_the_launchers_store() -> None:
     """But those of the last decision and its migration."""
-    for moved, *numbers in run_ranks(RANKS, keys_of_the_store):
-        assert sum(moved) >= 3
-        assert all(max(keys[1:]) - min(keys[1:]) <= 3 for keys in numbers)
+    run_ranks(RANKS, keys_of_the_store)
 
 
-def refuse(rank: int) -> list[str]:
+def refuse(rank: int) -> None:
     job = Job(rank)
-    bad = (SKEWED[:1], SKEWED[:, :4], -SKEWED, SKEWED * np.nan, SKEWED * 0, "tokens", [[1.0], [2.0, 3.0]])
-    said = [said_by(lambda load=load: job.balancer.declare(load)) for load in bad]
+    short = partial(job.balancer.declare, SKEWED[:1])
+    assert_refused({"[2, 8]": short, "(1, 8)": short, "give": short})
+    for bad in (SKEWED[:, :4], -SKEWED, SKEWED * np.nan, SKEWED * 0, "tokens", [[1.0], [2.0, 3.0]]):
+        assert_refused({"give": lambda bad=bad: job.balancer.declare(bad)})
     job.balancer.close()
-    return said
 
 
 def test_what_is_no_load_is_refused_in_one_line() -> None:
-    for said in run_ranks(RANKS, refuse):
-        assert all("\n" not in line and "give" in line for line in said)
-        assert "[2, 8]" in said[0] and "(1, 8)" in said[0]
+    run_ranks(RANKS, refuse)
