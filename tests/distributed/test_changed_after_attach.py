@@ -252,7 +252,7 @@ REFUSED: dict[str, Callable[[], None]] = {
     "a AdamW that the balancer does not know steps lm_head.weight": unknown_second_optimizer,
     "lm_head.weight is in several optimizers: give each parameter to one, and let go": adopted_what_another_has,
     "balancer.adopt(optimizer), with instead_of=old where it replaces one": stepped_after_it_was_let_go,
-    "is in the optimizer that goes and not in the one that comes": adopted_with_fewer_experts,
+    "which the old one trains": adopted_with_fewer_experts,
     "adopt() between a backward pass and the optimizer's step": adopted_inside_a_step,
     "call balancer.weights_changed() after writing, on every rank": written_and_not_said,
     "lm_head.adapter.weight was added after attach": adapters_unknown,
