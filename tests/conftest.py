@@ -21,7 +21,6 @@ LONGEST_FIRST = (
     "test_verify_and_benches",
     "test_examples",
     "test_megatron_rows",
-    "test_fully_shard",
     "test_changed_after_attach",
     "test_rollout_phases",
     "test_pipelining",

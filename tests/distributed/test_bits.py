@@ -25,8 +25,8 @@ from eplb_runtime.migration.engine import Phase
 EXPERTS = 16
 
 
-class MasterAdamW(torch.optim.Optimizer):
-    """bfloat16 weights, float32 masters and moments in the optimizer's state."""
+class MasterSGD(torch.optim.Optimizer):
+    """bfloat16 weights, float32 masters and momentum in the optimizer's state."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -35,28 +35,21 @@ class MasterAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
                 state = self.state[parameter]
                 if not state:
-                    state["step"] = torch.zeros(())
                     state["master"] = parameter.detach().float()
-                    state["exp_avg"] = torch.zeros_like(state["master"])
-                    state["exp_avg_sq"] = torch.zeros_like(state["master"])
-                gradient = parameter.grad.float()
-                state["step"] += 1
-                state["exp_avg"].lerp_(gradient, 0.1)
-                state["exp_avg_sq"].mul_(0.99).addcmul_(gradient, gradient, value=0.01)
-                state["master"].mul_(1 - 0.1 * group["lr"])
-                state["master"].addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(1e-6), value=-group["lr"])
-                parameter.copy_(state["master"])
+                    state["momentum"] = torch.zeros_like(state["master"])
+                if parameter.grad is not None:
+                    state["momentum"].mul_(0.9).add_(parameter.grad.float())
+                    state["master"].add_(state["momentum"], alpha=-group["lr"])
+                    parameter.copy_(state["master"])
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1),
     "fused": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, fused=True),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=3e-3, momentum=0.9),
-    "masters": lambda parameters: MasterAdamW(parameters, lr=3e-3),
+    "masters": lambda parameters: MasterSGD(parameters, lr=0.1),
 }
 
 

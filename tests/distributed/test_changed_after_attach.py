@@ -12,6 +12,7 @@ from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support.seen import assert_refused, differing, digests
+from support.shuffle import with_replicas
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -117,12 +118,9 @@ def another_in_mid_run(policy: str) -> State:
 
 
 def with_copies() -> dict[str, Any]:
-    """Settings: a copy of the first home of the other rank, in each layer; nothing moves."""
-    placement = eplb.Placement.initial(2, EXPERTS, 2, 1)
-    slots = placement.physical_to_logical.copy()
-    slots[:, EXPERTS // 2], slots[:, -1] = EXPERTS // 2, 0
-    copied = eplb.Placement(slots, EXPERTS, 2, placement.home, 0)
-    return {"policy": "static", "replica_slots": 1, "initial_placement": copied}
+    """Settings: replicas of the first home of the other rank; nothing moves."""
+    start = with_replicas(EXPERTS, 2, {0: EXPERTS // 2, 1: 0})
+    return {"policy": "static", "replica_slots": 1, "initial_placement": start}
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from support import training
 from support.seen import assert_refused, differing, heard, said_by
-from test_checkpoint import Job, State, build, load_and_go_on, save_and_go_on, train
+from test_checkpoint import Job, State, build, loaded_alone, save_and_go_on, train
 from torch import nn
 
 import eplb_runtime as eplb
@@ -231,8 +231,7 @@ def save_in_the_background(rank: int, folder: str) -> list[State]:
 def test_a_save_in_the_background_has_the_state_of_its_call(tmp_path: Path) -> None:
     states = run_ranks(2, save_in_the_background, str(tmp_path))[0]
     for number, state in enumerate(states):
-        (loaded,) = run_ranks(1, load_and_go_on, Job(attached=False), str(tmp_path / str(number)))
-        assert differing(state, loaded["state"]) == []
+        assert differing(state, loaded_alone(tmp_path / str(number))) == []
 
 
 # -- pipeline stages -------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from ranks import run_ranks
 from support import training
 from support.loops import Layout, spread
 from support.seen import assert_refused, same
+from support.shuffle import with_replicas
 
-import eplb_runtime as eplb
 from eplb_runtime.distributed import node_memory
 from eplb_runtime.distributed.node_memory import NodeMemory
 from eplb_runtime.hosts.attaching import attach, replicas
@@ -67,7 +67,7 @@ def lose_a_signal(rank: int, folder: Path) -> None:
     use_the_doubles()
     replicas.NodeMemory = lambda node, device, _: NodeMemory(node, device, 2.0, package=double)
     model = make_model("gpt_oss").train()
-    optimizer, start = torch.optim.AdamW(model.parameters()), copied_both_ways()
+    optimizer, start = torch.optim.AdamW(model.parameters()), with_replicas(8, 2, {0: 5, 1: 1})
     balancer = training.attach(model, optimizer, replica_slots=1, copies_by="copy_engine", initial_placement=start)
     if rank == 1:
         double.LOST.extend((0, channel) for channel in range(64))
@@ -79,13 +79,6 @@ def lose_a_signal(rank: int, folder: Path) -> None:
     except RuntimeError as error:
         (folder / f"{rank}.said").write_text(str(error))
     os._exit(1)
-
-
-def copied_both_ways() -> eplb.Placement:
-    placement = eplb.Placement.initial(2, 8, 2, 1)
-    slots = placement.physical_to_logical.copy()
-    slots[:, [4, 9]] = [5, 1]
-    return eplb.Placement(slots, 8, 2, placement.home)
 
 
 def test_a_signal_that_does_not_come_is_an_error_and_no_wait_for_ever(tmp_path: Path) -> None:
