@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from support.shuffle import plan_by, plan_newest, plan_shuffle, wait_until_compi
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.engine import Phase
+from eplb_runtime.planner.shuffle import shuffled
 
 EXPERTS = 16
 
@@ -205,21 +207,16 @@ def test_no_bit_changes_where_several_ranks_hold_an_expert(ranks: int) -> None:
 
 
 def another_plan_for_the_second_group(rank: int, balancer: eplb.Balancer) -> None:
-    """Both its ranks receive the first plan that moves anything with two experts exchanged."""
+    """Both its ranks receive the first plan that moves anything with experts elsewhere."""
     done = []
 
     def alter(message: bytearray) -> None:
         fields = json.loads(bytes(message))
-        if done or not fields.get("placement"):
-            return
-        done.append(True)
-        placement = eplb.Placement.from_json(fields["placement"])
-        map_, home = placement.physical_to_logical.copy(), placement.home.copy()
-        a, b = map_[0, 0], map_[0, -1]
-        map_[0, [0, -1]] = b, a
-        home[0, [a, b]] = home[0, [b, a]]
-        fields["placement"] = eplb.Placement(map_, EXPERTS, 2, home, placement.epoch).to_json()
-        message[:] = json.dumps(fields).encode()
+        if not done and fields.get("placement"):
+            done.append(True)
+            placement = eplb.Placement.from_json(fields["placement"])
+            fields["placement"] = shuffled(placement, np.ones((2, EXPERTS))).to_json()
+            message[:] = json.dumps(fields).encode()
 
     if rank >= 2:
         balancer.rebalancer._engine.probe = lambda phase, subject: alter(subject) if phase is Phase.PLANNED else None

@@ -36,6 +36,7 @@ from eplb_runtime.checkpoint import saving as own
 from eplb_runtime.checkpoint.state import LogicalView
 from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import RebalanceCommitted
+from eplb_runtime.planner.shuffle import shuffled
 
 
 def load_damaged(rank: int, folder: Path, positions: list[tuple[str, int, int]]) -> list[str]:
@@ -85,18 +86,18 @@ def test_every_flipped_bit_is_noticed_before_anything_is_written(tmp_path: Path)
 # -- dying on the way ------------------------------------------------------------------------------------------------
 
 
-def kill_while_saving(folder: Path) -> tuple[list[str], set[str]]:
-    """Save over a checkpoint in processes that are killed, each later than the one before it; what stands then."""
+def test_thirty_kills_at_any_time_leave_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:
+    """Each save over a checkpoint is killed later than the one before it."""
     model = make_model("olmoe", experts=4, layers=1, width=8)
     other = make_model("olmoe", experts=4, layers=1, width=8, seed=1)
-    eplb.checkpoint.save(folder, model)
+    eplb.checkpoint.save(tmp_path, model)
     states = {"old": eplb.logical_state_dict(model)}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
     states["new"] = eplb.logical_state_dict(model)
     standing: list[str] = []
-    nbytes = max(path.stat().st_size for path in folder.iterdir())
+    nbytes = max(path.stat().st_size for path in tmp_path.iterdir())
     for kill in range(30):
         child = os.fork()
         if not child:
@@ -107,20 +108,23 @@ def kill_while_saving(folder: Path) -> tuple[list[str], set[str]]:
                     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes * kill // 15,) * 2)
                 else:  # between two changes of the folder
                     kill_at(kill - 14)
-                eplb.checkpoint.save(folder, model)
+                eplb.checkpoint.save(tmp_path, model)
             finally:
                 os._exit(0)
         os.waitpid(child, 0)
-        eplb.checkpoint.load(folder, other)
+        eplb.checkpoint.load(tmp_path, other)
         loaded = eplb.logical_state_dict(other)
         found = [name for name, state in states.items() if differing(state, loaded) == []]
         assert len(found) == 1, (kill, "a mixture")
-        weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-        of_others = {f"model.{name}": load_file(folder / file)[name] for name, file in weight_map.items()}
+        weight_map = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+        of_others = {f"model.{name}": load_file(tmp_path / file)[name] for name, file in weight_map.items()}
         assert any(differing(state, of_others) == [] for state in states.values()), kill
         standing += found
-    eplb.checkpoint.save(folder, model)
-    return standing, {path.name.partition("-")[0] for path in folder.iterdir()}
+    assert standing == sorted(standing, reverse=True), "once it is there, the new one stays"
+    assert {"old", "new"} == set(standing)
+    eplb.checkpoint.save(tmp_path, model)
+    files = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
+    assert files == {"model", "numbers", "checkpoint.json", "model.safetensors.index.json"}
 
 
 def kill_at(number: int) -> None:
@@ -137,13 +141,6 @@ def kill_at(number: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
-
-
-def test_thirty_kills_at_any_time_leave_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:
-    standing, files = kill_while_saving(tmp_path)
-    assert standing == sorted(standing, reverse=True), "once it is there, the new one stays"
-    assert {"old", "new"} == set(standing)
-    assert files == {"model", "numbers", "checkpoint.json", "model.safetensors.index.json"}
 
 
 def fails_on_one(rank: int, folder: str) -> list[str]:
@@ -237,11 +234,6 @@ def test_a_save_in_the_background_has_the_state_of_its_call(tmp_path: Path) -> N
 # -- pipeline stages -------------------------------------------------------------------------------------------------
 
 
-def moved_by(count: int, here: eplb.Placement) -> eplb.Placement:
-    order = np.stack([np.roll(np.arange(here.num_experts), count)] * here.num_layers)
-    return eplb.Placement(order, here.num_experts, here.num_ranks, np.argsort(order, axis=1))
-
-
 def save_stages(rank: int, folder: str) -> str:
     """Two stages x EP 2, under names that both stages have, and then under names of their own: saved, and streamed."""
     number = rank // 2
@@ -270,8 +262,9 @@ def save_stages(rank: int, folder: str) -> str:
     eplb.checkpoint.load(folder, named, optimizer)
     assert differing(state, eplb.logical_state_dict(named, optimizer)) == []
     assert optimizer.param_groups[0]["lr"] == 0.01 * (1 + number)
-    balancer.load_state_dict({"step": 0, "placement": moved_by(3, balancer.placement).to_json()})
-    everyone: list[Any] = [None] * 4
+    here, everyone = balancer.placement, [None] * 4
+    moved = shuffled(here, np.ones((here.num_layers, here.num_experts)))
+    balancer.load_state_dict({"step": 0, "placement": moved.to_json()})
     dist.all_gather_object(everyone, eplb.logical_state_dict(named))
     whole = {name.removeprefix("model."): tensor for one in everyone for name, tensor in one.items()}
     stream = {name: tensor.clone() for name, tensor in balancer.named_logical_tensors(bucket_bytes=10_000)}

@@ -53,7 +53,7 @@ def exchange(rank: int, transport: Transport, size: int = 5000) -> torch.Tensor:
     """Post one message to the next rank and one from the rank before; the latter's memory."""
     into = transport.empty(size).fill_(7)
     to, source = Message((rank + 1) % RANKS, random_bytes(rank, size, CPU)), Message((rank - 1) % RANKS, into)
-    transport.post([to], [source]).wait(soon(5.0))
+    transport.post([to], [source]).wait(soon())
     return into
 
 
