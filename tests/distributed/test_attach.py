@@ -298,17 +298,6 @@ def test_no_hook_on_gradients_is_left() -> None:
     assert run_ranks(2, hooks_left) == [{0}, {0}]
 
 
-def left_alone(rank: int) -> str:
-    """Of a call of three ranks, to which one does not come. Rank 1 would wait for longer, when rank 0 gives up."""
-    return said_by(lambda: wait_for_ranks([0, 1, 2], "attach", 30 if rank else 0.5))
-
-
-def test_a_rank_that_does_not_come_is_named() -> None:
-    first, second = run_ranks(2, left_alone)
-    assert first == "rank 2 did not come to attach within 0.5 s: it is collective: call it on every rank"
-    assert "rank 2 did not come to attach" in second
-
-
 def comes_late(rank: int) -> list[str]:
     """Rank 1 comes when rank 0 has said that it waits."""
     store = dist.distributed_c10d._get_default_store()

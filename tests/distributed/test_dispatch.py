@@ -98,7 +98,6 @@ def all_of_it(rank: int, ranks_per_node: int) -> dict[Any, Any]:
         else:
             found[kind, "float8"] = rounded(place, partial(on, kind, 2, 6))
     found["all_to_all in bfloat16"] = without_metadata(there_and_back(*on("all_to_all", 4)[:1], FOUR_CHOICES, rank))
-    found["collectives"] = [collectives_of(*on("all_to_all", 2), Batch((5, 4), tuple(range(6)), k)) for k in (1, 2)]
     found["rows"] = [rows_that_leave(*on("all_to_all", 2), SENT_ONCE, known) for known in (False, True)]
     nvshmem._world.clear()  # which the double does not start; a job has kernels of one kind
     small = partial(on, "deepep, by rank", 2, 6)
@@ -177,35 +176,6 @@ def test_backward_and_recompute_go_the_way_of_deepeps_handle(ranks: list, kind: 
     for result in ranks:
         assert result[kind, "calls"] == [*passes, *passes, "again", *passes[1:]]
         assert result["waits"] == [], "never on the host with the interpreter locked"
-
-
-def collectives_of(dispatcher: Dispatcher, rank: int, batch: Batch) -> list[int]:
-    """How many collectives a forward calls: by itself, with counts, with a metadata."""
-    called: list[int] = []
-
-    def recorded(call: Callable) -> Callable:
-        def record(*args: object, **options: object) -> object:
-            called[-1] += 1
-            return call(*args, **options)
-
-        return record
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_to_all_single", "all_reduce"):
-            patch.setattr(dist, name, recorded(getattr(dist, name)))
-        hidden, slots, weights = batch.of(rank)
-        called.append(0)
-        metadata = dispatcher.dispatch(hidden, weights, dispatcher.plan(slots)).metadata
-        called.append(0)
-        dispatcher.dispatch(hidden, weights, dispatcher.plan(slots, row_counts(batch, rank)))
-        called.append(0)
-        dispatcher.dispatch(hidden, weights, metadata)
-    return called
-
-
-def test_what_is_known_is_not_exchanged(ranks: list) -> None:
-    """Counts, rows, router weights; of several choices also which row each means: known counts are not of tokens."""
-    assert all(result["collectives"] == [[3, 2, 2], [4, 4, 2]] for result in ranks)
 
 
 def rows_that_leave(dispatcher: Dispatcher, rank: int, batch: Batch, known: bool) -> int:
