@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from .arguments import LOAD, InputError, Option, add_command, choice, option, positive
-from .printing import print_json, print_table, spinner
+from .printing import print_json, print_table, shown, spinner
 
 EXAMPLES = """
   eplb-runtime bench planner load.npz --json
@@ -66,8 +66,5 @@ def _print(result: dict[str, Any], as_json: bool) -> int:
         print_json(result)
         return 0
     for name, value in result.items():
-        if isinstance(value, list):
-            print_table(name, value)
-        else:
-            print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
+        print_table(name, value) if isinstance(value, list) else print(f"{name}: {shown(value)}")
     return 0

@@ -15,8 +15,7 @@ from .. import __version__
 from . import assess, bench, bubbles, convert, doctor, plan, report, simulate, trace, verify, warmup
 from .arguments import BAD_INPUT, PROGRAM, Parser
 
-COMMANDS = (assess, plan, simulate, convert, verify, report, bench, bubbles, trace, doctor, warmup)
-"""Modules with ``add(commands)``, in the order in which ``--help`` names them."""
+COMMANDS = (assess, plan, simulate, convert, verify, report, bench, bubbles, trace, doctor, warmup)  # as --help has it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
