@@ -396,12 +396,12 @@ def _why_it_does_not_pay(
         small = "the load is balanced" if MOE_SHARE * even < LEAST_SAVED else "expert work is a small share of a step"
         reason, advice = f"{small}, and even load would save {_percent(share * even)} of a step", again
     elif best.saved(share) < LEAST_SAVED and not figures.replica_slots and hottest > CLOSE * best.imbalance:
-        reason = f"the hottest expert alone has {hottest:.2f}x the tokens of a rank, and homes cannot share it"
+        reason = f"the hottest expert alone has {hottest:.2f}x the mean tokens of a rank, and a home cannot be split"
         advice = "Try --replica-slots 1, where the framework takes replicas."
     elif not best.rebalances:
         reason = "no move would have saved what it costs"
     elif best.saved(share) < LEAST_SAVED:
-        reason, advice = "the load that comes is too unlike the past that plans are made for", again
+        reason, advice = "the load that follows is too unlike the past that plans are made from", again
     else:
         reason = f"moving takes {_percent(best.moving)} of the time of all steps"
     return f"It does not pay: {reason}.", advice
