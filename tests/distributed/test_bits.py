@@ -77,6 +77,7 @@ class Job:
     recompute: bool = False
     compiled: bool = False
     autocast: bool = False
+    averages: bool = False
     scaled: bool = False
     overflow: int = -1
     hold_back: bool = False
@@ -106,6 +107,9 @@ def train(rank: int, job: Job) -> dict[str, Any]:
         plan_by(balancer, job.planner)
         wait_until_compiled(balancer)
     job.begin(rank, balancer)
+    averages = {name: model.get_parameter(name).detach().clone() for name in balancer.layer_of_parameter}
+    if job.averages:
+        balancer.register_all("ema", averages)
     scaler = eplb.GradScaler(balancer, init_scale=1024.0, growth_interval=1000) if job.scaled else None
 
     def step(number: int) -> torch.Tensor:
@@ -126,6 +130,8 @@ def train(rank: int, job: Job) -> dict[str, Any]:
                 norms.append(float(balancer.clip_grad_norm_(0.5)))
             optimizer.step()
         optimizer.zero_grad()
+        for name, average in averages.items() if job.averages else ():
+            average.lerp_(model.get_parameter(name).detach(), 0.1)
         return loss
 
     norms: list[float] = []
@@ -149,6 +155,7 @@ MOVED = {
     "recomputed": Job(recompute=True),
     "float32 masters": Job(dtype=torch.bfloat16, optimizer="masters"),
     "autocast": Job(autocast=True),
+    "averages": Job(averages=True),
     "scaled": Job(optimizer="fused", scaled=True, overflow=2, steps=4),
 }
 """Against the same with experts that stay."""

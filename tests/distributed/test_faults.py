@@ -14,6 +14,7 @@ import beside
 import pytest
 import torch
 import torch.distributed as dist
+from moe_models import batch_of
 from ranks import run_ranks
 from support import training
 from support.seen import said_by, same
@@ -292,3 +293,21 @@ def dies_while_staging(rank: int) -> tuple[str, bool]:
 
 def test_a_rank_that_dies_while_staging_leaves_the_old_placement() -> None:
     assert run_ranks(RANKS, dies_while_staging, expect_exit=[0, 1, 2])[:2] == [("staged", True)] * 2
+
+
+def fails_after_the_vote(rank: int) -> list[str]:
+    """Rank 1 runs out of memory in a commit; a loop that catches errors goes on. What it hears at each call after."""
+    job = Job(rank, 20.0)
+    if rank == 1:
+        job.engine.probe = at(Phase.COMMITTED, raising(MemoryError, "out of memory"))
+    target = job.shift()
+    calls: list[Callable[[], object]] = [lambda: job.balancer.rebalancer._migrate(target)]
+    if rank == 1:
+        calls += [lambda: job.model(input_ids=batch_of(rank, 0)), job.optimizer.step, job.balancer.rebalance]
+    return [said_by(call) for call in calls]
+
+
+def test_a_rank_that_fails_in_a_commit_does_not_train_on() -> None:
+    first, second, third = run_ranks(RANKS, fails_after_the_vote)
+    assert first == third == [""]
+    assert len(second) == 4 and all("go back to a checkpoint" in line and "out of memory" in line for line in second)
