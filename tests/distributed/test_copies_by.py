@@ -100,7 +100,7 @@ def refusals(rank: int) -> None:
         ("different sizes", double, "PAD_BYTES", 2048 + 1024 * rank),
         ("different ones", node_memory, "node_of_this_rank", lambda: f"node of {rank}"),
         ("node of its own", os, "environ", {**os.environ, "LOCAL_WORLD_SIZE": "1"}),
-        ("does not arrive", double.SymmetricMemory, "get_remote_tensor", lambda *given: copied(*given).clone()),
+        ("did not arrive", double.SymmetricMemory, "get_remote_tensor", lambda *given: copied(*given).clone()),
     ]
     assert_refused({"copies_by='copy_engine': ": attach_and_close, "not on cpu": attach_and_close})
     use_the_doubles()
