@@ -56,7 +56,7 @@ class Links(HTMLParser):
 
 
 def test_a_report_holds_the_whole_view_and_fetches_nothing(run: Path) -> None:
-    page = Links(report_of(run).html)
+    page = Links(report_of(run)[0])
     told = json.loads(page.data)
     assert told["view"] == json.loads(json.dumps(view_of(state_of_run(run))))
     assert told["view"]["totals"]["rebalances"] == 2
@@ -67,7 +67,7 @@ def test_what_events_say_cannot_end_the_data(run: Path) -> None:
     writer = LineFile(run / NAME, job())
     writer.write({"event": "GuardFinding", "step": 1, "time": 1.0, "finding": "</script><script>alert(1)</script>"})
     writer.close()
-    page = report_of(run).html
+    page = report_of(run)[0]
     assert "alert(1)</script>" not in page
     assert json.loads(Links(page).data)["view"]["troubles"][-1]["text"].startswith("</script>")
 

@@ -18,7 +18,7 @@ from traces import GEMM, cpu_events, gpu_events, of_rank, write
 
 from eplb_runtime.cli import main
 from eplb_runtime.observe.traces import TraceError, analyse
-from eplb_runtime.observe.traces.intervals import length, overlap, union
+from eplb_runtime.observe.traces.phases import length, overlap, union
 from eplb_runtime.utils.spans import phase
 
 

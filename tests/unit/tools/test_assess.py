@@ -166,7 +166,7 @@ def test_a_share_that_was_recorded_is_taken_and_called_measured() -> None:
         ),
         (skewed() * ([1] * 4 + [0] * 4), JOB, GIVEN, ("a half of 8 experts has", "all ranks' counts")),
         (skewed() * ([1, 0] * 4), JOB, GIVEN, ("a half of 8 experts has", "all ranks' counts")),
-        (skewed() * ([1] + [0] * 7), JOB, GIVEN, ("no more than 1 of 8 experts of a layer", "all ranks' counts")),
+        (skewed() * ([1] + [0] * 7), JOB, GIVEN, ("at most 1 of 8 experts of a layer", "all ranks' counts")),
     ],
 )
 def test_a_record_that_cannot_say_says_what_would_help(

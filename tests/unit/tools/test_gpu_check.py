@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from eplb_runtime.distributed.transports.base import TransportError
-from eplb_runtime.tools.doctor import links, machine
-from eplb_runtime.tools.doctor.links import try_transports
+from eplb_runtime.tools import doctor
+from eplb_runtime.tools.doctor import try_transports
 from eplb_runtime.tools.launch import process_group
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -87,13 +87,13 @@ def test_each_call_fits_its_limit_and_names_files_that_are_there(check: ModuleTy
 
 
 def test_the_cache_of_compiled_code_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(machine, "is_compiled", lambda: False)
-    assert "not compiled" in machine.compiled().why and machine.compiled().usable
-    monkeypatch.setattr(machine, "is_compiled", lambda: True)
-    assert machine.compiled().why == f"compiled, in {tmp_path}"
-    monkeypatch.setattr(machine, "compiles", lambda: False)
-    assert not machine.compiled().usable
+    monkeypatch.setattr(doctor, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(doctor, "is_compiled", lambda: False)
+    assert "not compiled" in doctor.compiled().why and doctor.compiled().usable
+    monkeypatch.setattr(doctor, "is_compiled", lambda: True)
+    assert doctor.compiled().why == f"compiled, in {tmp_path}"
+    monkeypatch.setattr(doctor, "compiles", lambda: False)
+    assert not doctor.compiled().usable
 
 
 def test_a_transport_says_why_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,9 @@ def test_a_transport_says_why_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch)
     def missing(*arguments: object) -> Any:
         raise ImportError("pip install wire")
 
-    monkeypatch.setattr(links, "TRANSPORTS", {"torch": links.TRANSPORTS["torch"], "broken": broken, "missing": missing})
+    monkeypatch.setattr(
+        doctor, "TRANSPORTS", {"torch": doctor.TRANSPORTS["torch"], "broken": broken, "missing": missing}
+    )
     with process_group("cpu") as here:
         found = {carrier.name: carrier for carrier in try_transports(here)}
     assert found["torch"].usable and found["torch"].intra_node_gb_per_second is None
