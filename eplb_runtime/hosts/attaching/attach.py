@@ -57,7 +57,7 @@ from ...replicas.plan import RowTransport
 from ...replicas.sync import Maps, ReplicaSync
 from ...topology import Topology
 from ...utils.errors import one_line
-from .checks import check, raise_on_all, rollback, wait_for_ranks, why_not_single
+from .checks import check, raise_on_all, rollback, try_together, wait_for_ranks, why_not_single
 from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
 from .optimizers import Optimizers, follow_forwards, homes_of, refuse_on_all
 from .replicas import local_experts, transport_of_copies
@@ -224,7 +224,8 @@ def check_all(joined: Connected, links: ExitStack) -> Checked:
     topology = Topology.from_launcher(launcher_environment(), job.ep_size, job.ep_sets)
     peers = [job.migration_ranks.index(rank) for rank in job.ep_ranks]
     topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
-    placement, tests = check(joined.stages, joined.optimizers, config, groups, device)
+    placement = check(joined.stages, joined.optimizers, config, groups, device)
+    tests = try_together([layer for _, _, layer in joined.layers], config, groups)
     dispatch = choose_together(config, groups.dispatch, topology, device, seconds)
     raise_on_all(dispatch.problem, groups)
     copies = transport_of_copies(config, groups, topology, device)
