@@ -25,7 +25,6 @@ MAIN = "param"
 """Key of the float32 master, as in Megatron's own accessor."""
 _AGAIN = "master_param"
 """Key under which the state has the inner tensor a second time, after the first step."""
-_STEPS = "step"
 _MASTER = "master_param"
 """TransformerEngine's key of the master, or of the 16 bits of it that a weight in bfloat16 lacks."""
 _SCALED = (torch.float16,)
@@ -85,11 +84,6 @@ def is_offloaded(optimizer: Any) -> bool:
     return isinstance(optimizer, HybridDeviceOptimizer)
 
 
-def is_mixed(optimizer: Any) -> bool:
-    """Return whether some parameters are in host memory and others are not."""
-    return isinstance(optimizer, HybridDeviceOptimizer) and 0 < optimizer.offload_fraction < 1
-
-
 def offloaded_state(
     optimizer: HybridDeviceOptimizer, given: Tensor, parameter: Tensor, first: int = 0
 ) -> OffloadedState:
@@ -97,10 +91,6 @@ def offloaded_state(
     own_place = parameter.data_ptr() + first * parameter.itemsize
     inner = optimizer.param_to_inner_param[given]
     state = {key: value for key, value in optimizer.state.get(given, {}).items() if key != _AGAIN}
-    if is_mixed(optimizer):
-        # TransformerEngine's optimizer on the device counts steps for all, torch's in host memory for each; all
-        # experts are stepped together.
-        state.pop(_STEPS, None)
     by_place = {tensor.data_ptr(): tensor for tensor in (given, inner) if tensor.data_ptr() != own_place}
     if inner.dtype == parameter.dtype:  # equal to the parameter itself after each step
         copies = {PARAMETER: tuple(by_place.values())} if by_place else {}

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from torch import Tensor, nn
 
 from ...load.expert_clock import ExpertClock
 from ...moe.layer import HostDispatchedLayer
 from ..attaching.expert_spans import ExpertCall, call_begins, call_ends
-from .graphs import GraphedChoices, GraphedColumns, goes_on_after_graph, is_captured
 from .order import RowsInLogicalOrder
 from .saved_state import save_by_logical_expert
 from .settings import reorders, sums_in_order
@@ -33,7 +33,7 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
     """Let a layer route by where experts are, and save by which they are."""
     in_order = RowsInLogicalOrder(module.token_dispatcher, columns) if reorders(module.config) else None
     own_route, own_preprocess, own_postprocess = module.route, module.preprocess, module.postprocess
-    graphed, caches = GraphedColumns(columns), WeightCaches(module.experts, columns)
+    caches = WeightCaches(module.experts, columns)
     num_experts = module.config.num_moe_experts
     weight = next(module.experts.parameters())
     was_wrapped = hasattr(weight, "main_grad")
@@ -50,11 +50,6 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
         return own_route(hidden_states, padding_mask, *more, **named)
 
     def preprocess(hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
-        if goes_on_after_graph(module):
-            rows, permuted = own_preprocess(hidden_states, probs, routing_map)
-            graphed.begin(rows)
-            caches.follow()
-            return rows, permuted
         if routing_map.dtype is not torch.bool or routing_map.shape[-1] != num_experts or probs.ndim != 2:
             raise RuntimeError(
                 f"the router gives a map {list(routing_map.shape)} of {routing_map.dtype} and weights "
@@ -62,8 +57,6 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
             )
         mask, padding[0] = padding[0], None
         real_T = None if mask is None else ~mask.reshape(-1)
-        if is_captured(module):
-            return own_preprocess(hidden_states, *reversed(graphed.capture(routing_map, probs, real_T)))
         if in_order is not None:
             columns.begin(hidden_states, routing_map, real_T)
             caches.follow()
@@ -109,12 +102,7 @@ def mark_work(module: Any, clock: ExpertClock) -> Callable[[], None]:
 
     def preprocess(hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Any:
         running.clear()
-        if clock.on and module.training and goes_on_after_graph(module):
-            rows, permuted = own_preprocess(hidden_states, probs, routing_map)
-            rows, call = call_begins(clock, rows)
-            running.append((call, rows))
-            return rows, permuted
-        if clock.on and module.training and not is_captured(module):
+        if clock.on and module.training:
             hidden_states, call = call_begins(clock, hidden_states)
             running.append((call, hidden_states))
         return own_preprocess(hidden_states, probs, routing_map)
@@ -132,18 +120,13 @@ def mark_work(module: Any, clock: ExpertClock) -> Callable[[], None]:
 
 def watch(module: Any, see: Callable[[Tensor, int, int], None]) -> Callable[[], None]:
     """Show a layer's choices, bool ``[T, E]`` without padding, and change nothing; returns how to end it."""
-    own_route, graphed = module.route, GraphedChoices()
+    own_route = module.route
 
     def route(hidden_states: Tensor, padding_mask: Tensor | None = None, *more: Any, **named: Any) -> Any:
         probs, chosen = own_route(hidden_states, padding_mask, *more, **named)
-        if goes_on_after_graph(module):
-            see(graphed.choices(), hidden_states.shape[-1], module.config.moe_router_topk)
-            return probs, chosen
-        chosen_TE = chosen if padding_mask is None else chosen & ~padding_mask.reshape(-1, 1)
-        if is_captured(module):
-            graphed.capture(chosen_TE)
-            return probs, chosen
-        see(chosen_TE, hidden_states.shape[-1], module.config.moe_router_topk)
+        if not is_graph_capturing():  # that is of no step
+            chosen_TE = chosen if padding_mask is None else chosen & ~padding_mask.reshape(-1, 1)
+            see(chosen_TE, hidden_states.shape[-1], module.config.moe_router_topk)
         return probs, chosen
 
     module.route = route

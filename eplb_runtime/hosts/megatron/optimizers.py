@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import (
@@ -29,7 +28,6 @@ from ...moe.experts.optimizer_state import Ranges
 from ..attaching.description import AnyOptimizer, AttachError, MoELayer
 from .kept_state import (
     OffloadedState,
-    is_mixed,
     is_offloaded,
     is_precision_aware,
     offloaded_state,
@@ -100,12 +98,6 @@ class StepByMegatron:
                     "TransformerEngine's FusedAdam: set use_precision_aware_optimizer=False"
                 )
             self._leaf_of.update({id(parameter): leaf for parameter in mine.values()})
-        if any(is_mixed(leaf.optimizer) for leaf in _leaves(optimizer)) and dist.get_rank() == 0:
-            logger.warning(
-                "optimizer_offload_fraction between 0 and 1: an expert is stepped on the device in one slot and in "
-                "host memory in another, and the two round differently: with experts moved, training is equal to "
-                "rounding, not to the bit"
-            )
         for name, parameter in self._experts.items():
             if parameter.requires_grad and id(parameter) not in self._leaf_of:
                 raise AttachError(_elsewhere(name, 0, parameter))
@@ -123,10 +115,6 @@ class StepByMegatron:
                 continue
             found += stepping_inside(leaf.optimizer) if is_offloaded(leaf.optimizer) else [leaf.optimizer]
         return found
-
-    @property
-    def varies_in_device(self) -> bool:
-        return any(is_mixed(leaf.optimizer) for leaf in self._leaves_of_experts())
 
     def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
         """Live memory by key: ``param`` (the float32 master) where that is not the parameter's own, and the state."""
