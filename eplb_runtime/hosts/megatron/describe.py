@@ -59,6 +59,11 @@ def describe(model: nn.Module) -> HostModel:
 
 def watched(model: nn.Module) -> WatchedModel:
     """The MoE layers of ``model``, also of one that could not be balanced."""
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, MegatronLayer)]
+    for _, module in found:
+        graphs = settings_of(vars(module.config))
+        if graphs.cuda_graph_impl != "none" and "moe_preprocess" in graphs.cuda_graph_modules.split(","):
+            raise AttachError("a replay of moe_preprocess shows no choices: record without it in cuda_graph_modules")
     return WatchedModel(
         tuple(
             WatchedLayer(
@@ -69,8 +74,7 @@ def watched(model: nn.Module) -> WatchedModel:
                 module.num_local_experts,
                 partial(mark_work, module),
             )
-            for name, module in model.named_modules()
-            if isinstance(module, MegatronLayer)
+            for name, module in found
         ),
         takes_replicas=False,
     )
