@@ -17,6 +17,7 @@ from torch import Tensor
 from ..balancer.balancer import Balancer
 from ..checkpoint.stream import ExportError
 from ..distributed.consensus import first_problem
+from ..migration.overlapped import sampled
 from ..moe.experts.gathering import rearranged
 from ..moe.experts.slices import is_sliced
 from ..placement import Placement
@@ -60,7 +61,18 @@ class Walk:
     ) -> Iterator[tuple[Key, Tensor]]:
         """Yield what is walked, with copies of the experts that were there at launch, which must not be written to."""
         for key, tensor in walked:
-            yield key, self._at_launch(name_of(key), tensor)
+            here = self._at_launch(name_of(key), tensor)
+            if here is tensor:
+                yield key, tensor
+                continue
+            before = _as_handed_out(here)
+            yield key, here
+            now = _as_handed_out(here)
+            if before[:2] != now[:2] or not torch.equal(before[2], now[2]):
+                raise RuntimeError(
+                    f"{name_of(key)} was written to, and it is a copy of an expert of another rank: load weights "
+                    "(another model's, a backup) inside balancer.logical_order()"
+                )
 
     def without_data(self, value: Any) -> Any:
         """Return an expert's parameter on the meta device, anything else detached."""
@@ -108,6 +120,11 @@ class Walk:
             rows = rearranged(rows, *self._experts_of_rows(layer), self._balancer.runtime.groups)
         for row, expert in enumerate(rows):
             self._arrived[kind, row] = expert
+
+
+def _as_handed_out(copy: Tensor) -> tuple[int, int, Tensor]:
+    """Return what shows that a copy was written to, also through ``.data``, or is in other memory."""
+    return 0 if copy.is_inference() else copy._version, copy.data_ptr(), sampled(copy)
 
 
 def _like(parameter: Tensor, values: Tensor) -> Tensor:
