@@ -98,22 +98,20 @@ def test_a_run_that_does_more_than_its_experts_is_said(more: str) -> None:
     assert said(Layer(RUNS[more]), guard="off") == ("", [])
 
 
-@pytest.mark.parametrize(
-    ("compute", "words"), [(first_doubled, "depends on the slot's number"), (centred, "on that row alone")]
-)
+@pytest.mark.parametrize(("compute", "words"), [(first_doubled, "the slot's number"), (centred, "that row alone")])
 def test_a_compute_that_goes_by_slots_or_by_other_rows_is_said(compute: Any, words: str) -> None:
     assert words in said(Layer(), compute)[0]
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_dropout_in_experts_is_said_and_is_no_problem(training: bool) -> None:
-    layer = Layer().train(training)
+def test_dropout_in_experts_is_said_and_is_no_problem() -> None:
+    layer = Layer()
 
     def dropped(rows: Tensor, counts: SlotCounts, tensors: Mapping[str, Tensor]) -> Tensor:
         return functional.dropout(rows_through(rows, counts, tensors), 0.5, layer.training)
 
-    assert said(layer, dropped) == ("", ["experts"])
-    assert layer.training == layer.experts.training == training
+    for training in (True, False):
+        assert said(layer.train(training), dropped) == ("", ["experts"])
+        assert layer.training == layer.experts.training == training
 
 
 def test_right_layers_are_silent_and_stay_as_they_were() -> None:
@@ -210,11 +208,6 @@ def test_an_expert_with_another_setting_is_named(kept_as: str) -> None:
     said = refusal(odd_one(way, slope_of))
     assert f"experts.{ODD} is not a module as experts.0 is" in said
     eplb.stack_experts(model_of(*[way(1.0)] * LISTED, slope_of=slope_of), LAYERS)
-
-
-def test_what_differs_of_stacked_experts_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    eplb.stack_experts(model_of(*[1.0] * LISTED), LAYERS)
-    assert caplog.text.count("momentum and decay go on for those without tokens, too") == 1
 
 
 def test_what_a_compute_sorts_it_sorts_stably() -> None:
