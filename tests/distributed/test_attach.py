@@ -37,8 +37,6 @@ def bad_inputs(rank: int, file: Path) -> None:
     model, different = make_model("olmoe"), make_model("olmoe", seed=rank)
     names = [name for name, _ in model.named_parameters()]
     optimizer = torch.optim.AdamW([p for name, p in model.named_parameters() if "down_proj" not in name])
-    sparse = make_model("olmoe")
-    sparse.model.embed_tokens.sparse = True
 
     def with_config(config: Any) -> Callable[[], object]:
         return lambda: eplb.attach(model, config=config)
@@ -62,7 +60,6 @@ def bad_inputs(rank: int, file: Path) -> None:
         "config=a MigrationConfig: give BalancerConfig(...)": with_config(eplb.MigrationConfig()),
         "rank 1 has another set of weights than rank 0: seed all ranks equally": lambda: eplb.attach(different),
         "attach first, then wrap": lambda: eplb.attach(nn.parallel.DistributedDataParallel(different)),
-        "model.embed_tokens has sparse gradients: make it with sparse=False": lambda: eplb.attach(sparse),
         "on the meta device: name the one to make it on": lambda: eplb.attach(make_model("olmoe").to("meta")),
     }
     assert_refused(cases)

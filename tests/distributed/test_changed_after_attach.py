@@ -187,11 +187,6 @@ def stepped_after_it_was_let_go() -> None:
     train(model, old)
 
 
-def adopted_with_fewer_experts() -> None:
-    model, balancer, old, _ = let_go()
-    balancer.adopt(AdamW(model.lm_head.parameters()), instead_of=old)
-
-
 def adopted_inside_a_step() -> None:
     model, balancer, old, new = let_go()
     loss_of(model, 1).backward()
@@ -250,7 +245,6 @@ REFUSED: dict[str, Callable[[], None]] = {
     "a AdamW that the balancer does not know steps lm_head.weight": unknown_second_optimizer,
     "lm_head.weight is in several optimizers: give each parameter to one, and let go": adopted_what_another_has,
     "balancer.adopt(optimizer), with instead_of=old where it replaces one": stepped_after_it_was_let_go,
-    "which the old one trains": adopted_with_fewer_experts,
     "adopt() between a backward pass and the optimizer's step": adopted_inside_a_step,
     "call balancer.weights_changed() after writing, on every rank": written_and_not_said,
     "lm_head.adapter.weight was added after attach": adapters_unknown,

@@ -304,12 +304,3 @@ def test_large_rows_are_sent_from_their_place_and_small_ones_together(
         assert (covered[shard.offset : shard.end] == 1).all()
     assert packed_bytes(runs) == sum(run.end - run.first for run in runs if not run.direct)
     assert [run.direct for run in segments_of(record, torch.device("meta"))] == [False], "rows of another device"
-
-
-def test_rows_that_may_be_elsewhere_on_other_ranks_are_packed_everywhere() -> None:
-    rows = tuple(torch.zeros(DIRECT_BYTES, dtype=torch.uint8) for _ in range(2))
-    for varies in (False, True):
-        (run,) = segments_of(
-            record_of(ExpertTensor("w/exp_avg", rows, "optimizer_state", varies_in_device=varies)), CPU
-        )
-        assert run.direct != varies
