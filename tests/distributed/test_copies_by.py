@@ -20,7 +20,7 @@ from support.shuffle import with_replicas
 
 from eplb_runtime.distributed import node_memory
 from eplb_runtime.distributed.node_memory import NodeMemory
-from eplb_runtime.hosts.attaching import attach, replicas
+from eplb_runtime.hosts.attaching import attach
 
 CARRIED = {"bytes": 0}
 """To or from copies of this rank, not by torch."""
@@ -28,8 +28,8 @@ CARRIED = {"bytes": 0}
 
 def use_the_doubles() -> None:
     attach.measure = lambda topology, *_: topology  # plans go by it, and no two measurements are the same
-    replicas.why_not = lambda device: ""
-    replicas.NodeMemory = partial(NodeMemory, package=double)
+    attach.why_not = lambda device: ""
+    attach.NodeMemory = partial(NodeMemory, package=double)
     of_peer = NodeMemory.of_peer
 
     def counted(self: NodeMemory, peer: int, own: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ def test_training_is_as_it_is_by_torch_to_the_bit() -> None:
 def lose_a_signal(rank: int, folder: Path) -> None:
     """Leaves what it heard and ends, as a rank with an error does: the other may be in a collective by then."""
     use_the_doubles()
-    replicas.NodeMemory = lambda node, device, _: NodeMemory(node, device, 2.0, package=double)
+    attach.NodeMemory = lambda node, device, _: NodeMemory(node, device, 2.0, package=double)
     model = make_model("gpt_oss").train()
     optimizer, start = torch.optim.AdamW(model.parameters()), with_replicas(8, 2, {0: 5, 1: 1})
     balancer = training.attach(model, optimizer, replica_slots=1, copies_by="copy_engine", initial_placement=start)
