@@ -313,7 +313,7 @@ class FirstSteps(LoopHooks):
         deadline = time.monotonic() + groups.timeout_seconds
         try:
             groups.store.compare_set(f"{name}/{groups.job.rank}", "here", passing=True)
-            finding = self._run(lambda: self._guard.compare(sample, groups.control).finding)
+            finding = self._run(lambda group, _: self._guard.compare(sample, group).finding)
         except RuntimeError as error:
             missing = list(groups.job.ranks)
             with suppress(StoreError):  # a silent store says nothing of ranks; one that hung up may still arrive

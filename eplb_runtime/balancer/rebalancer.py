@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..config import BalancerConfig
 from ..distributed.ballot import Verdict
-from ..distributed.control_channel import A_LITTLE_SECONDS, ConnectionLost, ControlChannel
+from ..distributed.control_channel import A_LITTLE_SECONDS, ConnectionLost, ControlChannel, Work
 from ..distributed.points import Phase
 from ..distributed.transports import TRANSPORTS
 from ..distributed.transports.base import Transport
@@ -39,7 +39,7 @@ from ..migration.engine import MigrationBroken, MigrationEngine
 from ..migration.overlapped import Overlapped
 from ..migration.progress import MigrationProgress
 from ..moe.experts.optimizer_state import OptimizerStateError
-from ..placement import Placement
+from ..placement import Placement, PlacementError
 from ..utils.errors import one_line
 from ..utils.spans import phase
 from .decision import Decision, Measurement, PlanMaker, decide
@@ -321,7 +321,7 @@ class Rebalancer(LoopHooks):
         self.control.require(what)
         self.forget_pending()
         try:
-            agreed = self.run(lambda: self.control.agreement.check_equal(digest, subject))
+            agreed = self.run(lambda _, agreement: agreement.check_equal(digest, subject))
         except ConnectionLost as lost:
             return Verdict(False, str(lost), True)
         if agreed.connections_broken:
@@ -338,10 +338,12 @@ class Rebalancer(LoopHooks):
 
     def placed_anew(self, load: NDArray[np.int64]) -> tuple[Placement, RebalancePlanned]:
         """Plan a placement of these sizes for a load from scratch; returns it with rank 0's plan. Collective."""
-        group, agreement, here = self._groups.control, self.control.agreement, self.placement()
-        return self.run(lambda: self.decisions.place_anew(load, here, group, agreement))
+        sent, cause = self.run(partial(self.decisions.place_anew, load, self.placement()))
+        if cause or sent.target is None or sent.planned is None:
+            raise PlacementError(f"no placement could be made for the saved load: {cause or sent.failure}")
+        return sent.target, sent.planned
 
-    def run(self, work: Callable[[], T], seconds: float | None = None) -> T:
+    def run(self, work: Work[T], seconds: float | None = None) -> T:
         """`ControlChannel.run`, ahead of which a migration during training gives way."""
         self.control.require("a comparison of ranks")
         self.overlapped.withdraw()  # the thread may wait for training, and training is here
@@ -471,7 +473,7 @@ class Rebalancer(LoopHooks):
                 self.overlapped.begin(self._placement, target, key)
                 progress = self.overlapped.advance()
             else:
-                self.control.run(lambda: None)  # a decision, or a notice, may be on the control group still
+                self.control.run(lambda *_: None)  # a decision, or a notice, may be on the control group still
                 self._wait_for_replicas()
                 progress = migrate_between_steps(self._engine, self._placement, target, key, self._get_ready)
         except ConnectionLost as lost:

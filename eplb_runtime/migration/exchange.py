@@ -179,18 +179,23 @@ class RoundExecutor:
         """Reserve memory for the largest round, or for ``at_once`` bytes: arriving records, packed ones that leave, one
         spare row."""
         arriving, leaving = (np.zeros(schedule.num_rounds, dtype=np.int64) for _ in range(2))
-        spare = 0
+        spare, transfers = 0, schedule.transfers[self._concerns(schedule.transfers[:, 3:])]
+        leaves_M, arrives_M = (self._home_rows.rank_of(transfers[:, 3:]) == self._ep_rank).T
         for layer, record_format in records.formats.items():
-            of_layer = schedule.transfers[schedule.transfers[:, 1] == layer]
-            for number, *row in of_layer[self._concerns(of_layer[:, 3:])].tolist():
-                for shipment in self._shipments(Transfer(*row), record_format):
-                    if shipment.arrives is None:
-                        assert shipment.leaves is not None
-                        leaving[number] += packed_bytes(segments_of(shipment.leaves, self.device))
-                    elif shipment.leaves is None or record_format.is_divided:
-                        arriving[number] += shipment.arrives.nbytes
-            if not record_format.is_divided:
+            of_layer = transfers[:, 1] == layer
+            if not record_format.is_divided:  # each expert's record is as large
+                whole = record_format.row(0)
+                packed = packed_bytes(segments_of(whole, self.device))
+                np.add.at(leaving, transfers[of_layer & ~arrives_M, 0], packed)
+                np.add.at(arriving, transfers[of_layer & ~leaves_M, 0], whole.nbytes)
                 spare = max(spare, *(one.row_bytes for one in record_format.tensors))
+                continue
+            for number, *row in transfers[of_layer].tolist():
+                for shipment in self._shipments(Transfer(*row), record_format):
+                    if shipment.arrives is not None:
+                        arriving[number] += shipment.arrives.nbytes
+                    elif shipment.leaves is not None:
+                        leaving[number] += packed_bytes(segments_of(shipment.leaves, self.device))
         if at_once is not None:
             arriving, leaving = (np.minimum(nbytes.sum(keepdims=True), at_once) for nbytes in (arriving, leaving))
         self._arrivals.reserve(int(arriving.max(initial=0)))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,6 +28,10 @@ from eplb_runtime.distributed.consensus import (
     first_problem,
     gather_bytes,
 )
+from eplb_runtime.distributed.control_channel import ConnectionLost, ControlChannel
+from eplb_runtime.distributed.points import unobserved
+from eplb_runtime.distributed.process_groups import ProcessGroups
+from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.distributed.store import JobStore
 
 
@@ -78,6 +83,20 @@ def test_ranks_that_differ_are_named_on_all_of_them() -> None:
 
 
 LONGER_THAN_A_TEST = 3600.0
+
+
+def fail_at_work(rank: int) -> str:
+    groups = ProcessGroups(Ranks(), [1], torch.device("cpu"), LONGER_THAN_A_TEST, only_control=True)
+    channel = ControlChannel(groups, Mock(), lambda: None, unobserved)
+    with pytest.raises(ConnectionLost) as lost:
+        channel.run(lambda _, agreement: agreement.gather(torch.tensor({0: rank}[rank])))
+    return str(lost.value)
+
+
+def test_a_mistake_in_work_of_one_rank_leaves_no_other_waiting() -> None:
+    """Rank 1's work fails ahead of its first collective, in which rank 0 waits for it."""
+    waited, failed = run_ranks(2, fail_at_work)
+    assert waited and failed == "KeyError: 1"
 
 
 def vote(rank: int) -> list[Verdict]:

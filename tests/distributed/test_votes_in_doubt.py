@@ -147,7 +147,7 @@ def paused_while_under_way(job: Job) -> tuple[str, bool]:
     job.balancer.runtime.groups.hang_up()
     said, rebalancer = "", job.balancer.rebalancer
     try:
-        rebalancer.run(lambda: rebalancer.control.agreement.gather(torch.zeros(1)))
+        rebalancer.run(lambda _, agreement: agreement.gather(torch.zeros(1)))
     except RuntimeError as error:
         said = str(error)
     return said, not job.background.in_flight

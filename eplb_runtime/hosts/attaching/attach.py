@@ -225,7 +225,7 @@ def check_all(joined: Connected, links: ExitStack) -> Checked:
     peers = [job.migration_ranks.index(rank) for rank in job.ep_ranks]
     topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
     placement, tests = check(joined.stages, joined.optimizers, config, groups, device)
-    dispatch = choose_together(config, groups.dispatch, topology, device, seconds)
+    dispatch = choose_together(config, groups.dispatch, topology, placement.slots_per_rank, device, seconds)
     raise_on_all(dispatch.problem, groups)
     copies = transport_of_copies(config, groups, topology, device)
     return Checked(

@@ -27,8 +27,6 @@ from .base import DispatchContext, Dispatched, Dispatcher, DispatchMetadata
 from .channels import MicroBatchChannel
 from .deepep_low_latency import LowLatency, LowLatencyLayout
 
-_MOST_SLOTS, _MOST_SLOTS_OF_A_NODE = 1024, 128
-"""Slots a rank: in all (NUM_MAX_LOCAL_EXPERTS), and inside a node (threads of `intranode::notify_dispatch`)."""
 _SUMMED_BYTES = 512
 """Between nodes a warp adds rows up 32 channels of 16 bytes at a time, and asserts that nothing is left over."""
 
@@ -103,9 +101,6 @@ class DeepEPDispatcher(Dispatcher):
         self._by_rank = config.combine_order == "by_rank"
         self._package = deepep_package.imported()
         self._sms, self._between_nodes = config.sms, self._num_ranks > deepep_package.RANKS_OF_A_NODE
-        most = _MOST_SLOTS if self._between_nodes else _MOST_SLOTS_OF_A_NODE
-        if self._slots_per_rank > most:
-            raise ConfigError(f"dispatch='deepep' knows up to {most} slots a rank here, not {self._slots_per_rank}")
         self._package.Buffer.set_num_sms(config.sms)
         # They hold the number of multiprocessors: made after it was set.
         self._there, self._back = deepep_package.settings(self._package, self._num_ranks)

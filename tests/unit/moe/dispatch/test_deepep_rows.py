@@ -9,6 +9,7 @@ import os
 from importlib import util
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import deepep_double
 import pytest
@@ -22,10 +23,11 @@ from eplb_runtime.config import (
     DispatchConfig,
 )
 from eplb_runtime.distributed.transports import deepep_package, nvshmem
-from eplb_runtime.moe.dispatch import wire_format
+from eplb_runtime.moe.dispatch import choosing, wire_format
 from eplb_runtime.moe.dispatch.base import DispatchContext
 from eplb_runtime.moe.dispatch.deepep import DeepEPDispatcher
 from eplb_runtime.moe.dispatch.deepep_low_latency import LowLatency
+from eplb_runtime.topology import Topology
 
 SOURCE = "EPLB_RUNTIME_DEEPEP_SOURCE"
 """A folder with DeepEP's Python sources, if the package is not installed."""
@@ -167,6 +169,15 @@ def test_what_deepep_does_not_carry_goes_another_way(monkeypatch: pytest.MonkeyP
     assert auto.carrier(rows, weights) is other and auto.carrier(rows.bfloat16(), weights) is auto
     with pytest.raises(ConfigError, match="carries and sums bfloat16"):
         by_name.carrier(rows, weights)
+
+
+def test_more_slots_than_deepep_knows_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "lacks", lambda *_: "")
+    monkeypatch.setattr(choosing, "gather_bytes", lambda word, *_: [word])
+    rest: Any = None, Topology(2, 2), 129, torch.device("cpu"), 30.0
+    auto, named = (choosing.choose_together(BalancerConfig(dispatch=name), *rest) for name in ("auto", "deepep"))
+    assert auto.name == "all_to_all" and "up to 128 slots a rank here, not 129" in auto.why and not auto.problem
+    assert "up to 128 slots a rank here, not 129" in named.problem
 
 
 def test_a_version_that_takes_no_bound_between_nodes_is_given_none() -> None:
