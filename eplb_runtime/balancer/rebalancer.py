@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config import BalancerConfig
-from ..distributed.ballot import Verdict
+from ..distributed.consensus import Verdict
 from ..distributed.control_channel import A_LITTLE_SECONDS, ConnectionLost, ControlChannel, Work
 from ..distributed.points import Phase
 from ..distributed.transports import TRANSPORTS

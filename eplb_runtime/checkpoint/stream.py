@@ -135,7 +135,7 @@ class TensorList:
         a rank, that options differ, or that ranks of a stage have other tensors; empty: there is nothing of that."""
         sets = self.job.data_sets
         if found := first_problem(problem or self.problem(), control):
-            return str(found)
+            return found
         if odd := all_equal(xxhash.xxh3_128(options.encode()).digest(), "choice of options", control):
             return odd
         text = json.dumps([_fields_of(piece) for piece in self.pieces]).encode()
@@ -474,7 +474,7 @@ class Exporter:
         # A rank that takes longer to walk its weights is waited for here.
         outcome = run(lambda _, agreement: agreement.go_on("", False, seconds), seconds)
         if found := outcome or run(lambda group, _: first_problem(problem, group)):
-            raise ExportError(str(found))
+            raise ExportError(found)
         pieces, numbers, ours = tensors.pieces, tensors.by_name(), dict[int, bytes]()
         for name, tensor in LogicalTensors(tensors, BUCKET_BYTES, None, seconds):
             ours.update(_checksums(pieces, numbers[name], tensor))

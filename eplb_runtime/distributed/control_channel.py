@@ -12,8 +12,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from ..utils.worker import Worker
-from .ballot import Verdict
-from .consensus import Agreement
+from .consensus import Agreement, Verdict
 from .points import Probe
 from .private_groups import hang_up
 from .process_groups import ProcessGroups, host_timeout

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..distributed.ballot import Verdict
-from ..distributed.consensus import Agreement, has_another
+from ..distributed.consensus import Agreement, Verdict, has_another
 from ..moe.experts.record import Record, RecordFormat, Shard
 from ..moe.experts.registry import ExpertTensor, ExpertTensors, RegistryError, why_not_written
 from ..utils.errors import one_line

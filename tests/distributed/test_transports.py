@@ -297,4 +297,4 @@ def test_all_ranks_choose_alike_and_fall_back_together() -> None:
     (one, chosen), (two, over_nixl), (back, at_last) = results[0]
     assert (one, two, back) == ("TorchPointToPoint", "Nixl", "TorchPointToPoint")
     assert chosen.name == "torch" and over_nixl.name == "nixl"
-    assert at_last.name == "torch" and "nixl failed: the first bytes did not arrive" in at_last.why
+    assert at_last.name == "torch" and "nixl failed: rank 2: the first bytes did not arrive" in at_last.why

@@ -73,8 +73,8 @@ def choose_together(
     except (TransportError, OSError) as error:
         problem = one_line(error)
     failed = first_problem(problem, group, torch_own.device, deadline)
-    if transport is not None and failed is None:
+    if transport is not None and not failed:
         return transport, choice
     if transport is not None:
         transport.close()
-    return torch_own, TransportChoice("torch", f"{choice.name} failed: {failed.text if failed else problem}")
+    return torch_own, TransportChoice("torch", f"{choice.name} failed: {failed}")

@@ -60,7 +60,7 @@ def _tried(name: str, device: torch.device, control: dist.ProcessGroup) -> Trans
         for step in steps:
             found, problem = _attempt(step)
             if failed := first_problem(problem, control):
-                return TransportTrial(name, device.type, False, str(failed), None, None)
+                return TransportTrial(name, device.type, False, failed, None, None)
     finally:
         if made:
             _attempt(made[0].close)

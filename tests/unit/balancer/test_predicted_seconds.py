@@ -19,7 +19,7 @@ from eplb_runtime.balancer.exports import placed_logically
 from eplb_runtime.balancer.planner_process import PlannerLost
 from eplb_runtime.balancer.rebalancer import Rebalancer, _Pending
 from eplb_runtime.config import BalancerConfig, MigrationConfig
-from eplb_runtime.distributed.ballot import Verdict
+from eplb_runtime.distributed.consensus import Verdict
 from eplb_runtime.distributed.control_channel import ControlChannel
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
