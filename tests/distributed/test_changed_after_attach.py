@@ -383,7 +383,7 @@ REFUSED: dict[Callable[[], None], str] = {
     adapters_unknown: "lm_head.adapter.weight was added after attach",
     replaced: "model.layers.1.mlp.experts.down_proj was replaced after attach",
     unfrozen_with_copies: "was frozen when the model was attached and is trained now",
-    in_ddp_before: "attach first, then wrap it",
+    in_ddp_before: "attach first, then wrap the very module",
     each_rank_a_part: "ZeroRedundancyOptimizer.optim is a AdamW with a state of its own",
 }
 
