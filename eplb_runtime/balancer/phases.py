@@ -79,7 +79,7 @@ class Phases:
             problem = f"no memory to stage experts: {one_line(error)}"
         said = self._agreed_to_resume(STAGING, problem)
         self._loop.suspended, seconds = False, time.perf_counter() - self._since
-        self._rebalancer.exclude(seconds)
+        self._rebalancer.clock.exclude(seconds)
         self._events.emit(SuspensionEnded(self._rebalancer.step, seconds))
         if said:
             step, epoch = self._rebalancer.step, self._rebalancer.placement().epoch

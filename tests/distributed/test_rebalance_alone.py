@@ -106,7 +106,7 @@ def test_rollouts_and_training_in_turn_decide_when_asked_and_change_no_bit() -> 
 
 def begun_by_a_forward(loop: Loop) -> list[bool]:
     """Whether a step's clock begins with a forward without gradients, and with one with them."""
-    ids, clock, found = batch_of(loop.rank, 0), loop.balancer.rebalancer._clock, []
+    ids, clock, found = batch_of(loop.rank, 0), loop.balancer.rebalancer.clock, []
     for with_gradients in (False, True):
         with torch.set_grad_enabled(with_gradients):
             loop.model(input_ids=ids)

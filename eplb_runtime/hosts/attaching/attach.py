@@ -435,7 +435,7 @@ def _record(made: Checked, balancer: Balancer) -> None:
 
         balancer.rebalancer.decisions.record_with(write)
         balancer.close_with(recorder.close)
-    progress = lambda: balancer.rebalancer.progress  # noqa: E731
+    progress = lambda: balancer.rebalancer.clock.progress(balancer.rebalancer.step)  # noqa: E731
     balancer.show_on(Shown(config, topology, placement, len(job.ranks), progress, job.layers_of_stage))
 
 

@@ -313,7 +313,7 @@ class TrialRun(LoopHooks):
 
     def _move_at_once(self) -> bool:
         """Move experts as a decision of the job's own `Balancer.rebalance` may."""
-        self._balancer.rebalancer.place(self._next_placement(self._runtime.counter.counts.cpu()), at_once=True)
+        self._balancer.rebalancer.move_to(self._next_placement(self._runtime.counter.counts.cpu()))
         return True
 
     def _spoil_replaced(self) -> None:
