@@ -403,7 +403,7 @@ def test_state_that_is_not_loaded_yet_is_named(results: list[dict[str, Any]]) ->
     """Put back after homes have moved it would be that of other experts."""
     for found in results:
         said = found["late"]["without state"]
-        assert "is not in the optimizer's state any more: load it before resume()" in said and "\n" not in said
+        assert "is not in the optimizer's state any more: load it first" in said and "\n" not in said
 
 
 def test_weights_that_replicas_lie_behind_are_freed_after_the_suspension_alone(results: list[dict[str, Any]]) -> None:

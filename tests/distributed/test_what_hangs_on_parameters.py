@@ -285,7 +285,7 @@ def test_experts_stay_while_their_state_is_elsewhere(results: list[dict[str, Any
     for found in results:
         assert same(found[way], found["static"]) and found[way]["epoch"] == 0
         line = found[way]["lines"][0]
-        assert "is not in the optimizer's state any more: load it before experts move" in line and "\n" not in line
+        assert "is not in the optimizer's state any more: load it first" in line and "\n" not in line
         assert way == "suspended" or found[way]["later"] == 1, "they move once it is there again"
 
 
