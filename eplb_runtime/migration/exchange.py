@@ -77,7 +77,7 @@ class Exchange:
 
     @property
     def received_bytes(self) -> int:
-        return sum(s.target.payload_bytes for s in self.staged)
+        return sum(shard.memory.nbytes for s in self.staged for shard in s.target.shards)
 
 
 class Arena:
@@ -122,7 +122,7 @@ class RoundExecutor:
     ) -> None:
         self._transport = transport
         self._home_rows = home_rows
-        self._row_rank = row_rank
+        self._row_rank, self._ep_rank = row_rank, row_rank // home_rows.holders
         self._arrivals = Arena(lambda size: self._transport.empty(size), nbytes)
         self._departures = Arena(lambda size: self._transport.empty(size), 0)
         self._spare = Arena(lambda size: torch.empty(size, dtype=torch.uint8, device=device), 0)
@@ -172,8 +172,7 @@ class RoundExecutor:
 
     def close(self) -> None:
         """Release the transport and its group. Nothing is sent any more."""
-        transport = self.__dict__.pop("_transport")
-        transport.close()
+        self.__dict__.pop("_transport").close()
 
     def reserve(self, schedule: TransferSchedule, records: Records, at_once: int | None = None) -> None:
         """Reserve memory for the largest round, or for ``at_once`` bytes: arriving records, packed ones that leave, one
@@ -232,8 +231,7 @@ class RoundExecutor:
 
     def hash_arrived(self, exchange: Exchange, arrived: Sequence[Staged]) -> bool:
         """Hash arrived records; returns whether all are."""
-        for s in arrived:
-            exchange.arrived_checksums.append(checksum_of(s.messages))
+        exchange.arrived_checksums += [checksum_of(s.messages) for s in arrived]
         return len(exchange.arrived_checksums) == len(exchange.staged)
 
     def difference(self, exchange: Exchange) -> str:
@@ -264,10 +262,6 @@ class RoundExecutor:
         for s in (*exchange.staged, *exchange.copied):
             if s.transfer.layer == layer:
                 s.target.unpack(s.record)
-
-    @property
-    def _ep_rank(self) -> int:
-        return self._row_rank // self._home_rows.holders
 
     def _concerns(self, slots: Ints) -> NDArray[np.bool_]:
         """Which of the transfers between these slots, ``[T, 2]``, begin or end here, or where the same experts are."""

@@ -89,7 +89,7 @@ def test_a_captured_graph_follows_a_committed_placement() -> None:
     slots = torch.empty_like(ids)
     graph = captured(lambda: slots.copy_(table.slots(1, ids)))
     for placement in (first, rotated(first, 3), rotated(first, 7)):
-        table.update(placement)
+        table.prepare(placement, range(placement.num_layers))()
         graph.replay()
         assert placement.home is not None
         assert torch.equal(slots.cpu(), torch.from_numpy(placement.home[1].astype("int64"))[choices(0)])

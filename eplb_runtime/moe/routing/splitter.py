@@ -39,8 +39,8 @@ class _Layer:
 
 
 class BatchSplitter:
-    """Splits batches under one placement; `follow` takes over the next one. ``count`` and ``deal`` are kernels with the
-    results of `count_choices` and `deal_out`."""
+    """Splits batches under one placement; `prepare` takes over the next one. ``count`` and ``deal`` are kernels with
+    the results of `count_choices` and `deal_out`."""
 
     def __init__(
         self,
@@ -59,10 +59,6 @@ class BatchSplitter:
         self._settings = settings
         self._num_experts = placement.num_experts
         self._layers: dict[int, _Layer] = {}
-        self.follow(placement)
-
-    def follow(self, placement: Placement) -> None:
-        """Take over a placement."""
         self.prepare(placement, range(placement.num_layers))()
 
     def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
