@@ -91,8 +91,8 @@ class ModelCheck:
             if not shared.isdisjoint(self._of_this_rank | set(map(id, self.replaced().values()))):
                 raise StructureError(
                     "DistributedDataParallel averages parameters from before attach, or experts, of which each rank "
-                    "has others: attach first, then wrap the very module that was attached (register tensors before); "
-                    "or set dense_gradients='allreduce'"
+                    "has others: attach first, then wrap the very module that was attached, and call "
+                    "balancer.register before; or set dense_gradients='allreduce'"
                 )
         for prefix, model in self.models.items() if thoroughly and not self.is_sharded else ():
             for name, parameter in model.named_parameters():

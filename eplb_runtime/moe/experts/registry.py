@@ -178,8 +178,9 @@ class ExpertTensors:
         """Nothing that this optimizer keeps is theirs any more."""
         self._optimizers[:] = [other for other in self._optimizers if other is not optimizer]
         self._state_of_layers.clear()
+        self._misses_state = True  # until the next step has ended
 
-    def note_state(self, step: int = 0) -> None:
+    def note_state(self, step: int) -> None:
         """Note which state the optimizers have, at the end of a step, for `why_state_lacks`. It is read after few
         steps: state that is there once is there for good, but for what a step has shown to be gone."""
         if not self._misses_state and step & (step - 1):
