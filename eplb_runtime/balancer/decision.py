@@ -34,7 +34,7 @@ from ..planner.cost import crossing_seconds
 from ..planner.evaluate import predicted_imbalance
 from ..planner.track_record import JUDGED, TrackRecord
 from ..utils.spans import phase
-from .guard import Guard, Sample, SampleComparison
+from .guard import Guard, Sample
 from .planner_process import PlannerLost, PlannerProcess
 from .runtime import Runtime
 
@@ -59,7 +59,6 @@ class Decision:
         planned: the event of the plan, as rank 0 sent it; its step is 0.
         measured: the event of the load that the decision started from; None: it failed before.
         finding: a mistake that the guard has found; empty: none.
-        stays: reason for which a plan is not carried out; empty: it is, or there is none.
     """
 
     target: Placement | None = None
@@ -67,7 +66,6 @@ class Decision:
     planned: RebalancePlanned | None = None
     measured: LoadMeasured | None = None
     finding: str = ""
-    stays: str = ""
 
 
 @dataclass(frozen=True)
@@ -374,14 +372,14 @@ def decide(
     probe(Phase.DECIDING, key)
     with phase("decision: add up load", epoch=epoch):
         total = maker.add_up(measurement, group)
-    comparison = SampleComparison() if measurement.sample is None else guard.compare(measurement.sample, group)
+    finding = "" if measurement.sample is None else guard.compare(measurement.sample, group)
     try:
         declared = summed(measurement.declared, total.shape[1:], group)
     except DeclaredLoadError as error:
-        return Decision(failure=str(error), finding=comparison.finding)
+        return Decision(failure=str(error), finding=finding)
     if not total.any() and declared is None:
         steps = maker.steps_of(total, measurement)
-        return Decision(failure=f"no token was counted in the last {steps} steps", finding=comparison.finding)
+        return Decision(failure=f"no token was counted in the last {steps} steps", finding=finding)
     home_bytes, token_bytes = maxima(torch.tensor([measurement.home_bytes, measurement.token_bytes]), group).tolist()
     measurement = replace(measurement, home_bytes=home_bytes, token_bytes=token_bytes, declared=declared)
     measured, problem = None, ""
@@ -404,13 +402,8 @@ def decide(
             verdict = agreement.record(key, verdict)
     if verdict.connections_broken:
         raise ConnectionLost(verdict.cause)
-    made = Decision(None, verdict.cause or sent.failure, sent.planned, measured, comparison.finding)
-    if made.failure or sent.target is None:
-        return made
-    if comparison.stays:
-        stays = RebalancePlanned(0, epoch + 1, 0, "stay", comparison.stays, 0.0, 0.0, 0.0)
-        return replace(made, planned=stays, stays=comparison.stays)
-    return replace(made, target=sent.target)
+    failure = verdict.cause or sent.failure
+    return Decision(None if failure else sent.target, failure, sent.planned, measured, finding)
 
 
 def _failed_here(error: Exception) -> str:

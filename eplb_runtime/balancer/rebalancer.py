@@ -43,7 +43,6 @@ from ..placement import Placement, PlacementError
 from ..utils.errors import one_line
 from ..utils.spans import phase
 from .decision import Decision, Measurement, PlanMaker, decide
-from .gradients.reduction import why_rows_stay
 from .guard import Guard
 from .loop_state import LoopHooks, LoopState
 from .planner_process import compile_split
@@ -266,7 +265,7 @@ class Rebalancer(LoopHooks):
     def free_memory(self) -> int:
         """Free memory for experts in flight; none are. A decision in flight is made first. Returns the bytes."""
         self.wait_for_decision()
-        self._known_home_bytes = max(self._known_home_bytes, self._home_bytes()[0])
+        self._known_home_bytes = max(self._known_home_bytes, self._home_bytes())
         return self._engine.executor.free_memory()
 
     def take_memory(self) -> None:
@@ -376,8 +375,7 @@ class Rebalancer(LoopHooks):
 
     def _decide(self, lag: int, suspended: bool = False) -> _Pending:
         steps, keys_of_earlier = self._counter.open_steps, self._groups.store.passing
-        home_bytes, stays = (self._known_home_bytes, "") if suspended else self._home_bytes()
-        self._known_home_bytes = home_bytes
+        self._known_home_bytes = home_bytes = self._known_home_bytes if suspended else self._home_bytes()
         measurement = Measurement(
             buckets=HostCopy(self._counter.take()),
             steps=steps,
@@ -388,7 +386,7 @@ class Rebalancer(LoopHooks):
             home_bytes=home_bytes,
             token_bytes=self._counter.token_bytes,
             sampled_steps=self._expert_clock.take(),
-            sample=None if suspended else self._guard.sample(why_rows_stay(self._runtime.parameters) or stays),
+            sample=None if suspended else self._guard.sample(),
             declared=self.declared,
         )
         if measurement.sampled_steps:
@@ -399,12 +397,12 @@ class Rebalancer(LoopHooks):
         work = partial(decide, measurement, self.decisions, self._guard, key, self._at_point)
         return _Pending(self.step + lag, key, self.control.submit(work), declared, keys_of_earlier)
 
-    def _home_bytes(self) -> tuple[int, str]:
-        """Bytes of the largest home expert; 0 with a reason where an optimizer has state that cannot move."""
+    def _home_bytes(self) -> int:
+        """Bytes of the largest home expert; 0 where an optimizer has state that cannot move: a migration says so."""
         try:
-            return self._registry.largest_home_bytes(), ""
-        except OptimizerStateError as error:
-            return 0, f"{error}: experts stay where they are"
+            return self._registry.largest_home_bytes()
+        except OptimizerStateError:
+            return 0
 
     def _agree_on_target(self, pending: _Pending) -> Placement | None:
         """The placement that all ranks have decided on; None: experts stay where they are."""
@@ -417,7 +415,7 @@ class Rebalancer(LoopHooks):
         self._pending = None
         # All ranks were in this decision, so none is in an earlier one or its migration.
         self._groups.store.forget(pending.keys_of_earlier)
-        self._guard.report(decision.finding, decision.stays)
+        self._guard.report(decision.finding)
         if decision.measured is not None:
             self._events.emit(replace(decision.measured, step=self.step))
         if decision.failure or decision.planned is None:
