@@ -42,11 +42,12 @@ class ModelCheck:
         self.is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
         self._known = set(map(id, parameters))
         self._fsdp = [module for module in modules if isinstance(module, FSDPModule)]
-        self._held: list[tuple[str, nn.Module, nn.Parameter | None]] = []
+        self._held: list[tuple[str, nn.Module, str, nn.Parameter | None]] = []
         for name, module, keys in () if self.is_sharded else experts:  # FSDP2 puts others there while it computes
             for key in keys:
-                inner = module.get_submodule(key.rpartition(".")[0])
-                self._held.append((f"{name}.{key}", inner, inner._parameters[key.rpartition(".")[2]]))
+                inside, _, own = key.rpartition(".")
+                inner = module.get_submodule(inside)
+                self._held.append((f"{name}.{key}", inner, own, inner._parameters[own]))
         self._of_this_rank: set[int] = set()
         self.seen_in_ddp = False
 
@@ -78,8 +79,8 @@ class ModelCheck:
     def check(self, *, thoroughly: bool) -> None:
         """Check that nothing has changed; cheap enough for each forward. ``thoroughly``: walk through the whole model.
         Raises StructureError: something has."""
-        for name, module, parameter in self._held:
-            if module._parameters.get(name.rpartition(".")[2]) is not parameter:
+        for name, module, own, parameter in self._held:
+            if module._parameters.get(own) is not parameter:
                 raise StructureError(
                     f"{name} was replaced after attach: do that first (shard_experts and fully_shard, adapters), then "
                     "make the optimizer and attach; for an evaluation copy other weights into the parameters"
