@@ -41,7 +41,7 @@ def train(rank: int, way: str) -> dict:
         copies_by=way,
         initial_placement=copied_both_ways(),
         dense_gradients="allreduce",
-        dispatch=eplb.DispatchConfig(split="even", split_least_tokens=0),
+        dispatch=eplb.DispatchConfig(split_least_tokens=0),
     )
     balancer = eplb.attach(model, optimizer, config=config)
     model.train()

@@ -359,8 +359,7 @@ def _maps(made: Checked, shards: Shards, kernels: Kernels, channels: MicroBatchC
         return Maps(table, None, None)
     place, parts, divisor = job.row_rank, job.row_division, job.gradient_divisor
     replicas = ReplicaSync(shards.banks, made.copies, place, divisor, nodes, parts, channels)
-    split = config.dispatch
-    settings = SplitSettings(nodes, split.split, split.split_locality, split.split_least_tokens, config.speed_R)
+    settings = SplitSettings(nodes, config.dispatch.split_least_tokens, config.speed_R)
     splitter = BatchSplitter(made.placement, made.device, job.ep_rank, settings, count=kernels.count, deal=kernels.deal)
     if job.is_planner:
         rows = [local(p)[0].nbytes // job.row_division for bank in shards.banks.values() for p in bank.parameters]

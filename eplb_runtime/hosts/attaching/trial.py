@@ -87,9 +87,7 @@ def without_replicas(config: BalancerConfig) -> BalancerConfig:
     replica slots, so it goes, too."""
     if not config.replica_slots:
         return config
-    usual = DispatchConfig()
-    names = ("split", "split_locality", "split_least_tokens")
-    dispatch = replace(config.dispatch, **{name: getattr(usual, name) for name in names})
+    dispatch = replace(config.dispatch, split_least_tokens=DispatchConfig.split_least_tokens)
     return replace(
         config, replica_slots=0, initial_placement=None, dispatch=dispatch, copies_by=BalancerConfig.copies_by
     )

@@ -19,7 +19,6 @@ from ...placement import Placement
 from .lookup import record_use
 from .sources import RowCounts, SplitSettings, split_for_rank
 from .tables import SplitTables
-from .water_filling import Mode
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,9 +90,8 @@ class BatchSplitter:
     ) -> tuple[Tensor, RowCounts]:
         """Return int64 ``[T, K]``, the slot of each choice of a batch, an expert's choices to its copies in the order
         of the tokens, and how many rows go where. ``counts_RE`` are of every rank, on the host. No host sync."""
-        here, settings = self._layers[layer], self._settings
-        mode: Mode = "home" if counts_RE.sum() < settings.least_tokens else settings.mode
-        sent_EC, counts = split_for_rank(counts_RE, here.tables, here.index, self._ep_rank, settings, mode)
+        here = self._layers[layer]
+        sent_EC, counts = split_for_rank(counts_RE, here.tables, here.index, self._ep_rank, self._settings)
         sent = torch.from_numpy(sent_EC).to(topk_ids_TK.device, non_blocking=True)
         return self._deal(topk_ids_TK, sent, here.copy_slot_EC, begins), counts
 
