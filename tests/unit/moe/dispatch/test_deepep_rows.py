@@ -25,8 +25,7 @@ from eplb_runtime.config import (
 from eplb_runtime.distributed.transports import deepep_package, nvshmem
 from eplb_runtime.moe.dispatch import choosing, wire_format
 from eplb_runtime.moe.dispatch.base import DispatchContext
-from eplb_runtime.moe.dispatch.deepep import DeepEPDispatcher
-from eplb_runtime.moe.dispatch.deepep_low_latency import LowLatency
+from eplb_runtime.moe.dispatch.deepep import DeepEPDispatcher, LowLatency
 from eplb_runtime.topology import Topology
 
 SOURCE = "EPLB_RUNTIME_DEEPEP_SOURCE"
