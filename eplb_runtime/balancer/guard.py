@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,31 +60,21 @@ class GuardError(RuntimeError):
     """Something in this job makes training wrong; the message says what, on which ranks, and how to mend it."""
 
 
-class Digest(NamedTuple):
-    """A rank's sample as other ranks receive it.
-
-    Args:
-        problem: a mistake on this rank; empty: none.
-        facts: a hash of each of `FACTS`; of the first ones alone where weights have no memory.
-    """
-
-    problem: str = ""
-    facts: Sequence[int] = ()
-
-
 @dataclass(frozen=True)
 class Sample:
     """A sample of one rank.
 
     Args:
         what: ``"weights"`` or ``"gradients"``.
-        digest: without the numbers that are in transfer.
+        problem: a mistake on this rank; empty: none.
+        facts: a hash of each of `FACTS` but those about tensors.
         names: of the tensors of each fact about tensors.
         numbers: int64, sums of all bits of these tensors; None: weights have no memory.
     """
 
     what: str
-    digest: Digest
+    problem: str
+    facts: Sequence[int]
     names: Sequence[Sequence[str]] = ((), ())
     numbers: HostCopy | None = None
 
@@ -95,12 +84,9 @@ class Sample:
         return [dict(zip(names, numbers, strict=False)) for names in self.names]
 
     def encode(self) -> bytes:
-        """The whole digest as JSON."""
-        digest = self.digest
-        if self.numbers is not None:
-            facts = [*digest.facts, *(_hash(list(sums.values())) for sums in self.sums())]
-            digest = digest._replace(facts=facts)
-        return json.dumps(digest).encode()
+        """The problem and all facts, as other ranks receive them."""
+        of_tensors = [] if self.numbers is None else [_hash(list(sums.values())) for sums in self.sums()]
+        return json.dumps([self.problem, [*self.facts, *of_tensors]]).encode()
 
 
 class Guard:
@@ -183,7 +169,7 @@ class Guard:
         facts = [*map(_hash, (*options_of(self._tensors.optimizers), trained, list(self._tensors.registered)))]
         problem = problem or why_misplaced(self._experts, self._tensors.optimizers)
         if what == "weights" and self._tensors.memory.name_of_freed():
-            return Sample(what, Digest(problem, facts))
+            return Sample(what, problem, facts)
         dense = _whole(self._tensors.dense) if len(job.data_ranks) > 1 else {}
         twins = _whole(self._experts) if len(job.edp_ranks) > 1 and not job.divided_state else {}
         twins = twins | (self._states(twins) if what == "weights" else {})
@@ -192,7 +178,7 @@ class Guard:
             gradients = [None if one is None else one.grad for one in shared]
             shared = [one if one is not None and one.layout is torch.strided else None for one in gradients]
         sums = HostCopy(bit_sums(shared, self._runtime.device))
-        return Sample(what, Digest(problem, facts), (tuple(dense), tuple(twins)), sums)
+        return Sample(what, problem, facts, (tuple(dense), tuple(twins)), sums)
 
     def _states(self, experts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Optimizer state of experts, by name."""
@@ -209,14 +195,14 @@ class Guard:
         """Exchange samples over a group, on any thread; returns what is wrong, or "", the same on every rank.
         Collective."""
         rows = gather_bytes(sample.encode(), group)
-        seen = {r: Digest(*json.loads(row)) for r, row in zip(dist.get_process_group_ranks(group), rows, strict=True)}
-        finding = next((f"{one.problem} (rank {rank})" for rank, one in seen.items() if one.problem), "")
-        return finding or self._different(sample, seen, group)
+        said = dict(zip(dist.get_process_group_ranks(group), map(json.loads, rows), strict=True))
+        finding = next((f"{problem} (rank {rank})" for rank, (problem, _) in said.items() if problem), "")
+        return finding or self._different(sample, {rank: facts for rank, (_, facts) in said.items()}, group)
 
-    def _different(self, sample: Sample, seen: Mapping[int, Digest], group: dist.ProcessGroup) -> str:
+    def _different(self, sample: Sample, seen: Mapping[int, Sequence[int]], group: dist.ProcessGroup) -> str:
         """Find ranks that do not have the same `FACTS`; the same on every rank. Collective where there are some."""
         for kind, (what, sets, mend) in enumerate(FACTS):
-            known = {rank: one.facts[kind] for rank, one in seen.items() if kind < len(one.facts)}
+            known = {rank: facts[kind] for rank, facts in seen.items() if kind < len(facts)}
             for together in getattr(self._groups.job, sets):
                 here = [rank for rank in together if rank in known]
                 odd = deviating(known, here)
