@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
+from support import training
 from support.seen import same
 from support.shuffle import plan_by, plan_shuffle
 
@@ -39,16 +39,9 @@ class Job:
         if dtype == torch.float64:
             self.model.set_experts_implementation("eager")
         self.optimizer = optimizer(self.model.parameters(), lr=3e-3)
-        moving, copies = "incremental", settings.get("replica_slots")
-        config = config_from_settings(
-            {
-                "interval": INTERVAL,
-                "overlap": overlap,
-                "dense_gradients": "allreduce",
-                **{"timeout_seconds": 15.0, "policy": moving if overlap or copies else "static", **settings},
-            }
-        )
-        self.balancer = eplb.attach(self.model, self.optimizer, config=config, ep_group=ep_group)
+        policy = "incremental" if overlap or settings.get("replica_slots") else "static"
+        settings = {"interval": INTERVAL, "timeout_seconds": 15.0, "policy": policy, **settings}
+        self.balancer = training.attach(self.model, self.optimizer, ep_group=ep_group, overlap=overlap, **settings)
         self.background = self.balancer.rebalancer.overlapped
         self.engine = self.balancer.rebalancer._engine
         if overlap:
