@@ -17,10 +17,10 @@ from placements import some_homes
 from eplb_runtime.migration.cycles import cut_into_permutations, cut_into_short_cycles
 from eplb_runtime.migration.exchange import RoundExecutor, chains_of
 from eplb_runtime.migration.pacing import Pace, next_batch
-from eplb_runtime.migration.records import DIRECT_BYTES, Records, formats_of, packed_bytes, segments_of
+from eplb_runtime.migration.records import DIRECT_BYTES, Records, packed_bytes, segments_of
 from eplb_runtime.migration.schedule import Round, TransferSchedule, make_schedule
 from eplb_runtime.moe.experts.record import Record, RecordFormat
-from eplb_runtime.moe.experts.registry import ExpertTensor, ExpertTensors
+from eplb_runtime.moe.experts.registry import ExpertTensor
 from eplb_runtime.placement import EMPTY, Placement
 
 shapes = st.tuples(
@@ -323,11 +323,9 @@ def test_memory_of_a_migration_is_reserved_without_a_look_at_each_expert(monkeyp
     current = Placement.initial(2, 4, 2, 0)
     slots = np.array([[0, 2, 1, 3], [1, 0, 2, 3]], dtype=np.int32)
     schedule = make_schedule(current, Placement(slots, 4, 2, slots), (128, 128), 1 << 20)
-    registry = ExpertTensors(2, 2)
-    for layer in range(2):
-        registry.add(layer, "up", torch.zeros(2, 3))
-        registry.add(layer, "down", torch.zeros(2, 5, dtype=torch.float64))
-    records = Records(formats_of(registry, [0, 1])[0], (128, 128), (0, 0))
+    up, down = torch.zeros(2, 3), torch.zeros(2, 5, dtype=torch.float64)
+    of_layer = RecordFormat((ExpertTensor("up", up, "parameter"), ExpertTensor("down", down, "parameter")))
+    records = Records({0: of_layer, 1: of_layer}, (128, 128), (0, 0))
     host: Any = SimpleNamespace(device=torch.device("cpu"), empty=lambda size: torch.empty(size, dtype=torch.uint8))
     executor = RoundExecutor(host, current.home_rows(), 0, host.device, 0)
     monkeypatch.setattr(RecordFormat, "piece", Mock(side_effect=AssertionError("an expert by itself")))
