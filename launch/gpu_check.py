@@ -91,7 +91,7 @@ STAGES = (
     # Figures of ranks that share a GPU say nothing but as ratios.
     *(
         Stage(3, name, 40, ("tests/gpu/bench_of_two_ranks.py", name))
-        for name in (f"{_BENCH}.dispatch", f"{_BENCH}.migrate", "benchmarks.dispatch")
+        for name in (f"{_BENCH}.dispatch", f"{_BENCH}.migrate", "benchmarks.dispatch", "benchmarks.vdev_2d")
     ),
 )
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +44,6 @@ python3 -m verl.trainer.main_ppo \\
 """
 MEGATRON = {"host": "megatron", "num_experts": 8, "ep": 8, "top_k": 2, "gpus": 8}
 BF16, PRECISE = {"bf16": True}, {"use_precision_aware_optimizer": True}
-FUSED = {"overlap_dispatch_backward_with_experts_wgrad": True}
 OTHER = {False: True, 1: 2, None: 1.5}
 """A value that is not the default."""
 LONG = {
@@ -147,8 +145,8 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
         ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": "attn,moe"}, "cuda_graph_modules"),
         ({"fp8": "e4m3"}, "fp8_recipe"),
         ({"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param_gather": True}, "fp8_param_gather"),
-        (FUSED, "gradient_accumulation_fusion"),
-        ({**FUSED, "gradient_accumulation_fusion": True, "overlap_grad_reduce": True}, "overlap_grad_reduce"),
+        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}, "optimizer_offload_fraction"),
+        ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": "moe_preprocess"}, "cuda_graph_modules"),
         ({"expert_tensor_parallel_num_weight_shards": 2}, "expert_tensor_parallel_num_weight_shards"),
         ({"optimizer": "lion"}, "optimizer"),
         ({"optimizer": "muon", "use_distributed_optimizer": True}, "use_distributed_optimizer"),
@@ -218,21 +216,15 @@ def test_expert_tensor_parallelism_is_that_of_tensors_unless_it_is_given(tmp_pat
 def test_a_live_configs_graphs_are_read_in_any_form() -> None:
     from enum import Enum
 
-    from eplb_runtime.hosts.megatron.settings import graphs_preprocessing, settings_of
+    from eplb_runtime.hosts.megatron.settings import settings_of
 
     class Scope(Enum):
         attn = 1
         moe_router = 2
-        moe_preprocess = 3
 
     assert settings_of({"cuda_graph_scope": [Scope.moe_router, Scope.attn]}).cuda_graph_modules == "attn,moe_router"
     for whole in ({}, {"cuda_graph_scope": []}, {"cuda_graph_modules": []}, {"cuda_graph_scope": "full"}):
         assert settings_of(whole).cuda_graph_modules == "full"
-    for name in ("cuda_graph_modules", "cuda_graph_scope"):
-        live = SimpleNamespace(cuda_graph_impl="transformer_engine", **{name: list(Scope)})
-        assert graphs_preprocessing(live)
-        live.cuda_graph_impl = "none"
-        assert not graphs_preprocessing(live)
 
 
 def test_adapters_of_attention_leave_experts_as_they_are_and_attach(tmp_path: Path) -> None:
@@ -268,7 +260,6 @@ def test_saves_by_place_are_refused_before_the_first_one(tmp_path: Path) -> None
         ({"gpus": None}, None),
         ({"top_k": None}, None),
         ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}, "bit"),
-        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}, "rounding"),
     ],
 )
 def test_exactness_follows_dispatcher_top_k_offload_and_the_ranks_that_add_up(

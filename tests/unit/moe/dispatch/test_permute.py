@@ -167,14 +167,3 @@ def test_what_reads_values_is_refused(name: str) -> None:
     WAITS[name](x)
     with pytest.raises(HostWaitsError), no_waits():
         WAITS[name](x)
-
-
-def test_what_waits_for_nothing_passes() -> None:
-    x = torch.tensor([2, 0, 1])
-    with no_waits():
-        order = x.argsort(stable=True)
-        x.cumsum(0).index_select(0, order).scatter_add_(0, order, x)
-        torch.where(x > 0, x[order], 0).clamp_(max=1).masked_fill_(x > 0, 2)
-        torch.repeat_interleave(x, x, output_size=3)
-        torch.searchsorted(x, x)
-        x[order] = x.clone()
