@@ -309,15 +309,6 @@ def test_large_rows_are_sent_from_their_place_and_small_ones_together(
     assert [run.direct for run in segments_of(record, torch.device("meta"))] == [False], "rows of another device"
 
 
-def test_rows_that_may_be_elsewhere_on_other_ranks_are_packed_everywhere() -> None:
-    rows = tuple(torch.zeros(DIRECT_BYTES, dtype=torch.uint8) for _ in range(2))
-    for varies in (False, True):
-        (run,) = segments_of(
-            record_of(ExpertTensor("w/exp_avg", rows, "optimizer_state", varies_in_device=varies)), CPU
-        )
-        assert run.direct != varies
-
-
 def test_memory_of_a_migration_is_reserved_without_a_look_at_each_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of four experts change ranks in the first layer, and two rows of this rank change places in the second."""
     current = Placement.initial(2, 4, 2, 0)
