@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,15 +18,20 @@ from ranks import run_ranks
 from support import training
 from support.seen import heard, said_by
 
-from eplb_runtime.distributed.ballot import Ballot, Verdict
 from eplb_runtime.distributed.consensus import (
     Agreement,
+    Ballot,
     ConsensusError,
+    Verdict,
     all_equal,
     extremes,
     first_problem,
     gather_bytes,
 )
+from eplb_runtime.distributed.control_channel import ConnectionLost, ControlChannel
+from eplb_runtime.distributed.points import unobserved
+from eplb_runtime.distributed.process_groups import ProcessGroups
+from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.distributed.store import JobStore
 
 
@@ -61,7 +67,7 @@ def talk(rank: int) -> dict[str, Any]:
             agreement.check_equal(same, "plan"),
         ],
         "bytes": [gather_bytes(b"x" * rank, group), gather_bytes(b"", group)],
-        "problems": [str(problem) for problem in problems],
+        "problems": problems,
         "extremes": [*lowest.tolist(), *highest.tolist(), *map(int, some)],
         "equal": [
             all_equal(b"same", "plan", group),
@@ -84,7 +90,7 @@ def test_every_rank_learns_the_words_of_all_and_who_differs_is_named_on_all() ->
             Verdict(True),
         ],
         "bytes": [[b"x" * rank for rank in range(5)], [b""] * 5],
-        "problems": ["None", "rank 1: " + "no memory" * 100, "rank 0: wrong on 0"],
+        "problems": ["", "rank 1: " + "no memory" * 100, "rank 0: wrong on 0"],
         "extremes": [0, -4, 4, 0, 1, 1],
         "equal": ["", "rank 2 has another plan than rank 0", ""],
     }
@@ -128,6 +134,20 @@ def gather_alone(rank: int) -> str:
 def test_gathering_ends_by_its_deadline() -> None:
     said, _ = run_ranks(2, gather_alone)
     assert said.startswith("the ranks could not meet: ")
+
+
+def fail_at_work(rank: int) -> str:
+    groups = ProcessGroups(Ranks(), [1], torch.device("cpu"), LONGER_THAN_A_TEST, only_control=True)
+    channel = ControlChannel(groups, Mock(), lambda: None, unobserved)
+    with pytest.raises(ConnectionLost) as lost:
+        channel.run(lambda _, agreement: agreement.gather(torch.tensor({0: rank}[rank])))
+    return str(lost.value)
+
+
+def test_a_mistake_in_work_of_one_rank_leaves_no_other_waiting() -> None:
+    """Rank 1's work fails ahead of its first collective, in which rank 0 waits for it."""
+    waited, failed = run_ranks(2, fail_at_work)
+    assert waited and failed == "KeyError: 1"
 
 
 # -- Ranks that run unequal numbers of forwards: said in one line that names them, and never the end of the process

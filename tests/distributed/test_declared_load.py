@@ -14,7 +14,6 @@ from ranks import run_ranks
 from support import training
 from support.seen import assert_refused
 
-from eplb_runtime.balancer.guard import SampleComparison
 from eplb_runtime.events import RebalanceAborted, RebalancePlanned
 
 RANKS, LAYERS, EXPERTS = 2, 2, 8
@@ -100,9 +99,9 @@ def declare_for_one_decision(rank: int) -> None:
     assert first > 1.4 and later
     assert min(later) > 1.001, "what was declared is balanced by now, what is counted is not"
     guard = job.balancer.guard
-    guard.sample = lambda stays: True  # type: ignore[assignment, return-value]
-    guard.compare = lambda sample, group: SampleComparison("something is wrong")  # type: ignore[method-assign]
-    guard.report = lambda finding, *notices: reported.append(finding)  # type: ignore[method-assign]
+    guard.sample = lambda: True  # type: ignore[assignment, return-value]
+    guard.compare = lambda sample, group: "something is wrong"  # type: ignore[method-assign]
+    guard.report = reported.append  # type: ignore[method-assign, assignment]
     job.balancer.declare(np.broadcast_to(SKEWED, (1 + rank, LAYERS, EXPERTS)))
     job.train(3)
     (dropped,) = job.balancer.events.of_type(RebalanceAborted)
