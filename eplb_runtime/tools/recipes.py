@@ -32,13 +32,12 @@ FLAGS: Mapping[str, tuple[str, Any]] = {
     "use_custom_fsdp": ("use_megatron_fsdp", True),
     "use_torch_fsdp2": ("use_megatron_fsdp", True),
     "cuda_graph_scope": ("cuda_graph_modules", True),
-    "no_gradient_accumulation_fusion": ("gradient_accumulation_fusion", False),
     **dict.fromkeys(("lora_rank", "lora.rank"), ("lora", True)),
     "lora.target_modules": ("lora_target_modules", True),
 }
 """Megatron's flags with ``_`` for ``-``, and verl's adapters: the setting, and its value where none follows."""
 OF_THE_MODEL = Unknown("of the model's own config")
-BY_FLAGS = {"num_moe_experts": OF_THE_MODEL, "optimizer_offload_fraction": 1.0, "gradient_accumulation_fusion": True}
+BY_FLAGS = {"num_moe_experts": OF_THE_MODEL, "optimizer_offload_fraction": 1.0}
 RL = {"use_distributed_optimizer": True, "moe_token_dispatcher_type": "alltoall", "bf16": True}
 BY_VERL = {**RL, **dict.fromkeys(("num_moe_experts", "moe_router_topk", "moe_permute_fusion"), OF_THE_MODEL)}
 """Defaults of Megatron-LM's flags, of slime and verl, and of verl, where those of Megatron's configs are others."""

@@ -20,11 +20,11 @@ from torch import nn
 from ...config import BalancerConfig, DispatchConfig
 from ...distributed.ranks import Ranks
 from ..attaching.description import AttachError, HostModel, MoELayer, Spread, WatchedLayer, WatchedModel, mark_spread
-from ..refusals import STAND_IN, sums_of_gradients, sums_of_results
+from ..refusals import NOT_RUN, sums_of_gradients, sums_of_results
 from .graphs import check_not_captured
 from .layer import QUANTIZE_AGAIN, install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of
-from .settings import STAND_INS, JobSettings, refusals, settings_of
+from .settings import NOT_FOR_REAL, JobSettings, refusals, settings_of
 from .weights import weights
 
 logger = logging.getLogger("eplb_runtime")
@@ -155,31 +155,11 @@ def _problems(model: nn.Module, optimizers: Sequence[Any]) -> list[str]:
     found = [str(refusal) for refusal in refusals(settings)]
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MegatronLayer)]
     found += [why for name, module in layers if (why := why_not_followed(name, module))][:1]
-    found += [why for name, module in layers if (why := why_not_delayed(name, module))][:1]
     if not found and dist.get_rank() == 0:
-        for name, is_used in STAND_INS.items():
+        for name, is_used in NOT_FOR_REAL.items():
             if is_used(settings):
-                logger.warning(STAND_IN, name, getattr(settings, name))
+                logger.warning(NOT_RUN, name, getattr(settings, name))
     return found
-
-
-def why_not_delayed(name: str, module: Any) -> str:
-    """Return why gradients of a layer's experts would not come as they are expected, or "". TransformerEngine's grouped
-    layers add each expert's gradients, micro-batch by micro-batch, to ``main_grad`` when Megatron calls `backward_dw`,
-    before the layer's backward pass ends: nothing of that follows the placement."""
-    setting = "overlap_dispatch_backward_with_experts_wgrad"
-    if not getattr(module.config, setting, False):
-        return ""
-    if getattr(module.experts, "_with_fused_impl", False):
-        return f"{setting}=True with use_transformer_engine_op_fuser=True has not been run; set one of them to False"
-    for own in ("linear_fc1", "linear_fc2"):
-        linear: Any = getattr(module.experts, own, None)
-        if not hasattr(linear, "backward_dw"):
-            which = f"{name}.experts.{own} ({type(linear).__name__})"
-            return f"{which} has no backward_dw: when it computes gradients is not known; set {setting}=False"
-        if not all(hasattr(weight, "main_grad") for weight in linear.parameters() if weight.requires_grad):
-            return f"{setting}=True without Megatron's DistributedDataParallel around the model; set it to False"
-    return ""
 
 
 def why_not_followed(name: str, module: Any) -> str:

@@ -34,11 +34,11 @@ MUST_BE_DEFAULT: Mapping[str, tuple[Any, str]] = {
     "fp4": (None, "FP4 is not supported yet"),
     "num_distributed_optimizer_instances": (1, "several instances of the distributed optimizer are not supported"),
     "overlap_param_gather_with_optimizer_step": (False, "an optimizer for each model chunk is not supported"),
+    "overlap_dispatch_backward_with_experts_wgrad": (False, "nothing has been run with gradients that come late"),
 }
 """Settings that are refused unless they are Megatron's default, and why."""
 _OFF = (
-    *("moe_permute_fusion", "overlap_dispatch_backward_with_experts_wgrad", "gradient_accumulation_fusion"),
-    *("overlap_grad_reduce", "overlap_moe_expert_parallel_comm", "bf16", "fp16", "fp8_param", "fp8_param_gather"),
+    *("moe_permute_fusion", "overlap_moe_expert_parallel_comm", "bf16", "fp16", "fp8_param", "fp8_param_gather"),
     *("optimizer_cpu_offload", "use_precision_aware_optimizer", "use_distributed_optimizer"),
 )
 DEFAULTS: Mapping[str, Any] = {
@@ -173,14 +173,6 @@ def _of_model(job: JobSettings) -> Iterator[tuple[str, str, str]]:
     if job.moe_token_dispatcher_type == "flex" and job.moe_flex_dispatcher_backend not in FLEX_BACKENDS:
         instead = f"set moe_flex_dispatcher_backend to {' or '.join(FLEX_BACKENDS)}"
         yield "moe_flex_dispatcher_backend", "nothing has been run with it", instead
-    if job.overlap_dispatch_backward_with_experts_wgrad:
-        late = "with overlap_dispatch_backward_with_experts_wgrad gradients of experts come late, and Megatron's DDP"
-        instead = "or overlap_dispatch_backward_with_experts_wgrad=False"
-        if not job.gradient_accumulation_fusion:
-            fused = f"set gradient_accumulation_fusion=True, {instead}"
-            yield "gradient_accumulation_fusion", f"{late} would add them up before", fused
-        if job.overlap_grad_reduce:
-            yield "overlap_grad_reduce", f"{late} would reduce them before", f"set overlap_grad_reduce=False, {instead}"
     if job.cuda_graph_impl not in ("none", "transformer_engine"):
         instead = "set cuda_graph_impl='transformer_engine', with cuda_graph_modules of parts without experts"
         yield "cuda_graph_impl", "its CUDA graphs may hold experts, which move, or the end of their layer", instead
@@ -236,13 +228,12 @@ def exact(job: JobSettings) -> Exact:
     return "bit" if job.expert_data_parallel_size <= EXACT_IN_ONE_SUM else "rounding"
 
 
-STAND_INS: Mapping[str, Callable[[JobSettings], bool]] = {
+NOT_FOR_REAL: Mapping[str, Callable[[JobSettings], bool]] = {
     "moe_token_dispatcher_type": lambda job: job.moe_token_dispatcher_type == "flex",
     "overlap_moe_expert_parallel_comm": lambda job: job.overlap_moe_expert_parallel_comm,
-    "overlap_dispatch_backward_with_experts_wgrad": lambda job: job.overlap_dispatch_backward_with_experts_wgrad,
     "cuda_graph_modules": lambda job: job.cuda_graph_impl != "none",
     "fp8": lambda job: job.fp8 is not None,
     "use_precision_aware_optimizer": _is_aware_on_device,
     "moe_permute_fusion": lambda job: job.moe_permute_fusion and reorders(job),
 }
-"""Settings that were tested with a stand-in alone, and whether a job uses them."""
+"""Settings that were tested with a stand-in alone or not at all, and whether a job uses them."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from eplb_runtime.hosts.attaching.description import AttachError
 
@@ -30,19 +31,6 @@ class Experts(nn.Module):
                     inside.add_module(part, nn.Module())
                 inside = inside._modules[part]
             inside.register_parameter(own, nn.Parameter(torch.zeros(2)))
-
-
-def slots(*names: str) -> dict[str, tuple[str, ...]]:
-    from eplb_runtime.hosts.megatron.describe import _slots
-
-    return _slots("layer.experts", Experts(*names), 2)
-
-
-def part(key: str, slot: int, of: int = 4) -> Any:
-    """A tensor ``[layers 3, experts, 2]`` of the layer 1, as Megatron makes it."""
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    return ShardedTensor.from_rank_offsets(key, torch.zeros(2), (0, 1, 3), (1, slot, of), prepend_axis_num=2)
 
 
 def test_megatron_still_has_what_the_host_takes_the_place_of() -> None:
@@ -98,6 +86,57 @@ def test_what_a_newer_megatron_routes_by_besides_reaches_its_router() -> None:
     watch(layer, lambda *shown: seen.append(shown))
     assert layer.route(torch.zeros(3, 8), None, "ids") == ("ids", chosen)
     assert seen == [(chosen, 8, 2)]
+
+
+class Tape(TorchDispatchMode):
+    """Operators that run inside, and may be repeated on the tensors that they read and wrote, as a CUDA graph does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not str(operator).startswith("aten._local_scalar_dense"), "it waits for the device"
+        result = operator(*args, **(kwargs or {}))
+        self._calls.append((operator, args, kwargs or {}, result))
+        return result
+
+    def replay(self) -> None:
+        for operator, args, kwargs, result in self._calls:
+            result.copy_(operator(*args, **kwargs))
+
+
+def test_a_replayed_graph_sends_tokens_where_experts_are_now_or_ends_the_forward() -> None:
+    from types import SimpleNamespace
+
+    from eplb_runtime.hosts.megatron.graphs import GraphedChoices, GraphedColumns
+    from eplb_runtime.load.counter import LoadCounter
+    from eplb_runtime.moe.layer import HostDispatchedLayer
+
+    order, changes = torch.arange(4), [0]
+    table = SimpleNamespace(logical_of_slots=lambda layer: order, changes_L=changes, epoch=0)
+    counter, tag = LoadCounter(1, 4, None, torch.device("cpu")), SimpleNamespace(enter=lambda *_: None)
+    of_layer = {"counter": counter, "table": table, "forward_tag": tag, "expert_clock": None}
+    columns = HostDispatchedLayer(0, nn.Module(), **of_layer)  # type: ignore[arg-type]
+    graphed, watching, tape = GraphedColumns(columns), GraphedChoices(), Tape()
+    chosen, weights, real = torch.eye(4).bool()[[0, 1, 1]], torch.rand(3, 4), torch.tensor([True, True, False])
+    with tape:
+        by_slot = graphed.capture(chosen, weights, real)
+        watching.capture(chosen)
+    for commit in (order.new_tensor([2, 0, 3, 1]), order.new_tensor([1, 3, 0, 2])):
+        order.copy_(commit)
+        chosen.copy_(chosen.roll(1, 1))
+        changes[0] += 1
+        tape.replay()
+        before = counter.counts[0].clone()
+        graphed.begin(torch.zeros(3, 8))
+        assert torch.equal(by_slot[0], chosen[:, order]) and torch.equal(by_slot[1], weights[:, order])
+        assert torch.equal(counter.counts[0] - before, chosen[:2].sum(dim=0)), "padding does not count"
+        assert torch.equal(watching.choices(), chosen)
+    order.copy_(order.roll(1))
+    changes[0] += 1
+    with pytest.raises(RuntimeError, match="does not follow the placement"):
+        graphed.begin(torch.zeros(3, 8))
 
 
 def a_stage(number: int, first: int) -> tuple[nn.Module, Any]:
