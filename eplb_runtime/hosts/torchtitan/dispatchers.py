@@ -1,6 +1,5 @@
-"""torchtitan's own token dispatchers (DeepEP, HybridEP, MinimalAsyncEP): they stay, and are given slots in the place of
-logical experts. Each takes id ``i`` to be on rank ``i // (E/R)``, as slots are.
-No torchtitan is imported here.
+"""torchtitan's own token dispatcher of DeepEP stays, and is given slots in the place of logical experts: it takes id
+``i`` to be on rank ``i // (E/R)``, as slots are. No torchtitan is imported here.
 """
 
 from __future__ import annotations
