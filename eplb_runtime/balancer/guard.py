@@ -323,7 +323,7 @@ class FirstSteps(LoopHooks):
                         limit = f"within {groups.timeout_seconds:g} s, which is collective"
                         return self._guard.report(f"{_SKIPS}: rank {who} did not come to {where} {limit}")
                     time.sleep(_POLL_SECONDS)
-            return logger.info("the ranks could not compare what they see at %s: %s", where, error)
+            return logger.info("the ranks could not compare their facts at %s: %s", where, error)
         self._guard.report(finding)
 
 

@@ -170,7 +170,7 @@ class LogicalView:
     def experts_here(self, layer: int) -> list[int]:
         """The logical expert of each of this rank's rows."""
         if self.balancer is None:
-            raise ValueError("nothing is spread in a model that is not attached")
+            raise ValueError("the model is not attached, so no expert is spread")
         return list(map(int, self.balancer.placement.homes_LRH[layer, self.balancer.runtime.job.ep_rank]))
 
     @property

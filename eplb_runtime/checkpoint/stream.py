@@ -525,7 +525,7 @@ def _given(tensors: TensorList, given: object) -> tuple[dict[int, bytes], str]:
                 )
             theirs.update(_checksums(pieces, numbers[name], tensor.to(device)))
     except Exception as error:
-        return theirs, f"the weights to verify could not be walked: {one_line(error, with_type=True)}"
+        return theirs, f"the weights to verify could not be read: {one_line(error, with_type=True)}"
     return theirs, ""
 
 

@@ -257,7 +257,7 @@ def barrier(
         if problem is not None:
             raise problem
         if not_come:
-            raise RuntimeError(f"{cause}: it is collective, every rank calls it")
+            raise RuntimeError(f"{cause}: it is collective: call it on every rank")
         before = str(call - 1)  # all are here, and past it
         for name in (f"{before}/{rank}", *((before, f"{before}/here", f"{before}/problem") * (rank == everyone[0]))):
             store.delete(name)

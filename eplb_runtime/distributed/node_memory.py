@@ -119,7 +119,7 @@ class NodeMemory:
         for peer in others:
             self.wait(peer, 0)
         if trial.tolist() != [peer + 1 if peer != self.rank else 0 for peer in range(self.size)]:
-            raise RuntimeError("what ranks write into each other's memory does not arrive")
+            raise RuntimeError("a test value that ranks wrote into each other's memory did not arrive")
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A new block; the same on every rank. It lives as long as this object."""
@@ -155,7 +155,7 @@ class NodeMemory:
             if offset >= 0 and offset + own.nbytes <= block.own.nbytes:
                 there = block.of_peer[peer][offset : offset + own.nbytes]
                 return there.view(own.dtype).view(own.shape)
-        raise RuntimeError("these rows lie in no memory of the node")
+        raise RuntimeError("these rows are outside the memory that the node's ranks share")
 
     # -- on the current stream -----------------------------------------------------------------------------------------
 

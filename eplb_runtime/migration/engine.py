@@ -274,7 +274,7 @@ class MigrationEngine:
 
     @contextlib.contextmanager
     def unfailing(
-        self, what: str = "experts on this rank are not where the other ranks believe them to be"
+        self, what: str = "experts on this rank are in other slots than the other ranks have for them"
     ) -> Iterator[None]:
         """Enclose work after an agreement of all ranks: a failure inside makes this rank differ from them for good."""
         self.refuse_if_broken()

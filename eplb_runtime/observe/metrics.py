@@ -41,7 +41,7 @@ def metrics_of(state: RunState, progress: Progress, now: float, left_out: int = 
             *_of_load(state),
             *_balance(state),
             *_of_decisions(state, progress),
-            _counter("left_out_events", "Events that could not be shown: a listener was too slow.", left_out),
+            _counter("left_out_events", "Events dropped because a listener was too slow.", left_out),
             _gauge("steps", "Optimizer steps so far.", progress.step),
             _gauge("step_seconds", "Seconds of a training step, smoothed.", progress.step_seconds),
             _gauge("last_step_timestamp_seconds", "When the last step ended, since 1970.", now - progress.idle_seconds),
@@ -138,7 +138,7 @@ def _of_decisions(state: RunState, progress: Progress) -> list[Metric]:
         _counter(
             "phase_seconds", "Seconds of rank 0 in each phase of planning and moving.", state.phase_seconds, "phase"
         ),
-        _gauge("saved_seconds", "Seconds saved: by the measured imbalance; as plans predicted.", saved, "kind"),
+        _gauge("saved_seconds", "Seconds saved: from the measured imbalance, and as predicted.", saved, "kind"),
         _gauge("judged_seconds", "Gains of judged plans: as predicted, and come true.", judged, "kind"),
         _counter("moved_experts", "Experts that changed their home slot, in one EP group.", experts, "link"),
         _counter("moved_bytes", "Bytes of experts with their state, in one EP group.", nbytes, "link"),

@@ -238,7 +238,7 @@ def _check_terms(request: PlanRequest) -> None:
         raise PlanError(f"trust={trust:g} weighs seconds that are saved: give cost=CostModel(...), or leave trust out")
     if speed_R is not None and request.policy not in KNOWS_SPEEDS:
         raise PlanError(
-            f"policy {request.policy!r} takes all ranks for equally fast: choose incremental for rank_speed"
+            f"policy {request.policy!r} takes all ranks for equally fast: choose policy='incremental' for rank_speed"
         )
 
 

@@ -423,12 +423,12 @@ def _why_it_does_not_pay(
         saved = _percent(figures.shares[0] * even)
         return f"It does not pay: {reason}, and even load would save {saved} of a step.", again
     if best.saved(figures.shares[0]) < LEAST_SAVED and not figures.replica_slots and hottest > CLOSE * best.imbalance:
-        reason = f"the hottest expert alone has {hottest:.2f}x the tokens of a rank, and homes cannot share it"
+        reason = f"the hottest expert alone has {hottest:.2f}x the mean tokens of a rank, and a home cannot be split"
         return f"It does not pay: {reason}.", "Try --replica-slots 1, where the framework takes replicas."
     if not best.rebalances:
         return "It does not pay: no move would have saved what it costs.", rarer
     if best.saved(figures.shares[0]) < LEAST_SAVED:
-        return "It does not pay: the load that comes is too unlike the past that plans are made for.", again
+        return "It does not pay: the load that follows is too unlike the past that plans are made from.", again
     return f"It does not pay: moving takes {_percent(best.moving)} of the time of all steps.", rarer
 
 

@@ -185,7 +185,7 @@ def meta(rank: int) -> str:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     first, second = run_ranks(2, left_alone)
-    assert first == "rank 2 did not come to attach within 0.5 s: it is collective, every rank calls it"
+    assert first == "rank 2 did not come to attach within 0.5 s: it is collective: call it on every rank"
     assert "rank 2 did not come to attach" in second
 
 

@@ -377,7 +377,7 @@ REFUSED: dict[Callable[[], None], str] = {
     unknown_second_optimizer: "a AdamW that the balancer does not know steps lm_head.weight",
     adopted_what_another_has: "lm_head.weight is in several optimizers: give each parameter to one, and let go",
     stepped_after_it_was_let_go: "balancer.adopt(optimizer), with instead_of=old where it replaces one",
-    adopted_with_fewer_experts: "is in the optimizer that goes and not in the one that comes",
+    adopted_with_fewer_experts: "which the old one trains",
     adopted_inside_a_step: "adopt() between a backward pass and the optimizer's step",
     written_and_not_said: "call balancer.weights_changed() after writing, on every rank",
     adapters_unknown: "lm_head.adapter.weight was added after attach",

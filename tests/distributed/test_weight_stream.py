@@ -166,7 +166,7 @@ def verified(model: nn.Module, balancer: eplb.Balancer, found: dict[str, Any]) -
             "rank 0: verify_export was given module.",
             {f"module.{n}": t for n, t in moved.items()} if not rank else moved,
         ),
-        ("rank 2: the weights to verify could not be walked: OSError: the disk is full", broken()),
+        ("rank 2: the weights to verify could not be read: OSError: the disk is full", broken()),
     ]
     said = {}
     for number, (words, tensors) in enumerate(given):

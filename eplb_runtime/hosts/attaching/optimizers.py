@@ -96,7 +96,7 @@ class Optimizers(LoopHooks):
             left = [name for key, name in self._experts.items() if key in lost and not held[key]]
             if left:
                 raise AttachError(
-                    f"{left[0]} is in the optimizer that goes and not in the one that comes: make that from all that "
+                    f"the new optimizer lacks {left[0]}, which the old one trains: make the new one from all that "
                     "is to be trained, or freeze this first (requires_grad_(False))"
                 )
         try:

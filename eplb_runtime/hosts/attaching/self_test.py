@@ -115,10 +115,10 @@ def _why_slots_count(compute: Compute, rows: Tensor, weights: Sequence[Tensor]) 
         counts = [int(slot == row // _ROWS) for slot in range(len(weights[0]))]
         alone = compute(rows[row : row + 1], SlotCounts.of(counts, rows.device), weights)
         if not same_to_rounding(alone, together[row : row + 1]):
-            return "let a row's result depend on it alone: experts give another for a row by itself than among others"
+            return "let a row's result depend on that row alone: it changes when other rows are computed with it"
     turned = [tensor.roll(1, 0) for tensor in weights]
     if not same_to_rounding(_through(compute, rows.roll(_ROWS, 0), turned), together.roll(_ROWS, 0)):
-        return "keep what is an expert's in its tensors, which move: what computes experts goes by their slot's number"
+        return "keep what belongs to an expert in its tensors, which move: its code depends on the slot's number"
     return ""
 
 

@@ -98,7 +98,7 @@ def without_replicas(config: BalancerConfig) -> BalancerConfig:
 def begin_record(trial: Trial) -> None:
     """Raise AttachError where a training of the same command is on record already."""
     if (Path(trial.folder) / "meta.json").exists():
-        raise AttachError("verify compares one training, and this command starts another: give it the first alone")
+        raise AttachError("verify compares one training run, and this command starts a second: give it the first alone")
 
 
 def layout_of(trial: Trial, config: BalancerConfig, ranks: Ranks) -> tuple[BalancerConfig, Ranks]:

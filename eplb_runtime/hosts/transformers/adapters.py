@@ -202,7 +202,7 @@ def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module) -> LowRank
         "a bias": getattr(wrapper.lora_B[adapter], "bias", None) is not None,
     }
     if wrong := [what for what, is_so in odd.items() if is_so]:
-        raise AttachError(f"{where} has {' and '.join(wrong)}, which has no form by expert here: leave it out")
+        raise AttachError(f"{where} has {' and '.join(wrong)}, which this release cannot split by expert: leave it out")
     one = LowRank(wrapper, path, adapter)
     matrix = getattr(experts, one.matrix)
     if matrix.ndim != 3:
@@ -257,7 +257,7 @@ def _renew_copies_after(model: nn.Module, module: nn.Module, *calls: str) -> Non
 
 def _refuse_another(name: str, adapter: str, *_: Any, **__: Any) -> None:
     raise AttachError(
-        f"adapter {adapter!r} on the experts of {name} comes after attach: have the one adapter before it"
+        f"adapter {adapter!r} on the experts of {name} was added after attach: add it before, and attach then"
     )
 
 

@@ -243,7 +243,7 @@ class MicroBatchChannels:
         """
         assert self._second is not None
         if self.busy:
-            raise RuntimeError("two batches run at once already: a third would have no way of its own")
+            raise RuntimeError("two batches run at once already, and a third has no channel")
         self.busy, self._forwards_only = True, forwards_only
 
         def run(number: int, work: Callable[[], Any]) -> Any:

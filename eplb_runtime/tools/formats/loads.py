@@ -105,14 +105,14 @@ def looks_partial(load: LoadArray) -> str:
     rows_NE, experts = load[load.sum(axis=2) >= ENOUGH * load.shape[2]], load.shape[2]
     most = int((rows_NE > 0).sum(axis=1).max(initial=0))
     if 0 < most <= experts * FEW:
-        return f"no more than {most} of {experts} experts of a layer have tokens in a window, as in one rank's counts."
+        return f"at most {most} of {experts} experts of a layer have tokens in a window: one rank's counts?"
     rows_NE = rows_NE / rows_NE.sum(axis=1, keepdims=True)
     for parts, (name, limit) in PARTS.items():
         if experts % parts == 0 and experts >= 2 * parts and most:
             beside_NP = rows_NE.reshape(-1, parts, experts // parts).sum(axis=2)
             in_turn_NP = rows_NE.reshape(-1, experts // parts, parts).sum(axis=1)
             if min(beside_NP.max(axis=0).min(), in_turn_NP.max(axis=0).min()) <= limit:
-                return f"a {name} of {experts} experts has next to no tokens, as where counts of ranks are missing."
+                return f"a {name} of {experts} experts has next to no tokens: counts of some ranks seem to be missing."
     return ""
 
 

@@ -59,9 +59,9 @@ def test_an_id_of_no_expert_is_noticed_on_the_device(expert: int, asserting: Non
     ids, table = ids_of(90, 3, 16, torch.int64), torch.arange(16)
     kernels.count_and_map(ids, table, torch.zeros_like(table))
     ids[40, 1] = expert
-    with pytest.raises(Exception, match="an expert that there is not"):
+    with pytest.raises(Exception, match="an expert that does not exist"):
         kernels.count_and_map(ids, table, torch.zeros_like(table))
-    with pytest.raises(Exception, match="an expert or a slot that there is not"):
+    with pytest.raises(Exception, match="an expert or a slot that does not exist"):
         kernels.count_by_blocks(ids, 16)
 
 

@@ -82,7 +82,7 @@ def test_a_slot_that_there_is_not_is_noticed_on_the_device(slot: int, asserting:
     kernels.leaving(slots_of(90, 3, 8), 0, 2, 4, dedup=True)
     slots_TK = slots_of(90, 3, 8)
     slots_TK[40, 1] = slot
-    with pytest.raises(Exception, match="a slot that there is not"):
+    with pytest.raises(Exception, match="a slot that does not exist"):
         kernels.leaving(slots_TK, 0, 2, 4, dedup=True)
 
 
