@@ -44,11 +44,12 @@ class FusedAdam(torch.optim.Optimizer):
         master_weight_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
         **_: Any,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.master_weights = master_weights
+        self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
         self.name_to_dtype_map = dict(zip(KEYS, (exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype), strict=True))
         self.store_param_remainders = store_param_remainders and master_weights and master_weight_dtype == torch.float32
         self._scales: dict[Tensor, dict[str, Tensor]] = {}
@@ -98,7 +99,8 @@ class FusedAdam(torch.optim.Optimizer):
             for param in group["params"]:
                 if not self.state[param]:
                     self.initialize_state(param)
-                if (gradient := getattr(param, "decoupled_grad", param.grad)) is not None:
+                gradient = getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
+                if gradient is not None:
                     self._step(param, gradient.float(), group)
 
     def _step(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:

@@ -53,14 +53,14 @@ RATCHET = {
     "observe": 2261,
     "checkpoint": 2288,
     "hosts": 9126,
-    "tools": 3409,
+    "tools": 3408,
     "cli": 1073,
-    "package": 40495,
+    "package": 40445,
     "files of the package": 254,
     "page": 664,
-    "tests": 41140,
-    "files of tests": 220,
-    "Markdown, KB": 131,
+    "tests": 39301,
+    "files of tests": 214,
+    "Markdown, KB": 129,
 }
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""
