@@ -34,7 +34,6 @@ LONGEST_FIRST = (
     "test_migration_beside_training",
     "test_faults",
     "test_planner_process",
-    "test_stops_and_kills_beside_training",
     "test_bits",
     "test_demo",
     "test_setting_up",

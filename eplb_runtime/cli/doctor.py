@@ -83,7 +83,7 @@ def _judge(path: str, arguments: argparse.Namespace) -> int:
     if found.attaches is not False:
         equal = {"bit": "to the bit", "rounding": "to rounding", None: "to rounding, if not to the bit"}
         print(f"with homes moved, training is equal {equal[found.exact]}")
-    if found.refused:
+    else:
         print_table("refused", said["refused"])
     tables = {
         "the recipe does not show": found.unknown,

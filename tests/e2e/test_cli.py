@@ -165,6 +165,7 @@ def test_bad_input_is_refused_in_one_line(load_file: Path, tmp_path: Path, capsy
         (["plan", load_file, *CLUSTER, "--dense-layers", "3"], "none would be left"),
         (["convert", tmp_path / "broken.json", tmp_path / "out.json"], "not JSON"),
         (["convert", load_file, tmp_path / "out.yaml"], "tensorrt-llm reads no load file"),
+        (["convert", load_file, tmp_path / "out.json"], "the name must end in .npz"),
     ]
     for arguments, says in cases:
         message = refusal(capsys, *arguments)

@@ -43,7 +43,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"kernels": "yes"}, "kernels='yes': give True or False"),
     ({"timeout_seconds": "30"}, "timeout_seconds='30': give a number of seconds above 0"),
     ({"timeout_seconds": 1e12}, "timeout_seconds=1000000000000.0: give a number of seconds above 0"),
-    ({"window": 2**70}, "give at most"),
+    ({"window": 2**70}, "below 2**60"),
     ({"timeout_seconds": float("nan")}, "give a number of seconds above 0"),
     ({"timeout_seconds": float("inf")}, "give a number of seconds above 0"),
     ({"max_pause_seconds": True}, "give a number of seconds above 0"),
@@ -55,7 +55,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rank_speed": [1, "2"]}, "give numbers above 0"),
     ({"rank_speed": []}, "give numbers above 0"),
     ({"rank_speed": [10**400, 1]}, "give numbers above 0"),
-    ({"staging_bytes": 10**400}, "give at most"),
+    ({"staging_bytes": 10**400}, "below 2**60"),
     ({"low_latency_tokens": -(10**400)}, "low_latency_tokens=-1000000"),
     ({"timeout_seconds": 10**400}, "give a number of seconds above 0"),
     ({"listen": 80.5}, "listen=80.5: give a port"),
@@ -139,8 +139,8 @@ def test_ranks_that_differ_in_a_setting_describe_themselves_differently(name: st
 
 def test_without_an_interval_the_window_counts_decisions_and_the_horizon_is_the_last_gap() -> None:
     alone, steady = BalancerConfig(interval=None), BalancerConfig(interval=64)
-    assert (alone.window_steps, alone.horizon, alone.window_rows(0)) == (None, None, 4)
-    assert (steady.window_steps, steady.horizon, steady.window_rows(2)) == (256, 640, 128)
+    assert (alone.horizon, alone.window_rows(0)) == (None, 4)
+    assert (steady.horizon, steady.window_rows(2)) == (640, 128)
     alone = BalancerConfig(interval=None, window=7, migration=MigrationConfig(horizon_steps=30))
     assert (alone.window_rows(0), alone.horizon) == (7, 30)
     assert alone.described()["interval"] == "None"

@@ -19,7 +19,7 @@ from eplb_runtime.events import EventLog, RebalanceAborted, RebalanceCommitted
 @pytest.mark.parametrize(
     ("setting", "value", "said"),
     [
-        ("interval", 0, "interval=0: give at least 1"),
+        ("interval", 0, "interval=0: give a whole number of at least 1"),
         ("lag", 50, "lag=50 must be less than interval=50"),
         ("replica_slots", -1, "replica_slots=-1"),
         ("max_moves", -1, "max_moves=-1"),

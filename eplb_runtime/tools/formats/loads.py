@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ...load.series import holds_series
+from ...load.series import NAME, holds_series
 from ...observe.run_folder import JobRecord, read_run
 from ...utils.files import replacing, require_writable
 from . import megatron, slime
@@ -57,7 +57,8 @@ def read_record(path: str | Path, dense_layers: int = 0) -> JobRecord:
         content = open_content(path)
         found = find_load(content)
         if found is None:
-            raise FormatError(f'{held_in(content)}: store tokens per expert as "load"')
+            mend = "" if content.kind == "directory" else ': store tokens per expert as "load"'
+            raise FormatError(held_in(content) + mend)
         return replace(found[1], load=checked_load(found[1].load, dense_layers))
 
 
@@ -145,8 +146,9 @@ def checked_load(values: ArrayLike, dense_layers: int) -> LoadArray:
 
 
 def _own(content: Content) -> JobRecord | None:
-    if content.kind == "directory" and holds_series(content.path):
-        return read_run(content.path)
+    folder = content.path.parent if content.path.name == NAME else content.path
+    if content.kind in ("directory", "jsonl") and holds_series(folder):
+        return read_run(folder)
     return JobRecord(content.value["load"]) if content.kind != "pt" and content.holds("load") else None
 
 

@@ -46,7 +46,7 @@ def test_counts_of_one_rank_alone_are_no_load_of_the_job(tmp_path: Path, capsys:
     load = np.zeros((40, 3, 8), dtype=np.int64)
     load[:, :, 5] = 4000
     np.savez(tmp_path / "load.npz", load=load)
-    assert "It cannot be said: no more than 1 of 8 experts" in printed(capsys, tmp_path / "load.npz", "--ranks", "4")
+    assert "It cannot be said: at most 1 of 8 experts" in printed(capsys, tmp_path / "load.npz", "--ranks", "4")
     assert json.loads(printed(capsys, tmp_path / "load.npz", "--ranks", "4", "--json"))["pays"] is None
 
 

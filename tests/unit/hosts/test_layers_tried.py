@@ -100,7 +100,7 @@ def test_a_run_that_does_more_than_its_experts_is_said(more: str) -> None:
     assert said(Layer(RUNS[more]), guard="off") == ("", [])
 
 
-@pytest.mark.parametrize(("compute", "words"), [(first_doubled, "by their slot's number"), (centred, "a row by")])
+@pytest.mark.parametrize(("compute", "words"), [(first_doubled, "the slot's number"), (centred, "that row alone")])
 def test_a_compute_that_goes_by_slots_or_by_other_rows_is_said(compute: Any, words: str) -> None:
     assert words in said(Layer(), compute)[0]
 

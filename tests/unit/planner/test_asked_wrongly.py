@@ -80,7 +80,7 @@ def test_a_share_is_no_more_than_the_step() -> None:
     assert CostModel(moe_share=1.0).moe_share == 1.0
     with pytest.raises(ValueError, match=r"moe_share=1\.5: give a share of the step"):
         CostModel(moe_share=1.5)
-    with pytest.raises(ValueError, match="give all of one step"):
+    with pytest.raises(ValueError, match="give all three for one step"):
         CostModel(step_seconds=1e-310, crossing_seconds=1.0)
 
 

@@ -43,7 +43,7 @@ def test_a_thread_works_on_the_models_gpu_from_its_first_call_on(monkeypatch: py
 def test_a_device_that_has_no_end_is_waited_for_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     end = threading.Event()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: end.wait(60))
-    with pytest.raises(TransportError, match="not done in time"):
+    with pytest.raises(TransportError, match="did not end in time"):
         progress.synchronize(SECOND_GPU, time.monotonic())
     end.set()
 
