@@ -53,14 +53,14 @@ RATCHET = {
     "observe": 2199,
     "checkpoint": 2288,
     "hosts": 9126,
-    "tools": 3374,
+    "tools": 3373,
     "cli": 1008,
-    "package": 40326,
+    "package": 40269,
     "files of the package": 254,
     "page": 664,
-    "tests": 40047,
-    "files of tests": 218,
-    "Markdown, KB": 131,
+    "tests": 38072,
+    "files of tests": 212,
+    "Markdown, KB": 130,
 }
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""
