@@ -17,11 +17,15 @@ from support.megatron_jobs import (
     Row,
     assert_moved_without_a_change,
     attached,
+    batches_of,
+    forward_step,
     moved_by,
     needs_megatron,
     traces,
     whole,
 )
+
+import eplb_runtime as eplb
 
 pytestmark = needs_megatron
 TOP_3 = {"moe_router_topk": 3}
@@ -78,7 +82,17 @@ SLIME = {
 """As `scripts/run-*.sh` of slime have it, without its fused permutation; moments are float32 by default."""
 
 
-# -- what is refused of the live objects of a job ----------------------------------------------------------------------
+# -- what a row looks at besides, and what is refused of the live objects of a job -------------------------------------
+
+
+def by_hand(job: Job, balancer: eplb.Balancer) -> float:
+    """The loss of a forward that no schedule has begun. Without moves weights are quantized for it here."""
+    for part in job.models[0].modules():
+        if hasattr(part, "is_first_microbatch") and not moved_by(balancer):
+            part.is_first_microbatch = True
+    with torch.no_grad():
+        output, loss_of = forward_step(batches_of(9), job.models[0])
+    return float(loss_of(output)[0])
 
 
 def pop_caches(job: Job) -> None:
@@ -192,6 +206,7 @@ ROWS: dict[str, Row] = {
     "fp8, blockwise": Row(
         {"fp8": "e4m3", "fp8_recipe": "blockwise"},
         FP8,
+        more=by_hand,
         refused={pop_caches: "has no is_first_microbatch", mark_as_quantized: "FP8 themselves"},
     ),
 }

@@ -405,6 +405,7 @@ class Trace:
     placement: list[list[int]] = field(default_factory=list)
     load: list[Any] = field(default_factory=list)
     sources: set[str] = field(default_factory=set)
+    more: Any = None
 
 
 @dataclass(frozen=True)
@@ -419,6 +420,7 @@ class Row:
         close: how far moves may change what is trained, relative; 0: not by a bit.
         saves: Megatron saves the training with moves; read back by Megatron alone, and where experts stand elsewhere.
         refused: a change of the job -> what attach says in one line then.
+        more: looks at a job after its last step; the same with moves and without.
     """
 
     options: Mapping[str, Any]
@@ -432,6 +434,7 @@ class Row:
     short: bool = False
     newer: bool = False
     refused: Mapping[Callable[[Job], Any], str] = field(default_factory=dict)
+    more: Callable[[Job, eplb.Balancer], Any] = lambda job, balancer: None
 
     def make(self) -> Job:
         return Job(**self.options)
@@ -465,6 +468,7 @@ def trained(row: Row, move: bool, folder: Path | None = None) -> Trace:
         balancer.placement.physical_to_logical.tolist(),
         [rows.tolist() for event in measured if event.load is not None for rows in event.load],
         {event.moe_share_source for event in measured},
+        row.more(job, balancer),
     )
     if folder is not None:
         save(sharded(job, loading=False), folder)
@@ -607,7 +611,7 @@ def assert_moved_without_a_change(row: Row, of_ranks: list[dict[str, Any]]) -> N
     kinds = {key[3] for key in experts}
     assert kinds == row.kinds and len(experts) == 2 * sum(map(len, places)) * len(kinds)
     for of_static, of_moving in zip(static, moving, strict=True):
-        assert row.close or of_moving.load == of_static.load
+        assert of_moving.more == of_static.more and (row.close or of_moving.load == of_static.load)
         assert_close(of_moving.seen, of_static.seen, row.close)
     if row.close:
         assert 0 < furthest(some, others) < row.close
