@@ -29,7 +29,7 @@ logger = logging.getLogger("eplb_runtime")
 
 ACCOUNT_SECONDS = 10.0
 """A rank that has lost the others at attach waits so long for the one that says why."""
-_ECHOES = "gloo/", "gloo: ", "did not come", "not through in time", "does not answer", "timed out"
+_ECHOES = "gloo/", "gloo: ", "did not come", "not through in time", "does not answer", "given no answer", "timed out"
 _AT_ATTACH = ("data", "dispatch", "counts", "expert_data", "parts", "twins")
 """Made at once: a rank that fails alone ends the waits of others in a group that is there, not in making one."""
 _OF_BALANCING = ("control", "migration", "background")

@@ -123,8 +123,6 @@ def segments_of(record: Record, device: torch.device) -> list[Segment]:
 
 def _can_send_rows(tensor: ExpertTensor, device: torch.device) -> bool:
     """Return whether each of its rows is contiguous and on the device of the messages, on every rank."""
-    if tensor.varies_in_device:  # ranks must agree on the messages of a record
-        return False
     rows = tensor.memory if isinstance(tensor.tensor, tuple) else (tensor.tensor[:1],)
     return all(row.device == device and row.is_contiguous() for row in rows)
 

@@ -309,11 +309,6 @@ def stepped_after_it_was_let_go() -> None:
     train(model, old)
 
 
-def adopted_with_fewer_experts() -> None:
-    model, balancer, old, _ = let_go()
-    balancer.adopt(AdamW(model.lm_head.parameters()), instead_of=old)
-
-
 def adopted_inside_a_step() -> None:
     model, balancer, old, new = let_go()
     loss_of(model, 1).backward()
@@ -377,7 +372,6 @@ REFUSED: dict[Callable[[], None], str] = {
     unknown_second_optimizer: "a AdamW that the balancer does not know steps lm_head.weight",
     adopted_what_another_has: "lm_head.weight is in several optimizers: give each parameter to one, and let go",
     stepped_after_it_was_let_go: "balancer.adopt(optimizer), with instead_of=old where it replaces one",
-    adopted_with_fewer_experts: "which the old one trains",
     adopted_inside_a_step: "adopt() between a backward pass and the optimizer's step",
     written_and_not_said: "call balancer.weights_changed() after writing, on every rank",
     adapters_unknown: "lm_head.adapter.weight was added after attach",

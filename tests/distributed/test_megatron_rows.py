@@ -161,8 +161,8 @@ ROWS: dict[str, Row] = {
     # memory that is freed and loaded between steps, as verl does it around its rollouts
     "phases": Row({"frees": True, **TOP_3}, CPU),
     # optimizers with state in host memory, or in dtypes of its own
-    "masters, half in host memory": Row(
-        offloaded(0.5), OFFLOAD, kinds=OFFLOADED, refused={not_distributed: "set use_distributed_optimizer=True"}
+    "masters in host memory": Row(
+        offloaded(1.0), OFFLOAD, kinds=OFFLOADED, refused={not_distributed: "set use_distributed_optimizer=True"}
     ),
     "divided remainders of masters, moments in bfloat16": Row(
         {**aware(torch.bfloat16), "num_moe_experts": 6, "moe_ffn_hidden_size": 40},

@@ -243,7 +243,7 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
         ),
     ),
     "copies in host memory left behind": (
-        f"{MEGATRON}[masters, half in host memory]",
+        f"{MEGATRON}[masters in host memory]",
         other("hosts.megatron.optimizers:_offloaded", lambda own: lambda *args: replace(own(*args), copies={})),
     ),
     "main parameters left behind": (ALL_GATHER, leave_behind("param")),

@@ -21,7 +21,6 @@ from ...config import BalancerConfig, DispatchConfig
 from ...distributed.ranks import Ranks
 from ..attaching.description import AttachError, HostModel, MoELayer, Spread, WatchedLayer, WatchedModel, mark_spread
 from ..refusals import NOT_RUN, sums_of_gradients, sums_of_results
-from .graphs import check_not_captured
 from .layer import QUANTIZE_AGAIN, install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of
 from .settings import NOT_FOR_REAL, JobSettings, refusals, settings_of
@@ -38,7 +37,6 @@ def describe(model: nn.Module) -> HostModel:
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseMoELayer)]
     for name, module in found:
         _check_layer(name, module)
-        check_not_captured(model, module)
     layers = tuple(_describe_layer(name, module) for name, module in found)
     wrapped = _is_wrapped(model, layers)
     if layers and wrapped and not hasattr(model, "ddp_config"):
@@ -61,6 +59,11 @@ def describe(model: nn.Module) -> HostModel:
 
 def watched(model: nn.Module) -> WatchedModel:
     """The MoE layers of ``model``, also of one that could not be balanced."""
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, MegatronLayer)]
+    for _, module in found:
+        graphs = settings_of(vars(module.config))
+        if graphs.cuda_graph_impl != "none" and "moe_preprocess" in graphs.cuda_graph_modules.split(","):
+            raise AttachError("a replay of moe_preprocess shows no choices: record without it in cuda_graph_modules")
     return WatchedModel(
         tuple(
             WatchedLayer(
@@ -71,8 +74,7 @@ def watched(model: nn.Module) -> WatchedModel:
                 module.num_local_experts,
                 partial(mark_work, module),
             )
-            for name, module in model.named_modules()
-            if isinstance(module, MegatronLayer)
+            for name, module in found
         ),
         takes_replicas=False,
     )

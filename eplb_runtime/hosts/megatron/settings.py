@@ -12,7 +12,7 @@ VERSION = "Megatron-Core 0.16.1 to 0.19.2"
 """Versions whose defaults these are; settings that an older one lacks are off there."""
 WHOLE_LAYER = "full"
 """Megatron's word for a CUDA graph of all that a layer does."""
-WITHOUT_EXPERTS = frozenset(("attn", "mamba", "mlp", "moe_router", "moe_preprocess"))
+WITHOUT_EXPERTS = frozenset(("attn", "mamba", "mlp", "moe_router"))
 """Parts of a model that Megatron captures as CUDA graphs and that hold no expert; ``mlp`` is that of dense layers."""
 SCALED_NOW = ("tensorwise", "blockwise", "mxfp8")
 """FP8 recipes whose scales come from the numbers of each expert by itself; nothing is kept between steps."""
@@ -32,9 +32,9 @@ MUST_BE_DEFAULT: Mapping[str, tuple[Any, str]] = {
     "mtp_detach_heads": (False, "experts of MTP layers are clipped by a norm that would depend on where they are"),
     "optimizer_cuda_graph": (False, "CUDA graphs are not supported yet"),
     "fp4": (None, "FP4 is not supported yet"),
+    "overlap_dispatch_backward_with_experts_wgrad": (False, "gradients of experts would come late"),
     "num_distributed_optimizer_instances": (1, "several instances of the distributed optimizer are not supported"),
     "overlap_param_gather_with_optimizer_step": (False, "an optimizer for each model chunk is not supported"),
-    "overlap_dispatch_backward_with_experts_wgrad": (False, "nothing has been run with gradients that come late"),
 }
 """Settings that are refused unless they are Megatron's default, and why."""
 _OFF = (
@@ -133,18 +133,9 @@ def _dtype(given: Any) -> Any:
     return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}.get(name, name)
 
 
-def graphs_preprocessing(config: Any) -> bool:
-    """Return whether a CUDA graph holds the preprocessing ahead of the experts: ``config`` has Megatron's names."""
-    if getattr(config, "cuda_graph_impl", "none") != "transformer_engine":
-        return False
-    given = {name: getattr(config, name, None) for name in ("cuda_graph_modules", "cuda_graph_scope")}
-    return "moe_preprocess" in str(_graph_modules(given)).split(",")
-
-
 def reorders(config: Any) -> bool:
     """Return whether rows are permuted and added in logical order, and travel in that of slots."""
-    can = config.moe_token_dispatcher_type == "alltoall" and not graphs_preprocessing(config)
-    return can and config.moe_router_topk > EXACT_BY_ITSELF
+    return bool(config.moe_token_dispatcher_type == "alltoall" and config.moe_router_topk > EXACT_BY_ITSELF)
 
 
 def sums_in_order(config: Any) -> bool:
@@ -178,7 +169,11 @@ def _of_model(job: JobSettings) -> Iterator[tuple[str, str, str]]:
         yield "cuda_graph_impl", "its CUDA graphs may hold experts, which move, or the end of their layer", instead
     elif job.cuda_graph_impl != "none" and not WITHOUT_EXPERTS.issuperset(job.cuda_graph_modules.split(",")):
         instead = f"name parts without experts ({', '.join(sorted(WITHOUT_EXPERTS))})"
-        yield "cuda_graph_modules", "a CUDA graph of whole MoE layers holds experts, which move", instead
+        yield (
+            "cuda_graph_modules",
+            "a CUDA graph of moe_preprocess or of whole MoE layers holds where experts are",
+            instead,
+        )
     if job.fp8 is not None and (job.fp8_param_gather or job.fp8_param):
         yield "fp8_param_gather", "weights that are FP8 themselves cannot be moved yet", "set fp8_param_gather=False"
     if job.fp8 is not None and job.fp8_recipe not in SCALED_NOW:
@@ -205,6 +200,9 @@ def _of_optimizer(job: JobSettings) -> Iterator[tuple[str, str, str]]:
     if job.optimizer == LAYER_WISE and job.expert_data_parallel_size > 1:
         why = "what steps an expert is one of the ranks that hold it, which depends on where it is"
         yield "optimizer", why, f"set {instead}"
+    if job.optimizer_cpu_offload and 0 < job.optimizer_offload_fraction < 1:
+        why = "an expert would be stepped on the device in one slot, in host memory in another, which round differently"
+        yield "optimizer_offload_fraction", why, "set optimizer_offload_fraction to 1.0 or 0.0"
     for dtype in DTYPES if _is_aware_on_device(job) else ():
         if getattr(job, dtype) == "uint8":
             why = "moments in FP8 are objects of TransformerEngine's, which cannot be moved yet"
@@ -223,8 +221,6 @@ def exact(job: JobSettings) -> Exact:
     """Return how equal training with and without moves is."""
     if not sums_in_order(job):
         return "rounding"
-    if job.optimizer_cpu_offload and 0 < job.optimizer_offload_fraction < 1:
-        return "rounding"  # an expert is stepped on the device in one slot, in host memory in another
     return "bit" if job.expert_data_parallel_size <= EXACT_IN_ONE_SUM else "rounding"
 
 

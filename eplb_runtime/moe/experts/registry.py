@@ -64,7 +64,6 @@ class ExpertTensor:
             never replaced.
         kind: what it is to the training step.
         copies: for each home slot, other memory with the same numbers, which is written along; empty: there is none.
-        varies_in_device: whether rows may be on other devices on other ranks.
         ranges: for each home slot, which elements of its flat row each of the ranks steps that hold the same experts;
             empty: each steps all of them.
         part: where there are ranges, what ``tensor`` has of each slot: the whole row, this rank's range of it alone, or
@@ -75,7 +74,6 @@ class ExpertTensor:
     tensor: Tensor | tuple[Tensor, ...]
     kind: Kind
     copies: tuple[tuple[Tensor, ...], ...] = ()
-    varies_in_device: bool = False
     ranges: tuple[Ranges, ...] = ()
     part: Part = "row"
 
@@ -307,7 +305,6 @@ class ExpertTensors:
                 raise RegistryError(f"some experts of {name} have gradients and others have none: they cannot move")
             tensors.append(ExpertTensor(f"{name}/grad", gradients, "gradient"))
         for optimizer, of_each in zip(self._optimizers, copies, strict=True):
-            varies = not isinstance(optimizer, torch.optim.Optimizer) and optimizer.varies_in_device
             for key, state in state_of_each(optimizer, rows, divided=bool(ranges)):
                 part: Part = "row"
                 if ranges:
@@ -318,5 +315,5 @@ class ExpertTensors:
                         "ranges of experts are expected"
                     )
                 others = of_each.get(key, ())
-                tensors.append(ExpertTensor(f"{name}/{key}", state, "optimizer_state", others, varies, ranges, part))
+                tensors.append(ExpertTensor(f"{name}/{key}", state, "optimizer_state", others, ranges, part))
         return tensors

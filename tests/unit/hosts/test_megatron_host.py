@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from eplb_runtime.hosts.attaching.description import AttachError
 
@@ -88,94 +87,16 @@ def test_what_a_newer_megatron_routes_by_besides_reaches_its_router() -> None:
     assert seen == [(chosen, 8, 2)]
 
 
-class Tape(TorchDispatchMode):
-    """Operators that run inside, and may be repeated on the tensors that they read and wrote, as a CUDA graph does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._calls: list[tuple[Any, ...]] = []
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert not str(operator).startswith("aten._local_scalar_dense"), "it waits for the device"
-        result = operator(*args, **(kwargs or {}))
-        self._calls.append((operator, args, kwargs or {}, result))
-        return result
-
-    def replay(self) -> None:
-        for operator, args, kwargs, result in self._calls:
-            result.copy_(operator(*args, **kwargs))
-
-
-def test_a_replayed_graph_sends_tokens_where_experts_are_now_or_ends_the_forward() -> None:
-    from types import SimpleNamespace
-
-    from eplb_runtime.hosts.megatron.graphs import GraphedChoices, GraphedColumns
-    from eplb_runtime.load.counter import LoadCounter
-    from eplb_runtime.moe.layer import HostDispatchedLayer
-
-    order, changes = torch.arange(4), [0]
-    table = SimpleNamespace(logical_of_slots=lambda layer: order, changes_L=changes, epoch=0)
-    counter, tag = LoadCounter(1, 4, None, torch.device("cpu")), SimpleNamespace(enter=lambda *_: None)
-    of_layer = {"counter": counter, "table": table, "forward_tag": tag, "expert_clock": None}
-    columns = HostDispatchedLayer(0, nn.Module(), **of_layer)  # type: ignore[arg-type]
-    graphed, watching, tape = GraphedColumns(columns), GraphedChoices(), Tape()
-    chosen, weights, real = torch.eye(4).bool()[[0, 1, 1]], torch.rand(3, 4), torch.tensor([True, True, False])
-    with tape:
-        by_slot = graphed.capture(chosen, weights, real)
-        watching.capture(chosen)
-    for commit in (order.new_tensor([2, 0, 3, 1]), order.new_tensor([1, 3, 0, 2])):
-        order.copy_(commit)
-        chosen.copy_(chosen.roll(1, 1))
-        changes[0] += 1
-        tape.replay()
-        before = counter.counts[0].clone()
-        graphed.begin(torch.zeros(3, 8))
-        assert torch.equal(by_slot[0], chosen[:, order]) and torch.equal(by_slot[1], weights[:, order])
-        assert torch.equal(counter.counts[0] - before, chosen[:2].sum(dim=0)), "padding does not count"
-        assert torch.equal(watching.choices(), chosen)
-    order.copy_(order.roll(1))
-    changes[0] += 1
-    with pytest.raises(RuntimeError, match="does not follow the placement"):
-        graphed.begin(torch.zeros(3, 8))
-
-
-def a_stage(number: int, first: int) -> tuple[nn.Module, Any]:
-    """A decoder layer with ``layer_number`` (from 1 on) and two of four experts as TEGroupedMLP has them."""
-    from eplb_runtime.hosts.attaching.description import MoELayer
-
-    experts = Experts("linear_fc1.weight0", "linear_fc1.weight1")
-    for slot, parameter in enumerate(experts.parameters()):
-        parameter.data.fill_(first + slot)
-    layer = nn.Module()
-    layer.layer_number = number  # type: ignore[assignment]
-    layer.mlp = nn.Module()
-    layer.mlp.experts = experts
-    layer.mlp.router = nn.Linear(2, 4, bias=False)
-    layer.mlp.router.register_buffer("expert_bias", torch.zeros(4))
-    layer.mlp.router.register_buffer("local_tokens_per_expert", torch.zeros(4), persistent=False)
-    model = nn.Module()
-    model.module = nn.Module()
-    model.module.decoder = nn.Module()
-    model.module.decoder.layers = nn.ModuleList([layer])
-    name = "module.decoder.layers.0.mlp.experts"
-    described = MoELayer(
-        name=name,
-        experts=experts,
-        num_experts=4,
-        parameters=("linear_fc1.weight0", "linear_fc1.weight1"),
-        compute=None,
-        install=lambda layer: None,
-        slots={"linear_fc1.weight*": ("linear_fc1.weight0", "linear_fc1.weight1")},
-    )
-    return model, described
-
-
 def test_tensors_that_tensor_parallelism_cuts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from eplb_runtime.checkpoint import CheckpointError
+    from eplb_runtime.hosts.attaching.description import MoELayer
     from eplb_runtime.hosts.megatron import weights
 
     monkeypatch.setattr(weights.parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
-    model, layer = a_stage(number=1, first=0)
+    experts = Experts("linear_fc1.weight0", "linear_fc1.weight1")
+    model = nn.ModuleDict({"experts": experts})
+    slots = {"linear_fc1.weight*": ("linear_fc1.weight0", "linear_fc1.weight1")}
+    layer = MoELayer("experts", experts, 4, slots["linear_fc1.weight*"], None, lambda layer: None, slots=slots)
     with pytest.raises(CheckpointError, match=r"inside balancer.logical_order\(\) by the converter"):
         weights.weights([layer], model, 0)
 
