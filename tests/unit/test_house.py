@@ -50,15 +50,15 @@ RATCHET = {
     "balancer": 4124,
     "observe": 2199,
     "checkpoint": 2288,
-    "hosts": 8872,
+    "hosts": 8846,
     "tools": 3373,
     "cli": 1008,
-    "package": 39811,
+    "package": 39785,
     "files of the package": 248,
     "page": 664,
-    "tests": 37508,
-    "files of tests": 198,
-    "Markdown, KB": 131,
+    "tests": 35604,
+    "files of tests": 192,
+    "Markdown, KB": 130,
 }
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""
