@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -21,7 +20,6 @@ from eplb_runtime.load.series import read_series
 from eplb_runtime.observe.events_file import read_events
 from eplb_runtime.observe.records import Record
 from eplb_runtime.observe.run_folder import state_of_run
-from eplb_runtime.observe.server import MOST_CONNECTIONS
 from eplb_runtime.observe.start import Shown
 from eplb_runtime.observe.summary import summary_of
 from eplb_runtime.placement import EMPTY
@@ -30,7 +28,7 @@ EXPERTS, RANKS, STEPS, INTERVAL = 8, 2, 12, 3
 
 
 def train(rank: int, run: str, replica_slots: int = 0) -> dict[str, Any]:
-    """A job on changing batches, and what it did, looked at from inside; browsers hang on its page meanwhile."""
+    """A job on changing batches, and what it did, looked at from inside."""
     model = make_model("olmoe", experts=EXPERTS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     balancer = training.attach(
@@ -38,7 +36,6 @@ def train(rank: int, run: str, replica_slots: int = 0) -> dict[str, Any]:
     )
     model.train()
     shown = balancer.shown
-    hanging = [] if shown is None else browsers_that_hang(shown)
     chosen, placements = [], []
     for step in range(STEPS):
         ids = batch_of(rank, step // 4)
@@ -52,8 +49,6 @@ def train(rank: int, run: str, replica_slots: int = 0) -> dict[str, Any]:
     table = str(balancer)
     dist.barrier()
     balancer.close()
-    for browser in hanging:
-        browser.close()
     return {
         "seen": seen,
         "table": table,
@@ -65,15 +60,6 @@ def train(rank: int, run: str, replica_slots: int = 0) -> dict[str, Any]:
         "replicas": [placement.replicas_LRK for placement in placements],
         "last": balancer.placement.physical_to_logical,
     }
-
-
-def browsers_that_hang(shown: Shown) -> list[socket.socket]:
-    """Half of the connections that the server has, each with half a request."""
-    assert shown.server is not None
-    made = [socket.create_connection(("127.0.0.1", shown.server.port)) for _ in range(MOST_CONNECTIONS // 2)]
-    for browser in made:
-        browser.sendall(b"GET /state HTTP/1.1\r\n")
-    return made
 
 
 def looked_at(shown: Shown) -> dict[str, object]:

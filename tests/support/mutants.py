@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from eplb_runtime.balancer.gradients import norm
-from eplb_runtime.distributed.ballot import Verdict
+from eplb_runtime.distributed.consensus import Verdict
 
 Patch = Callable[[], None]
 
